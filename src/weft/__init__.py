@@ -1,0 +1,33 @@
+"""weft: weave one model across many devices, know beforehand what it costs and afterwards that it was right.
+
+`import weft` is cheap: no torch. Each public name is imported from its room when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Plan": "weft.core.plan",
+    "RunSpec": "weft.core.run_spec",
+    "StepRecord": "weft.core.records",
+    "WeftError": "weft.core.errors",
+    "Engine": "weft.engine.engine",
+}
+
+__all__ = ["Engine", "Plan", "RunSpec", "StepRecord", "WeftError", "__version__", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "train":  # the room itself is callable: weft.train(run, plan)
+        return import_module("weft.train")
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'weft' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,206 @@
+"""The error tree: every failure a user can cause or meet, each with a code, one sentence and a hint.
+
+It is not a place for programming errors: those stay ordinary Python exceptions with their stack traces.
+
+    WeftError
+    ├── InputError                 exit 2: the request cannot be carried out as it stands
+    │   ├── ConfigFileError   W101   a TOML file is missing or is not TOML
+    │   ├── UnknownKeyError   W102   a key that does not exist, with the nearest spelling
+    │   ├── BadValueError     W103   a key whose value is out of range or of the wrong kind
+    │   ├── PlanError         W201   the plan contradicts itself
+    │   ├── MeshError         W202   the mesh does not match the ranks
+    │   ├── BatchError        W203   the batch does not divide over the plan
+    │   ├── NotBuiltError     W204   a legal plan that this version cannot execute
+    │   ├── DeviceError       W205   the plan needs devices that are not there
+    │   ├── ModelError        W301   the model is unknown or cannot be built
+    │   ├── NoBlocksError     W302   no repeated blocks, so nothing to shard by
+    │   ├── WeightsError      W303   weight files are missing or do not match the model
+    │   ├── DataError         W401   the data source is missing, empty or too short
+    │   ├── TokenizerError    W402   the tokenizer is missing or does not fit the model
+    │   ├── MissingExtraError W403   an optional dependency is not installed
+    │   └── RunFolderError    W501   the run folder is in the way, missing, or not a run folder
+    ├── CheckpointError       W601   no usable checkpoint, or one that does not match the model (exit 2)
+    ├── RunFailure                 exit 3: something broke while running
+    │   ├── SaveError         W602   a checkpoint could not be written
+    │   ├── RankError         W701   a rank died; the message is that rank's own
+    │   ├── NumbersError      W702   the loss or the gradient norm is not finite
+    │   └── MemoryLimitError  W703   a device ran out of memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class WeftError(Exception):
+    """One sentence, a code, a hint. `str(error)` is the sentence alone."""
+
+    code = "W000"
+    exit_code = 3
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def as_dict(self) -> dict[str, str | int]:
+        return {
+            "error": type(self).__name__,
+            "code": self.code,
+            "message": self.message,
+            "hint": self.hint,
+            "exit_code": self.exit_code,
+        }
+
+
+class InputError(WeftError):
+    """The request cannot be carried out as it stands; nothing was started."""
+
+    code = "W100"
+    exit_code = 2
+
+
+class ConfigFileError(InputError):
+    """A TOML file is missing or is not TOML."""
+
+    code = "W101"
+
+
+class UnknownKeyError(InputError):
+    """A key that does not exist; the hint names the nearest spelling."""
+
+    code = "W102"
+
+
+class BadValueError(InputError):
+    """A key whose value is out of range or of the wrong kind."""
+
+    code = "W103"
+
+
+class PlanError(InputError):
+    """The plan contradicts itself."""
+
+    code = "W201"
+
+
+class MeshError(InputError):
+    """The plan's mesh does not match the ranks that are there."""
+
+    code = "W202"
+
+
+class BatchError(InputError):
+    """The batch does not divide over the plan's ranks and micro-batches."""
+
+    code = "W203"
+
+
+class NotBuiltError(InputError):
+    """A legal plan or model feature that this version cannot execute."""
+
+    code = "W204"
+
+
+class DeviceError(InputError):
+    """The plan needs devices that are not there."""
+
+    code = "W205"
+
+
+class ModelError(InputError):
+    """The model is unknown or cannot be built."""
+
+    code = "W301"
+
+
+class NoBlocksError(InputError):
+    """The model has no repeated blocks, so there is nothing to shard by."""
+
+    code = "W302"
+
+
+class WeightsError(InputError):
+    """Weight files are missing or do not match the model."""
+
+    code = "W303"
+
+
+class DataError(InputError):
+    """The data source is missing, empty or too short."""
+
+    code = "W401"
+
+
+class TokenizerError(InputError):
+    """The tokenizer is missing or does not fit the model."""
+
+    code = "W402"
+
+
+class MissingExtraError(InputError):
+    """An optional dependency is not installed."""
+
+    code = "W403"
+
+
+class RunFolderError(InputError):
+    """The run folder is in the way, missing, or not a run folder."""
+
+    code = "W501"
+
+
+class CheckpointError(WeftError):
+    """There is no usable checkpoint, or it does not match the model."""
+
+    code = "W601"
+    exit_code = 2
+
+
+class RunFailure(WeftError):
+    """Something broke while running; what was committed is safe."""
+
+    code = "W700"
+    exit_code = 3
+
+
+class SaveError(RunFailure):
+    """A checkpoint could not be written."""
+
+    code = "W602"
+
+
+class RankError(RunFailure):
+    """A rank died; the message is that rank's own."""
+
+    code = "W701"
+
+
+class NumbersError(RunFailure):
+    """The loss or the gradient norm is not finite."""
+
+    code = "W702"
+
+
+class MemoryLimitError(RunFailure):
+    """A device ran out of memory."""
+
+    code = "W703"
+
+
+def error_classes() -> Iterator[type[WeftError]]:
+    """Every class of the tree, parents before children: the source of the documented list."""
+
+    def walk(cls: type[WeftError]) -> Iterator[type[WeftError]]:
+        yield cls
+        for child in cls.__subclasses__():
+            yield from walk(child)
+
+    return walk(WeftError)
+
+
+def error_from_dict(fields: dict[str, str | int]) -> WeftError:
+    """The error another process wrote down with `as_dict`; an unknown name becomes a RankError."""
+    by_name = {cls.__name__: cls for cls in error_classes()}
+    cls = by_name.get(str(fields.get("error", "")), RankError)
+    return cls(str(fields.get("message", "")), hint=str(fields.get("hint", "")))

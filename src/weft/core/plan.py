@@ -1,0 +1,241 @@
+"""`Plan`: how one model is laid out over many devices. A frozen value with a printed form (plan.toml) that parses back.
+
+It says nothing about what is trained (see run_spec) and imports no torch: planner, engine, verifier and report share it.
+Ranks = dp_replicate x dp_shard x cp x tp x pp.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from weft.core import axes
+from weft.core.config import Section, dump, parse, read_toml
+from weft.core.errors import NotBuiltError, PlanError
+from weft.core.precision import COMPONENTS, DType, PrecisionPolicy, Preset, policy_of
+
+Degree = Field(default=1, ge=1, description="a whole number of ranks, at least 1")
+
+
+class Mesh(Section):
+    """Degrees of the axes; the product of the first five is the number of ranks."""
+
+    dp_replicate: int = Degree
+    dp_shard: int = Degree
+    cp: int = Degree
+    tp: int = Degree
+    pp: int = Degree
+    ep: int = Degree
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
+
+    @property
+    def dp_degree(self) -> int:
+        """Ranks that see different data."""
+        return self.dp_replicate * self.dp_shard
+
+    def sizes(self) -> dict[str, int]:
+        """Axis name to degree, in mesh order, outermost first."""
+        return {axis: getattr(self, axis) for axis in axes.MESH_ORDER}
+
+
+class DataParallel(Section):
+    """zero: 0 replicates (DDP), 1 shards optimizer states, 2 also gradients, 3 also parameters (FSDP)."""
+
+    zero: Literal[0, 1, 2, 3] = Field(default=0, description="0 (DDP) | 1 | 2 (shard-grad-op) | 3 (FSDP, full shard)")
+    strategy: Literal["auto", "dataparallel"] = Field(
+        default="auto", description="auto | dataparallel (legacy nn.DataParallel: one process, several GPUs)"
+    )
+    find_unused_parameters: bool = Field(
+        default=False, description="true where some parameters take no part in some steps (DDP only, costs a pass)"
+    )
+
+
+class TensorParallel(Section):
+    mode: Literal["1d", "2d", "2.5d", "3d"] = "1d"
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
+
+
+class Pipeline(Section):
+    schedule: Literal[
+        "naive",
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "looped_bfs",
+        "zero_bubble",
+        "zbv",
+        "dualpipev",
+        "pipedream",
+        "pipedream_2bw",
+    ] = "1f1b"
+    microbatches: int = Field(
+        default=1, ge=1, description="micro-batches a step on each rank: gradient accumulation without pp, pipeline with"
+    )
+    virtual_stages: int = Field(default=1, ge=1)
+
+
+class Precision(Section):
+    """A preset, and dtypes of single components where they differ from it."""
+
+    preset: Preset = Field(default="fp32", description="fp32 | bf16 | fp16")
+    weights: DType | None = None
+    activations: DType | None = None
+    gradients: DType | None = None
+    communication: DType | None = None
+    master_weights: DType | None = None
+    optimizer_state: DType | None = None
+    norm_statistics: DType | None = None
+    loss: DType | None = None
+    router: DType | None = None
+
+    def policy(self) -> PrecisionPolicy:
+        given = {name: getattr(self, name) for name in COMPONENTS if getattr(self, name) is not None}
+        return policy_of(self.preset).model_copy(update=given)
+
+
+class Activations(Section):
+    policy: Literal["none", "full", "selective", "budget"] = "none"
+    offload: Literal["none", "cpu"] = "none"
+
+
+class Offload(Section):
+    optimizer: Literal["none", "cpu", "nvme"] = "none"
+    parameters: Literal["none", "cpu"] = "none"
+
+
+class Compile(Section):
+    enabled: bool = False
+
+
+class Plan(Section):
+    """The whole layout."""
+
+    version: Literal[1] = 1
+    mesh: Mesh = Mesh()
+    data_parallel: DataParallel = DataParallel()
+    tensor_parallel: TensorParallel = TensorParallel()
+    pipeline: Pipeline = Pipeline()
+    precision: Precision = Precision()
+    activations: Activations = Activations()
+    offload: Offload = Offload()
+    compile: Compile = Compile()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _zero_follows_the_mesh(cls, tables: Any) -> Any:
+        """A mesh that shards, with no stage named, means ZeRO-3; named stages are never changed."""
+        if not isinstance(tables, dict):
+            return tables
+        mesh, dp = tables.get("mesh"), tables.get("data_parallel", {})
+        if not isinstance(mesh, dict) or not isinstance(dp, dict):
+            return tables
+        if "zero" not in dp and isinstance(mesh.get("dp_shard"), int) and mesh["dp_shard"] > 1:
+            return {**tables, "data_parallel": {**dp, "zero": 3}}
+        return tables
+
+    @staticmethod
+    def from_tables(tables: dict[str, Any], *, source: str = "plan") -> Plan:
+        plan = parse(Plan, tables, source=source)
+        require_consistent(plan, source=source)
+        return plan
+
+    @staticmethod
+    def from_file(path: str | Path) -> Plan:
+        return Plan.from_tables(read_toml(Path(path)), source=str(path))
+
+    def to_toml(self) -> str:
+        return dump(self)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.mesh.num_ranks
+
+    @property
+    def strategy_name(self) -> str:
+        """The name people know this data-parallel layout by."""
+        if self.data_parallel.strategy == "dataparallel":
+            return "DataParallel"
+        zero, mesh = self.data_parallel.zero, self.mesh
+        if zero == 0:
+            return "DDP" if mesh.dp_replicate > 1 else "single device"
+        stage = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}[zero]
+        return f"HSDP {stage}" if mesh.dp_replicate > 1 else stage
+
+
+def check_consistent(plan: Plan) -> list[tuple[str, str]]:
+    """Every reason why the plan contradicts itself, as (sentence, hint); empty when it does not."""
+    reasons = []
+    mesh, dp = plan.mesh, plan.data_parallel
+    if dp.zero == 0 and mesh.dp_shard > 1:
+        reasons.append(
+            (
+                f"zero = 0 replicates the model, but mesh.dp_shard is {mesh.dp_shard}",
+                "set data_parallel.zero = 1, 2 or 3, or move the degree to mesh.dp_replicate",
+            )
+        )
+    if dp.strategy == "dataparallel" and (plan.num_ranks > 1 or dp.zero > 0):
+        reasons.append(
+            (
+                "dataparallel is one process with several GPUs, but the plan has ranks or a ZeRO stage",
+                "leave the mesh at 1 and zero = 0, or drop strategy (DDP is faster)",
+            )
+        )
+    pool = mesh.dp_shard * mesh.cp * mesh.tp
+    if pool % mesh.ep:
+        reasons.append(
+            (f"ep = {mesh.ep} does not divide dp_shard x cp x tp = {pool}", "choose ep among the divisors of that product")
+        )
+    return reasons
+
+
+def require_consistent(plan: Plan, *, source: str = "plan") -> None:
+    for sentence, hint in check_consistent(plan):
+        raise PlanError(f"{source}: {sentence}", hint=hint)
+
+
+def require_executable(plan: Plan) -> None:
+    """What this version's engine cannot carry out yet is refused by name, never ignored."""
+    default = Plan()
+    refused: list[tuple[bool, str]] = [
+        (plan.mesh.tp > 1, "tensor parallelism (mesh.tp > 1)"),
+        (plan.mesh.pp > 1, "pipeline parallelism (mesh.pp > 1)"),
+        (plan.mesh.cp > 1, "context parallelism (mesh.cp > 1)"),
+        (plan.mesh.ep > 1, "expert parallelism (mesh.ep > 1)"),
+        (plan.pipeline.virtual_stages > 1, "virtual pipeline stages"),
+        (plan.activations != default.activations, "activation recompute and offload ([activations])"),
+        (plan.offload != default.offload, "offload ([offload])"),
+        (plan.compile.enabled, "compilation ([compile])"),
+    ]
+    policy, preset = plan.precision.policy(), policy_of(plan.precision.preset)
+    refused += [
+        (getattr(policy, name) != getattr(preset, name), f"precision.{name} = {getattr(policy, name)!r}")
+        for name in COMPONENTS
+    ]
+    for is_refused, what in refused:
+        if is_refused:
+            raise NotBuiltError(
+                f"this version of weft does not execute {what}",
+                hint="the README's feature table says what works; remove that key from the plan",
+            )
+
+
+def default_plan_tables(tables: dict[str, Any], *, num_ranks: int) -> dict[str, Any]:
+    """`tables` with a mesh for `num_ranks` where none is given: replicas for zero = 0, shards otherwise."""
+    if "mesh" in tables or num_ranks == 1:
+        return tables
+    zero = tables.get("data_parallel", {}).get("zero", 0)
+    axis = axes.DP_SHARD if zero else axes.DP_REPLICATE
+    return {**tables, "mesh": {axis: num_ranks}}
+
+
+SECTIONS: tuple[str, ...] = tuple(
+    name
+    for name, field in Plan.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+)

@@ -1,0 +1,68 @@
+"""What was observed: a step, a parameter's place in the layout, a dtype. Plain frozen values, JSON in and out, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step, as every rank agrees it was. A line of metrics.jsonl."""
+
+    step: int  # 1 for the first
+    loss: float  # mean over all tokens of the global batch
+    grad_norm: float  # before clipping, over the whole model
+    tokens: int  # tokens that carried a loss, over all ranks
+    learning_rate: float
+    step_s: float = 0.0
+    tokens_per_s: float = 0.0
+    peak_memory_bytes: int = 0
+    skipped: bool = False  # fp16 only: the scaled gradients overflowed, no update was made
+    loss_scale: float | None = None
+    eval_loss: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+
+    @staticmethod
+    def from_dict(fields: dict[str, Any]) -> StepRecord:
+        known = {field.name for field in dataclasses.fields(StepRecord)}
+        return StepRecord(**{key: value for key, value in fields.items() if key in known})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """A held-out loss: the sum of token losses over the number of tokens, over all ranks."""
+
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterRecord:
+    """One parameter of the model: its unit and the mesh axes that shard or replicate it. A row of the coverage table."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    unit: str  # the sharding unit that holds it: a block's name, or "(root)"
+    sharded_axes: tuple[str, ...]
+    replicated_axes: tuple[str, ...]
+    local_elements: int  # on this rank
+    tied_to: str | None = None
+    trainable: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeRecord:
+    """What a component was asked to be and what it really is, looked up on the live tensors after the first step."""
+
+    component: str
+    asked: str
+    found: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(dtype == self.asked for dtype in self.found)

@@ -1,0 +1,136 @@
+"""`RunSpec`: what is trained - model, data, optimization. A frozen value with a printed form (run.toml) that parses back.
+
+It says nothing about devices (see plan): the same run.toml gives the same curve at any layout.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from weft.core.config import Section, dump, parse, read_toml
+
+
+class ModelSpec(Section):
+    """A Hugging Face causal LM: `type` + `config` with random weights, or `path`, a folder with config.json."""
+
+    type: str | None = Field(default=None, description="an HF model type such as 'llama', 'gpt2', 'qwen3'")
+    path: str | None = Field(default=None, description="a folder with config.json (and *.safetensors), or a hub name")
+    config: dict[str, Any] = Field(default_factory=dict, description="overrides of the HF config")
+    weights: Literal["auto", "random", "pretrained"] = Field(
+        default="auto", description="auto (pretrained where the folder has weights) | random | pretrained"
+    )
+    attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="sdpa | eager")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSpec:
+        if (self.type is None) == (self.path is None):
+            raise ValueError("give exactly one of type and path")
+        if self.weights == "pretrained" and self.path is None:
+            raise ValueError("weights = 'pretrained' needs path, a folder with *.safetensors")
+        return self
+
+
+class DataSpec(Section):
+    source: str | list[str] = Field(
+        default="python-stdlib",
+        description="'python-stdlib', a file, folder or glob (.txt .py .md .jsonl .parquet), a list of them, "
+        "or 'hf:NAME' for a dataset of the datasets library (a local folder or a hub name)",
+    )
+    tokenizer: str = Field(default="bytes", description="'bytes', or a folder / file of a Hugging Face tokenizer")
+    sequence_length: int = Field(default=256, ge=2, description="tokens a row, at least 2")
+    text_field: str = Field(default="text", description="the field of JSONL, parquet and HF rows that holds the text")
+    split: str = Field(default="train", description="the split of an HF dataset")
+    eval_fraction: float = Field(default=0.02, ge=0, lt=1, description="share of documents held out for evaluation")
+    isolate_documents: bool = Field(
+        default=False, description="true: attention and positions restart at every document inside a row"
+    )
+    epochs: int | None = Field(default=None, ge=1, description="passes over the data; without it, as many as steps need")
+
+
+class TrainSpec(Section):
+    steps: int = Field(default=200, ge=1, description="optimizer steps, at least 1")
+    global_batch: int = Field(default=32, ge=1, description="sequences a step over all ranks, at least 1")
+    learning_rate: float = Field(default=3e-4, gt=0, description="the peak learning rate, above 0")
+    optimizer: Literal["adamw", "adam", "sgd", "adamw8bit"] = Field(
+        default="adamw", description="adamw | adam | sgd | adamw8bit"
+    )
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = Field(default=1e-8, gt=0)
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="of sgd, 0 up to below 1")
+    weight_decay: float = Field(default=0.1, ge=0, description="of matrices; vectors (norms, biases) never decay")
+    clip_norm: float = Field(default=1.0, ge=0, description="the gradient norm is clipped to this; 0 is off")
+    schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="cosine | linear | constant")
+    warmup_steps: int = Field(default=10, ge=0)
+    final_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
+    seed: int = Field(default=0, ge=0)
+    frozen: list[str] = Field(default_factory=list, description="glob patterns of parameter names that never change")
+    collective_timeout_s: float = Field(default=300.0, gt=0, description="seconds before a silent peer is an error")
+
+
+class EvaluationSpec(Section):
+    every: int = Field(default=50, ge=0, description="steps between evaluations; 0 is never")
+    batches: int = Field(default=4, ge=1, description="global batches of held-out rows an evaluation")
+
+
+class CheckpointSpec(Section):
+    every: int = Field(default=100, ge=0, description="steps between checkpoints; 0 is only at the end")
+    keep: int = Field(default=2, ge=1, description="newest checkpoints kept, at least 1")
+    asynchronous: bool = Field(default=True, description="write in the background while training goes on")
+    at_end: bool = Field(default=True, description="save after the last step")
+
+
+class LoggingSpec(Section):
+    every: int = Field(default=10, ge=1, description="steps between plain log lines where there is no terminal")
+    tensorboard: bool = True
+
+
+class RunSpec(Section):
+    """The whole run."""
+
+    model: ModelSpec
+    data: DataSpec = DataSpec()
+    train: TrainSpec = TrainSpec()
+    evaluation: EvaluationSpec = EvaluationSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    logging: LoggingSpec = LoggingSpec()
+
+    @staticmethod
+    def from_tables(tables: dict[str, Any], *, source: str = "run") -> RunSpec:
+        return parse(RunSpec, tables, source=source)
+
+    @staticmethod
+    def from_file(path: str | Path) -> RunSpec:
+        return RunSpec.from_tables(read_toml(Path(path)), source=str(path))
+
+    @staticmethod
+    def default() -> RunSpec:
+        return RunSpec.from_tables(DEFAULT_RUN, source="the embedded default")
+
+    def to_toml(self) -> str:
+        return dump(self)
+
+
+# The main job on a laptop: real text, nothing to download, done in about two minutes on two cores.
+DEFAULT_RUN: dict[str, Any] = {
+    "model": {
+        "type": "llama",
+        "config": {
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
+    },
+    "data": {"source": "python-stdlib", "tokenizer": "bytes", "sequence_length": 256},
+    "train": {"steps": 200, "global_batch": 8, "learning_rate": 1e-3, "optimizer": "adamw", "seed": 0},
+}
+
+SECTIONS: tuple[str, ...] = tuple(
+    name
+    for name, field in RunSpec.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+)
