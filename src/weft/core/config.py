@@ -32,11 +32,15 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigFileError(f"there is no file {path}", hint="check the path; `weft train` alone needs no file") from None
+        raise ConfigFileError(
+            f"there is no file {path}", hint="check the path; `weft train` alone needs no file"
+        ) from None
     except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
         raise ConfigFileError(f"{path} cannot be read: {error}", hint="give the path of a TOML text file") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigFileError(f"{path} is not TOML: {error}", hint="strings need quotes, tables are [in brackets]") from None
+        raise ConfigFileError(
+            f"{path} is not TOML: {error}", hint="strings need quotes, tables are [in brackets]"
+        ) from None
 
 
 def parse(kind: type[Document], tables: Mapping[str, Any], *, source: str) -> Document:

@@ -20,7 +20,7 @@ It is not a place for programming errors: those stay ordinary Python exceptions 
     │   ├── MissingExtraError W403   an optional dependency is not installed
     │   └── RunFolderError    W501   the run folder is in the way, missing, or not a run folder
     ├── CheckpointError       W601   no usable checkpoint, or one that does not match the model (exit 2)
-    ├── RunFailure                 exit 3: something broke while running
+    ├── RunError                 exit 3: something broke while running
     │   ├── SaveError         W602   a checkpoint could not be written
     │   ├── RankError         W701   a rank died; the message is that rank's own
     │   ├── NumbersError      W702   the loss or the gradient norm is not finite
@@ -157,32 +157,32 @@ class CheckpointError(WeftError):
     exit_code = 2
 
 
-class RunFailure(WeftError):
+class RunError(WeftError):
     """Something broke while running; what was committed is safe."""
 
     code = "W700"
     exit_code = 3
 
 
-class SaveError(RunFailure):
+class SaveError(RunError):
     """A checkpoint could not be written."""
 
     code = "W602"
 
 
-class RankError(RunFailure):
+class RankError(RunError):
     """A rank died; the message is that rank's own."""
 
     code = "W701"
 
 
-class NumbersError(RunFailure):
+class NumbersError(RunError):
     """The loss or the gradient norm is not finite."""
 
     code = "W702"
 
 
-class MemoryLimitError(RunFailure):
+class MemoryLimitError(RunError):
     """A device ran out of memory."""
 
     code = "W703"

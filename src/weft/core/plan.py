@@ -1,6 +1,6 @@
 """`Plan`: how one model is laid out over many devices. A frozen value with a printed form (plan.toml) that parses back.
 
-It says nothing about what is trained (see run_spec) and imports no torch: planner, engine, verifier and report share it.
+It says nothing about what is trained (see run_spec) and imports no torch: planner, engine and report share it.
 Ranks = dp_replicate x dp_shard x cp x tp x pp.
 """
 
@@ -75,7 +75,9 @@ class Pipeline(Section):
         "pipedream_2bw",
     ] = "1f1b"
     microbatches: int = Field(
-        default=1, ge=1, description="micro-batches a step on each rank: gradient accumulation without pp, pipeline with"
+        default=1,
+        ge=1,
+        description="micro-batches a step on each rank: gradient accumulation without pp, pipeline with",
     )
     virtual_stages: int = Field(default=1, ge=1)
 
@@ -189,7 +191,10 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
     pool = mesh.dp_shard * mesh.cp * mesh.tp
     if pool % mesh.ep:
         reasons.append(
-            (f"ep = {mesh.ep} does not divide dp_shard x cp x tp = {pool}", "choose ep among the divisors of that product")
+            (
+                f"ep = {mesh.ep} does not divide dp_shard x cp x tp = {pool}",
+                "choose ep among the divisors of that product",
+            )
         )
     return reasons
 

@@ -1,4 +1,4 @@
-"""What was observed: a step, a parameter's place in the layout, a dtype. Plain frozen values, JSON in and out, no torch."""
+"""What was observed: a step, a parameter's place in the layout, a dtype. Plain frozen values, JSON in and out."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EvalRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRecord:
-    """One parameter of the model: its unit and the mesh axes that shard or replicate it. A row of the coverage table."""
+    """One parameter of the model: its unit and the mesh axes that shard or replicate it. A row of the coverage."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""`RunSpec`: what is trained - model, data, optimization. A frozen value with a printed form (run.toml) that parses back.
+"""`RunSpec`: what is trained - model, data, optimization. A frozen value whose printed form (run.toml) parses back.
 
 It says nothing about devices (see plan): the same run.toml gives the same curve at any layout.
 """
@@ -47,7 +47,9 @@ class DataSpec(Section):
     isolate_documents: bool = Field(
         default=False, description="true: attention and positions restart at every document inside a row"
     )
-    epochs: int | None = Field(default=None, ge=1, description="passes over the data; without it, as many as steps need")
+    epochs: int | None = Field(
+        default=None, ge=1, description="passes over the data; without it, as many as steps need"
+    )
 
 
 class TrainSpec(Section):
@@ -62,7 +64,9 @@ class TrainSpec(Section):
     momentum: float = Field(default=0.9, ge=0, lt=1, description="of sgd, 0 up to below 1")
     weight_decay: float = Field(default=0.1, ge=0, description="of matrices; vectors (norms, biases) never decay")
     clip_norm: float = Field(default=1.0, ge=0, description="the gradient norm is clipped to this; 0 is off")
-    schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="cosine | linear | constant")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="cosine | linear | constant"
+    )
     warmup_steps: int = Field(default=10, ge=0)
     final_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
     seed: int = Field(default=0, ge=0)

@@ -1,0 +1,86 @@
+"""The names on disk and the few moves between them. It knows nothing of what is inside a checkpoint.
+
+    .tmp-<step>-<id>/   being written, or left by a run that died
+    step-00000100/      committed; never written again
+    .bad-<name>-<id>/   was committed, failed verification, kept as evidence
+
+The one order that matters: files, fsync, directory fsync, rename, parent fsync. The rename is the commit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+_STEP_NAME = re.compile(r"step-(\d{8,})")
+_TEMPORARY, _BAD = ".tmp-", ".bad-"
+
+
+def step_path(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lives once it is committed."""
+    return root / f"step-{step:08d}"
+
+
+def temporary_path(root: Path, step: int) -> Path:
+    """A name that no other save, past or present, has used."""
+    return root / f"{_TEMPORARY}{step:08d}-{uuid.uuid4().hex}"
+
+
+def list_steps(root: Path) -> list[int]:
+    """Committed steps, newest first, by name alone: nothing is verified here."""
+    if not root.is_dir():
+        return []
+    found = [_STEP_NAME.fullmatch(entry.name) for entry in root.iterdir()]
+    steps = [(int(match[1]), match[0]) for match in found if match]
+    # "step-000000007" would be read as step 7 and then looked for under another name.
+    return sorted((step for step, name in steps if name == step_path(root, step).name), reverse=True)
+
+
+def fsync_directory(path: Path) -> None:
+    """Without this a power cut can lose a rename or a new file that was itself synced."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_root(root: Path) -> None:
+    """The folder that holds all checkpoints of a run, itself durable."""
+    if not root.is_dir():
+        root.mkdir(parents=True)
+        fsync_directory(root.parent)
+
+
+def commit(temporary: Path, final: Path) -> None:
+    """Make a finished directory the checkpoint of its step. A non-empty `final` makes the rename fail, by design."""
+    fsync_directory(temporary)
+    os.rename(temporary, final)
+    fsync_directory(final.parent)
+
+
+def quarantine(path: Path) -> Path:
+    """Move a damaged checkpoint out of the way without destroying the evidence."""
+    bad = path.with_name(f"{_BAD}{path.name}-{uuid.uuid4().hex[:8]}")
+    os.rename(path, bad)
+    fsync_directory(path.parent)
+    return bad
+
+
+def remove_step(root: Path, step: int) -> None:
+    """Delete a committed checkpoint. Renamed first: a death half-way must not leave a torn `step-` directory."""
+    doomed = temporary_path(root, step)
+    os.rename(step_path(root, step), doomed)
+    fsync_directory(root)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_stale_temporaries(root: Path) -> list[str]:
+    """Delete what dead runs left behind. Only a writer that has no save in flight may call this."""
+    stale = [entry for entry in root.iterdir() if entry.name.startswith(_TEMPORARY)]
+    for entry in stale:
+        shutil.rmtree(entry, ignore_errors=True)
+    return [entry.name for entry in stale]

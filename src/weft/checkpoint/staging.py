@@ -1,0 +1,74 @@
+"""The copy that lets training go on while a checkpoint is written. It talks to no other rank and to no disk.
+
+    stage() returns  =>  the live tensors may change; the save uses the copies
+
+The plan (which rank owns which slice) is made here too, from the live tensors, so that the background thread holds no
+reference to them: on a GPU that would keep memory alive that training wants back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
+
+
+class StagedPlanner(DefaultSavePlanner):
+    """DCP's planner with the local plan made beforehand and the data taken from staged shards."""
+
+    def __init__(self, state: dict[str, Tensor], shards: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._shards = shards
+        self.set_up_planner(state)
+        self._local_plan = super().create_local_plan()
+        self.state_dict = {}
+
+    def create_local_plan(self) -> SavePlan:
+        return self._local_plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._shards[index.fqn]
+
+
+class StagingBuffers:
+    """Host memory for one save, kept for the next: pinned memory is slow to get and fast to copy into."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, shards: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Host copies that no longer depend on the given tensors."""
+        self._buffers = {key: self._buffer(key, shard) for key, shard in shards.items()}
+        for key, shard in shards.items():
+            self._buffers[key].copy_(shard, non_blocking=True)
+        if any(shard.is_cuda for shard in shards.values()):
+            # Without this the save would read buffers that the device has not filled yet.
+            torch.cuda.current_stream().synchronize()
+        return dict(self._buffers)
+
+    def _buffer(self, key: str, shard: Tensor) -> Tensor:
+        old = self._buffers.get(key)
+        if old is not None and old.shape == shard.shape and old.dtype == shard.dtype:
+            return old
+        return torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
+
+
+def local_shards(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's part of every tensor: the shard of a DTensor, the whole of a plain tensor."""
+    return {key: _local(key, tensor) for key, tensor in state.items()}
+
+
+def _local(key: str, tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise TypeError(f"{key} is a partial sum; reduce it before saving")
+        return _local(key, tensor.to_local())
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        # A subclass would be saved as a pickle of its class, which weights-only loading refuses.
+        raise TypeError(f"{key} is a {type(tensor).__name__}; only plain tensors and DTensors of them can be saved")
+    return tensor.detach()

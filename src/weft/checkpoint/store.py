@@ -1,0 +1,184 @@
+"""The checkpoints of one run: save in the background, see failures at the next step, load the newest good one.
+
+It is not the place that knows what a model or an optimizer is: it stores a flat dictionary of tensors and a JSON value.
+
+    save():  wait for the save before -> copy the state -> return; a thread of ours writes, commits and verifies
+    load():  newest first; every rank verifies a share; all agree; a bad one is set aside and the next is tried
+
+Why a thread of ours and not `dcp.async_save`: that one keeps the error in a future, has no room for the read-back and
+the retention after the commit, and stages the state without telling the other ranks when one of them cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.checkpoint.exchange import Exchange
+from weft.checkpoint.layout import list_steps, quarantine, step_path
+from weft.checkpoint.manifest import Manifest
+from weft.checkpoint.match import require_match
+from weft.checkpoint.reader import first_failure, load_into
+from weft.checkpoint.saver import CommittedCheckpoint, Saver, StagedSave
+from weft.checkpoint.staging import StagedPlanner, StagingBuffers, local_shards
+from weft.checkpoint.verify import NOTHING, Share, Verdict, check_checkpoint
+from weft.core.errors import CheckpointError, SaveError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedCheckpoint:
+    """What was loaded (or only looked at), and what was passed over on the way: (name, reason), newest first."""
+
+    step: int
+    meta: dict[str, Any]
+    path: Path
+    rejected: list[tuple[str, str]]
+
+
+class CheckpointStore:
+    """All ranks of the group make the same calls in the same order; `poll`, `list` and `newest_step` are local."""
+
+    def __init__(self, root: Path, *, process_group: dist.ProcessGroup | None = None, keep: int = 2) -> None:
+        """`process_group` is a Gloo group used for nothing else: the save thread talks on it while training talks."""
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, not {keep}")
+        self.root = root
+        self._exchange = Exchange(process_group)
+        self._saver = Saver(root=root, exchange=self._exchange, keep=keep)
+        self._buffers = StagingBuffers()
+        self._committed: deque[CommittedCheckpoint] = deque()
+        self._failed: deque[SaveError] = deque()
+        self._thread: threading.Thread | None = None
+
+    def save(self, state: dict[str, Tensor], meta: dict[str, Any], *, step: int, asynchronous: bool = True) -> None:
+        """Save the state of a step. When this returns the tensors may change.
+
+        A failure of this save is raised here when synchronous, else by the next `poll` or `wait`. A failure of the
+        save before stays with `poll`: raising it here would leave the other ranks alone in this save.
+        """
+        self._join()
+        staged = self._stage(state, json.loads(json.dumps(meta)), step=step, copy=asynchronous)
+        if not asynchronous:
+            self._committed.append(self._saver.run(staged))
+            return
+        self._thread = threading.Thread(target=self._run, args=(staged,), name=f"checkpoint-{step}", daemon=True)
+        self._thread.start()
+
+    def poll(self) -> CommittedCheckpoint | None:
+        """Raise what a save failed with, else return the newest checkpoint committed since the last call."""
+        if self._failed:
+            raise self._failed.popleft()
+        newest = None
+        while self._committed:
+            newest = self._committed.popleft()
+        return newest
+
+    def wait(self) -> CommittedCheckpoint | None:
+        """As `poll`, after the save in flight has ended."""
+        self._join()
+        return self.poll()
+
+    def load(self, state: dict[str, Tensor], *, step: int | None = None) -> LoadedCheckpoint:
+        """Fill the given tensors in place from the newest good checkpoint, or from that of `step` and no other."""
+        self._join()
+        found, manifest = self._choose(step)
+        require_match(state, manifest, self._exchange, name=found.path.name)
+        load_into(state, found.path, manifest, self._exchange.group)
+        return found
+
+    def list(self) -> list[int]:
+        """Committed steps, newest first, by name; not verified."""
+        return list_steps(self.root)
+
+    def newest_step(self) -> int | None:
+        return next(iter(list_steps(self.root)), None)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _stage(self, state: dict[str, Tensor], meta: dict[str, Any], *, step: int, copy: bool) -> StagedSave:
+        shards = local_shards(state)
+        try:
+            planner = StagedPlanner(state, self._buffers.copy(shards) if copy else shards)
+        except Exception as error:  # no host memory: told to the other ranks instead of leaving them waiting
+            return StagedSave(step=step, meta=meta, planner=None, error=first_failure(error))
+        return StagedSave(step=step, meta=meta, planner=planner)
+
+    def _run(self, staged: StagedSave) -> None:
+        try:
+            self._committed.append(self._saver.run(staged))
+        except SaveError as error:
+            self._failed.append(error)
+
+    def _choose(self, step: int | None) -> tuple[LoadedCheckpoint, Manifest]:
+        candidates: list[int] = self._exchange.from_rank_zero(list_steps(self.root) if step is None else [step])
+        rejected: list[tuple[str, str]] = []
+        for candidate in candidates:
+            path = step_path(self.root, candidate)
+            verdict = self._judge(candidate)
+            if verdict.manifest is not None:
+                found = LoadedCheckpoint(step=candidate, meta=verdict.manifest.meta, path=path, rejected=rejected)
+                return found, verdict.manifest
+            rejected.append((path.name, verdict.reason))
+        raise _nothing_good(self.root, rejected)
+
+    def _judge(self, step: int) -> Verdict:
+        """The verdict of all ranks together, the same on each. A bad checkpoint is set aside by rank 0."""
+        share = Share(rank=self._exchange.rank, world_size=self._exchange.world_size)
+        verdict = check_checkpoint(self.root, step, share=share)
+        digest = verdict.manifest.sha256 if verdict.manifest else ""
+        answers = self._exchange.all_gather({"reason": verdict.reason, "manifest": digest})
+        reasons = [answer["reason"] for answer in answers if answer["reason"]]
+        if not reasons and len({answer["manifest"] for answer in answers}) > 1:
+            reasons = ["the ranks see different manifests"]
+        if not reasons:
+            return verdict
+        reason = self._exchange.from_rank_zero(self._set_aside(step, reasons[0]) if self._exchange.rank == 0 else "")
+        return Verdict(manifest=None, reason=reason)
+
+    def _set_aside(self, step: int, reason: str) -> str:
+        path = step_path(self.root, step)
+        if not path.exists():
+            return "it does not exist"
+        if not check_checkpoint(self.root, step).reason:
+            # A node that does not see the folder must not make a good checkpoint disappear for everybody.
+            return f"{reason} (on another rank only: is the folder the same on all of them?)"
+        with contextlib.suppress(OSError):  # a read-only folder: pass over it where it stands
+            quarantine(path)
+        return reason
+
+
+def peek_newest(root: Path, *, step: int | None = None) -> LoadedCheckpoint | None:
+    """The manifest of the newest checkpoint whose manifest and file sizes are right; None when there is none at all.
+
+    For one process, before the model is built: it reads no data, moves nothing, and `load` still has the last word.
+    """
+    rejected: list[tuple[str, str]] = []
+    for candidate in list_steps(root) if step is None else [step]:
+        path = step_path(root, candidate)
+        verdict = check_checkpoint(root, candidate, share=NOTHING)
+        if verdict.manifest is not None:
+            return LoadedCheckpoint(step=candidate, meta=verdict.manifest.meta, path=path, rejected=rejected)
+        rejected.append((path.name, verdict.reason))
+    if rejected:
+        raise _nothing_good(root, rejected)
+    return None
+
+
+def _nothing_good(root: Path, rejected: list[tuple[str, str]]) -> CheckpointError:
+    if not rejected:
+        return CheckpointError(f"There is no checkpoint in {root}.", hint="Start the run without resuming.")
+    listing = "; ".join(f"{name}: {reason}" for name, reason in rejected)
+    others = [step for step in list_steps(root) if step_path(root, step).name not in dict(rejected)]
+    hint = f"Checkpoints of these steps are there: {others}." if others else "Start again, or restore a copy of one."
+    return CheckpointError(f"No usable checkpoint in {root}: {listing}.", hint=hint)

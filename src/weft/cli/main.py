@@ -1,0 +1,88 @@
+"""The `weft` command: its verbs, and the one place where errors become a sentence, a code, a hint and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from weft.cli.export import export
+from weft.cli.report import report
+from weft.cli.train import train
+from weft.core.errors import InputError, WeftError
+
+app = typer.Typer(
+    name="weft",
+    help="Weave one model across many devices: train it, resume it anywhere, export it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(train)
+app.command()(export)
+app.command()(report)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import weft
+
+        print(f"weft {weft.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Weave one model across many devices: train it, resume it anywhere, export it."""
+
+
+def main() -> None:
+    """Run a verb. Exit codes: 0 done, 1 the answer is no, 2 bad input, 3 a failure while running."""
+    try:
+        code = app(standalone_mode=False)
+    except WeftError as error:
+        code = tell(error)
+    except KeyboardInterrupt:
+        code = tell(InputError("interrupted before training began", hint="nothing was lost")) and 130
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            code = _tell_unforeseen(error)
+        else:  # a usage error of the option parser, whichever library provides it
+            code = tell(
+                InputError(error.format_message(), hint="weft --help, or weft VERB --help, lists what is possible")
+            )
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def tell(error: WeftError) -> int:
+    """The error on stderr for people, on stdout as JSON when --json was given."""
+    if "--json" in sys.argv:
+        print(json.dumps(error.as_dict()))
+    print(f"error [{error.code}]: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+    return error.exit_code
+
+
+def _tell_unforeseen(error: Exception) -> int:
+    """A defect of weft or a library: one line, and the trace only for who asks."""
+    if os.environ.get("WEFT_DEBUG", "0") not in ("", "0"):
+        traceback.print_exception(error)
+    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    failure = WeftError(
+        f"{type(error).__name__}: {first}", hint="this was not foreseen; WEFT_DEBUG=1 shows the stack trace"
+    )
+    return tell(failure)
+
+
+if __name__ == "__main__":
+    main()

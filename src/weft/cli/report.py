@@ -1,0 +1,24 @@
+"""`weft report`: draw a run folder's report again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="The run folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the page's path as JSON on stdout.")] = False,
+) -> None:
+    """Draw a run: one self-contained page with curves, memory, number formats and coverage."""
+    from weft.report import write_report
+
+    page = write_report(run)
+    if as_json:
+        print(json.dumps({"report": str(page)}))
+    else:
+        print(f"open {page}", file=sys.stderr)

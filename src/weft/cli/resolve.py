@@ -1,0 +1,84 @@
+"""From options to a run and a plan, without torch: files, then --set, then what --nproc implies."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.core import plan as plans
+from weft.core import run_spec as runs
+from weft.core.config import apply_settings, read_toml
+from weft.core.errors import MeshError, UnknownKeyError
+from weft.core.plan import Plan, default_plan_tables
+from weft.core.run_spec import DEFAULT_RUN, RunSpec
+
+
+def resolve_run(path: Path | None, settings: list[str]) -> RunSpec:
+    """The run of a file, or the embedded default, with settings put in."""
+    tables = read_toml(path) if path is not None else DEFAULT_RUN
+    source = str(path) if path is not None else "the embedded default"
+    return RunSpec.from_tables(apply_settings(tables, _for(settings, runs.SECTIONS)), source=source)
+
+
+def resolve_plan(path: Path | None, settings: list[str], *, num_ranks: int | None) -> tuple[dict[str, Any], int]:
+    """The plan's tables and its number of ranks; `num_ranks` is what was asked for or given, None for neither."""
+    tables = apply_settings(read_toml(path) if path is not None else {}, _for(settings, plans.SECTIONS))
+    source = str(path) if path is not None else "the plan"
+    if num_ranks is not None:
+        tables = default_plan_tables(tables, num_ranks=num_ranks)
+    plan = Plan.from_tables(tables, source=source)
+    if num_ranks is not None and plan.num_ranks != num_ranks:
+        sizes = {axis: size for axis, size in plan.mesh.sizes().items() if size > 1}
+        raise MeshError(
+            f"{source}: the mesh has {plan.num_ranks} ranks ({sizes or 'all axes 1'}) but {num_ranks} were asked for",
+            hint=f"use --nproc {plan.num_ranks}, or change [mesh] so that its product is {num_ranks}",
+        )
+    return tables, plan.num_ranks
+
+
+def resolve_resumed(
+    folder: Path, plan_path: Path | None, settings: list[str], *, num_ranks: int | None
+) -> tuple[RunSpec, dict[str, Any], int]:
+    """As the folder has it, changed by what is given; another number of ranks drops the old mesh."""
+    run = resolve_run(folder / "run.toml", settings)
+    if plan_path is not None:
+        tables, ranks = resolve_plan(plan_path, settings, num_ranks=num_ranks)
+        return run, tables, ranks
+    old = read_toml(folder / "plan.toml")
+    sets_mesh = any(setting.startswith("mesh.") for setting in settings)
+    if num_ranks is not None and not sets_mesh and Plan.from_tables(old).num_ranks != num_ranks:
+        old.pop("mesh")
+    if sets_mesh:
+        old["mesh"] = {}
+    tables = apply_settings(old, _for(settings, plans.SECTIONS))
+    if num_ranks is not None:
+        tables = default_plan_tables(tables, num_ranks=num_ranks)
+    return run, tables, _require_ranks(tables, num_ranks)
+
+
+def require_known_sections(settings: list[str]) -> None:
+    """A setting of neither document is a misspelt section."""
+    known = (*runs.SECTIONS, *plans.SECTIONS)
+    for setting in settings:
+        section = setting.partition("=")[0].partition(".")[0].strip()
+        if section not in known and "=" in setting:
+            near = difflib.get_close_matches(section, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UnknownKeyError(f"--set: there is no section {section!r}", hint=f"{hint}sections: {', '.join(known)}")
+
+
+def _require_ranks(tables: Mapping[str, Any], num_ranks: int | None) -> int:
+    plan = Plan.from_tables(dict(tables), source="the plan")
+    if num_ranks is not None and plan.num_ranks != num_ranks:
+        raise MeshError(
+            f"the plan's mesh has {plan.num_ranks} ranks but {num_ranks} were asked for",
+            hint=f"use --nproc {plan.num_ranks}, or --set mesh.… to a product of {num_ranks}",
+        )
+    return plan.num_ranks
+
+
+def _for(settings: list[str], sections: tuple[str, ...]) -> list[str]:
+    """The settings of these sections; malformed ones go to both, where they are refused."""
+    return [setting for setting in settings if setting.partition(".")[0].strip() in sections or "=" not in setting]

@@ -1,0 +1,120 @@
+"""`weft train`: resolve, then train in this process, in ranks of its own, or in the ranks torchrun or Slurm gave."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:  # imported inside the verb: `weft --help` must not pay for what it does not use
+    from weft.train.job import Job
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def train(
+    run: Annotated[Path | None, typer.Argument(help="run.toml; without it, the embedded default.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="plan.toml: how the model is laid out.")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks to start on this machine.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value of run.toml or plan.toml; may be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder to make; default runs/<model>-<time>.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="A run folder to go on with, on this or another layout.")] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Restarts from the last checkpoint after a failure.")] = 0,
+    device: Annotated[
+        Device, typer.Option(help="Where to train; auto takes the GPUs when there are any.")
+    ] = Device.AUTO,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the run's ledger as JSON on stdout.")] = False,
+) -> None:
+    """Train a model. With no arguments: a small Llama on Python's own source, on this machine."""
+    from weft.cli.resolve import require_known_sections, resolve_plan, resolve_run
+    from weft.core.batching import require_divisible
+    from weft.core.plan import Plan, require_executable
+    from weft.train.job import Job
+    from weft.train.rank_environment import given_ranks
+    from weft.train.run_folder import RunFolder, require_free
+
+    given = settings or []
+    require_known_sections(given)
+    outside = given_ranks(os.environ)
+    wanted = outside if outside is not None else nproc
+    if resume is not None:
+        job, num_ranks = _resumed_job(resume, run, out, plan, given, wanted, device)
+    else:
+        tables, num_ranks = resolve_plan(plan, given, num_ranks=wanted)
+        job = Job.create(run=resolve_run(run, given), plan_tables=tables, out=out, device=device.value)
+        if outside is None:
+            require_free(job.out)
+    resolved = Plan.from_tables(job.plan_tables)
+    require_executable(resolved)
+    require_divisible(job.run.train.global_batch, resolved)
+    is_main = _run(job, num_ranks=num_ranks, is_one_of_many=outside is not None, max_restarts=max_restarts)
+    if as_json and is_main:
+        print(json.dumps({"run_dir": str(job.out), **RunFolder(job.out).read_ledger()}))
+
+
+def _resumed_job(
+    folder: Path,
+    run: Path | None,
+    out: Path | None,
+    plan: Path | None,
+    settings: list[str],
+    num_ranks: int | None,
+    device: Device,
+) -> tuple[Job, int]:
+    from weft.cli.resolve import resolve_resumed
+    from weft.core.errors import BadValueError
+    from weft.train.job import Job
+    from weft.train.run_folder import require_run
+
+    if run is not None or out is not None:
+        raise BadValueError("--resume goes on in its own folder with its own run.toml", hint="change values with --set")
+    require_run(folder)
+    spec, tables, ranks = resolve_resumed(folder, plan, settings, num_ranks=num_ranks)
+    return Job.create(run=spec, plan_tables=tables, out=folder, resume=True, device=device.value), ranks
+
+
+def _run(job: Job, *, num_ranks: int, is_one_of_many: bool, max_restarts: int) -> bool:
+    """Train; True on the process that speaks for the run."""
+    from weft.train.quiet import quiet_libraries
+
+    quiet_libraries()
+    if is_one_of_many:
+        from weft.train.process import report_failures
+        from weft.train.worker import run_job
+
+        with report_failures():
+            run_job(job)
+        return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
+    if num_ranks == 1 and max_restarts == 0:
+        from weft.train.worker import run_job
+
+        run_job(job)
+        return True
+    _launch(job, num_ranks=num_ranks, max_restarts=max_restarts)
+    return True
+
+
+def _launch(job: Job, *, num_ranks: int, max_restarts: int) -> None:
+    from weft.launch.local import launch
+
+    with tempfile.TemporaryDirectory(prefix="weft-") as scratch:
+        job_path = Path(scratch) / "job.json"
+        job_path.write_text(job.to_json(), encoding="utf-8")
+        launch(
+            [sys.executable, "-m", "weft.train.worker", str(job_path)],
+            num_ranks=num_ranks,
+            scratch=Path(scratch),
+            max_restarts=max_restarts,
+        )

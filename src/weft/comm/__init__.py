@@ -1,0 +1,1 @@
+"""The wire: process groups and what goes over them. No knowledge of models or plans."""

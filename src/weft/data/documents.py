@@ -1,0 +1,120 @@
+"""The documents of one file, by its suffix, streamed in file order. Choosing the files is the work of `sources`.
+
+A document is `bytes` (text files, exactly as they lie on disk) or `str` (rows of JSONL and parquet).
+Text files: one document a file, but a file of more than a MiB becomes several, cut at line ends.
+Row files: one document a row, from one field; a null is an empty document, a missing field is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from weft.core.errors import DataError, MissingExtraError
+
+Document = str | bytes
+
+TEXT_SUFFIXES = frozenset({".txt", ".md", ".py"})
+ROW_SUFFIXES = frozenset({".jsonl", ".parquet"})
+SUFFIXES = TEXT_SUFFIXES | ROW_SUFFIXES
+
+# One huge text file must not become one huge document: tokenizers need many times a document's size in memory.
+PIECE_BYTES = 1 << 20
+PARQUET_ROWS = 1024
+
+
+def read_documents(path: Path, *, text_field: str) -> Iterator[Document]:
+    """The documents of a file with one of `SUFFIXES`."""
+    suffix = path.suffix.lower()
+    try:
+        if suffix == ".jsonl":
+            yield from _read_jsonl(path, text_field=text_field)
+        elif suffix == ".parquet":
+            yield from _read_parquet(path, text_field=text_field)
+        else:
+            yield from read_text(path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DataError(f"{path} cannot be read: {reason}", hint="check the file and its permissions") from None
+
+
+def read_text(path: Path) -> Iterator[bytes]:
+    """A text file in pieces of about a MiB, cut after a newline, so never inside a UTF-8 character."""
+    with path.open("rb") as file:
+        while lines := file.readlines(PIECE_BYTES):
+            yield b"".join(lines)
+
+
+def is_path_like(name: str) -> bool:
+    """Whether a name that is not there can only have meant a path; the hub would be asked for it long and in vain."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
+def require_text(value: Any, *, text_field: str, where: str) -> Document:
+    """A row's field as a document; null is empty, anything but text is an error that says where."""
+    if value is None:
+        return ""
+    if isinstance(value, str | bytes):
+        return value
+    raise DataError(
+        f"{where}: field {text_field!r} holds {type(value).__name__}, not text",
+        hint="data.text_field names the field that holds the text",
+    )
+
+
+def missing_field(text_field: str, *, where: str, known: list[str]) -> DataError:
+    """The error for rows that lack the text field; it lists the fields they do have."""
+    return DataError(
+        f"{where}: there is no field {text_field!r}",
+        hint=f"set data.text_field to one of: {', '.join(known) or 'none, the row is empty'}",
+    )
+
+
+def _read_jsonl(path: Path, *, text_field: str) -> Iterator[Document]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                row = _parse_row(line, where=f"{path}:{number}")
+                if text_field not in row:
+                    raise missing_field(text_field, where=f"{path}:{number}", known=sorted(row))
+                yield require_text(row[text_field], text_field=text_field, where=f"{path}:{number}")
+
+
+def _parse_row(line: bytes, *, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # bad JSON and bad UTF-8 alike
+        raise DataError(f"{where}: is not JSON: {error}", hint="a .jsonl file has one JSON object a line") from None
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{where}: is a JSON {type(row).__name__}, not an object", hint="a .jsonl file has one JSON object a line"
+        )
+    return row
+
+
+def _read_parquet(path: Path, *, text_field: str) -> Iterator[Document]:
+    pyarrow, parquet = _import_pyarrow()
+    try:
+        with parquet.ParquetFile(path) as file:
+            known = list(file.schema_arrow.names)
+            if text_field not in known:
+                raise missing_field(text_field, where=str(path), known=known)
+            number = 0
+            for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[text_field]):
+                for value in batch.column(0).to_pylist():
+                    number += 1
+                    yield require_text(value, text_field=text_field, where=f"{path}: row {number}")
+    except pyarrow.ArrowInvalid as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"{path} is not a readable parquet file: {reason}", hint="write the file again") from None
+
+
+def _import_pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise MissingExtraError("parquet files need the pyarrow library", hint="pip install 'weft[data]'") from None
+    return pyarrow, pyarrow.parquet

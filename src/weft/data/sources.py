@@ -1,0 +1,171 @@
+"""Sources: what `data.source` names, resolved to documents in an order that depends on nothing but the names.
+
+Not here: reading one file (`documents`), datasets of the Hugging Face library (`dataset_source`), tokens (`store`).
+Order: the list as written; inside a folder or a glob, files sorted by their relative path; inside a file, file order.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from weft.core.errors import DataError
+from weft.core.run_spec import DataSpec
+from weft.data.dataset_source import DatasetSource
+from weft.data.documents import SUFFIXES, Document, read_documents, read_text
+
+STDLIB = "python-stdlib"
+DATASET_PREFIX = "hf:"
+
+# Tests are written by generators and full of odd bytes; installed packages are not the standard library.
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+class Source(Protocol):
+    """Something that yields documents, and can say cheaply whether they are still the same ones."""
+
+    @property
+    def name(self) -> str: ...
+
+    def identity(self) -> list[Any]:
+        """JSON values that change whenever the documents may have changed."""
+        ...
+
+    def documents(self) -> Iterator[Document]: ...
+
+
+def open_sources(spec: DataSpec) -> list[Source]:
+    """The sources of `data.source`, in order; a name that leads nowhere is a DataError now, not while reading."""
+    names = [spec.source] if isinstance(spec.source, str) else spec.source
+    if not names or not all(name.strip() for name in names):
+        raise DataError("data.source names nothing", hint=f"give '{STDLIB}', a file, a folder, a glob or 'hf:NAME'")
+    return [_open_source(name, spec=spec) for name in names]
+
+
+def iterate_documents(sources: list[Source]) -> Iterator[Document]:
+    """Every document of every source, without the empty ones, which carry nothing to learn."""
+    for source in sources:
+        yield from (document for document in source.documents() if document)
+
+
+def _open_source(name: str, *, spec: DataSpec) -> Source:
+    if name == STDLIB:
+        return StdlibSource(root=Path(sysconfig.get_paths()["stdlib"]))
+    if name.startswith(DATASET_PREFIX):
+        return DatasetSource(
+            dataset=name.removeprefix(DATASET_PREFIX).strip(), split=spec.split, text_field=spec.text_field
+        )
+    return FileSource(name=name, files=tuple(_find_files(name)), text_field=spec.text_field)
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A file, or the known files of a folder or glob, in sorted order."""
+
+    name: str
+    files: tuple[Path, ...]
+    text_field: str
+
+    def identity(self) -> list[Any]:
+        return ["files", self.text_field, [_stat_file(path) for path in self.files]]
+
+    def documents(self) -> Iterator[Document]:
+        for path in self.files:
+            yield from read_documents(path, text_field=self.text_field)
+
+
+@dataclass(frozen=True)
+class StdlibSource:
+    """The running interpreter's standard library: real text that every machine already has."""
+
+    root: Path
+    name: str = STDLIB
+
+    def identity(self) -> list[Any]:
+        entries = []
+        for path in self._files():
+            with suppress(OSError, DataError):
+                entries.append(_stat_file(path))
+        return [STDLIB, entries]
+
+    def documents(self) -> Iterator[Document]:
+        for path in self._files():
+            # An unreadable file of the interpreter is nobody's mistake: the rest of the library will do.
+            with suppress(OSError):
+                yield from read_text(path)
+
+    def _files(self) -> list[Path]:
+        files = _walk(self.root, suffixes=frozenset({".py"}), skipped=_NOT_STDLIB)
+        if not files:
+            raise DataError(
+                f"this Python has no standard-library sources in {self.root}",
+                hint="set data.source to a file or folder of text",
+            )
+        return files
+
+
+def _find_files(name: str) -> list[Path]:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _require_some(_walk(path, suffixes=SUFFIXES), name=name)
+    if path.exists():
+        return [_require_known(path).resolve()]
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+    if not matches:
+        raise DataError(f"there is no file, folder or glob match {name!r}", hint=_hint_for(name))
+    known = {file.resolve(): None for match in matches for file in _expand(match)}
+    return _require_some(list(known), name=name)
+
+
+def _expand(match: Path) -> list[Path]:
+    """A glob match as files; folders are walked, and '**' may name a file both by itself and by its folder."""
+    if match.is_dir():
+        return _walk(match, suffixes=SUFFIXES)
+    return [match] if match.suffix.lower() in SUFFIXES else []
+
+
+def _walk(root: Path, *, suffixes: frozenset[str], skipped: frozenset[str] = frozenset()) -> list[Path]:
+    """Files below `root` with one of the suffixes, by relative path; hidden files and folders are left out."""
+    found: list[tuple[str, Path]] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
+        paths = (Path(folder, name) for name in files if not name.startswith("."))
+        found += [(path.relative_to(root).as_posix(), path) for path in paths if path.suffix.lower() in suffixes]
+    return [path.resolve() for _, path in sorted(found)]
+
+
+def _stat_file(path: Path) -> list[Any]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", hint="check the file or link") from None
+    return [str(path), status.st_size, status.st_mtime_ns]
+
+
+def _require_known(path: Path) -> Path:
+    if path.suffix.lower() not in SUFFIXES:
+        raise DataError(f"{path} is of no known kind ({path.suffix or 'no suffix'})", hint=_kinds())
+    return path
+
+
+def _require_some(files: list[Path], *, name: str) -> list[Path]:
+    if not files:
+        raise DataError(f"{name!r} holds no file of a known kind", hint=_kinds())
+    return files
+
+
+def _kinds() -> str:
+    return f"known kinds are {' '.join(sorted(SUFFIXES))}"
+
+
+def _hint_for(name: str) -> str:
+    if difflib.get_close_matches(name, [STDLIB], cutoff=0.7):
+        return f"did you mean '{STDLIB}'?"
+    return "check the path; a dataset of the datasets library is written 'hf:NAME'"

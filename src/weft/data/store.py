@@ -1,0 +1,187 @@
+"""The token store: one file with every token of a corpus and where each document begins, read by memory map.
+
+It knows nothing of splits, rows or where documents come from. The layout, in this order:
+
+    header   4096 bytes: one line of JSON (kind, counts, digest of the line itself), filled up with spaces
+    tokens   num_tokens of uint16 (vocabulary below 65536) or uint32, filled up to a multiple of 8 bytes
+    offsets  num_documents + 1 of int64; document d is tokens[offsets[d]:offsets[d + 1]], its end token included
+
+A file is written under a temporary name and renamed when whole, so that whoever opens the name sees all or nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.errors import DataError
+from weft.data.documents import Document
+from weft.data.tokenizers import TokenArray, Tokenizer
+
+FORMAT_VERSION = 1
+HEADER_BYTES = 4096
+
+# A batch of documents is encoded at once so that a tokenizer may use its threads; it bounds the memory held.
+BATCH_DOCUMENTS = 512
+BATCH_CHARACTERS = 8 << 20
+
+# A living builder writes all the time; a partial file untouched for this long belongs to a dead one.
+ABANDONED_AFTER_S = 3600.0
+
+
+class DamagedStoreError(Exception):
+    """The file is not a whole store for this key: build it again. Never shown to a user."""
+
+
+@dataclass(frozen=True)
+class StoreHeader:
+    """Everything needed to map the file, and to notice that it is not the file it should be."""
+
+    key: str
+    vocab_size: int
+    end_of_document: int
+    num_tokens: int = 0
+    num_documents: int = 0
+    offsets_crc32: int = 0
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        return np.dtype(np.uint16 if self.vocab_size < 1 << 16 else np.uint32)
+
+    @property
+    def offsets_at(self) -> int:
+        return HEADER_BYTES + _align(self.num_tokens * self.dtype.itemsize)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.offsets_at + 8 * (self.num_documents + 1)
+
+    def to_bytes(self) -> bytes:
+        fields = asdict(self)
+        line = json.dumps({**fields, "digest": _digest(fields)})
+        return line.encode().ljust(HEADER_BYTES - 1) + b"\n"
+
+    @staticmethod
+    def from_bytes(data: bytes) -> StoreHeader:
+        try:
+            fields = json.loads(data)
+            if fields.pop("digest") != _digest(fields):
+                raise DamagedStoreError("the header was altered")
+            return StoreHeader(**fields)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DamagedStoreError(f"the header is unreadable: {error}") from None
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """An open store; `tokens` is a map of the file, so only the pages that are read take memory."""
+
+    path: Path
+    header: StoreHeader
+    tokens: TokenArray
+    offsets: NDArray[np.int64]
+
+
+def open_store(path: Path, *, key: str) -> TokenStore:
+    """Map the store; FileNotFoundError where there is none, DamagedStoreError where it cannot be trusted."""
+    with path.open("rb") as file:
+        header = StoreHeader.from_bytes(file.read(HEADER_BYTES))
+        size_bytes = os.fstat(file.fileno()).st_size
+        if (header.key, header.format_version) != (key, FORMAT_VERSION):
+            raise DamagedStoreError("the header belongs to other data")
+        if size_bytes != header.file_bytes:
+            raise DamagedStoreError(f"the file has {size_bytes} bytes and not {header.file_bytes}")
+        tokens = np.memmap(file, dtype=header.dtype, mode="r", offset=HEADER_BYTES, shape=(header.num_tokens,))
+        shape = (header.num_documents + 1,)
+        offsets = np.memmap(file, dtype=np.int64, mode="r", offset=header.offsets_at, shape=shape)
+    # A wrong offset would silently shift every document after it.
+    if zlib.crc32(offsets.data) != header.offsets_crc32:
+        raise DamagedStoreError("the document offsets were altered")
+    # Plain views of the maps: every slice of a memmap object costs ten times that of an array.
+    return TokenStore(path=path, header=header, tokens=tokens.view(np.ndarray), offsets=offsets.view(np.ndarray))
+
+
+def build_store(path: Path, documents: Iterable[Document], *, tokenizer: Tokenizer, key: str) -> None:
+    """Encode the documents into `path`. Two builders at once both succeed; the later one's equal file stays."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                _write(file, documents, tokenizer=tokenizer, key=key)
+                file.flush()
+                # Renamed before its bytes are on disk, a file can come back from a power cut whole but empty.
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        raise DataError(
+            f"the token cache {path.parent} cannot be written: {error.strerror or error}",
+            hint="free some space, or set XDG_CACHE_HOME to a folder that can be written",
+        ) from None
+
+
+def _write(file: IO[bytes], documents: Iterable[Document], *, tokenizer: Tokenizer, key: str) -> None:
+    header = StoreHeader(key=key, vocab_size=tokenizer.vocab_size, end_of_document=tokenizer.end_of_document)
+    file.write(bytes(HEADER_BYTES))
+    offsets = array("q", [0])
+    end = np.array([header.end_of_document], dtype=header.dtype).tobytes()
+    for batch in _batches(documents):
+        for tokens in tokenizer.encode_batch(batch):
+            if len(tokens):
+                file.write(tokens.astype(header.dtype).tobytes() + end)
+                offsets.append(offsets[-1] + len(tokens) + 1)
+    header = replace(header, num_tokens=offsets[-1], num_documents=len(offsets) - 1, offsets_crc32=zlib.crc32(offsets))
+    if not header.num_documents:
+        raise DataError("the data source holds no text", hint="check data.source; empty documents are left out")
+    file.write(bytes(header.offsets_at - file.tell()))
+    file.write(memoryview(offsets))
+    file.seek(0)
+    file.write(header.to_bytes())
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
+        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _remove_abandoned(path: Path) -> None:
+    """A builder that was killed leaves its partial file behind; without this they would fill the disk."""
+    for partial in path.parent.glob(f".{path.name}.*.partial"):
+        with suppress(OSError):
+            if time.time() - partial.stat().st_mtime > ABANDONED_AFTER_S:
+                partial.unlink()
+
+
+def _align(size_bytes: int) -> int:
+    return -(-size_bytes // 8) * 8
+
+
+def _digest(fields: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

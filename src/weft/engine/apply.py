@@ -1,0 +1,73 @@
+"""The one screen where a plan meets a model. The order is the subtlest fact of the system, so it is all here.
+
+1. freeze          before wrapping: strategies look at requires_grad
+2. place           a module with values: to the device, rank 0's values to all
+3. shard           fully_shard, blocks then root, still on meta (ZeRO, HSDP)
+4. materialise     each rank allocates and fills only its own parts
+5. cast            compute dtype for unsharded strategies (sharded ones cast when they gather)
+6. replicate       DDP, after values exist: its buckets are real memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from weft.core.errors import BadValueError
+from weft.core.plan import Plan
+from weft.engine.dp.ddp import Replicated
+from weft.engine.dp.sharded import Sharded, shard_units
+from weft.engine.dp.strategy import Strategy
+from weft.engine.dp.threads import Threaded, require_gpus
+from weft.engine.materialise import materialise, place_real_model
+from weft.engine.mesh import Topology
+from weft.engine.precision import apply_compute_dtype
+from weft.models.initial import WeightSource
+from weft.models.layout import ModelLayout, require_blocks
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: Plan,
+    topology: Topology,
+    *,
+    layout: ModelLayout,
+    device: torch.device,
+    weights: WeightSource | None,
+    frozen: Sequence[str] = (),
+) -> Strategy:
+    """`model`, laid out as `plan` says, behind the face of its strategy."""
+    precision, dp = plan.precision.policy(), plan.data_parallel
+    if dp.strategy == "dataparallel":
+        require_gpus(precision)
+    freeze(model, frozen)
+    place_real_model(model, device=device, group=topology.dp_group)
+    if dp.zero > 0:
+        require_blocks(layout)
+        shard_units(model, layout, mesh=topology.mesh, stage=dp.zero, precision=precision)
+        materialise(model, layout, weights, device=device)
+        return Sharded(model, stage=dp.zero)
+    materialise(model, layout, weights, device=device)
+    apply_compute_dtype(model, layout, precision)
+    if dp.strategy == "dataparallel":
+        return Threaded(model)
+    if topology.dp_degree > 1:
+        return Replicated(model, group=topology.dp_group, find_unused_parameters=dp.find_unused_parameters)
+    return Strategy(model)
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Parameters whose name matches a pattern get no gradient; a pattern that matches nothing is a mistake."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            raise BadValueError(
+                f"train.frozen: no parameter matches {pattern!r}",
+                hint=f"names look like {names[0]!r}; * matches anything",
+            )
+        for name in matched:
+            model.get_parameter(name).requires_grad_(False)

@@ -1,0 +1,1 @@
+"""Data parallelism: one file a strategy, all behind the same small face."""

@@ -1,0 +1,91 @@
+"""ZeRO-1, 2, 3 and HSDP through `fully_shard`: the stages are policies over when to gather and when to reduce.
+
+| stage | parameters                                   | gradients                                       |
+| ----- | -------------------------------------------- | ----------------------------------------------- |
+| 1     | gathered once, kept over all micro-batches   | accumulated unsharded, reduced on the last      |
+| 2     | gathered once, kept over all micro-batches   | reduce-scattered every micro-batch              |
+| 3     | gathered for each forward and each backward  | reduce-scattered every micro-batch              |
+
+HSDP's all-reduce over the replicas happens on the last micro-batch only. Gradients are sums, never averages.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from weft.core.precision import PrecisionPolicy
+from weft.engine.dp.strategy import Strategy
+from weft.engine.precision import torch_dtype
+from weft.models.layout import ModelLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePolicy:
+    """The switches of a ZeRO stage."""
+
+    keep_gathered: bool  # from the first forward to the last backward of a step
+    reduce_every_microbatch: bool
+
+
+STAGES = {
+    1: StagePolicy(keep_gathered=True, reduce_every_microbatch=False),
+    2: StagePolicy(keep_gathered=True, reduce_every_microbatch=True),
+    3: StagePolicy(keep_gathered=False, reduce_every_microbatch=True),
+}
+
+
+def shard_units(
+    model: nn.Module, layout: ModelLayout, *, mesh: DeviceMesh, stage: int, precision: PrecisionPolicy
+) -> None:
+    """Blocks first, then the root with all the rest: the order fully_shard asks for."""
+    mixed = MixedPrecisionPolicy()
+    if precision.is_mixed:
+        mixed = MixedPrecisionPolicy(
+            param_dtype=torch_dtype(precision.weights), reduce_dtype=torch_dtype(precision.communication)
+        )
+    reshard = not STAGES[stage].keep_gathered
+    for module in (*(model.get_submodule(name) for name in layout.blocks), model):
+        fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
+    # torch warns when a sharded module returns a view, since writing into it loses a hook. What the root returns is
+    # only read, by the objective; the warning stays on for blocks, whose outputs the model's own code handles.
+    root = re.escape(type(model).__name__)
+    warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({root}\) returned a view", category=UserWarning)
+
+
+class Sharded(Strategy):
+    """A model whose units went through `shard_units`."""
+
+    def __init__(self, model: nn.Module, *, stage: int) -> None:
+        super().__init__(model)
+        self.stage = STAGES[stage]
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit in self._units:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # Gloo has no scaled sum, and a plain sum is what is wanted
+
+    @property
+    def root(self) -> FSDPModule:
+        if not isinstance(self.module, FSDPModule):
+            raise TypeError("the model was not sharded")
+        return self.module
+
+    @contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        self.root.set_is_last_backward(is_last)
+        self.root.set_requires_gradient_sync(is_last or self.stage.reduce_every_microbatch)
+        self.root.set_requires_all_reduce(is_last)
+        self.root.set_reshard_after_backward(is_last or not self.stage.keep_gathered)
+        yield
+
+    def after_evaluation(self) -> None:
+        # A forward without a backward leaves kept units gathered; the next update would not reach those copies.
+        for unit in self._units:
+            unit.reshard()

@@ -1,0 +1,84 @@
+"""The number formats really used, looked up on live tensors in the first step and held against the policy.
+
+Weights and activations are seen inside a block's forward, communication on the wire, the rest after the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from weft.comm.observer import CollectiveObserver
+from weft.core.precision import PrecisionPolicy
+from weft.core.records import DtypeRecord
+from weft.engine.lowbit import quantised_parts
+from weft.models.layout import ModelLayout
+
+_GRADIENT_COLLECTIVES = ("all_reduce", "reduce_scatter")
+
+
+class DtypeWatch:
+    """Collects dtypes by component during `watching`."""
+
+    def __init__(self, model: nn.Module, layout: ModelLayout, policy: PrecisionPolicy) -> None:
+        self._probe = model.get_submodule(layout.blocks[0]) if layout.blocks else model
+        self._policy = policy
+        self._found: dict[str, set[torch.dtype]] = {}
+
+    @contextmanager
+    def watching(self, is_on: bool) -> Iterator[None]:
+        if not is_on:
+            yield
+            return
+        handles = [
+            self._probe.register_forward_pre_hook(self._see_weights),
+            self._probe.register_forward_hook(self._see_output),
+        ]
+        observer = CollectiveObserver()
+        try:
+            with observer:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        for name in _GRADIENT_COLLECTIVES:
+            for dtype in observer.dtypes.get(name, ()):
+                self._add("communication", dtype)
+
+    def look_at(self, parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
+        """After the update, while gradients are still there."""
+        for parameter in parameters:
+            self._add("master_weights", parameter.dtype)
+            if parameter.grad is not None:
+                self._add("gradients", parameter.grad.dtype)
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor) and value.ndim > 0:
+                    parts = quantised_parts(value)
+                    self._add("optimizer_state", parts.codes.dtype if parts else value.dtype)
+
+    def records(self) -> list[DtypeRecord]:
+        return [
+            DtypeRecord(
+                component=component,
+                asked=getattr(self._policy, component),
+                found=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
+            )
+            for component, dtypes in self._found.items()
+        ]
+
+    def _see_weights(self, module: nn.Module, _args: Any) -> None:
+        for parameter in module.parameters():
+            self._add("weights", parameter.dtype)
+
+    def _see_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, torch.Tensor):
+            self._add("activations", first.dtype)
+
+    def _add(self, component: str, dtype: torch.dtype) -> None:
+        self._found.setdefault(component, set()).add(dtype)

@@ -1,0 +1,287 @@
+"""`Engine`: one model under one plan. `step` trains on a batch, `evaluate` measures one, `save` and `load` keep it.
+
+A step: count tokens over all ranks; for each micro-batch forward, loss sum / global count, backward; global gradient
+norm by ownership; clip; optimizer. Batches are this rank's rows of the global batch, in order (see `share_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from weft.comm.groups import ensure_group, sum_over
+from weft.core.errors import BatchError
+from weft.core.plan import Plan, require_consistent, require_executable
+from weft.core.records import DtypeRecord, EvalRecord, ParameterRecord, StepRecord
+from weft.engine.apply import apply_plan
+from weft.engine.clip import clip_factor, global_norm, scale_gradients
+from weft.engine.dtypes import DtypeWatch
+from weft.engine.mesh import build_topology
+from weft.engine.objective import Batch, Objective, objective_for
+from weft.engine.optim import OptimizerFactory, OptimizerPolicy, build_optimizer, create_state, set_learning_rate
+from weft.engine.ownership import parameter_records
+from weft.engine.precision import LossScale
+from weft.engine.randomness import seeded_forward, uses_randomness
+from weft.engine.state import state_tensors
+from weft.engine.timer import StepTimer
+from weft.models.initial import WeightSource
+from weft.models.layout import describe
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingStep:
+    """A step whose numbers may still be on their way from the device; `resolve` waits for them."""
+
+    step: int
+    learning_rate: float
+    values: torch.Tensor  # loss, gradient norm, tokens, votes to stop
+    timer: StepTimer  # marks at the start, after forward and backward, after the update
+    skipped: bool
+    loss_scale: float | None
+
+    def resolve(self) -> tuple[StepRecord, bool]:
+        """The record, and whether any rank voted to stop."""
+        loss, norm, tokens, votes = self.values.tolist()
+        seconds = sum(self.timer.seconds())
+        record = StepRecord(
+            step=self.step,
+            loss=loss,
+            grad_norm=norm,
+            tokens=int(tokens),
+            learning_rate=self.learning_rate,
+            step_s=seconds,
+            tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
+            skipped=self.skipped,
+            loss_scale=self.loss_scale,
+        )
+        return record, votes > 0
+
+
+class Engine:
+    """See the module. Keyword arguments beyond `optimizer` have defaults that suit a Hugging Face causal LM."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        optimizer: OptimizerPolicy | OptimizerFactory | str = "adamw",
+        objective: Objective | None = None,
+        seed: int = 0,
+        clip_norm: float = 1.0,
+        blocks: Sequence[str] | None = None,
+        frozen: Sequence[str] = (),
+        weights: WeightSource | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        require_consistent(plan)
+        require_executable(plan)
+        self.plan = plan
+        self.device = torch.device(device) if device is not None else default_device()
+        ensure_group(device_type=self.device.type)
+        self.topology = build_topology(plan, device_type=self.device.type)
+        self.model = model
+        self.layout = describe(model, blocks=blocks)
+        self.objective = objective or objective_for(model)
+        self.strategy = apply_plan(
+            model, plan, self.topology, layout=self.layout, device=self.device, weights=weights, frozen=frozen
+        )
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = self._build_optimizer(optimizer)
+        self.loss_scale = LossScale(enabled=plan.precision.policy().loss_scaling)
+        self.steps_done = 0
+        self._seed = seed
+        self._clip_norm = clip_norm
+        self._is_random = uses_randomness(model)
+        self._dtypes = DtypeWatch(model, self.layout, plan.precision.policy())
+        model.train()
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, *, learning_rate: float | None = None) -> StepRecord:
+        """Train on this rank's rows of one global batch."""
+        return self.step_nowait(batch, learning_rate=learning_rate).resolve()[0]
+
+    def step_nowait(self, batch: Batch, *, learning_rate: float | None = None, vote_stop: bool = False) -> PendingStep:
+        """As `step`, without waiting for the device; `vote_stop` travels with the loss, so all ranks hear it."""
+        timer = StepTimer(self.device)
+        if learning_rate is not None:
+            set_learning_rate(self.optimizer, learning_rate)
+        with self._dtypes.watching(self.steps_done == 0):
+            loss_sum, weight = self._forward_backward(self._to_device(batch))
+            timer.mark()
+            norm, skipped = self._update()
+            if self.steps_done == 0:
+                self._dtypes.look_at(self.parameters, self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        timer.mark()
+        self.steps_done += 1
+        scale = self.loss_scale.value if self.loss_scale.enabled else None
+        return PendingStep(
+            step=self.steps_done,
+            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+            values=self._gather_values(loss_sum, weight, norm, vote_stop=vote_stop),
+            timer=timer,
+            skipped=skipped,
+            loss_scale=scale,
+        )
+
+    def _forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of the summed loss over the global weight; returns this rank's sum and the global weight."""
+        microbatches = self._split(batch)
+        rows = _num_rows(microbatches[0])
+        first_row = self.topology.dp_rank * rows * len(microbatches)
+        weight = sum_over(self.objective.weight(batch).to(self.device), self.topology.dp_group)
+        factor = self.strategy.loss_factor * self.loss_scale.value / _divisor(weight)
+        total = torch.zeros((), device=self.device)
+        for index, microbatch in enumerate(microbatches):
+            with (
+                self.strategy.microbatch(is_last=index == len(microbatches) - 1),
+                seeded_forward(
+                    seed=self._seed,
+                    step=self.steps_done,
+                    first_row=first_row + index * rows,
+                    num_rows=rows,
+                    is_random=self._is_random,
+                ),
+            ):
+                loss_sum = self.objective.loss_sum(self.strategy.module, microbatch)
+                (loss_sum * factor).backward()  # type: ignore[no-untyped-call]
+                total += loss_sum.detach()
+        return total, weight
+
+    def _update(self) -> tuple[torch.Tensor, bool]:
+        """Norm, clip, optimizer; returns the norm before clipping and whether an overflow skipped the update."""
+        norm = global_norm(self.parameters, self.topology, device=self.device) / self.loss_scale.value
+        if self.loss_scale.enabled:
+            is_finite = bool(norm.isfinite().item())
+            scale = self.loss_scale.value
+            self.loss_scale.update(is_finite=is_finite)
+            if not is_finite:
+                return norm, True
+            scale_gradients(self.parameters, torch.full_like(norm, 1.0 / scale))
+        if self._clip_norm > 0:
+            scale_gradients(self.parameters, clip_factor(norm, self._clip_norm))
+        self.optimizer.step()
+        return norm, False
+
+    def _gather_values(
+        self, loss_sum: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor, *, vote_stop: bool
+    ) -> torch.Tensor:
+        vote = torch.full_like(loss_sum, float(vote_stop))
+        summed = sum_over(torch.stack([loss_sum, vote]), self.topology.dp_group)
+        # float64: a float32 counts tokens exactly only up to 16.7 million
+        return torch.stack([value.double() for value in (summed[0] / _divisor(weight), norm, weight, summed[1])])
+
+    # --- evaluation ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, batches: Batch | Sequence[Batch]) -> EvalRecord:
+        """The mean token loss over one batch or several, by the same objective and division as training."""
+        totals = torch.zeros(2, device=self.device, dtype=torch.float64)
+        self.model.eval()
+        try:
+            for batch in [batches] if isinstance(batches, Mapping) else batches:
+                on_device = self._to_device(batch)
+                totals[1] += self.objective.weight(on_device).to(self.device)
+                for microbatch in self._split(on_device):
+                    totals[0] += self.objective.loss_sum(self.strategy.module, microbatch)
+        finally:
+            self.model.train()
+            self.strategy.after_evaluation()
+        loss_sum, weight = sum_over(totals, self.topology.dp_group).tolist()
+        return EvalRecord(loss=loss_sum / max(weight, 1.0), tokens=int(weight))
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Every tensor of model and optimizer under its logical name, sharing memory with the live ones."""
+        create_state(self.optimizer, self.parameters)
+        return state_tensors(self.model, self.optimizer)
+
+    def scalars(self) -> dict[str, Any]:
+        """The rest of the state, as JSON."""
+        return {"steps_done": self.steps_done, "loss_scale": self.loss_scale.state()}
+
+    def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
+        self.steps_done = int(scalars["steps_done"])
+        self.loss_scale.restore(scalars["loss_scale"])
+
+    def save(self, directory: str | Path) -> None:
+        """A committed checkpoint of this moment under `directory`; returns when it is safe on disk."""
+        store = self._store(directory)
+        store.save(self.state(), {"engine": self.scalars()}, step=self.steps_done, asynchronous=False)
+        store.wait()
+
+    def load(self, directory: str | Path) -> int:
+        """The newest good checkpoint under `directory`, from any layout; returns its step."""
+        loaded = self._store(directory).load(self.state())
+        self.restore_scalars(loaded.meta["engine"])
+        return int(loaded.step)
+
+    # --- what it is ---------------------------------------------------------------------------------------------
+
+    def coverage(self) -> list[ParameterRecord]:
+        """Which parameters are sharded on which axes and which stayed replicated."""
+        return parameter_records(self.model, self.layout, self.topology.axis_names)
+
+    def dtypes(self) -> list[DtypeRecord]:
+        """The dtypes really used, looked up during the first step; empty before it."""
+        return self._dtypes.records()
+
+    def share_of(self, global_batch: Batch) -> dict[str, torch.Tensor]:
+        """This rank's rows of a batch that every rank holds whole."""
+        rows = _num_rows(global_batch)
+        degree = self.topology.dp_degree
+        if rows % degree:
+            raise BatchError(
+                f"{rows} rows do not divide over {degree} data-parallel ranks",
+                hint=f"use {rows // degree * degree or degree} or {-(-rows // degree) * degree} rows",
+            )
+        begin = self.topology.dp_rank * (rows // degree)
+        return {key: value[begin : begin + rows // degree] for key, value in global_batch.items()}
+
+    def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:
+        if isinstance(given, str):
+            given = OptimizerPolicy(kind=given)  # type: ignore[arg-type]
+        if isinstance(given, OptimizerPolicy):
+            return build_optimizer(self.parameters, given)
+        return given([{"params": self.parameters}])
+
+    def _to_device(self, batch: Batch) -> dict[str, torch.Tensor]:
+        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+
+    def _split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
+        count, rows = self.plan.pipeline.microbatches, _num_rows(batch)
+        if rows % count:
+            raise BatchError(
+                f"this rank's {rows} rows do not divide into {count} micro-batches",
+                hint=f"choose pipeline.microbatches among the divisors of {rows}, or another train.global_batch",
+            )
+        pieces = {key: torch.split(value, rows // count) for key, value in batch.items()}
+        return [{key: pieces[key][index] for key in pieces} for index in range(count)]
+
+    def _store(self, directory: str | Path) -> Any:
+        from weft.checkpoint import CheckpointStore
+
+        return CheckpointStore(Path(directory), process_group=self.topology.checkpoint_group())
+
+
+def default_device() -> torch.device:
+    """The GPU of this process where there is one, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _divisor(weight: torch.Tensor) -> torch.Tensor:
+    """A global batch of zero weight (all padding) has zero loss and gradients, not 0/0."""
+    return torch.where(weight > 0, weight, torch.ones_like(weight))
+
+
+def _num_rows(batch: Batch) -> int:
+    return int(next(iter(batch.values())).shape[0])

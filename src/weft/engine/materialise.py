@@ -1,0 +1,89 @@
+"""Gives a model on the meta device its memory and its values: each rank allocates and fills only what it owns."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from weft.core.errors import ModelError
+from weft.engine.ownership import local, local_index
+from weft.models.initial import WeightSource
+from weft.models.layout import ModelLayout
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    return any(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+@torch.no_grad()
+def materialise(model: nn.Module, layout: ModelLayout, source: WeightSource | None, *, device: torch.device) -> None:
+    """Memory on `device` for this rank's parts, then values from `source`; real modules are only moved."""
+    if is_on_meta(model):
+        if source is None:
+            raise ModelError(
+                "the model is on the meta device and no weights were given",
+                hint="pass weights=, or a model with values",
+            )
+        _allocate(model, layout, device)
+        _fill(model, layout, source)
+    _move_buffers(model, device)
+
+
+@torch.no_grad()
+def place_real_model(model: nn.Module, *, device: torch.device, group: dist.ProcessGroup) -> None:
+    """A module with values goes to the device, and rank 0's values to every rank: constructors draw per process."""
+    if is_on_meta(model):
+        return
+    model.to(device)
+    if dist.get_world_size(group) > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
+
+
+def _allocate(model: nn.Module, layout: ModelLayout, device: torch.device) -> None:
+    if isinstance(model, FSDPModule):
+        with _buffers_kept(model):
+            model.to_empty(device=device)
+        return
+    for name in layout.unit_of:
+        parameter = model.get_parameter(name)
+        real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+        for alias in (name, *(alias for alias, canonical in layout.ties.items() if canonical == name)):
+            owner, _, key = alias.rpartition(".")
+            model.get_submodule(owner)._parameters[key] = real
+
+
+def _fill(model: nn.Module, layout: ModelLayout, source: WeightSource) -> None:
+    missing = set(layout.unit_of)
+    for name, read in source.readers(list(layout.unit_of)):
+        parameter = model.get_parameter(name)
+        if local(parameter).numel():
+            local(parameter).copy_(read(local_index(parameter)))
+        missing.discard(name)
+    if missing:
+        raise ModelError(
+            f"{len(missing)} parameters got no value, the first is {min(missing)}", hint="check the weights"
+        )
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[key] = buffer.to(device)
+
+
+class _buffers_kept:  # noqa: N801 - reads as a clause: with _buffers_kept(model)
+    """`to_empty` would replace the buffers' computed values by uninitialised memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.saved = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for module, key, buffer in self.saved:
+            module._buffers[key] = buffer

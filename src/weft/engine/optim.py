@@ -1,0 +1,94 @@
+"""Optimizers by name, their decay groups, and a learning rate that can be set each step.
+
+Matrices decay, vectors (norms, biases) do not. Fused kernels are used where the device has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from weft.core.run_spec import TrainSpec
+
+Kind = Literal["adamw", "adam", "sgd", "adamw8bit"]
+OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPolicy:
+    """Which optimizer, with which constants."""
+
+    kind: Kind = "adamw"
+    learning_rate: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    momentum: float = 0.9
+    weight_decay: float = 0.1
+
+    @staticmethod
+    def of(train: TrainSpec) -> OptimizerPolicy:
+        return OptimizerPolicy(
+            kind=train.optimizer,
+            learning_rate=train.learning_rate,
+            betas=train.betas,
+            epsilon=train.epsilon,
+            momentum=train.momentum,
+            weight_decay=train.weight_decay,
+        )
+
+
+def build_optimizer(parameters: Sequence[nn.Parameter], policy: OptimizerPolicy) -> Optimizer:
+    """The optimizer of `policy` over the trainable parameters."""
+    groups = decay_groups(parameters, policy.weight_decay)
+    if policy.kind == "sgd":
+        return SGD(groups, lr=policy.learning_rate, momentum=policy.momentum)
+    adam: dict[str, Any] = {"lr": policy.learning_rate, "betas": policy.betas, "eps": policy.epsilon}
+    if policy.kind == "adamw8bit":
+        from weft.engine.lowbit import build_adamw8bit
+
+        return build_adamw8bit(groups, **adam)
+    # Fused kernels exist for CPU and CUDA; elsewhere torch picks its own default.
+    fused = True if parameters and parameters[0].device.type in ("cpu", "cuda") else None
+    return (AdamW if policy.kind == "adamw" else Adam)(groups, fused=fused, **adam)
+
+
+def decay_groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        _set_group_rate(group, learning_rate)
+
+
+def create_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Give a fresh optimizer its state tensors without moving a weight: one step with zero gradients and rate zero."""
+    if all(parameter in optimizer.state for parameter in parameters):
+        return
+    saved = [(group, float(group["lr"])) for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    set_learning_rate(optimizer, 0.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for parameter in parameters:
+        for value in optimizer.state[parameter].values():
+            if isinstance(value, torch.Tensor) and value.ndim == 0:
+                value.zero_()  # the step counter: this was no step
+    for group, learning_rate in saved:
+        _set_group_rate(group, learning_rate)
+
+
+def _set_group_rate(group: dict[str, Any], learning_rate: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):  # torchao's optimizers insist on keeping their own tensor
+        group["lr"].fill_(learning_rate)
+    else:
+        group["lr"] = learning_rate

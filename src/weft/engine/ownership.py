@@ -1,0 +1,57 @@
+"""Which mesh axes shard each parameter and which replicate it, read off the live tensors, never kept by hand.
+
+Gradient norm, clipping, coverage and checkpoints all follow from this record.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public form; tests pin it
+
+from weft.core.records import ParameterRecord
+from weft.models.layout import ModelLayout
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's own part of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The mesh axes over which the tensor's parts differ."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return tuple(name for name, placement in zip(names, tensor.placements, strict=True) if placement.is_shard())
+
+
+def local_index(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """The global slice this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
+
+
+def parameter_records(model: nn.Module, layout: ModelLayout, axis_names: tuple[str, ...]) -> list[ParameterRecord]:
+    """One row for each parameter name, tied aliases included."""
+    rows = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        canonical = layout.ties.get(name)
+        sharded = sharded_axes(parameter)
+        rows.append(
+            ParameterRecord(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                unit=layout.unit_of[canonical or name],
+                sharded_axes=sharded,
+                replicated_axes=tuple(axis for axis in axis_names if axis not in sharded),
+                local_elements=0 if canonical else local(parameter).numel(),
+                tied_to=canonical,
+                trainable=parameter.requires_grad,
+            )
+        )
+    return rows

@@ -1,0 +1,65 @@
+"""The engine's state as one flat dict of tensors under logical names: what checkpoints store and load in place.
+
+`model.<parameter>` and `optim.<parameter>.<key>`; persistent buffers under `model.` too. Sharded tensors are DTensors,
+so a name and a global slice identify every byte, whatever the layout. Tied parameters appear once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from weft.engine.lowbit import block_size_for, quantised_parts
+
+MODEL = "model."
+OPTIMIZER = "optim."
+
+
+def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Every tensor that decides how training goes on, by its logical name. They share memory with the live ones."""
+    state = {f"{MODEL}{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    state.update({f"{MODEL}{name}": buffer for name, buffer in persistent_buffers(model)})
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                state.update(_logical(f"{OPTIMIZER}{name}.{key}", value, parameter))
+    return state
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, buffer
+
+
+def _logical(name: str, value: torch.Tensor, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A state tensor as tensors that reshard: 8-bit moments become codes and scales, both split by rows."""
+    if value.ndim == 0 or isinstance(value, DTensor):
+        return {name: value}
+    parts = quantised_parts(value)
+    if parts is not None:
+        return {f"{name}.codes": _rowwise(parts.codes, parameter), f"{name}.scales": _rowwise(parts.scales, parameter)}
+    if (
+        value.dtype == torch.uint8
+    ):  # an 8-bit moment of a rank that owns no rows: nothing to quantise, still in the plan
+        row_elements = parameter.shape.numel() // parameter.shape[0]
+        blocks = row_elements // (block_size_for(parameter.shape) or 1)
+        scales = torch.zeros((0, blocks), device=value.device)
+        return {f"{name}.codes": _rowwise(value, parameter), f"{name}.scales": _rowwise(scales, parameter)}
+    return {name: _rowwise(value, parameter)}
+
+
+def _rowwise(rows: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`rows`, this rank's rows of something shaped like `parameter`, with the parameter's placement."""
+    if not isinstance(parameter, DTensor):
+        return rows
+    shape = torch.Size((parameter.shape[0], *rows.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        rows, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )

@@ -1,0 +1,224 @@
+"""Torch elastic, made to restart and to tell the truth: our rendezvous, our variables, our watch over the ranks.
+
+It is not the entry (`local.launch` is) and judges nothing itself (`cause` does). One generation of ranks:
+
+    new store on loopback -> ranks start -> all end with 0, or one fails -> short grace -> the rest is killed -> verdict
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import Popen
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from weft.core.errors import RankError, WeftError
+from weft.launch.cause import RankEnd, describe, find_cause, is_certain
+from weft.launch.rank_variables import rank_variables
+from weft.launch.stop_signals import StopSignals
+from weft.train.failures import is_debugging, read_record
+from weft.train.rank_store import serve_store
+
+_LOOPBACK = "127.0.0.1"
+_STORE_TIMEOUT_S = 300.0
+_POLL_S = 0.1
+# What the other ranks get to end by themselves once one has failed: enough to write their own error down, and
+# longer while all we know is that somebody lost a peer, since the cause may still be on its way.
+_CERTAIN_GRACE_S = 1.0
+_UNCERTAIN_GRACE_S = 5.0
+
+
+class Generations(RendezvousHandler):
+    """A rendezvous of one host: every generation of ranks gets a store of its own.
+
+    Torch's own handler keeps the first store over restarts, so that restarted ranks read dead ranks' addresses.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._refusal: WeftError | None = None
+
+    def refuse(self, error: WeftError) -> None:
+        """No further generation: the next one that elastic asks for raises this."""
+        self._refusal = error
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._refusal is not None:
+            raise self._refusal
+        self.count += 1
+        store = serve_store(_LOOPBACK, timeout_s=_STORE_TIMEOUT_S)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, store.port))
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "weft-local"
+
+    def get_run_id(self) -> str:
+        return "weft"
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class RankSurroundings(LogsSpecs):
+    """Gives each rank its variables and each generation a fresh folder; output goes where the launcher's goes."""
+
+    def __init__(self, *, scratch: Path, num_ranks: int) -> None:
+        super().__init__()
+        self._scratch = scratch
+        self._num_ranks = num_ranks
+        self.folder = scratch
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._scratch)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        self.folder = self._scratch / f"generation-{envs[0]['TORCHELASTIC_RESTART_COUNT']}"
+        shutil.rmtree(self.folder, ignore_errors=True)  # an earlier launch's errors are not this one's
+        self.folder.mkdir(mode=0o700, parents=True)
+        extra = rank_variables(scratch=self.folder, num_ranks=self._num_ranks, given=os.environ, platform=sys.platform)
+        for variables in envs.values():
+            variables.update(extra)
+        terminal = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=terminal, stderrs=terminal, error_files=dict.fromkeys(envs, os.devnull))
+
+
+class RankAgent(LocalElasticAgent):
+    """Elastic's agent, except for what happens when a rank fails or the user asks to stop."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        generations: Generations,
+        surroundings: RankSurroundings,
+        stops: StopSignals,
+        log: Callable[[str], None],
+    ) -> None:
+        super().__init__(spec, logs_specs=surroundings)
+        self._spec = spec
+        self._generations = generations
+        self._surroundings = surroundings
+        self._stops = stops
+        self._log = log
+        self._num_stops_obeyed = 0
+        self._killed_pids: set[int] = set()
+        self.error: WeftError | None = None
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Elastic calls this every 0.1 s. Its own version runs only after the last rank ended, to do the books:
+        seeing the first failure it would send SIGTERM, which asks ranks to save, and wait for 30 s."""
+        self._obey_stops()
+        ends = self._look()
+        if any(end.has_failed or end.killed_by_launcher for end in ends):
+            self._conclude(self._end_generation())
+        elif any(end.is_running for end in ends):
+            return RunResult(state=WorkerState.HEALTHY)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _processes(self) -> dict[int, Popen[bytes]]:
+        # Private `_pcontext`: elastic's only other way to an exit code also ends the other ranks.
+        context = self._pcontext
+        if not isinstance(context, SubprocessContext):
+            raise TypeError("torch elastic no longer keeps its ranks in a SubprocessContext")
+        return {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+
+    def _look(self) -> list[RankEnd]:
+        return [
+            RankEnd(
+                rank=rank,
+                pid=process.pid,
+                exit_code=process.poll(),
+                killed_by_launcher=process.pid in self._killed_pids,
+                record=read_record(self._surroundings.folder, rank=rank),
+            )
+            for rank, process in self._processes().items()
+        ]
+
+    def _obey_stops(self) -> None:
+        asked = self._stops.count
+        if asked == self._num_stops_obeyed:
+            return
+        self._num_stops_obeyed = asked
+        running = [end for end in self._look() if end.is_running]
+        if asked > 1:
+            self._kill(running)
+            return
+        for end in running:
+            _send(end.pid, signal.SIGTERM)
+
+    def _end_generation(self) -> list[RankEnd]:
+        """Waits a little for the other ranks' own words, then kills what still runs; how each rank ended."""
+        started = time.monotonic()
+        ends = self._look()
+        while any(end.is_running for end in ends):
+            grace_s = _CERTAIN_GRACE_S if is_certain(find_cause(ends)) else _UNCERTAIN_GRACE_S
+            if time.monotonic() - started > grace_s:
+                self._kill([end for end in ends if end.is_running])
+                break
+            time.sleep(_POLL_S / 2)
+            ends = self._look()
+        for process in self._processes().values():
+            process.wait()
+        return self._look()
+
+    def _kill(self, ends: list[RankEnd]) -> None:
+        for end in ends:
+            self._killed_pids.add(end.pid)
+            # Elastic starts each rank as the leader of a session: its own child processes go with it.
+            _send(end.pid, signal.SIGKILL, whole_group=True)
+
+    def _conclude(self, ends: list[RankEnd]) -> None:
+        self.error = self._judge(ends)
+        if is_debugging():
+            for end in ends:
+                self._log(end.record.traceback if end.record else f"rank {end.rank}: exit code {end.exit_code}")
+        if self._stops.count or self.error.exit_code == 2:
+            self._generations.refuse(self.error)
+        elif self._generations.count <= self._spec.max_restarts:
+            attempt = f"{self._generations.count} of {self._spec.max_restarts}"
+            self._log(f"{self.error.message}; restarting all ranks ({attempt})")
+
+    def _judge(self, ends: list[RankEnd]) -> WeftError:
+        cause = find_cause(ends)
+        if cause is None or self._stops.count > 1:
+            return RankError(
+                "stopped by a second signal: the ranks were killed while they were ending",
+                hint="--resume continues from the last checkpoint",
+            )
+        if self._stops.count and cause.exit_code == -signal.SIGTERM and cause.record is None:
+            return RankError("stopped before the ranks were ready; nothing was saved")
+        return describe(cause, num_ranks=len(ends))
+
+
+def _send(pid: int, number: signal.Signals, *, whole_group: bool = False) -> None:
+    try:
+        if whole_group and os.getpgid(pid) == pid:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+    except ProcessLookupError:  # it ended by itself in the meantime
+        pass

@@ -1,0 +1,88 @@
+"""Which rank's end was the cause, when all of them ended: the one error that the launcher raises.
+
+It looks at no process; the agent hands it what it saw. The order of belief, strongest first:
+
+    bad input  >  killed by a signal  >  own exception  >  aborted, or left without a word  >  lost its peers
+
+A killed rank writes nothing, and its peers' "connection reset" often arrives first: so belief goes before time.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.core.errors import RankError, WeftError
+from weft.train.failures import FailureRecord
+
+_LOST_PEERS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """How a rank stands: `exit_code` None while it runs, negative when a signal ended it."""
+
+    rank: int
+    pid: int
+    exit_code: int | None
+    killed_by_launcher: bool
+    record: FailureRecord | None
+
+    @property
+    def is_running(self) -> bool:
+        return self.exit_code is None
+
+    @property
+    def has_failed(self) -> bool:
+        # A record counts before the exit: a failed rank may linger for minutes in threads that wait for its peers.
+        return self.record is not None or (self.exit_code not in (None, 0) and not self.killed_by_launcher)
+
+
+def find_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """The rank whose failure explains the others'."""
+    failed = [end for end in ends if end.has_failed]
+    return min(failed, key=_belief, default=None)
+
+
+def is_certain(cause: RankEnd | None) -> bool:
+    """Whether waiting for more ranks to end could not change the answer."""
+    return cause is not None and _belief(cause)[0] <= 2
+
+
+def describe(cause: RankEnd, *, num_ranks: int) -> WeftError:
+    """The cause as the error the launcher raises."""
+    if cause.record is not None:
+        return cause.record.to_error()
+    who = f"rank {cause.rank} (pid {cause.pid})" if num_ranks > 1 else f"the process (pid {cause.pid})"
+    code = cause.exit_code or 0
+    if code < 0:
+        return RankError(f"{who} was killed by {_signal_name(-code)}", hint=_signal_hint(-code))
+    return RankError(
+        f"{who} ended with exit code {code} and left no error message",
+        hint="its own output above says more; it may have ended before training began",
+    )
+
+
+def _belief(end: RankEnd) -> tuple[int, float, int]:
+    record = end.record
+    if record is not None:
+        order = _LOST_PEERS if record.secondary else 0 if record.exit_code == 2 else 2
+        return (order, record.time, end.rank)
+    is_abort = end.exit_code == -signal.SIGABRT  # also how a communication library gives up on lost peers
+    is_killed = (end.exit_code or 0) < 0 and not is_abort
+    return (1 if is_killed else 3, 0.0, end.rank)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _signal_hint(number: int) -> str:
+    again = "--max-restarts restarts such a job, --resume continues it from its last checkpoint"
+    if number == getattr(signal, "SIGKILL", None):
+        return f"the system kills processes when memory runs out; {again}"
+    return again

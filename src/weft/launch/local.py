@@ -1,0 +1,99 @@
+"""Starts ranks on this machine and stays until they end: torch elastic underneath, one error on top.
+
+It is not the rank's side (`weft.train.process`) and knows nothing of what the command does.
+
+    all ranks end with 0 -> returns;  otherwise -> raises the first cause, after `max_restarts` restarts
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from weft.core.errors import BadValueError, RankError
+from weft.launch.stop_signals import StopSignals
+
+_ELASTIC_LOGGER = "torch.distributed.elastic"
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    num_ranks: int,
+    scratch: Path,
+    max_restarts: int = 0,
+    log: Callable[[str], None] | None = None,
+) -> None:
+    """Runs `command` as `num_ranks` ranks of one job; raises the one error that explains a failure.
+
+    `scratch` takes a folder for each generation with the ranks' pid and error files. `log` gets the lines a
+    user should see on the way, such as restarts (default: stderr). SIGINT, SIGTERM and SIGHUP ask the ranks
+    to end, by SIGTERM, and are waited for; a second one kills them. Bad input is never restarted.
+    """
+    if num_ranks < 1:
+        raise BadValueError(f"The number of ranks is {num_ranks}, not at least 1.", hint="give --nproc 1 or more")
+    with StopSignals() as stops, _quiet_elastic():
+        try:
+            _run(
+                command,
+                num_ranks=num_ranks,
+                scratch=scratch.absolute(),
+                max_restarts=max_restarts,
+                stops=stops,
+                log=log or _print_to_stderr,
+            )
+        except OSError as error:
+            raise RankError(f"the ranks could not be started: {error}", hint=f"command: {' '.join(command)}") from error
+
+
+def _run(
+    command: Sequence[str],
+    *,
+    num_ranks: int,
+    scratch: Path,
+    max_restarts: int,
+    stops: StopSignals,
+    log: Callable[[str], None],
+) -> None:
+    # Here, not at the top: `weft --help` must not wait for torch.
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    from weft.launch.agent import Generations, RankAgent, RankSurroundings
+
+    generations = Generations()
+    spec = WorkerSpec(
+        role="weft",
+        local_world_size=num_ranks,
+        rdzv_handler=generations,
+        entrypoint=command[0],
+        args=tuple(command[1:]),
+        max_restarts=max_restarts,
+    )
+    surroundings = RankSurroundings(scratch=scratch, num_ranks=num_ranks)
+    agent = RankAgent(spec, generations=generations, surroundings=surroundings, stops=stops, log=log)
+    result = agent.run()
+    if result.is_failed():
+        raise agent.error or RankError("the ranks failed, and none left an error")
+
+
+@contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Keeps elastic's own account of a failure off the terminal: dozens of lines that name no cause."""
+    from weft.train.failures import is_debugging
+
+    logger = logging.getLogger(_ELASTIC_LOGGER)
+    silence, propagate = logging.NullHandler(), logger.propagate
+    logger.addHandler(silence)
+    logger.propagate = is_debugging()
+    try:
+        yield
+    finally:
+        logger.propagate = propagate
+        logger.removeHandler(silence)
+
+
+def _print_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,217 @@
+"""A model's tensors, streamed, into a folder that `AutoModelForCausalLM.from_pretrained` loads. It gathers nothing.
+
+Names and shapes in the files are those that checkpoints of the family have on the hub (one matrix per expert, say):
+other programs read these. Where transformers cannot turn its own rules around, the model's own names are written, which
+from_pretrained reads as well. Everything is written to a temporary folder beside `out`; the rename is the commit.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from weft.core.errors import RunFolderError, TokenizerError, WeightsError
+from weft.models.conversion import SavePlan
+from weft.models.pretrained import declared_ties, saved_tensors, tie_groups, unique_names
+from weft.models.shard_writer import ShardWriter
+
+MAX_SHARD_BYTES = 2 * 1024**3
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*",
+    "*.tiktoken",
+    "chat_template*",
+)
+
+
+def export_folder(
+    config: PretrainedConfig,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    out: Path,
+    *,
+    skeleton: PreTrainedModel | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    tied: Mapping[str, str] | None = None,
+    tokenizer: Path | None = None,
+) -> list[Path]:
+    """Write config, weights and tokenizer to `out`, which must not exist or be empty; the files written.
+
+    `tensors` are whole, under the model's own names, in any order; a tied one may come under any or all of its names.
+    One may be kept until its file is written, so its memory must not be used again for the next.
+    `dtype` is what floating-point tensors are cast to (None: as they come). `tied` maps a tied name to the one stored,
+    found from the model by default; `skeleton` is the model on the meta device, built from `config` by default.
+    """
+    _require_free(out)
+    model = skeleton if skeleton is not None else _skeleton(config)
+    stream = _Stream(model, dtype=dtype, tied=stored_ties(model) if tied is None else tied)
+    with _committed_folder(out) as folder:
+        writer = ShardWriter(folder, max_shard_bytes=max_shard_bytes)
+        for name, tensor in stream.stored(tensors):
+            writer.add(name, tensor)
+        writer.finish()
+        _write_config(config, model, folder, dtype=dtype or stream.main_dtype())
+        if tokenizer is not None:
+            _copy_tokenizer(tokenizer, folder)
+    return sorted(out.iterdir())
+
+
+def stored_ties(model: PreTrainedModel) -> dict[str, str]:
+    """Tied name -> the name that is written; what transformers declares, or the first name of the tensor."""
+    first = set(unique_names(model))
+    declared = declared_ties(model)
+    ties: dict[str, str] = {}
+    for name, group in tie_groups(model).items():
+        kept = next((declared[one] for one in sorted(group) if one in declared), None)
+        ties[name] = kept or next(one for one in sorted(group) if one in first)
+    return {name: kept for name, kept in ties.items() if name != kept}
+
+
+class _Stream:
+    """The model's tensors in, stored tensors out: ties resolved, cast, checked, converted unit by unit."""
+
+    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype | None, tied: Mapping[str, str]) -> None:
+        self._tied = tied
+        self._dtype = dtype
+        self._keep = _kept_in_fp32(model, dtype)
+        self._shapes = {name: value.shape for name, value in saved_tensors(model).items()}
+        self._awaited = {self._stored_name(name) for name in unique_names(model)}
+        self._plan = SavePlan.build(model, self._awaited)
+        self._waiting: dict[str, torch.Tensor] = {}  # of units that are not whole yet
+        self._num_values: Counter[torch.dtype] = Counter()
+
+    def stored(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for given, tensor in tensors:
+            name = self._stored_name(given)
+            if name in self._awaited:
+                self._awaited.remove(name)
+                yield from self._converted(name, self._cast(name, tensor))
+            elif name not in self._shapes:
+                raise WeightsError(
+                    f"the model has no tensor {given!r} to export", hint="names are those of named_parameters"
+                )
+        if self._awaited:
+            raise WeightsError(
+                f"the export lacks {len(self._awaited)} tensors, {min(self._awaited)!r} among them",
+                hint="every parameter and persistent buffer of the model must be given",
+            )
+
+    def main_dtype(self) -> torch.dtype:
+        """The floating dtype most values have: what config.json says, and so what from_pretrained loads into."""
+        return self._num_values.most_common(1)[0][0] if self._num_values else torch.float32
+
+    def _stored_name(self, name: str) -> str:
+        return self._tied.get(name, name)
+
+    def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape != self._shapes[name]:
+            found, wanted = list(tensor.shape), list(self._shapes[name])
+            raise WeightsError(
+                f"{name!r} is {found}, but {wanted} in the model", hint="export whole tensors, not shards"
+            )
+        tensor = tensor.detach().to("cpu")
+        if not tensor.is_floating_point():
+            return tensor
+        if self._dtype is not None:
+            keep = any(re.search(rule, name) for rule in self._keep)
+            tensor = tensor.to(torch.float32 if keep else self._dtype)
+        self._num_values[tensor.dtype] += tensor.numel()
+        return tensor
+
+    def _converted(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._plan is None:
+            yield name, tensor
+            return
+        self._waiting[name] = tensor
+        unit = self._plan.unit(name)
+        if unit <= self._waiting.keys():
+            yield from self._plan.convert({one: self._waiting.pop(one) for one in unit})
+
+
+def _kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype | None) -> list[str]:
+    """Patterns of names that from_pretrained loads in float32 whatever `dtype` is; cast, they would lose bits."""
+    # no public name for this exists; the test with deepseek_v3 in bfloat16 fails when it moves
+    plan = model._get_dtype_plan(dtype) if dtype is not None else {}
+    return [pattern.replace("*", ".*") for pattern in plan]
+
+
+def _skeleton(config: PretrainedConfig) -> PreTrainedModel:
+    """Names, shapes and ties are all that is wanted of it: nothing in it has values, its buffers neither."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+    return model
+
+
+def _write_config(config: PretrainedConfig, model: PreTrainedModel, folder: Path, *, dtype: torch.dtype) -> None:
+    written = copy.deepcopy(config)
+    written.architectures = [type(model).__name__]
+    written.dtype = str(dtype).removeprefix("torch.")
+    written.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    files = {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}
+    if not files:
+        raise TokenizerError(
+            f"there are no tokenizer files in {source}", hint="give the folder that holds tokenizer.json"
+        )
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+
+
+def _require_free(out: Path) -> None:
+    if out.is_dir() and any(out.iterdir()):
+        raise RunFolderError(f"{out} is not empty", hint="give a new folder; an export never overwrites one")
+    if out.exists() and not out.is_dir():
+        raise RunFolderError(f"{out} is a file", hint="give a new folder")
+
+
+@contextmanager
+def _committed_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `out` if the block succeeds, and disappears if it does not."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
+    try:
+        yield folder
+        folder.chmod(0o777 & ~_umask())  # mkdtemp makes folders that only their owner may read
+        for file in folder.iterdir():
+            _to_disk(file)
+        _to_disk(folder)
+        _require_free(out)
+        folder.replace(out)
+        _to_disk(out.parent)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _to_disk(path: Path) -> None:
+    """A rename may reach the disk before the bytes do: after a power cut the folder would be whole in name only."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,127 @@
+"""What a model is made of: its repeated blocks, its tied weights and the unit that holds each parameter.
+
+A unit is what a sharding strategy gathers at once: one block, or the root, which holds all the rest.
+It describes; it changes nothing. Names are the parameters' own (Hugging Face) names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from weft.core.errors import NoBlocksError
+
+ROOT = "(root)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLayout:
+    """Blocks in order, ties as alias -> canonical name, and the unit of every canonical parameter."""
+
+    blocks: tuple[str, ...]
+    ties: dict[str, str]
+    unit_of: dict[str, str]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        return (*self.blocks, ROOT)
+
+
+def describe(model: nn.Module, *, blocks: Sequence[str] | None = None) -> ModelLayout:
+    """The layout of `model`; `blocks` names them by hand where the finder should not decide."""
+    if blocks is None:
+        found = find_blocks(model)
+    else:
+        found = [name for given in blocks for name in _expand(model, given)]
+    ties = find_ties(model)
+    kept, notes = _keep_ties_together(model, found, ties)
+    unit_of = {name: _unit_of(name, kept) for name, _ in model.named_parameters()}
+    return ModelLayout(blocks=tuple(kept), ties=ties, unit_of=unit_of, notes=tuple(notes))
+
+
+def require_blocks(layout: ModelLayout) -> None:
+    """Sharded strategies gather unit by unit; without blocks the unit would be the whole model."""
+    if not layout.blocks:
+        raise NoBlocksError(
+            "the model has no repeated blocks, so sharding it would gather the whole model at once",
+            hint="name them: Engine(..., blocks=['encoder.layers']), or use zero = 0",
+        )
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """The names of the repeated blocks: what HF declares indivisible, else the outermost lists of modules."""
+    declared = getattr(model, "_no_split_modules", None) or ()
+    by_class = [name for name, module in model.named_modules() if type(module).__name__ in set(declared)]
+    blocks = _outermost(by_class) or _outermost(_members_of_lists(model))
+    return [name for name in blocks if any(True for _ in model.get_submodule(name).parameters())]
+
+
+def find_ties(model: nn.Module) -> dict[str, str]:
+    """Every second and later name of a shared parameter, mapped to its first name."""
+    first_name: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        canonical = first_name.setdefault(id(parameter), name)
+        if canonical != name:
+            ties[name] = canonical
+    return ties
+
+
+def _members_of_lists(model: nn.Module) -> list[str]:
+    """Elements of ModuleLists and Sequentials that hold at least two modules with parameters."""
+    members = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            children = [key for key, child in module.named_children() if any(True for _ in child.parameters())]
+            if len(children) >= 2 or (children and isinstance(module, nn.ModuleList)):
+                members += [f"{name}.{key}" if name else key for key in children]
+    return members
+
+
+def _outermost(names: list[str]) -> list[str]:
+    """Names that are not inside another of them: experts inside a block are not blocks."""
+    kept: list[str] = []
+    for name in names:
+        if not any(name.startswith(f"{other}.") for other in kept):
+            kept.append(name)
+    return kept
+
+
+def _expand(model: nn.Module, name: str) -> list[str]:
+    """A list's name stands for its members; any other name for itself."""
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        raise NoBlocksError(
+            f"the model has no module {name!r}", hint="blocks are named as in model.named_modules()"
+        ) from None
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        return [f"{name}.{key}" for key, _ in module.named_children()]
+    return [name]
+
+
+def _keep_ties_together(model: nn.Module, blocks: list[str], ties: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Blocks that share a weight with another unit become part of the root unit, so no weight has two owners."""
+    notes = []
+    kept = list(blocks)
+    for alias, canonical in ties.items():
+        units = {_unit_of(alias, kept), _unit_of(canonical, kept)}
+        if len(units) > 1:
+            for unit in units - {ROOT}:
+                kept.remove(unit)
+                notes.append(f"{unit} shares {canonical} with another unit and is gathered with the root")
+    return kept, notes
+
+
+def _unit_of(parameter: str, blocks: Sequence[str]) -> str:
+    # blocks never nest, so at most one is a prefix; the walk goes up the name instead of over all blocks
+    owners = set(blocks)
+    parts = parameter.split(".")
+    for depth in range(len(parts) - 1, 0, -1):
+        prefix = ".".join(parts[:depth])
+        if prefix in owners:
+            return prefix
+    return ROOT

@@ -1,0 +1,133 @@
+"""The safetensors files of one Hugging Face folder: what is stored where, and slices of it. No model, no names mapped.
+
+`model.safetensors` wins over `model.safetensors.index.json`, as in transformers. All headers are read at the start
+(kilobytes a file), data only in `read`, one open file at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from weft.core.errors import WeightsError
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_INCOMPLETE = "download or copy the file again; a few-byte file may be a Git LFS pointer"
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor as a header describes it; `dtype` is the safetensors spelling ("BF16")."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class WeightFiles:
+    """Every stored tensor of a folder by name; a context manager that closes the file left open."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stored: dict[str, Stored] = {}
+        self._open_file: Path | None = None
+        self._handle: Any = None
+        promised = _promised_names(folder)
+        for file, names in promised.items():
+            self._read_header(file, names)
+        self.close()
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the open file; a later `read` opens it again."""
+        if self._handle is not None:
+            self._handle.__exit__(None, None, None)
+        self._open_file, self._handle = None, None
+
+    def read(self, name: str, index: Index | None = None) -> torch.Tensor:
+        """The stored tensor, or the part of it that `index` names, in memory of its own."""
+        stored = self.stored[name]
+        wanted = full_index(stored.shape, index)
+        try:
+            part = self._open(stored.file).get_slice(name)[wanted if wanted else ...]
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(stored.file, error) from error
+        # The slice is a view of the mapped file: kept, it pins the mapping and dies with SIGBUS if the file shrinks.
+        return torch.as_tensor(part).clone(memory_format=torch.contiguous_format)
+
+    def _open(self, file: Path) -> Any:
+        if self._open_file != file:
+            self.close()
+            handle: Any = safe_open(str(file), framework="pt", device="cpu")
+            self._open_file, self._handle = file, handle.__enter__()
+        return self._handle
+
+    def _read_header(self, file: Path, names: Sequence[str]) -> None:
+        if not file.is_file():
+            raise WeightsError(f"the weight file {file} is missing", hint="the index names it: copy all the shards")
+        try:
+            handle = self._open(file)
+            for name in handle.keys():  # noqa: SIM118 - not a mapping
+                part = handle.get_slice(name)
+                self.stored[name] = Stored(file, tuple(part.get_shape()), str(part.get_dtype()))
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(file, error) from error
+        for name in names:
+            if name not in self.stored:
+                raise WeightsError(f"the weight file {file} lacks {name!r}, which the index promises", hint=_INCOMPLETE)
+
+
+def full_index(shape: Sequence[int], index: Index | None) -> Index:
+    """`index` with every bound spelt out, one slice for each dimension."""
+    given = index or ()
+    if len(given) > len(shape):
+        raise IndexError(f"{len(given)} slices for a tensor of {len(shape)} dimensions")
+    padded = given + (slice(None),) * (len(shape) - len(given))
+    return tuple(_full_slice(one, size) for one, size in zip(padded, shape, strict=True))
+
+
+def _full_slice(one: slice, size: int) -> slice:
+    start, stop, step = one.indices(size)
+    if step != 1:
+        raise IndexError("a slice of weights has step 1")
+    return slice(start, max(start, stop))
+
+
+def _promised_names(folder: Path) -> dict[Path, list[str]]:
+    """The files to read, each with the names the index says it holds."""
+    if (folder / SINGLE_NAME).is_file():
+        return {folder / SINGLE_NAME: []}
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        raise WeightsError(
+            f"there is no {SINGLE_NAME} or {INDEX_NAME} in {folder}",
+            hint="other formats (.bin, .gguf) can be loaded with transformers and saved with save_pretrained",
+        )
+    try:
+        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"the weight index {index} cannot be read", hint=_INCOMPLETE) from error
+    promised: dict[Path, list[str]] = {}
+    for name, file in weight_map.items():
+        promised.setdefault(folder / str(file), []).append(name)
+    if not promised:
+        raise WeightsError(f"the weight index {index} names no files", hint=_INCOMPLETE)
+    return dict(sorted(promised.items()))
+
+
+def _unreadable(file: Path, error: Exception) -> WeightsError:
+    return WeightsError(f"the weight file {file} is damaged or incomplete: {error}", hint=_INCOMPLETE)

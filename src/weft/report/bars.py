@@ -1,0 +1,130 @@
+"""The charts by term: memory of each rank, time of a step. Terms are disjoint, so a stack's height is the total.
+
+The names and their order are those of core.terms; a term that this version does not know is drawn last, not dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import plotly.graph_objects as go
+
+from weft.core.terms import MemoryTerm, TimeTerm
+from weft.core.units import format_bytes, format_seconds
+from weft.report.chart import Chart, Entry, axis, label, new_figure
+from weft.report.folder import RunFolder, number, rows, table
+from weft.report.palette import light, series_colour
+
+MAX_RANKS = 64
+MAX_FLAT = 12  # more bars than this stand upright
+
+_BYTE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def draw_bars(folder: RunFolder) -> list[Chart]:
+    charts = [draw_memory(folder), draw_time(folder)]
+    return [chart for chart in charts if chart is not None]
+
+
+def term_names(kind: type[StrEnum], found: Iterable[str]) -> list[str]:
+    """The terms found, in the order of `kind`, unknown ones last."""
+    present = set(found)
+    known = [term.value for term in kind if term.value in present]
+    return [*known, *sorted(present.difference(known))]
+
+
+def readable(term: str) -> str:
+    return term.replace("_", " ")
+
+
+def draw_memory(folder: RunFolder) -> Chart | None:
+    ranks = [rank for rank in rows(table(folder.ledger, "memory"), "ranks") if table(rank, "terms")]
+    if not ranks:
+        return None
+    shown = sorted(ranks, key=_peak, reverse=True)[:MAX_RANKS]
+    shown.sort(key=lambda rank: number(rank.get("rank")) or 0)
+    names = term_names(MemoryTerm, (term for rank in shown for term in table(rank, "terms")))
+    sizes = {term: [number(table(rank, "terms").get(term)) or 0.0 for rank in shown] for term in names}
+    unit, scale = _byte_unit(max(map(_peak, shown)))
+    bars = [str(rank.get("rank", "?")) for rank in shown]
+    figure = _stack_figure(bars, sizes, title=unit, scale=scale, show=format_bytes, bar_title="rank")
+    caption = _memory_caption(ranks, shown)
+    return Chart(key="memory", title="Memory per rank", caption=caption, figure=figure, legend=_legend(names))
+
+
+def draw_time(folder: RunFolder) -> Chart | None:
+    time = table(folder.ledger, "time")
+    terms = {name: table(time, "terms", name) for name in table(time, "terms")}
+    sources = [
+        source for source in ("measured", "predicted") if any(number(t.get(source)) is not None for t in terms.values())
+    ]
+    if not sources:
+        return None
+    names = term_names(TimeTerm, terms)
+    seconds = {name: [number(terms[name].get(source)) or 0.0 for source in sources] for name in names}
+    figure = _stack_figure(sources, seconds, title="seconds a step", scale=1, show=format_seconds)
+    step_s = number(time.get("step_s"))
+    median = f"Median step {format_seconds(step_s)}. " if step_s else ""
+    caption = f"{median}The largest part is {readable(max(names, key=lambda name: seconds[name][0]))}."
+    return Chart(key="time", title="Time of a step", caption=caption, figure=figure, legend=_legend(names))
+
+
+def _stack_figure(
+    bars: Sequence[str],
+    terms: Mapping[str, Sequence[float]],
+    *,
+    title: str,
+    scale: float,
+    show: Callable[[float], str],
+    bar_title: str = "",
+) -> go.Figure:
+    """One bar for each of `bars`, a colour for each term; a few bars lie flat, many stand."""
+    is_flat = len(bars) <= MAX_FLAT
+    figure = _frame(num_bars=len(bars), is_flat=is_flat, title=title, bar_title=bar_title)
+    places = [label(f"{bar_title} {bar}".strip() if is_flat else bar) for bar in bars]
+    for index, (term, values) in enumerate(terms.items()):
+        lengths = [value / scale for value in values]
+        sides = {"x": lengths, "y": places, "orientation": "h"} if is_flat else {"x": places, "y": lengths}
+        figure.add_bar(
+            **sides,
+            name=label(readable(term)),
+            customdata=[show(value) for value in values],
+            hovertemplate="%{customdata}",
+            marker={"color": light(series_colour(index)), "line": {"width": 0}},
+        )
+    return figure
+
+
+def _frame(*, num_bars: int, is_flat: bool, title: str, bar_title: str) -> go.Figure:
+    values = axis(title, rangemode="tozero")
+    places = axis("" if is_flat else bar_title, showgrid=False, type="category", nticks=16)
+    flat = {"xaxis": values, "yaxis": {**places, "autorange": "reversed"}}
+    sides = flat if is_flat else {"xaxis": places, "yaxis": values}
+    height = max(150, 70 + 44 * num_bars) if is_flat else 300
+    return new_figure(height=height, barmode="stack", bargap=0.32, **sides)
+
+
+def _legend(terms: Sequence[str]) -> tuple[Entry, ...]:
+    return tuple(
+        Entry(words=readable(term), colour=series_colour(index), drawn="bar") for index, term in enumerate(terms)
+    )
+
+
+def _peak(rank: dict[str, Any]) -> float:
+    return number(rank.get("peak_bytes")) or sum(number(size) or 0.0 for size in table(rank, "terms").values())
+
+
+def _byte_unit(num_bytes: float) -> tuple[str, int]:
+    return next(((unit, scale) for unit, scale in _BYTE_UNITS if num_bytes >= scale), ("B", 1))
+
+
+def _memory_caption(ranks: list[dict[str, Any]], shown: list[dict[str, Any]]) -> str:
+    peaks = [_peak(rank) for rank in ranks]
+    caption = f"Largest peak {format_bytes(max(peaks))}"
+    if len(ranks) > 1:
+        caption += f", smallest {format_bytes(min(peaks))}, over {len(ranks):,} ranks"
+    if len(shown) < len(ranks):
+        caption += f"; the {len(shown)} ranks with the largest peaks are drawn"
+    return f"{caption}."

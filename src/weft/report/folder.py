@@ -1,0 +1,182 @@
+"""Reads a run folder as it was left: whole, cut short, or resumed. It judges nothing and draws nothing.
+
+What cannot be read becomes a remark, never a stack trace: a report is most needed for the run that went wrong.
+The one order that matters: metrics.jsonl is append-only, so a step number that does not grow means a resume, and the
+lines from that step on belong to the abandoned attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.core.errors import RunFolderError
+from weft.core.records import StepRecord
+
+METRICS, LEDGER, RUN, PLAN = "metrics.jsonl", "ledger.json", "run.toml", "plan.toml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """The steps of the run as it counts, and what happened to the lines that do not."""
+
+    steps: tuple[StepRecord, ...] = ()
+    resumed_after: tuple[int, ...] = ()  # the last step kept before each rewind
+    num_repeated: int = 0
+    num_unreadable: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """Everything the page needs. Tables are empty and texts None where a file is missing; `remarks` says so."""
+
+    path: Path
+    metrics: Metrics
+    ledger: dict[str, Any]
+    run: dict[str, Any]
+    plan: dict[str, Any]
+    run_text: str | None
+    plan_text: str | None
+    remarks: tuple[str, ...]
+
+
+def read_folder(run_dir: Path) -> RunFolder:
+    """The run folder at `run_dir`; RunFolderError where there is no run to draw."""
+    _require_run(run_dir)
+    remarks: list[str] = []
+    run_text, run = _read_document(run_dir / RUN, remarks)
+    plan_text, plan = _read_document(run_dir / PLAN, remarks)
+    metrics = _read_metrics(run_dir / METRICS, remarks)
+    ledger = _read_ledger(run_dir / LEDGER, remarks)
+    return RunFolder(
+        path=run_dir,
+        metrics=metrics,
+        ledger=ledger,
+        run=run,
+        plan=plan,
+        run_text=run_text,
+        plan_text=plan_text,
+        remarks=tuple(remarks),
+    )
+
+
+def table(tables: Any, *keys: str) -> dict[str, Any]:
+    """The table found by walking `keys`, or an empty one: a ledger of a stopped run may lack any part."""
+    for key in keys:
+        tables = tables.get(key) if isinstance(tables, dict) else None
+    return tables if isinstance(tables, dict) else {}
+
+
+def rows(tables: Any, key: str) -> list[dict[str, Any]]:
+    """The list of tables under `key`; whatever else stands there is left out."""
+    value = table(tables).get(key)
+    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _require_run(run_dir: Path) -> None:
+    if not run_dir.is_dir():
+        raise RunFolderError(f"there is no run folder {run_dir}", hint="give the folder that `weft train --out` wrote")
+    if not (run_dir / METRICS).is_file() and not (run_dir / RUN).is_file():
+        raise RunFolderError(
+            f"{run_dir} is not a run folder: it has neither {METRICS} nor {RUN}",
+            hint="give the folder that `weft train --out` wrote, not one above or inside it",
+        )
+
+
+def _read_text(path: Path, remarks: list[str]) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        remarks.append(f"{path.name} is missing.")
+    except OSError as error:
+        remarks.append(f"{path.name} cannot be read: {error.strerror or error}.")
+    return None
+
+
+def _read_document(path: Path, remarks: list[str]) -> tuple[str | None, dict[str, Any]]:
+    text = _read_text(path, remarks)
+    try:
+        return text, tomllib.loads(text or "")
+    except tomllib.TOMLDecodeError as error:
+        remarks.append(f"{path.name} is not TOML: {error}.")
+        return text, {}
+
+
+def _read_ledger(path: Path, remarks: list[str]) -> dict[str, Any]:
+    text = _read_text(path, remarks)
+    if text is None:
+        remarks.append(
+            "Without the ledger there is nothing to say about memory terms, time terms, dtypes and coverage."
+        )
+        return {}
+    try:
+        ledger = json.loads(text)
+    except ValueError as error:
+        remarks.append(f"{path.name} is not JSON: {error}.")
+        return {}
+    return table(ledger)
+
+
+def _read_metrics(path: Path, remarks: list[str]) -> Metrics:
+    text = _read_text(path, remarks)
+    if text is None:
+        return Metrics()
+    metrics = _replay(text)
+    if not metrics.steps:
+        remarks.append(f"{path.name} holds no step: the run ended before its first step was done.")
+    elif metrics.steps[0].step > 1:
+        remarks.append(f"{path.name} begins at step {metrics.steps[0].step:,}.")
+    if metrics.num_unreadable:
+        remarks.append(f"{metrics.num_unreadable} of the lines of {path.name} could not be read and were left out.")
+    if metrics.num_repeated:
+        remarks.append(f"{metrics.num_repeated} steps were run again after a resume; the later run of each is drawn.")
+    return metrics
+
+
+def _replay(text: str) -> Metrics:
+    kept: list[StepRecord] = []
+    resumed_after: list[int] = []
+    num_repeated = num_unreadable = 0
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        record = _parse_step(line)
+        if record is None:
+            num_unreadable += 1
+            continue
+        if kept and record.step <= kept[-1].step:
+            resumed_after.append(record.step - 1)
+        while kept and kept[-1].step >= record.step:
+            kept.pop()
+            num_repeated += 1
+        kept.append(record)
+    return Metrics(
+        steps=tuple(kept),
+        resumed_after=tuple(resumed_after),
+        num_repeated=num_repeated,
+        num_unreadable=num_unreadable,
+    )
+
+
+def _parse_step(line: str) -> StepRecord | None:
+    """A line as a record; a quantity that is missing or no number is NaN: a gap in the curve, not a false zero."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(fields, dict) or not isinstance(fields.get("step"), int):
+        return None
+    defaults = {"loss": math.nan, "grad_norm": math.nan, "tokens": 0, "learning_rate": math.nan}
+    given = {key: value for key, value in fields.items() if isinstance(value, int | float)}
+    return StepRecord.from_dict({**defaults, **given})

@@ -1,0 +1,119 @@
+"""From a run and a plan to a live engine and its data: the order of construction, in one place.
+
+corpus (rank 0 of a host tokenises, the others wait) -> config -> skeleton on meta -> engine -> loaders
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.core.batching import require_divisible
+from weft.core.errors import NotBuiltError, WeightsError
+from weft.core.plan import Plan
+from weft.core.run_spec import DataSpec, ModelSpec, RunSpec
+from weft.data import Corpus, Loader, open_corpus
+from weft.engine.engine import Engine
+from weft.engine.optim import OptimizerPolicy
+from weft.models.build import build_config, build_skeleton
+from weft.models.initial import InitialWeights, WeightSource
+from weft.models.layout import describe
+from weft.models.pretrained import PretrainedWeights
+from weft.train.process import Process, phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workbench:
+    """Everything a training loop needs."""
+
+    engine: Engine
+    training: Loader
+    evaluation: Loader | None
+    model_config: Any
+    notes: tuple[str, ...]
+
+
+def build_workbench(run: RunSpec, plan: Plan, process: Process, *, device: torch.device) -> Workbench:
+    """The engine and the loaders of `run` under `plan`, on every rank."""
+    require_divisible(run.train.global_batch, plan)
+    with phase("opening the data"):
+        corpus = open_corpus(run.data, is_builder=process.local_rank == 0, wait=_barrier)
+    with phase("building the model"):
+        config = build_config(run.model, vocab_size=corpus.vocab_size, end_of_document=corpus.end_of_document)
+        skeleton = build_skeleton(config, attention=run.model.attention)
+        require_isolation(run.data, skeleton)
+        weights, weight_notes = weight_source(run, config, device=device)
+        engine = Engine(
+            skeleton,
+            plan,
+            optimizer=OptimizerPolicy.of(run.train),
+            seed=run.train.seed,
+            clip_norm=run.train.clip_norm,
+            frozen=run.train.frozen,
+            weights=weights,
+            device=device,
+        )
+    training, evaluation = _loaders(run, engine, corpus)
+    by_rule = getattr(weights, "by_rule", [])
+    if by_rule:
+        weight_notes.append(f"{len(by_rule)} parameters have no rule in the model's own code, such as {by_rule[0]}")
+    return Workbench(
+        engine=engine,
+        training=training,
+        evaluation=evaluation,
+        model_config=config,
+        notes=(*engine.layout.notes, *weight_notes),
+    )
+
+
+def weight_source(run: RunSpec, config: Any, *, device: torch.device) -> tuple[WeightSource, list[str]]:
+    """Pretrained values where the folder has them (or must), else random ones; and what to tell the user."""
+    skeleton = build_skeleton(config, attention=run.model.attention)
+    if run.model.weights != "random" and run.model.path is not None:
+        folder = Path(run.model.path).expanduser()
+        if any(folder.glob("*.safetensors")):
+            return PretrainedWeights(folder, skeleton), [f"weights were read from {folder}"]
+        if run.model.weights == "pretrained":
+            raise WeightsError(f"there are no *.safetensors in {folder}", hint="or set model.weights = 'random'")
+    return InitialWeights(skeleton, describe(skeleton), seed=run.train.seed, device=device), _random_notes(run.model)
+
+
+def require_isolation(data: DataSpec, model: nn.Module) -> None:
+    """Documents in one row are kept apart only by models whose attention reads restarting positions."""
+    if data.isolate_documents and not getattr(model, "_supports_attention_backend", False):
+        raise NotBuiltError(
+            f"{type(model).__name__} does not keep packed documents apart",
+            hint="set data.isolate_documents = false",
+        )
+
+
+def _loaders(run: RunSpec, engine: Engine, corpus: Corpus) -> tuple[Loader, Loader | None]:
+    share: dict[str, Any] = {
+        "seed": run.train.seed,
+        "global_batch": run.train.global_batch,
+        "sequence_length": run.data.sequence_length,
+        "dp_rank": engine.topology.dp_rank,
+        "dp_degree": engine.topology.dp_degree,
+        "isolate_documents": run.data.isolate_documents,
+    }
+    training = Loader(corpus.training, epochs=run.data.epochs, **share)
+    held_out = corpus.evaluation
+    if held_out is None or run.evaluation.every == 0 or held_out.num_rows(run.data.sequence_length) < 1:
+        return training, None
+    return training, Loader(held_out, epochs=1, shuffle=False, **share)
+
+
+def _random_notes(model: ModelSpec) -> list[str]:
+    if model.path is not None and model.weights == "auto":
+        return [f"{model.path} has no *.safetensors: weights are random"]
+    return []
+
+
+def _barrier() -> None:
+    if dist.get_world_size() > 1:
+        dist.barrier()

@@ -1,0 +1,86 @@
+"""What a person sees while training: a progress bar on a terminal, plain lines elsewhere, a summary at the end.
+
+Everything goes to stderr: stdout belongs to data. Ranks other than 0 say nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from weft.core.records import DtypeRecord, StepRecord
+from weft.core.units import format_bytes, format_count, format_seconds
+
+
+class Display:
+    """The voice of rank 0; silent on every other."""
+
+    def __init__(self, *, is_speaking: bool, total_steps: int, every: int) -> None:
+        self.console = Console(file=sys.stderr, quiet=not is_speaking, soft_wrap=True)
+        self._is_live = is_speaking and self.console.is_terminal
+        self._total = total_steps
+        self._every = every
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def line(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+    def start(self, *, done: int) -> None:
+        if not self._is_live:
+            return
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._progress.start()
+        self._task = self._progress.add_task("training", total=self._total, completed=done, figures="")
+
+    def step(self, record: StepRecord) -> None:
+        figures = step_figures(record)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=record.step, figures=figures)
+        elif record.step == 1 or record.step % self._every == 0 or record.step == self._total:
+            self.line(f"step {record.step}/{self._total}  {figures}  {format_seconds(record.step_s)}/step")
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def dtypes(self, records: list[DtypeRecord]) -> None:
+        table = Table(title="number formats, as found after step 1", title_justify="left")
+        for heading in ("component", "asked", "found", ""):
+            table.add_column(heading)
+        for record in records:
+            table.add_row(record.component, record.asked, ", ".join(record.found), "ok" if record.ok else "DIFFERS")
+        self.console.print(table)
+
+    def summary(self, ledger: dict[str, Any], *, run_dir: str) -> None:
+        run, memory = ledger["run"], ledger["memory"]
+        loss = (
+            f"loss {run['first_loss']:.3f} -> {run['final_loss']:.3f}" if run["final_loss"] is not None else "no step"
+        )
+        if run["eval_loss"] is not None:
+            loss += f", held-out {run['eval_loss']:.3f}"
+        rate = f"{format_count(run['tokens_per_s'])} tokens/s" if run["tokens_per_s"] else ""
+        self.line(
+            f"{run['status']} at step {run['steps']}: {loss}; {rate}, peak {format_bytes(memory['peak_bytes'])} a rank,"
+            f" {format_seconds(run['elapsed_s'])}"
+        )
+        self.line(f"run folder {run_dir}; open {run_dir}/report.html")
+
+
+def step_figures(record: StepRecord) -> str:
+    loss = f"loss {record.loss:.4f}" + (f" (held-out {record.eval_loss:.4f})" if record.eval_loss is not None else "")
+    speed = f"{format_count(record.tokens_per_s)} tokens/s"
+    skipped = "  skipped: overflow" if record.skipped else ""
+    return f"{loss}  norm {record.grad_norm:.3f}  {speed}  {format_bytes(record.peak_memory_bytes)}{skipped}"

@@ -1,0 +1,47 @@
+"""A run's checkpoint as a Hugging Face folder: one process, one tensor at a time, never the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.checkpoint import peek_newest, read_manifest, read_tensors
+from weft.core.errors import CheckpointError
+from weft.core.run_spec import RunSpec
+from weft.engine.state import MODEL
+from weft.models.hf_export import export_folder
+from weft.train.run_folder import RunFolder, require_run
+
+
+def export_run(run_dir: Path, out: Path, *, step: int | None = None, dtype: str | None = None) -> dict[str, Any]:
+    """Write the newest good (or the named) checkpoint of `run_dir` to `out`; returns what was written."""
+    from transformers import AutoConfig
+
+    require_run(run_dir)
+    folder = RunFolder(run_dir)
+    checkpoint = peek_newest(folder.checkpoints_path, step=step)
+    if checkpoint is None:
+        raise CheckpointError(f"{run_dir} has no checkpoint", hint="train with checkpoint.at_end = true, the default")
+    files = export_folder(
+        AutoConfig.from_pretrained(str(folder.model_path)),
+        _model_tensors(checkpoint.path),
+        out,
+        dtype=getattr(torch, dtype) if dtype else None,
+        tokenizer=_tokenizer_of(RunSpec.from_file(run_dir / "run.toml")),
+    )
+    return {"step": checkpoint.step, "out": str(out), "files": [file.name for file in files]}
+
+
+def _model_tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    keys = [key for key in read_manifest(checkpoint).tensors if key.startswith(MODEL)]
+    for key, tensor in read_tensors(checkpoint, keys):
+        yield key.removeprefix(MODEL), tensor
+
+
+def _tokenizer_of(run: RunSpec) -> Path | None:
+    """The tokenizer's files, where it came from files; bytes need none."""
+    path = Path(run.data.tokenizer).expanduser()
+    return path if run.data.tokenizer != "bytes" and path.exists() else None

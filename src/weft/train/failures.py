@@ -1,0 +1,156 @@
+"""What a rank writes down when it fails: the error, the phase, the time, and whether it only followed another's death.
+
+It decides nothing about the job (the launcher does, in `weft.launch.cause`) and ends no process.
+
+    secondary = some exception of the chain says that a peer went away or did not answer
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.core.errors import MemoryLimitError, RankError, WeftError, error_from_dict
+from weft.train.rank_environment import Process
+
+DEBUG_VARIABLE = "WEFT_DEBUG"
+_PHASE_ATTRIBUTE = "__weft_phase__"
+
+# How Gloo, NCCL and the store say that a peer is gone. Lower case; compared as parts of the message.
+_PEER_GONE = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "connection was likely closed",
+    "broken pipe",
+    "timed out waiting",
+    "socket timeout",
+    "wait timeout",
+    "failed to recv",
+    "failed to send",
+    "connectfullmesh failed",
+    "communicator was aborted",
+    "remote process exited",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureRecord:
+    """One rank's failure. Its JSON form is flat: the error's own fields beside rank, phase, time, traceback."""
+
+    rank: int
+    world_size: int
+    phase: str
+    time: float
+    secondary: bool
+    traceback: str
+    error_fields: dict[str, str | int]
+
+    @property
+    def exit_code(self) -> int:
+        return int(self.error_fields["exit_code"])
+
+    def to_error(self) -> WeftError:
+        """The rank's own error, of its own class; the message says which rank and where, when there are several."""
+        error = error_from_dict(self.error_fields)
+        if self.world_size == 1:
+            return error
+        return type(error)(f"rank {self.rank} failed in {self.phase}: {error.message}", hint=error.hint)
+
+    def to_json(self) -> str:
+        beside = {name: value for name, value in vars(self).items() if name != "error_fields"}
+        return json.dumps({**self.error_fields, **beside})
+
+    @classmethod
+    def from_json(cls, text: str) -> FailureRecord:
+        fields = json.loads(text)
+        names = ("rank", "world_size", "phase", "time", "secondary", "traceback")
+        return cls(**{name: fields.pop(name) for name in names}, error_fields=fields)
+
+
+def record_failure(error: Exception, *, process: Process) -> FailureRecord:
+    """The record of an exception that ends this rank."""
+    return FailureRecord(
+        rank=process.rank,
+        world_size=process.world_size,
+        phase=getattr(error, _PHASE_ATTRIBUTE, "start"),
+        time=time.time(),
+        secondary=is_secondary(error),
+        traceback="".join(traceback.format_exception(error)),
+        error_fields=as_weft_error(error).as_dict(),
+    )
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Names what the rank is doing ("build", "step 12", "save"), for the message if it fails there; innermost wins."""
+    try:
+        yield
+    except Exception as error:
+        # On the exception and not in a global, so that a caught error leaves no stale phase behind.
+        if not hasattr(error, _PHASE_ATTRIBUTE):
+            setattr(error, _PHASE_ATTRIBUTE, name)
+        raise
+
+
+def as_weft_error(error: Exception) -> WeftError:
+    """The error as one of our tree: itself, out of memory, or a RankError with the exception's first line."""
+    if isinstance(error, WeftError):
+        return error
+    lines = str(error).strip().splitlines()
+    first_line = lines[0] if lines else "(no message)"
+    if _is_out_of_memory(error):
+        return MemoryLimitError(first_line, hint="use a smaller micro-batch, recompute activations, or more ranks")
+    return RankError(f"{type(error).__name__}: {first_line}", hint=f"set {DEBUG_VARIABLE}=1 to see the stack trace")
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether the error, or one it was raised from, only says that a peer went away."""
+    return any(any(sign in str(link).lower() for sign in _PEER_GONE) for link in _chain(error))
+
+
+def write_record(record: FailureRecord, *, scratch: Path) -> None:
+    """Writes `error-<rank>.json`, whole or not at all: the launcher may read at any moment."""
+    path = record_path(scratch, rank=record.rank)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(record.to_json(), encoding="utf-8")
+    draft.replace(path)
+
+
+def read_record(scratch: Path, *, rank: int) -> FailureRecord | None:
+    """What the rank wrote down, if it did."""
+    try:
+        return FailureRecord.from_json(record_path(scratch, rank=rank).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def record_path(scratch: Path, *, rank: int) -> Path:
+    return scratch / f"error-{rank}.json"
+
+
+def is_debugging() -> bool:
+    """Whether the user asked for stack traces."""
+    return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in seen:
+        seen.append(link)
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    import torch
+
+    is_cpu_allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return is_cpu_allocator or isinstance(error, (torch.OutOfMemoryError, MemoryError))

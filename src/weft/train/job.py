@@ -1,0 +1,79 @@
+"""`Job`: one training run as every rank is told it - what, how, where, and whether to go on from a checkpoint.
+
+It travels to the ranks as a JSON file. The plan travels as tables: what it leaves open (precision on a GPU) is
+resolved by the rank, which knows its device.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    run: RunSpec
+    plan_tables: dict[str, Any]
+    out: Path
+    resume: bool = False
+    device: DeviceChoice = "auto"
+
+    @staticmethod
+    def create(
+        *,
+        run: RunSpec,
+        plan_tables: dict[str, Any],
+        out: str | Path | None = None,
+        resume: bool = False,
+        device: DeviceChoice = "auto",
+    ) -> Job:
+        folder = Path(out) if out is not None else default_folder(run)
+        return Job(run=run, plan_tables=plan_tables, out=folder.absolute(), resume=resume, device=device)
+
+    def plan(self, *, device_type: str) -> Plan:
+        """The plan with every open choice made: a GPU computes in bf16 unless told otherwise."""
+        tables = dict(self.plan_tables)
+        precision = dict(tables.get("precision", {}))
+        if device_type == "cuda" and self._leaves_precision_open():
+            tables["precision"] = {**precision, "preset": "bf16"}
+        return Plan.from_tables(tables)
+
+    def _leaves_precision_open(self) -> bool:
+        dp = self.plan_tables.get("data_parallel", {})
+        return "preset" not in self.plan_tables.get("precision", {}) and dp.get("strategy") != "dataparallel"
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "run": self.run.model_dump(mode="json", exclude_none=True),
+                "plan": self.plan_tables,
+                "out": str(self.out),
+                "resume": self.resume,
+                "device": self.device,
+            }
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Job:
+        fields = json.loads(text)
+        return Job(
+            run=RunSpec.from_tables(fields["run"]),
+            plan_tables=fields["plan"],
+            out=Path(fields["out"]),
+            resume=fields["resume"],
+            device=fields["device"],
+        )
+
+
+def default_folder(run: RunSpec) -> Path:
+    """runs/<model>-<time>, a new name for every start."""
+    name = run.model.type or Path(str(run.model.path)).name
+    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -1,0 +1,194 @@
+"""The training loop: batches in, steps, evaluations, checkpoints, and a clean end whatever happens.
+
+Data order is (seed, samples seen) alone, the learning rate a function of the step; so a resumed loop is the same loop.
+A stop (Ctrl-C, SIGTERM) is agreed over all ranks with the loss they exchange anyway, then saved like any checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.checkpoint import CheckpointStore, CommittedCheckpoint
+from weft.core.errors import NumbersError
+from weft.core.records import StepRecord
+from weft.core.run_spec import RunSpec
+from weft.core.terms import TimeTerm
+from weft.engine.engine import PendingStep
+from weft.train.build import Workbench
+from weft.train.display import Display
+from weft.train.ledger import peak_memory_bytes
+from weft.train.metrics import MetricsWriter
+from weft.train.process import StopFlag, phase
+from weft.train.rate import learning_rate_at
+
+
+@dataclass
+class LoopOutcome:
+    """What the loop did, for the ledger."""
+
+    status: str = "finished"
+    steps: int = 0
+    seconds: dict[TimeTerm, float] = field(default_factory=lambda: dict.fromkeys(TimeTerm, 0.0))
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+
+
+class TrainingLoop:
+    """One run from where the engine stands to its last step."""
+
+    def __init__(
+        self,
+        run: RunSpec,
+        bench: Workbench,
+        store: CheckpointStore,
+        *,
+        metrics: MetricsWriter,
+        display: Display,
+        stop: StopFlag,
+        samples: int = 0,
+    ) -> None:
+        self.run_spec = run
+        self.engine = bench.engine
+        self.bench = bench
+        self.store = store
+        self.metrics = metrics
+        self.display = display
+        self.stop = stop
+        self.samples = samples  # of the global data order, consumed so far
+        self.outcome = LoopOutcome()
+        # A GPU runs ahead while the previous step's numbers travel; on a CPU there is nothing to run ahead of.
+        self._resolve_late = self.engine.device.type == "cuda"
+        self._last_saved = self.engine.steps_done
+        self._clock_s = time.perf_counter()
+
+    def run(self) -> LoopOutcome:
+        pending: PendingStep | None = None
+        stopping = False
+        self._clock_s = time.perf_counter()
+        while not stopping and self.engine.steps_done < self.run_spec.train.steps and self._has_data():
+            current = self._train_step()
+            if not self._resolve_late:
+                stopping = self._finish_step(current)
+            elif pending is not None:
+                stopping = self._finish_step(pending)
+            pending = current if self._resolve_late else None
+            if pending is not None and (self._is_pause(self.engine.steps_done) or stopping):
+                stopping = self._finish_step(pending) or stopping
+                pending = None
+            self._pause(stopping=stopping)
+        if pending is not None:
+            self._finish_step(pending)
+        self._end(stopping=stopping)
+        return self.outcome
+
+    def _train_step(self) -> PendingStep:
+        step = self.engine.steps_done + 1
+        with self._timed(TimeTerm.DATA), phase(f"reading the batch of step {step}"):
+            batch = self.bench.training.batch(self.samples)
+        rate = learning_rate_at(self.run_spec.train, step)
+        with phase(f"step {step}"):
+            pending = self.engine.step_nowait(batch, learning_rate=rate, vote_stop=self.stop.requested)
+        self.samples += self.run_spec.train.global_batch
+        return pending
+
+    def _finish_step(self, pending: PendingStep) -> bool:
+        """Numbers to the log; returns whether some rank wants to stop."""
+        record, wants_stop = pending.resolve()
+        now_s = time.perf_counter()
+        seconds, self._clock_s = now_s - self._clock_s, now_s
+        record = dataclasses.replace(
+            record,
+            step_s=seconds,
+            tokens_per_s=record.tokens / seconds,
+            peak_memory_bytes=peak_memory_bytes(self.engine.device),
+        )
+        forward_backward_s, update_s = pending.timer.seconds()
+        self.outcome.seconds[TimeTerm.FORWARD_BACKWARD] += forward_backward_s
+        self.outcome.seconds[TimeTerm.OPTIMIZER] += update_s
+        self.outcome.steps += 1
+        self._require_finite(record)
+        if self._is_evaluation(record.step) and not wants_stop:
+            record = dataclasses.replace(record, eval_loss=self._evaluate())
+        self.metrics.write(record)
+        self.display.step(record)
+        if record.step == 1:
+            self.display.dtypes(self.engine.dtypes())
+        return wants_stop
+
+    def _pause(self, *, stopping: bool) -> None:
+        """What happens between steps: finished saves are looked at, due ones begun."""
+        with self._timed(TimeTerm.CHECKPOINT), phase("saving a checkpoint"):
+            self._note(self.store.poll())
+            if not stopping and self._is_checkpoint(self.engine.steps_done):
+                self._save(asynchronous=self.run_spec.checkpoint.asynchronous)
+        self._clock_s = time.perf_counter()
+
+    def _end(self, *, stopping: bool) -> None:
+        with self._timed(TimeTerm.CHECKPOINT), phase("saving the last checkpoint"):
+            if (stopping or self.run_spec.checkpoint.at_end) and self._last_saved != self.engine.steps_done:
+                self._save(asynchronous=False)
+            self._note(self.store.wait())
+        if stopping and self.engine.steps_done < self.run_spec.train.steps:
+            self.outcome.status = "stopped"
+
+    def _save(self, *, asynchronous: bool) -> None:
+        meta = {"engine": self.engine.scalars(), "samples": self.samples}
+        self.store.save(self.engine.state(), meta, step=self.engine.steps_done, asynchronous=asynchronous)
+        self._last_saved = self.engine.steps_done
+
+    def _evaluate(self) -> float | None:
+        loader = self.bench.evaluation
+        if loader is None:
+            return None
+        batch_rows = self.run_spec.train.global_batch
+        positions = [index * batch_rows for index in range(self.run_spec.evaluation.batches)]
+        with self._timed(TimeTerm.EVALUATION), phase("evaluation"):
+            return self.engine.evaluate([loader.batch(at) for at in positions if loader.has_batch(at)]).loss
+
+    def _note(self, committed: CommittedCheckpoint | None) -> None:
+        if committed is not None:
+            self.outcome.checkpoints.append(
+                {
+                    "step": committed.step,
+                    "path": str(committed.path),
+                    "bytes": committed.size_bytes,
+                    "seconds": committed.save_s,
+                }
+            )
+
+    def _has_data(self) -> bool:
+        return self.bench.training.has_batch(self.samples)
+
+    def _is_checkpoint(self, step: int) -> bool:
+        every = self.run_spec.checkpoint.every
+        return every > 0 and step % every == 0 and step < self.run_spec.train.steps
+
+    def _is_evaluation(self, step: int) -> bool:
+        every = self.run_spec.evaluation.every
+        return every > 0 and (step % every == 0 or step == self.run_spec.train.steps)
+
+    def _is_pause(self, step: int) -> bool:
+        """Steps after which the engine's state is looked at, so nothing may still be in flight."""
+        return self._is_checkpoint(step) or self._is_evaluation(step)
+
+    def _require_finite(self, record: StepRecord) -> None:
+        if record.skipped or (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
+            return
+        what = "loss" if not math.isfinite(record.loss) else "gradient norm"
+        raise NumbersError(
+            f"the {what} of step {record.step} is not finite",
+            hint="lower train.learning_rate or raise train.warmup_steps, then --resume from the last checkpoint",
+        )
+
+    @contextmanager
+    def _timed(self, term: TimeTerm) -> Iterator[None]:
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.outcome.seconds[term] += time.perf_counter() - began_s

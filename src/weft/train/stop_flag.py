@@ -1,0 +1,40 @@
+"""`StopFlag`: SIGINT and SIGTERM ask the training loop to stop; they do not interrupt it.
+
+It saves nothing and agrees with nobody: the loop reads `requested`, agrees over the ranks, saves, and ends with 0.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class StopFlag:
+    """Use as a context manager in the main thread; elsewhere it never fires, since Python gives signals to main."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        return self._requested
+
+    def __enter__(self) -> StopFlag:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        # A second Ctrl-C means now: without this a save that hangs could not be left from the keyboard.
+        if self._requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._requested = True

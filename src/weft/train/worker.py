@@ -1,0 +1,171 @@
+"""What every rank runs: join, build, go on from a checkpoint where asked, train, write the ledger and the report.
+
+`python -m weft.train.worker job.json` is the command of launched ranks; `run_job` is the same in this process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.checkpoint import CheckpointStore
+from weft.core.errors import DeviceError
+from weft.core.plan import Plan, require_executable
+from weft.engine.engine import Engine
+from weft.report import write_report
+from weft.train.build import Workbench, build_workbench
+from weft.train.display import Display
+from weft.train.job import DeviceChoice, Job
+from weft.train.ledger import build_ledger, gather_memory
+from weft.train.loop import LoopOutcome, TrainingLoop
+from weft.train.metrics import MetricsWriter
+from weft.train.process import Process, StopFlag, join, leave, phase, report_failures
+from weft.train.quiet import quiet_libraries
+from weft.train.rank_environment import read_local_size
+from weft.train.run_folder import RunFolder
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Train; returns the ledger. Collective when there are ranks."""
+    started_s = time.perf_counter()
+    device_type = choose_device_type(job.device)
+    plan = job.plan(device_type=device_type)
+    require_executable(plan)
+    process = join(device_type=device_type, timeout_s=job.run.train.collective_timeout_s)
+    try:
+        with StopFlag() as stop:
+            return _train(job, plan, process, stop, device_type=device_type, started_s=started_s)
+    finally:
+        leave()
+
+
+def choose_device_type(choice: DeviceChoice) -> Any:
+    """cuda where every local rank gets a GPU of its own; a choice that cannot be kept is an error, not a fallback."""
+    wanted = read_local_size(os.environ)
+    available = torch.cuda.device_count() if choice != "cpu" else 0
+    if choice == "cuda" and available < wanted:
+        raise DeviceError(f"{wanted} ranks need {wanted} GPUs here, and there are {available}", hint="use --device cpu")
+    if choice == "auto" and 0 < available < wanted:
+        raise DeviceError(
+            f"{wanted} ranks were asked for but this host has {available} GPU{'s' if available > 1 else ''}",
+            hint=f"use --nproc {available}, or --device cpu to train on CPU processes",
+        )
+    return "cuda" if choice != "cpu" and available >= wanted else "cpu"
+
+
+def _train(
+    job: Job, plan: Plan, process: Process, stop: StopFlag, *, device_type: str, started_s: float
+) -> dict[str, Any]:
+    device = torch.device(device_type, process.local_rank) if device_type == "cuda" else torch.device("cpu")
+    folder = RunFolder(job.out)
+    if process.is_main:
+        folder.create(job.run, plan)
+    display = Display(is_speaking=process.is_main, total_steps=job.run.train.steps, every=job.run.logging.every)
+    bench = build_workbench(job.run, plan, process, device=device)
+    if process.is_main:
+        bench.model_config.save_pretrained(str(folder.model_path))
+    store = CheckpointStore(
+        folder.checkpoints_path,
+        process_group=bench.engine.topology.checkpoint_group(),
+        keep=job.run.checkpoint.keep,
+    )
+    samples = _resume(job, process, bench.engine, store, display)
+    resumed_from = bench.engine.steps_done or None
+    earlier = folder.drop_metrics_after(bench.engine.steps_done) if process.is_main else []
+    metrics = MetricsWriter(
+        folder, is_writing=process.is_main, tensorboard=job.run.logging.tensorboard, earlier=earlier
+    )
+    _introduce(display, bench, plan, process)
+    loop = TrainingLoop(job.run, bench, store, metrics=metrics, display=display, stop=stop, samples=samples)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    display.start(done=bench.engine.steps_done)
+    try:
+        outcome = loop.run()
+    finally:
+        display.stop()
+        metrics.close()
+    facts = {
+        "started": started,
+        "elapsed_s": time.perf_counter() - started_s,
+        "status": outcome.status,
+        "steps": bench.engine.steps_done,
+        "resumed_from": resumed_from,
+    }
+    return _close(job, bench, outcome, metrics, folder, display, process, facts)
+
+
+def _resume(job: Job, process: Process, engine: Engine, store: CheckpointStore, display: Display) -> int:
+    """Load the newest good checkpoint where the job or a restart asks for it; returns the samples consumed."""
+    is_restart = process.restart_count > 0
+    if not job.resume and not (is_restart and store.newest_step() is not None):
+        return 0
+    with phase("loading the checkpoint"):
+        loaded = store.load(engine.state())
+    engine.restore_scalars(loaded.meta["engine"])
+    for name, reason in loaded.rejected:
+        display.line(f"checkpoint {name} is damaged ({reason}); it was set aside")
+    display.line(f"going on from step {loaded.step} ({loaded.path})")
+    return int(loaded.meta["samples"])
+
+
+def _introduce(display: Display, bench: Workbench, plan: Plan, process: Process) -> None:
+    parameters = sum(parameter.numel() for parameter in bench.engine.model.parameters())
+    name = getattr(bench.model_config, "model_type", type(bench.engine.model).__name__)
+    ranks = f"{process.world_size} rank{'s' if process.world_size > 1 else ''}"
+    display.line(
+        f"{name}, {parameters:,} parameters, {len(bench.engine.layout.blocks)} blocks;"
+        f" {plan.strategy_name}, {ranks} on {bench.engine.device.type}, {plan.precision.preset}"
+    )
+    for note in bench.notes:
+        display.line(f"note: {note}")
+
+
+def _close(
+    job: Job,
+    bench: Workbench,
+    outcome: LoopOutcome,
+    metrics: MetricsWriter,
+    folder: RunFolder,
+    display: Display,
+    process: Process,
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    with phase("writing the report"):
+        ranks = gather_memory(bench.engine)
+        ledger = build_ledger(
+            bench.engine,
+            run_facts=facts,
+            model_name=getattr(bench.model_config, "model_type", "model"),
+            notes=bench.notes,
+            memory_ranks=ranks,
+            metrics=metrics.records,
+            seconds_per_step={term: value / max(1, outcome.steps) for term, value in outcome.seconds.items()},
+            checkpoints=outcome.checkpoints,
+        )
+        if process.is_main:
+            folder.write_ledger(ledger)
+            write_report(folder.path)
+            display.summary(ledger, run_dir=_short(folder.path))
+    return ledger
+
+
+def _short(path: Path) -> str:
+    """Relative where that is shorter to read."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def main() -> None:
+    """A launched rank."""
+    quiet_libraries()
+    with report_failures():
+        run_job(Job.from_json(Path(sys.argv[1]).read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The house stands: imports point down, siblings are strangers, planning wakes no torch, public names are as said."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import weft
+
+SOURCE = Path(weft.__file__).parent
+
+# Package -> level. An import must go strictly down; `cli` and `launch` may see each other's level.
+LEVELS = {
+    "core": 0,
+    "hardware": 1,
+    "zoo": 1,
+    "schedule": 1,
+    "plan": 2,
+    "report": 2,
+    "comm": 2,
+    "models": 2,
+    "data": 2,
+    "checkpoint": 2,
+    "engine": 3,
+    "dryrun": 4,
+    "train": 4,
+    "server": 5,
+    "verify": 6,
+    "launch": 7,
+    "cli": 8,
+}
+WITHOUT_TORCH = {"core", "hardware", "zoo", "schedule", "plan", "report"}
+FORBIDDEN_NAMES = {"utils.py", "helpers.py", "common.py"}
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def _imports(path: Path) -> list[tuple[str, bool]]:
+    """(module, whether at the top of the file) for every import."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    top = set(map(id, tree.body))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found.append((node.module, id(node) in top))
+            if node.module == "weft":
+                found += [(f"weft.{alias.name}", id(node) in top) for alias in node.names]
+    return found
+
+
+def _package(path: Path) -> str:
+    relative = path.relative_to(SOURCE)
+    return relative.parts[0] if len(relative.parts) > 1 else ""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_strictly_down(path: Path) -> None:
+    package = _package(path)
+    if not package:
+        return
+    for module, _ in _imports(path):
+        parts = module.split(".")
+        if parts[0] == "weft" and len(parts) > 1 and parts[1] in LEVELS and parts[1] != package:
+            assert LEVELS[parts[1]] < LEVELS[package], f"{package} imports {module}"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if _package(path) in WITHOUT_TORCH], ids=lambda path: path.name
+)
+def test_torch_free_rooms_import_no_torch(path: Path) -> None:
+    assert not [module for module, _ in _imports(path) if module.split(".")[0] in ("torch", "transformers")]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if _package(path) in ("cli", "launch")], ids=lambda path: path.name
+)
+def test_cli_imports_torch_only_inside_verbs(path: Path) -> None:
+    if path.name == "agent.py":
+        return  # elastic's own subclasses; imported by launch.local inside a function
+    assert not [module for module, top in _imports(path) if top and module.split(".")[0] in ("torch", "transformers")]
+
+
+def test_every_package_has_a_level_and_every_file_says_what_it_is() -> None:
+    for path in FILES:
+        package = _package(path)
+        assert package == "" or package in LEVELS, f"{package} has no level"
+        assert path.name not in FORBIDDEN_NAMES
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} opens without a docstring"
+
+
+def test_parallel_axes_inside_the_engine_are_strangers() -> None:
+    axes = {"dp", "tp", "pp", "ep", "cp"}
+    for axis in axes:
+        for path in (SOURCE / "engine" / axis).rglob("*.py"):
+            for module, _ in _imports(path):
+                other = module.removeprefix("weft.engine.").split(".")[0]
+                assert not (module.startswith("weft.engine.") and other in axes - {axis}), f"{path} imports {module}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-c", "import weft"],
+        ["-c", "import weft; weft.Plan; weft.RunSpec; weft.StepRecord; dir(weft)"],
+        ["-m", "weft", "--help"],
+        ["-m", "weft", "--version"],
+        ["-m", "weft", "train", "--help"],
+        ["-m", "weft", "export", "--help"],
+        ["-m", "weft", "report", "--help"],
+        ["-m", "weft", "plan", "--help"],
+        ["-m", "weft", "train", "missing.toml"],
+    ],
+    ids=" ".join,
+)
+def test_torch_is_not_imported(arguments: list[str]) -> None:
+    probe = (
+        "import sys, runpy, atexit\n"
+        "def tell():\n"
+        "    heavy = [m for m in ('torch', 'transformers', 'numpy') if m in sys.modules]\n"
+        "    print('HEAVY', heavy, file=sys.stderr)\n"
+        "atexit.register(tell)\n"
+    )
+    if arguments[0] == "-c":
+        code = probe + arguments[1]
+    else:
+        code = probe + f"sys.argv = {['weft', *arguments[2:]]!r}\nrunpy.run_module('weft', run_name='__main__')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "HEAVY []" in result.stderr, result.stderr
+
+
+def test_public_names_are_the_documented_ones_and_resolve() -> None:
+    assert set(weft.__all__) == {"Engine", "Plan", "RunSpec", "StepRecord", "WeftError", "__version__", "train"}
+    for name in weft.__all__:
+        assert getattr(weft, name) is not None
+    assert callable(weft.train)
+    with pytest.raises(AttributeError):
+        _ = weft.no_such_name

@@ -1,0 +1,40 @@
+"""The number of collectives a step is the definition of a ZeRO stage: 7 units, 4 micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+from gloo_ranks import run_ranks
+from tiny import build_engine, global_batch
+
+from weft.comm.observer import CollectiveObserver
+
+UNITS, MICROBATCHES = 7, 4
+
+
+def counts(rank: int, world: int, mesh: dict[str, int], zero: int) -> dict[str, int]:
+    plan = {"mesh": mesh, "data_parallel": {"zero": zero}, "pipeline": {"microbatches": MICROBATCHES}}
+    engine = build_engine("llama", plan)
+    assert len(engine.layout.units) == UNITS
+    for step in range(2):  # the first two steps set things up (DDP rebuilds its buckets)
+        engine.step(engine.share_of(global_batch(step)))
+    with CollectiveObserver() as seen:
+        engine.step(engine.share_of(global_batch(2)))
+    return dict(seen.counts)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "expected"),
+    [
+        ({"dp_shard": 2}, 1, {"all_gather": 7, "reduce_scatter": 7}),
+        ({"dp_shard": 2}, 2, {"all_gather": 7, "reduce_scatter": 28}),
+        ({"dp_shard": 2}, 3, {"all_gather": 56, "reduce_scatter": 28}),
+        ({"dp_shard": 2, "dp_replicate": 2}, 1, {"all_gather": 7, "reduce_scatter": 7, "all_reduce": 7}),
+        ({"dp_shard": 2, "dp_replicate": 2}, 2, {"all_gather": 7, "reduce_scatter": 28, "all_reduce": 7}),
+        ({"dp_shard": 2, "dp_replicate": 2}, 3, {"all_gather": 56, "reduce_scatter": 28, "all_reduce": 7}),
+        ({"dp_replicate": 2}, 0, {"all_reduce": 1}),  # one bucket holds this model
+    ],
+)
+def test_collectives_per_step(mesh: dict[str, int], zero: int, expected: dict[str, int]) -> None:
+    world = mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1)
+    found = run_ranks(counts, world, mesh, zero)[0]
+    assert {name: count for name, count in found.items() if not name.startswith("small_")} == expected

@@ -1,0 +1,64 @@
+"""Same seed, same curve: every data-parallel layout against one process, on three families, with accumulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from gloo_ranks import run_ranks
+from tiny import build_engine, train_steps
+from tolerances import SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL
+
+STEPS = 20
+MICROBATCHES = (1, 4)
+
+
+def plans_for(world: int) -> dict[str, dict[str, Any]]:
+    if world == 1:
+        layouts: dict[str, dict[str, Any]] = {"single": {}, "ZeRO-3 x1": {"data_parallel": {"zero": 3}}}
+    else:
+        layouts = {
+            f"ZeRO-{zero} x{world}": {"mesh": {"dp_shard": world}, "data_parallel": {"zero": zero}}
+            for zero in (1, 2, 3)
+        }
+        layouts[f"DDP x{world}"] = {"mesh": {"dp_replicate": world}}
+    if world == 4:
+        for zero in (1, 2, 3):
+            layouts[f"HSDP 2x2 ZeRO-{zero}"] = {
+                "mesh": {"dp_replicate": 2, "dp_shard": 2},
+                "data_parallel": {"zero": zero},
+            }
+    return {
+        f"{name}, {count} micro-batches": {**tables, "pipeline": {"microbatches": count}}
+        for name, tables in layouts.items()
+        for count in MICROBATCHES
+    }
+
+
+def curves(rank: int, world: int, family: str) -> dict[str, list[tuple[float, float]]]:
+    """The curve of every plan of this world size, one after the other in the same ranks."""
+    found = {name: train_steps(build_engine(family, plan), STEPS) for name, plan in plans_for(world).items()}
+    dist.barrier()
+    return found
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3-tied", "gpt2"])
+def reference(request: pytest.FixtureRequest) -> tuple[str, list[tuple[float, float]]]:
+    family: str = request.param
+    return family, run_ranks(curves, 1, family)[0]["single, 1 micro-batches"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_layout_has_the_curve_of_one_process(
+    reference: tuple[str, list[tuple[float, float]]], world: int
+) -> None:
+    family, expected = reference
+    per_rank = run_ranks(curves, world, family, timeout_s=240.0)
+    assert all(found == per_rank[0] for found in per_rank), "ranks disagree about their own curve"
+    for name, found in per_rank[0].items():
+        loss_diff = max(abs(a[0] - b[0]) for a, b in zip(expected, found, strict=True))
+        norm_diff = max(abs(a[1] - b[1]) / a[1] for a, b in zip(expected, found, strict=True))
+        assert loss_diff <= SAME_CURVE_LOSS_ABS, f"{family} under {name}: losses differ by {loss_diff:.1e}"
+        assert norm_diff <= SAME_CURVE_NORM_REL, f"{family} under {name}: norms differ by {norm_diff:.1e}"
+    assert len({loss for loss, _ in expected}) == STEPS  # a curve, not a constant

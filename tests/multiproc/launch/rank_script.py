@@ -1,0 +1,67 @@
+"""A rank for the launch tests: joins, all-reduces in a loop, and misbehaves at step 3 as its arguments say.
+
+Usage: rank_script.py MODE FOLDER. Rank 1 is the one that misbehaves, except under `kill-N`, where in each of the
+first N generations one rank is killed, in turn. FOLDER takes the marks left for the test.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from weft.core.errors import DataError
+from weft.train.process import Process, StopFlag, join, leave, phase, report_failures
+
+TIMEOUT_S = 300.0  # far beyond every test's patience: a test that waits for it fails
+
+
+def misbehave(mode: str, process: Process, folder: Path) -> None:
+    generation = process.restart_count
+    if mode == "raise" and process.rank == 1:
+        raise ValueError("boom\nsecond line")
+    if mode == "input" and process.rank == 1:
+        raise DataError("no text here", hint="give some")
+    if mode == "linger":
+        threading.Thread(target=time.sleep, args=(TIMEOUT_S,)).start()
+        if process.rank == 0:
+            time.sleep(TIMEOUT_S)
+        raise ValueError("boom")
+    if mode == "exit" and process.rank == 1:
+        os._exit(7)
+    if mode.startswith("kill-") and process.rank == generation % 2 and generation < int(mode.removeprefix("kill-")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "kill" and process.rank == 1:
+        (folder / "killed-0").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(mode: str, process: Process, folder: Path, stop: StopFlag) -> None:
+    num_steps = 10_000 if mode in ("forever", "stubborn") else 8
+    for step in range(num_steps):
+        with phase(f"step {step}"):
+            if step == 3:
+                misbehave(mode, process, folder)
+                (folder / f"pid-{process.rank}").write_text(str(os.getpid()))
+            wants_stop = torch.tensor([float(stop.requested and mode != "stubborn")])
+            dist.all_reduce(wants_stop)
+            time.sleep(0.02)
+        if wants_stop.item() > 0:
+            (folder / f"saved-{process.rank}").touch()
+            return
+
+
+def main() -> None:
+    mode, folder = sys.argv[1], Path(sys.argv[2])
+    with report_failures(), StopFlag() as stop:
+        process = join(device_type="cpu", timeout_s=TIMEOUT_S)
+        train(mode, process, folder, stop)
+        (folder / f"done-{process.rank}").write_text(str(process.restart_count))
+        leave()
+
+
+main()

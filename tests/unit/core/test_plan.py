@@ -1,0 +1,127 @@
+"""Plans: printed form parses back, contradictions and misspellings are named, derived values are right."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.core.config import apply_settings
+from weft.core.errors import BadValueError, ConfigFileError, NotBuiltError, PlanError, UnknownKeyError
+from weft.core.plan import Plan, default_plan_tables, require_executable
+
+degrees = st.sampled_from([1, 2, 4, 8])
+
+
+@given(replicate=degrees, shard=degrees, zero=st.sampled_from([1, 2, 3]), microbatches=st.integers(1, 64))
+def test_printed_form_parses_back(replicate: int, shard: int, zero: int, microbatches: int) -> None:
+    plan = Plan.from_tables(
+        {
+            "mesh": {"dp_replicate": replicate, "dp_shard": shard},
+            "data_parallel": {"zero": zero},
+            "pipeline": {"microbatches": microbatches},
+        }
+    )
+    assert Plan.from_tables(tomllib.loads(plan.to_toml())) == plan
+    assert plan.num_ranks == replicate * shard == plan.mesh.dp_degree
+
+
+def test_unknown_key_names_the_nearest_spelling() -> None:
+    with pytest.raises(UnknownKeyError) as caught:
+        Plan.from_tables({"mesh": {"dp_shrad": 2}}, source="plan.toml")
+    assert "dp_shrad" in caught.value.message
+    assert "'dp_shard'" in caught.value.hint
+
+
+def test_unknown_section_is_an_error() -> None:
+    with pytest.raises(UnknownKeyError) as caught:
+        Plan.from_tables({"mseh": {}})
+    assert "'mesh'" in caught.value.hint
+
+
+def test_bad_value_names_key_and_choices() -> None:
+    with pytest.raises(BadValueError) as caught:
+        Plan.from_tables({"data_parallel": {"zero": 5}})
+    assert "data_parallel.zero" in caught.value.message
+    assert "FSDP" in caught.value.hint
+
+
+def test_a_sharding_mesh_without_a_stage_is_zero_3_and_a_named_stage_is_kept() -> None:
+    assert Plan.from_tables({"mesh": {"dp_shard": 2}}).data_parallel.zero == 3
+    assert Plan.from_tables({"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 1}}).data_parallel.zero == 1
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 0}},
+        {"data_parallel": {"strategy": "dataparallel", "zero": 2}},
+        {"mesh": {"dp_shard": 3, "ep": 2}},
+    ],
+)
+def test_contradictions_are_refused_with_a_hint(tables: dict[str, dict[str, object]]) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_tables(tables)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"mesh": {"tp": 2}},
+        {"mesh": {"pp": 2}},
+        {"mesh": {"cp": 2}},
+        {"activations": {"policy": "full"}},
+        {"offload": {"optimizer": "cpu"}},
+        {"compile": {"enabled": True}},
+        {"precision": {"preset": "bf16", "optimizer_state": "bfloat16"}},
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(tables: dict[str, dict[str, object]]) -> None:
+    with pytest.raises(NotBuiltError):
+        require_executable(Plan.from_tables(tables))
+
+
+def test_everything_the_engine_has_is_executable() -> None:
+    for tables in ({}, {"mesh": {"dp_shard": 2, "dp_replicate": 2}}, {"precision": {"preset": "fp16"}}):
+        require_executable(Plan.from_tables(tables))
+
+
+def test_default_mesh_follows_the_stage() -> None:
+    assert Plan.from_tables(default_plan_tables({}, num_ranks=4)).mesh.dp_replicate == 4
+    sharded = Plan.from_tables(default_plan_tables({"data_parallel": {"zero": 2}}, num_ranks=4))
+    assert (sharded.mesh.dp_shard, sharded.data_parallel.zero) == (4, 2)
+
+
+def test_files_that_are_missing_or_not_toml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigFileError):
+        Plan.from_file(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("mesh = [")
+    with pytest.raises(ConfigFileError, match="not TOML"):
+        Plan.from_file(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("a.b=1", 1),
+        ("a.b=true", True),
+        ("a.b=1e-3", 1e-3),
+        ("a.b=word", "word"),
+        ("a.b=[1, 2]", [1, 2]),
+        ("a.b='1'", "1"),
+    ],
+)
+def test_settings_are_toml_literals_or_words(setting: str, expected: object) -> None:
+    original: dict[str, dict[str, object]] = {"a": {"c": 0}}
+    assert apply_settings(original, [setting]) == {"a": {"c": 0, "b": expected}}
+    assert original == {"a": {"c": 0}}
+
+
+@pytest.mark.parametrize("setting", ["a.b", "a=1", ".b=1", "a.c.d=1"])
+def test_malformed_settings_are_refused(setting: str) -> None:
+    with pytest.raises(BadValueError):
+        apply_settings({"a": {"c": 0}}, [setting])

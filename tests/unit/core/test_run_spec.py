@@ -1,0 +1,44 @@
+"""Run descriptions: the default is valid, prints and parses back; wrong values are named."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from weft.core.errors import BadValueError, UnknownKeyError
+from weft.core.run_spec import DEFAULT_RUN, RunSpec
+
+
+def test_the_default_prints_and_parses_back() -> None:
+    run = RunSpec.default()
+    assert RunSpec.from_tables(tomllib.loads(run.to_toml())) == run
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("train", "steps", 0),
+        ("train", "optimizer", "adamax"),
+        ("train", "learning_rate", -1),
+        ("data", "sequence_length", 1),
+        ("data", "eval_fraction", 1.0),
+        ("checkpoint", "keep", 0),
+    ],
+)
+def test_bad_values_name_the_key(section: str, key: str, value: object) -> None:
+    with pytest.raises(BadValueError, match=f"{section}.{key}") as caught:
+        RunSpec.from_tables({**DEFAULT_RUN, section: {**DEFAULT_RUN.get(section, {}), key: value}})
+    assert caught.value.hint
+
+
+def test_a_model_needs_exactly_one_source() -> None:
+    for model in ({}, {"type": "llama", "path": "somewhere"}, {"type": "llama", "weights": "pretrained"}):
+        with pytest.raises(BadValueError, match="model"):
+            RunSpec.from_tables({"model": model})
+
+
+def test_misspelt_keys_are_found_in_every_section() -> None:
+    with pytest.raises(UnknownKeyError) as caught:
+        RunSpec.from_tables({**DEFAULT_RUN, "train": {"global_bach": 8}})
+    assert "'global_batch'" in caught.value.hint

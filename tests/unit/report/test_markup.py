@@ -1,0 +1,32 @@
+"""Markup: the one door for strings is closed to tags."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.report.markup import grid, join, script_json, section, tag, text
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(alphabet=st.sampled_from("<>&\"'/!-script\u2028é"), max_size=40))
+def test_no_string_leaves_its_quotes(value: str) -> None:
+    assert not set(text(value)) & set("<>\"'")
+    inside = script_json({"name": value})
+    assert not set(inside) & set("<>&\u2028")
+    assert json.loads(inside) == {"name": value}
+    assert tag("p", title=value).count('"') == 2
+
+
+def test_a_section_without_content_is_nothing() -> None:
+    assert section(text(""), key="x", title="X") == ""
+
+
+def test_a_table_names_its_columns_and_rows() -> None:
+    markup = grid([[text("a"), text("1")]], columns=("term", "bytes"), caption="C & D", numeric=(1,))
+    assert '<th scope="col" class="number">bytes</th>' in markup
+    assert '<th scope="row">a</th><td class="number">1</td>' in markup
+    assert "<caption>C &amp; D</caption>" in markup
+    assert join([text("a"), text("b")]) == "ab"
