@@ -1,7 +1,19 @@
 """Puts the tests' own modules on the path: `from gloo_ranks import run_ranks`, `from tiny import FAMILIES`."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "multiproc"))
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+
+@pytest.fixture(autouse=True)
+def _no_group_left_behind() -> Iterator[None]:
+    """An engine makes a one-rank process group where there is none; the next test must not find it."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()

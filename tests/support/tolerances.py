@@ -16,3 +16,26 @@ BF16_LOSS_ABS = 2e-2
 
 # Two layouts of the same bfloat16 run: the same roundings in another order of float32 sums, then twenty updates.
 BF16_SAME_LOSS_ABS = 2e-3
+
+# float32 on a GPU sums matrix products in another order than a CPU (and may use other exponentials): ten steps.
+GPU_FP32_LOSS_ABS = 5e-5
+
+# The sampling error of an estimate (a standard deviation, a drop rate), in its own standard errors: 1 in 5e8 by chance.
+SAMPLING_SIGMAS = 6.0
+
+# A row computed alone or in a batch, in float32: matrix products of another height sum in another order.
+SAME_ROW_ABS = 5e-6
+
+# One backward under another layout against one process, gradient by gradient: sums in another order, relative to the
+# largest entry of the gradient.
+
+# AdamW divides by the root of a second moment quantised to 8 bits: a rounding of the gradient can move a code by one
+# (1/256 of a block's largest), and so a weight by a fraction of the learning rate in each of a few steps.
+LOWBIT_SAME_LOSS_ABS = 1e-4
+
+# A norm of a few thousand numbers in float32 against float64.
+SAME_NORM_REL = 1e-6
+
+# Logits of a document inside a longer row against those of the document alone, relative to the largest: the same
+# sums in float32 over matrices of another size, through a few layers with wide weights.
+SAME_LOGITS_REL = 5e-5

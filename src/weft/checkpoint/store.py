@@ -54,6 +54,7 @@ class CheckpointStore:
         self._exchange = Exchange(process_group)
         self._saver = Saver(root=root, exchange=self._exchange, keep=keep)
         self._buffers = StagingBuffers()
+        self.history: list[CommittedCheckpoint] = []  # all that this store committed, oldest first
         self._committed: deque[CommittedCheckpoint] = deque()
         self._failed: deque[SaveError] = deque()
         self._thread: threading.Thread | None = None
@@ -67,7 +68,7 @@ class CheckpointStore:
         self._join()
         staged = self._stage(state, json.loads(json.dumps(meta)), step=step, copy=asynchronous)
         if not asynchronous:
-            self._committed.append(self._saver.run(staged))
+            self._carry_out(staged)
             return
         self._thread = threading.Thread(target=self._run, args=(staged,), name=f"checkpoint-{step}", daemon=True)
         self._thread.start()
@@ -116,9 +117,14 @@ class CheckpointStore:
 
     def _run(self, staged: StagedSave) -> None:
         try:
-            self._committed.append(self._saver.run(staged))
+            self._carry_out(staged)
         except SaveError as error:
             self._failed.append(error)
+
+    def _carry_out(self, staged: StagedSave) -> None:
+        committed = self._saver.run(staged)
+        self.history.append(committed)
+        self._committed.append(committed)
 
     def _choose(self, step: int | None) -> tuple[LoadedCheckpoint, Manifest]:
         candidates: list[int] = self._exchange.from_rank_zero(list_steps(self.root) if step is None else [step])

@@ -13,6 +13,7 @@ import typer
 from weft.cli.export import export
 from weft.cli.report import report
 from weft.cli.train import train
+from weft.cli.verify import verify
 from weft.core.errors import InputError, WeftError
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(train)
+app.command()(verify)
 app.command()(export)
 app.command()(report)
 

@@ -49,7 +49,7 @@ def resolve_resumed(
     old = read_toml(folder / "plan.toml")
     sets_mesh = any(setting.startswith("mesh.") for setting in settings)
     if num_ranks is not None and not sets_mesh and Plan.from_tables(old).num_ranks != num_ranks:
-        old.pop("mesh")
+        old.pop("mesh", None)
     if sets_mesh:
         old["mesh"] = {}
     tables = apply_settings(old, _for(settings, plans.SECTIONS))

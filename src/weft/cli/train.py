@@ -6,20 +6,15 @@ import json
 import os
 import sys
 import tempfile
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli.device import Device
+
 if TYPE_CHECKING:  # imported inside the verb: `weft --help` must not pay for what it does not use
     from weft.train.job import Job
-
-
-class Device(StrEnum):
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 def train(
@@ -113,7 +108,7 @@ def _launch(job: Job, *, num_ranks: int, max_restarts: int) -> None:
         job_path = Path(scratch) / "job.json"
         job_path.write_text(job.to_json(), encoding="utf-8")
         launch(
-            [sys.executable, "-m", "weft.train.worker", str(job_path)],
+            [sys.executable, "-m", "weft.train", str(job_path)],
             num_ranks=num_ranks,
             scratch=Path(scratch),
             max_restarts=max_restarts,

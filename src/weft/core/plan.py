@@ -17,6 +17,7 @@ from weft.core.errors import NotBuiltError, PlanError
 from weft.core.precision import COMPONENTS, DType, PrecisionPolicy, Preset, policy_of
 
 Degree = Field(default=1, ge=1, description="a whole number of ranks, at least 1")
+Component = Field(default=None, description="where it differs from the preset: float32 | bfloat16 | float16")
 
 
 class Mesh(Section):
@@ -56,9 +57,11 @@ class DataParallel(Section):
 
 
 class TensorParallel(Section):
-    mode: Literal["1d", "2d", "2.5d", "3d"] = "1d"
-    sequence_parallel: bool = True
-    loss_parallel: bool = True
+    mode: Literal["1d", "2d", "2.5d", "3d"] = Field(
+        default="1d", description="how a matrix is cut: 1d | 2d | 2.5d | 3d"
+    )
+    sequence_parallel: bool = Field(default=True, description="norms and dropout work on a slice of the sequence")
+    loss_parallel: bool = Field(default=True, description="the loss is computed on a slice of the vocabulary")
 
 
 class Pipeline(Section):
@@ -73,28 +76,28 @@ class Pipeline(Section):
         "dualpipev",
         "pipedream",
         "pipedream_2bw",
-    ] = "1f1b"
+    ] = Field(default="1f1b", description="the order of forwards and backwards over the stages")
     microbatches: int = Field(
         default=1,
         ge=1,
         description="micro-batches a step on each rank: gradient accumulation without pp, pipeline with",
     )
-    virtual_stages: int = Field(default=1, ge=1)
+    virtual_stages: int = Field(default=1, ge=1, description="stages a pipeline rank holds, at least 1")
 
 
 class Precision(Section):
     """A preset, and dtypes of single components where they differ from it."""
 
     preset: Preset = Field(default="fp32", description="fp32 | bf16 | fp16")
-    weights: DType | None = None
-    activations: DType | None = None
-    gradients: DType | None = None
-    communication: DType | None = None
-    master_weights: DType | None = None
-    optimizer_state: DType | None = None
-    norm_statistics: DType | None = None
-    loss: DType | None = None
-    router: DType | None = None
+    weights: DType | None = Component
+    activations: DType | None = Component
+    gradients: DType | None = Component
+    communication: DType | None = Component
+    master_weights: DType | None = Component
+    optimizer_state: DType | None = Component
+    norm_statistics: DType | None = Component
+    loss: DType | None = Component
+    router: DType | None = Component
 
     def policy(self) -> PrecisionPolicy:
         given = {name: getattr(self, name) for name in COMPONENTS if getattr(self, name) is not None}
@@ -102,23 +105,25 @@ class Precision(Section):
 
 
 class Activations(Section):
-    policy: Literal["none", "full", "selective", "budget"] = "none"
-    offload: Literal["none", "cpu"] = "none"
+    policy: Literal["none", "full", "selective", "budget"] = Field(
+        default="none", description="what is computed again in the backward: none | full | selective | budget"
+    )
+    offload: Literal["none", "cpu"] = Field(default="none", description="where kept activations wait: none | cpu")
 
 
 class Offload(Section):
-    optimizer: Literal["none", "cpu", "nvme"] = "none"
-    parameters: Literal["none", "cpu"] = "none"
+    optimizer: Literal["none", "cpu", "nvme"] = Field(default="none", description="none | cpu | nvme")
+    parameters: Literal["none", "cpu"] = Field(default="none", description="none | cpu")
 
 
 class Compile(Section):
-    enabled: bool = False
+    enabled: bool = Field(default=False, description="torch.compile of the blocks")
 
 
 class Plan(Section):
     """The whole layout."""
 
-    version: Literal[1] = 1
+    version: Literal[1] = Field(default=1, description="of this file format")
     mesh: Mesh = Mesh()
     data_parallel: DataParallel = DataParallel()
     tensor_parallel: TensorParallel = TensorParallel()

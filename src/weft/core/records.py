@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,19 @@ class StepRecord:
     eval_loss: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        """Fields that are not there are left out; a number that is not finite is null, since JSON has no infinity."""
+        fields = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        return {key: None if _is_not_finite(value) else value for key, value in fields.items()}
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> StepRecord:
         known = {field.name for field in dataclasses.fields(StepRecord)}
-        return StepRecord(**{key: value for key, value in fields.items() if key in known})
+        values = {key: value for key, value in fields.items() if key in known}
+        return StepRecord(**{key: math.nan if value is None else value for key, value in values.items()})
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)

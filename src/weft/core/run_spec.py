@@ -59,17 +59,19 @@ class TrainSpec(Section):
     optimizer: Literal["adamw", "adam", "sgd", "adamw8bit"] = Field(
         default="adamw", description="adamw | adam | sgd | adamw8bit"
     )
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = Field(default=1e-8, gt=0)
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="of adam, adamw and adamw8bit")
+    epsilon: float = Field(default=1e-8, gt=0, description="of adam, adamw and adamw8bit, above 0")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="of sgd, 0 up to below 1")
     weight_decay: float = Field(default=0.1, ge=0, description="of matrices; vectors (norms, biases) never decay")
     clip_norm: float = Field(default=1.0, ge=0, description="the gradient norm is clipped to this; 0 is off")
     schedule: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="cosine | linear | constant"
     )
-    warmup_steps: int = Field(default=10, ge=0)
-    final_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
-    seed: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=10, ge=0, description="steps in which the learning rate rises to its peak")
+    final_learning_rate_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="the last learning rate over the peak (cosine, linear), 0 to 1"
+    )
+    seed: int = Field(default=0, ge=0, description="of initial weights, data order and dropout")
     frozen: list[str] = Field(default_factory=list, description="glob patterns of parameter names that never change")
     collective_timeout_s: float = Field(default=300.0, gt=0, description="seconds before a silent peer is an error")
 
@@ -88,7 +90,7 @@ class CheckpointSpec(Section):
 
 class LoggingSpec(Section):
     every: int = Field(default=10, ge=1, description="steps between plain log lines where there is no terminal")
-    tensorboard: bool = True
+    tensorboard: bool = Field(default=True, description="write TensorBoard files beside metrics.jsonl")
 
 
 class RunSpec(Section):

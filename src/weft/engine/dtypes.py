@@ -19,6 +19,7 @@ from weft.core.records import DtypeRecord
 from weft.engine.lowbit import quantised_parts
 from weft.models.layout import ModelLayout
 
+QUANTISED_STATE, QUANTISED_DTYPE = "quantised_state", "uint8"  # the large moments of an 8-bit optimizer
 _GRADIENT_COLLECTIVES = ("all_reduce", "reduce_scatter")
 
 
@@ -29,6 +30,11 @@ class DtypeWatch:
         self._probe = model.get_submodule(layout.blocks[0]) if layout.blocks else model
         self._policy = policy
         self._found: dict[str, set[torch.dtype]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was looked at yet: the first step of this engine, of a new run or a resumed one."""
+        return not self._found
 
     @contextmanager
     def watching(self, is_on: bool) -> Iterator[None]:
@@ -59,13 +65,15 @@ class DtypeWatch:
             for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, torch.Tensor) and value.ndim > 0:
                     parts = quantised_parts(value)
-                    self._add("optimizer_state", parts.codes.dtype if parts else value.dtype)
+                    self._add(
+                        QUANTISED_STATE if parts else "optimizer_state", parts.codes.dtype if parts else value.dtype
+                    )
 
     def records(self) -> list[DtypeRecord]:
         return [
             DtypeRecord(
                 component=component,
-                asked=getattr(self._policy, component),
+                asked=QUANTISED_DTYPE if component == QUANTISED_STATE else getattr(self._policy, component),
                 found=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
             )
             for component, dtypes in self._found.items()

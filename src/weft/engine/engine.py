@@ -6,7 +6,7 @@ norm by ownership; clip; optimizer. Batches are this rank's rows of the global b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,8 @@ class Engine:
         self.optimizer = self._build_optimizer(optimizer)
         self.loss_scale = LossScale(enabled=plan.precision.policy().loss_scaling)
         self.steps_done = 0
+        # Called with every reduced gradient, unscaled and before clipping, when set. For looking, not for changing.
+        self.on_gradients: Callable[[dict[str, torch.Tensor]], None] | None = None
         self._seed = seed
         self._clip_norm = clip_norm
         self._is_random = uses_randomness(model)
@@ -113,11 +115,13 @@ class Engine:
         timer = StepTimer(self.device)
         if learning_rate is not None:
             set_learning_rate(self.optimizer, learning_rate)
-        with self._dtypes.watching(self.steps_done == 0):
+        is_first = self._dtypes.is_empty
+        with self._dtypes.watching(is_first):
             loss_sum, weight = self._forward_backward(self._to_device(batch))
             timer.mark()
+            self._show_gradients()
             norm, skipped = self._update()
-            if self.steps_done == 0:
+            if is_first:
                 self._dtypes.look_at(self.parameters, self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         timer.mark()
@@ -155,6 +159,13 @@ class Engine:
                 (loss_sum * factor).backward()  # type: ignore[no-untyped-call]
                 total += loss_sum.detach()
         return total, weight
+
+    def _show_gradients(self) -> None:
+        if self.on_gradients is None:
+            return
+        named = self.model.named_parameters()
+        scale = self.loss_scale.value
+        self.on_gradients({name: parameter.grad / scale for name, parameter in named if parameter.grad is not None})
 
     def _update(self) -> tuple[torch.Tensor, bool]:
         """Norm, clip, optimizer; returns the norm before clipping and whether an overflow skipped the update."""
@@ -195,8 +206,8 @@ class Engine:
         finally:
             self.model.train()
             self.strategy.after_evaluation()
-        loss_sum, weight = sum_over(totals, self.topology.dp_group).tolist()
-        return EvalRecord(loss=loss_sum / max(weight, 1.0), tokens=int(weight))
+        loss_sum, weight = sum_over(totals, self.topology.dp_group)
+        return EvalRecord(loss=float(loss_sum / _divisor(weight)), tokens=int(weight))
 
     # --- state --------------------------------------------------------------------------------------------------
 

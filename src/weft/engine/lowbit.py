@@ -7,6 +7,7 @@ sharding by rows cuts between blocks, and a checkpoint's codes and scales reshar
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -104,10 +105,18 @@ def _zeros(parameter: torch.Tensor, *, signed: bool) -> torch.Tensor:
     return OptimState8bit.zeros(values.shape, signed, block, values.device, dtype=values.dtype)  # type: ignore[no-any-return]
 
 
+@functools.cache
 def _update_rule(device: torch.device) -> Callable[..., None]:
     """torchao's update of one tensor; compiled on a GPU, plain on a CPU, which may have no compiler."""
     from torchao.optim.adam import single_param_adam  # not exported; tests/unit/engine/test_lowbit.py pins it
 
-    if device.type == "cuda":
-        return torch.compile(single_param_adam, fullgraph=True, dynamic=False)
-    return single_param_adam  # type: ignore[no-any-return]
+    if device.type != "cuda":
+        return single_param_adam  # type: ignore[no-any-return]
+    compiled = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+
+    def update(*args: Any) -> None:
+        # one compiled update for each shape of the model: a fixed number, but soon above the compiler's limit
+        with torch._dynamo.utils.disable_cache_limit():
+            compiled(*args)  # type: ignore[no-untyped-call]
+
+    return update

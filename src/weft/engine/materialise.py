@@ -39,7 +39,10 @@ def place_real_model(model: nn.Module, *, device: torch.device, group: dist.Proc
     model.to(device)
     if dist.get_world_size(group) > 1:
         for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), group=group, group_src=0)
+            wire = tensor.detach().contiguous()  # a transposed or expanded tensor does not travel as it is
+            dist.broadcast(wire, group=group, group_src=0)
+            if wire.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(wire)
 
 
 def _allocate(model: nn.Module, layout: ModelLayout, device: torch.device) -> None:

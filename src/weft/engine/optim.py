@@ -70,21 +70,33 @@ def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
 
 
 def create_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Give a fresh optimizer its state tensors without moving a weight: one step with zero gradients and rate zero."""
-    if all(parameter in optimizer.state for parameter in parameters):
+    """Give parameters without state their tensors and move no weight: one step where all is zero."""
+    # those with state keep out of it: a zero gradient would still shrink their moments
+    fresh = [parameter for parameter in parameters if parameter not in optimizer.state]
+    if not fresh:
         return
-    saved = [(group, float(group["lr"])) for group in optimizer.param_groups]
+    # decay is off as well: coupled to the gradient (adam, sgd), it would enter the moments
+    saved = [(group, float(group["lr"]), group.get("weight_decay")) for group in optimizer.param_groups]
+    gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
+        parameter.grad = None
+    for parameter in fresh:
         parameter.grad = torch.zeros_like(parameter)
-    set_learning_rate(optimizer, 0.0)
+    for group, _, decay in saved:
+        _set_group_rate(group, 0.0)
+        if decay is not None:
+            group["weight_decay"] = 0.0
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for parameter in parameters:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    for parameter in fresh:
         for value in optimizer.state[parameter].values():
             if isinstance(value, torch.Tensor) and value.ndim == 0:
                 value.zero_()  # the step counter: this was no step
-    for group, learning_rate in saved:
+    for group, learning_rate, decay in saved:
         _set_group_rate(group, learning_rate)
+        if decay is not None:
+            group["weight_decay"] = decay
 
 
 def _set_group_rate(group: dict[str, Any], learning_rate: float) -> None:

@@ -8,7 +8,7 @@ Replaying a forward with the generator's saved state (activation recompute) repl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,12 +32,24 @@ def seeded_forward(*, seed: int, step: int, first_row: int, num_rows: int, is_ra
         yield
         return
     torch.manual_seed(_mix(seed, step))
-    with _RowDropout(first_row=first_row, num_rows=num_rows):
+    rows = _RowDropout(first_row=first_row, num_rows=num_rows)
+    with rows, rows.by_name():
         yield
 
 
+# Random functions whose first argument has the rows in front. Called row by row, each with the row's own seed.
+_ROW_BY_ROW = frozenset(
+    {
+        F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.rrelu, F.gumbel_softmax,
+        torch.alpha_dropout, torch.bernoulli, torch.rand_like, torch.randn_like,
+        torch.Tensor.bernoulli, torch.Tensor.bernoulli_, torch.Tensor.uniform_, torch.Tensor.normal_,
+        torch.Tensor.exponential_,
+    }
+)  # fmt: skip
+
+
 class _RowDropout(TorchFunctionMode):
-    """Replaces dropout and attention dropout by row-wise draws."""
+    """Replaces dropout, attention dropout and other noise by row-wise draws."""
 
     def __init__(self, *, first_row: int, num_rows: int) -> None:
         super().__init__()
@@ -48,8 +60,10 @@ class _RowDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (F.dropout, torch.dropout):
             return self._dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) > 0:
+        if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
+        if func in _ROW_BY_ROW and kwargs.get("generator") is None:
+            return self._row_by_row(func, *args, **kwargs)
         return func(*args, **kwargs)
 
     def _dropout(
@@ -68,19 +82,37 @@ class _RowDropout(TorchFunctionMode):
             parts.append(torch.empty_like(part, requires_grad=False).bernoulli_(keep, generator=generator))
         return input * torch.cat(parts).div_(keep)
 
-    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        mask = args[0] if args else kwargs.pop("attn_mask", None)
-        rest = args[1:]
-        seeds = [row for row, _ in self._rows(query)]
-        state = _generator_state(query.device)
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if dropout_p == 0.0:
+            return _attend(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+        has_rows = attn_mask is not None and attn_mask.ndim == query.ndim and attn_mask.shape[0] == query.shape[0]
+        masks = self._split(attn_mask) if attn_mask is not None and has_rows else [attn_mask] * self.num_rows
         outputs = []
-        for index, seed in enumerate(seeds):
-            row = slice(index, index + 1)
-            row_mask = mask if mask is None or mask.shape[0] == 1 or mask.ndim < 4 else mask[row]
-            torch.manual_seed(seed)
-            outputs.append(F.scaled_dot_product_attention(query[row], key[row], value[row], row_mask, *rest, **kwargs))
-        state()
+        for (seed, part), key_part, value_part, mask in zip(
+            self._rows(query), self._split(key), self._split(value), masks, strict=True
+        ):
+            with _seeded(seed, query.device):
+                outputs.append(_attend(part, key_part, value_part, mask, dropout_p, *args, **kwargs))
         return torch.cat(outputs)
+
+    def _row_by_row(self, func: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if input.ndim == 0 or not kwargs.get("training", True):
+            return func(input, *args, **kwargs)  # one number for all rows: alike on every rank already
+        outputs = []
+        for seed, part in self._rows(input):
+            with _seeded(seed, input.device):
+                outputs.append(func(part, *args, **kwargs))
+        is_in_place = func.__name__.endswith("_")
+        return input if is_in_place else torch.cat(outputs)
 
     def _rows(self, tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """(seed, part) of every row of the micro-batch; flattened tokens belong to rows in order."""
@@ -90,8 +122,24 @@ class _RowDropout(TorchFunctionMode):
                 hint="set the model's dropout to 0 in [model.config]",
             )
         call = int(torch.randint(2**62, ()).item())
-        parts = torch.split(tensor, tensor.shape[0] // self.num_rows)
-        return [(_mix(call, self.first_row + index), part) for index, part in enumerate(parts)]
+        return [(_mix(call, self.first_row + index), part) for index, part in enumerate(self._split(tensor))]
+
+    def _split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.split(tensor, tensor.shape[0] // self.num_rows)
+
+    @contextmanager
+    def by_name(self) -> Iterator[None]:
+        """Replaces the two main functions under their names too: torch turns the mode off inside its own composite
+        functions (nn.MultiheadAttention's), and in backward, where a recomputed forward must draw the same masks."""
+        saved = F.dropout, F.scaled_dot_product_attention
+        F.dropout, F.scaled_dot_product_attention = self._dropout, self._attention
+        try:
+            yield
+        finally:
+            F.dropout, F.scaled_dot_product_attention = saved
+
+
+_attend = F.scaled_dot_product_attention
 
 
 def _is_random(module: nn.Module) -> bool:
@@ -104,17 +152,12 @@ def _is_random(module: nn.Module) -> bool:
     )
 
 
-def _generator_state(device: torch.device) -> Callable[[], None]:
-    """A function that puts the default generators back to where they are now."""
-    cpu_state = torch.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore() -> None:
-        torch.set_rng_state(cpu_state)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state, device)
-
-    return restore
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """The default generators at `seed` inside, and where they were outside."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def _mix(first: int, second: int) -> int:

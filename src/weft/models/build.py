@@ -21,6 +21,16 @@ from torch.overrides import TorchFunctionMode
 from weft.core.errors import ModelError, NotBuiltError, TokenizerError
 from weft.core.run_spec import ModelSpec
 
+# what constructors of Hugging Face models raise over sizes that do not fit together
+_CANNOT_BUILD = (
+    ImportError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AssertionError,
+)  # fmt: skip
+# registered as causal LMs by transformers, and not causal as they stand: benchmarks/families_train.py checks them all
+_NOT_CAUSAL = {
+    "cpmant": "the prompt is read in both directions",
+    "xlm": "it is a masked LM unless causal = true is set in [model.config]",
+    "xlnet": "it is causal only under a permutation mask, which weft does not make",
+}
 VOCABULARY_MULTIPLE = 64  # a padded vocabulary divides over tensor-parallel ranks and suits matrix units
 
 
@@ -29,27 +39,33 @@ def build_config(spec: ModelSpec, *, vocab_size: int, end_of_document: int | Non
     if spec.path is not None:
         config = _config_from_folder(spec)
     else:
-        overrides = dict(spec.config)
-        overrides.setdefault("vocab_size", -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE)
-        overrides.update(_special_tokens(str(spec.type), overrides, end_of_document))
+        padded = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        overrides = _with_vocabulary(str(spec.type), dict(spec.config), vocab_size=padded, end=end_of_document)
         config = _config_from_type(str(spec.type), overrides)
     _require_trainable_here(config, vocab_size=vocab_size)
     return config
 
 
 def build_skeleton(config: Any, *, attention: str = "sdpa") -> nn.Module:
-    """The model of `config`: parameters on meta in float32, tied weights tied, buffers real on the CPU."""
-    from transformers import AutoModelForCausalLM
+    """The model of `config`: parameters on meta in float32, tied weights tied, buffers real on the CPU.
 
+    A family without torch's fused attention computes its own ("eager"), whatever was asked.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    if not getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True):
+        attention = "eager"
     try:
-        with parameters_on_meta(), _skip_initialisation():
+        # what a constructor draws at random (a buffer of projections) must be the same on every rank
+        with torch.random.fork_rng(devices=[]), parameters_on_meta(), _skip_initialisation():
+            torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    except (ImportError, AttributeError, KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except _CANNOT_BUILD as error:
         raise ModelError(
-            f"a {config.model_type!r} model cannot be built from this config: {first}",
+            f"a {config.model_type!r} model cannot be built from this config: {_sentence(error)}",
             hint="check [model.config]: sizes must divide (hidden_size by heads, heads by key-value heads)",
         ) from error
+    _require_causal(model)
     model.tie_weights()
     model.train()
     return model  # type: ignore[no-any-return]
@@ -65,7 +81,8 @@ def parameters_on_meta() -> Iterator[None]:
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.device.type != "meta":
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            real, param = param, nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            _remember_constructed(param, real.detach())
         original(module, name, param)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
@@ -76,10 +93,27 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
+def constructed_value(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The value the constructor itself gave a small parameter (a gate at zero, a slope at 0.8), if it gave one."""
+    value: torch.Tensor | None = getattr(parameter, "_weft_constructed", None)
+    return value
+
+
+def _remember_constructed(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    # matrices only when constant: one drawn at random here would not depend on the run's seed
+    is_small = value.is_floating_point() and 0 < value.numel() <= _HugeOnMeta.SMALL_ELEMENTS
+    if is_small and not value.isnan().any() and (value.ndim < 2 or bool(value.min() == value.max())):
+        parameter._weft_constructed = value.clone()  # type: ignore[attr-defined]
+
+
 class _HugeOnMeta(TorchFunctionMode):
-    """Tensors beyond a gigabyte are created on meta at once: one fused expert tensor can exceed a host's memory."""
+    """Tensors beyond a gigabyte are created on meta at once: one fused expert tensor can exceed a host's memory.
+
+    Small ones without values are filled with NaN, so that they are not taken for values the constructor chose.
+    """
 
     HUGE_ELEMENTS = 2**28
+    SMALL_ELEMENTS = 2**16
     FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,7 +122,10 @@ class _HugeOnMeta(TorchFunctionMode):
             size = args[0] if len(args) == 1 and isinstance(args[0], tuple | list | torch.Size) else args
             if all(isinstance(length, int) for length in size) and math.prod(size) > self.HUGE_ELEMENTS:
                 kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if func is torch.empty and made.is_floating_point() and made.numel() <= self.SMALL_ELEMENTS:
+            made.fill_(float("nan"))
+        return made
 
 
 @contextmanager
@@ -114,15 +151,42 @@ def _skip_initialisation() -> Iterator[None]:
                 setattr(nn.init, name, function)
 
 
-def _special_tokens(model_type: str, overrides: dict[str, Any], end_of_document: int | None) -> dict[str, Any]:
-    """A family's default begin, end and padding ids may lie outside a small vocabulary; those are replaced."""
+def _with_vocabulary(model_type: str, overrides: dict[str, Any], *, vocab_size: int, end: int | None) -> dict[str, Any]:
+    """`overrides` with a vocabulary and special tokens inside it, in the text part where the config has several."""
     config = _config_from_type(model_type, {})
+    text = _text_config(config)
+    nested = next((key for key, value in vars(config).items() if value is text and text is not config), None)
+    if nested is None or "vocab_size" in config.to_dict():
+        overrides.setdefault("vocab_size", vocab_size)
+        return {**overrides, **_special_tokens(config, overrides, end)}
+    inside = {"model_type": text.model_type, "vocab_size": vocab_size, **overrides.get(nested, {})}
+    return {**overrides, nested: {**inside, **_special_tokens(text, inside, end)}}
+
+
+def _special_tokens(config: Any, overrides: dict[str, Any], end_of_document: int | None) -> dict[str, Any]:
+    """A family's default begin, end and padding ids may lie outside a small vocabulary; those are replaced."""
     replaced: dict[str, Any] = {}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        default = getattr(config, key, None)
-        if key not in overrides and isinstance(default, int) and default >= overrides["vocab_size"]:
+        default, last = getattr(config, key, None), overrides["vocab_size"] - 1
+        if key not in overrides and isinstance(default, int) and default > last:
             replaced[key] = end_of_document if key == "eos_token_id" else None
+            if replaced[key] is None and not _accepts(type(config), key, None):
+                replaced[key] = last  # rarely a real token: the vocabulary was rounded up
     return replaced
+
+
+def _accepts(cls: type, key: str, value: Any) -> bool:
+    try:
+        cls(**{key: value})
+    except Exception:  # config classes validate with exceptions of their own libraries
+        return False
+    return True
+
+
+def _sentence(error: Exception) -> str:
+    """What an exception of another library says, on one line: the reason is often on its second."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__
 
 
 def _config_from_type(model_type: str, overrides: dict[str, Any]) -> Any:
@@ -151,9 +215,8 @@ def _config_from_folder(spec: ModelSpec) -> Any:
     try:
         config = AutoConfig.from_pretrained(str(folder.expanduser() if looks_local else spec.path))
     except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
         raise ModelError(
-            f"the config of {spec.path} cannot be read: {first}", hint="give a folder with config.json"
+            f"the config of {spec.path} cannot be read: {_sentence(error)}", hint="give a folder with config.json"
         ) from None
 
     def build() -> Any:
@@ -166,9 +229,10 @@ def _config_from_folder(spec: ModelSpec) -> Any:
 
 def _with_overrides(cls: type, overrides: dict[str, Any], build: Any, known: set[str] | None = None) -> Any:
     """`build()`, after refusing overrides the config class does not have: HF would keep and ignore a misspelt one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        known = known or set(cls().to_dict()) | set(getattr(cls, "attribute_map", {}))
+    if known is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            known = set(_defaults(cls)) | set(getattr(cls, "attribute_map", {}))
     for key in overrides:
         if key not in known:
             near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.5)
@@ -179,12 +243,49 @@ def _with_overrides(cls: type, overrides: dict[str, Any], build: Any, known: set
     try:
         return build()
     except Exception as error:  # config classes validate with exceptions of their own libraries
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{cls.__name__} refuses these values: {first}", hint="check [model.config]") from None
+        raise ModelError(
+            f"{cls.__name__} refuses these values: {_sentence(error)}", hint="check [model.config]"
+        ) from None
+
+
+def _defaults(cls: Any) -> dict[str, Any]:
+    try:
+        return dict(cls().to_dict())
+    except Exception as error:  # as above
+        raise ModelError(
+            f"{cls.__name__} has no default to start from: {_sentence(error)}", hint="give model.path, a folder"
+        ) from None
+
+
+def _text_config(config: Any) -> Any:
+    try:
+        return config.get_text_config()
+    except ValueError:
+        raise ModelError(
+            f"a {config.model_type!r} model has several text parts, so it is no plain causal LM",
+            hint="train one of its parts, or pass the module to weft.Engine with an objective of its own",
+        ) from None
+
+
+def _require_causal(model: Any) -> None:
+    """Families that are encoders by default would train to a loss near zero by reading the answer."""
+    # some decoders' configs carry the flag too and never read it; a family that reads it keeps it in its layers
+    if not getattr(model.config, "is_decoder", True) and any(
+        getattr(module, "is_decoder", None) is False for module in model.modules()
+    ):
+        raise ModelError(
+            f"{type(model).__name__} with this config is an encoder: it sees the tokens it is to predict",
+            hint="set is_decoder = true in [model.config]",
+        )
+    if model.config.model_type in _NOT_CAUSAL and not getattr(model.config, "causal", False):
+        raise ModelError(
+            f"{type(model).__name__} sees the tokens it is to predict: {_NOT_CAUSAL[model.config.model_type]}",
+            hint="choose a causal family, for example llama, qwen3, gpt2, mixtral",
+        )
 
 
 def _require_trainable_here(config: Any, *, vocab_size: int) -> None:
-    text = config.get_text_config()
+    text = _text_config(config)
     if getattr(text, "output_router_logits", False):
         raise NotBuiltError(
             "the router's auxiliary loss (output_router_logits = true) is not part of weft's loss",

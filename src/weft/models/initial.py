@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from weft.models.build import constructed_value
 from weft.models.layout import ROOT, ModelLayout
 
 Index = tuple[slice, ...]
@@ -63,7 +64,7 @@ class InitialWeights:
                             self._skeleton.get_parameter(parameter_name)._is_hf_initialized = True  # type: ignore[attr-defined]
                 for name in names:
                     parameter = self._skeleton.get_parameter(name)
-                    self._fill_by_rule(name, parameter)
+                    self._fill_by_rule(name, parameter, constructed_value(placed[name]))
                     yield name, parameter.detach()
         finally:
             for name in names:
@@ -74,8 +75,11 @@ class InitialWeights:
         values = torch.full(like.shape, float("nan"), dtype=like.dtype, device=self._device)
         return nn.Parameter(values, requires_grad=like.requires_grad)
 
-    def _fill_by_rule(self, name: str, parameter: nn.Parameter) -> None:
+    def _fill_by_rule(self, name: str, parameter: nn.Parameter, constructed: torch.Tensor | None) -> None:
         if not parameter.isnan().any():
+            return
+        if constructed is not None:
+            parameter.copy_(constructed)
             return
         self.by_rule.append(name)
         torch.manual_seed(_mix(self._seed, name))

@@ -14,6 +14,7 @@ from torch import nn
 from weft.core.errors import NoBlocksError
 
 ROOT = "(root)"
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +33,7 @@ class ModelLayout:
 
 def describe(model: nn.Module, *, blocks: Sequence[str] | None = None) -> ModelLayout:
     """The layout of `model`; `blocks` names them by hand where the finder should not decide."""
-    if blocks is None:
-        found = find_blocks(model)
-    else:
-        found = [name for given in blocks for name in _expand(model, given)]
+    found = find_blocks(model) if blocks is None else _named_blocks(model, blocks)
     ties = find_ties(model)
     kept, notes = _keep_ties_together(model, found, ties)
     unit_of = {name: _unit_of(name, kept) for name, _ in model.named_parameters()}
@@ -56,7 +54,7 @@ def find_blocks(model: nn.Module) -> list[str]:
     declared = getattr(model, "_no_split_modules", None) or ()
     by_class = [name for name, module in model.named_modules() if type(module).__name__ in set(declared)]
     blocks = _outermost(by_class) or _outermost(_members_of_lists(model))
-    return [name for name in blocks if any(True for _ in model.get_submodule(name).parameters())]
+    return [name for name in blocks if _has_parameters(model.get_submodule(name))]
 
 
 def find_ties(model: nn.Module) -> dict[str, str]:
@@ -71,13 +69,19 @@ def find_ties(model: nn.Module) -> dict[str, str]:
 
 
 def _members_of_lists(model: nn.Module) -> list[str]:
-    """Elements of ModuleLists and Sequentials that hold at least two modules with parameters."""
-    members = []
+    """Elements of ModuleLists and Sequentials that hold at least two modules with parameters.
+
+    A list in a list is opened: a list has no forward of its own to gather for.
+    """
+    members: list[str] = []
+    opened: set[str] = set()
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            children = [key for key, child in module.named_children() if any(True for _ in child.parameters())]
-            if len(children) >= 2 or (children and isinstance(module, nn.ModuleList)):
-                members += [f"{name}.{key}" if name else key for key in children]
+        if isinstance(module, nn.ModuleList | nn.Sequential) or name in opened:
+            children = {key: child for key, child in module.named_children() if _has_parameters(child)}
+            if len(children) >= 2 or (children and not isinstance(module, nn.Sequential)):
+                names = {f"{name}.{key}" if name else key: child for key, child in children.items()}
+                members += [child_name for child_name, child in names.items() if not isinstance(child, _CONTAINERS)]
+                opened |= {child_name for child_name, child in names.items() if isinstance(child, _CONTAINERS)}
     return members
 
 
@@ -88,6 +92,20 @@ def _outermost(names: list[str]) -> list[str]:
         if not any(name.startswith(f"{other}.") for other in kept):
             kept.append(name)
     return kept
+
+
+def _named_blocks(model: nn.Module, given: Sequence[str]) -> list[str]:
+    """The blocks a person named: each once, with parameters, none inside another."""
+    names = dict.fromkeys(name for entry in given for name in _expand(model, entry))
+    for name in names:
+        for other in names:
+            if name.startswith(f"{other}."):
+                raise NoBlocksError(f"{name!r} lies inside {other!r}", hint="blocks never nest: name one of the two")
+    return [name for name in names if _has_parameters(model.get_submodule(name))]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
 def _expand(model: nn.Module, name: str) -> list[str]:
@@ -110,7 +128,7 @@ def _keep_ties_together(model: nn.Module, blocks: list[str], ties: dict[str, str
     for alias, canonical in ties.items():
         units = {_unit_of(alias, kept), _unit_of(canonical, kept)}
         if len(units) > 1:
-            for unit in units - {ROOT}:
+            for unit in sorted(units - {ROOT}):
                 kept.remove(unit)
                 notes.append(f"{unit} shares {canonical} with another unit and is gathered with the root")
     return kept, notes

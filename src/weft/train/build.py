@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from weft.core.batching import require_divisible
-from weft.core.errors import NotBuiltError, WeightsError
+from weft.core.errors import WeightsError
 from weft.core.plan import Plan
-from weft.core.run_spec import DataSpec, ModelSpec, RunSpec
+from weft.core.run_spec import ModelSpec, RunSpec
 from weft.data import Corpus, Loader, open_corpus
 from weft.engine.engine import Engine
 from weft.engine.optim import OptimizerPolicy
@@ -24,6 +23,7 @@ from weft.models.build import build_config, build_skeleton
 from weft.models.initial import InitialWeights, WeightSource
 from weft.models.layout import describe
 from weft.models.pretrained import PretrainedWeights
+from weft.train.isolation import require_isolation
 from weft.train.process import Process, phase
 
 
@@ -81,15 +81,6 @@ def weight_source(run: RunSpec, config: Any, *, device: torch.device) -> tuple[W
         if run.model.weights == "pretrained":
             raise WeightsError(f"there are no *.safetensors in {folder}", hint="or set model.weights = 'random'")
     return InitialWeights(skeleton, describe(skeleton), seed=run.train.seed, device=device), _random_notes(run.model)
-
-
-def require_isolation(data: DataSpec, model: nn.Module) -> None:
-    """Documents in one row are kept apart only by models whose attention reads restarting positions."""
-    if data.isolate_documents and not getattr(model, "_supports_attention_backend", False):
-        raise NotBuiltError(
-            f"{type(model).__name__} does not keep packed documents apart",
-            hint="set data.isolate_documents = false",
-        )
 
 
 def _loaders(run: RunSpec, engine: Engine, corpus: Corpus) -> tuple[Loader, Loader | None]:

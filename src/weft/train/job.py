@@ -25,6 +25,7 @@ class Job:
     out: Path
     resume: bool = False
     device: DeviceChoice = "auto"
+    quiet: bool = False  # say nothing on the way, draw no report
 
     @staticmethod
     def create(
@@ -34,9 +35,10 @@ class Job:
         out: str | Path | None = None,
         resume: bool = False,
         device: DeviceChoice = "auto",
+        quiet: bool = False,
     ) -> Job:
         folder = Path(out) if out is not None else default_folder(run)
-        return Job(run=run, plan_tables=plan_tables, out=folder.absolute(), resume=resume, device=device)
+        return Job(run=run, plan_tables=plan_tables, out=folder.absolute(), resume=resume, device=device, quiet=quiet)
 
     def plan(self, *, device_type: str) -> Plan:
         """The plan with every open choice made: a GPU computes in bf16 unless told otherwise."""
@@ -58,6 +60,7 @@ class Job:
                 "out": str(self.out),
                 "resume": self.resume,
                 "device": self.device,
+                "quiet": self.quiet,
             }
         )
 
@@ -70,6 +73,7 @@ class Job:
             out=Path(fields["out"]),
             resume=fields["resume"],
             device=fields["device"],
+            quiet=fields["quiet"],
         )
 
 

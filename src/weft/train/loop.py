@@ -116,14 +116,14 @@ class TrainingLoop:
             record = dataclasses.replace(record, eval_loss=self._evaluate())
         self.metrics.write(record)
         self.display.step(record)
-        if record.step == 1:
+        if self.outcome.steps == 1:
             self.display.dtypes(self.engine.dtypes())
         return wants_stop
 
     def _pause(self, *, stopping: bool) -> None:
         """What happens between steps: finished saves are looked at, due ones begun."""
         with self._timed(TimeTerm.CHECKPOINT), phase("saving a checkpoint"):
-            self._note(self.store.poll())
+            self.store.poll()
             if not stopping and self._is_checkpoint(self.engine.steps_done):
                 self._save(asynchronous=self.run_spec.checkpoint.asynchronous)
         self._clock_s = time.perf_counter()
@@ -132,7 +132,8 @@ class TrainingLoop:
         with self._timed(TimeTerm.CHECKPOINT), phase("saving the last checkpoint"):
             if (stopping or self.run_spec.checkpoint.at_end) and self._last_saved != self.engine.steps_done:
                 self._save(asynchronous=False)
-            self._note(self.store.wait())
+            self.store.wait()
+        self.outcome.checkpoints = [_checkpoint_row(committed) for committed in self.store.history]
         if stopping and self.engine.steps_done < self.run_spec.train.steps:
             self.outcome.status = "stopped"
 
@@ -150,17 +151,6 @@ class TrainingLoop:
         with self._timed(TimeTerm.EVALUATION), phase("evaluation"):
             return self.engine.evaluate([loader.batch(at) for at in positions if loader.has_batch(at)]).loss
 
-    def _note(self, committed: CommittedCheckpoint | None) -> None:
-        if committed is not None:
-            self.outcome.checkpoints.append(
-                {
-                    "step": committed.step,
-                    "path": str(committed.path),
-                    "bytes": committed.size_bytes,
-                    "seconds": committed.save_s,
-                }
-            )
-
     def _has_data(self) -> bool:
         return self.bench.training.has_batch(self.samples)
 
@@ -177,7 +167,8 @@ class TrainingLoop:
         return self._is_checkpoint(step) or self._is_evaluation(step)
 
     def _require_finite(self, record: StepRecord) -> None:
-        if record.skipped or (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
+        # A skipped fp16 step has an infinite norm by nature; a loss that is not finite no loss scale can mend.
+        if math.isfinite(record.loss) and (math.isfinite(record.grad_norm) or record.skipped):
             return
         what = "loss" if not math.isfinite(record.loss) else "gradient norm"
         raise NumbersError(
@@ -192,3 +183,12 @@ class TrainingLoop:
             yield
         finally:
             self.outcome.seconds[term] += time.perf_counter() - began_s
+
+
+def _checkpoint_row(committed: CommittedCheckpoint) -> dict[str, Any]:
+    return {
+        "step": committed.step,
+        "path": str(committed.path),
+        "bytes": committed.size_bytes,
+        "seconds": committed.save_s,
+    }

@@ -47,6 +47,7 @@ class _Membership:
 
 
 _membership: _Membership | None = None
+_depth = 0  # joins not yet left: a run inside a verification leaves the verification's group alone
 
 
 def join(*, device_type: Literal["cpu", "cuda"], timeout_s: float) -> Process:
@@ -54,8 +55,9 @@ def join(*, device_type: Literal["cpu", "cuda"], timeout_s: float) -> Process:
 
     A process group that exists already is taken as it is, and `leave` will not destroy it.
     """
-    global _membership
+    global _membership, _depth
     if dist.is_initialized():
+        _depth += 1
         return _membership.process if _membership else _describe_existing_group()
     with phase("join"):
         end_with_launcher(os.environ)
@@ -73,15 +75,16 @@ def join(*, device_type: Literal["cpu", "cuda"], timeout_s: float) -> Process:
             timeout=timedelta(seconds=timeout_s),
             device_id=device,
         )
-    _membership = _Membership(process=process, store=store, lent_variables=lent)
+    _membership, _depth = _Membership(process=process, store=store, lent_variables=lent), 1
     return process
 
 
 def leave() -> None:
-    """Destroys the group that `join` made. Call it after the work."""
-    global _membership
+    """Destroys the group that the outermost `join` made. Call it after the work, once for each `join`."""
+    global _membership, _depth
+    _depth = max(0, _depth - 1)
     # While an error is under way the group must live on: closing it would make the peers fail, and report, first.
-    if _membership is None or sys.exception() is not None:
+    if _depth > 0 or _membership is None or sys.exception() is not None:
         return
     for name in _membership.lent_variables:
         os.environ.pop(name, None)

@@ -78,7 +78,9 @@ def require_free(path: Path) -> None:
 
 
 def require_run(path: Path) -> None:
-    if not (path / "run.toml").is_file():
-        raise RunFolderError(
-            f"{path} is not a run folder: it has no run.toml", hint="give the folder a `weft train` wrote"
-        )
+    """Both documents, since a user's own run.toml may lie in any folder."""
+    for name in ("run.toml", "plan.toml"):
+        if not (path / name).is_file():
+            raise RunFolderError(
+                f"{path} is not a run folder: it has no {name}", hint="give the folder a `weft train` wrote"
+            )

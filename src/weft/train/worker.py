@@ -1,18 +1,18 @@
 """What every rank runs: join, build, go on from a checkpoint where asked, train, write the ledger and the report.
 
-`python -m weft.train.worker job.json` is the command of launched ranks; `run_job` is the same in this process.
+`python -m weft.train job.json` is the command of launched ranks; `run_job` is the same in this process.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from weft.checkpoint import CheckpointStore
 from weft.core.errors import DeviceError
@@ -25,10 +25,11 @@ from weft.train.job import DeviceChoice, Job
 from weft.train.ledger import build_ledger, gather_memory
 from weft.train.loop import LoopOutcome, TrainingLoop
 from weft.train.metrics import MetricsWriter
-from weft.train.process import Process, StopFlag, join, leave, phase, report_failures
-from weft.train.quiet import quiet_libraries
+from weft.train.process import Process, StopFlag, join, leave, phase
 from weft.train.rank_environment import read_local_size
-from weft.train.run_folder import RunFolder
+from weft.train.run_folder import RunFolder, require_free
+
+_PATH_BYTES = 4096  # the longest path a system takes
 
 
 def run_job(job: Job) -> dict[str, Any]:
@@ -63,10 +64,11 @@ def _train(
     job: Job, plan: Plan, process: Process, stop: StopFlag, *, device_type: str, started_s: float
 ) -> dict[str, Any]:
     device = torch.device(device_type, process.local_rank) if device_type == "cuda" else torch.device("cpu")
-    folder = RunFolder(job.out)
+    folder = RunFolder(_agree_on_folder(job, process, device=device))
     if process.is_main:
         folder.create(job.run, plan)
-    display = Display(is_speaking=process.is_main, total_steps=job.run.train.steps, every=job.run.logging.every)
+    is_speaking = process.is_main and not job.quiet
+    display = Display(is_speaking=is_speaking, total_steps=job.run.train.steps, every=job.run.logging.every)
     bench = build_workbench(job.run, plan, process, device=device)
     if process.is_main:
         bench.model_config.save_pretrained(str(folder.model_path))
@@ -98,6 +100,17 @@ def _train(
         "resumed_from": resumed_from,
     }
     return _close(job, bench, outcome, metrics, folder, display, process, facts)
+
+
+def _agree_on_folder(job: Job, process: Process, *, device: torch.device) -> Path:
+    """Rank 0's folder, on every rank: a default name holds the time, and ranks start seconds apart."""
+    with phase("opening the run folder"):
+        if process.is_main and not job.resume and process.restart_count == 0:
+            require_free(job.out)
+        name = os.fsencode(job.out).ljust(_PATH_BYTES, b"\0") if process.is_main else bytes(_PATH_BYTES)
+        letters = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(device)
+        dist.broadcast(letters, src=0)
+    return Path(os.fsdecode(bytes(letters.tolist()).rstrip(b"\0")))
 
 
 def _resume(job: Job, process: Process, engine: Engine, store: CheckpointStore, display: Display) -> int:
@@ -150,6 +163,7 @@ def _close(
         )
         if process.is_main:
             folder.write_ledger(ledger)
+        if process.is_main and not job.quiet:
             write_report(folder.path)
             display.summary(ledger, run_dir=_short(folder.path))
     return ledger
@@ -158,14 +172,3 @@ def _close(
 def _short(path: Path) -> str:
     """Relative where that is shorter to read."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def main() -> None:
-    """A launched rank."""
-    quiet_libraries()
-    with report_failures():
-        run_job(Job.from_json(Path(sys.argv[1]).read_text(encoding="utf-8")))
-
-
-if __name__ == "__main__":
-    main()

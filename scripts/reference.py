@@ -1,0 +1,157 @@
+"""Writes docs/reference from the code itself: run.toml and plan.toml keys, the error tree, the command line's own help.
+
+    python scripts/reference.py [FOLDER]     (default: docs/reference)
+
+tests/docs/test_reference.py generates the pages again and compares them with the committed ones.
+"""
+
+from __future__ import annotations
+
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import typer.testing
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from weft.cli.main import app
+from weft.core.config import dump
+from weft.core.errors import InputError, RunError, WeftError, error_classes
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+
+NOTICE = "<!-- written by scripts/reference.py; edit the code, not this page -->"
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent / "docs" / "reference"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def pages() -> dict[str, str]:
+    return {
+        "run.md": document_page(
+            RunSpec, "run.toml", "What is trained. Every key, with the value it has when left out."
+        ),
+        "plan.md": document_page(
+            Plan,
+            "plan.toml",
+            "How it is laid out. Every key, with the value it has when left out. What this version does not execute\n"
+            "yet is refused by name (W204); the README's table says what that is.",
+        ),
+        "errors.md": errors_page(),
+        "cli.md": cli_page(),
+    }
+
+
+def document_page(kind: type[BaseModel], name: str, opening: str) -> str:
+    lines = [f"# {name}", "", NOTICE, "", opening, "Unknown keys are errors that name the nearest spelling."]
+    plain = {key: field for key, field in kind.model_fields.items() if section_of(field) is None}
+    if plain:
+        lines += ["", "## Top level", "", *key_table(plain)]
+    for key, field in kind.model_fields.items():
+        section = section_of(field)
+        if section is not None:
+            lines += ["", f"## [{key}]", "", *section_doc(section), *key_table(section.model_fields)]
+    if kind is RunSpec:
+        lines += ["", "## The embedded default", "", "What `weft train` alone trains, with every key spelt out.", ""]
+        lines += ["```toml", dump(RunSpec.default()).rstrip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def section_doc(section: type[BaseModel]) -> list[str]:
+    """The class's own docstring; pydantic's inherited one says nothing about this table."""
+    own = section.__dict__.get("__doc__")
+    return [own.strip(), ""] if own else []
+
+
+def key_table(fields: dict[str, FieldInfo]) -> list[str]:
+    rows = [
+        f"| `{key}` | {escape(kind_of(field.annotation))} | {default_of(field)} | {escape(meaning_of(field))} |"
+        for key, field in fields.items()
+    ]
+    return ["| key | kind | default | meaning |", "| --- | --- | --- | --- |", *rows]
+
+
+def kind_of(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return " | ".join(f"`{value}`" for value in arguments)
+    if origin is None:
+        return {"str": "text", "int": "whole number", "float": "number", "bool": "true / false"}.get(
+            annotation.__name__, annotation.__name__
+        )
+    if origin in (list, tuple):
+        return f"list of {kind_of(arguments[0])}"
+    if origin is dict:
+        return "table"
+    return " or ".join(kind_of(one) for one in arguments if one is not type(None))
+
+
+def default_of(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "none"
+    text = str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, str) else str(value)
+    return f"`{text}`"
+
+
+def meaning_of(field: FieldInfo) -> str:
+    if not field.description:
+        raise SystemExit(f"a field without a description: {field}")
+    return field.description
+
+
+def escape(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def errors_page() -> str:
+    lines = ["# Errors", "", NOTICE, ""]
+    lines += ["Every error a user can cause or meet: one sentence, a code and a hint on stderr; with `--json` the same"]
+    lines += ["as one JSON object on stdout. Bad input ends with exit code 2, a failure while running with 3.", ""]
+    lines += ["| code | error | exit code | meaning |", "| --- | --- | --- | --- |"]
+    concrete = [cls for cls in error_classes() if cls not in (WeftError, InputError, RunError)]
+    for cls in sorted(concrete, key=lambda one: one.code):
+        lines.append(f"| {cls.code} | `{cls.__name__}` | {cls.exit_code} | {cls.__doc__} |")
+    lines += ["", "W100 and W700 are the branches themselves: bad input of the command line or the environment, and an"]
+    lines += ["unspecific failure while running. W000 is what was not foreseen: please report it. `WEFT_DEBUG=1` shows"]
+    lines += ["stack traces."]
+    return "\n".join(lines) + "\n"
+
+
+def cli_page() -> str:
+    lines = ["# The command line", "", NOTICE, ""]
+    lines += [
+        "Exit codes: 0 done, 1 the answer is no, 2 bad input, 3 a failure while running. With `--json` data goes to"
+    ]
+    lines += ["stdout as JSON; talk always goes to stderr.", ""]
+    lines += ["| environment variable | effect |", "| --- | --- |"]
+    lines += ["| `WEFT_DEBUG=1` | shows stack traces and the warnings of other libraries |"]
+    lines += ["| `XDG_CACHE_HOME` | where tokenised data is kept, in a folder `weft`; default `~/.cache` |"]
+    for arguments in ([], *([command.name or command.callback.__name__] for command in app.registered_commands)):
+        title = " ".join(["weft", *arguments])
+        lines += ["", f"## {title}", "", "```text", help_text(arguments), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def help_text(arguments: list[str]) -> str:
+    """As `weft ... --help` prints it in a terminal of 100 columns."""
+    runner = typer.testing.CliRunner()
+    result = runner.invoke(app, [*arguments, "--help"], prog_name="weft", env={"COLUMNS": "100"})
+    if result.exit_code:
+        raise SystemExit(result.output)
+    return "\n".join(line.rstrip() for line in result.output.strip().splitlines())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""`weft verify`: does this plan compute the right thing? Exit 0 yes, 1 no."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.cli.device import Device
+
+if TYPE_CHECKING:  # imported inside the verb: `weft --help` must not pay for what it does not use
+    from weft.verify.request import Request
+    from weft.verify.verdict import Verdict
+
+
+def verify(
+    run: Annotated[Path | None, typer.Argument(help="run.toml; without it, the embedded default.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="plan.toml: the layout to prove.")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks to start on this machine.")] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Training steps compared.")] = 5,
+    as_is: Annotated[bool, typer.Option("--as-is", help="Do not shrink the model, the rows or the batch.")] = False,
+    all_plans: Annotated[bool, typer.Option("--all", help="Every legal plan of that many ranks.")] = False,
+    matrix: Annotated[Path | None, typer.Option(help="Where --all writes its HTML matrix.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value of run.toml or plan.toml; may be repeated.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where to verify; auto is the CPU.")] = Device.AUTO,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
+) -> None:
+    """Compare a plan's losses, gradients, norms, weights, resume and export with a one-process reference."""
+    from weft.cli.resolve import require_known_sections, resolve_plan, resolve_run
+    from weft.core.plan import Plan, require_executable
+    from weft.verify.request import Request, data_parallel_plans
+    from weft.verify.verdict import Matrix
+
+    given = settings or []
+    require_known_sections(given)
+    tables, num_ranks = resolve_plan(plan, given, num_ranks=nproc)
+    require_executable(Plan.from_tables(tables))
+    plans = data_parallel_plans(num_ranks, tables) if all_plans else [tables]
+    request = Request(
+        run=resolve_run(run, given),
+        plans=plans,
+        steps=steps,
+        as_is=as_is,
+        device="cuda" if device is Device.CUDA else "cpu",
+    )
+    verdicts = _carry_out(request, num_ranks=num_ranks)
+    answer = Matrix(run=str(run or "the embedded default"), verdicts=tuple(verdicts))
+    _tell(answer, is_matrix=all_plans, as_json=as_json)
+    if all_plans and matrix is not None:
+        from weft.report.matrix import write_matrix
+
+        write_matrix(answer.as_dict(), matrix)
+        print(f"open {matrix}", file=sys.stderr)
+    raise typer.Exit(code=0 if answer.ok else 1)
+
+
+def _carry_out(request: Request, *, num_ranks: int) -> list[Verdict]:
+    import dataclasses
+
+    from weft.launch.local import launch
+    from weft.train.quiet import quiet_libraries
+    from weft.verify.verdict import Verdict
+
+    quiet_libraries()
+    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' own bars, one for every reload
+    with tempfile.TemporaryDirectory(prefix="weft-") as scratch:
+        answer = Path(scratch) / "verdicts.json"
+        request_path = Path(scratch) / "request.json"
+        request_path.write_text(dataclasses.replace(request, answer=str(answer)).to_json(), encoding="utf-8")
+        command = [sys.executable, "-m", "weft.verify", str(request_path)]
+        launch(command, num_ranks=num_ranks, scratch=Path(scratch))
+        fields: list[dict[str, Any]] = json.loads(answer.read_text(encoding="utf-8"))
+    return [Verdict.from_dict(verdict) for verdict in fields]
+
+
+def _tell(answer: Any, *, is_matrix: bool, as_json: bool) -> None:
+    for verdict in answer.verdicts:
+        print(verdict.text(), file=sys.stderr)
+    if is_matrix:
+        passed = sum(verdict.ok for verdict in answer.verdicts)
+        print(f"{passed} of {len(answer.verdicts)} plans pass", file=sys.stderr)
+    if as_json:
+        print(json.dumps(answer.as_dict() if is_matrix else answer.verdicts[0].as_dict()))

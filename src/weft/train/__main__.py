@@ -1,0 +1,26 @@
+"""A launched rank: `python -m weft.train job.json`.
+
+Libraries are quieted before they are imported, so everything heavy is imported inside.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from weft.train.job import Job
+from weft.train.quiet import quiet_libraries
+
+
+def main() -> None:
+    quiet_libraries()
+    from weft.train.process import report_failures
+
+    with report_failures():
+        from weft.train.worker import run_job
+
+        run_job(Job.from_json(Path(sys.argv[1]).read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    main()

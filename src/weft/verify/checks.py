@@ -1,0 +1,161 @@
+"""The judgements: evidence against the reference, one function a check. Each names the first wrong thing it sees.
+
+`truth` is the float64 reference, `same` the one-process run in the plan's own precision, `found` the plan's evidence.
+What is not a number within a bound (dtypes, collectives, rows, replicas) is judged in `facts`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from weft.verify.reference import Course, Tensors
+from weft.verify.tolerances import Bound, scalar_bound, tensor_bound
+from weft.verify.verdict import Check, Finding, Worst
+
+Coordinates = Callable[[int], str]
+
+
+def check_scalars(
+    name: str,
+    truth: Sequence[float],
+    same: Sequence[float],
+    found: Sequence[float],
+    *,
+    rule: int,
+    steps: Sequence[int] | None = None,
+    flips: float = 0.0,
+) -> Check:
+    """A series of losses or norms, step by step; `steps` numbers them where they are not 1, 2, 3 and so on."""
+    if len(found) != len(truth):
+        finding = Finding(rule=rule, expected=f"{len(truth)} values", found=f"{len(found)} values")
+        return Check.failed(name, finding)
+    worst = margin = 0.0
+    for step, right, rounded, value in zip(steps or range(1, len(truth) + 1), truth, same, found, strict=True):
+        bound = scalar_bound(truth=right, same_precision=rounded, flips=flips)
+        difference = abs(value - right)
+        if not difference <= bound.allowed:  # NaN is never within a bound
+            return Check.failed(name, Finding(rule=rule, step=step, expected=_near(right, bound), found=f"{value:.9g}"))
+        worst, margin = max(worst, difference), max(margin, bound.share(difference))
+    return Check.passed(name, f"{len(truth)} values, largest difference {worst:.1e}", margin=margin)
+
+
+def check_tensors(
+    name: str,
+    truth: Tensors,
+    same: Tensors,
+    found: Tensors,
+    *,
+    rule: int,
+    dtype: str,
+    initial: Tensors | None = None,
+    step: int | None = None,
+    owners: Mapping[str, list[tuple[int, int]]] | None = None,
+    describe_rank: Coordinates | None = None,
+    flips: float = 0.0,
+) -> tuple[Check, Worst]:
+    """Every tensor by its 2-norm of differences; missing and extra ones are wrong too. `flips`: see tolerances."""
+    for key in sorted(set(truth) ^ set(found)):
+        what = ("a value", "none") if key in truth else ("none", "a value")
+        return Check.failed(name, Finding(rule=rule, step=step, parameter=key, expected=what[0], found=what[1])), Worst(
+            parameter=key, rel_diff=math.inf
+        )
+    scale = math.sqrt(sum(_norm(value) ** 2 for value in truth.values()) / max(1, len(truth)))
+    worst, wrong, margin = Worst(), None, 0.0
+    for key, right in truth.items():
+        difference = _distance(found[key], right)
+        update = _distance(right, initial[key]) if initial and key in initial else 0.0
+        distance = _distance(same[key], right)
+        bound = tensor_bound(distance=distance, norm=_norm(right), update=update, scale=scale, dtype=dtype, flips=flips)
+        relative = difference / (_norm(right) or 1.0)
+        relative = math.inf if math.isnan(relative) else relative
+        margin = max(margin, bound.share(difference))
+        if relative > worst.rel_diff:
+            worst = Worst(parameter=key, rel_diff=relative)
+        if wrong is None and not difference <= bound.allowed:
+            wrong = _tensor_finding(
+                key, found[key], right, bound, rule=rule, step=step, owners=owners, describe=describe_rank
+            )
+    if wrong is not None:
+        return Check.failed(name, wrong), worst
+    return Check.passed(
+        name, f"{len(truth)} tensors, worst {worst.parameter} {worst.rel_diff:.1e}", margin=margin
+    ), worst
+
+
+def check_same_bits(name: str, first: Course, second: Course, *, rule: int, detail: str) -> Check:
+    """Two courses that must be equal in every bit."""
+    for what, left, right in (("loss", first.losses, second.losses), ("gradient norm", first.norms, second.norms)):
+        for step, (expected, value) in enumerate(zip(left, right, strict=True), start=1):
+            if expected != value:
+                finding = Finding(rule=rule, step=step, expected=f"{what} {expected!r}", found=repr(value))
+                return Check.failed(name, finding)
+    for what, tensors, others in (("", first.weights, second.weights), ("optim ", first.optimizer, second.optimizer)):
+        for key, expected_tensor in tensors.items():
+            if key not in others or not torch.equal(expected_tensor, others[key]):
+                finding = Finding(rule=rule, parameter=f"{what}{key}", expected="the same bits", found="other bits")
+                return Check.failed(name, finding)
+    return Check.passed(name, detail)
+
+
+def worst_scalars(truth: Sequence[float], found: Sequence[float], *, relative: bool) -> float:
+    pairs = zip(truth, found, strict=False)
+    gaps = [abs(b - a) / (abs(a) or 1.0) if relative else abs(b - a) for a, b in pairs]
+    return math.inf if any(math.isnan(gap) for gap in gaps) else max(gaps, default=0.0)
+
+
+def _tensor_finding(
+    key: str,
+    found: torch.Tensor,
+    right: torch.Tensor,
+    bound: Bound,
+    *,
+    rule: int,
+    step: int | None,
+    owners: Mapping[str, list[tuple[int, int]]] | None,
+    describe: Coordinates | None,
+) -> Finding:
+    """The element that is furthest off, and the rank that holds it."""
+    if found.shape != right.shape:
+        return Finding(
+            rule=rule, step=step, parameter=key, expected=f"shape {tuple(right.shape)}", found=str(tuple(found.shape))
+        )
+    gap = (found.double() - right.double()).abs().nan_to_num(nan=math.inf)
+    flat = int(gap.argmax())
+    index = tuple(int(part) for part in torch.unravel_index(torch.tensor(flat), right.shape)) if right.ndim else ()
+    owner = owner_of(owners.get(key) if owners else None, index[0] if index else 0)
+    place = f"element {list(index)}"
+    if owner is not None and describe is not None:
+        place += f" on {describe(owner)}"
+    norm = _norm(right) or 1.0
+    return Finding(
+        rule=rule,
+        step=step,
+        parameter=key,
+        coordinates=place,
+        expected=f"{right.flatten()[flat].item():.6g} (whole tensor within {bound.allowed / norm:.1e} of its norm)",
+        found=f"{found.flatten()[flat].item():.6g} (off by {_distance(found, right) / norm:.1e})",
+    )
+
+
+def owner_of(rows_by_rank: list[tuple[int, int]] | None, row: int) -> int | None:
+    for rank, (begin, end) in enumerate(rows_by_rank or ()):
+        if begin <= row < end:
+            return rank
+    return None
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(tensor.double().norm())
+
+
+def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    if first.shape != second.shape:
+        return math.inf
+    return float((first.double() - second.double()).norm())
+
+
+def _near(value: float, bound: Bound) -> str:
+    return f"{value:.9g} within {bound.allowed:.1e}"

@@ -1,0 +1,167 @@
+"""What is trained to judge a plan: the global batches, some with missing labels and an empty tail, rates, values.
+
+Batches are whole here and cut by the plan's own loader there: the two must agree, which is part of the proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec, TrainSpec
+from weft.data import Corpus, Loader, open_corpus
+from weft.models.build import build_config, build_skeleton
+from weft.models.initial import InitialWeights
+from weft.models.layout import describe
+from weft.train.rate import learning_rate_at
+from weft.verify.reference import Cut, Exercise, Precision, Tensors
+
+CPU = torch.device("cpu")
+# Small enough that no gradient of a fresh model overflows float16: a skipped step would prove nothing.
+LOSS_SCALE = 2.0**10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The run under verification, opened: its corpus and its model."""
+
+    run: RunSpec
+    corpus: Corpus
+    config: Any
+
+    @staticmethod
+    def open(run: RunSpec) -> Subject:
+        corpus = open_corpus(run.data)
+        config = build_config(run.model, vocab_size=corpus.vocab_size, end_of_document=corpus.end_of_document)
+        return Subject(run=run, corpus=corpus, config=config)
+
+    def skeleton(self) -> nn.Module:
+        return build_skeleton(self.config, attention=self.run.model.attention)
+
+    def build(self) -> nn.Module:
+        """A plain model with real memory; its values are put in by the caller."""
+        skeleton = self.skeleton()
+        buffers = {name: buffer.clone() for name, buffer in skeleton.named_buffers()}
+        model = skeleton.to_empty(device=CPU)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+        model.tie_weights()  # type: ignore[operator]
+        return model.train()
+
+    def initial(self) -> Tensors:
+        skeleton = self.skeleton()
+        layout = describe(skeleton)
+        source = InitialWeights(skeleton, layout, seed=self.run.train.seed, device=CPU)
+        return {name: read(()).clone() for name, read in source.readers(list(layout.unit_of))}
+
+    def loader(self, *, evaluation: bool = False, dp_rank: int = 0, dp_degree: int = 1) -> Loader:
+        split = self.corpus.evaluation if evaluation else self.corpus.training
+        if split is None:
+            split = self.corpus.training
+        return Loader(
+            split,
+            seed=self.run.train.seed,
+            global_batch=self.run.train.global_batch,
+            sequence_length=self.run.data.sequence_length,
+            dp_rank=dp_rank,
+            dp_degree=dp_degree,
+            isolate_documents=self.run.data.isolate_documents,
+            epochs=1 if evaluation else self.run.data.epochs,
+            shuffle=not evaluation,
+        )
+
+
+def whole_exercise(subject: Subject, *, rates: Sequence[float], clip_norm: float) -> Exercise:
+    """The exercise as one process sees it."""
+    return Exercise(
+        initial=subject.initial(),
+        frozen=_frozen(subject),
+        batches=training_batches(subject, steps=len(rates)),
+        rates=rates,
+        evaluation=evaluation_batches(subject),
+        train=subject.run.train,
+        clip_norm=clip_norm,
+    )
+
+
+def loop_exercise(subject: Subject, *, steps: int, skipped: frozenset[int]) -> Exercise:
+    """What the training loop makes of the run by itself: its own batches, rates and clipping."""
+    loader, rows, train = subject.loader(), subject.run.train.global_batch, subject.run.train
+    return Exercise(
+        initial=subject.initial(),
+        frozen=_frozen(subject),
+        batches=[loader.batch(step * rows) for step in range(steps)],
+        rates=[learning_rate_at(train, step + 1) for step in range(steps)],
+        evaluation=[],
+        train=train,
+        clip_norm=train.clip_norm,
+        skipped=skipped,
+    )
+
+
+def training_batches(
+    subject: Subject, *, steps: int, dp_rank: int = 0, dp_degree: int = 1
+) -> list[dict[str, torch.Tensor]]:
+    """This rank's rows of every step, with labels taken away by their place in the global batch alone."""
+    loader = subject.loader(dp_rank=dp_rank, dp_degree=dp_degree)
+    rows = subject.run.train.global_batch
+    first_row = dp_rank * (rows // dp_degree)
+    return [
+        make_uneven(loader.batch(step * rows), first_row=first_row, global_rows=rows, is_tail=step == steps - 1)
+        for step in range(steps)
+    ]
+
+
+def evaluation_batches(subject: Subject, *, dp_rank: int = 0, dp_degree: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Two held-out batches, the second with an empty tail."""
+    loader = subject.loader(evaluation=True, dp_rank=dp_rank, dp_degree=dp_degree)
+    rows = subject.run.train.global_batch
+    first_row = dp_rank * (rows // dp_degree)
+    positions = [at for at in (0, rows) if loader.has_batch(at)]
+    return [
+        make_uneven(loader.batch(at), first_row=first_row, global_rows=rows, is_tail=index == 1)
+        for index, at in enumerate(positions)
+    ]
+
+
+def make_uneven(
+    batch: dict[str, torch.Tensor], *, first_row: int, global_rows: int, is_tail: bool
+) -> dict[str, torch.Tensor]:
+    """Ranks must carry different weights: row 0 loses half its labels, and in a tail the last rows all of them."""
+    labels = batch["labels"].clone()
+    for index in range(labels.shape[0]):
+        row = first_row + index
+        if row == 0:
+            labels[index, : labels.shape[1] // 2] = -100
+        if is_tail and row >= global_rows - max(1, global_rows // 3):
+            labels[index] = -100
+    return {**batch, "labels": labels}
+
+
+def plan_precision(plan: Plan, train: TrainSpec) -> Precision:
+    """The plan's own precision for one process."""
+    policy = plan.precision.policy()
+    return Precision(
+        compute=getattr(torch, policy.weights),
+        master=getattr(torch, policy.master_weights),
+        loss_scale=LOSS_SCALE if policy.loss_scaling else 1.0,
+        has_8bit_moments=train.optimizer == "adamw8bit",
+    )
+
+
+def plan_cut(plan: Plan, train: TrainSpec) -> Cut:
+    """The rows of one micro-batch of one rank."""
+    return Cut(chunk_rows=max(1, train.global_batch // (plan.mesh.dp_degree * plan.pipeline.microbatches)))
+
+
+def _frozen(subject: Subject) -> frozenset[str]:
+    names = [name for name, _ in build_skeleton(subject.config).named_parameters()]
+    patterns = subject.run.train.frozen
+    return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))

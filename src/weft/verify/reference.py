@@ -1,0 +1,209 @@
+"""The reference: one process, whole tensors, a plain PyTorch loop. No engine step, no sharding, no wrappers.
+
+For each step: summed token loss over the token count, backward, 2-norm of all gradients, clip, torch's own optimizer.
+`compute` is the dtype of forward and backward; masters, gradients and optimizer live in `master`. Rows are processed in
+chunks, as the plan cuts them: in low precision a matrix product over other rows rounds otherwise. Two definitions are
+taken from the engine: dropout masks by (seed, step, global row), and which moments an 8-bit optimizer rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from weft.core.run_spec import TrainSpec
+from weft.engine.randomness import seeded_forward, uses_randomness
+from weft.verify.eight_bit import round_moments
+
+Tensors = dict[str, torch.Tensor]
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """float64 throughout is the truth; the plan's own precision shows what rounding does."""
+
+    compute: torch.dtype
+    master: torch.dtype
+    loss_scale: float = 1.0  # float16 only: a power of two, so scaling and unscaling are exact
+    has_8bit_moments: bool = False
+
+    @property
+    def is_low(self) -> bool:
+        return self.compute.itemsize < self.master.itemsize or self.has_8bit_moments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How the rows of a batch are processed; `is_reordered` adds the same numbers in another order."""
+
+    chunk_rows: int
+    is_reordered: bool = False
+
+
+TRUTH = Precision(compute=torch.float64, master=torch.float64)
+
+
+@dataclass(kw_only=True)
+class Course:
+    """What happened: one process's run, or a plan's run gathered to whole tensors."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    initial: Tensors = field(default_factory=dict)
+    first_gradients: Tensors = field(default_factory=dict)
+    first_weights: Tensors = field(default_factory=dict)  # after the first update
+    weights: Tensors = field(default_factory=dict)
+    optimizer: Tensors = field(default_factory=dict)
+    eval_losses: list[float] = field(default_factory=list)  # after the first step and after the last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exercise:
+    """What is trained: the initial values, the batches of every step, the rates, and what is held out."""
+
+    initial: Tensors
+    frozen: frozenset[str]
+    batches: Sequence[Batch]
+    rates: Sequence[float]
+    evaluation: Sequence[Batch]
+    train: TrainSpec
+    clip_norm: float
+    skipped: frozenset[int] = frozenset()  # steps without an update: float16 overflowed in the run that is judged
+
+
+def run_reference(build: Callable[[], nn.Module], exercise: Exercise, precision: Precision, cut: Cut) -> Course:
+    """Train as `exercise` says; `build` gives a fresh model with real parameters."""
+    model = _cast(build(), precision)
+    masters = {
+        name: nn.Parameter(value.to(precision.master, copy=True), requires_grad=name not in exercise.frozen)
+        for name, value in exercise.initial.items()
+    }
+    trainable = {name: master for name, master in masters.items() if master.requires_grad}
+    optimizer = plain_optimizer(list(trainable.values()), exercise.train, is_fused=cut.is_reordered)
+    course = Course(initial=exercise.initial)
+    for step, batch in enumerate(exercise.batches):
+        for group in optimizer.param_groups:
+            group["lr"] = exercise.rates[step]
+        _copy_weights(model, masters)
+        loss = _backward(model, trainable, batch, exercise, precision, cut, step=step)
+        if step == 0:
+            course.first_gradients = {name: _gradient(master).clone() for name, master in trainable.items()}
+        norm = torch.stack([_gradient(master).double().square().sum() for master in trainable.values()]).sum().sqrt()
+        if exercise.clip_norm > 0:
+            factor = min(1.0, exercise.clip_norm / (norm.item() + 1e-6))
+            for master in trainable.values():
+                _gradient(master).mul_(factor)
+        if step not in exercise.skipped:
+            optimizer.step()
+            if precision.has_8bit_moments:
+                round_moments(optimizer, trainable.values())
+        optimizer.zero_grad()
+        course.losses.append(loss)
+        course.norms.append(norm.item())
+        if step == 0:
+            course.first_weights = {name: master.detach().clone() for name, master in masters.items()}
+        if step in (0, len(exercise.batches) - 1):
+            _copy_weights(model, masters)
+            course.eval_losses.append(_evaluate(model, exercise.evaluation))
+    course.weights = {name: master.detach() for name, master in masters.items()}
+    course.optimizer = {
+        f"{name}.{key}": value
+        for name, master in trainable.items()
+        for key, value in optimizer.state.get(master, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return course
+
+
+def plain_optimizer(parameters: list[nn.Parameter], train: TrainSpec, *, is_fused: bool) -> torch.optim.Optimizer:
+    """torch's optimizer, neither fused (unless asked) nor batched: matrices decay, vectors do not."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=train.learning_rate, momentum=train.momentum, foreach=False, fused=is_fused)
+    kind = torch.optim.Adam if train.optimizer == "adam" else torch.optim.AdamW
+    return kind(groups, lr=train.learning_rate, betas=train.betas, eps=train.epsilon, foreach=False, fused=is_fused)
+
+
+def _backward(
+    model: nn.Module,
+    trainable: Mapping[str, nn.Parameter],
+    batch: Batch,
+    exercise: Exercise,
+    precision: Precision,
+    cut: Cut,
+    *,
+    step: int,
+) -> float:
+    """Gradients of the mean token loss into the masters; returns the loss."""
+    count = max(1, int((batch["labels"] != -100).sum()))
+    total = 0.0
+    rows = batch["labels"].shape[0]
+    begins = range(0, rows, cut.chunk_rows)
+    for begin in reversed(begins) if cut.is_reordered else begins:
+        chunk = {key: value[begin : begin + cut.chunk_rows] for key, value in batch.items()}
+        with seeded_forward(
+            seed=exercise.train.seed,
+            step=step,
+            first_row=begin,
+            num_rows=chunk["labels"].shape[0],
+            is_random=uses_randomness(model),
+        ):
+            loss_sum = token_losses(model, chunk)
+        (loss_sum * (precision.loss_scale / count)).backward()  # type: ignore[no-untyped-call]
+        total += loss_sum.item()
+        for name, parameter in model.named_parameters():
+            if name in trainable and parameter.grad is not None:
+                gradient = parameter.grad.to(precision.master)
+                master = trainable[name]
+                master.grad = gradient if master.grad is None else master.grad + gradient
+            parameter.grad = None
+    for master in trainable.values():
+        _gradient(master).div_(precision.loss_scale)
+    return total / count
+
+
+def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The summed loss of the rows, in float32 or better."""
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    logits = model(**inputs).logits
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+
+
+@torch.no_grad()
+def _evaluate(model: nn.Module, batches: Sequence[Batch]) -> float:
+    model.eval()
+    count = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    total = sum(token_losses(model, batch).item() for batch in batches)
+    model.train()
+    return total / max(1, count)
+
+
+def _cast(model: nn.Module, precision: Precision) -> nn.Module:
+    """Parameters in the compute dtype. Buffers (rotary frequencies) keep their own unless all is float64."""
+    if precision.compute == torch.float64:
+        return model.double()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(precision.compute)
+    return model
+
+
+@torch.no_grad()
+def _copy_weights(model: nn.Module, masters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(masters[name])
+
+
+def _gradient(master: nn.Parameter) -> torch.Tensor:
+    if master.grad is None:  # a parameter no row reached
+        master.grad = torch.zeros_like(master)
+    return master.grad

@@ -1,0 +1,59 @@
+"""The one-process courses a plan is held against, each computed once: the truth, and the plan's own precision.
+
+In low precision a third one adds the same numbers in another order: what is left between the two is all that a right
+layout may differ by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from weft.core.plan import Plan
+from weft.verify.exercise import Subject, plan_cut, plan_precision
+from weft.verify.reference import TRUTH, Course, Cut, Exercise, Precision, run_reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class References:
+    truth: Course = field(default_factory=Course)
+    same: Course = field(default_factory=Course)
+    reordered: Course | None = None  # in low precision only
+
+
+class Library:
+    """Courses by exercise, precision and cut. Rank 0 computes; the others hold empty ones."""
+
+    def __init__(self, *, is_main: bool) -> None:
+        self._is_main = is_main
+        self._exercises: dict[str, Exercise] = {}
+        self._courses: dict[tuple[str, Precision, Cut | None], Course] = {}
+
+    def exercise(self, name: str, make: Callable[[], Exercise]) -> Exercise:
+        """The exercise of that name, made at its first use."""
+        if name not in self._exercises:
+            self._exercises[name] = make()
+        return self._exercises[name]
+
+    def references(
+        self, name: str, subject: Subject, make: Callable[[], Exercise], plan: Plan, *, tight: bool = False
+    ) -> References:
+        """`tight` asks for the reordered course too, where the precision is low."""
+        if not self._is_main:
+            return References()
+        exercise, train = self.exercise(name, make), subject.run.train
+        precision, cut = plan_precision(plan, train), plan_cut(plan, train)
+        reordered = None
+        if tight and precision.is_low:
+            reordered = self._course(name, subject, exercise, precision, replace(cut, is_reordered=True))
+        return References(
+            truth=self._course(name, subject, exercise, TRUTH, cut),
+            same=self._course(name, subject, exercise, precision, cut),
+            reordered=reordered,
+        )
+
+    def _course(self, name: str, subject: Subject, exercise: Exercise, precision: Precision, cut: Cut) -> Course:
+        key = (name, precision, None if precision is TRUTH else cut)  # float64 rounds away any cut
+        if key not in self._courses:
+            self._courses[key] = run_reference(subject.build, exercise, precision, cut)
+        return self._courses[key]

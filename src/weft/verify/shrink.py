@@ -1,0 +1,139 @@
+"""A run made small without changing its structure: fewer layers of each kind, narrower where it divides, short rows.
+
+Every change is told. Ratios of heads, the pattern of layer kinds, ties, norms, gates and routing stay as they are.
+A narrowing that the family refuses is taken back by half until it builds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.core.errors import ModelError
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.models.build import build_config, build_skeleton
+
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
+INNER_KEYS = ("intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size")
+HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads")
+KEY_VALUE_KEYS = ("num_key_value_heads", "num_kv_heads")
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+PER_LAYER_KEYS = ("layer_types", "mlp_layer_types")
+
+SMALL_WIDTH = 64
+SMALL_LENGTH = 32
+MIN_EXPERTS = 4
+
+
+def shrink(run: RunSpec, plan: Plan, *, vocab_size: int) -> tuple[RunSpec, list[str]]:
+    """The small run, and what was changed, in words."""
+    config = build_config(run.model, vocab_size=vocab_size).get_text_config()
+    overrides, changes = _depth(config)
+    factor = _width_factor(config)
+    while factor >= 1:
+        candidate = {**overrides, **_narrow(config, factor)}
+        small = run.model_copy(
+            update={
+                "model": run.model.model_copy(update={"config": {**run.model.config, **candidate}, "weights": "random"})
+            }
+        )
+        if _builds(small, vocab_size=vocab_size):
+            break
+        factor //= 2
+    else:
+        small, changes = run, []
+    changes += [f"{key} {getattr(config, key)} -> {small.model.config[key]}" for key in _narrow(config, factor)]
+    return _short_rows(small, plan, changes)
+
+
+def without_dropout(run: RunSpec, *, vocab_size: int) -> tuple[RunSpec, list[str]]:
+    """The run with every dropout and jitter probability at zero, and the keys that were not."""
+    config = build_config(run.model, vocab_size=vocab_size).get_text_config()
+    random = [
+        key
+        for key, value in config.to_dict().items()
+        if ("drop" in key or "jitter" in key) and isinstance(value, float) and value > 0
+    ]
+    if not random:
+        return run, []
+    overrides = {**run.model.config, **dict.fromkeys(random, 0.0)}
+    return run.model_copy(update={"model": run.model.model_copy(update={"config": overrides})}), random
+
+
+def _depth(config: Any) -> tuple[dict[str, Any], list[str]]:
+    """The shortest stack that still holds every kind of layer, at least two."""
+    key = _present(config, LAYER_KEYS)
+    if key is None:
+        return {}, []
+    depth = getattr(config, key)
+    wanted = 2
+    for kinds_key in PER_LAYER_KEYS:
+        kinds = getattr(config, kinds_key, None)
+        if isinstance(kinds, list):
+            wanted = max(wanted, max(kinds.index(kind) for kind in set(kinds)) + 1)
+    wanted = max(wanted, int(getattr(config, "first_k_dense_replace", 0) or 0) + 1)
+    if wanted >= depth:
+        return {}, []
+    overrides: dict[str, Any] = {key: wanted}
+    for kinds_key in PER_LAYER_KEYS:
+        if isinstance(getattr(config, kinds_key, None), list):
+            overrides[kinds_key] = getattr(config, kinds_key)[:wanted]
+    return overrides, [f"{key} {depth} -> {wanted}"]
+
+
+def _width_factor(config: Any) -> int:
+    key = _present(config, WIDTH_KEYS)
+    factor = 1
+    while key is not None and getattr(config, key) // (factor * 2) >= SMALL_WIDTH:
+        factor *= 2
+    return factor
+
+
+def _narrow(config: Any, factor: int) -> dict[str, int]:
+    """Widths and heads divided alike, so that the size of a head stays; experts cut to a few."""
+    overrides: dict[str, int] = {}
+    heads_key, kv_key = _present(config, HEAD_KEYS), _present(config, KEY_VALUE_KEYS)
+    heads = getattr(config, heads_key) if heads_key else factor
+    if factor > 1 and heads % factor == 0:
+        for key in (*WIDTH_KEYS, *INNER_KEYS, *HEAD_KEYS):
+            value = getattr(config, key, None)
+            if _is_own(config, key) and isinstance(value, int) and value % factor == 0:
+                overrides[key] = value // factor
+        if kv_key is not None and _is_own(config, kv_key) and isinstance(getattr(config, kv_key), int):
+            overrides[kv_key] = max(1, getattr(config, kv_key) // factor)
+    for key in EXPERT_KEYS:
+        value = getattr(config, key, None)
+        if _is_own(config, key) and isinstance(value, int) and value > MIN_EXPERTS:
+            overrides[key] = max(MIN_EXPERTS, int(getattr(config, "num_experts_per_tok", 1) or 1) * 2)
+    return {key: value for key, value in overrides.items() if value < getattr(config, key)}
+
+
+def _short_rows(run: RunSpec, plan: Plan, changes: list[str]) -> tuple[RunSpec, list[str]]:
+    pieces = plan.mesh.dp_degree * plan.pipeline.microbatches
+    rows = max(pieces, -(-8 // pieces) * pieces)
+    length = min(run.data.sequence_length, SMALL_LENGTH)
+    if run.train.global_batch > rows:
+        changes.append(f"global_batch {run.train.global_batch} -> {rows}")
+        run = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": rows})})
+    if run.data.sequence_length > length:
+        changes.append(f"sequence_length {run.data.sequence_length} -> {length}")
+        run = run.model_copy(update={"data": run.data.model_copy(update={"sequence_length": length})})
+    return run, changes
+
+
+def _builds(run: RunSpec, *, vocab_size: int) -> bool:
+    try:
+        build_skeleton(build_config(run.model, vocab_size=vocab_size), attention=run.model.attention)
+    except ModelError:
+        return False
+    return True
+
+
+def _present(config: Any, keys: tuple[str, ...]) -> str | None:
+    return next((key for key in keys if _is_own(config, key) and isinstance(getattr(config, key, None), int)), None)
+
+
+def _is_own(config: Any, key: str) -> bool:
+    """Whether the config really stores the key: aliases of another key would be set twice."""
+    return key in config.to_dict()

@@ -1,0 +1,71 @@
+"""How far a right result may be from the reference, and why. Every bound of the verifier is made here.
+
+The yardstick is measured, not guessed: the same plain loop runs in float64 (the truth) and in the plan's own precision,
+and the distance between the two is what rounding does to this very quantity in this very model. A layout only changes
+the order of sums, so it may be a few such distances away. The floors cover quantities whose measured distance is zero
+by chance; they follow from the number format alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Unit roundoff: half the gap between 1 and the next number of the format.
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
+
+# Two runs that only differ in the order of sums are each about one measured distance from the truth, in independent
+# directions; the largest ratio seen over families, seeds and plans without a bug was 6.
+SLACK = 16.0
+
+# A sum of n terms has a relative error of about sqrt(n) roundings when they are independent. Losses and norms sum
+# millions of products in float32 at the end, whatever the compute format.
+SUM_ROUNDINGS = 64.0
+
+# Adam divides by the gradient's own size: a weight whose gradient is rounding noise moves by the full rate in a
+# direction that is noise too. One such element in ten thousand is let pass, measured against the whole update.
+NOISE_SHARE = 1e-3
+
+# A tensor this much smaller than the others of its set is rounding noise of the sums it came from (the gradient of a
+# key bias, which is zero in exact arithmetic).
+SMALL_SCALE = 1e-3
+
+# Two runs of one low precision part when a float32 difference of one rounding makes a weight, or an 8-bit code, round
+# the other way. One step flips few of them or none, so that a single pair of references may show no distance at all.
+# Allowed are these shares of the format's roundoff (`flips`), after the first update; the largest seen were a third.
+SCALAR_FLIPS = 2.0**-5
+TENSOR_FLIPS = 2.0**-3
+CODE_ROUNDOFF = 2.0**-9  # of an 8-bit moment, in the upper decade of its block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """An allowed absolute difference, with the measured part and the part that follows from the format."""
+
+    measured: float
+    floor: float
+
+    @property
+    def allowed(self) -> float:
+        return SLACK * self.measured + self.floor
+
+    def share(self, difference: float) -> float:
+        """How much of what is allowed a difference uses."""
+        return difference / self.allowed if self.allowed > 0 else 0.0 if difference == 0 else float("inf")
+
+
+def scalar_bound(*, truth: float, same_precision: float, flips: float = 0.0) -> Bound:
+    """For a loss or a norm: they are accumulated in float32 under every policy. `flips` is relative."""
+    size = max(abs(truth), abs(same_precision))
+    floor = (SUM_ROUNDINGS * UNIT_ROUNDOFF["float32"] + SCALAR_FLIPS * flips) * size
+    return Bound(measured=abs(truth - same_precision), floor=floor)
+
+
+def tensor_bound(*, distance: float, norm: float, update: float, scale: float, dtype: str, flips: float = 0.0) -> Bound:
+    """For a gradient, weight or state tensor, all as 2-norms.
+
+    `distance` is truth against the same precision, `norm` the truth's own, `update` how far training moved it (zero for
+    gradients), `scale` the norm of the whole set over the square root of its tensors: below that, noise is no news.
+    """
+    sums = SUM_ROUNDINGS * UNIT_ROUNDOFF["float32"]  # whatever the format, sums are kept in float32
+    relative = max(UNIT_ROUNDOFF[dtype], sums) + TENSOR_FLIPS * flips
+    return Bound(measured=distance, floor=relative * (norm + SMALL_SCALE * scale) + NOISE_SHARE * update)

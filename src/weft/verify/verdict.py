@@ -1,0 +1,169 @@
+"""The verdict: every check with its outcome, and the first wrong thing in one paragraph. JSON in and out, no torch.
+
+Rules are those of the design that keep numbers right; a finding names the one it breaks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+RULES = {
+    1: "one owner of loss normalisation: sums and token counts, divided once by the whole global batch",
+    2: "the gradient norm follows from ownership",
+    3: "data order is a function of (seed, step) alone",
+    4: "initial weights and dropout do not depend on the layout",
+    5: "checkpoints are logical and resumable on any layout",
+    6: "precision is what was asked",
+    7: "the loss is reduced to the logging rank",
+    9: "coverage is told: what a stage promises is what it does",
+}
+
+# The checks that follow one run step by step: a wrong update of step 1 is the cause of a wrong loss of step 2.
+BY_STEP = ("loss", "gradients", "gradient norm", "first update", "weights", "optimizer state", "evaluation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One wrong thing, as exactly as it is known."""
+
+    rule: int
+    expected: str
+    found: str
+    step: int | None = None
+    parameter: str | None = None
+    coordinates: str | None = None
+
+    def sentence(self) -> str:
+        where = [f"step {self.step}" if self.step is not None else "", self.parameter or "", self.coordinates or ""]
+        place = ", ".join(part for part in where if part)
+        return f"{place + ': ' if place else ''}expected {self.expected}, found {self.found}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One question and its answer. `finding` is there exactly when it is not ok."""
+
+    name: str
+    ok: bool
+    detail: str
+    finding: Finding | None = None
+    margin: float = 0.0  # the largest difference over what is allowed: above 1 is wrong; 0 where bits are compared
+
+    @staticmethod
+    def passed(name: str, detail: str, *, margin: float = 0.0) -> Check:
+        return Check(name=name, ok=True, detail=detail, margin=margin)
+
+    @staticmethod
+    def failed(name: str, finding: Finding) -> Check:
+        return Check(name=name, ok=False, detail=finding.sentence(), finding=finding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worst:
+    """The parameter with the largest relative difference, right or wrong."""
+
+    parameter: str = ""
+    rel_diff: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The answer to: does this plan compute the right thing?"""
+
+    plan: str
+    steps: int
+    checks: tuple[Check, ...]
+    loss_max_abs_diff: float = 0.0
+    grad_norm_max_rel_diff: float = 0.0
+    worst_gradient: Worst = Worst()
+    worst_weight: Worst = Worst()
+    replicated_parameters: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()  # what was shrunk
+    elapsed_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    @property
+    def first_wrong(self) -> Check | None:
+        """The first in the order of the checks, but an earlier step goes before a later one."""
+        failed = [check for check in self.checks if not check.ok]
+        if not failed or failed[0].name not in BY_STEP:
+            return failed[0] if failed else None
+        return min((check for check in failed if check.name in BY_STEP), key=_step_of)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON: a number that is not finite is null."""
+        fields: dict[str, Any] = _without_infinities({"ok": self.ok, **asdict(self)})
+        return fields
+
+    @staticmethod
+    def from_dict(fields: Mapping[str, Any]) -> Verdict:
+        values = {key: value for key, value in fields.items() if key != "ok"}
+        for key in ("loss_max_abs_diff", "grad_norm_max_rel_diff"):
+            values[key] = _number(values[key])
+        values["checks"] = tuple(_check_from(check) for check in values["checks"])
+        for key in ("worst_gradient", "worst_weight"):
+            values[key] = Worst(parameter=values[key]["parameter"], rel_diff=_number(values[key]["rel_diff"]))
+        for key in ("replicated_parameters", "changes"):
+            values[key] = tuple(values[key])
+        return Verdict(**values)
+
+    def text(self) -> str:
+        """What a person reads: the answer, then one line a check, then the first wrong thing and its rule."""
+        lines = [f"{'PASS' if self.ok else 'FAIL'}  {self.plan}"]
+        lines += [f"  {'ok  ' if check.ok else 'FAIL'}  {check.name:18s} {check.detail}" for check in self.checks]
+        wrong = self.first_wrong
+        if wrong is not None and wrong.finding is not None:
+            rule = wrong.finding.rule
+            lines += [
+                "",
+                f"first wrong: {wrong.name}: {wrong.finding.sentence()}",
+                f"breaks rule {rule}: {RULES[rule]}",
+            ]
+        return "\n".join(lines)
+
+
+def _without_infinities(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_infinities(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_infinities(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def _step_of(check: Check) -> int:
+    return (check.finding.step or 0) if check.finding else 0
+
+
+def at_place(finding: Finding, place: str) -> Finding:
+    """The finding with where it was seen."""
+    return replace(finding, coordinates=place)
+
+
+def _check_from(fields: Mapping[str, Any]) -> Check:
+    finding = fields.get("finding")
+    return Check(**{**fields, "finding": Finding(**finding) if finding else None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """Verdicts of several plans over one run, for a table."""
+
+    run: str
+    verdicts: tuple[Verdict, ...] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.verdicts) and all(verdict.ok for verdict in self.verdicts)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, "run": self.run, "verdicts": [verdict.as_dict() for verdict in self.verdicts]}

@@ -1,0 +1,230 @@
+"""The checks that go through the training loop itself: resume on this and on another layout, export, finite data.
+
+Every function is collective; the answers are rank 0's.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.checkpoint import read_tensors
+from weft.checkpoint.layout import step_path
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.engine.state import MODEL, OPTIMIZER
+from weft.train.export import export_run
+from weft.train.job import Job
+from weft.train.process import Process
+from weft.train.run_folder import RunFolder
+from weft.train.worker import run_job
+from weft.verify.checks import check_same_bits, check_scalars, check_tensors
+from weft.verify.exercise import Subject, loop_exercise
+from weft.verify.layouts import other_layout, plan_name
+from weft.verify.reference import Course
+from weft.verify.references import Library, References
+from weft.verify.verdict import Check, Finding, at_place
+
+Progress = Callable[[str], None]
+
+
+class WholeRuns:
+    """Runs of a small training job in folders of their own."""
+
+    def __init__(
+        self, run: RunSpec, process: Process, *, steps: int, scratch: Path, device: torch.device, library: Library
+    ) -> None:
+        self._run = run
+        self._library = library
+        self._process = process
+        self._steps = steps
+        self._scratch = scratch
+        self._device = device
+        self._num_folders = 0
+
+    def check_loop(self, plan: Plan) -> list[Check]:
+        """Train with a checkpoint in the middle; export; go on from the middle on the same and on another layout."""
+        middle = max(1, self._steps // 2)
+        run = self._with(checkpoint={"every": middle, "keep": self._steps + 1, "asynchronous": True, "at_end": True})
+        folder = self._train(run, plan, self._new_folder())
+        straight = self._course_of(folder)
+        references = self._references("loop", run, plan, folder, steps=self._steps)
+        checks = [
+            self._against("training loop", references, straight, self._skipped(folder)),
+            self._export(folder, straight),
+        ]
+        same, other = self._cut_back(folder, middle), self._cut_back(folder, middle)
+        self._train(run, plan, same, resume=True)
+        detail = f"saved at step {middle}, went on to {self._steps}: equal bits"
+        checks.append(check_same_bits("resume", straight, self._course_of(same), rule=5, detail=detail))
+        elsewhere = other_layout(plan)
+        self._train(run, elsewhere, other, resume=True)
+        checks.append(self._near(straight, self._course_of(other), references, elsewhere, middle))
+        return checks
+
+    def check_finite_data(self, plan: Plan) -> Check:
+        """One pass over a text that does not divide: every row once, the end agreed, the tail weighted right."""
+        rows, length = self._run.train.global_batch, self._run.data.sequence_length
+        tail = max(1, rows // 2)
+        text = self._scratch / "finite.txt"
+        if self._process.is_main:
+            text.write_bytes(bytes(97 + index % 23 for index in range((rows + tail) * length + 1)))
+        self._barrier()
+        run = self._with(
+            data={"source": str(text), "tokenizer": "bytes", "epochs": 1, "eval_fraction": 0.0},
+            train={"steps": 10},
+            checkpoint={"every": 0, "at_end": False},
+        )
+        folder = self._train(run, plan, self._new_folder())
+        if not self._process.is_main:
+            return Check.passed("finite data", "")
+        records = RunFolder(folder).read_metrics()
+        expected, found = [rows * length, tail * length], [record.tokens for record in records]
+        if found != expected:
+            finding = Finding(rule=3, expected=f"tokens a step {expected}", found=str(found))
+            return Check.failed("finite data", finding)
+        course = Course(losses=[record.loss for record in records], norms=[record.grad_norm for record in records])
+        references = self._references("finite", run, plan, folder, steps=len(expected))
+        check = self._against("finite data", references, course, self._skipped(folder))
+        detail = f"{len(expected)} steps, the last with {expected[1]} of {expected[0]} tokens"
+        return check if not check.ok else Check.passed("finite data", detail, margin=check.margin)
+
+    def _references(self, name: str, run: RunSpec, plan: Plan, folder: Path, *, steps: int) -> References:
+        """One process over what the loop trained on. A step that float16 skipped is skipped there too."""
+        if not self._process.is_main:
+            return References()
+        subject, skipped = Subject.open(run), self._skipped(folder)
+        return self._library.references(
+            f"{name} {sorted(skipped)}", subject, lambda: loop_exercise(subject, steps=steps, skipped=skipped), plan
+        )
+
+    def _against(self, name: str, references: References, found: Course, skipped: frozenset[int]) -> Check:
+        """Losses, norms and, where the run saved any, final weights against one process."""
+        if not self._process.is_main:
+            return Check.passed(name, "")
+        truth, same = references.truth, references.same
+        if len(skipped) == len(truth.losses):
+            return Check.failed(name, Finding(rule=6, expected="a step without overflow", found="every step skipped"))
+        losses = check_scalars(name, truth.losses, same.losses, found.losses, rule=1)
+        if not losses.ok:
+            return losses
+        taken = [step for step in range(len(truth.norms)) if step not in skipped]
+        norms = check_scalars(
+            name, *([series[step] for step in taken] for series in (truth.norms, same.norms, found.norms)),
+            rule=2, steps=[step + 1 for step in taken],
+        )  # fmt: skip
+        if not norms.ok or not found.weights:
+            return norms
+        parameters = {key: value for key, value in found.weights.items() if key in truth.weights}
+        weights, _ = check_tensors(
+            name, truth.weights, same.weights, parameters,
+            rule=5, dtype="float32", step=len(truth.losses), initial=truth.initial,
+        )  # fmt: skip
+        if not weights.ok:
+            return weights
+        margin = max(losses.margin, norms.margin, weights.margin)
+        return Check.passed(name, f"{len(truth.losses)} steps and the weights it saved", margin=margin)
+
+    def _near(self, straight: Course, resumed: Course, references: References, other: Plan, middle: int) -> Check:
+        """Another layout goes on within rounding of the uninterrupted run; rounding is what the reference shows."""
+        name, place, margin = "resume elsewhere", plan_name(other), 0.0
+        truth, same = references.truth, references.same
+        if len(resumed.losses) != len(straight.losses):
+            finding = Finding(rule=5, expected=f"{len(straight.losses)} steps", found=f"{len(resumed.losses)} steps")
+            return Check.failed(name, finding)
+        taken = [step for step, norm in enumerate(straight.norms) if not math.isinf(norm)]
+        for what, right, rounded, left, value in (
+            ("loss", truth.losses, same.losses, straight.losses, resumed.losses),
+            ("norm", truth.norms, same.norms, straight.norms, resumed.norms),
+        ):
+            near = [left[step] + abs(rounded[step] - right[step]) for step in taken]
+            check = check_scalars(
+                name, [left[step] for step in taken], near, [value[step] for step in taken],
+                rule=5, steps=[step + 1 for step in taken],
+            )  # fmt: skip
+            if check.finding is not None:
+                return Check.failed(name, at_place(check.finding, f"{what} under {place}"))
+            margin = max(margin, check.margin)
+        near_weights = {key: straight.weights[key] + (same.weights[key] - truth.weights[key]) for key in truth.weights}
+        check, _ = check_tensors(
+            name, {key: straight.weights[key] for key in near_weights}, near_weights,
+            {key: value for key, value in resumed.weights.items() if key in near_weights},
+            rule=5, dtype="float32", step=self._steps, initial=truth.initial,
+        )  # fmt: skip
+        if check.finding is not None:
+            return check
+        detail = f"saved at step {middle}, went on as {place}"
+        return Check.passed(name, detail, margin=max(margin, check.margin))
+
+    def _skipped(self, folder: Path) -> frozenset[int]:
+        records = RunFolder(folder).read_metrics() if self._process.is_main else []
+        return frozenset(index for index, record in enumerate(records) if record.skipped)
+
+    def _export(self, folder: Path, straight: Course) -> Check:
+        if not self._process.is_main:
+            return Check.passed("export", "")
+        from transformers import AutoModelForCausalLM
+
+        out = folder.with_name(folder.name + "-export")
+        export_run(folder, out)
+        named = dict(AutoModelForCausalLM.from_pretrained(str(out), dtype=torch.float32).named_parameters())
+        for key, parameter in named.items():
+            if key not in straight.weights or not torch.equal(parameter.detach(), straight.weights[key]):
+                finding = Finding(rule=5, parameter=key, expected="the trained values", found="other values")
+                return Check.failed("export", finding)
+        return Check.passed("export", f"{len(named)} parameters reload with equal bits")
+
+    def _with(self, **sections: dict[str, Any]) -> RunSpec:
+        """The run, as long as the verification, without evaluation, with sections changed."""
+        tables = self._run.model_dump(mode="json", exclude_none=True)
+        tables["train"]["steps"] = self._steps
+        tables["model"]["weights"] = "random"  # the reference draws its own; loading a folder is another matter
+        tables["evaluation"]["every"] = 0
+        tables["logging"]["tensorboard"] = False
+        for section, values in sections.items():
+            tables[section].update(values)
+        return RunSpec.from_tables(tables)
+
+    def _train(self, run: RunSpec, plan: Plan, folder: Path, *, resume: bool = False) -> Path:
+        tables = plan.model_dump(mode="json", exclude_none=True)
+        device: Any = self._device.type
+        run_job(Job.create(run=run, plan_tables=tables, out=folder, resume=resume, device=device, quiet=True))
+        self._barrier()
+        return folder
+
+    def _new_folder(self) -> Path:
+        self._num_folders += 1
+        return self._scratch / f"run-{self._num_folders}"
+
+    def _cut_back(self, folder: Path, step: int) -> Path:
+        """A copy of a run folder as it stood at `step`."""
+        copy = self._new_folder()
+        if self._process.is_main:
+            shutil.copytree(folder, copy)
+            for later in range(step + 1, self._steps + 1):
+                shutil.rmtree(step_path(copy / "checkpoints", later), ignore_errors=True)
+        self._barrier()
+        return copy
+
+    def _course_of(self, folder: Path) -> Course:
+        """Losses, norms and final tensors of a run folder; empty on ranks but 0."""
+        if not self._process.is_main:
+            return Course()
+        records = RunFolder(folder).read_metrics()
+        tensors = dict(read_tensors(step_path(folder / "checkpoints", self._steps)))
+        return Course(
+            losses=[record.loss for record in records],
+            norms=[record.grad_norm for record in records],
+            weights={k.removeprefix(MODEL): v for k, v in tensors.items() if k.startswith(MODEL)},
+            optimizer={k.removeprefix(OPTIMIZER): v for k, v in tensors.items() if k.startswith(OPTIMIZER)},
+        )
+
+    def _barrier(self) -> None:
+        if self._process.world_size > 1:
+            dist.barrier()

@@ -1,0 +1,103 @@
+"""What every rank of a verification runs: join, shrink, then one plan after the other; rank 0 writes the verdicts."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from weft.core.plan import Plan, require_executable
+from weft.core.run_spec import RunSpec
+from weft.data import open_corpus
+from weft.train.process import Process, join, leave, phase, report_failures
+from weft.verify.layouts import plan_name
+from weft.verify.request import Request
+from weft.verify.session import Session
+from weft.verify.shrink import shrink
+from weft.verify.verdict import Verdict
+
+_PATH_BYTES = 1024
+
+
+def run_request(request: Request, *, progress: Callable[[str, str], None] | None = None) -> list[Verdict]:
+    """Verify every plan of the request; the verdicts are meaningful on rank 0. Collective."""
+    plans = [Plan.from_tables(tables) for tables in request.plans]
+    for plan in plans:
+        require_executable(plan)
+    device_type = "cuda" if request.device == "cuda" else "cpu"
+    process = join(device_type=device_type, timeout_s=request.run.train.collective_timeout_s)  # type: ignore[arg-type]
+    try:
+        with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
+            scratch = _agree_on_path(Path(folder), process)
+            verdicts = _verify_all(request, plans, process, scratch, progress or (lambda *_: None))
+            if process.world_size > 1:
+                dist.barrier()  # rank 0's folder must outlive everybody's reading
+            return verdicts
+    finally:
+        leave()
+
+
+def _verify_all(
+    request: Request, plans: list[Plan], process: Process, scratch: Path, progress: Callable[[str, str], None]
+) -> list[Verdict]:
+    device = torch.device(request.device, process.local_rank) if request.device == "cuda" else torch.device("cpu")
+    with phase("opening the data"):
+        if process.is_main:
+            open_corpus(request.run.data)
+        if process.world_size > 1:
+            dist.barrier()
+    sessions: dict[str, Session] = {}
+    verdicts = []
+    for plan in plans:
+        run, changes = _small_run(request, plan)
+        key = run.to_toml()
+        if key not in sessions:
+            sessions[key] = Session(run, process, steps=request.steps, scratch=scratch, device=device)
+        name = plan_name(plan)
+        with phase(f"verifying {name}"):
+            told = functools.partial(progress, name)
+            verdicts.append(sessions[key].verify(plan, changes=tuple(changes), progress=told))
+    return verdicts
+
+
+def _small_run(request: Request, plan: Plan) -> tuple[RunSpec, list[str]]:
+    if request.as_is:
+        return request.run, []
+    corpus = open_corpus(request.run.data)
+    return shrink(request.run, plan, vocab_size=corpus.vocab_size)
+
+
+def _agree_on_path(folder: Path, process: Process) -> Path:
+    """Rank 0's temporary folder, on every rank."""
+    letters = torch.zeros(_PATH_BYTES, dtype=torch.uint8)
+    if process.is_main:
+        name = str(folder).encode()
+        letters[: len(name)] = torch.tensor(list(name), dtype=torch.uint8)
+    if process.world_size > 1:
+        dist.broadcast(letters, src=0)
+    return Path(bytes(letters.tolist()).rstrip(b"\0").decode())
+
+
+def main() -> None:
+    """A launched rank."""
+    with report_failures():
+        request = Request.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        verdicts = run_request(request, progress=_tell)
+        if request.answer is not None and verdicts and verdicts[0].checks and _is_main():
+            Path(request.answer).write_text(json.dumps([verdict.as_dict() for verdict in verdicts]), encoding="utf-8")
+
+
+def _is_main() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _tell(plan: str, what: str) -> None:
+    if _is_main():
+        print(f"{plan}: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,61 @@
+"""Runs commands given as JSON lists on stdin, each in a fork of this process: importing torch a dozen times is slow.
+
+["weft", ...] is what the `weft` command does; ["python", FILE] runs a script. Answers {"code", "output"} on stdout.
+"""
+
+import json
+import os
+import runpy
+import sys
+import tempfile
+import threading
+import traceback
+from importlib import import_module
+from typing import TextIO
+
+from weft.cli.main import main
+from weft.train.quiet import quiet_libraries
+
+# torch._dynamo: DTensor imports it on first use.
+WARM = ("torch._dynamo", "torch.utils.tensorboard", "transformers.models.llama.modeling_llama", "weft.train.worker")
+
+
+def run(words: list[str], output: TextIO) -> int:
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number in (1, 2):
+            os.dup2(output.fileno(), number)
+        sys.argv = words if words[0] == "weft" else words[1:]
+        if words[0] == "weft":
+            main()
+        else:
+            runpy.run_path(words[1], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def serve() -> None:
+    quiet_libraries()
+    for name in WARM:
+        import_module(name)
+    if threading.active_count() > 1:
+        raise RuntimeError("a fork would lose the threads that imports have started")
+    for line in sys.stdin:
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+            code = run(json.loads(line), output)
+            output.seek(0)
+            print(json.dumps({"code": code, "output": output.read()}), flush=True)
+
+
+serve()

@@ -1,0 +1,82 @@
+"""Verifications inside the ranks of a test: small runs as tables, one session for several plans or mutations.
+
+A session's references are computed before anything is mutated; so only the plan's side is ever wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.data import open_corpus
+from weft.train.process import join, leave
+from weft.train.quiet import quiet_libraries
+from weft.verify.session import Session
+
+Tables = dict[str, Any]
+Mutation = Callable[[], AbstractContextManager[None]]
+ROTARY: Tables = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+MODELS: dict[str, Tables] = {
+    "llama": {"type": "llama", "config": ROTARY},
+    "qwen3-tied": {"type": "qwen3", "config": {**ROTARY, "head_dim": 8, "tie_word_embeddings": True}},
+    "gpt2": {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}},
+    "mixtral": {"type": "mixtral", "config": {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2}},
+    "gemma2": {"type": "gemma2", "config": {**ROTARY, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}},
+    "olmo2": {"type": "olmo2", "config": ROTARY},
+}
+
+
+def small_run(corpus: str, *, model: str = "llama", train: Tables | None = None, data: Tables | None = None) -> Tables:
+    """The tables of a run of a few thousand weights over `corpus`."""
+    settings: Tables = {"steps": 20, "global_batch": 8, "learning_rate": 1e-2, "warmup_steps": 2, "seed": 3}
+    return {
+        "model": MODELS[model],
+        "data": {"source": corpus, "tokenizer": "bytes", "sequence_length": 16, "eval_fraction": 0.2, **(data or {})},
+        "train": {**settings, **(train or {})},
+    }
+
+
+@contextmanager
+def open_session(run: Tables, scratch: str, *, steps: int) -> Iterator[Session]:
+    """A session on the ranks that are here; `scratch` is an empty folder."""
+    os.environ["XDG_CACHE_HOME"] = str(Path(scratch, "cache"))
+    quiet_libraries()
+    process = join(device_type="cpu", timeout_s=60.0)
+    spec = RunSpec.from_tables(run)
+    if process.is_main:
+        open_corpus(spec.data)
+    dist.barrier()
+    yield Session(spec, process, steps=steps, scratch=Path(scratch), device=torch.device("cpu"))
+    leave()
+
+
+def verdicts_in_rank(
+    rank: int, _world: int, run: Tables, plans: list[Tables], scratch: str, steps: int = 4
+) -> list[Tables]:
+    """One verdict a plan, as JSON, on rank 0."""
+    with open_session(run, scratch, steps=steps) as session:
+        verdicts = [session.verify(Plan.from_tables(plan)).as_dict() for plan in plans]
+    return verdicts if rank == 0 else []
+
+
+def mutated_verdicts_in_rank(
+    rank: int, run: Tables, plan: Tables, scratch: str, mutations: dict[str, Mutation], steps: int = 4
+) -> dict[str, Tables]:
+    """The verdict on each mutation by name, and under "" that on the code as it is, which comes first."""
+    with open_session(run, scratch, steps=steps) as session:
+        verdicts = {}
+        for name, mutation in {"": nullcontext, **mutations}.items():
+            with mutation():
+                verdicts[name] = session.verify(Plan.from_tables(plan), until_wrong=name != "").as_dict()
+    return verdicts if rank == 0 else {}

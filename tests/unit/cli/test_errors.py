@@ -1,0 +1,105 @@
+"""Errors as a user meets them: an exit code, one sentence with its code, a hint, no stack trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_run import call_weft, train_here
+
+TRAIN = ("train", "run.toml", "--out", "run")
+# arguments, error code, what the sentence names, what the hint offers
+BAD_REQUESTS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
+    "misspelt key": ((*TRAIN, "--set", "train.learning_rat=1"), "W102", "'learning_rat'", "'learning_rate'"),
+    "misspelt section": ((*TRAIN, "--set", "trian.steps=1"), "W102", "'trian'", "'train'"),
+    "misspelt model key": (
+        (*TRAIN, "--set", "model.config.hiden_size=8"),
+        "W301",
+        "'hiden_size'",
+        "'hidden_size'",
+    ),
+    "not section.key=value": ((*TRAIN, "--set", "steps"), "W103", "'steps'", "train.steps=50"),
+    "wrong value": ((*TRAIN, "--set", "train.steps=0"), "W103", "train.steps", "at least 1"),
+    "unknown model": ((*TRAIN, "--set", "model.type=lama"), "W301", "'lama'", "llama"),
+    "unknown option": (("train", "--nprocs", "2"), "W100", "--nprocs", "--help"),
+    "no such file": (("train", "none.toml"), "W101", "none.toml", "check the path"),
+    "no such data": ((*TRAIN, "--set", "data.source=none.txt"), "W401", "none.txt", ""),
+    "indivisible batch": ((*TRAIN, "--nproc", "3"), "W203", "global batch of 8", "6 or 9"),
+    "indivisible micro-batches": ((*TRAIN, "--set", "pipeline.microbatches=3"), "W203", "3 micro-batches", "6 or 9"),
+    "mesh against ranks": (
+        (*TRAIN, "--nproc", "2", "--set", "mesh.dp_shard=4", "--set", "data_parallel.zero=3"),
+        "W202",
+        "4 ranks",
+        "--nproc 4",
+    ),
+    "plan against itself": (
+        (*TRAIN, "--set", "mesh.dp_shard=2", "--set", "data_parallel.zero=0"),
+        "W201",
+        "zero = 0",
+        "dp_replicate",
+    ),
+    "a plan of the future": ((*TRAIN, "--nproc", "2", "--set", "mesh.tp=2"), "W204", "tensor parallelism", "README"),
+    "no GPUs": ((*TRAIN, "--device", "cuda"), "W205", "GPU", "--device cpu"),
+    "DataParallel without GPUs": (
+        (*TRAIN, "--set", "data_parallel.strategy=dataparallel"),
+        "W205",
+        "GPU",
+        "",
+    ),
+    "short data": ((*TRAIN, "--set", "data.sequence_length=100000"), "W401", "100000", "sequence_length"),
+    "no such frozen parameter": ((*TRAIN, "--set", 'train.frozen=["*.nothing"]'), "W103", "'*.nothing'", "*"),
+    "resume of no run": (("train", "--resume", "."), "W501", "not a run folder", "weft train"),
+    "resume with an out": (("train", "--resume", ".", "--out", "x"), "W103", "--resume", "--set"),
+    "export of no run": (("export", ".", "--out", "hf"), "W501", "not a run folder", "weft train"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_a_bad_request_is_one_sentence_and_a_hint(case: str, here: Path) -> None:
+    arguments, error_code, names, hint = BAD_REQUESTS[case]
+    code, out, err = call_weft(*arguments)
+    assert (code, out) == (2, ""), err
+    [sentence] = [line for line in err.splitlines() if line.startswith("error [")]
+    assert sentence.startswith(f"error [{error_code}]: ")
+    assert names in sentence
+    [offer] = [line for line in err.splitlines() if line.startswith("hint: ")]
+    assert hint in offer
+    assert "Traceback" not in err
+
+
+def test_with_json_the_error_is_an_object_on_stdout(here: Path) -> None:
+    code, out, err = call_weft("train", "none.toml", "--json")
+    found = json.loads(out)
+    assert (code, found["code"], found["exit_code"]) == (2, "W101", 2)
+    assert f"error [W101]: {found['message']}" in err
+
+
+def test_an_out_folder_in_the_way_is_left_alone(here: Path) -> None:
+    (here / "run").mkdir()
+    (here / "run" / "notes.txt").write_text("mine")
+    code, _, err = call_weft(*TRAIN)
+    assert code == 2
+    assert "error [W501]: " in err
+    assert "--resume" in err
+    assert [path.name for path in (here / "run").iterdir()] == ["notes.txt"]
+
+
+def test_a_run_without_checkpoints_cannot_be_resumed(here: Path, corpus: Path) -> None:
+    train_here(here / "run", corpus, {"train.steps": 1, "checkpoint.at_end": False})
+    code, _, err = call_weft("train", "--resume", "run")
+    assert code == 2
+    assert "error [W601]: " in err
+    assert "hint: " in err
+    assert "Traceback" not in err
+    code, _, err = call_weft("export", "run", "--out", "hf")
+    assert code == 2
+    assert "error [W601]: " in err
+
+
+def test_numbers_that_are_not_finite_end_the_run_with_three(here: Path) -> None:
+    code, _, err = call_weft(*TRAIN, "--set", "train.learning_rate=1e30", "--set", "train.warmup_steps=0")
+    assert code == 3
+    assert "error [W702]: " in err
+    assert "learning_rate" in err
+    assert "Traceback" not in err
