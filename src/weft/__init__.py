@@ -18,12 +18,12 @@ _HOME = {
     "Engine": "weft.engine.engine",
 }
 
-__all__ = ["Engine", "Plan", "RunSpec", "StepRecord", "WeftError", "__version__", "train"]
+__all__ = ["Engine", "Plan", "RunSpec", "StepRecord", "WeftError", "__version__", "train", "verify"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train":  # the room itself is callable: weft.train(run, plan)
-        return import_module("weft.train")
+    if name in ("train", "verify"):  # the rooms themselves are callable: weft.train(run, plan)
+        return import_module(f"weft.{name}")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'weft' has no attribute {name!r}")

@@ -112,6 +112,7 @@ def test_parallel_axes_inside_the_engine_are_strangers() -> None:
         ["-m", "weft", "train", "--help"],
         ["-m", "weft", "export", "--help"],
         ["-m", "weft", "report", "--help"],
+        ["-m", "weft", "verify", "--help"],
         ["-m", "weft", "plan", "--help"],
         ["-m", "weft", "train", "missing.toml"],
     ],
@@ -134,9 +135,19 @@ def test_torch_is_not_imported(arguments: list[str]) -> None:
 
 
 def test_public_names_are_the_documented_ones_and_resolve() -> None:
-    assert set(weft.__all__) == {"Engine", "Plan", "RunSpec", "StepRecord", "WeftError", "__version__", "train"}
+    assert set(weft.__all__) == {
+        "Engine",
+        "Plan",
+        "RunSpec",
+        "StepRecord",
+        "WeftError",
+        "__version__",
+        "train",
+        "verify",
+    }
     for name in weft.__all__:
         assert getattr(weft, name) is not None
     assert callable(weft.train)
+    assert callable(weft.verify)
     with pytest.raises(AttributeError):
         _ = weft.no_such_name

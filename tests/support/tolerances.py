@@ -26,9 +26,6 @@ SAMPLING_SIGMAS = 6.0
 # A row computed alone or in a batch, in float32: matrix products of another height sum in another order.
 SAME_ROW_ABS = 5e-6
 
-# One backward under another layout against one process, gradient by gradient: sums in another order, relative to the
-# largest entry of the gradient.
-
 # AdamW divides by the root of a second moment quantised to 8 bits: a rounding of the gradient can move a code by one
 # (1/256 of a block's largest), and so a weight by a fraction of the learning rate in each of a few steps.
 LOWBIT_SAME_LOSS_ABS = 1e-4

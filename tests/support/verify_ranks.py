@@ -33,6 +33,8 @@ MODELS: dict[str, Tables] = {
     "gpt2": {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}},
     "mixtral": {"type": "mixtral", "config": {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2}},
     "gemma2": {"type": "gemma2", "config": {**ROTARY, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}},
+    # wide enough that an 8-bit optimizer quantises its moments
+    "llama-wide": {"type": "llama", "config": {**ROTARY, "hidden_size": 64, "intermediate_size": 128}},
     "olmo2": {"type": "olmo2", "config": ROTARY},
 }
 

@@ -32,8 +32,10 @@ class StepRecord:
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> StepRecord:
         known = {field.name for field in dataclasses.fields(StepRecord)}
-        values = {key: value for key, value in fields.items() if key in known}
-        return StepRecord(**{key: math.nan if value is None else value for key, value in values.items()})
+        values: dict[str, Any] = {key: value for key, value in fields.items() if key in known}
+        for key in ("loss", "grad_norm"):
+            values[key] = math.nan if values.get(key) is None else values[key]
+        return StepRecord(**values)
 
 
 def _is_not_finite(value: Any) -> bool:

@@ -26,15 +26,19 @@ def check_scalars(
     *,
     rule: int,
     steps: Sequence[int] | None = None,
-    flips: float = 0.0,
+    drifts: Sequence[float] | None = None,
 ) -> Check:
-    """A series of losses or norms, step by step; `steps` numbers them where they are not 1, 2, 3 and so on."""
+    """A series of losses or norms, step by step; `steps` numbers them where they are not 1, 2, 3 and so on.
+
+    `drifts` is what is allowed beside the bound, one for each value.
+    """
     if len(found) != len(truth):
         finding = Finding(rule=rule, expected=f"{len(truth)} values", found=f"{len(found)} values")
         return Check.failed(name, finding)
     worst = margin = 0.0
-    for step, right, rounded, value in zip(steps or range(1, len(truth) + 1), truth, same, found, strict=True):
-        bound = scalar_bound(truth=right, same_precision=rounded, flips=flips)
+    numbers, extra = steps or range(1, len(truth) + 1), drifts or [0.0] * len(truth)
+    for step, right, rounded, value, drift in zip(numbers, truth, same, found, extra, strict=True):
+        bound = scalar_bound(truth=right, same_precision=rounded, drift=drift)
         difference = abs(value - right)
         if not difference <= bound.allowed:  # NaN is never within a bound
             return Check.failed(name, Finding(rule=rule, step=step, expected=_near(right, bound), found=f"{value:.9g}"))
@@ -54,22 +58,27 @@ def check_tensors(
     step: int | None = None,
     owners: Mapping[str, list[tuple[int, int]]] | None = None,
     describe_rank: Coordinates | None = None,
-    flips: float = 0.0,
+    drifts: Mapping[str, float] | None = None,
 ) -> tuple[Check, Worst]:
-    """Every tensor by its 2-norm of differences; missing and extra ones are wrong too. `flips`: see tolerances."""
+    """Every tensor by its 2-norm of differences; missing and extra ones are wrong too.
+
+    `drifts` is what is allowed beside the bound, by name.
+    """
     for key in sorted(set(truth) ^ set(found)):
         what = ("a value", "none") if key in truth else ("none", "a value")
         return Check.failed(name, Finding(rule=rule, step=step, parameter=key, expected=what[0], found=what[1])), Worst(
             parameter=key, rel_diff=math.inf
         )
-    scale = math.sqrt(sum(_norm(value) ** 2 for value in truth.values()) / max(1, len(truth)))
+    scale = math.sqrt(sum(norm_of(value) ** 2 for value in truth.values()) / max(1, len(truth)))
     worst, wrong, margin = Worst(), None, 0.0
     for key, right in truth.items():
-        difference = _distance(found[key], right)
-        update = _distance(right, initial[key]) if initial and key in initial else 0.0
-        distance = _distance(same[key], right)
-        bound = tensor_bound(distance=distance, norm=_norm(right), update=update, scale=scale, dtype=dtype, flips=flips)
-        relative = difference / (_norm(right) or 1.0)
+        difference = distance_of(found[key], right)
+        update = distance_of(right, initial[key]) if initial and key in initial else 0.0
+        distance, drift = distance_of(same[key], right), drifts[key] if drifts else 0.0
+        bound = tensor_bound(
+            distance=distance, norm=norm_of(right), update=update, scale=scale, dtype=dtype, drift=drift
+        )
+        relative = difference / (norm_of(right) or 1.0)
         relative = math.inf if math.isnan(relative) else relative
         margin = max(margin, bound.share(difference))
         if relative > worst.rel_diff:
@@ -129,14 +138,14 @@ def _tensor_finding(
     place = f"element {list(index)}"
     if owner is not None and describe is not None:
         place += f" on {describe(owner)}"
-    norm = _norm(right) or 1.0
+    norm = norm_of(right) or 1.0
     return Finding(
         rule=rule,
         step=step,
         parameter=key,
         coordinates=place,
         expected=f"{right.flatten()[flat].item():.6g} (whole tensor within {bound.allowed / norm:.1e} of its norm)",
-        found=f"{found.flatten()[flat].item():.6g} (off by {_distance(found, right) / norm:.1e})",
+        found=f"{found.flatten()[flat].item():.6g} (off by {distance_of(found, right) / norm:.1e})",
     )
 
 
@@ -147,11 +156,11 @@ def owner_of(rows_by_rank: list[tuple[int, int]] | None, row: int) -> int | None
     return None
 
 
-def _norm(tensor: torch.Tensor) -> float:
+def norm_of(tensor: torch.Tensor) -> float:
     return float(tensor.double().norm())
 
 
-def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
+def distance_of(first: torch.Tensor, second: torch.Tensor) -> float:
     if first.shape != second.shape:
         return math.inf
     return float((first.double() - second.double()).norm())

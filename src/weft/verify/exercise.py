@@ -148,10 +148,13 @@ def make_uneven(
 def plan_precision(plan: Plan, train: TrainSpec) -> Precision:
     """The plan's own precision for one process."""
     policy = plan.precision.policy()
+    scale = LOSS_SCALE if policy.loss_scaling else 1.0
+    if policy.is_mixed and plan.data_parallel.zero == 0:
+        scale *= plan.mesh.dp_degree  # DDP averages, so the loss goes in times the ranks, and rounds there
     return Precision(
         compute=getattr(torch, policy.weights),
         master=getattr(torch, policy.master_weights),
-        loss_scale=LOSS_SCALE if policy.loss_scaling else 1.0,
+        loss_scale=scale,
         has_8bit_moments=train.optimizer == "adamw8bit",
     )
 

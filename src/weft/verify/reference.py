@@ -29,7 +29,7 @@ class Precision:
 
     compute: torch.dtype
     master: torch.dtype
-    loss_scale: float = 1.0  # float16 only: a power of two, so scaling and unscaling are exact
+    loss_scale: float = 1.0  # what the loss is multiplied by before low-precision backward, and gradients divided by
     has_8bit_moments: bool = False
 
     @property
@@ -174,7 +174,8 @@ def _backward(
 def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The summed loss of the rows, in float32 or better."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    logits = model(**inputs).logits
+    # With a cache (the default) Hugging Face models do not look for documents in position_ids.
+    logits = model(**inputs, use_cache=False).logits
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
 
@@ -191,6 +192,8 @@ def _evaluate(model: nn.Module, batches: Sequence[Batch]) -> float:
 def _cast(model: nn.Module, precision: Precision) -> nn.Module:
     """Parameters in the compute dtype. Buffers (rotary frequencies) keep their own unless all is float64."""
     if precision.compute == torch.float64:
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # type: ignore[operator]  # the grouped kernels know no float64
         return model.double()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(precision.compute)

@@ -7,7 +7,7 @@ the verdict is rank 0's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,15 @@ from weft.models.initial import InitialWeights
 from weft.models.layout import describe
 from weft.train.process import Process
 from weft.train.rate import learning_rate_at
-from weft.verify.checks import check_same_bits, check_scalars, check_tensors, owner_of, worst_scalars
+from weft.verify.checks import (
+    check_same_bits,
+    check_scalars,
+    check_tensors,
+    distance_of,
+    norm_of,
+    owner_of,
+    worst_scalars,
+)
 from weft.verify.evidence import Evidence, collect
 from weft.verify.exercise import (
     LOSS_SCALE,
@@ -36,9 +44,9 @@ from weft.verify.exercise import (
 )
 from weft.verify.facts import check_collectives, check_dtypes, check_initial, check_replicas, check_rows
 from weft.verify.layouts import coordinates_of, plan_name
-from weft.verify.reference import Course, Exercise
+from weft.verify.reference import Course, Exercise, Tensors
 from weft.verify.references import Library, References
-from weft.verify.tolerances import CODE_ROUNDOFF, UNIT_ROUNDOFF
+from weft.verify.tolerances import CODE_ROUNDOFF, UNIT_ROUNDOFF, scalar_drift, tensor_drift
 from weft.verify.verdict import Check, Verdict, Worst, at_place
 from weft.verify.whole_runs import WholeRuns
 
@@ -169,7 +177,7 @@ class Session:
             check_collectives(plan, found),
         ]
         if references.reordered is not None:
-            checks.insert(-1, self._same_precision(plan, same, references.reordered, found))
+            checks.insert(-1, self._same_precision(plan, references, found))
         return checks
 
     def _gradients(
@@ -181,7 +189,14 @@ class Session:
         )  # fmt: skip
 
     def _weights(
-        self, plan: Plan, right: Course, near: Course, found: Evidence, *, after: int, flips: float = 0.0
+        self,
+        plan: Plan,
+        right: Course,
+        near: Course,
+        found: Evidence,
+        *,
+        after: int,
+        drifts: Mapping[str, float] | None = None,
     ) -> tuple[Check, Worst]:
         """The weights after the first update or after the last one."""
         name = "weights" if after > 1 else "first update"
@@ -191,36 +206,48 @@ class Session:
         parameters = {key: value for key, value in weights.items() if key in found.initial}
         return check_tensors(
             name, right_weights, near_weights, parameters, rule=2, dtype="float32", step=after,
-            initial=right.initial, owners=found.owners, describe_rank=partial(coordinates_of, plan), flips=flips,
+            initial=right.initial, owners=found.owners, describe_rank=partial(coordinates_of, plan), drifts=drifts,
         )  # fmt: skip
 
     def _optimizer_state(
-        self, plan: Plan, right: Course, near: Course, found: Evidence, *, flips: float = 0.0
+        self, plan: Plan, right: Course, near: Course, found: Evidence, *, drifts: Mapping[str, float] | None = None
     ) -> Check:
         owners = {key: found.owners.get(key.rpartition(".")[0], []) for key in found.optimizer}
         check, _ = check_tensors(
             "optimizer state", right.optimizer, near.optimizer, found.optimizer, rule=2, dtype="float32",
-            step=self.steps, owners=owners, describe_rank=partial(coordinates_of, plan), flips=flips,
+            step=self.steps, owners=owners, describe_rank=partial(coordinates_of, plan), drifts=drifts,
         )  # fmt: skip
         return check
 
-    def _same_precision(self, plan: Plan, same: Course, reordered: Course, found: Evidence) -> Check:
+    def _same_precision(self, plan: Plan, references: References, found: Evidence) -> Check:
         """Against one process in the plan's own precision, within what another order of sums does to it."""
-        precision = plan_precision(plan, self.subject.run.train)
-        compute = UNIT_ROUNDOFF[str(precision.compute).removeprefix("torch.")]
-        flips = max(compute, CODE_ROUNDOFF) if precision.has_8bit_moments else compute
+        truth, same, reordered = references.truth, references.same, references.reordered or references.same
+        roundoff = self._roundoff(plan)
 
-        def scalars(what: str, right: list[float], near: list[float], value: list[float], steps: list[int]) -> Check:
-            return check_scalars(what, right, near, value, rule=6, steps=steps, flips=flips)
+        def scalars(what: str, right: list[float], low: list[float], near: list[float], value: list[float]) -> Check:
+            drifts = [
+                scalar_drift(distance=abs(a - b), size=abs(b), roundoff=roundoff)
+                for a, b in zip(right, low, strict=True)
+            ]
+            steps = list(range(1, self.steps + 1)) if len(low) == self.steps else [1, self.steps]
+            if what != "evaluation":
+                drifts[0] = 0.0  # before any update there is nothing to flip
+            return check_scalars(what, low, near, value, rule=6, steps=steps, drifts=drifts)
 
-        every, ends = list(range(1, self.steps + 1)), [1, self.steps]
+        def drifts(right: Tensors, low: Tensors) -> dict[str, float]:
+            return {
+                key: tensor_drift(distance=distance_of(right[key], low[key]), norm=norm_of(low[key]), roundoff=roundoff)
+                for key in low
+            }
+
+        weights, states = drifts(truth.weights, same.weights), drifts(truth.optimizer, same.optimizer)
         parts = [
-            scalars("loss", same.losses, reordered.losses, found.losses, every),
-            self._gradients(plan, same, reordered, found)[0],  # before any update: no flips
-            scalars("gradient norm", same.norms, reordered.norms, found.norms, every),
-            self._weights(plan, same, reordered, found, after=self.steps, flips=flips)[0],
-            self._optimizer_state(plan, same, reordered, found, flips=flips),
-            scalars("evaluation", same.eval_losses, reordered.eval_losses, found.eval_losses, ends),
+            scalars("loss", truth.losses, same.losses, reordered.losses, found.losses),
+            self._gradients(plan, same, reordered, found)[0],
+            scalars("gradient norm", truth.norms, same.norms, reordered.norms, found.norms),
+            self._weights(plan, same, reordered, found, after=self.steps, drifts=weights)[0],
+            self._optimizer_state(plan, same, reordered, found, drifts=states),
+            scalars("evaluation", truth.eval_losses, same.eval_losses, reordered.eval_losses, found.eval_losses),
         ]
         for part in parts:
             if part.finding is not None:
@@ -229,15 +256,20 @@ class Session:
         margin = max(part.margin for part in parts)
         return Check.passed("same precision", "losses, gradients, weights and states of one process", margin=margin)
 
+    def _roundoff(self, plan: Plan) -> float:
+        """Of the coarsest format that takes part."""
+        precision = plan_precision(plan, self.subject.run.train)
+        compute = UNIT_ROUNDOFF[str(precision.compute).removeprefix("torch.")]
+        return max(compute, CODE_ROUNDOFF) if precision.has_8bit_moments else compute
+
     def _accumulation(self, plan: Plan, references: References) -> list[Check]:
         """The first step of the same global batch, cut in other ways."""
         truth, same = references.truth, references.same
         rows = self.subject.run.train.global_batch // plan.mesh.dp_degree
         cuts = [count for count in range(1, rows + 1) if rows % count == 0 and count != plan.pipeline.microbatches]
-        for count in cuts[:OTHER_CUTS]:
-            loss, norm = self._first_step(plan, microbatches=count)
-            if not self.process.is_main:
-                continue
+        # All ranks take all first steps before anything is judged: a rank that knows the answer must not leave early.
+        steps = {count: self._first_step(plan, microbatches=count) for count in cuts[:OTHER_CUTS]}
+        for count, (loss, norm) in steps.items() if self.process.is_main else ():
             for what, right, rounded, value in (
                 ("loss", truth.losses, same.losses, loss),
                 ("norm", truth.norms, same.norms, norm),

@@ -96,14 +96,18 @@ class Verdict:
             return failed[0] if failed else None
         return min((check for check in failed if check.name in BY_STEP), key=_step_of)
 
+    @property
+    def _first_name(self) -> str | None:
+        return self.first_wrong.name if self.first_wrong else None
+
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON: a number that is not finite is null."""
-        fields: dict[str, Any] = _without_infinities({"ok": self.ok, **asdict(self)})
+        fields: dict[str, Any] = _without_infinities({"ok": self.ok, "first_wrong": self._first_name, **asdict(self)})
         return fields
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> Verdict:
-        values = {key: value for key, value in fields.items() if key != "ok"}
+        values = {key: value for key, value in fields.items() if key not in ("ok", "first_wrong")}
         for key in ("loss_max_abs_diff", "grad_norm_max_rel_diff"):
             values[key] = _number(values[key])
         values["checks"] = tuple(_check_from(check) for check in values["checks"])

@@ -22,13 +22,10 @@ def plans_for(world: int) -> dict[str, dict[str, Any]]:
             f"ZeRO-{zero} x{world}": {"mesh": {"dp_shard": world}, "data_parallel": {"zero": zero}}
             for zero in (1, 2, 3)
         }
-        layouts[f"DDP x{world}"] = {"mesh": {"dp_replicate": world}}
+    if world == 2:
+        layouts["DDP x2"] = {"mesh": {"dp_replicate": 2}}
     if world == 4:
-        for zero in (1, 2, 3):
-            layouts[f"HSDP 2x2 ZeRO-{zero}"] = {
-                "mesh": {"dp_replicate": 2, "dp_shard": 2},
-                "data_parallel": {"zero": zero},
-            }
+        layouts["HSDP 2x2"] = {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "data_parallel": {"zero": 3}}
     return {
         f"{name}, {count} micro-batches": {**tables, "pipeline": {"microbatches": count}}
         for name, tables in layouts.items()

@@ -1,0 +1,84 @@
+"""Quiet when right: healthy runs of many kinds pass every check. The slow campaign is fifty of them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gloo_ranks import run_ranks
+from verify_ranks import MODELS, Tables, small_run, verdicts_in_rank
+
+SHARDED, REPLICATED = {"dp_shard": 2}, {"dp_replicate": 2}
+
+
+def plan(stage: int, *, microbatches: int = 1, preset: str = "fp32", mesh: dict[str, int] | None = None) -> Tables:
+    return {
+        "mesh": mesh or (SHARDED if stage else REPLICATED),
+        "data_parallel": {"zero": stage},
+        "pipeline": {"microbatches": microbatches},
+        "precision": {"preset": preset},
+    }
+
+
+# model, plan, train settings, data settings
+HEALTHY: dict[str, tuple[str, Tables, Tables, Tables]] = {
+    "plain": ("olmo2", plan(3, microbatches=2), {"schedule": "linear"}, {}),
+    "bf16, tied, no clipping": ("qwen3-tied", plan(2, microbatches=2, preset="bf16"), {"clip_norm": 0.0}, {}),
+    "fp16, sgd": ("llama", plan(0, microbatches=2, preset="fp16"), {"optimizer": "sgd", "learning_rate": 0.1}, {}),
+    "8-bit moments": ("llama-wide", plan(3), {"optimizer": "adamw8bit"}, {}),
+    "adam, frozen, experts": ("mixtral", plan(1), {"optimizer": "adam", "frozen": ["*.norm.weight", "lm_head.*"]}, {}),
+    "documents apart, dropout": ("gpt2", plan(0, microbatches=4), {}, {"isolate_documents": True}),
+}
+
+
+def wrong(verdicts: list[Tables]) -> list[str]:
+    return [
+        f"{verdict['plan']}: {check['name']}: {check['detail']}"
+        for verdict in verdicts
+        for check in verdict["checks"]
+        if not check["ok"]
+    ]
+
+
+@pytest.mark.parametrize("case", HEALTHY)
+def test_a_healthy_run_raises_no_alarm(case: str, corpus: Path, tmp_path: Path) -> None:
+    model, tables, train, data = HEALTHY[case]
+    run = small_run(str(corpus), model=model, train=train, data=data)
+    verdicts = run_ranks(verdicts_in_rank, 2, run, [tables], str(tmp_path), timeout_s=300)[0]
+    assert not wrong(verdicts)
+    names = [check["name"] for check in verdicts[0]["checks"]]
+    assert len(names) == len(set(names)) >= 17
+    assert ("same precision" in names) == (case in ("bf16, tied, no clipping", "fp16, sgd", "8-bit moments"))
+
+
+def random_case(number: int, corpus: str) -> tuple[Tables, Tables]:
+    """A run and a plan drawn from everything that is supported on two ranks."""
+    draw = random.Random(number)
+    model = draw.choice(sorted(MODELS))
+    preset = draw.choice(["fp32", "fp32", "bf16", "fp16"])
+    stage = draw.choice([0, 1, 2, 3])
+    train: dict[str, Any] = {
+        "seed": number,
+        "optimizer": draw.choice(["adamw", "adamw", "adam", "sgd", "adamw8bit"]),
+        "learning_rate": draw.choice([1e-4, 1e-3, 1e-2]),
+        "weight_decay": draw.choice([0.0, 0.1]),
+        "clip_norm": draw.choice([0.0, 1.0]),
+        "schedule": draw.choice(["cosine", "linear", "constant"]),
+        "warmup_steps": draw.choice([0, 2, 10]),
+    }
+    data = {"sequence_length": draw.choice([8, 16, 24])}
+    return small_run(corpus, model=model, train=train, data=data), plan(
+        stage, microbatches=draw.choice([1, 2, 4]), preset=preset
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(50))
+def test_fifty_runs_raise_no_alarm(number: int, corpus: Path, tmp_path: Path) -> None:
+    run, tables = random_case(number, str(corpus))
+    verdicts = run_ranks(verdicts_in_rank, 2, run, [tables], str(tmp_path), timeout_s=600)[0]
+    margins = {check["name"]: check["margin"] for check in verdicts[0]["checks"] if check["margin"]}
+    print(f"margins {max(margins.values()):.3f} {max(margins, key=lambda name: margins[name])} {verdicts[0]['plan']}")
+    assert not wrong(verdicts)
