@@ -36,3 +36,9 @@ SAME_NORM_REL = 1e-6
 # Logits of a document inside a longer row against those of the document alone, relative to the largest: the same
 # sums in float32 over matrices of another size, through a few layers with wide weights.
 SAME_LOGITS_REL = 5e-5
+
+# Two writings of one AdamW update with 8-bit moments in float32: weights to a rounding of the update, moments to a
+# rounding of their scale, but for the few codes that a last bit makes fall on the other side.
+SAME_LOWBIT_WEIGHT_ABS = 1e-6
+SAME_LOWBIT_MOMENT_REL = 1e-5
+FLIPPED_CODES_SHARE = 0.01

@@ -34,6 +34,7 @@ def verify(
 ) -> None:
     """Compare a plan's losses, gradients, norms, weights, resume and export with a one-process reference."""
     from weft.cli.resolve import require_known_sections, resolve_plan, resolve_run
+    from weft.core.batching import require_divisible
     from weft.core.plan import Plan, require_executable
     from weft.verify.request import Request, data_parallel_plans
     from weft.verify.verdict import Matrix
@@ -43,8 +44,11 @@ def verify(
     tables, num_ranks = resolve_plan(plan, given, num_ranks=nproc)
     require_executable(Plan.from_tables(tables))
     plans = data_parallel_plans(num_ranks, tables) if all_plans else [tables]
+    spec = resolve_run(run, given)
+    for legal in plans:
+        require_divisible(spec.train.global_batch, Plan.from_tables(legal))  # told before any rank starts
     request = Request(
-        run=resolve_run(run, given),
+        run=spec,
         plans=plans,
         steps=steps,
         as_is=as_is,

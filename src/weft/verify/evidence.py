@@ -76,9 +76,9 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The global tensor, as a copy that later steps do not change."""
+    """The global tensor on the host, as a copy that later steps do not change."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone()
+    return full.detach().to("cpu", copy=True)
 
 
 def _part(state: Tensors, prefix: str) -> Tensors:
@@ -119,7 +119,7 @@ def _digests(state: Tensors, *, device: torch.device) -> dict[str, list[int]]:
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 2
 
 

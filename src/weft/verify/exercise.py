@@ -5,6 +5,7 @@ Batches are whole here and cut by the plan's own loader there: the two must agre
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -46,7 +47,7 @@ class Subject:
 
     def build(self) -> nn.Module:
         """A plain model with real memory; its values are put in by the caller."""
-        skeleton = self.skeleton()
+        skeleton = build_skeleton(copy.deepcopy(self.config), attention=self.run.model.attention)  # it may be changed
         buffers = {name: buffer.clone() for name, buffer in skeleton.named_buffers()}
         model = skeleton.to_empty(device=CPU)
         with torch.no_grad():

@@ -120,7 +120,8 @@ def promised_collectives(plan: Plan, found: Evidence) -> dict[str, tuple[int, in
     zero, mesh = plan.data_parallel.zero, plan.mesh
     if zero == 0:
         buckets = 2 + sum(record.local_elements for record in found.coverage if record.trainable) * 4 // (25 * 2**20)
-        return {"all_reduce": (1, buckets)} if mesh.dp_replicate > 1 else {}
+        flags = int(plan.data_parallel.find_unused_parameters)  # DDP then also agrees on which ones were used
+        return {"all_reduce": (1 + flags, buckets + flags)} if mesh.dp_replicate > 1 else {}
     if mesh.dp_degree == 1:
         return {}
     gathers = 2 * units * cuts if zero == 3 else units

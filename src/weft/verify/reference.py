@@ -2,21 +2,25 @@
 
 For each step: summed token loss over the token count, backward, 2-norm of all gradients, clip, torch's own optimizer.
 `compute` is the dtype of forward and backward; masters, gradients and optimizer live in `master`. Rows are processed in
-chunks, as the plan cuts them: in low precision a matrix product over other rows rounds otherwise. Two definitions are
-taken from the engine: dropout masks by (seed, step, global row), and which moments an 8-bit optimizer rounds.
+chunks, as the plan cuts them: in low precision a matrix product over other rows rounds otherwise. Three definitions are
+taken from the engine: dropout masks by (seed, step, global row); which moments an 8-bit optimizer rounds; and that in
+low precision a block is given its inputs (rotary angles among them) in the compute format.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from weft.core.run_spec import TrainSpec
 from weft.engine.randomness import seeded_forward, uses_randomness
+from weft.models.layout import describe
 from weft.verify.eight_bit import round_moments
 
 Tensors = dict[str, torch.Tensor]
@@ -195,8 +199,19 @@ def _cast(model: nn.Module, precision: Precision) -> nn.Module:
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # type: ignore[operator]  # the grouped kernels know no float64
         return model.double()
+    if precision.compute == precision.master:
+        return model
     for parameter in model.parameters():
         parameter.data = parameter.data.to(precision.compute)
+
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(torch.Tensor, cast, args), tree_map_only(torch.Tensor, cast, kwargs)
+
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value.to(precision.compute) if value.is_floating_point() else value
+
+    for name in describe(model).blocks:
+        model.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
     return model
 
 

@@ -29,43 +29,29 @@ MIN_EXPERTS = 4
 def shrink(run: RunSpec, plan: Plan, *, vocab_size: int) -> tuple[RunSpec, list[str]]:
     """The small run, and what was changed, in words."""
     config = build_config(run.model, vocab_size=vocab_size).get_text_config()
-    overrides, changes = _depth(config)
+    depth = _depth(config)
     factor = _width_factor(config)
     while factor >= 1:
-        candidate = {**overrides, **_narrow(config, factor)}
-        small = run.model_copy(
-            update={
-                "model": run.model.model_copy(update={"config": {**run.model.config, **candidate}, "weights": "random"})
-            }
-        )
-        if _builds(small, vocab_size=vocab_size):
-            break
+        overrides = {**depth, **_narrow(config, factor)}
+        model = run.model.model_copy(update={"config": {**run.model.config, **overrides}, "weights": "random"})
+        small = run.model_copy(update={"model": model})
+        if not overrides or _builds(small, vocab_size=vocab_size):
+            return _short_rows(small, plan, [_told(config, key, value) for key, value in overrides.items()])
         factor //= 2
-    else:
-        small, changes = run, []
-    changes += [f"{key} {getattr(config, key)} -> {small.model.config[key]}" for key in _narrow(config, factor)]
-    return _short_rows(small, plan, changes)
+    return _short_rows(run, plan, [])
 
 
-def without_dropout(run: RunSpec, *, vocab_size: int) -> tuple[RunSpec, list[str]]:
-    """The run with every dropout and jitter probability at zero, and the keys that were not."""
-    config = build_config(run.model, vocab_size=vocab_size).get_text_config()
-    random = [
-        key
-        for key, value in config.to_dict().items()
-        if ("drop" in key or "jitter" in key) and isinstance(value, float) and value > 0
-    ]
-    if not random:
-        return run, []
-    overrides = {**run.model.config, **dict.fromkeys(random, 0.0)}
-    return run.model_copy(update={"model": run.model.model_copy(update={"config": overrides})}), random
+def _told(config: Any, key: str, value: Any) -> str:
+    if isinstance(value, list):
+        return f"{key}: the first {len(value)} of {len(getattr(config, key))}"
+    return f"{key} {getattr(config, key)} -> {value}"
 
 
-def _depth(config: Any) -> tuple[dict[str, Any], list[str]]:
+def _depth(config: Any) -> dict[str, Any]:
     """The shortest stack that still holds every kind of layer, at least two."""
     key = _present(config, LAYER_KEYS)
     if key is None:
-        return {}, []
+        return {}
     depth = getattr(config, key)
     wanted = 2
     for kinds_key in PER_LAYER_KEYS:
@@ -74,18 +60,24 @@ def _depth(config: Any) -> tuple[dict[str, Any], list[str]]:
             wanted = max(wanted, max(kinds.index(kind) for kind in set(kinds)) + 1)
     wanted = max(wanted, int(getattr(config, "first_k_dense_replace", 0) or 0) + 1)
     if wanted >= depth:
-        return {}, []
+        return {}
     overrides: dict[str, Any] = {key: wanted}
     for kinds_key in PER_LAYER_KEYS:
         if isinstance(getattr(config, kinds_key, None), list):
             overrides[kinds_key] = getattr(config, kinds_key)[:wanted]
-    return overrides, [f"{key} {depth} -> {wanted}"]
+    return overrides
 
 
 def _width_factor(config: Any) -> int:
-    key = _present(config, WIDTH_KEYS)
+    """The largest power of two that leaves a width of SMALL_WIDTH and divides heads and key-value heads alike."""
+    width = _present(config, WIDTH_KEYS)
+    counts = [getattr(config, key) for key in (_present(config, HEAD_KEYS), _present(config, KEY_VALUE_KEYS)) if key]
     factor = 1
-    while key is not None and getattr(config, key) // (factor * 2) >= SMALL_WIDTH:
+    while (
+        width is not None
+        and getattr(config, width) // (factor * 2) >= SMALL_WIDTH
+        and all(count % (factor * 2) == 0 for count in counts)
+    ):
         factor *= 2
     return factor
 
@@ -93,15 +85,10 @@ def _width_factor(config: Any) -> int:
 def _narrow(config: Any, factor: int) -> dict[str, int]:
     """Widths and heads divided alike, so that the size of a head stays; experts cut to a few."""
     overrides: dict[str, int] = {}
-    heads_key, kv_key = _present(config, HEAD_KEYS), _present(config, KEY_VALUE_KEYS)
-    heads = getattr(config, heads_key) if heads_key else factor
-    if factor > 1 and heads % factor == 0:
-        for key in (*WIDTH_KEYS, *INNER_KEYS, *HEAD_KEYS):
-            value = getattr(config, key, None)
-            if _is_own(config, key) and isinstance(value, int) and value % factor == 0:
-                overrides[key] = value // factor
-        if kv_key is not None and _is_own(config, kv_key) and isinstance(getattr(config, kv_key), int):
-            overrides[kv_key] = max(1, getattr(config, kv_key) // factor)
+    for key in (*WIDTH_KEYS, *INNER_KEYS, *HEAD_KEYS, *KEY_VALUE_KEYS):
+        value = getattr(config, key, None)
+        if _is_own(config, key) and isinstance(value, int) and value % factor == 0:
+            overrides[key] = value // factor
     for key in EXPERT_KEYS:
         value = getattr(config, key, None)
         if _is_own(config, key) and isinstance(value, int) and value > MIN_EXPERTS:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from weft.core.batching import require_divisible
 from weft.core.plan import Plan, require_executable
 from weft.core.run_spec import RunSpec
 from weft.data import open_corpus
@@ -31,6 +32,7 @@ def run_request(request: Request, *, progress: Callable[[str, str], None] | None
     plans = [Plan.from_tables(tables) for tables in request.plans]
     for plan in plans:
         require_executable(plan)
+        require_divisible(request.run.train.global_batch, plan)  # shrinking must not make a run legal
     device_type = "cuda" if request.device == "cuda" else "cpu"
     process = join(device_type=device_type, timeout_s=request.run.train.collective_timeout_s)  # type: ignore[arg-type]
     try:

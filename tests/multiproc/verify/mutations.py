@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -381,7 +382,7 @@ def evaluation_averaged_over_ranks() -> Any:
 
 
 def evaluation_in_train_mode() -> Any:
-    return replaced(nn.Module, "eval", lambda _: lambda self: self)
+    return replaced(transformers.PreTrainedModel, "eval", lambda _: lambda self: self)
 
 
 def eval_mode_left_on() -> Any:

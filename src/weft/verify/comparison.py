@@ -1,0 +1,156 @@
+"""A plan's evidence against the references: one check after the other, in the order of cause and effect.
+
+    rows, initial weights, formats -> loss -> gradients -> norm -> first update -> weights, states -> evaluation
+
+`truth` bounds every plan. In low precision `same` is the tight one: one process, the same roundings, up to the first
+update nothing but the order of float32 sums between them. Rank 0 alone compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft.core.plan import Plan
+from weft.core.run_spec import TrainSpec
+from weft.verify.checks import check_scalars, check_tensors, distance_of, norm_of, owner_of, worst_scalars
+from weft.verify.evidence import Evidence
+from weft.verify.exercise import plan_precision
+from weft.verify.facts import check_collectives, check_dtypes, check_initial, check_replicas, check_rows
+from weft.verify.layouts import coordinates_of
+from weft.verify.reference import Course, Exercise, Tensors
+from weft.verify.references import References
+from weft.verify.tolerances import CODE_ROUNDOFF, UNIT_ROUNDOFF, scalar_drift, tensor_drift
+from weft.verify.verdict import Check, Worst
+
+Drifts = Mapping[str, float] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    plan: Plan
+    train: TrainSpec
+    steps: int
+    exercise: Exercise
+    references: References
+    found: Evidence
+
+    def numbers(self) -> dict[str, Any]:
+        """The figures of the verdict that are told whether right or wrong."""
+        truth, same, found = self.references.truth, self.references.same, self.found
+        replicated = [row.name for row in found.coverage if not row.sharded_axes]
+        return {
+            "loss_max_abs_diff": worst_scalars(truth.losses, found.losses, relative=False),
+            "grad_norm_max_rel_diff": worst_scalars(truth.norms, found.norms, relative=True),
+            "worst_gradient": self._gradients(truth, same)[1],
+            "worst_weight": self._weights(truth, same)[1],
+            "replicated_parameters": tuple(replicated) if self.plan.data_parallel.zero > 0 else (),
+        }
+
+    def checks(self) -> list[Check]:
+        truth, same, found = self.references.truth, self.references.same, self.found
+        checks = [
+            check_rows(self.exercise.batches, found.batches, describe_row=self._rank_of_row),
+            check_initial(self.exercise.initial, found.initial, describe_owner=self._owner),
+            check_dtypes(found.dtypes),
+            check_scalars("loss", truth.losses, same.losses, found.losses, rule=1),
+            self._gradients(truth, same, dtype=self.plan.precision.policy().weights)[0],
+            check_scalars("gradient norm", truth.norms, same.norms, found.norms, rule=2),
+            self._first_update(truth, same),
+            self._weights(truth, same)[0],
+            self._states(truth, same),
+            check_scalars(
+                "evaluation", truth.eval_losses, same.eval_losses, found.eval_losses, rule=1, steps=[1, self.steps]
+            ),
+            check_replicas(found.digests, describe_rank=self._describe),
+        ]
+        if self.references.reordered is not None:
+            checks.append(self._same_precision(self.references.reordered))
+        return [*checks, check_collectives(self.plan, found)]
+
+    def _gradients(self, right: Course, near: Course, *, dtype: str = "float32") -> tuple[Check, Worst]:
+        return check_tensors(
+            "gradients", right.first_gradients, near.first_gradients, self.found.first_gradients,
+            rule=1, dtype=dtype, step=1, owners=self.found.owners, describe_rank=self._describe,
+        )  # fmt: skip
+
+    def _first_update(self, right: Course, near: Course) -> Check:
+        check, _ = check_tensors(
+            "first update", right.first_weights, near.first_weights, self.found.first_weights, rule=2,
+            dtype="float32", step=1, initial=right.initial, owners=self.found.owners, describe_rank=self._describe,
+        )  # fmt: skip
+        return check
+
+    def _weights(self, right: Course, near: Course, *, drifts: Drifts = None) -> tuple[Check, Worst]:
+        parameters = {key: value for key, value in self.found.weights.items() if key in self.found.initial}
+        return check_tensors(
+            "weights", right.weights, near.weights, parameters, rule=2, dtype="float32", step=self.steps,
+            initial=right.initial, owners=self.found.owners, describe_rank=self._describe, drifts=drifts,
+        )  # fmt: skip
+
+    def _states(self, right: Course, near: Course, *, drifts: Drifts = None) -> Check:
+        owners = {key: self.found.owners.get(key.rpartition(".")[0], []) for key in self.found.optimizer}
+        check, _ = check_tensors(
+            "optimizer state", right.optimizer, near.optimizer, self.found.optimizer, rule=2, dtype="float32",
+            step=self.steps, owners=owners, describe_rank=self._describe, drifts=drifts,
+        )  # fmt: skip
+        return check
+
+    def _same_precision(self, reordered: Course) -> Check:
+        """Against one process in the plan's own precision, within what another order of sums does to it."""
+        truth, same, found = self.references.truth, self.references.same, self.found
+        every, ends = list(range(1, self.steps + 1)), [1, self.steps]
+
+        def scalars(what: str, key: str, steps: list[int]) -> Check:
+            low = getattr(same, key)
+            drifts = self._scalar_drifts(getattr(truth, key), low)
+            if steps is every:
+                drifts[0] = 0.0  # before any update there is nothing to flip
+            near, value = getattr(reordered, key), getattr(found, key)
+            return check_scalars(what, low, near, value, rule=6, steps=steps, drifts=drifts)
+
+        parts = [
+            scalars("loss", "losses", every),
+            self._gradients(same, reordered)[0],
+            scalars("gradient norm", "norms", every),
+            self._weights(same, reordered, drifts=self._tensor_drifts(truth.weights, same.weights))[0],
+            self._states(same, reordered, drifts=self._tensor_drifts(truth.optimizer, same.optimizer)),
+            scalars("evaluation", "eval_losses", ends),
+        ]
+        for part in parts:
+            if part.finding is not None:
+                place = ", ".join(text for text in (part.name, part.finding.coordinates) if text)
+                return Check.failed("same precision", replace(part.finding, rule=6, coordinates=place))
+        margin = max(part.margin for part in parts)
+        return Check.passed("same precision", "losses, gradients, weights and states of one process", margin=margin)
+
+    def _scalar_drifts(self, truth: list[float], same: list[float]) -> list[float]:
+        roundoff = self._roundoff()
+        return [
+            scalar_drift(distance=abs(right - low), size=abs(low), roundoff=roundoff)
+            for right, low in zip(truth, same, strict=True)
+        ]
+
+    def _tensor_drifts(self, truth: Tensors, same: Tensors) -> dict[str, float]:
+        roundoff = self._roundoff()
+        return {
+            key: tensor_drift(distance=distance_of(truth[key], low), norm=norm_of(low), roundoff=roundoff)
+            for key, low in same.items()
+        }
+
+    def _roundoff(self) -> float:
+        """Of the coarsest format that takes part."""
+        precision = plan_precision(self.plan, self.train)
+        compute = UNIT_ROUNDOFF[str(precision.compute).removeprefix("torch.")]
+        return max(compute, CODE_ROUNDOFF) if precision.has_8bit_moments else compute
+
+    def _describe(self, rank: int) -> str:
+        return coordinates_of(self.plan, rank)
+
+    def _rank_of_row(self, row: int) -> str:
+        return self._describe(row // (self.train.global_batch // self.plan.mesh.dp_degree))
+
+    def _owner(self, name: str, row: int) -> str:
+        rank = owner_of(self.found.owners.get(name), row)
+        return f" on {self._describe(rank)}" if rank is not None else ""

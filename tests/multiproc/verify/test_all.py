@@ -1,0 +1,29 @@
+"""`weft verify` as a user runs it: every plan of two ranks passes for two unlike families, in one command each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tomli_w
+from tiny_run import weft_command
+from verify_ranks import small_run
+
+
+@pytest.mark.parametrize("family", ["qwen3-tied", "gemma2"])
+def test_every_plan_of_two_ranks_passes(family: str, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(small_run(str(corpus), model=family)), encoding="utf-8")
+    options = ("--all", "--nproc", "2", "--steps", "3", "--json", "--matrix", "matrix.html")
+    done = weft_command("verify", "run.toml", *options, cwd=tmp_path, cache=tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert [verdict["plan"].partition(",")[0] for verdict in answer["verdicts"]] == [
+        "DDP",
+        "ZeRO-1",
+        "ZeRO-2",
+        "ZeRO-3 (FSDP)",
+    ]
+    assert answer["ok"]
+    assert all(len(verdict["checks"]) >= 17 for verdict in answer["verdicts"])
+    assert "4 of 4 plans pass" in (tmp_path / "matrix.html").read_text(encoding="utf-8")

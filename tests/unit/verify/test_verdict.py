@@ -1,0 +1,166 @@
+"""The verdict as JSON and as text, requests, the plans of --all, the command's exit codes, the matrix page."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import call_weft
+
+import weft.cli.verify
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.report.matrix import render_matrix, write_matrix
+from weft.verify.request import Request, data_parallel_plans
+from weft.verify.verdict import RULES, Check, Finding, Matrix, Verdict, Worst
+
+GOOD = Verdict(
+    plan="ZeRO-3",
+    steps=5,
+    checks=(Check.passed("loss", "5 values", margin=0.25), Check.passed("resume", "equal bits")),
+    worst_gradient=Worst(parameter="a.weight", rel_diff=1e-7),
+    replicated_parameters=("b",),
+    changes=("num_hidden_layers 6 -> 2",),
+    elapsed_s=1.5,
+)
+WRONG_LOSS = Check.failed("loss", Finding(rule=1, step=2, expected="5", found="6"))
+WRONG_UPDATE = Check.failed(
+    "first update", Finding(rule=2, step=1, parameter="a.weight", coordinates="rank 1", expected="1", found="2")
+)
+BAD = Verdict(plan="DDP", steps=5, checks=(WRONG_LOSS, WRONG_UPDATE), loss_max_abs_diff=math.inf)
+# the fields of `weft verify --json` that other programs rely on
+PROMISED = {
+    "ok", "steps", "loss_max_abs_diff", "grad_norm_max_rel_diff", "worst_gradient", "worst_weight",
+    "replicated_parameters", "checks",
+}  # fmt: skip
+
+INDIVISIBLE = ("--nproc", "2", "--set", "train.global_batch=7")  # shrinking must not make it legal
+
+
+@pytest.mark.parametrize("verdict", [GOOD, BAD])
+def test_a_verdict_is_strict_json_and_comes_back(verdict: Verdict) -> None:
+    text = json.dumps(verdict.as_dict(), allow_nan=False)
+    fields = json.loads(text)
+    assert fields.keys() >= PROMISED
+    assert fields["worst_gradient"].keys() == fields["worst_weight"].keys() == {"parameter", "rel_diff"}
+    assert all(check.keys() >= {"name", "ok", "detail"} for check in fields["checks"])
+    assert Verdict.from_dict(fields) == verdict
+
+
+def test_an_earlier_step_is_the_first_wrong_thing() -> None:
+    assert BAD.first_wrong == WRONG_UPDATE
+    assert BAD.as_dict()["first_wrong"] == "first update"
+    rows = Check.failed("data order", Finding(rule=3, step=3, expected="a", found="b"))
+    assert Verdict(plan="", steps=5, checks=(rows, WRONG_LOSS, WRONG_UPDATE)).first_wrong == rows
+    assert GOOD.first_wrong is None
+
+
+def test_the_text_names_the_first_wrong_thing_and_its_rule() -> None:
+    lines = BAD.text().splitlines()
+    assert lines[0] == "FAIL  DDP"
+    assert lines[-2] == "first wrong: first update: step 1, a.weight, rank 1: expected 1, found 2"
+    assert lines[-1] == f"breaks rule 2: {RULES[2]}"
+    assert GOOD.text().splitlines()[0] == "PASS  ZeRO-3"
+    assert "first wrong" not in GOOD.text()
+
+
+def test_a_matrix_without_verdicts_proves_nothing() -> None:
+    assert not Matrix(run="x").ok
+    assert Matrix(run="x", verdicts=(GOOD,)).ok
+    assert not Matrix(run="x", verdicts=(GOOD, BAD)).ok
+
+
+def test_a_request_comes_back_from_json() -> None:
+    request = Request(run=RunSpec.default(), plans=[{"mesh": {"dp_shard": 2}}], steps=3, as_is=True, answer="a.json")
+    assert Request.from_json(request.to_json()) == request
+
+
+@pytest.mark.parametrize(("num_ranks", "count"), [(1, 4), (2, 4), (4, 7), (6, 10)])
+def test_all_plans_are_every_layout_once(num_ranks: int, count: int) -> None:
+    plans = [Plan.from_tables(tables) for tables in data_parallel_plans(num_ranks, {"precision": {"preset": "bf16"}})]
+    layouts = {(plan.mesh.dp_replicate, plan.mesh.dp_shard, plan.data_parallel.zero) for plan in plans}
+    assert len(plans) == len(layouts) == count
+    assert all(plan.num_ranks == num_ranks and plan.precision.preset == "bf16" for plan in plans)
+    assert {plan.data_parallel.zero for plan in plans} == {0, 1, 2, 3}
+
+
+def answer_with(monkeypatch: pytest.MonkeyPatch, *verdicts: Verdict) -> list[Request]:
+    """The command with ranks that answer at once; what they were asked."""
+    asked: list[Request] = []
+
+    def carry_out(request: Request, *, num_ranks: int) -> list[Verdict]:
+        asked.append(request)
+        return list(verdicts)
+
+    monkeypatch.setattr(weft.cli.verify, "_carry_out", carry_out)
+    return asked
+
+
+@pytest.mark.parametrize(("verdict", "code"), [(GOOD, 0), (BAD, 1)])
+def test_the_answer_is_the_exit_code(verdict: Verdict, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answer_with(monkeypatch, verdict)
+    found, out, err = call_weft("verify", "--nproc", "2", "--steps", "3", "--as-is", "--json")
+    assert found == code
+    assert json.loads(out) == json.loads(json.dumps(verdict.as_dict()))
+    assert verdict.text() in err
+    assert (asked[0].steps, asked[0].as_is, len(asked[0].plans)) == (3, True, 1)
+
+
+def test_all_gives_every_plan_and_a_matrix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = answer_with(monkeypatch, GOOD, BAD)
+    page = tmp_path / "new" / "matrix.html"
+    code, out, err = call_weft("verify", "--nproc", "2", "--all", "--matrix", page, "--json")
+    assert code == 1
+    assert len(asked[0].plans) == 4
+    answer = json.loads(out)
+    assert (answer["ok"], [verdict["ok"] for verdict in answer["verdicts"]]) == (False, [True, False])
+    assert "1 of 2 plans pass" in err
+    assert "first update" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("none.toml",),
+        ("--set", "mesh.tp=2"),
+        ("--steps", "1"),
+        ("--set", "nothing.key=1"),
+        ("--nproc", "0"),
+        INDIVISIBLE,
+    ],
+)
+def test_bad_input_is_two(arguments: tuple[str, ...]) -> None:
+    code, _, err = call_weft("verify", *arguments)
+    assert code == 2
+    assert "hint:" in err
+
+
+def test_the_matrix_page_has_no_script_and_lets_no_name_out_of_its_quotes() -> None:
+    evil = "<script>alert(1)</script><img src=x onerror=alert(1)>"
+    wrong = Check.failed("loss", Finding(rule=1, expected=evil, found=evil))
+    verdict = Verdict(plan=evil, steps=5, checks=(wrong,))
+    page = render_matrix(Matrix(run=evil, verdicts=(verdict, GOOD)).as_dict())
+    assert "<script" not in page
+    assert "<img" not in page
+    assert "&lt;script&gt;" in page
+    assert "script-src" not in page
+    assert "default-src &#x27;none&#x27;" in page or "default-src 'none'" in page
+    assert "1 of 2 plans pass" in page
+
+
+def test_a_check_a_plan_does_not_have_is_a_dash() -> None:
+    page = render_matrix(Matrix(run="x", verdicts=(GOOD, BAD)).as_dict())
+    assert "–" in page
+    assert page.count("FAIL") >= 2
+
+
+def test_a_matrix_that_cannot_be_written_is_an_error_of_ours(tmp_path: Path) -> None:
+    from weft.core.errors import RunFolderError
+
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    answer: dict[str, Any] = Matrix(run="x", verdicts=(GOOD,)).as_dict()
+    with pytest.raises(RunFolderError):
+        write_matrix(answer, tmp_path / "file" / "matrix.html")
