@@ -56,7 +56,7 @@ def test_training_the_default_shows_and_leaves_what_the_readme_says(tmp_path: Pa
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    (shown,) = [block.body for block in BLOCKS if block.info == "text"]
+    shown = next(block.body for block in BLOCKS if block.info == "text")
     assert shapes(shown) <= shapes(done.stderr), f"the README shows lines that are not printed:\n{done.stderr}"
     run = tmp_path / "runs" / "default"
     told = {name.rstrip("/") for row in table("What you see") for name in re.findall(r"`([^`]+)`", row[0])}
