@@ -1,5 +1,6 @@
 """Puts the tests' own modules on the path: `from gloo_ranks import run_ranks`, `from tiny import FAMILIES`."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "multiproc"))
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+# A shell ignores interrupts for what it starts in the background, and children inherit that: tests that send one
+# to themselves or to a launcher would wait for ever when the suite itself runs in the background.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
