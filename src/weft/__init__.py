@@ -17,8 +17,20 @@ _HOME = {
     "WeftError": "weft.core.errors",
     "Engine": "weft.engine.engine",
 }
+_FUNCTIONS = {"estimate": ("weft.plan.ask", "estimate_plan"), "search": ("weft.plan.ask", "search_plans")}
 
-__all__ = ["Engine", "Plan", "RunSpec", "StepRecord", "WeftError", "__version__", "train", "verify"]
+__all__ = [
+    "Engine",
+    "Plan",
+    "RunSpec",
+    "StepRecord",
+    "WeftError",
+    "__version__",
+    "estimate",
+    "search",
+    "train",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +38,9 @@ def __getattr__(name: str) -> Any:
         return import_module(f"weft.{name}")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
+    if name in _FUNCTIONS:
+        home, function = _FUNCTIONS[name]
+        return getattr(import_module(home), function)
     raise AttributeError(f"module 'weft' has no attribute {name!r}")
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from weft.cli.export import export
+from weft.cli.plan import plan
 from weft.cli.report import report
 from weft.cli.train import train
 from weft.cli.verify import verify
@@ -18,12 +19,13 @@ from weft.core.errors import InputError, WeftError
 
 app = typer.Typer(
     name="weft",
-    help="Weave one model across many devices: train it, resume it anywhere, export it.",
+    help="Weave one model across many devices: plan it, train it, prove it, export it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command()(plan)
 app.command()(train)
 app.command()(verify)
 app.command()(export)
@@ -44,7 +46,7 @@ def options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    """Weave one model across many devices: train it, resume it anywhere, export it."""
+    """Weave one model across many devices: plan it, train it, prove it, export it."""
 
 
 def main() -> None:

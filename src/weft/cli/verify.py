@@ -29,7 +29,7 @@ def verify(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value of run.toml or plan.toml; may be repeated.")
     ] = None,
-    device: Annotated[Device, typer.Option(help="Where to verify; auto is the CPU.")] = Device.AUTO,
+    device: Annotated[Device, typer.Option(help="Where to verify; auto is GPUs where there are enough.")] = Device.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
 ) -> None:
     """Compare a plan's losses, gradients, norms, weights, resume and export with a one-process reference."""
@@ -52,7 +52,7 @@ def verify(
         plans=plans,
         steps=steps,
         as_is=as_is,
-        device="cuda" if device is Device.CUDA else "cpu",
+        device=device.value,
     )
     verdicts = _carry_out(request, num_ranks=num_ranks)
     answer = Matrix(run=str(run or "the embedded default"), verdicts=tuple(verdicts))

@@ -14,8 +14,15 @@ class MemoryTerm(StrEnum):
     WEIGHTS = "weights"  # the rank's own shard of the parameters, in the master dtype where there is one
     GRADIENTS = "gradients"  # the reduced gradients, as the optimizer sees them
     OPTIMIZER_STATE = "optimizer_state"
+    GATHERED = "gathered_weights"  # weights in the compute dtype: gathered units, or casts that the backward needs
+    COMM_BUFFERS = "communication_buffers"  # inputs and outputs of collectives in flight, receive buffers
+    WEIGHT_VERSIONS = "weight_versions"  # older weights that an asynchronous pipeline still needs
+    ACTIVATIONS = "activations"  # what autograd keeps for the backward, recomputed parts included
+    LOGITS = "logits_and_loss"
+    TEMPORARIES = "temporaries"  # operators' own inputs and outputs at the peak, kernel workspaces
     BUFFERS = "buffers"  # non-parameter tensors of the model
-    OTHER = "other"  # activations, gathered parameters, temporaries, the framework: what is left of the peak
+    FRAMEWORK = "framework"  # outside the tensor allocator: device context, communicators, fragmentation
+    OTHER = "other"  # measured bytes that no other term claims
 
 
 class TimeTerm(StrEnum):
@@ -26,3 +33,22 @@ class TimeTerm(StrEnum):
     OPTIMIZER = "optimizer"
     EVALUATION = "evaluation"
     CHECKPOINT = "checkpoint"
+
+
+class StepTerm(StrEnum):
+    """How the planner cuts a step: the first six are forward and backward, exposed communication included."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    POINTWISE = "pointwise"
+    RECOMPUTE = "recompute"
+    LOSS = "logits_and_loss"
+    LAUNCH = "kernel_launch"  # what small kernels wait for
+    TP_COMM = "tensor_communication"
+    CP_COMM = "context_communication"
+    EP_COMM = "expert_communication"
+    DP_COMM = "data_communication"  # only what compute could not hide
+    PP_COMM = "pipeline_communication"
+    BUBBLE = "pipeline_bubble"
+    OPTIMIZER = "optimizer"
+    OFFLOAD = "offload"

@@ -142,7 +142,7 @@ class Engine:
         rows = _num_rows(microbatches[0])
         first_row = self.topology.dp_rank * rows * len(microbatches)
         weight = sum_over(self.objective.weight(batch).to(self.device), self.topology.dp_group)
-        factor = self.strategy.loss_factor * self.loss_scale.value / _divisor(weight)
+        factor = self.loss_scale.value / _divisor(weight)
         total = torch.zeros((), device=self.device)
         for index, microbatch in enumerate(microbatches):
             with (

@@ -53,7 +53,9 @@ def build_skeleton(config: Any, *, attention: str = "sdpa") -> nn.Module:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    if not getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True):
+    has_fused = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
+    # transformers 5.17 hands soft-capping to the fused kernel, which leaves it out without a word
+    if not has_fused or getattr(config, "attn_logit_softcapping", None):
         attention = "eager"
     try:
         # what a constructor draws at random (a buffer of projections) must be the same on every rank

@@ -126,11 +126,10 @@ class Comparison:
         return Check.passed("same precision", "losses, gradients, weights and states of one process", margin=margin)
 
     def _scalar_drifts(self, truth: list[float], same: list[float]) -> list[float]:
-        roundoff = self._roundoff()
-        return [
-            scalar_drift(distance=abs(right - low), size=abs(low), roundoff=roundoff)
-            for right, low in zip(truth, same, strict=True)
-        ]
+        # At one step the two curves may cross and their distance be nothing by chance: the largest of all steps counts.
+        roundoff, pairs = self._roundoff(), list(zip(truth, same, strict=True))
+        relative = max((abs(right - low) / abs(low) for right, low in pairs if low), default=0.0)
+        return [scalar_drift(distance=relative * abs(low), size=abs(low), roundoff=roundoff) for _, low in pairs]
 
     def _tensor_drifts(self, truth: Tensors, same: Tensors) -> dict[str, float]:
         roundoff = self._roundoff()

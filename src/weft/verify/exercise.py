@@ -30,17 +30,21 @@ LOSS_SCALE = 2.0**10
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The run under verification, opened: its corpus and its model."""
+    """The run under verification, opened: its corpus and its model, and where both sides compute.
+
+    The device is part of the run: random initial values and dropout masks of a GPU are not a CPU's.
+    """
 
     run: RunSpec
     corpus: Corpus
     config: Any
+    device: torch.device = CPU
 
     @staticmethod
-    def open(run: RunSpec) -> Subject:
+    def open(run: RunSpec, *, device: torch.device = CPU) -> Subject:
         corpus = open_corpus(run.data)
         config = build_config(run.model, vocab_size=corpus.vocab_size, end_of_document=corpus.end_of_document)
-        return Subject(run=run, corpus=corpus, config=config)
+        return Subject(run=run, corpus=corpus, config=config, device=device)
 
     def skeleton(self) -> nn.Module:
         return build_skeleton(self.config, attention=self.run.model.attention)
@@ -49,7 +53,7 @@ class Subject:
         """A plain model with real memory; its values are put in by the caller."""
         skeleton = build_skeleton(copy.deepcopy(self.config), attention=self.run.model.attention)  # it may be changed
         buffers = {name: buffer.clone() for name, buffer in skeleton.named_buffers()}
-        model = skeleton.to_empty(device=CPU)
+        model = skeleton.to_empty(device=self.device)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
@@ -59,8 +63,8 @@ class Subject:
     def initial(self) -> Tensors:
         skeleton = self.skeleton()
         layout = describe(skeleton)
-        source = InitialWeights(skeleton, layout, seed=self.run.train.seed, device=CPU)
-        return {name: read(()).clone() for name, read in source.readers(list(layout.unit_of))}
+        source = InitialWeights(skeleton, layout, seed=self.run.train.seed, device=self.device)
+        return {name: read(()).to(CPU, copy=True) for name, read in source.readers(list(layout.unit_of))}
 
     def loader(self, *, evaluation: bool = False, dp_rank: int = 0, dp_degree: int = 1) -> Loader:
         split = self.corpus.evaluation if evaluation else self.corpus.training
@@ -150,8 +154,6 @@ def plan_precision(plan: Plan, train: TrainSpec) -> Precision:
     """The plan's own precision for one process."""
     policy = plan.precision.policy()
     scale = LOSS_SCALE if policy.loss_scaling else 1.0
-    if policy.is_mixed and plan.data_parallel.zero == 0:
-        scale *= plan.mesh.dp_degree  # DDP averages, so the loss goes in times the ranks, and rounds there
     return Precision(
         compute=getattr(torch, policy.weights),
         master=getattr(torch, policy.master_weights),

@@ -81,12 +81,14 @@ class Exercise:
 
 
 def run_reference(build: Callable[[], nn.Module], exercise: Exercise, precision: Precision, cut: Cut) -> Course:
-    """Train as `exercise` says; `build` gives a fresh model with real parameters."""
+    """Train as `exercise` says; `build` gives a fresh model with real parameters, on the device that computes."""
     model = _cast(build(), precision)
+    device = next(model.parameters()).device
     masters = {
-        name: nn.Parameter(value.to(precision.master, copy=True), requires_grad=name not in exercise.frozen)
+        name: nn.Parameter(value.to(device, precision.master, copy=True), requires_grad=name not in exercise.frozen)
         for name, value in exercise.initial.items()
     }
+    evaluation = [_moved(batch, device) for batch in exercise.evaluation]
     trainable = {name: master for name, master in masters.items() if master.requires_grad}
     optimizer = plain_optimizer(list(trainable.values()), exercise.train, is_fused=cut.is_reordered)
     course = Course(initial=exercise.initial)
@@ -94,9 +96,9 @@ def run_reference(build: Callable[[], nn.Module], exercise: Exercise, precision:
         for group in optimizer.param_groups:
             group["lr"] = exercise.rates[step]
         _copy_weights(model, masters)
-        loss = _backward(model, trainable, batch, exercise, precision, cut, step=step)
+        loss = _backward(model, trainable, _moved(batch, device), exercise, precision, cut, step=step)
         if step == 0:
-            course.first_gradients = {name: _gradient(master).clone() for name, master in trainable.items()}
+            course.first_gradients = _on_host({name: _gradient(master) for name, master in trainable.items()})
         norm = torch.stack([_gradient(master).double().square().sum() for master in trainable.values()]).sum().sqrt()
         if exercise.clip_norm > 0:
             factor = min(1.0, exercise.clip_norm / (norm.item() + 1e-6))
@@ -110,18 +112,29 @@ def run_reference(build: Callable[[], nn.Module], exercise: Exercise, precision:
         course.losses.append(loss)
         course.norms.append(norm.item())
         if step == 0:
-            course.first_weights = {name: master.detach().clone() for name, master in masters.items()}
+            course.first_weights = _on_host(masters)
         if step in (0, len(exercise.batches) - 1):
             _copy_weights(model, masters)
-            course.eval_losses.append(_evaluate(model, exercise.evaluation))
-    course.weights = {name: master.detach() for name, master in masters.items()}
-    course.optimizer = {
-        f"{name}.{key}": value
-        for name, master in trainable.items()
-        for key, value in optimizer.state.get(master, {}).items()
-        if isinstance(value, torch.Tensor)
-    }
+            course.eval_losses.append(_evaluate(model, evaluation))
+    course.weights = _on_host(masters)
+    course.optimizer = _on_host(
+        {
+            f"{name}.{key}": value
+            for name, master in trainable.items()
+            for key, value in optimizer.state.get(master, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+    )
     return course
+
+
+def _moved(batch: Batch, device: torch.device) -> Tensors:
+    return {key: value.to(device) for key, value in batch.items()}
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Copies that later steps do not change."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def plain_optimizer(parameters: list[nn.Parameter], train: TrainSpec, *, is_fused: bool) -> torch.optim.Optimizer:

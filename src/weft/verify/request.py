@@ -16,7 +16,7 @@ class Request:
     plans: list[dict[str, Any]]
     steps: int = 5
     as_is: bool = False
-    device: str = "cpu"
+    device: str = "cpu"  # cpu | cuda | auto
     answer: str | None = None  # the file rank 0 writes its verdicts to
 
     def to_json(self) -> str:

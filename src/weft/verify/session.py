@@ -42,7 +42,7 @@ class Session:
     def __init__(self, run: RunSpec, process: Process, *, steps: int, scratch: Path, device: torch.device) -> None:
         if steps < 2:
             raise ValueError("one step shows neither an update nor a resume: verify at least two")
-        self.subject = Subject.open(run)
+        self.subject = Subject.open(run, device=device)
         self.process = process
         self.steps = steps
         self.device = device
@@ -127,8 +127,7 @@ class Session:
     def engine(self, plan: Plan) -> Engine:
         subject = self.subject
         skeleton, source = subject.skeleton(), subject.skeleton()
-        # On the CPU also for a GPU: the reference draws its values there.
-        weights = InitialWeights(source, describe(source), seed=subject.run.train.seed, device=torch.device("cpu"))
+        weights = InitialWeights(source, describe(source), seed=subject.run.train.seed, device=self.device)
         engine = Engine(
             skeleton,
             plan,

@@ -99,7 +99,7 @@ class WholeRuns:
         """One process over what the loop trained on. A step that float16 skipped is skipped there too."""
         if not self._process.is_main:
             return References()
-        subject, skipped = Subject.open(run), self._skipped(folder)
+        subject, skipped = Subject.open(run, device=self._device), self._skipped(folder)
         return self._library.references(
             f"{name} {sorted(skipped)}", subject, lambda: loop_exercise(subject, steps=steps, skipped=skipped), plan
         )

@@ -9,15 +9,18 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from weft.core.batching import require_divisible
+from weft.core.errors import DeviceError
 from weft.core.plan import Plan, require_executable
 from weft.core.run_spec import RunSpec
 from weft.data import open_corpus
 from weft.train.process import Process, join, leave, phase, report_failures
+from weft.train.rank_environment import read_local_size
 from weft.verify.layouts import plan_name
 from weft.verify.request import Request
 from weft.verify.session import Session
@@ -33,12 +36,13 @@ def run_request(request: Request, *, progress: Callable[[str, str], None] | None
     for plan in plans:
         require_executable(plan)
         require_divisible(request.run.train.global_batch, plan)  # shrinking must not make a run legal
-    device_type = "cuda" if request.device == "cuda" else "cpu"
-    process = join(device_type=device_type, timeout_s=request.run.train.collective_timeout_s)  # type: ignore[arg-type]
+    device_type = choose_device_type(request.device)
+    process = join(device_type=device_type, timeout_s=request.run.train.collective_timeout_s)
     try:
         with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
             scratch = _agree_on_path(Path(folder), process)
-            verdicts = _verify_all(request, plans, process, scratch, progress or (lambda *_: None))
+            device = torch.device(device_type, process.local_rank) if device_type == "cuda" else torch.device("cpu")
+            verdicts = _verify_all(request, plans, process, scratch, device, progress or (lambda *_: None))
             if process.world_size > 1:
                 dist.barrier()  # rank 0's folder must outlive everybody's reading
             return verdicts
@@ -46,10 +50,23 @@ def run_request(request: Request, *, progress: Callable[[str, str], None] | None
         leave()
 
 
+def choose_device_type(choice: str) -> Literal["cpu", "cuda"]:
+    """GPUs where every local rank gets one of its own; with `auto`, CPU processes where there are fewer."""
+    wanted = read_local_size(os.environ)
+    available = torch.cuda.device_count() if choice != "cpu" else 0
+    if choice == "cuda" and available < wanted:
+        raise DeviceError(f"{wanted} ranks need {wanted} GPUs here, and there are {available}", hint="use --device cpu")
+    return "cuda" if available >= wanted else "cpu"
+
+
 def _verify_all(
-    request: Request, plans: list[Plan], process: Process, scratch: Path, progress: Callable[[str, str], None]
+    request: Request,
+    plans: list[Plan],
+    process: Process,
+    scratch: Path,
+    device: torch.device,
+    progress: Callable[[str, str], None],
 ) -> list[Verdict]:
-    device = torch.device(request.device, process.local_rank) if request.device == "cuda" else torch.device("cpu")
     with phase("opening the data"):
         if process.is_main:
             open_corpus(request.run.data)

@@ -130,13 +130,12 @@ def last_microbatch_without_gradient() -> Any:
 
 def sum_reduced_as_mean() -> Any:
     def make(original: Any) -> Any:
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            self.loss_factor = 1.0
+        def mean_over_ranks(group, bucket):  # no annotations: DDP compares them with the classes themselves
+            return original(group, bucket).then(lambda future: future.value().div_(group.size()))
 
-        return init
+        return mean_over_ranks
 
-    return replaced(weft.engine.dp.ddp.Replicated, "__init__", make)
+    return replaced(weft.engine.dp.ddp, "_sum_over_ranks", make)
 
 
 def tied_weight_not_reduced() -> Any:

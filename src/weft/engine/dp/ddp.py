@@ -1,15 +1,16 @@
 """DistributedDataParallel: every rank holds the whole model; gradients are all-reduced once a step, overlapped.
 
-DDP averages over its ranks, the engine wants sums, so the loss is multiplied by their number.
+DDP averages over its ranks, the engine wants sums: a communication hook sums. (Multiplying the loss by the number of
+ranks instead makes float16 gradients overflow at other steps than on one device.)
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: DDP compares a hook's annotations with the classes themselves.
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,17 +22,16 @@ class Replicated(Strategy):
     """torch's DDP around the model."""
 
     def __init__(self, model: nn.Module, *, group: dist.ProcessGroup, find_unused_parameters: bool) -> None:
-        super().__init__(
-            DistributedDataParallel(
-                model,
-                process_group=group,
-                **_without_buffer_traffic(),
-                gradient_as_bucket_view=True,  # else every gradient exists twice
-                find_unused_parameters=find_unused_parameters,
-            )
+        module = DistributedDataParallel(
+            model,
+            process_group=group,
+            **_without_buffer_traffic(),
+            gradient_as_bucket_view=True,  # else every gradient exists twice
+            find_unused_parameters=find_unused_parameters,
         )
-        self.module.reducer = _FixedBuckets(self.module.reducer)  # type: ignore[assignment]
-        self.loss_factor = float(dist.get_world_size(group))
+        module.register_comm_hook(group, _sum_over_ranks)  # before the reducer is wrapped: the hook wants torch's own
+        module.reducer = _FixedBuckets(module.reducer)  # type: ignore[assignment]
+        super().__init__(module)
 
     @contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
@@ -41,6 +41,17 @@ class Replicated(Strategy):
         else:
             with module.no_sync():
                 yield
+
+
+def _sum_over_ranks(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch's stubs lack it
+) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    if work is None:
+        raise RuntimeError("an asynchronous all-reduce gave no handle")
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return summed
 
 
 class _FixedBuckets:

@@ -10,9 +10,6 @@ from torch import nn
 class Strategy:
     """One device. Others override what differs."""
 
-    # The engine multiplies the loss by this, so that after the strategy's own reduction gradients are sums over ranks.
-    loss_factor = 1.0
-
     def __init__(self, module: nn.Module) -> None:
         self.module = module  # what forward is called on
 

@@ -1,0 +1,223 @@
+"""What `weft plan` shows on a terminal: a table with memory bars, the reasons, the arithmetic. Talk goes to stderr."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weft.core.errors import BadValueError
+from weft.core.units import format_bytes, format_count, format_seconds
+from weft.plan.trained import best_trained, why_not_trained
+from weft.plan.words import describe
+
+if TYPE_CHECKING:
+    from weft.core.model_shape import ModelShape
+    from weft.plan.ask import Question
+    from weft.plan.estimate import Estimate
+    from weft.plan.inference import InferenceEstimate
+    from weft.plan.search import Answer
+
+BAR_WIDTH = 20
+# One sign and colour for each group of memory terms, in the order they are drawn.
+GROUPS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("states", "█", "blue", ("weights", "optimizer_state", "gradients", "weight_versions")),
+    ("gathered", "▓", "cyan", ("gathered_weights", "communication_buffers")),
+    ("activations", "▒", "green", ("activations",)),
+    ("loss", "░", "yellow", ("logits_and_loss",)),
+    ("other", "·", "magenta", ("temporaries", "buffers", "framework", "other")),
+)
+
+
+def show(question: Question, answer: Answer) -> None:
+    """The whole answer."""
+    console = Console(stderr=False, highlight=False)
+    console.print(_headline(question))
+    for line in question.assumed:
+        console.print(f"assumed: {line}", style="dim")
+    console.print(_table(answer))
+    console.print(_legend())
+    for title, lines in _sections(answer):
+        console.print(f"[bold]{title}[/bold]")
+        for line in lines:
+            console.print(f"  {line}", markup=False)
+
+
+def show_arithmetic(answer: Answer, what: str) -> None:
+    """--explain."""
+    console = Console(highlight=False)
+    best = answer.plans[0]
+    if what == "memory":
+        _show_memory(console, answer, best)
+    elif what == "time":
+        total = best.step_s
+        rows = [
+            (term, format_seconds(value), f"{value / total:.1%}") for term, value in best.time_terms.items() if value
+        ]
+        _print_rows(console, ("time", "seconds", "share"), rows)
+    else:
+        traffic = [
+            (r["axis"], r["collective"], r["phase"], f"{r['count']:,}", format_bytes(int(r["bytes"])))
+            for r in best.traffic
+        ]
+        _print_rows(console, ("axis", "collective", "phase", "calls a step", "sent a rank"), traffic)
+
+
+def show_inference(shape: ModelShape, found: InferenceEstimate) -> None:
+    console = Console(highlight=False)
+    console.print(f"{shape.name}: {format_count(shape.num_parameters)} parameters on {found.num_devices} devices")
+    cache = found.cache_bytes_per_sequence
+    rows = [
+        ("weights", found.weights, format_bytes(found.weight_bytes)),
+        (
+            "KV cache",
+            f"{found.cache}, {found.concurrent} x {found.context:,} tokens",
+            format_bytes(found.concurrent * cache),
+        ),
+        ("framework", "context, workspaces", format_bytes(found.overhead_bytes)),
+        ("total", "fits" if found.fits else "does not fit", format_bytes(found.total_bytes)),
+        ("capacity", "a device", format_bytes(found.capacity_bytes)),
+    ]
+    _print_rows(console, ("a device", "", "bytes"), rows)
+    console.print(
+        f"{format_bytes(found.cache_bytes_per_token)} of cache a token, {format_bytes(cache)} a sequence: "
+        f"{found.max_concurrent:,} sequences of {found.context:,} tokens fit"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """A schedule drawn."""
+
+    text: str
+    svg: str
+    bubble_share: float
+    in_flight: tuple[int, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"grid": self.text, "bubble_share": self.bubble_share, "in_flight_by_rank": list(self.in_flight)}
+
+
+def draw(name: str, *, stages: int, microbatches: int) -> Drawing:
+    """A schedule as text and as a picture."""
+    from weft import schedule as schedules
+
+    virtual = {"zbv": 2, "dualpipev": 2, "interleaved_1f1b": 2, "looped_bfs": 2}.get(name, 1)
+    if name not in schedules.NAMES:
+        raise BadValueError(f"there is no schedule {name!r}", hint=" | ".join(schedules.NAMES))
+    reasons = schedules.check_request(name, num_ranks=stages, num_microbatches=microbatches, virtual_stages=virtual)
+    if reasons:
+        raise BadValueError(f"{name}: {reasons[0]}", hint="try other --stages or --microbatches")
+    made = schedules.generate(name, num_ranks=stages, num_microbatches=microbatches, virtual_stages=virtual)
+    timeline = schedules.simulate(made)
+    held = schedules.count_in_flight(made).by_rank_until_weight
+    note = f"\nbubble {timeline.bubble_share:.1%} of the time; micro-batches held by rank {', '.join(map(str, held))}"
+    return Drawing(
+        text=schedules.draw_grid(timeline) + note,
+        svg=schedules.draw_svg(timeline),
+        bubble_share=timeline.bubble_share,
+        in_flight=tuple(held),
+    )
+
+
+def _headline(question: Question) -> str:
+    request = question.request
+    shape, cluster, workload = request.shape, request.cluster, request.workload
+    about = "" if shape.is_exact else "about "
+    return (
+        f"{shape.name or shape.model_type}: {about}{format_count(shape.num_parameters)} parameters, "
+        f"{shape.num_layers} blocks; "
+        f"{cluster.name} ({cluster.num_devices:,} x {format_bytes(cluster.device.memory_bytes)}); "
+        f"{workload.global_batch:,} x {workload.sequence_length:,} tokens a step, {workload.optimizer}, "
+        f"{question.precision.get('preset', '')}"
+    )
+
+
+def _table(answer: Answer) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    for name, justify in (("", "right"), ("layout", "left"), ("memory", "left"), ("", "right"), ("step", "right")):
+        table.add_column(name, justify=justify, no_wrap=name != "layout")  # type: ignore[arg-type]
+    table.add_column("tokens/s", justify="right")
+    table.add_column("MFU", justify="right")
+    for number, found in enumerate(answer.plans, start=1):
+        table.add_row(
+            str(number),
+            describe(found.plan),
+            _bar(found, answer.request.cluster.device.memory_bytes),
+            format_bytes(found.memory_bytes) + ("" if found.fits else " too much"),
+            format_seconds(found.step_s),
+            format_count(found.tokens_per_s),
+            f"{found.mfu:.0%}",
+        )
+    return table
+
+
+def _bar(found: Estimate, capacity_bytes: int) -> Text:
+    """A device's memory, filled by groups of terms; an overfull one ends in >>."""
+    bar = Text()
+    for _, sign, colour, terms in GROUPS:
+        share = sum(found.memory_terms.get(term, 0) for term in terms) / capacity_bytes
+        bar.append(sign * round(share * BAR_WIDTH), style=colour)
+    if len(bar) > BAR_WIDTH:
+        bar.truncate(BAR_WIDTH - 2)
+        bar.append(">>", style="red")
+    bar.append(" " * (BAR_WIDTH - len(bar)))
+    return Text("[") + bar + Text("]")
+
+
+def _legend() -> Text:
+    text = Text("memory: ", style="dim")
+    for name, sign, colour, _ in GROUPS:
+        text.append(f"{sign}{sign} {name}  ", style=colour)
+    return text
+
+
+def _sections(answer: Answer) -> list[tuple[str, list[str]]]:
+    from weft.plan.why import smallest_changes, what_would_change, why_best
+
+    best = answer.plans[0]
+    sections = [("why", why_best(answer).split("; "))]
+    if not best.fits:
+        sections.append(("nothing fits; what would", smallest_changes(answer)))
+    elif len(answer.plans) > 1:
+        sections.append(("what would change it", what_would_change(answer)))
+    if why_not_trained(best):
+        sections.append(("this version of weft plans it and does not train it yet", [_trained_instead(answer)]))
+    counts = f"{answer.considered:,} plans considered, {answer.estimated:,} legal, {answer.num_fitting:,} fit"
+    refused = [f"{count:,} refused: {reason}" for reason, count in sorted(answer.rejected.items(), key=lambda i: -i[1])]
+    sections.append((f"{counts}, {answer.elapsed_s:.2f} s", refused))
+    return sections
+
+
+def _trained_instead(answer: Answer) -> str:
+    found = best_trained(answer)
+    if found is None or not found.fits:
+        return f"{why_not_trained(answer.plans[0])}; no plan that it trains fits"
+    slower = found.step_s / answer.plans[0].step_s - 1
+    return f"the best that it trains: {describe(found.plan)} ({slower:+.0%} step time)"
+
+
+def _show_memory(console: Console, answer: Answer, best: Estimate) -> None:
+    from weft.plan.arithmetic import explain_memory, textbook_states
+
+    shards = max(1, best.plan.mesh.dp_shard * best.plan.mesh.dp_replicate)
+    table = textbook_states(answer.request, shards=shards)
+    console.print(f"\n[bold]model states as textbooks count them, over {shards} devices[/bold]")
+    rows = [(stage, formula, f"{size / 1e9:,.2f} GB") for stage, formula, size in table.rows()]
+    _print_rows(console, ("stage", "parameters x bytes", "a device"), rows)
+    found, lines = explain_memory(answer.request, best.plan)
+    console.print(f"\n[bold]this plan, at its peak: {found.peak_at}[/bold]")
+    parts = [(str(line.term), line.formula, format_bytes(line.bytes)) for line in lines]
+    _print_rows(console, ("term", "arithmetic", "bytes"), [*parts, ("total", "", format_bytes(found.memory_bytes))])
+
+
+def _print_rows(console: Console, heads: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    console.print(table)

@@ -1,0 +1,63 @@
+"""`Cluster`: devices and the links between them, as the cost model sees them. Values only; `hardware` holds the data.
+
+Devices next to each other share a node: device i is on node i // devices_per_node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateCurve:
+    """Share of a device's peak that a matrix product reaches: saturates with size, never above `best`.
+
+    share(flops) = best * flops / (flops + half_flops), flops being those of the one product.
+    """
+
+    best: float
+    half_flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator. Peaks are dense (no sparsity)."""
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_s: float
+    peak_flops: Mapping[str, float]  # by dtype: float32, tf32, bfloat16, float16, float8
+    rates: Mapping[str, RateCurve]  # by dtype, what matrix products reach
+    memory_share: float = 0.85  # of memory_bytes_per_s that simple kernels reach
+    overhead_bytes: int = 0  # context and libraries, outside the allocator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """alpha-beta: a message of n bytes takes latency_s + n / bytes_per_s. Per device and direction, as achieved."""
+
+    name: str
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes of equal devices."""
+
+    name: str
+    device: Device
+    num_nodes: int
+    devices_per_node: int
+    inside: Link  # between devices of a node
+    between: Link  # between nodes, per device
+    host: Link  # device to its host's memory
+    host_memory_bytes: int = 0  # per node
+    nvme_bytes_per_s: float = 0.0  # per node, 0 where there is none
+    calibrated: bool = False  # measured figures have replaced the catalogue's
+    sources: tuple[str, ...] = field(default=())
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node

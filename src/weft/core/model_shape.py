@@ -1,0 +1,188 @@
+"""`ModelShape`: the sizes of a causal LM, block kind by block kind, without a tensor. What every cost is derived from.
+
+It is not a model and knows no device: `zoo` reads it from a config.json, `plan` counts bytes, FLOPs and traffic by it.
+Parameters = embeddings + sum over blocks of (linears + norms + extras) + final norms + head (none where tied).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Style = Literal["column", "row", "replicated"]  # how one-dimensional tensor parallelism cuts a matrix
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearShape:
+    """A matrix [out_features, in_features], as often as the block holds it; a token passes `active` of the copies."""
+
+    name: str  # inside the block, as the model names it: "self_attn.q_proj"
+    in_features: int
+    out_features: int
+    bias: bool = False
+    style: Style = "replicated"
+    role: Literal["attention", "mlp", "expert", "shared_expert", "router", "other"] = "other"
+    copies: int = 1
+    active: int = 1
+
+    @property
+    def num_parameters(self) -> int:
+        return self.copies * (self.in_features * self.out_features + (self.out_features if self.bias else 0))
+
+    @property
+    def num_active_parameters(self) -> int:
+        return self.num_parameters // self.copies * self.active
+
+    @property
+    def flops_per_token(self) -> int:
+        """Forward: a multiplication and an addition for each weight a token meets."""
+        return 2 * self.active * self.in_features * self.out_features
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormShape:
+    """A normalisation over `size` numbers. `per` is how many of these vectors a token has (heads, for QK-norm)."""
+
+    name: str
+    size: int
+    kind: Literal["rms", "layer"] = "rms"
+    num_parameters: int = 0
+    place: Literal["residual", "query", "key", "other"] = "residual"
+    per: int = 1
+    # tensors of `size` kept for the backward, in float32 and in the compute dtype; None: as most of its kind do
+    kept_tensors: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtraShape:
+    """Any other parameter: a convolution of a state-space block, attention sinks, a position table of a block."""
+
+    name: str
+    num_parameters: int
+    style: Style = "replicated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """Softmax attention; state-space and linear-attention blocks have none."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # of queries and keys
+    value_dim: int  # of values: differs from head_dim in latent attention
+    window: int | None = None  # keys a query sees, where the layer slides
+    materialises_scores: bool = False  # a variant that no fused kernel computes (soft-capping, sinks, ALiBi)
+    caps_scores: bool = False  # scores go through a tanh
+    is_latent: bool = False  # MLA: keys and values are stored compressed
+    latent_dim: int = 0  # numbers a token that inference keeps, where latent
+    rotary: bool = True
+    copies_output: bool = False  # heads are put together from pieces, so the output is copied into the model's order
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeShape:
+    """The experts of a block; their matrices are among its linears with role "expert"."""
+
+    num_experts: int
+    top_k: int
+    expert_width: int
+    shared_width: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """One kind of block."""
+
+    kind: str  # "dense", "sliding", "moe", "mamba", …: the same name for blocks that cost the same
+    linears: tuple[LinearShape, ...]
+    norms: tuple[NormShape, ...] = ()
+    extras: tuple[ExtraShape, ...] = ()
+    attention: AttentionShape | None = None
+    moe: MoeShape | None = None
+    mlp_width: int = 0  # of the dense MLP, 0 where there is none
+    is_gated: bool = True  # activation(gate) * up, against activation(up)
+    activation: str = "silu"  # as HF names it: the saved tensors of gelu_new are not those of gelu
+    is_parallel: bool = False  # attention and MLP read the same normalised input
+    dropout: float = 0.0  # on the residual stream
+
+    @cached_property
+    def num_parameters(self) -> int:
+        outside_linears = sum(part.num_parameters for part in self.norms) + sum(e.num_parameters for e in self.extras)
+        return sum(linear.num_parameters for linear in self.linears) + outside_linears
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        idle = sum(linear.num_parameters - linear.num_active_parameters for linear in self.linears)
+        return self.num_parameters - idle
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """What expert parallelism divides."""
+        return sum(linear.num_parameters for linear in self.linears if linear.role == "expert")
+
+    @cached_property
+    def linear_flops_per_token(self) -> int:
+        return sum(linear.flops_per_token for linear in self.linears)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The whole model. `order` has an index into `kinds` for each block, first block first."""
+
+    name: str
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    kinds: tuple[BlockShape, ...]
+    order: tuple[int, ...]
+    tied_head: bool
+    max_positions: int = 0
+    embedding_size: int = 0  # width of the token table where it is not hidden_size
+    head_bias: bool = False
+    scaled_embedding: bool = False
+    caps_logits: bool = False  # logits go through a tanh
+    final_norm: Literal["rms", "layer"] = "rms"
+    outside: tuple[ExtraShape, ...] = ()  # final norms, learned positions, projections: everything else outside blocks
+    dropout: float = 0.0
+    is_exact: bool = True  # the parameter count is that of the instantiated model, by a test of its family
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.order)
+
+    @cached_property
+    def kind_counts(self) -> tuple[int, ...]:
+        counts = Counter(self.order)
+        return tuple(counts[index] for index in range(len(self.kinds)))
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * (self.embedding_size or self.hidden_size)
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the output head alone; none where it is the token table."""
+        width = self.embedding_size or self.hidden_size
+        own = 0 if self.tied_head else self.vocab_size * width
+        return own + (self.vocab_size if self.head_bias else 0)
+
+    @cached_property
+    def block_parameters(self) -> int:
+        return sum(kind.num_parameters * count for kind, count in zip(self.kinds, self.kind_counts, strict=True))
+
+    @cached_property
+    def num_parameters(self) -> int:
+        outside = sum(extra.num_parameters for extra in self.outside)
+        return self.embedding_parameters + self.block_parameters + outside + self.head_parameters
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        idle = sum(
+            (kind.num_parameters - kind.num_active_parameters) * count
+            for kind, count in zip(self.kinds, self.kind_counts, strict=True)
+        )
+        return self.num_parameters - idle

@@ -1,0 +1,224 @@
+"""The bytes autograd keeps of one block, per token of a micro-batch, from the operators an HF block is made of.
+
+What each operator keeps for its backward (c: bytes of the compute dtype, h: hidden, a·d: query width, k·d: key width):
+
+| operator               | keeps                                                                          |
+| ---------------------- | ------------------------------------------------------------------------------ |
+| RMSNorm, written out   | the input in float32 (4h), the normalised input (ch), one float32 a vector     |
+| LayerNorm              | its input (ch), two float32                                                    |
+| linears                | their input, once where several read the same                                  |
+| fused attention        | q, k, v, its output, one float32 a head                                        |
+| attention with scores  | as above, with k and v repeated for each head, and the probabilities (4 + c) a key |
+| act(gate) * up         | gate, act(gate), up; the product is the next linear's input                    |
+
+Sums by how tensor parallelism cuts them: `stream` only with sequence parallel, `gathered` never, `split` always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.core.model_shape import AttentionShape, BlockShape, NormShape
+from weft.plan.columns import TP_MODES, Columns, Floats
+
+# Tensors of the MLP's width that an activation function keeps, its output not counted. gelu_new is written out in
+# Python: a cube, a tanh and two products; fused ones keep their input; relu keeps only its output.
+ACTIVATION_KEEPS = {
+    "silu": 1,
+    "swish": 1,
+    "gelu": 1,
+    "gelu_pytorch_tanh": 1,
+    "gelu_new": 4,
+    "gelu_fast": 4,
+    "gelu_python": 3,
+    "quick_gelu": 2,
+    "relu": 0,
+    "relu2": 1,
+    "xielu": 4,
+}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes a token, by what divides them."""
+
+    stream: float = 0.0  # the residual stream and its norms: divided under sequence parallel
+    gathered: float = 0.0  # inputs of column-parallel linears: whole on every tensor rank
+    split: float = 0.0  # inside attention and MLP: divided by tp
+    key_value: float = 0.0  # divided by tp as far as there are key-value heads
+    scores: float = 0.0  # bytes for every key a query sees: times the sequence, divided by tp
+    routed: float = 0.0  # expert inputs and outputs: with the tokens the router sends here
+
+    def __add__(self, other: Kept) -> Kept:
+        return Kept(
+            self.stream + other.stream,
+            self.gathered + other.gathered,
+            self.split + other.split,
+            self.key_value + other.key_value,
+            self.scores + other.scores,
+            self.routed + other.routed,
+        )
+
+    def __sub__(self, other: Kept) -> Kept:
+        return self + Kept(-other.stream, -other.gathered, -other.split, -other.key_value, -other.scores, -other.routed)
+
+
+def kept_by(block: BlockShape, *, compute_bytes: int, writes_scores: bool, hidden_size: int) -> Kept:
+    """Everything the block keeps without recomputation."""
+    total = Kept()
+    for norm in block.norms:
+        total = total + _norm(norm, compute_bytes)
+    total = total + _attention(block, compute_bytes, writes_scores, hidden_size)
+    total = total + _mlp(block, compute_bytes, hidden_size) + _experts(block, compute_bytes, hidden_size)
+    if block.attention is None:
+        total = total + _mixer(block, compute_bytes, hidden_size)
+    if block.dropout > 0:
+        total = total + Kept(stream=2.0 * hidden_size)  # two masks of a byte
+    return total
+
+
+def kept_selectively(block: BlockShape, *, compute_bytes: int, hidden_size: int) -> Kept:
+    """With every matrix product and attention saved, the rest computed again: the block's input and those outputs."""
+    c = compute_bytes
+    total = Kept(stream=c * hidden_size)
+    for linear in block.linears:
+        out = float(c * linear.active * linear.out_features)
+        if linear.role == "expert":
+            total = total + Kept(routed=out)
+        elif linear.style == "column":
+            total = total + (Kept(key_value=out) if _is_key_value(linear.name) else Kept(split=out))
+        else:
+            total = total + Kept(stream=out)
+    if block.attention is not None:
+        attention = block.attention
+        total = total + Kept(split=attention.num_heads * (c * attention.value_dim + 4.0))
+    return total
+
+
+def kept_fully(*, compute_bytes: int, hidden_size: int) -> Kept:
+    """With the whole block computed again: its input."""
+    return Kept(stream=float(compute_bytes * hidden_size))
+
+
+def bytes_of(kept: Kept, block: BlockShape, columns: Columns, *, tokens: Floats, keys: Floats) -> Floats:
+    """Bytes on a rank whose micro-batch has `tokens` tokens that see up to `keys` keys."""
+    tp = columns.tp.astype(np.float64)
+    cut_all = columns.tp_mode != TP_MODES.index("1d")  # 2D and beyond cut every activation
+    stream_cut = np.where((columns.sequence_parallel > 0) | cut_all, tp, 1.0)
+    gathered_cut = np.where(cut_all, tp, 1.0)
+    heads = block.attention.num_kv_heads if block.attention else 1
+    key_value_cut = np.minimum(tp, heads)
+    a_token = (
+        kept.stream / stream_cut
+        + kept.gathered / gathered_cut
+        + kept.split / tp
+        + kept.key_value / key_value_cut
+        + kept.scores * keys / tp
+        + kept.routed / tp  # cut with the experts, or dealt out among the tensor ranks that hold them
+    )
+    return np.asarray(tokens * a_token, dtype=np.float64)
+
+
+def _norm(norm: NormShape, c: int) -> Kept:
+    in_float32, in_compute = norm.kept_tensors or ((1, 1) if norm.kind == "rms" else (0, 1))
+    statistics = 4 if norm.kind == "rms" else 8
+    kept = float(norm.per * ((4 * in_float32 + c * in_compute) * norm.size + statistics))
+    match norm.place:
+        case "residual":
+            return Kept(stream=kept)
+        case "key":
+            return Kept(key_value=kept)
+        case "query":
+            return Kept(split=kept)
+        case _:
+            return Kept(gathered=kept)
+
+
+def _attention(block: BlockShape, c: int, writes_scores: bool, hidden_size: int) -> Kept:
+    attention = block.attention
+    if attention is None:
+        return Kept()
+    query = attention.num_heads * attention.head_dim
+    value_out = attention.num_heads * attention.value_dim
+    shared_input = Kept(gathered=float(c * hidden_size))
+    latents = sum(
+        c * linear.out_features
+        for linear in block.linears
+        if linear.role == "attention" and linear.style == "replicated"
+    )
+    kept = shared_input + Kept(gathered=float(latents), split=float(c * (query + value_out)))
+    if attention.copies_output:
+        kept = kept + Kept(split=float(c * value_out))
+    if _keeps_fused_output(block):  # rotated copies, and values that are views of the whole fused output
+        kept = kept + Kept(split=float(c * query), key_value=float(c * attention.num_kv_heads * attention.head_dim))
+    if attention.is_latent:  # keys are put together head by head, so none is shared
+        return kept + Kept(split=float(c * (query + value_out) + 4 * attention.num_heads))
+    if writes_scores:
+        return kept + Kept(
+            split=float(c * (query + value_out)), scores=float(attention.num_heads * _score_bytes(attention, c))
+        )
+    key_value = attention.num_kv_heads * (attention.head_dim + attention.value_dim)
+    return kept + Kept(key_value=float(c * key_value), split=4.0 * attention.num_heads)
+
+
+def _score_bytes(attention: AttentionShape, c: int) -> int:
+    """Probabilities in float32, their cast to the compute dtype where that is another, the tanh of a soft cap."""
+    return (4 if c == 4 else 4 + c) + (c if attention.caps_scores else 0)
+
+
+def _keeps_fused_output(block: BlockShape) -> bool:
+    names = {linear.name.rpartition(".")[2] for linear in block.linears if linear.role == "attention"}
+    is_fused = bool(names & {"qkv_proj", "query_key_value", "Wqkv", "W_pack"})
+    return is_fused and block.attention is not None and block.attention.rotary
+
+
+def _mlp(block: BlockShape, c: int, hidden_size: int) -> Kept:
+    if block.mlp_width == 0:
+        return Kept()
+    keeps = ACTIVATION_KEEPS.get(block.activation, 1)
+    tensors = keeps + (3 if block.is_gated else 1)
+    own_input = Kept(gathered=float(c * hidden_size))
+    if block.is_parallel:
+        own_input = _parallel_input(block, own_input, c, hidden_size)
+    return own_input + Kept(split=float(c * tensors * block.mlp_width))
+
+
+def _parallel_input(block: BlockShape, own_input: Kept, c: int, hidden_size: int) -> Kept:
+    """One norm: attention and MLP read the same tensor. Two: each has its own, but LayerNorms share what they keep."""
+    norms = [norm for norm in block.norms if norm.place == "residual"]
+    if len(norms) < 2:
+        return Kept()
+    return own_input - Kept(stream=float(c * hidden_size)) if norms[0].kind == "layer" else own_input
+
+
+def _experts(block: BlockShape, c: int, hidden_size: int) -> Kept:
+    moe = block.moe
+    if moe is None:
+        return Kept()
+    keeps = ACTIVATION_KEEPS.get(block.activation, 1)
+    tensors = keeps + (3 if block.is_gated else 1)
+    router = 4.0 * 2 * moe.num_experts
+    # a token's copies on the way in and its weighted outputs on the way back
+    routed = float(c * moe.top_k * (2 * hidden_size + tensors * moe.expert_width))
+    shared = float(c * tensors * moe.shared_width)
+    return Kept(gathered=float(c * hidden_size) + router, split=shared, routed=routed)
+
+
+def _mixer(block: BlockShape, c: int, hidden_size: int) -> Kept:
+    """A block that mixes tokens without attention: what its own linears give, counted twice for its scan."""
+    own = [linear for linear in block.linears if linear.role in ("attention", "other")]
+    return Kept(gathered=float(c * hidden_size), split=float(sum(2 * c * linear.out_features for linear in own)))
+
+
+def _is_key_value(name: str) -> bool:
+    return name.rpartition(".")[2] in ("k_proj", "v_proj", "key", "value")
+
+
+def mean_keys(attention: AttentionShape, sequence_length: int) -> float:
+    """Keys a query sees on average under a causal mask, fewer where the layer slides."""
+    if attention.window is None or attention.window >= sequence_length:
+        return (sequence_length + 1) / 2
+    window = attention.window
+    return (window * (window + 1) / 2 + (sequence_length - window) * window) / sequence_length

@@ -1,0 +1,196 @@
+"""From what a person types to a `Request`: a model by name, config.json or run.toml, devices by text, a workload.
+
+`search_plans` and `estimate_plan` are `weft.search` and `weft.estimate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from weft import hardware, zoo
+from weft.core.config import parse, read_toml
+from weft.core.errors import BadValueError, ConfigFileError, MeshError, ModelError, PlanError
+from weft.core.model_shape import ModelShape
+from weft.core.plan import Plan, Precision, check_consistent
+from weft.core.precision import PrecisionPolicy
+from weft.core.run_spec import RunSpec
+from weft.plan.columns import columns_of
+from weft.plan.estimate import Estimate, estimate
+from weft.plan.request import OptimizerKind, Request, Workload
+from weft.plan.rules import check_plan
+from weft.plan.search import Answer, search
+from weft.plan.space import Freedom
+
+MAX_DEFAULT_SEQUENCE = 8192
+# Tokens a step that models of this size are usually trained with, up to so many parameters.
+USUAL_TOKENS = ((1e9, 2**19), (4e9, 2**20), (1e11, 2**22), (float("inf"), 2**24))
+
+Model = str | Path | Mapping[str, Any] | ModelShape | RunSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A request, and what was assumed to make it whole."""
+
+    request: Request
+    precision: dict[str, Any]  # the tables of [precision], as plan.toml has them
+    assumed: tuple[str, ...] = ()
+
+
+def ask(
+    model: Model,
+    devices: str,
+    *,
+    global_batch: int | None = None,
+    sequence_length: int | None = None,
+    optimizer: str | None = None,
+    precision: Mapping[str, Any] | str | None = None,
+    calibration: Path | None = None,
+) -> Question:
+    """The request that these words mean. What is not given comes from run.toml, else from custom, and is said."""
+    shape, run = resolve_model(model)
+    cluster = hardware.cluster(devices, calibration=calibration)
+    assumed = []
+    if sequence_length is None and run is None:
+        sequence_length = min(shape.max_positions or MAX_DEFAULT_SEQUENCE, MAX_DEFAULT_SEQUENCE)
+        assumed.append(f"sequences of {sequence_length:,} tokens (--sequence-length)")
+    sequence = sequence_length or cast(RunSpec, run).data.sequence_length
+    if global_batch is None and run is None:
+        global_batch = usual_batch(shape, sequence, num_devices=cluster.num_devices)
+        assumed.append(f"a global batch of {global_batch:,} sequences (--global-batch)")
+    tables = _precision_tables(precision)
+    workload = Workload(
+        global_batch=global_batch or cast(RunSpec, run).train.global_batch,
+        sequence_length=sequence,
+        optimizer=_optimizer(optimizer, run),
+        momentum=run.train.momentum if run else 0.9,
+        attention=run.model.attention if run else "sdpa",
+    )
+    request = Request(shape=shape, cluster=cluster, workload=workload, precision=_policy(tables))
+    return Question(request=request, precision=tables, assumed=(*assumed, *shape.notes))
+
+
+def search_plans(
+    model: Model,
+    devices: str,
+    *,
+    global_batch: int | None = None,
+    sequence_length: int | None = None,
+    optimizer: str | None = None,
+    precision: str | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    top: int = 5,
+) -> Answer:
+    """The best plans for `model` on `devices`; `fixed` narrows the search: {"mesh.tp": 8}."""
+    question = ask(
+        model,
+        devices,
+        global_batch=global_batch,
+        sequence_length=sequence_length,
+        optimizer=optimizer,
+        precision=precision,
+    )
+    return search(question.request, freedom=Freedom(fixed=dict(fixed or {})), precision=question.precision, top=top)
+
+
+def estimate_plan(
+    model: Model,
+    plan: Plan,
+    devices: str,
+    *,
+    global_batch: int | None = None,
+    sequence_length: int | None = None,
+    optimizer: str | None = None,
+) -> Estimate:
+    """What `plan` costs; an illegal one is an error that says why."""
+    question = ask(
+        model,
+        devices,
+        global_batch=global_batch,
+        sequence_length=sequence_length,
+        optimizer=optimizer,
+        precision=plan.precision.model_dump(exclude_none=True),
+    )
+    require_legal(question.request, plan)
+    return estimate(question.request, plan)
+
+
+def require_legal(request: Request, plan: Plan, *, source: str = "the plan") -> None:
+    """The first reason against a plan, as an error."""
+    for sentence, hint in check_consistent(plan):
+        raise PlanError(f"{source}: {sentence}", hint=hint)
+    if plan.num_ranks != request.cluster.num_devices:
+        raise MeshError(
+            f"{source} has {plan.num_ranks} ranks but there are {request.cluster.num_devices} devices",
+            hint=f"--devices must name {plan.num_ranks} of them, or change [mesh]",
+        )
+    for sentence, hint in check_plan(request, columns_of([plan])):
+        raise PlanError(f"{source}: {sentence}", hint=hint)
+
+
+def resolve_model(model: Model) -> tuple[ModelShape, RunSpec | None]:
+    """A shape, and the run where the model was named by one."""
+    if isinstance(model, ModelShape):
+        return model, None
+    if isinstance(model, RunSpec):
+        return _shape_of_run(model), model
+    if isinstance(model, Mapping):
+        return zoo.shape_of(model), None
+    path = Path(model)
+    if path.suffix == ".toml":
+        run = RunSpec.from_tables(read_toml(path), source=str(path))
+        return _shape_of_run(run), run
+    if path.exists():
+        return zoo.from_path(path), None
+    if path.suffix == ".json":
+        raise ConfigFileError(
+            f"there is no file {path}", hint="give a config.json, a folder with one, or a model's name"
+        )
+    return zoo.named(str(model)), None
+
+
+def usual_batch(shape: ModelShape, sequence_length: int, *, num_devices: int) -> int:
+    """Sequences a step, a power of two: what models of this size are usually trained with, at least one a device."""
+    tokens = next(tokens for parameters, tokens in USUAL_TOKENS if shape.num_parameters <= parameters)
+    sequences = max(1, tokens // sequence_length)
+    while sequences < min(num_devices, 1024):
+        sequences *= 2
+    multiple = num_devices & -num_devices  # keeps the batch divisible where devices are no power of two
+    odd = num_devices // multiple
+    return sequences * odd if odd > 1 else sequences
+
+
+def _shape_of_run(run: RunSpec) -> ModelShape:
+    spec = run.model
+    if spec.type is not None:
+        return zoo.shape_from_type(spec.type, spec.config)
+    path = Path(str(spec.path))
+    if path.exists():
+        return zoo.from_path(path)
+    shape = zoo.named(str(spec.path))
+    if spec.config:
+        raise ModelError(
+            "a model by hub name with config overrides cannot be planned without its config.json",
+            hint="give model.path a folder with config.json",
+        )
+    return replace(shape, name=str(spec.path))
+
+
+def _optimizer(given: str | None, run: RunSpec | None) -> OptimizerKind:
+    name = given or (run.train.optimizer if run else "adamw")
+    if name not in ("adamw", "adam", "sgd", "adamw8bit"):
+        raise BadValueError(f"there is no optimizer {name!r}", hint="adamw | adam | sgd | adamw8bit")
+    return cast(OptimizerKind, name)
+
+
+def _precision_tables(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    if given is None:
+        return {"preset": "bf16"}
+    return {"preset": given} if isinstance(given, str) else dict(given)
+
+
+def _policy(tables: dict[str, Any]) -> PrecisionPolicy:
+    return parse(Precision, tables, source="precision").policy()

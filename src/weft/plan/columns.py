@@ -1,0 +1,196 @@
+"""`Columns`: many plans at once, a column a field. Every formula of this room works on whole columns.
+
+One plan is a table of one row, so an explanation and a search of a million plans run the same code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.core.plan import Plan
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+SCHEDULES = (
+    "naive",
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "zero_bubble",
+    "zbv",
+    "dualpipev",
+    "pipedream",
+    "pipedream_2bw",
+)
+RECOMPUTE = ("none", "selective", "full")
+TP_MODES = ("1d", "2d", "2.5d", "3d")
+V_SHAPED = ("zbv", "dualpipev")  # a rank holds a stage of each leg of the V, so rank 0 holds the first and the last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """One entry a plan in every array."""
+
+    dp_replicate: Ints
+    dp_shard: Ints
+    cp: Ints
+    tp: Ints
+    pp: Ints
+    ep: Ints
+    zero: Ints
+    microbatches: Ints
+    schedule: Ints  # index into SCHEDULES
+    virtual_stages: Ints
+    recompute: Ints  # index into RECOMPUTE
+    tp_mode: Ints  # index into TP_MODES
+    sequence_parallel: Ints
+    loss_parallel: Ints
+    offload_activations: Ints
+    offload_optimizer: Ints
+    offload_parameters: Ints
+    compiled: Ints
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+    @property
+    def dp(self) -> Ints:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_ranks(self) -> Ints:
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def shards(self) -> Ints:
+        """Ranks that share one copy of the states; context-parallel ranks hold the same weights, so they share too."""
+        return np.where(self.zero > 0, self.dp_shard * self.cp, 1)
+
+    @property
+    def expert_tp(self) -> Ints:
+        """Ranks that cut one expert: the tensor axis, as far as experts have not used it up."""
+        outside = self.dp_shard * self.cp
+        return np.maximum(1, self.tp // np.maximum(1, self.ep // np.gcd(self.ep, outside)))
+
+    @property
+    def expert_shards(self) -> Ints:
+        """Ranks that share one copy of an expert's states."""
+        used = np.gcd(self.ep, self.dp_shard * self.cp)
+        return np.where(self.zero > 0, self.dp_shard * self.cp // used, 1)
+
+    def named(self, schedule: str) -> Bools:
+        return self.schedule == SCHEDULES.index(schedule)
+
+    def recomputes(self, policy: str) -> Bools:
+        return self.recompute == RECOMPUTE.index(policy)
+
+    @cached_property
+    def pipelines(self) -> tuple[Ints, Ints]:
+        """The distinct (schedule, pp, virtual stages, micro-batches), a row each, and which of them each plan has."""
+        parts = (self.schedule, self.pp, self.virtual_stages, self.microbatches)
+        packed = np.zeros(len(self), dtype=np.int64)
+        for part, bits in zip(parts, (5, 14, 10, 34), strict=True):  # one number sorts ten times faster than four
+            packed = (packed << bits) + part
+        _, first, inverse = np.unique(packed, return_index=True, return_inverse=True)
+        return np.stack([part[first] for part in parts], axis=1), inverse
+
+    @cached_property
+    def tensor_depth(self) -> Ints:
+        """d of 2.5D's d layers of q x q: the least that leaves a square."""
+        degrees = np.unique(self.tp)
+        depths = np.asarray([_tensor_depth(int(tp)) for tp in degrees], dtype=np.int64)
+        return depths[np.searchsorted(degrees, self.tp)]
+
+    @cached_property
+    def matrix_divisor(self) -> Floats:
+        """Ranks over which tensor parallelism spreads a matrix; in 2.5D each layer holds the whole of it."""
+        layers = np.where(self.tp_mode == TP_MODES.index("2.5d"), self.tensor_depth, 1)
+        return np.asarray(self.tp / layers, dtype=np.float64)
+
+    @property
+    def is_v_shaped(self) -> Bools:
+        return self.named("zbv") | self.named("dualpipev")
+
+    def take(self, rows: Any) -> Columns:
+        """The plans of these rows."""
+        return Columns(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+
+def columns_of(plans: Sequence[Plan]) -> Columns:
+    """Plans as columns; a budget policy counts as selective, the nearest formula there is."""
+
+    def column(values: Iterable[int]) -> Ints:
+        return np.fromiter(values, dtype=np.int64, count=len(plans))
+
+    return Columns(
+        dp_replicate=column(plan.mesh.dp_replicate for plan in plans),
+        dp_shard=column(plan.mesh.dp_shard for plan in plans),
+        cp=column(plan.mesh.cp for plan in plans),
+        tp=column(plan.mesh.tp for plan in plans),
+        pp=column(plan.mesh.pp for plan in plans),
+        ep=column(plan.mesh.ep for plan in plans),
+        zero=column(plan.data_parallel.zero for plan in plans),
+        microbatches=column(plan.pipeline.microbatches for plan in plans),
+        schedule=column(SCHEDULES.index(plan.pipeline.schedule) for plan in plans),
+        virtual_stages=column(plan.pipeline.virtual_stages for plan in plans),
+        recompute=column(_recompute_index(plan) for plan in plans),
+        tp_mode=column(TP_MODES.index(plan.tensor_parallel.mode) for plan in plans),
+        sequence_parallel=column(int(plan.tensor_parallel.sequence_parallel) for plan in plans),
+        loss_parallel=column(int(plan.tensor_parallel.loss_parallel) for plan in plans),
+        offload_activations=column(int(plan.activations.offload != "none") for plan in plans),
+        offload_optimizer=column(("none", "cpu", "nvme").index(plan.offload.optimizer) for plan in plans),
+        offload_parameters=column(int(plan.offload.parameters != "none") for plan in plans),
+        compiled=column(int(plan.compile.enabled) for plan in plans),
+    )
+
+
+def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
+    """One row as the value that plan.toml prints; `precision` is that section's tables."""
+
+    def at(name: str) -> int:
+        return int(getattr(columns, name)[row])
+
+    tables = {
+        "mesh": {axis: at(axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")},
+        "data_parallel": {"zero": at("zero")},
+        "tensor_parallel": {
+            "mode": TP_MODES[at("tp_mode")],
+            "sequence_parallel": bool(at("sequence_parallel")),
+            "loss_parallel": bool(at("loss_parallel")),
+        },
+        "pipeline": {
+            "schedule": SCHEDULES[at("schedule")],
+            "microbatches": at("microbatches"),
+            "virtual_stages": at("virtual_stages"),
+        },
+        "precision": precision,
+        "activations": {
+            "policy": RECOMPUTE[at("recompute")],
+            "offload": "cpu" if at("offload_activations") else "none",
+        },
+        "offload": {
+            "optimizer": ("none", "cpu", "nvme")[at("offload_optimizer")],
+            "parameters": "cpu" if at("offload_parameters") else "none",
+        },
+        "compile": {"enabled": bool(at("compiled"))},
+    }
+    return Plan.from_tables(tables, source="the planner")
+
+
+def _tensor_depth(tp: int) -> int:
+    return next(depth for depth in range(1, tp + 1) if tp % depth == 0 and math.isqrt(tp // depth) ** 2 == tp // depth)
+
+
+def _recompute_index(plan: Plan) -> int:
+    policy = plan.activations.policy
+    return RECOMPUTE.index("selective" if policy == "budget" else policy)

@@ -1,0 +1,173 @@
+"""Seconds of arithmetic of one micro-batch on one rank: matrix products, attention, pointwise operators, the loss.
+
+product     flops / (peak x share reached at this size); forward once, backward twice
+attention   causal: 2 products of queries with half the keys; a fused kernel reaches ATTENTION_SHARE of the best
+            product, its backward does 2.5 times the forward's arithmetic
+pointwise   bytes moved / memory bandwidth. Measured on an H200: eager HF blocks move 12 times what autograd
+            keeps of them, compiled ones 2.5 times, forward and backward together
+launch      a block's forward cannot take less than its operators need on the host: small models wait for them.
+            Measured on an H200 with HF models, eager: 1.5 to 2.5 ms a block
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.core.cluster import Device
+from weft.core.model_shape import BlockShape, LinearShape
+from weft.plan.activations import bytes_of, kept_by, kept_selectively, mean_keys
+from weft.plan.columns import Columns, Floats
+from weft.plan.request import Request, byte_sizes
+from weft.plan.view import View
+
+ATTENTION_SHARE = 0.6
+ATTENTION_BACKWARD = 2.5
+RING_ATTENTION = 1.15  # a ring computes attention in pieces and joins them
+MOVED_EAGER, MOVED_COMPILED = 12.0, 2.5
+LAUNCH_EAGER_S, LAUNCH_COMPILED_S = 1.5e-3, 0.2e-3  # a block's forward
+LOSS_PASSES = 7  # times the float32 logits are read or written, forward and backward
+
+
+@dataclass(frozen=True)
+class BlockSeconds:
+    """One micro-batch through the rank's blocks, and its head."""
+
+    matmul_forward: Floats
+    attention_forward: Floats
+    pointwise_forward: Floats
+    recompute: Floats
+    loss: Floats
+    head_forward: Floats
+    launch: Floats  # what launches add to forward and backward
+
+    @property
+    def forward(self) -> Floats:
+        return self.matmul_forward + self.attention_forward + self.pointwise_forward + self.head_forward
+
+    @property
+    def backward(self) -> Floats:
+        products = 2 * (self.matmul_forward + self.head_forward)
+        return products + ATTENTION_BACKWARD * self.attention_forward + 2 * self.pointwise_forward + self.recompute
+
+
+def block_seconds(view: View) -> BlockSeconds:
+    """The arithmetic of one micro-batch on the rank that `view` looks at."""
+    request, columns, stage, tokens = view.request, view.columns, view.stage, view.tokens
+    device = request.cluster.device
+    matmul, attention, pointwise, again = (np.zeros(len(columns)) for _ in range(4))
+    for index, block in enumerate(request.shape.kinds):
+        count = stage.blocks[:, index]
+        products = count * _linears_s(request, columns, block, tokens)
+        scores = count * _attention_s(request, columns, block, tokens)
+        moved, kept_partly = _pointwise_s(request, columns, block, tokens)
+        matmul, attention, pointwise = matmul + products, attention + scores, pointwise + count * moved
+        full = products + scores + count * moved
+        again = again + np.select(
+            [columns.recomputes("full"), columns.recomputes("selective")],
+            [full, count * moved * kept_partly],
+            np.zeros(len(columns)),
+        )
+    vocab = request.shape.vocab_size / columns.tp
+    head = linear_s(device, request, rows=tokens, inner=request.shape.hidden_size, outer=vocab)
+    loss = LOSS_PASSES * 4 * tokens * vocab / _bandwidth(device)
+    least = np.where(columns.compiled > 0, LAUNCH_COMPILED_S, LAUNCH_EAGER_S) * stage.blocks.sum(axis=1)
+    launch = 3 * np.maximum(least - (matmul + attention + pointwise), 0.0)
+    if request.is_cpu:
+        launch = np.zeros(len(columns))
+    return BlockSeconds(matmul, attention, pointwise, again, loss * stage.holds_head, head * stage.holds_head, launch)
+
+
+def linear_s(device: Device, request: Request, *, rows: Floats, inner: Floats | int, outer: Floats | int) -> Floats:
+    """One product [rows, inner] x [inner, outer]."""
+    flops = 2.0 * rows * inner * outer
+    curve = device.rates[_rate_name(request)]
+    rate = device.peak_flops[_rate_name(request)] * curve.best * flops / (flops + curve.half_flops)
+    # a product cannot be faster than its operands are read
+    moved = byte_sizes(request).compute * (rows * inner + rows * outer + inner * np.asarray(outer, dtype=np.float64))
+    return np.maximum(flops / np.maximum(rate, 1.0), moved / _bandwidth(device))
+
+
+def model_flops(request: Request) -> float:
+    """Of a step, as MFU counts them: 6 for each weight a token meets, and attention's products over the keys seen."""
+    shape, workload = request.shape, request.workload
+    per_token = 6.0 * shape.vocab_size * shape.hidden_size
+    for block, count in zip(shape.kinds, shape.kind_counts, strict=True):
+        per_token += 3.0 * count * block.linear_flops_per_token
+        if block.attention is not None:
+            per_token += 3.0 * count * attention_flops_per_token(block, workload.sequence_length)
+    return per_token * workload.tokens
+
+
+def attention_flops_per_token(block: BlockShape, sequence_length: int) -> float:
+    attention = block.attention
+    if attention is None:
+        return 0.0
+    keys = mean_keys(attention, sequence_length)
+    return 2.0 * keys * attention.num_heads * (attention.head_dim + attention.value_dim)
+
+
+def _linears_s(request: Request, columns: Columns, block: BlockShape, tokens: Floats) -> Floats:
+    total = np.zeros(len(columns))
+    for linear in block.linears:
+        total = total + _linear_of_block_s(request, columns, linear, tokens)
+    return total
+
+
+def _linear_of_block_s(request: Request, columns: Columns, linear: LinearShape, tokens: Floats) -> Floats:
+    device = request.cluster.device
+    if linear.role == "expert":
+        here = np.maximum(1.0, linear.copies / columns.ep)
+        # tokens of all the ranks that share the experts meet on them, so a rank's work is that of its own tokens
+        # (and a tensor group has its tokens once: ranks that deal experts out among them share them)
+        rows = tokens * linear.active / here * columns.expert_tp / columns.tp
+        return here * linear_s(
+            device, request, rows=rows, inner=linear.in_features, outer=linear.out_features / columns.expert_tp
+        )
+    cut = columns.matrix_divisor if linear.style != "replicated" else np.ones(len(columns))
+    inner = linear.in_features / np.where(linear.style == "row", cut, 1)
+    outer = linear.out_features / np.where(linear.style == "column", cut, 1)
+    return linear.copies * linear_s(device, request, rows=tokens, inner=inner, outer=outer)
+
+
+def _attention_s(request: Request, columns: Columns, block: BlockShape, tokens: Floats) -> Floats:
+    if block.attention is None:
+        return np.zeros(len(columns))
+    device = request.cluster.device
+    name = _rate_name(request)
+    rate = device.peak_flops[name] * device.rates[name].best * ATTENTION_SHARE
+    flops = tokens * attention_flops_per_token(block, request.workload.sequence_length) / columns.tp
+    flops = flops * np.where(columns.cp > 1, RING_ATTENTION, 1.0)
+    if not request.writes_scores(block.attention):
+        return np.asarray(flops / rate, dtype=np.float64)
+    # written-out attention does not skip the masked half and moves the scores through memory several times
+    scores = tokens * request.workload.sequence_length * block.attention.num_heads / columns.tp
+    return np.asarray(2 * flops / rate + 5 * 4 * scores / _bandwidth(device), dtype=np.float64)
+
+
+def _pointwise_s(request: Request, columns: Columns, block: BlockShape, tokens: Floats) -> tuple[Floats, Floats]:
+    """(seconds of the forward's pointwise operators, share of them that selective recomputation repeats)."""
+    c, shape = byte_sizes(request).activation, request.shape
+    kept = kept_by(block, compute_bytes=c, writes_scores=False, hidden_size=shape.hidden_size)
+    partly = kept_selectively(block, compute_bytes=c, hidden_size=shape.hidden_size)
+    keys = np.zeros(len(columns))
+    whole = bytes_of(kept, block, columns, tokens=tokens, keys=keys)
+    selected = np.minimum(bytes_of(partly, block, columns, tokens=tokens, keys=keys), whole)
+    passes = np.where(columns.compiled > 0, MOVED_COMPILED, MOVED_EAGER) / 3
+    return passes * whole / _bandwidth(request.cluster.device), (whole - selected) / np.maximum(whole, 1.0)
+
+
+def _bandwidth(device: Device) -> float:
+    return device.memory_bytes_per_s * device.memory_share
+
+
+def _rate_name(request: Request) -> str:
+    """The dtype whose rate counts; a device without it computes in the nearest it has."""
+    rates = request.cluster.device.rates
+    wanted = request.precision.weights
+    fallbacks = {"bfloat16": ("bfloat16", "float16", "float32"), "float16": ("float16", "float32")}
+    for name in fallbacks.get(wanted, ("float32",)):
+        if name in rates:
+            return name
+    return next(iter(rates))

@@ -1,0 +1,108 @@
+"""One plan's cost as plain records, and many plans' as columns: memory, traffic and time from the same formulas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.core.plan import Plan
+from weft.plan.columns import Bools, Columns, Floats, columns_of
+from weft.plan.memory import MemoryEstimate, estimate_memory
+from weft.plan.request import Request
+from weft.plan.stages import PLACES
+from weft.plan.step_time import TimeEstimate, estimate_time
+from weft.plan.traffic import Traffic, estimate_traffic
+from weft.plan.view import views_of
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Everything that is predicted of many plans."""
+
+    request: Request
+    columns: Columns
+    memory: MemoryEstimate
+    traffic: Traffic
+    time: TimeEstimate
+
+    @property
+    def fits(self) -> Bools:
+        return self.memory.total <= self.request.budget_bytes
+
+    @property
+    def step_s(self) -> Floats:
+        return self.time.total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What is predicted of one plan. Bytes of the fullest rank, seconds of a step."""
+
+    plan: Plan
+    fits: bool
+    memory_bytes: int
+    memory_terms: dict[str, int]
+    peak_at: str
+    traffic: list[dict[str, str | int]]
+    step_s: float
+    time_terms: dict[str, float]
+    mfu: float
+    tokens_per_s: float
+
+    def as_dict(self) -> dict[str, object]:
+        """As `weft plan --json` prints it."""
+        return {
+            "plan": self.plan.model_dump(mode="json", exclude_none=True),
+            "fits": self.fits,
+            "memory": {"total_bytes": self.memory_bytes, "terms": self.memory_terms, "peak_at": self.peak_at},
+            "traffic": self.traffic,
+            "time": {"step_s": self.step_s, "terms": self.time_terms},
+            "mfu": self.mfu,
+            "tokens_per_s": self.tokens_per_s,
+        }
+
+
+def estimate_columns(request: Request, columns: Columns) -> Costs:
+    """All plans of `columns`."""
+    views = views_of(request, columns)
+    return Costs(request, columns, estimate_memory(views), estimate_traffic(views[0]), estimate_time(views))
+
+
+def estimate(request: Request, plan: Plan) -> Estimate:
+    """One plan. The request's precision is the plan's."""
+    return record_at(estimate_columns(request, columns_of([plan])), 0, plan)
+
+
+def record_at(costs: Costs, row: int, plan: Plan) -> Estimate:
+    """One row of many as a record; bytes are rounded term by term, so that the total stays their sum."""
+    memory_terms = {str(term): round(float(values[row])) for term, values in costs.memory.terms.items()}
+    time_terms = {str(term): float(values[row]) for term, values in costs.time.terms.items()}
+    place = PLACES[int(costs.memory.place[row])]
+    stage = f" on the {place} stage" if plan.mesh.pp > 1 else ""
+    return Estimate(
+        plan=plan,
+        fits=bool(costs.fits[row]),
+        memory_bytes=sum(memory_terms.values()),
+        memory_terms=memory_terms,
+        peak_at=costs.memory.instant[int(costs.memory.at[row])] + stage,
+        traffic=_traffic_at(costs.traffic, row),
+        step_s=sum(time_terms.values()),
+        time_terms=time_terms,
+        mfu=float(costs.time.mfu[row]),
+        tokens_per_s=float(costs.time.tokens_per_s[row]),
+    )
+
+
+def _traffic_at(traffic: Traffic, row: int) -> list[dict[str, str | int]]:
+    return [
+        {
+            "axis": entry.axis,
+            "collective": entry.collective,
+            "phase": entry.phase,
+            "bytes": round(float(entry.bytes[row])),
+            "count": round(float(entry.count[row])),
+        }
+        for entry in traffic.rows
+        if np.round(entry.bytes[row]) > 0
+    ]

@@ -1,0 +1,99 @@
+"""How long collectives take on a cluster: alpha-beta links, ring factors, and where an axis leaves the node.
+
+| collective     | bytes a rank sends, S the whole tensor |
+| -------------- | -------------------------------------- |
+| all_gather     | S (n - 1) / n                          |
+| reduce_scatter | S (n - 1) / n                          |
+| all_reduce     | 2 S (n - 1) / n                        |
+| all_to_all     | S (n - 1) / n, S what one rank holds   |
+| send           | S                                      |
+
+An axis whose ranks fill k places of every node it touches drives k network cards at once:
+rate = min(inside, k * between). Latency grows with the ring's steps up to a tree's 2 log2 n.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.core.axes import MESH_ORDER
+from weft.core.cluster import Cluster
+from weft.plan.columns import Columns, Floats
+
+
+@dataclass(frozen=True)
+class AxisLink:
+    """An axis as its collectives see it."""
+
+    degree: Floats
+    bytes_per_s: Floats
+    latency_s: Floats  # of one step
+    off_node: Floats  # share of the other ranks that are on other nodes
+    between_bytes_per_s: float  # of one rank's own way out of its node
+    inside_bytes_per_s: float
+
+    def exchange_seconds(self, wire_bytes: Floats, *, num_calls: Floats | float = 1.0) -> Floats:
+        """For an all-to-all: what leaves the node goes through the rank's own card, the rest stays inside."""
+        outside = wire_bytes * self.off_node
+        waiting = np.where(self.degree > 1, num_calls * self.latency_s, 0.0)
+        return (
+            np.maximum(outside / self.between_bytes_per_s, (wire_bytes - outside) / self.inside_bytes_per_s) + waiting
+        )
+
+    def seconds(self, wire_bytes: Floats, *, num_calls: Floats | float = 1.0) -> Floats:
+        """For `wire_bytes` a rank in `num_calls` collectives."""
+        steps = np.minimum(np.maximum(self.degree - 1, 0), 2 * np.log2(np.maximum(self.degree, 2)))
+        waiting = np.where(self.degree > 1, num_calls * steps * self.latency_s, 0.0)
+        return np.asarray(wire_bytes / self.bytes_per_s + waiting, dtype=np.float64)
+
+
+def axis_link(cluster: Cluster, columns: Columns, axes: tuple[str, ...]) -> AxisLink:
+    """The link of the ranks that differ in these axes, which must lie next to each other in the mesh."""
+    return _link(cluster, *inner_degree(columns, axes))
+
+
+def _link(cluster: Cluster, inner: Floats, degree: Floats) -> AxisLink:
+    span = inner * degree
+    per_node = cluster.devices_per_node
+    crosses = span > per_node
+    in_node = np.clip(per_node / inner, 1, degree)
+    between = np.minimum(cluster.inside.bytes_per_s, in_node * cluster.between.bytes_per_s)
+    return AxisLink(
+        degree=degree,
+        bytes_per_s=np.where(crosses, between, cluster.inside.bytes_per_s),
+        latency_s=np.where(crosses, cluster.between.latency_s, cluster.inside.latency_s),
+        off_node=np.where(crosses, (degree - in_node) / np.maximum(degree - 1, 1), 0.0),
+        between_bytes_per_s=cluster.between.bytes_per_s,
+        inside_bytes_per_s=cluster.inside.bytes_per_s,
+    )
+
+
+def expert_link(cluster: Cluster, columns: Columns) -> AxisLink:
+    """Expert ranks are neighbours on the sharding axes: ep of them, as far apart as the ranks that cut one expert."""
+    degree = columns.ep.astype(np.float64)
+    inner = columns.expert_tp.astype(np.float64)
+    return _link(cluster, inner, degree)
+
+
+def inner_degree(columns: Columns, axes: tuple[str, ...]) -> tuple[Floats, Floats]:
+    """(ranks between neighbours on these axes, number of ranks on them)."""
+    innermost = max(MESH_ORDER.index(axis) for axis in axes)
+    inner = np.ones(len(columns))
+    for axis in MESH_ORDER[innermost + 1 :]:
+        inner = inner * getattr(columns, axis)
+    degree = np.ones(len(columns))
+    for axis in axes:
+        degree = degree * getattr(columns, axis)
+    return inner, degree
+
+
+def gather_bytes(whole_bytes: Floats, degree: Floats) -> Floats:
+    """Of an all-gather or a reduce-scatter."""
+    return np.asarray(whole_bytes * (degree - 1) / degree, dtype=np.float64)
+
+
+def reduce_bytes(whole_bytes: Floats, degree: Floats) -> Floats:
+    """Of an all-reduce."""
+    return 2 * gather_bytes(whole_bytes, degree)

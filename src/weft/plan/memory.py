@@ -1,0 +1,314 @@
+"""A rank's peak memory, term by term, for every plan: the largest of six instants of a step.
+
+    loss     everything in flight is kept, logits and their gradient exist
+    top      backward of the last block: its recomputed parts, the head's gradient
+    middle   one block further down: the first reduce-scatter is on its way
+    second   the second block from the bottom: almost all gradients, almost no activations
+    bottom   the first block
+    update   all gradients, no activations
+
+peak = the instant with the largest sum; its terms are the answer, so terms are disjoint and add up.
+The sharding semantics are those of `fully_shard`: a unit a block and one for the rest, the next unit gathered ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.core.model_shape import ModelShape
+from weft.core.terms import MemoryTerm as Term
+from weft.plan.activations import bytes_of, kept_by, kept_fully, kept_selectively
+from weft.plan.columns import Floats, Ints
+from weft.plan.view import View
+
+MIB = 2**20
+MATMUL_WORKSPACE_BYTES = 64 * MIB  # 32 MiB for each of the two threads that multiply (measured on Hopper)
+COMMUNICATOR_BYTES = 400 * MIB  # a communicator's own buffers: 0.3 to 0.7 GB are reported, one for each axis in use
+FRAGMENTATION = 0.02  # of what comes and goes within a step (measured 0 to 4%)
+LOSS_BYTES = 12  # float32 log-probabilities, their gradient, and the gradient of the logits
+
+Terms = dict[Term, Floats]
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of the fullest rank of every plan."""
+
+    terms: Terms
+    instant: tuple[str, ...]  # names; `at` has an index into it for each plan
+    at: Ints
+    place: Ints  # which pipeline rank is the fullest: index into PLACES
+
+    @property
+    def total(self) -> Floats:
+        return _total(self.terms)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the instants are put together from."""
+
+    view: View
+    rest: Terms  # there at every instant
+    kept: Floats  # activations of all blocks and micro-batches in flight
+    kept_block: Floats  # of the block whose backward comes first
+    recomputed: Floats  # what recomputation brings back for one block
+    logits: Floats
+    num_blocks: Floats
+    widest: int  # numbers a token inside the widest MLP
+
+
+def estimate_memory(views: Sequence[View]) -> MemoryEstimate:
+    """The fullest rank of each plan."""
+    terms, names, at = _estimate_stage(views[0])
+    found = MemoryEstimate(terms, names, at, np.zeros(len(at), dtype=np.int64))
+    for view in views[1:]:
+        other, _, other_at = _estimate_stage(view)
+        _keep_fuller(found, view.rows, other, other_at, view.place)
+    return found
+
+
+def _keep_fuller(found: MemoryEstimate, rows: Ints, other: Terms, other_at: Ints, place: int) -> None:
+    """Where `other` needs more, it takes the place of what was found for these rows."""
+    fuller = _total(other) > found.total[rows]
+    chosen = rows[fuller]
+    for term, values in found.terms.items():
+        values[chosen] = other[term][fuller]
+    found.at[chosen] = other_at[fuller]
+    found.place[chosen] = place
+
+
+def _estimate_stage(view: View) -> tuple[Terms, tuple[str, ...], Ints]:
+    """(terms at the peak, names of the instants, which of them the peak is)."""
+    parts = _parts(view)
+    last = np.maximum(parts.num_blocks - 1, 0)
+    instants = {
+        "loss": _at_loss(parts),
+        "backward of the last block": _in_backward(parts, done=np.zeros(len(last))),
+        "backward of the last block but one": _in_backward(parts, done=np.minimum(1.0, last)),
+        "backward of the second block": _in_backward(parts, done=np.maximum(last - 1, 0)),
+        "backward of the first block": _in_backward(parts, done=last),
+        "update": _at_update(parts),
+    }
+    totals = np.stack([_total(terms) for terms in instants.values()])
+    at = np.argmax(totals, axis=0)
+    peak = {term: np.choose(at, [terms[term] for terms in instants.values()]) for term in instants["update"]}
+    return _with_framework(view, peak), tuple(instants), at
+
+
+def _parts(view: View) -> _Parts:
+    shape, stage = view.shape, view.stage
+    kept, kept_block, recomputed = _activations(view)
+    vocab = shape.vocab_size / np.where(view.columns.loss_parallel > 0, view.columns.tp, 1)
+    logits = np.where(stage.holds_head, view.tokens * vocab * LOSS_BYTES, 0.0)
+    # the final norm's input and output wait for the head's backward
+    final = np.where(stage.holds_head, view.tokens * shape.hidden_size * (4 + 2 * view.sizes.activation), 0.0)
+    if shape.caps_logits:  # its tanh is kept beside what the loss keeps
+        logits = logits + np.where(stage.holds_head, view.tokens * vocab * view.sizes.activation, 0.0)
+    return _Parts(
+        view=view,
+        rest=_resident(view),
+        kept=kept + final,
+        kept_block=kept_block,
+        recomputed=recomputed,
+        logits=logits,
+        num_blocks=stage.blocks.sum(axis=1),
+        widest=_widest(shape),
+    )
+
+
+def _resident(view: View) -> Terms:
+    """Weights, optimizer state and older weight versions: there from the first step to the last."""
+    columns, stage, share, sizes = view.columns, view.stage, view.share, view.sizes
+    held = np.where(columns.zero > 0, share.total.shard, share.total.whole)
+    on_device = columns.offload_parameters == 0
+    return {
+        Term.WEIGHTS: np.where(on_device, held * sizes.master, 0.0),
+        Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, 0.0, held * sizes.optimizer),
+        Term.WEIGHT_VERSIONS: (stage.versions - 1) * share.total.whole * sizes.compute,
+    }
+
+
+def _activations(view: View) -> tuple[Floats, Floats, Floats]:
+    """(kept by everything in flight, kept by the last block, brought back by recomputing one block)."""
+    request, columns, stage, tokens = view.request, view.columns, view.stage, view.tokens
+    shape, c = view.shape, view.sizes.activation
+    keys = np.full(len(columns), float(request.workload.sequence_length))
+    total, last, again = np.zeros(len(columns)), np.zeros(len(columns)), np.zeros(len(columns))
+    for index, block in enumerate(shape.kinds):
+        everything = kept_by(
+            block,
+            compute_bytes=c,
+            writes_scores=block.attention is not None and request.writes_scores(block.attention),
+            hidden_size=shape.hidden_size,
+        )
+        partly = kept_selectively(block, compute_bytes=c, hidden_size=shape.hidden_size)
+        input_only = kept_fully(compute_bytes=c, hidden_size=shape.hidden_size)
+        whole, selected, inputs = (
+            bytes_of(kept, block, columns, tokens=tokens, keys=keys) for kept in (everything, partly, input_only)
+        )
+        selected = np.minimum(selected, whole)
+        kept = np.select([columns.recomputes("full"), columns.recomputes("selective")], [inputs, selected], whole)
+        count = stage.blocks[:, index]
+        total = total + kept * count
+        last = np.where(count > 0, np.maximum(last, kept), last)
+        again = np.where(count > 0, np.maximum(again, whole - kept), again)
+    in_flight = np.where(columns.offload_activations > 0, 0.0, stage.in_flight)
+    # offloaded activations leave two blocks on the device: the one in use and the one being fetched
+    return np.where(columns.offload_activations > 0, 2 * last, total * in_flight), last, again
+
+
+def _at_loss(parts: _Parts) -> Terms:
+    columns = parts.view.columns
+    # ZeRO-3 gives its root back when the forward ends, and the loss comes after that
+    gathered = np.where(columns.zero == 3, 0.0, _kept_gathered(parts.view))
+    none = np.zeros(len(columns))
+    # between micro-batches `fully_shard` holds on to the input of its last reduce-scatter, the root's
+    is_held = (columns.zero >= 2) & (columns.microbatches > 1)
+    held = np.where(is_held, parts.view.share.root.padded * parts.view.sizes.communication, 0.0)
+    return _instant(
+        parts, kept=parts.kept, gathered=gathered, gradients=_gradients_before(parts.view), logits=parts.logits,
+        buffers=held, temporaries=none,
+    )  # fmt: skip
+
+
+def _in_backward(parts: _Parts, *, done: Floats) -> Terms:
+    """The backward of the block that follows `done` finished ones."""
+    view, columns, share, sizes = parts.view, parts.view.columns, parts.view.share, parts.view.sizes
+    blocks = np.maximum(parts.num_blocks, 1)
+    is_first, is_last = done == 0, done >= parts.num_blocks - 1
+    is_zero3 = columns.zero == 3
+    unit = share.largest_padded * sizes.compute
+    gathered = _kept_gathered(parts.view) + np.where(is_zero3, unit + np.where(is_last, 0.0, unit), 0.0)
+    cast_gone = np.where((columns.zero == 0) & sizes.is_mixed, done * share.largest_block * sizes.compute, 0.0)
+    before = _gradients_before(parts.view)
+    head = np.where(view.stage.holds_head, share.root.whole, 0.0)
+    per_block = (share.total.whole - share.root.whole) / blocks
+    per_block_shard = (share.total.shard - share.root.shard) / blocks
+    reduced = np.where(columns.zero >= 2, per_block_shard, per_block) * sizes.gradient * done
+    head_gradient = np.where(
+        columns.zero == 0, head * sizes.gradient, head * np.where(columns.zero == 1, sizes.communication, sizes.compute)
+    )
+    grown = np.maximum(before, np.where(columns.microbatches > 1, before, reduced))
+    reduce_input = np.where(is_first | (columns.zero == 0), 0.0, share.largest_padded * sizes.communication)
+    own_gradient = share.largest_block * sizes.compute
+    flying = done * parts.kept_block
+    wide = 2 * view.tokens * sizes.activation * parts.widest / columns.tp
+    temporaries = wide + own_gradient / 3 + view.stream_bytes
+    return _instant(
+        parts,
+        kept=np.maximum(parts.kept - flying, 0.0) + parts.recomputed,
+        gathered=np.maximum(gathered - cast_gone, 0.0),
+        gradients=np.where(columns.zero == 0, np.maximum(grown, head_gradient), grown),
+        logits=np.zeros(len(columns)),
+        buffers=reduce_input + np.where(columns.zero > 0, head_gradient, 0.0),
+        temporaries=temporaries,
+    )  # fmt: skip
+
+
+def _at_update(parts: _Parts) -> Terms:
+    columns, share, sizes = parts.view.columns, parts.view.share, parts.view.sizes
+    held = np.where(columns.zero > 0, share.total.shard, share.total.whole)
+    none = np.zeros(len(columns))
+    return _instant(
+        parts, kept=none, gathered=none, gradients=held * sizes.gradient, logits=none, buffers=none,
+        temporaries=none,
+    )  # fmt: skip
+
+
+def _instant(
+    parts: _Parts,
+    *,
+    kept: Floats,
+    gathered: Floats,
+    gradients: Floats,
+    logits: Floats,
+    buffers: Floats,
+    temporaries: Floats,
+) -> Terms:
+    view = parts.view
+    # an optimizer on the host takes each gradient as it comes: two blocks are on the device at a time
+    few = np.minimum(gradients, 2 * view.share.largest_block * view.sizes.gradient)
+    return {
+        **parts.rest,
+        Term.GRADIENTS: np.where(view.columns.offload_optimizer > 0, few, gradients),
+        Term.GATHERED: gathered,
+        Term.ACTIVATIONS: kept,
+        Term.LOGITS: logits,
+        Term.COMM_BUFFERS: buffers + _peer_buffers(view),
+        Term.TEMPORARIES: temporaries,
+    }
+
+
+def _kept_gathered(view: View) -> Floats:
+    """Weights in the compute dtype that stay through forward and backward, beyond the block in use."""
+    columns, share, sizes = view.columns, view.share, view.sizes
+    casts = np.zeros(len(columns))
+    if sizes.is_mixed:
+        casts = (share.total.whole - _unused_cast(view)) * sizes.compute
+    kept = np.select(
+        [columns.zero == 0, columns.zero == 3],
+        [casts, share.root.padded * sizes.compute],
+        share.total.padded * sizes.compute,
+    )
+    # weights that live on the host come unit by unit whatever the stage
+    return np.where(columns.offload_parameters > 0, share.root.padded * sizes.compute, kept)
+
+
+def _unused_cast(view: View) -> Floats:
+    """The embedding's backward needs no weight, so its cast is freed at once, unless the head is the same tensor."""
+    table = view.shape.embedding_parameters / view.columns.matrix_divisor
+    is_kept = view.stage.holds_head if view.shape.tied_head else np.zeros(len(view.columns), dtype=bool)
+    return np.where(view.stage.holds_embedding & ~is_kept, table, 0.0)
+
+
+def _gradients_before(view: View) -> Floats:
+    """Gradients that exist when the last micro-batch's backward begins: DDP's buckets always do."""
+    columns, share, sizes = view.columns, view.share, view.sizes
+    several = columns.microbatches > 1
+    is_ddp = (columns.zero == 0) & (columns.dp * columns.cp > 1)
+    return np.select(
+        [columns.zero == 0, columns.zero == 1],
+        [
+            np.where(is_ddp | several, share.total.whole * sizes.gradient, 0.0),
+            np.where(several, share.total.whole * sizes.communication, 0.0),
+        ],
+        np.where(several, share.total.shard * sizes.gradient, 0.0),
+    )
+
+
+def _peer_buffers(view: View) -> Floats:
+    """Receive buffers of pipelines and of the ring of context parallelism."""
+    is_peer = (view.columns.pp > 1).astype(np.float64) + (view.columns.cp > 1)
+    return 2 * view.stream_bytes * is_peer
+
+
+def _widest(shape: ModelShape) -> int:
+    """The MLP's width, or that of the experts a token meets."""
+    widths = [max(kind.mlp_width, kind.moe.top_k * kind.moe.expert_width if kind.moe else 0) for kind in shape.kinds]
+    return max(widths, default=0)
+
+
+def _with_framework(view: View, terms: Terms) -> Terms:
+    """Workspaces inside the allocator, and what lies outside it; a CPU has neither."""
+    request, columns = view.request, view.columns
+    if request.is_cpu:
+        return {**terms, Term.FRAMEWORK: np.zeros(len(columns))}
+    comes_and_goes = sum(
+        (terms[term] for term in (Term.ACTIVATIONS, Term.GATHERED, Term.COMM_BUFFERS, Term.TEMPORARIES, Term.LOGITS)),
+        start=np.zeros(len(columns)),
+    )
+    axes = sum(
+        ((getattr(columns, axis) > 1).astype(float) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")),
+        start=np.zeros(len(columns)),
+    )
+    outside = request.cluster.device.overhead_bytes + axes * COMMUNICATOR_BYTES + FRAGMENTATION * comes_and_goes
+    return {**terms, Term.TEMPORARIES: terms[Term.TEMPORARIES] + MATMUL_WORKSPACE_BYTES, Term.FRAMEWORK: outside}
+
+
+def _total(terms: Terms) -> Floats:
+    values = list(terms.values())
+    return np.asarray(sum(values[1:], start=values[0]), dtype=np.float64)

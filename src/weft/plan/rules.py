@@ -1,0 +1,258 @@
+"""What makes a plan legal: named rules over whole columns, each with the sentence that says why a plan is refused.
+
+A rule returns True where a plan breaks it. `check_plan` turns the broken ones into reasons with what would be legal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weft.core.stages import split_blocks
+from weft.plan.columns import SCHEDULES, TP_MODES, Bools, Columns
+from weft.plan.request import Request
+
+LOOPED = ("interleaved_1f1b", "looped_bfs")
+ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`broken` marks the plans that break it; `sentence` says why, `nearest` what would be legal."""
+
+    name: str
+    sentence: str
+    broken: Callable[[Request, Columns], Bools]
+    nearest: Callable[[Request, Columns], str] | None = None
+
+
+def _ranks_fill_the_cluster(request: Request, columns: Columns) -> Bools:
+    return columns.num_ranks != request.cluster.num_devices
+
+
+def _batch_divides(request: Request, columns: Columns) -> Bools:
+    return request.workload.global_batch % (columns.dp * columns.microbatches) != 0
+
+
+def _sequence_divides(request: Request, columns: Columns) -> Bools:
+    pieces = np.where(columns.cp > 1, 2 * columns.cp, 1)  # a causal ring gives each rank an early and a late piece
+    pieces = pieces * np.where((columns.sequence_parallel > 0) & (columns.tp > 1), columns.tp, 1)
+    return request.workload.sequence_length % pieces != 0
+
+
+def _heads_divide(request: Request, columns: Columns) -> Bools:
+    broken = np.zeros(len(columns), dtype=bool)
+    for heads in _head_counts(request):
+        broken |= heads % columns.tp != 0
+    return broken
+
+
+def _key_value_heads_divide(request: Request, columns: Columns) -> Bools:
+    broken = np.zeros(len(columns), dtype=bool)
+    for block in request.shape.kinds:
+        if block.attention is None or block.attention.is_latent:
+            continue
+        heads = block.attention.num_kv_heads
+        broken |= (heads % columns.tp != 0) & (columns.tp % heads != 0)
+    return broken
+
+
+def _widths_divide(request: Request, columns: Columns) -> Bools:
+    broken = np.zeros(len(columns), dtype=bool)
+    for block in request.shape.kinds:
+        if block.mlp_width:
+            broken |= block.mlp_width % columns.tp != 0
+    return broken
+
+
+def _tensor_stays_in_node(request: Request, columns: Columns) -> Bools:
+    return columns.tp > request.cluster.devices_per_node
+
+
+def _tensor_mode_fits(request: Request, columns: Columns) -> Bools:
+    tp = columns.tp
+    square = np.sqrt(tp) == np.floor(np.sqrt(tp))
+    cube = np.round(np.cbrt(tp)) ** 3 == tp
+    layered = columns.tensor_depth > 1
+    mode = columns.tp_mode
+    return (
+        ((mode == TP_MODES.index("2d")) & (~square | (tp == 1)))
+        | ((mode == TP_MODES.index("2.5d")) & ~layered)
+        | ((mode == TP_MODES.index("3d")) & (~cube | (tp == 1)))
+    )
+
+
+def _experts_divide(request: Request, columns: Columns) -> Bools:
+    experts = {block.moe.num_experts for block in request.shape.kinds if block.moe is not None}
+    if not experts:
+        return columns.ep > 1
+    broken = (columns.dp_shard * columns.cp * columns.tp) % columns.ep != 0
+    for count in experts:
+        broken |= count % columns.ep != 0
+    return broken
+
+
+def _zero_matches_mesh(request: Request, columns: Columns) -> Bools:
+    return (columns.zero == 0) & (columns.dp_shard > 1)
+
+
+def _stages_have_blocks(request: Request, columns: Columns) -> Bools:
+    stages = columns.pp * np.where(columns.is_v_shaped, 2, columns.virtual_stages)
+    return stages > request.shape.num_layers
+
+
+def _virtual_stages_suit(request: Request, columns: Columns) -> Bools:
+    looped = np.isin(columns.schedule, [SCHEDULES.index(name) for name in LOOPED])
+    v = columns.virtual_stages
+    wants_one = ~looped & ~columns.is_v_shaped
+    return (
+        (wants_one & (v != 1))
+        | (columns.is_v_shaped & (v != 2))
+        | (looped & (columns.pp > 1) & (v < 2))
+        | ((columns.pp == 1) & (v != 1))
+    )
+
+
+def _microbatches_suit(request: Request, columns: Columns) -> Bools:
+    m, p = columns.microbatches, columns.pp
+    is_pipeline = p > 1
+    return is_pipeline & (
+        (columns.named("naive") & (m != 1))
+        | (columns.named("interleaved_1f1b") & (m % p != 0))
+        | (columns.named("dualpipev") & (m < 2 * p))
+        | ((columns.named("zbv") | columns.named("pipedream_2bw")) & (m < p))
+    )
+
+
+def _schedule_without_pipeline(request: Request, columns: Columns) -> Bools:
+    return (columns.pp == 1) & ~columns.named("1f1b")
+
+
+def _gathers_with_pipeline(request: Request, columns: Columns) -> Bools:
+    """Asynchronous pipelines keep several whole weight versions: nothing there to gather anew."""
+    is_async = columns.named("pipedream") | columns.named("pipedream_2bw")
+    return is_async & (columns.zero > 0) & (columns.pp > 1)
+
+
+def _offload_makes_sense(request: Request, columns: Columns) -> Bools:
+    needs_host = (columns.offload_optimizer + columns.offload_activations + columns.offload_parameters) > 0
+    return needs_host & (request.cluster.host_memory_bytes == 0)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "ranks",
+        "the mesh must use every device",
+        _ranks_fill_the_cluster,
+        lambda request, columns: f"make the product of the mesh {request.cluster.num_devices}",
+    ),
+    Rule(
+        "batch",
+        "the global batch must divide over data-parallel ranks and micro-batches",
+        _batch_divides,
+        lambda request, columns: _nearest_batch(request, columns),
+    ),
+    Rule("sequence", "the sequence must divide over context and sequence parallelism", _sequence_divides),
+    Rule(
+        "heads",
+        "attention heads must divide over tp",
+        _heads_divide,
+        lambda request, columns: f"tp may be {_divisors(_common(_head_counts(request)))}",
+    ),
+    Rule(
+        "key_value_heads",
+        "key-value heads must divide over tp, or tp over them",
+        _key_value_heads_divide,
+        lambda request, columns: f"tp may be {_divisors(_common(_head_counts(request)))}",
+    ),
+    Rule("widths", "the MLP's width must divide over tp", _widths_divide),
+    Rule("node", "tensor parallelism stays inside a node", _tensor_stays_in_node),
+    Rule("tensor_mode", "2d wants tp = q x q, 2.5d d x q x q, 3d a cube", _tensor_mode_fits),
+    Rule("experts", "experts must divide over ep, and ep over dp_shard x cp x tp", _experts_divide),
+    Rule("zero", "shards want a ZeRO stage", _zero_matches_mesh),
+    Rule(
+        "stages",
+        "every pipeline stage needs a block",
+        _stages_have_blocks,
+        lambda request, columns: f"pp x virtual_stages may be at most {request.shape.num_layers}",
+    ),
+    Rule("virtual_stages", "the schedule does not go with that many stages a rank", _virtual_stages_suit),
+    Rule("microbatches", "the schedule does not go with that many micro-batches", _microbatches_suit),
+    Rule("schedule", "a schedule is for a pipeline", _schedule_without_pipeline),
+    Rule(
+        "asynchronous",
+        "an asynchronous pipeline keeps whole weights, so it takes no ZeRO stage",
+        _gathers_with_pipeline,
+    ),
+    Rule("host", "offload needs a host with memory", _offload_makes_sense),
+)
+
+
+def legal_rows(request: Request, columns: Columns) -> tuple[Bools, dict[str, int]]:
+    """(which plans are legal, how many each rule refused). A plan counts for the first rule it breaks."""
+    alive = np.ones(len(columns), dtype=bool)
+    refused: dict[str, int] = {}
+    for rule in RULES:
+        broken = alive & rule.broken(request, columns)
+        count = int(broken.sum())
+        if count:
+            refused[rule.sentence] = refused.get(rule.sentence, 0) + count
+            alive &= ~broken
+    return alive, refused
+
+
+def check_plan(request: Request, columns: Columns) -> list[tuple[str, str]]:
+    """Reasons against the one plan in `columns`, as (sentence, hint)."""
+    reasons = []
+    for rule in RULES:
+        if bool(rule.broken(request, columns)[0]):
+            hint = rule.nearest(request, columns) if rule.nearest else "change that part of the plan"
+            reasons.append((rule.sentence, hint))
+    return reasons
+
+
+def nearest_legal(request: Request, fixed: dict[str, Any]) -> str:
+    """What to change when nothing is legal: the fixed key that no plan goes with, or the batch."""
+    heads = _common(_head_counts(request))
+    tp = int(fixed.get("mesh.tp", 1))
+    if heads % tp:
+        return f"{heads} attention heads do not divide over tp = {tp}; tp may be {_divisors(heads)}"
+    if tp > request.cluster.devices_per_node:
+        return f"a node has {request.cluster.devices_per_node} devices, so tp may be at most that"
+    degrees = [int(fixed.get(f"mesh.{axis}", 1)) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")]
+    if request.cluster.num_devices % int(np.prod(degrees)):
+        product = int(np.prod(degrees))
+        return f"the fixed degrees multiply to {product}, which does not divide {request.cluster.num_devices} devices"
+    ranks = degrees[0] * degrees[1]
+    if request.workload.global_batch % ranks:
+        above = -(-request.workload.global_batch // ranks) * ranks
+        return f"a global batch of {request.workload.global_batch} does not divide over {ranks} ranks; {above} would"
+    return "fix fewer keys with --set, or change the global batch or the sequence length"
+
+
+def block_sizes(request: Request, num_stages: int) -> tuple[int, ...]:
+    """Blocks a stage, for explanations."""
+    return split_blocks(request.shape.num_layers, num_stages)
+
+
+def _head_counts(request: Request) -> list[int]:
+    return [block.attention.num_heads for block in request.shape.kinds if block.attention is not None]
+
+
+def _common(counts: list[int]) -> int:
+    return int(np.gcd.reduce(counts)) if counts else 1
+
+
+def _divisors(number: int) -> str:
+    found = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
+    return ", ".join(found)
+
+
+def _nearest_batch(request: Request, columns: Columns) -> str:
+    pieces = int(columns.dp[0] * columns.microbatches[0])
+    batch = request.workload.global_batch
+    below, above = batch // pieces * pieces, -(-batch // pieces) * pieces
+    return f"use a global batch of {f'{below} or ' if below else ''}{above}"

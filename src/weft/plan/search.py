@@ -1,0 +1,181 @@
+"""Which plan: enumerate, refuse what the rules refuse, estimate the rest, rank.
+
+Order: plans that fit, fastest first; where two are within TIE of each other the simpler one (fewer axes, less
+recomputation, lower ZeRO stage) goes first. The list shows one plan for each layout, so that ten variations of one
+micro-batch size do not hide the alternatives. Memory is estimated for every legal plan, time for those that fit;
+offload to the host is tried where nothing fits without it, since it never makes a plan faster.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from weft.plan.columns import Bools, Columns, Floats, Ints, columns_of, plan_at
+from weft.plan.estimate import Costs, Estimate, estimate_columns, record_at
+from weft.plan.memory import estimate_memory
+from weft.plan.request import Request
+from weft.plan.rules import legal_rows
+from weft.plan.space import Freedom, enumerate_plans
+from weft.plan.step_time import estimate_time
+from weft.plan.view import views_of
+
+TIE = 0.03  # the formulas cannot tell plans closer than this apart (median error of step time: see docs)
+DOES_NOT_FIT = "does not fit in the device's memory"
+SAMPLE = 2_000
+CHUNK = 20_000  # plans estimated at a time: their columns stay in the processor's cache
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The ranked plans and how they were found."""
+
+    request: Request
+    plans: list[Estimate]
+    considered: int
+    estimated: int
+    rejected: dict[str, int]
+    num_fitting: int
+    pareto: list[Estimate]
+    elapsed_s: float
+    smallest: Estimate | None = None  # by memory, of all: what comes nearest when nothing fits
+    sample: Columns = field(repr=False, default_factory=lambda: columns_of([]))  # candidates for "what if" questions
+
+
+def search(
+    request: Request, *, freedom: Freedom | None = None, precision: dict[str, Any] | None = None, top: int = 5
+) -> Answer:
+    """The best plans of every legal one."""
+    freedom = freedom or Freedom()
+    answer = _search_once(request, freedom, precision or {}, top)
+    can_offload = request.cluster.host_memory_bytes > 0 and "offload.optimizer" not in freedom.fixed
+    if answer.num_fitting or not answer.estimated or not can_offload:
+        return answer
+    offloaded = replace(freedom, fixed={**freedom.fixed, "offload.optimizer": "cpu"})
+    return _joined(answer, _search_once(request, offloaded, precision or {}, top))
+
+
+def _joined(without: Answer, offloaded: Answer) -> Answer:
+    """Both searches as one answer; the second's plans, if any of them fits."""
+    chosen = offloaded if offloaded.num_fitting else without
+    rejected = dict(without.rejected)
+    for reason, count in offloaded.rejected.items():
+        rejected[reason] = rejected.get(reason, 0) + count
+    return replace(
+        chosen,
+        considered=without.considered + offloaded.considered,
+        estimated=without.estimated + offloaded.estimated,
+        rejected=rejected,
+        elapsed_s=without.elapsed_s + offloaded.elapsed_s,
+        smallest=offloaded.smallest or without.smallest,
+    )
+
+
+def _search_once(request: Request, freedom: Freedom, precision: dict[str, Any], top: int) -> Answer:
+    began_s = time.perf_counter()
+    candidates = enumerate_plans(request, freedom)
+    legal, rejected = legal_rows(request, candidates)
+    columns = candidates.take(np.flatnonzero(legal))
+    if not len(columns):
+        return Answer(request, [], len(candidates), 0, rejected, 0, [], time.perf_counter() - began_s)
+    order, (memory, step_s) = ranked(request, columns)
+    fits = memory <= request.budget_bytes
+    if int((~fits).sum()):
+        rejected = {**rejected, DOES_NOT_FIT: int((~fits).sum())}
+    best = _one_of_each_layout(columns, order, top=top)
+    front = _pareto(memory, step_s)
+    return Answer(
+        request=request,
+        plans=_records(request, columns, best, precision),
+        considered=len(candidates),
+        estimated=len(columns),
+        rejected=rejected,
+        num_fitting=int(fits.sum()),
+        pareto=_records(request, columns, front[:12], precision),
+        elapsed_s=time.perf_counter() - began_s,
+        smallest=_records(request, columns, np.asarray([int(np.argmin(memory))]), precision)[0],
+        sample=columns.take(_sample(order, memory, fits)),
+    )
+
+
+def ranked(request: Request, columns: Columns) -> tuple[Ints, tuple[Floats, Floats]]:
+    """(rows of legal plans, best first; their memory and step time)."""
+    memory, step_s = _score(request, columns)
+    return _ranking(columns, memory, step_s, memory <= request.budget_bytes), (memory, step_s)
+
+
+def _sample(order: Ints, memory: Floats, fits: Bools) -> Ints:
+    """The best plans that fit, and the smallest that do not: where another answer would come from."""
+    outside = np.flatnonzero(~fits)
+    nearest = outside[np.argsort(memory[outside], kind="stable")[:SAMPLE]]
+    return np.concatenate([order[fits[order]][:SAMPLE], nearest])
+
+
+def _score(request: Request, columns: Columns) -> tuple[Floats, Floats]:
+    """(bytes of every plan, seconds of those that fit and infinity for the others)."""
+    memory, step_s = np.empty(len(columns)), np.full(len(columns), np.inf)
+    for begin in range(0, len(columns), CHUNK):
+        rows = np.arange(begin, min(begin + CHUNK, len(columns)))
+        memory[rows] = estimate_memory(views_of(request, columns.take(rows))).total
+        fitting = rows[memory[rows] <= request.budget_bytes]
+        if len(fitting):
+            step_s[fitting] = estimate_time(views_of(request, columns.take(fitting))).total
+    return memory, step_s
+
+
+def _ranking(columns: Columns, memory: Floats, step_s: Floats, fits: Bools) -> Ints:
+    """Fitting first by time, in steps of TIE, then by simplicity; those that do not fit by memory."""
+    best = np.min(step_s, initial=np.inf)
+    with np.errstate(invalid="ignore"):  # nothing fits: infinity over infinity
+        slower = np.floor(np.log(step_s / best) / TIE)
+    first = np.where(fits, slower, np.inf)
+    second = np.where(fits, complexity(columns), memory)
+    return np.lexsort((step_s, second, first))
+
+
+def complexity(columns: Columns) -> Floats:
+    """How much a plan asks of its reader: axes in use, recomputation, offload, exotic schedules."""
+    axes = sum(
+        (getattr(columns, axis) > 1).astype(float) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+    )
+    extras = 0.5 * (columns.recompute > 0) + 2.0 * (columns.offload_optimizer > 0) + 1.0 * (columns.tp_mode > 0)
+    schedule = np.where(columns.named("1f1b"), 0.0, np.where(columns.named("interleaved_1f1b"), 0.2, 0.4))
+    depth = 0.1 * sum(np.log2(getattr(columns, axis)) for axis in ("cp", "tp", "pp", "ep"))
+    return axes + extras + schedule * (columns.pp > 1) + depth + 0.1 * columns.zero
+
+
+def _one_of_each_layout(columns: Columns, order: Ints, *, top: int) -> Ints:
+    """The first of each (mesh, stage, schedule family) in order."""
+    seen: set[tuple[int, ...]] = set()
+    chosen: list[int] = []
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "zero", "tp_mode", "offload_optimizer")
+    for row in order:
+        key = tuple(int(getattr(columns, name)[row]) for name in names)
+        if key not in seen:
+            seen.add(key)
+            chosen.append(int(row))
+        if len(chosen) == top:
+            break
+    return np.asarray(chosen, dtype=np.int64)
+
+
+def _pareto(memory: Floats, step_s: Floats) -> Ints:
+    """Plans that fit and that no other beats in both time and memory, fastest first."""
+    order = np.lexsort((memory, step_s))
+    order = order[np.isfinite(step_s[order])]
+    if not len(order):
+        return order
+    best = np.minimum.accumulate(memory[order])
+    is_first = np.ones(len(order), dtype=bool)
+    is_first[1:] = best[1:] < best[:-1]
+    return order[is_first]
+
+
+def _records(request: Request, columns: Columns, rows: Ints, precision: dict[str, Any]) -> list[Estimate]:
+    if not len(rows):
+        return []
+    costs: Costs = estimate_columns(request, columns.take(rows))
+    return [record_at(costs, index, plan_at(costs.columns, index, precision=precision)) for index in range(len(rows))]

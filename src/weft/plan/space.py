@@ -1,0 +1,181 @@
+"""Every plan worth asking about: the product of degrees, stages, schedules, micro-batches and recomputation.
+
+Degrees are divisors of the number of devices. What the user fixed narrows the product before it is built; what the
+rules then refuse is counted by reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from weft.plan.columns import RECOMPUTE, SCHEDULES, TP_MODES, Columns, Ints
+from weft.plan.request import Request
+
+SYNCHRONOUS = ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev", "gpipe", "looped_bfs", "naive")
+MAX_PIPELINE = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freedom:
+    """What the search may choose; a key of `fixed` ("mesh.tp", "data_parallel.zero", …) narrows it to one value."""
+
+    schedules: tuple[str, ...] = SYNCHRONOUS  # asynchronous ones change the mathematics, so only when asked for
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    tp_modes: tuple[str, ...] = ("1d", "2d", "2.5d", "3d")
+    virtual_stages: tuple[int, ...] = (1, 2, 4, 8)
+    fixed: dict[str, object] = field(default_factory=dict)
+
+
+def enumerate_plans(request: Request, freedom: Freedom) -> Columns:
+    """All candidates, legal or not."""
+    meshes = np.asarray(list(_meshes(request, freedom)), dtype=np.int64).reshape(-1, 7)
+    tables = []
+    for is_piped in (False, True):
+        ways = np.asarray(list(_ways(freedom, has_pipeline=is_piped)), dtype=np.int64).reshape(-1, 5)
+        mine = meshes[(meshes[:, 4] > 1) == is_piped]
+        # beyond 1-D is for tensor parallelism only: the other modes of tp = 1 would be the same plan again
+        one_d = ways[ways[:, 3] == 0]
+        tables += [_product(mine[mine[:, 3] == 1], one_d), _product(mine[mine[:, 3] > 1], ways)]
+    table = _with_microbatches(request, np.concatenate(tables), freedom)
+    return _columns(table, freedom)
+
+
+def _meshes(request: Request, freedom: Freedom) -> Iterator[tuple[int, ...]]:
+    """(dp_replicate, dp_shard, cp, tp, pp, ep, zero) with the product of the first five = devices."""
+    devices = request.cluster.num_devices
+    for tp in _choices("mesh.tp", _divisors(devices), freedom, limit=request.cluster.devices_per_node):
+        for pp in _choices(
+            "mesh.pp", _divisors(devices // tp), freedom, limit=min(MAX_PIPELINE, request.shape.num_layers)
+        ):
+            for cp in _choices("mesh.cp", _divisors(devices // tp // pp), freedom, limit=_max_context(request)):
+                if devices % (tp * pp * cp):
+                    continue
+                yield from _data_parallel_splits(request, freedom, devices // (tp * pp * cp), cp=cp, tp=tp, pp=pp)
+
+
+def _data_parallel_splits(
+    request: Request, freedom: Freedom, dp: int, *, cp: int, tp: int, pp: int
+) -> Iterator[tuple[int, ...]]:
+    counts = _replica_counts(request, freedom, dp, inner=tp * cp)
+    for replicas in _choices("mesh.dp_replicate", counts, freedom, limit=dp):
+        if dp % replicas:
+            continue
+        shards = dp // replicas
+        if shards != freedom.fixed.get("mesh.dp_shard", shards):
+            continue
+        stages = (0,) if shards * cp == 1 else (1, 2, 3) if shards > 1 else (0, 1, 2, 3)
+        for zero in stages:
+            if zero != freedom.fixed.get("data_parallel.zero", zero):
+                continue
+            for ep in _expert_degrees(request, freedom, shards * cp * tp):
+                yield replicas, shards, cp, tp, pp, ep, zero
+
+
+def _replica_counts(request: Request, freedom: Freedom, dp: int, *, inner: int) -> list[int]:
+    """No replicas, replicas only, and shards that fill whole nodes with replicas across them; or as the user shards."""
+    if "mesh.dp_shard" in freedom.fixed:
+        return [dp // int(str(freedom.fixed["mesh.dp_shard"])) or 1]
+    per_node = request.cluster.devices_per_node
+    found = {1, dp}
+    for nodes in (1, 4, 16):
+        shards = nodes * per_node // inner
+        if 1 < shards < dp and dp % shards == 0:
+            found.add(dp // shards)
+    return sorted(found)
+
+
+def _expert_degrees(request: Request, freedom: Freedom, pool: int) -> list[int]:
+    experts = [block.moe.num_experts for block in request.shape.kinds if block.moe is not None]
+    if not experts:
+        return _choices("mesh.ep", [1], freedom, limit=1)
+    common = int(np.gcd.reduce(experts))
+    return _choices("mesh.ep", [d for d in _divisors(common) if pool % d == 0], freedom, limit=pool)
+
+
+def _ways(freedom: Freedom, *, has_pipeline: bool) -> Iterator[tuple[int, int, int, int, int]]:
+    """(schedule, virtual stages, recompute, tensor mode, offloaded optimizer)."""
+    for schedule in _schedules(freedom) if has_pipeline else ("1f1b",):
+        for v in _stages_of(schedule, freedom):
+            for recompute in freedom.recompute:
+                if recompute != freedom.fixed.get("activations.policy", recompute):
+                    continue
+                for mode in freedom.tp_modes:
+                    if mode != freedom.fixed.get("tensor_parallel.mode", mode):
+                        continue
+                    offload = ("none", "cpu", "nvme").index(str(freedom.fixed.get("offload.optimizer", "none")))
+                    yield SCHEDULES.index(schedule), v, RECOMPUTE.index(recompute), TP_MODES.index(mode), offload
+
+
+def _schedules(freedom: Freedom) -> tuple[str, ...]:
+    given = freedom.fixed.get("pipeline.schedule")
+    return freedom.schedules if given is None else (str(given),)
+
+
+def _stages_of(schedule: str, freedom: Freedom) -> tuple[int, ...]:
+    if schedule in ("zbv", "dualpipev"):
+        stages: tuple[int, ...] = (2,)
+    elif schedule in ("interleaved_1f1b", "looped_bfs"):
+        stages = tuple(v for v in freedom.virtual_stages if v > 1)
+    else:
+        stages = (1,)
+    return tuple(v for v in stages if v == freedom.fixed.get("pipeline.virtual_stages", v))
+
+
+def _with_microbatches(request: Request, table: Ints, freedom: Freedom) -> Ints:
+    """Each candidate with every micro-batch size that is a power of two of its rows, as one more column."""
+    batch = request.workload.global_batch
+    rows = np.maximum(batch // np.maximum(table[:, 0] * table[:, 1], 1), 1)
+    given = freedom.fixed.get("pipeline.microbatches")
+    if given is not None:
+        return np.column_stack([table, np.full(len(table), int(str(given)))])
+    pieces = []
+    for size in (1, 2, 4, 8, 16, 32, 64):
+        chosen = (rows >= size) & (rows % size == 0)
+        pieces.append(np.column_stack([table[chosen], rows[chosen] // size]))
+    return np.concatenate(pieces)
+
+
+def _product(left: Ints, right: Ints) -> Ints:
+    if not len(left) or not len(right):
+        return np.zeros((0, left.shape[1] + 5), dtype=np.int64)
+    return np.concatenate([np.repeat(left, len(right), axis=0), np.tile(right, (len(left), 1))], axis=1)
+
+
+def _columns(table: Ints, freedom: Freedom) -> Columns:
+    one_d = (table[:, 10] == 0) & (table[:, 3] > 1)
+    size = len(table)
+
+    def switch(key: str, default: Ints) -> Ints:
+        return default if key not in freedom.fixed else np.full(size, int(bool(freedom.fixed[key])), dtype=np.int64)
+
+    return Columns(
+        dp_replicate=table[:, 0], dp_shard=table[:, 1], cp=table[:, 2], tp=table[:, 3], pp=table[:, 4], ep=table[:, 5],
+        zero=table[:, 6], schedule=table[:, 7], virtual_stages=table[:, 8], recompute=table[:, 9], tp_mode=table[:, 10],
+        offload_optimizer=table[:, 11], microbatches=table[:, 12],
+        sequence_parallel=switch("tensor_parallel.sequence_parallel", one_d.astype(np.int64)),
+        loss_parallel=switch("tensor_parallel.loss_parallel", (table[:, 3] > 1).astype(np.int64)),
+        offload_activations=np.full(size, int(_is_away("activations.offload", freedom)), dtype=np.int64),
+        offload_parameters=np.full(size, int(_is_away("offload.parameters", freedom)), dtype=np.int64),
+        compiled=switch("compile.enabled", np.zeros(size, dtype=np.int64)),
+    )  # fmt: skip
+
+
+def _is_away(key: str, freedom: Freedom) -> bool:
+    return freedom.fixed.get(key, "none") != "none"
+
+
+def _choices(key: str, values: list[int], freedom: Freedom, *, limit: int) -> list[int]:
+    given = freedom.fixed.get(key)
+    return [int(str(given))] if given is not None else [value for value in values if value <= limit]
+
+
+def _max_context(request: Request) -> int:
+    """Context parallelism cuts sequences of 8,192 tokens and more, down to pieces of 4,096."""
+    return max(1, request.workload.sequence_length // 4096)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

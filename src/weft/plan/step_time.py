@@ -1,0 +1,158 @@
+"""Seconds of a step, term by term, for every plan: arithmetic, communication it cannot hide, the bubble, the update.
+
+micro-batches = arithmetic + tensor, context and expert communication + gathers and reduces beyond the arithmetic
+                they run beside
+step          = micro-batches of the slowest stage / (1 - bubble) + what of the gradients' last reduction outlasts
+                the last backward + update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.core import axes
+from weft.core.terms import StepTerm as Term
+from weft.plan.columns import Columns, Floats, Ints
+from weft.plan.compute import ATTENTION_BACKWARD, BlockSeconds, block_seconds, model_flops
+from weft.plan.links import AxisLink, axis_link, expert_link
+from weft.plan.request import Request
+from weft.plan.stages import bubble_of
+from weft.plan.traffic import EP, Traffic, estimate_traffic
+from weft.plan.view import View
+
+OVERLAP = 0.9  # of arithmetic that can run beside communication: both want memory bandwidth and a few processors
+UPDATE_PASSES = 1.15  # norm and clip read the gradients once more
+EXPOSED_SENDS = 0.1  # a stage sends while it computes the next micro-batch
+CONTENTION = 0.1  # of hidden communication's time that the arithmetic beside it loses
+HOST_LINKS = 4  # a host's memory moves roughly what four of its device links move, shared by the node's devices
+
+Terms = dict[Term, Floats]
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds a step of every plan."""
+
+    terms: Terms
+    mfu: Floats
+    tokens_per_s: Floats
+
+    @property
+    def total(self) -> Floats:
+        return _total(self.terms)
+
+
+def estimate_time(views: Sequence[View]) -> TimeEstimate:
+    """The slowest stage sets the pace."""
+    request, columns = views[0].request, views[0].columns
+    terms = _stage_terms(views[0])
+    for view in views[1:]:
+        _keep_slower(terms, view.rows, _stage_terms(view))
+    once = terms[Term.DP_COMM] + terms[Term.OPTIMIZER] + terms[Term.OFFLOAD]
+    share = bubble_of(columns)
+    terms[Term.BUBBLE] = (_total(terms) - once) * share / np.maximum(1 - share, 1e-9)
+    step_s = _total(terms)
+    peak = _peak_flops(request) * request.cluster.num_devices
+    return TimeEstimate(terms, model_flops(request) / (step_s * peak), request.workload.tokens / step_s)
+
+
+def _stage_terms(view: View) -> Terms:
+    """All but the bubble, for the rank that `view` looks at."""
+    request, columns = view.request, view.columns
+    m = columns.microbatches.astype(np.float64)
+    busy = block_seconds(view)
+    traffic = estimate_traffic(view)
+    wire = _wire(request, columns, traffic)
+    attention = (1 + ATTENTION_BACKWARD) * m * busy.attention_forward
+    return {
+        Term.MATMUL: 3 * m * (busy.matmul_forward + busy.head_forward),
+        Term.ATTENTION: attention,
+        Term.POINTWISE: 3 * m * busy.pointwise_forward,
+        Term.RECOMPUTE: m * busy.recompute,
+        Term.LOSS: m * busy.loss,
+        Term.LAUNCH: m * busy.launch,
+        Term.TP_COMM: wire[axes.TP],
+        Term.CP_COMM: np.maximum(wire[axes.CP] - OVERLAP * attention, 0.0),
+        Term.EP_COMM: wire[EP],
+        Term.PP_COMM: EXPOSED_SENDS * wire[axes.PP],
+        Term.DP_COMM: _data_parallel(request, columns, traffic, busy),
+        **_update(view),
+    }
+
+
+def _keep_slower(terms: Terms, rows: Ints, other: Terms) -> None:
+    """Where `other` takes longer, it takes the place of these rows."""
+    slower = _total(other) > _total(terms)[rows]
+    chosen = rows[slower]
+    for term, values in terms.items():
+        values[chosen] = other[term][slower]
+
+
+def _wire(request: Request, columns: Columns, traffic: Traffic) -> dict[str, Floats]:
+    """Seconds of the communication that arithmetic waits for, a step."""
+    seconds = {
+        axis: _seconds(axis_link(request.cluster, columns, (axis,)), traffic.of(axis))
+        for axis in (axes.TP, axes.CP, axes.PP)
+    }
+    moved, count = traffic.of(EP)
+    seconds[EP] = expert_link(request.cluster, columns).exchange_seconds(moved, num_calls=count)
+    return seconds
+
+
+def _data_parallel(request: Request, columns: Columns, traffic: Traffic, busy: BlockSeconds) -> Floats:
+    """Gathers and reduces beyond the arithmetic they run beside; the first and the last have nothing to run beside."""
+    m = columns.microbatches.astype(np.float64)
+    link = axis_link(request.cluster, columns, (axes.DP_SHARD, axes.CP))
+    forward, backward = (_seconds(link, traffic.of(axes.DP_SHARD, phase=phase)) for phase in ("forward", "backward"))
+    beside_forward = np.where(columns.zero == 3, m, 1.0) * busy.forward * OVERLAP
+    beside_backward = np.where(columns.zero >= 2, m, 1.0) * busy.backward * OVERLAP
+    exposed = np.maximum(forward - beside_forward, 0.0) + np.maximum(backward - beside_backward, 0.0)
+    ends = (forward + backward) / np.maximum(traffic.of(axes.DP_SHARD)[1], 1.0)
+    lost = CONTENTION * (forward + backward - exposed)
+    return exposed + ends + lost + _between_replicas(request, columns, traffic, busy)
+
+
+def _between_replicas(request: Request, columns: Columns, traffic: Traffic, busy: BlockSeconds) -> Floats:
+    """The all-reduce of gradients over replicas runs beside the last micro-batch's backward only."""
+    everyone = axis_link(request.cluster, columns, (axes.DP_REPLICATE, axes.DP_SHARD, axes.CP))
+    replicas = axis_link(request.cluster, columns, (axes.DP_REPLICATE,))
+    moved = traffic.of(axes.DP_REPLICATE)
+    seconds = np.where(columns.zero == 0, _seconds(everyone, moved), _seconds(replicas, moved))
+    tail = seconds / np.maximum(moved[1], 1.0)
+    return np.where(moved[0] > 0, np.maximum(seconds - busy.backward * OVERLAP, 0.0) + tail, 0.0)
+
+
+def _update(view: View) -> Terms:
+    """Weights, gradients and states are read and written once; on the host, over its link and in its memory."""
+    columns, share, sizes, cluster = view.columns, view.share, view.sizes, view.request.cluster
+    held = np.where(columns.zero > 0, share.total.shard, share.total.whole)
+    a_parameter = 2 * sizes.master + sizes.gradient + 2 * sizes.optimizer
+    on_device = UPDATE_PASSES * held * a_parameter / (cluster.device.memory_bytes_per_s * cluster.device.memory_share)
+    over_link = held * (sizes.gradient + sizes.compute) / cluster.host.bytes_per_s
+    in_host = held * a_parameter * cluster.devices_per_node / (HOST_LINKS * cluster.host.bytes_per_s)
+    from_disk = 2 * held * sizes.optimizer * cluster.devices_per_node / max(cluster.nvme_bytes_per_s, 1e9)
+    is_off, is_on_disk = columns.offload_optimizer > 0, columns.offload_optimizer == 2
+    weights = 2 * share.total.whole * sizes.compute / cluster.host.bytes_per_s * columns.microbatches
+    return {
+        Term.OPTIMIZER: np.where(is_off, 0.0, on_device),
+        Term.OFFLOAD: np.where(is_off, over_link + in_host + np.where(is_on_disk, from_disk, 0.0), 0.0)
+        + np.where(columns.offload_parameters > 0, weights, 0.0),
+    }
+
+
+def _seconds(link: AxisLink, moved_and_count: tuple[Floats, Floats]) -> Floats:
+    moved, count = moved_and_count
+    return link.seconds(moved, num_calls=count)
+
+
+def _peak_flops(request: Request) -> float:
+    peaks = request.cluster.device.peak_flops
+    return peaks.get(request.precision.weights) or max(peaks.values())
+
+
+def _total(terms: Terms) -> Floats:
+    values = list(terms.values())
+    return np.asarray(sum(values[1:], start=values[0]), dtype=np.float64)

@@ -1,0 +1,216 @@
+"""Bytes a rank puts on the wire in one step, by (axis, collective, phase), for every plan.
+
+`bytes` follow the ring factors of links.py; `count` is the number of collectives.
+Per block and micro-batch, with t tokens of h numbers:
+    tensor 1-D     2 all-reduces forward, 2 backward; with sequence parallel each is an all-gather and a reduce-scatter
+    context        a ring passes keys and values (cp - 1) times forward, keys, values and their gradients backward
+    expert         dispatch and combine, forward and backward
+Per step and unit: ZeRO's table of gathers and reduces; between stages one activation a micro-batch and boundary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.core import axes
+from weft.core.model_shape import BlockShape
+from weft.plan.columns import TP_MODES, Floats
+from weft.plan.links import gather_bytes, reduce_bytes
+from weft.plan.stages import PLACES
+from weft.plan.view import View
+
+EP = "ep"
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """One kind of collective, a number a plan."""
+
+    axis: str
+    collective: str
+    phase: str
+    bytes: Floats
+    count: Floats
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All rows, and what they were counted from."""
+
+    rows: tuple[TrafficRow, ...]
+
+    def of(self, *axis_names: str, phase: str | None = None) -> tuple[Floats, Floats]:
+        """(bytes, count) summed over these axes and, if given, one phase."""
+        chosen = [row for row in self.rows if row.axis in axis_names and phase in (None, row.phase)]
+        size = len(self.rows[0].bytes)
+        zero = np.zeros(size)
+        return (
+            sum((row.bytes for row in chosen), start=zero),
+            sum((row.count for row in chosen), start=zero),
+        )
+
+
+def estimate_traffic(view: View) -> Traffic:
+    """The traffic of one step of the rank that `view` looks at."""
+    rows = [
+        *_data_parallel(view),
+        *_tensor_parallel(view),
+        *_beyond_one_dimension(view),
+        *_context_parallel(view),
+        *_expert_parallel(view),
+        *_pipeline(view),
+    ]
+    return Traffic(tuple(rows))
+
+
+def _data_parallel(view: View) -> list[TrafficRow]:
+    columns, stage, share, sizes = view.columns, view.stage, view.share, view.sizes
+    units = stage.blocks.sum(axis=1) + 1
+    m = columns.microbatches.astype(np.float64)
+    shards = columns.shards.astype(np.float64)
+    is_sharded = (columns.zero > 0) & (shards > 1)
+    gathered = gather_bytes(share.total.padded * sizes.compute, shards)
+    reduced = gather_bytes(share.total.padded * sizes.communication, shards)
+    is_zero3 = columns.zero == 3
+    forward_times = np.where(is_zero3, m, 1.0) * is_sharded
+    backward_times = np.where(is_zero3, m, 0.0) * is_sharded
+    reduce_times = np.where(columns.zero >= 2, m, 1.0) * is_sharded
+    replicas = np.where(columns.zero > 0, columns.dp_replicate, columns.dp * columns.cp).astype(np.float64)
+    held = np.where(columns.zero > 0, share.total.shard * sizes.communication, share.total.whole * sizes.gradient)
+    return [
+        TrafficRow(axes.DP_SHARD, "all_gather", "forward", gathered * forward_times, units * forward_times),
+        TrafficRow(axes.DP_SHARD, "all_gather", "backward", gathered * backward_times, units * backward_times),
+        TrafficRow(axes.DP_SHARD, "reduce_scatter", "backward", reduced * reduce_times, units * reduce_times),
+        TrafficRow(
+            axes.DP_REPLICATE, "all_reduce", "backward", reduce_bytes(held, replicas), units * (replicas > 1)
+        ),
+    ]  # fmt: skip
+
+
+def _tensor_parallel(view: View) -> list[TrafficRow]:
+    """One-dimensional, by Megatron's scheme."""
+    request, columns, stage, sizes, tokens = view.request, view.columns, view.stage, view.sizes, view.tokens
+    tp, m = columns.tp.astype(np.float64), columns.microbatches.astype(np.float64)
+    stream = gather_bytes(tokens * request.shape.hidden_size * sizes.activation, tp)
+    sublayers = _sublayers(view)
+    again = np.where(columns.recomputes("full"), 2.0, 1.0)
+    forward = (sublayers * again + stage.holds_embedding) * m * (tp > 1)
+    backward = (sublayers + stage.holds_head) * m * (tp > 1)
+    one_d = columns.tp_mode == TP_MODES.index("1d")
+    sequence = (columns.sequence_parallel > 0) & one_d
+    plain = one_d & ~sequence
+    logits = np.where(
+        stage.holds_head & (columns.loss_parallel == 0),
+        gather_bytes(tokens * request.shape.vocab_size * sizes.activation, tp) * m,
+        0.0,
+    )
+    rows = [
+        TrafficRow(axes.TP, "all_reduce", "forward", 2 * stream * forward * plain, forward * plain),
+        TrafficRow(axes.TP, "all_reduce", "backward", 2 * stream * backward * plain, backward * plain),
+        TrafficRow(axes.TP, "all_gather", "loss", logits, m * (logits > 0)),
+    ]
+    for phase, times in (("forward", forward), ("backward", backward)):
+        rows += [
+            TrafficRow(axes.TP, "all_gather", phase, stream * times * sequence, times * sequence),
+            TrafficRow(axes.TP, "reduce_scatter", phase, stream * times * sequence, times * sequence),
+        ]
+    return rows
+
+
+def _beyond_one_dimension(view: View) -> list[TrafficRow]:
+    """SUMMA on q x q passes a row of the activations and a column of the weights; 3D does so once for each face."""
+    columns, tokens = view.columns, view.tokens
+    if not np.any(columns.tp_mode):
+        return []
+    tp, m = columns.tp.astype(np.float64), columns.microbatches.astype(np.float64)
+    is_3d = columns.tp_mode == TP_MODES.index("3d")
+    depth = columns.tensor_depth
+    side = np.where(is_3d, np.cbrt(tp), np.sqrt(tp / depth))
+    activations, weights, outputs = _matrix_sizes(view)
+    flat = (activations * tokens / depth + weights) / side * (side - 1) / side
+    cube = (activations * tokens + weights + outputs * tokens) / side**2 * (side - 1) / side
+    moved = np.where(is_3d, cube, flat) * m * (columns.tp_mode != TP_MODES.index("1d"))
+    count = m * (moved > 0)
+    return [
+        TrafficRow(axes.TP, "broadcast", "forward", moved, count),
+        TrafficRow(axes.TP, "broadcast", "backward", 2 * moved, 2 * count),
+    ]
+
+
+def _matrix_sizes(view: View) -> tuple[Floats, Floats, Floats]:
+    """Bytes of all linears' inputs a token, of their weights, and of their outputs a token."""
+    request, stage, sizes = view.request, view.stage, view.sizes
+    inputs = weights = outputs = np.zeros(len(stage.blocks))
+    for index, block in enumerate(request.shape.kinds):
+        count = stage.blocks[:, index]
+        cut = [linear for linear in block.linears if linear.style != "replicated"]
+        inputs = inputs + count * sum(linear.active * linear.in_features for linear in cut) * sizes.activation
+        outputs = outputs + count * sum(linear.active * linear.out_features for linear in cut) * sizes.activation
+        weights = weights + count * sum(linear.num_parameters for linear in cut) * sizes.compute
+    return inputs, weights, outputs
+
+
+def _context_parallel(view: View) -> list[TrafficRow]:
+    request, columns, stage, sizes = view.request, view.columns, view.stage, view.sizes
+    cp, m = columns.cp.astype(np.float64), columns.microbatches.astype(np.float64)
+    tokens = view.tokens
+    forward = np.zeros(len(columns))
+    layers = np.zeros(len(columns))
+    for index, block in enumerate(request.shape.kinds):
+        if block.attention is None:
+            continue
+        heads = np.ceil(block.attention.num_kv_heads / np.minimum(columns.tp, block.attention.num_kv_heads))
+        width = heads * (block.attention.head_dim + block.attention.value_dim)
+        forward = forward + stage.blocks[:, index] * tokens * width * sizes.activation * (cp - 1)
+        layers = layers + stage.blocks[:, index]
+    count = layers * (cp - 1) * m
+    return [
+        TrafficRow(axes.CP, "send", "forward", forward * m, count),
+        TrafficRow(axes.CP, "send", "backward", 2 * forward * m, 2 * count),
+    ]
+
+
+def _expert_parallel(view: View) -> list[TrafficRow]:
+    request, columns, stage, sizes = view.request, view.columns, view.stage, view.sizes
+    ep, m = columns.ep.astype(np.float64), columns.microbatches.astype(np.float64)
+    tokens = view.tokens / np.where(columns.sequence_parallel > 0, columns.tp, 1)
+    routed = np.zeros(len(columns))
+    layers = np.zeros(len(columns))
+    for index, block in enumerate(request.shape.kinds):
+        if block.moe is None:
+            continue
+        routed = routed + stage.blocks[:, index] * tokens * block.moe.top_k * request.shape.hidden_size
+        layers = layers + stage.blocks[:, index]
+    one_way = gather_bytes(routed * sizes.activation, ep) * m
+    count = layers * m * (ep > 1)
+    return [
+        TrafficRow(EP, "all_to_all", "forward", 2 * one_way, 2 * count),
+        TrafficRow(EP, "all_to_all", "backward", 2 * one_way, 2 * count),
+    ]
+
+
+def _pipeline(view: View) -> list[TrafficRow]:
+    """A rank sends on what its stages compute, but for the very last, and gradients back, but for the very first."""
+    columns, stage = view.columns, view.stage
+    m = columns.microbatches * (columns.pp > 1)
+    turns = columns.is_v_shaped & (PLACES[view.place] == "last")  # a V turns on its last rank, where nothing is sent
+    stages = columns.virtual_stages - turns
+    forward, backward = m * (stages - stage.holds_head), m * (stages - stage.holds_embedding)
+    return [
+        TrafficRow(axes.PP, "send", phase, np.asarray(view.stream_bytes * times), times.astype(np.float64))
+        for phase, times in (("forward", forward), ("backward", backward))
+    ]
+
+
+def _sublayers(view: View) -> Floats:
+    """Parts of the rank's blocks that end in a row-parallel linear."""
+    parts = [_num_sublayers(block) for block in view.shape.kinds]
+    return np.asarray(view.stage.blocks @ np.asarray(parts, dtype=np.float64), dtype=np.float64)
+
+
+def _num_sublayers(block: BlockShape) -> int:
+    has_mixer = any(linear.role in ("attention", "other") for linear in block.linears)
+    has_mlp = block.mlp_width > 0 or block.moe is not None
+    return 1 if block.is_parallel else int(has_mixer) + int(has_mlp)

@@ -1,0 +1,62 @@
+"""`View`: many plans seen from one of their pipeline ranks. Worked out once, used by memory, traffic and time alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.core.model_shape import ModelShape
+from weft.plan.columns import Columns, Floats, Ints
+from weft.plan.parameters import Share, share_of
+from weft.plan.request import ByteSizes, Request, byte_sizes
+from weft.plan.stages import PLACES, Stage, stage_of
+
+
+@dataclass(frozen=True)
+class View:
+    """The rank at one place of the pipeline, in every plan of `columns`."""
+
+    request: Request
+    columns: Columns
+    rows: Ints  # where these plans are in the whole table
+    place: int  # index into PLACES
+    stage: Stage
+    share: Share
+    sizes: ByteSizes
+    tokens: Floats  # of one micro-batch on one rank
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.request.shape
+
+    @property
+    def stream_bytes(self) -> Floats:
+        """One residual stream of a micro-batch."""
+        cut = np.where(self.columns.sequence_parallel > 0, self.columns.tp, 1)
+        return np.asarray(self.tokens * self.sizes.activation * self.shape.hidden_size / cut, dtype=np.float64)
+
+
+def views_of(request: Request, columns: Columns) -> list[View]:
+    """The first rank of every plan; of those with a pipeline also the one in the middle and the last."""
+    views = [view_at(request, columns, np.arange(len(columns)), place=0)]
+    piped = np.flatnonzero(columns.pp > 1)
+    if len(piped):
+        subset = columns.take(piped)
+        views += [view_at(request, subset, piped, place=place) for place in (1, 2)]
+    return views
+
+
+def view_at(request: Request, columns: Columns, rows: Ints, *, place: int) -> View:
+    stage = stage_of(request.shape, columns, place=PLACES[place])
+    batch_rows = request.workload.global_batch / (columns.dp * columns.microbatches)
+    return View(
+        request=request,
+        columns=columns,
+        rows=rows,
+        place=place,
+        stage=stage,
+        share=share_of(request.shape, columns, stage),
+        sizes=byte_sizes(request),
+        tokens=np.asarray(batch_rows * request.workload.sequence_length / columns.cp, dtype=np.float64),
+    )

@@ -1,0 +1,43 @@
+"""A plan in a few words, as people name layouts."""
+
+from __future__ import annotations
+
+from weft.core.plan import Plan
+
+
+def describe(plan: Plan) -> str:
+    """'TP 8 x PP 16 (1f1b) x ZeRO-1 64, 32 micro-batches, selective recompute'."""
+    mesh = plan.mesh
+    parts = [
+        *([f"TP {mesh.tp}{_mode(plan)}"] if mesh.tp > 1 else []),
+        *([f"PP {mesh.pp} ({_schedule(plan)})"] if mesh.pp > 1 else []),
+        *([f"CP {mesh.cp}"] if mesh.cp > 1 else []),
+        *([f"EP {mesh.ep}"] if mesh.ep > 1 else []),
+        *_data_parallel(plan),
+    ]
+    rest = [f"{plan.pipeline.microbatches} micro-batches"] if plan.pipeline.microbatches > 1 else []
+    if plan.activations.policy != "none":
+        rest.append(f"{plan.activations.policy} recompute")
+    if plan.offload.optimizer != "none":
+        rest.append(f"optimizer on {plan.offload.optimizer}")
+    if plan.offload.parameters != "none":
+        rest.append("weights on the host")
+    return ", ".join([" x ".join(parts) or "one device", *rest])
+
+
+def _mode(plan: Plan) -> str:
+    return "" if plan.tensor_parallel.mode == "1d" else f" ({plan.tensor_parallel.mode})"
+
+
+def _schedule(plan: Plan) -> str:
+    stages = plan.pipeline.virtual_stages
+    return plan.pipeline.schedule + (f", {stages} stages a rank" if stages > 1 else "")
+
+
+def _data_parallel(plan: Plan) -> list[str]:
+    mesh, zero = plan.mesh, plan.data_parallel.zero
+    if zero == 0:
+        return [f"DDP {mesh.dp_replicate}"] if mesh.dp_replicate > 1 else []
+    name = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}[zero]
+    shards = f"{name} {mesh.dp_shard}" if mesh.dp_shard > 1 else f"{name} over CP"
+    return [shards, *([f"{mesh.dp_replicate} replicas"] if mesh.dp_replicate > 1 else [])]

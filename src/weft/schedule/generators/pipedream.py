@@ -1,0 +1,25 @@
+"""PipeDream: 1F1B that never drains; a stage updates its weights after every backward (Harlap et al. 2018, 1806.03377).
+
+A micro-batch's backward must read the weights its forward read, so stage s of p stashes p-s versions, and its gradient
+is p-1-s updates old when applied. No bubble but the first fill and the last drain. Changes the mathematics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.schedule.actions import Action, Kind
+from weft.schedule.generators.one_f_one_b import alternate
+from weft.schedule.request import Request, ScheduleSpec
+from weft.schedule.schedule import WeightRule
+
+
+def rank_actions(request: Request, rank: int) -> Iterator[Action]:
+    ahead = request.num_ranks - 1 - rank
+    for action in alternate(stage=rank, num_forwards_ahead=ahead, num_microbatches=request.window):
+        yield action
+        if action.kind is Kind.B:
+            yield Action(Kind.U, rank, action.microbatch)
+
+
+SPEC = ScheduleSpec(name="pipedream", rank_actions=rank_actions, weight_rule=WeightRule.STASH)

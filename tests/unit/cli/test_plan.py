@@ -1,0 +1,207 @@
+"""`weft plan` as a user and a program meet it: the answer, its JSON, exit codes, refusals, files."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from tiny_run import call_weft
+
+from weft import zoo
+from weft.core.plan import Plan
+
+EIGHT = ("--devices", "8xH100-80GB")
+ASKED = ("plan", "llama-3-8b", *EIGHT, "--global-batch", "64", "--sequence-length", "4096")
+
+
+class Told(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+def told(*arguments: str) -> Told:
+    return Told(*call_weft(*arguments))
+
+
+def answer(*arguments: str, code: int = 0) -> Any:
+    found = told(*arguments, "--json")
+    assert found.code == code, found.err
+    return json.loads(found.out)
+
+
+def test_the_answer_has_the_fields_that_programs_rely_on() -> None:
+    found = answer(*ASKED, "--top", "3")
+    assert {"plans", "considered", "rejected", "elapsed_s"} <= set(found)
+    assert len(found["plans"]) == 3
+    for plan in found["plans"]:
+        assert plan["fits"] is True
+        assert plan["memory"]["total_bytes"] == sum(plan["memory"]["terms"].values())
+        assert plan["time"]["step_s"] == pytest.approx(sum(plan["time"]["terms"].values()))
+        assert plan["tokens_per_s"] == pytest.approx(64 * 4096 / plan["time"]["step_s"])
+        assert 0 < plan["mfu"] < 1
+        assert plan["why"]
+        assert Plan.from_tables(plan["plan"]).num_ranks == 8
+        for row in plan["traffic"]:
+            assert {"axis", "collective", "phase", "bytes"} <= set(row)
+    times = [plan["time"]["step_s"] for plan in found["plans"]]
+    assert times[1] >= 0.97 * times[0]  # ties within 3% go to the simpler plan
+    assert found["considered"] == found["estimated"] + sum(found["rejected"].values()) - _too_large(found)
+    assert found["model"]["parameters"] == 8_030_261_248
+
+
+def _too_large(found: Any) -> int:
+    return sum(count for reason, count in found["rejected"].items() if "memory" in reason)
+
+
+def test_an_eight_billion_model_on_eight_devices_is_sharded() -> None:
+    best = answer(*ASKED)["plans"][0]
+    assert best["plan"]["data_parallel"]["zero"] >= 2
+    assert best["plan"]["mesh"]["dp_shard"] == 8
+    assert "does not fit on one device" in best["why"]
+
+
+def test_a_small_model_is_replicated_and_says_the_rule() -> None:
+    best = answer("plan", "gpt2", *EIGHT, "--global-batch", "64")["plans"][0]
+    assert best["plan"]["data_parallel"]["zero"] == 0
+    assert "fits on one device, so DDP" in best["why"]
+
+
+def test_fixed_keys_are_kept() -> None:
+    found = answer(*ASKED, "--set", "mesh.tp=2", "--set", "data_parallel.zero=3", "--set", "activations.policy=full")
+    for plan in found["plans"]:
+        assert plan["plan"]["mesh"]["tp"] == 2
+        assert plan["plan"]["data_parallel"]["zero"] == 3
+        assert plan["plan"]["activations"]["policy"] == "full"
+
+
+def test_a_written_plan_is_commented_and_estimates_alike(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    best = answer(*ASKED, "--out", str(path))["plans"][0]
+    text = path.read_text()
+    assert text.startswith("# ")
+    assert "predicted" in text
+    assert Plan.from_tables(tomllib.loads(text)) == Plan.from_tables(best["plan"])
+    alone = answer(*ASKED, "--plan", str(path))
+    assert alone["considered"] == 1
+    assert alone["plans"][0]["memory"] == best["memory"]
+    assert alone["plans"][0]["time"]["step_s"] == pytest.approx(best["time"]["step_s"])
+
+
+def test_a_plan_that_does_not_fit_is_told_so_with_exit_1(tmp_path: Path) -> None:
+    (tmp_path / "ddp.toml").write_text("[mesh]\ndp_replicate = 8\n[precision]\npreset = 'bf16'\n")
+    found = answer(*ASKED, "--plan", str(tmp_path / "ddp.toml"), code=1)
+    assert found["plans"][0]["fits"] is False
+    assert found["what_would_fit"]
+
+
+def test_nothing_fits_names_the_smallest_changes() -> None:
+    found = answer("plan", "llama-3-70b", "--devices", "2xRTX4090", code=1)
+    assert not found["plans"][0]["fits"]
+    assert "a device with" in found["what_would_fit"][0]
+
+
+def test_a_model_may_be_a_config_or_a_run(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+              "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1000}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "run.toml").write_text(
+        "[model]\ntype = 'llama'\nconfig = { hidden_size = 512, intermediate_size = 1024, num_hidden_layers = 4,"
+        " num_attention_heads = 8, num_key_value_heads = 8, vocab_size = 1000 }\n"
+        "[data]\nsequence_length = 128\n[train]\nglobal_batch = 16\noptimizer = 'sgd'\n"
+    )
+    expected = zoo.shape_of(config).num_parameters
+    for model in ("config.json", ".", "run.toml"):
+        found = answer("plan", str(tmp_path / model), "--devices", "2xRTX4090")
+        assert found["model"]["parameters"] == expected
+    assert found["workload"] == {"global_batch": 16, "sequence_length": 128, "optimizer": "sgd"}
+
+
+def test_the_arithmetic_adds_up_to_the_estimate() -> None:
+    found = answer(*ASKED, "--explain", "memory")
+    best = found["plans"][0]
+    sums: dict[str, float] = {}
+    for line in found["arithmetic"]:
+        sums[line["term"]] = sums.get(line["term"], 0.0) + line["bytes"]
+    for term, size in best["memory"]["terms"].items():
+        assert sums.get(term, 0.0) == pytest.approx(size, abs=2)
+
+
+@pytest.mark.parametrize("what", ["memory", "time", "traffic"])
+def test_explanations_are_printed(what: str) -> None:
+    found = told(*ASKED, "--explain", what)
+    assert found.code == 0
+    words = {"memory": "optimizer_state", "time": "matmul", "traffic": "reduce_scatter"}
+    assert words[what] in found.out
+
+
+def test_inference_counts_weights_and_cache() -> None:
+    found = answer("plan", "llama-2-7b", "--devices", "H100", "--inference", "--context", "4096", "--concurrent", "8")
+    counted = found["inference"]
+    # 32 layers x 2 x 32 heads x 128 numbers x 2 bytes
+    assert counted["kv_cache_bytes_per_token"] == 32 * 2 * 32 * 128 * 2
+    assert counted["memory"]["terms"]["weights"] == 2 * 6_738_415_616
+    assert counted["memory"]["terms"]["kv_cache"] == 8 * 4096 * counted["kv_cache_bytes_per_token"]
+    assert counted["fits"] is True
+    quantised = answer("plan", "llama-2-7b", "--devices", "H100", "--inference", "--weights", "int4", "--kv-cache",
+                       "fp8", "--context", "4096")["inference"]  # fmt: skip
+    assert quantised["memory"]["terms"]["weights"] < 0.35 * counted["memory"]["terms"]["weights"]
+    assert quantised["kv_cache_bytes_per_token"] * 2 == counted["kv_cache_bytes_per_token"]
+    assert quantised["max_concurrent"] > 2 * counted["max_concurrent"]
+
+
+def test_a_schedule_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.svg"
+    found = told("plan", "--draw-schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--out", str(path))
+    assert found.code == 0
+    assert found.out.count("rank ") >= 4
+    assert "27.3%" in found.out  # (p - 1) / (m + p - 1) = 3 / 11
+    assert path.read_text().startswith("<svg")
+
+
+BAD_REQUESTS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "no model": (("plan",), "W100", "weft plan llama-3-8b"),
+    "no devices": (("plan", "llama-3-8b"), "W100", "--devices"),
+    "unknown model": (("plan", "llama-3-8c", *EIGHT), "W301", "llama-3-8b"),
+    "unknown device": (("plan", "llama-3-8b", "--devices", "8xH1000"), "W205", "H100-80GB"),
+    "missing config": (("plan", "none.json", *EIGHT), "W101", "config.json"),
+    "missing run": (("plan", "none.toml", *EIGHT), "W101", "path"),
+    "misspelt key": ((*ASKED, "--set", "mesh.tpp=2"), "W102", "'tp'"),
+    "misspelt section": ((*ASKED, "--set", "mess.tp=2"), "W102", "'mesh'"),
+    "heads over tp": ((*ASKED, "--set", "mesh.tp=3"), "W201", "1, 2, 4, 8"),
+    "unknown optimizer": ((*ASKED, "--optimizer", "lion"), "W103", "adamw"),
+    "unknown precision": ((*ASKED, "--precision", "fp7"), "W103", "bf16"),
+    "unknown schedule": (("plan", "--draw-schedule", "2f2b"), "W103", "1f1b"),
+    "batch below dp": (
+        ("plan", "gpt2", *EIGHT, "--global-batch", "4", "--set", "mesh.dp_replicate=8"),
+        "W201",
+        "8 would",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_a_bad_request_gets_one_sentence_and_a_hint(case: str) -> None:
+    arguments, code, hint = BAD_REQUESTS[case]
+    found = told(*arguments)
+    assert found.code == 2, found.err
+    assert f"error [{code}]" in found.err
+    assert "Traceback" not in found.err
+    assert hint in found.err.split("hint:")[1]
+
+
+def test_seven_heads_on_two_ranks_name_the_legal_degrees(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 448, "intermediate_size": 896, "num_hidden_layers": 2,
+              "num_attention_heads": 7, "num_key_value_heads": 7, "vocab_size": 1000}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "plan.toml").write_text("[mesh]\ntp = 2\n")
+    asked = ("plan", str(tmp_path), "--devices", "2xRTX4090", "--plan", str(tmp_path / "plan.toml"))
+    found = told(*asked)
+    assert found.code == 2
+    assert "heads must divide over tp" in found.err
+    assert "1, 7" in found.err
