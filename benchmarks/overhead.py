@@ -5,8 +5,9 @@
 
 Both sides live in the same processes and take turns, a few steps each, so a busy machine disturbs both alike; the
 figure is the ratio of medians. Peak memory is measured in processes of their own: the allocator's peak on a GPU, the
-resident high-water mark on a CPU, there the median of several processes and with a larger model than the timing's, since
-the mark of a 600 MiB process varies by 4% from one run to the next. The hand-written side clips, steps a fused AdamW and reads its loss, as weft does.
+resident high-water mark on a CPU, there the median of several processes and with a larger model than the timing's,
+since the mark of a 600 MiB process varies by 4% from one run to the next. The hand-written side clips, steps a fused
+AdamW and reads its loss, as weft does.
 """
 
 from __future__ import annotations

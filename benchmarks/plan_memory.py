@@ -1,4 +1,4 @@
-"""What `weft plan` predicts against what one GPU measures: peak allocated memory and step time of the engine's own step.
+"""What `weft plan` predicts against what one GPU measures: peak allocated memory and time of the engine's own step.
 
     python benchmarks/plan_memory.py [--out results.md] [--only bf16]
 

@@ -201,13 +201,20 @@ def _trained_instead(answer: Answer) -> str:
 
 
 def _show_memory(console: Console, answer: Answer, best: Estimate) -> None:
-    from weft.plan.arithmetic import explain_memory, textbook_states
+    from weft.plan.arithmetic import explain_memory, textbook_activations, textbook_states
 
     shards = max(1, best.plan.mesh.dp_shard * best.plan.mesh.dp_replicate)
     table = textbook_states(answer.request, shards=shards)
     console.print(f"\n[bold]model states as textbooks count them, over {shards} devices[/bold]")
     rows = [(stage, formula, f"{size / 1e9:,.2f} GB") for stage, formula, size in table.rows()]
     _print_rows(console, ("stage", "parameters x bytes", "a device"), rows)
+    mesh, workload = best.plan.mesh, answer.request.workload
+    tokens = workload.tokens / (mesh.dp_degree * best.plan.pipeline.microbatches * mesh.cp)
+    whole, checkpointed = textbook_activations(answer.request, tokens=tokens)
+    console.print(
+        f"activations of one micro-batch, 12 x hidden x tokens x layers: {whole / 1e9:,.1f} GB, "
+        f"{checkpointed / 1e9:,.1f} GB with checkpointing; what this model's operators keep follows"
+    )
     found, lines = explain_memory(answer.request, best.plan)
     console.print(f"\n[bold]this plan, at its peak: {found.peak_at}[/bold]")
     parts = [(str(line.term), line.formula, format_bytes(line.bytes)) for line in lines]

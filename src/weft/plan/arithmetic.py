@@ -78,6 +78,16 @@ def textbook_states(request: Request, *, shards: int) -> StagesTable:
     )
 
 
+def textbook_activations(request: Request, *, tokens: float) -> tuple[float, float]:
+    """(without, with checkpointing) of a device, by the count of the ZeRO paper: 12 x hidden numbers a token and layer.
+
+    It stands for fused kernels and no attention scores; what this model's own operators keep is in `explain_memory`.
+    """
+    shape, c = request.shape, byte_sizes(request).activation
+    a_layer = 12.0 * shape.hidden_size * tokens * c
+    return a_layer * shape.num_layers, shape.hidden_size * tokens * c * shape.num_layers + a_layer
+
+
 def explain_memory(request: Request, plan: Plan) -> tuple[Estimate, list[Line]]:
     """The estimate and the lines that lead to it, for the fullest rank."""
     found = estimate(request, plan)

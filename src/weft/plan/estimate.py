@@ -9,6 +9,7 @@ import numpy as np
 from weft.core.plan import Plan
 from weft.plan.columns import Bools, Columns, Floats, columns_of
 from weft.plan.memory import MemoryEstimate, estimate_memory
+from weft.plan.moments import moments_of
 from weft.plan.request import Request
 from weft.plan.stages import PLACES
 from weft.plan.step_time import TimeEstimate, estimate_time
@@ -28,7 +29,7 @@ class Costs:
 
     @property
     def fits(self) -> Bools:
-        return self.memory.total <= self.request.budget_bytes
+        return fitting(self.request, self.memory)
 
     @property
     def step_s(self) -> Floats:
@@ -44,6 +45,7 @@ class Estimate:
     memory_bytes: int
     memory_terms: dict[str, int]
     peak_at: str
+    moments: dict[str, int]  # peaks of other moments of a run: loading, saving, resuming
     traffic: list[dict[str, str | int]]
     step_s: float
     time_terms: dict[str, float]
@@ -55,12 +57,22 @@ class Estimate:
         return {
             "plan": self.plan.model_dump(mode="json", exclude_none=True),
             "fits": self.fits,
-            "memory": {"total_bytes": self.memory_bytes, "terms": self.memory_terms, "peak_at": self.peak_at},
+            "memory": {
+                "total_bytes": self.memory_bytes,
+                "terms": self.memory_terms,
+                "peak_at": self.peak_at,
+                "moments": self.moments,
+            },
             "traffic": self.traffic,
             "time": {"step_s": self.step_s, "terms": self.time_terms},
             "mfu": self.mfu,
             "tokens_per_s": self.tokens_per_s,
         }
+
+
+def fitting(request: Request, memory: MemoryEstimate) -> Bools:
+    """Which plans fit the devices, and what they offload the host."""
+    return (memory.total <= request.budget_bytes) & (memory.host <= request.cluster.host_memory_bytes)
 
 
 def estimate_columns(request: Request, columns: Columns) -> Costs:
@@ -86,6 +98,7 @@ def record_at(costs: Costs, row: int, plan: Plan) -> Estimate:
         memory_bytes=sum(memory_terms.values()),
         memory_terms=memory_terms,
         peak_at=costs.memory.instant[int(costs.memory.at[row])] + stage,
+        moments=moments_of(costs.request, plan),
         traffic=_traffic_at(costs.traffic, row),
         step_s=sum(time_terms.values()),
         time_terms=time_terms,

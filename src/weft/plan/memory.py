@@ -14,7 +14,7 @@ The sharding semantics are those of `fully_shard`: a unit a block and one for th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,6 +41,7 @@ class MemoryEstimate:
     instant: tuple[str, ...]  # names; `at` has an index into it for each plan
     at: Ints
     place: Ints  # which pipeline rank is the fullest: index into PLACES
+    host: Floats  # bytes that offload puts into the memory of one node
 
     @property
     def total(self) -> Floats:
@@ -64,11 +65,24 @@ class _Parts:
 def estimate_memory(views: Sequence[View]) -> MemoryEstimate:
     """The fullest rank of each plan."""
     terms, names, at = _estimate_stage(views[0])
-    found = MemoryEstimate(terms, names, at, np.zeros(len(at), dtype=np.int64))
+    found = MemoryEstimate(terms, names, at, np.zeros(len(at), dtype=np.int64), _host_bytes(views[0]))
     for view in views[1:]:
         other, _, other_at = _estimate_stage(view)
         _keep_fuller(found, view.rows, other, other_at, view.place)
     return found
+
+
+def _host_bytes(view: View) -> Floats:
+    """The optimizer's part (states, masters, gradients), the weights and the activations that live on the host."""
+    columns, share, sizes = view.columns, view.share.total, view.sizes
+    held = np.where(columns.zero > 0, share.shard, share.whole)
+    optimizer = np.where(columns.offload_optimizer == 1, held * (sizes.optimizer + sizes.master + sizes.gradient), 0.0)
+    weights = np.where(columns.offload_parameters > 0, held * sizes.master, 0.0)
+    kept = np.zeros(len(columns))
+    if np.any(columns.offload_activations):
+        kept, _, _ = _activations(replace(view, columns=replace(columns, offload_activations=0 * columns.tp)))
+        kept = kept * columns.offload_activations
+    return (optimizer + weights + kept) * view.request.cluster.devices_per_node
 
 
 def _keep_fuller(found: MemoryEstimate, rows: Ints, other: Terms, other_at: Ints, place: int) -> None:

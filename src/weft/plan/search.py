@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from weft.plan.columns import Bools, Columns, Floats, Ints, columns_of, plan_at
-from weft.plan.estimate import Costs, Estimate, estimate_columns, record_at
+from weft.plan.estimate import Costs, Estimate, estimate_columns, fitting, record_at
 from weft.plan.memory import estimate_memory
 from weft.plan.request import Request
 from weft.plan.rules import legal_rows
@@ -82,7 +82,7 @@ def _search_once(request: Request, freedom: Freedom, precision: dict[str, Any], 
     if not len(columns):
         return Answer(request, [], len(candidates), 0, rejected, 0, [], time.perf_counter() - began_s)
     order, (memory, step_s) = ranked(request, columns)
-    fits = memory <= request.budget_bytes
+    fits = np.isfinite(step_s)
     if int((~fits).sum()):
         rejected = {**rejected, DOES_NOT_FIT: int((~fits).sum())}
     best = _one_of_each_layout(columns, order, top=top)
@@ -104,7 +104,7 @@ def _search_once(request: Request, freedom: Freedom, precision: dict[str, Any], 
 def ranked(request: Request, columns: Columns) -> tuple[Ints, tuple[Floats, Floats]]:
     """(rows of legal plans, best first; their memory and step time)."""
     memory, step_s = _score(request, columns)
-    return _ranking(columns, memory, step_s, memory <= request.budget_bytes), (memory, step_s)
+    return _ranking(columns, memory, step_s, np.isfinite(step_s)), (memory, step_s)
 
 
 def _sample(order: Ints, memory: Floats, fits: Bools) -> Ints:
@@ -119,10 +119,11 @@ def _score(request: Request, columns: Columns) -> tuple[Floats, Floats]:
     memory, step_s = np.empty(len(columns)), np.full(len(columns), np.inf)
     for begin in range(0, len(columns), CHUNK):
         rows = np.arange(begin, min(begin + CHUNK, len(columns)))
-        memory[rows] = estimate_memory(views_of(request, columns.take(rows))).total
-        fitting = rows[memory[rows] <= request.budget_bytes]
-        if len(fitting):
-            step_s[fitting] = estimate_time(views_of(request, columns.take(fitting))).total
+        found = estimate_memory(views_of(request, columns.take(rows)))
+        memory[rows] = found.total
+        chosen = rows[fitting(request, found)]
+        if len(chosen):
+            step_s[chosen] = estimate_time(views_of(request, columns.take(chosen))).total
     return memory, step_s
 
 

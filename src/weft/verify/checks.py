@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from weft.verify.reference import Course, Tensors
-from weft.verify.tolerances import Bound, scalar_bound, tensor_bound
+from weft.verify.tolerances import Bound, envelope, scalar_bound, tensor_bound
 from weft.verify.verdict import Check, Finding, Worst
 
 Coordinates = Callable[[int], str]
@@ -37,8 +37,9 @@ def check_scalars(
         return Check.failed(name, finding)
     worst = margin = 0.0
     numbers, extra = steps or range(1, len(truth) + 1), drifts or [0.0] * len(truth)
-    for step, right, rounded, value, drift in zip(numbers, truth, same, found, extra, strict=True):
-        bound = scalar_bound(truth=right, same_precision=rounded, drift=drift)
+    distances = envelope(truth, same)
+    for step, right, rounded, value, distance, drift in zip(numbers, truth, same, found, distances, extra, strict=True):
+        bound = scalar_bound(truth=right, same_precision=rounded, distance=distance, drift=drift)
         difference = abs(value - right)
         if not difference <= bound.allowed:  # NaN is never within a bound
             return Check.failed(name, Finding(rule=rule, step=step, expected=_near(right, bound), found=f"{value:.9g}"))

@@ -21,7 +21,7 @@ from weft.verify.facts import check_collectives, check_dtypes, check_initial, ch
 from weft.verify.layouts import coordinates_of
 from weft.verify.reference import Course, Exercise, Tensors
 from weft.verify.references import References
-from weft.verify.tolerances import CODE_ROUNDOFF, UNIT_ROUNDOFF, scalar_drift, tensor_drift
+from weft.verify.tolerances import CODE_ROUNDOFF, UNIT_ROUNDOFF, envelope, scalar_drift, tensor_drift
 from weft.verify.verdict import Check, Worst
 
 Drifts = Mapping[str, float] | None
@@ -126,10 +126,11 @@ class Comparison:
         return Check.passed("same precision", "losses, gradients, weights and states of one process", margin=margin)
 
     def _scalar_drifts(self, truth: list[float], same: list[float]) -> list[float]:
-        # At one step the two curves may cross and their distance be nothing by chance: the largest of all steps counts.
-        roundoff, pairs = self._roundoff(), list(zip(truth, same, strict=True))
-        relative = max((abs(right - low) / abs(low) for right, low in pairs if low), default=0.0)
-        return [scalar_drift(distance=relative * abs(low), size=abs(low), roundoff=roundoff) for _, low in pairs]
+        roundoff = self._roundoff()
+        return [
+            scalar_drift(distance=distance, size=abs(low), roundoff=roundoff)
+            for distance, low in zip(envelope(truth, same), same, strict=True)
+        ]
 
     def _tensor_drifts(self, truth: Tensors, same: Tensors) -> dict[str, float]:
         roundoff = self._roundoff()

@@ -8,6 +8,7 @@ by chance; they follow from the number format alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Unit roundoff: half the gap between 1 and the next number of the format.
@@ -56,10 +57,23 @@ class Bound:
         return difference / self.allowed if self.allowed > 0 else 0.0 if difference == 0 else float("inf")
 
 
-def scalar_bound(*, truth: float, same_precision: float, drift: float = 0.0) -> Bound:
-    """For a loss or a norm: they are accumulated in float32 under every policy."""
+def scalar_bound(*, truth: float, same_precision: float, distance: float, drift: float = 0.0) -> Bound:
+    """For a loss or a norm: they are accumulated in float32 under every policy. `distance` is from `envelope`."""
     floor = SUM_ROUNDINGS * UNIT_ROUNDOFF["float32"] * max(abs(truth), abs(same_precision))
-    return Bound(measured=abs(truth - same_precision), floor=floor + drift)
+    return Bound(measured=distance, floor=floor + drift)
+
+
+def envelope(truth: Sequence[float], same_precision: Sequence[float]) -> list[float]:
+    """The distance of two series at each step, never relatively smaller than at a step before.
+
+    Two curves may cross, and their distance at that one step be nothing by chance; rounding does not get less.
+    """
+    relative, distances = 0.0, []
+    for right, rounded in zip(truth, same_precision, strict=True):
+        size = max(abs(right), abs(rounded))
+        relative = max(relative, abs(right - rounded) / size if size > 0 else 0.0)
+        distances.append(relative * size)
+    return distances
 
 
 def tensor_bound(*, distance: float, norm: float, update: float, scale: float, dtype: str, drift: float = 0.0) -> Bound:

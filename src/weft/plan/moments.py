@@ -1,0 +1,29 @@
+"""Memory of a run's other moments: loading weights, saving, resuming. A plan that trains must also start and stop.
+
+loading    the rank's own shard and the largest tensor that is cut up for it
+saving     what is trained stays; the host takes a copy of weights and optimizer states to write in the background
+resuming   weights, states and the gradients with which the optimizer makes its states
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.core.plan import Plan
+from weft.plan.columns import columns_of
+from weft.plan.request import Request
+from weft.plan.view import view_at
+
+
+def moments_of(request: Request, plan: Plan) -> dict[str, int]:
+    """Bytes of the pipeline's first rank; the host's are those of one node."""
+    view = view_at(request, columns_of([plan]), np.arange(1), place=0)
+    share, sizes = view.share, view.sizes
+    held = float((share.total.shard if plan.data_parallel.zero else share.total.whole)[0])
+    largest = max(float(request.shape.embedding_parameters), float(share.largest_block[0]))
+    copied = held * (sizes.master + sizes.optimizer)
+    return {
+        "loading_bytes": round(held * sizes.master + largest * sizes.master),
+        "resuming_bytes": round(held * (sizes.master + sizes.optimizer + sizes.gradient)),
+        "saving_host_bytes_per_node": round(copied * request.cluster.devices_per_node),
+    }
