@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -87,6 +88,8 @@ def plan(
         optimizer=optimizer,
         precision=tables,
     )
+    if plan_path is not None or "mesh.tp" in fixed:
+        question = replace(question, request=replace(question.request, tp_may_leave_node=True))
     if plan_path is not None:
         answer = _estimate_one(question, plan_path, settings or [])
     else:
@@ -172,7 +175,9 @@ def _search(question: Question, fixed: dict[str, Any], *, top: int) -> Answer:
 
     answer = search(question.request, freedom=Freedom(fixed=fixed), precision=question.precision, top=top)
     if not answer.plans:
-        reason = max(answer.rejected, key=lambda name: answer.rejected[name], default="nothing to search")
+        reason = max(
+            answer.rejected, key=lambda name: answer.rejected[name], default="no mesh goes with what was fixed"
+        )
         raise PlanError(f"no plan is legal: {reason}", hint=nearest_legal(question.request, fixed))
     return answer
 

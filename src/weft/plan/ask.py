@@ -114,8 +114,9 @@ def estimate_plan(
         optimizer=optimizer,
         precision=plan.precision.model_dump(exclude_none=True),
     )
-    require_legal(question.request, plan)
-    return estimate(question.request, plan)
+    request = replace(question.request, tp_may_leave_node=True)
+    require_legal(request, plan)
+    return estimate(request, plan)
 
 
 def require_legal(request: Request, plan: Plan, *, source: str = "the plan") -> None:

@@ -9,31 +9,21 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from weft.core.plan import Plan
+from weft.core.plan import Pipeline, Plan, TensorParallel
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-SCHEDULES = (
-    "naive",
-    "gpipe",
-    "1f1b",
-    "interleaved_1f1b",
-    "looped_bfs",
-    "zero_bubble",
-    "zbv",
-    "dualpipev",
-    "pipedream",
-    "pipedream_2bw",
-)
+SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotation)
+TP_MODES: tuple[str, ...] = get_args(TensorParallel.model_fields["mode"].annotation)
 RECOMPUTE = ("none", "selective", "full")
-TP_MODES = ("1d", "2d", "2.5d", "3d")
+LOOPED = ("interleaved_1f1b", "looped_bfs")  # a rank holds every pp-th stage
 V_SHAPED = ("zbv", "dualpipev")  # a rank holds a stage of each leg of the V, so rank 0 holds the first and the last
 
 
@@ -119,7 +109,7 @@ class Columns:
 
     @property
     def is_v_shaped(self) -> Bools:
-        return self.named("zbv") | self.named("dualpipev")
+        return np.isin(self.schedule, [SCHEDULES.index(name) for name in V_SHAPED])
 
     def take(self, rows: Any) -> Columns:
         """The plans of these rows."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from weft.core.plan import Plan
 from weft.plan.columns import Bools, Columns, Floats, columns_of
+from weft.plan.links import leaves_node
 from weft.plan.memory import MemoryEstimate, estimate_memory
 from weft.plan.moments import moments_of
 from weft.plan.request import Request
@@ -99,7 +100,7 @@ def record_at(costs: Costs, row: int, plan: Plan) -> Estimate:
         memory_terms=memory_terms,
         peak_at=costs.memory.instant[int(costs.memory.at[row])] + stage,
         moments=moments_of(costs.request, plan),
-        traffic=_traffic_at(costs.traffic, row),
+        traffic=_traffic_at(costs, row),
         step_s=sum(time_terms.values()),
         time_terms=time_terms,
         mfu=float(costs.time.mfu[row]),
@@ -107,7 +108,8 @@ def record_at(costs: Costs, row: int, plan: Plan) -> Estimate:
     )
 
 
-def _traffic_at(traffic: Traffic, row: int) -> list[dict[str, str | int]]:
+def _traffic_at(costs: Costs, row: int) -> list[dict[str, str | int]]:
+    cluster, columns = costs.request.cluster, costs.columns.take([row])
     return [
         {
             "axis": entry.axis,
@@ -115,7 +117,8 @@ def _traffic_at(traffic: Traffic, row: int) -> list[dict[str, str | int]]:
             "phase": entry.phase,
             "bytes": round(float(entry.bytes[row])),
             "count": round(float(entry.count[row])),
+            "link": cluster.between.name if leaves_node(cluster, columns, entry.axis) else cluster.inside.name,
         }
-        for entry in traffic.rows
+        for entry in costs.traffic.rows
         if np.round(entry.bytes[row]) > 0
     ]

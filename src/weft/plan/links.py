@@ -18,9 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.core.axes import MESH_ORDER
+from weft.core.axes import CP, DP_SHARD, MESH_ORDER
 from weft.core.cluster import Cluster
 from weft.plan.columns import Columns, Floats
+
+
+SHARED = {DP_SHARD: (DP_SHARD, CP)}  # context-parallel ranks share one copy of the states with their shards
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,12 @@ def expert_link(cluster: Cluster, columns: Columns) -> AxisLink:
     degree = columns.ep.astype(np.float64)
     inner = columns.expert_tp.astype(np.float64)
     return _link(cluster, inner, degree)
+
+
+def leaves_node(cluster: Cluster, columns: Columns, axis: str) -> bool:
+    """Whether the ranks of this axis, in the one plan of `columns`, are on several nodes."""
+    link = expert_link(cluster, columns) if axis == "ep" else axis_link(cluster, columns, SHARED.get(axis, (axis,)))
+    return bool(link.off_node[0] > 0)
 
 
 def inner_degree(columns: Columns, axes: tuple[str, ...]) -> tuple[Floats, Floats]:

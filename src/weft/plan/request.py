@@ -39,6 +39,7 @@ class Request:
     workload: Workload
     precision: PrecisionPolicy
     memory_share: float = 0.97  # of the device that a plan may fill: the rest covers what no formula sees
+    tp_may_leave_node: bool = False  # only where a person asks for it by name
 
     @property
     def is_cpu(self) -> bool:

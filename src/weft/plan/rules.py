@@ -11,12 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from weft.core.stages import split_blocks
-from weft.plan.columns import SCHEDULES, TP_MODES, Bools, Columns
+from weft.plan.columns import LOOPED, SCHEDULES, TP_MODES, Bools, Columns
 from weft.plan.request import Request
-
-LOOPED = ("interleaved_1f1b", "looped_bfs")
-ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ def _widths_divide(request: Request, columns: Columns) -> Bools:
 
 
 def _tensor_stays_in_node(request: Request, columns: Columns) -> Bools:
-    return columns.tp > request.cluster.devices_per_node
+    return (columns.tp > request.cluster.devices_per_node) & (not request.tp_may_leave_node)
 
 
 def _tensor_mode_fits(request: Request, columns: Columns) -> Bools:
@@ -220,8 +216,6 @@ def nearest_legal(request: Request, fixed: dict[str, Any]) -> str:
     tp = int(fixed.get("mesh.tp", 1))
     if heads % tp:
         return f"{heads} attention heads do not divide over tp = {tp}; tp may be {_divisors(heads)}"
-    if tp > request.cluster.devices_per_node:
-        return f"a node has {request.cluster.devices_per_node} devices, so tp may be at most that"
     degrees = [int(fixed.get(f"mesh.{axis}", 1)) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")]
     if request.cluster.num_devices % int(np.prod(degrees)):
         product = int(np.prod(degrees))
@@ -231,11 +225,6 @@ def nearest_legal(request: Request, fixed: dict[str, Any]) -> str:
         above = -(-request.workload.global_batch // ranks) * ranks
         return f"a global batch of {request.workload.global_batch} does not divide over {ranks} ranks; {above} would"
     return "fix fewer keys with --set, or change the global batch or the sequence length"
-
-
-def block_sizes(request: Request, num_stages: int) -> tuple[int, ...]:
-    """Blocks a stage, for explanations."""
-    return split_blocks(request.shape.num_layers, num_stages)
 
 
 def _head_counts(request: Request) -> list[int]:

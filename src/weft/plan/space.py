@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from weft.plan.columns import RECOMPUTE, SCHEDULES, TP_MODES, Columns, Ints
+from weft.plan.columns import LOOPED, RECOMPUTE, SCHEDULES, TP_MODES, V_SHAPED, Columns, Ints
 from weft.plan.request import Request
 
 SYNCHRONOUS = ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev", "gpipe", "looped_bfs", "naive")
@@ -115,9 +115,9 @@ def _schedules(freedom: Freedom) -> tuple[str, ...]:
 
 
 def _stages_of(schedule: str, freedom: Freedom) -> tuple[int, ...]:
-    if schedule in ("zbv", "dualpipev"):
+    if schedule in V_SHAPED:
         stages: tuple[int, ...] = (2,)
-    elif schedule in ("interleaved_1f1b", "looped_bfs"):
+    elif schedule in LOOPED:
         stages = tuple(v for v in freedom.virtual_stages if v > 1)
     else:
         stages = (1,)

@@ -15,7 +15,7 @@ import numpy as np
 
 from weft.core.model_shape import ModelShape
 from weft.core.stages import split_blocks
-from weft.plan.columns import SCHEDULES, Bools, Columns, Floats
+from weft.plan.columns import SCHEDULES, V_SHAPED, Bools, Columns, Floats
 from weft.schedule import formulas
 
 Place = Literal["first", "middle", "last"]
@@ -103,7 +103,7 @@ def _rank_at(shape: ModelShape, schedule: str, num_ranks: int, virtual_stages: i
 
 def chunks_of(schedule: str, *, rank: int, num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """The stages a rank holds: every num_ranks-th in a loop, one of each leg in a V."""
-    if schedule in ("zbv", "dualpipev"):
+    if schedule in V_SHAPED:
         return rank, 2 * num_ranks - 1 - rank
     return tuple(rank + turn * num_ranks for turn in range(virtual_stages))
 
