@@ -22,7 +22,6 @@ from weft.core.axes import CP, DP_SHARD, MESH_ORDER
 from weft.core.cluster import Cluster
 from weft.plan.columns import Columns, Floats
 
-
 SHARED = {DP_SHARD: (DP_SHARD, CP)}  # context-parallel ranks share one copy of the states with their shards
 
 
