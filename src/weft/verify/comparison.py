@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from weft.core.plan import Plan
 from weft.core.run_spec import TrainSpec
 from weft.verify.checks import check_scalars, check_tensors, distance_of, norm_of, owner_of, worst_scalars
@@ -135,9 +137,21 @@ class Comparison:
     def _tensor_drifts(self, truth: Tensors, same: Tensors) -> dict[str, float]:
         roundoff = self._roundoff()
         return {
-            key: tensor_drift(distance=distance_of(truth[key], low), norm=norm_of(low), roundoff=roundoff)
+            key: tensor_drift(
+                distance=distance_of(truth[key], low),
+                norm=norm_of(low),
+                roundoff=roundoff,
+                routed_update=self._routed_update(key, low),
+            )
             for key, low in same.items()
         }
+
+    def _routed_update(self, key: str, low: torch.Tensor) -> float:
+        """How far training moved a weight, or a state that began at zero, in a model whose router chooses experts."""
+        initial = self.exercise.initial
+        if not any(".experts." in name for name in initial):
+            return 0.0
+        return distance_of(low, initial[key]) if key in initial else norm_of(low)
 
     def _roundoff(self) -> float:
         """Of the coarsest format that takes part."""

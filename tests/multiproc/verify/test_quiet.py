@@ -75,7 +75,7 @@ def random_case(number: int, corpus: str) -> tuple[Tables, Tables]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(3000, 3050))
+@pytest.mark.parametrize("number", range(4000, 4050))
 def test_fifty_runs_raise_no_alarm(number: int, corpus: Path, tmp_path: Path) -> None:
     run, tables = random_case(number, str(corpus))
     verdicts = run_ranks(verdicts_in_rank, 2, run, [tables], str(tmp_path), timeout_s=600)[0]
