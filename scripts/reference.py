@@ -137,6 +137,7 @@ def cli_page() -> str:
     lines += ["stdout as JSON; talk always goes to stderr.", ""]
     lines += ["| environment variable | effect |", "| --- | --- |"]
     lines += ["| `WEFT_DEBUG=1` | shows stack traces and the warnings of other libraries |"]
+    lines += ["| `WEFT_CALIBRATION` | measurements that replace the catalogue's figures in `weft plan` |"]
     lines += ["| `XDG_CACHE_HOME` | where tokenised data is kept, in a folder `weft`; default `~/.cache` |"]
     for arguments in ([], *([command.name or command.callback.__name__] for command in app.registered_commands)):
         title = " ".join(["weft", *arguments])

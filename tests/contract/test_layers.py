@@ -114,11 +114,30 @@ def test_parallel_axes_inside_the_engine_are_strangers() -> None:
         ["-m", "weft", "report", "--help"],
         ["-m", "weft", "verify", "--help"],
         ["-m", "weft", "plan", "--help"],
+        ["-m", "weft", "plan"],
         ["-m", "weft", "train", "missing.toml"],
     ],
     ids=" ".join,
 )
-def test_torch_is_not_imported(arguments: list[str]) -> None:
+def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
+    assert heavy_imports(arguments) == "[]"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-m", "weft", "plan", "llama-3-8b", "--devices", "8xH100-80GB"],
+        ["-m", "weft", "plan", "--draw-schedule", "1f1b"],
+        ["-c", "import weft; weft.search; weft.estimate"],
+    ],
+    ids=" ".join,
+)
+def test_planning_needs_numpy_at_most(arguments: list[str]) -> None:
+    assert heavy_imports(arguments) in ("[]", "['numpy']")
+
+
+def heavy_imports(arguments: list[str]) -> str:
+    """Which of the heavy libraries a fresh interpreter has imported when it is done with `arguments`."""
     probe = (
         "import sys, runpy, atexit\n"
         "def tell():\n"
@@ -131,7 +150,8 @@ def test_torch_is_not_imported(arguments: list[str]) -> None:
     else:
         code = probe + f"sys.argv = {['weft', *arguments[2:]]!r}\nrunpy.run_module('weft', run_name='__main__')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert "HEAVY []" in result.stderr, result.stderr
+    assert "HEAVY " in result.stderr, result.stderr
+    return result.stderr.rpartition("HEAVY ")[2].strip()
 
 
 def test_public_names_are_the_documented_ones_and_resolve() -> None:
@@ -142,11 +162,15 @@ def test_public_names_are_the_documented_ones_and_resolve() -> None:
         "StepRecord",
         "WeftError",
         "__version__",
+        "estimate",
+        "search",
         "train",
         "verify",
     }
     for name in weft.__all__:
         assert getattr(weft, name) is not None
+    assert callable(weft.estimate)
+    assert callable(weft.search)
     assert callable(weft.train)
     assert callable(weft.verify)
     with pytest.raises(AttributeError):

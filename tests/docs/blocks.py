@@ -2,7 +2,8 @@
 
 All pages tell one story in one folder: README first, then docs/start, then the guides, each in `PAGES` order.
 
-    ```toml      checked as run.toml or plan.toml; `# name.toml` in its first line makes it a file of that folder
+    ```toml      checked as run.toml, plan.toml, a device or measurements of devices; `# name.toml` in its first line
+                 makes it a file of that folder
     ```python    run as a script; `# name.py` in its first line makes it a file too
     ```bash      run line by line in that folder; a line that an earlier page ran is not run again
     ```bash no-run, ```text     shown, never run; the line before a no-run block says why
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-GUIDES = ("data", "models", "layouts", "resume-and-checkpoints", "precision-and-optimizers", "several-machines")
+GUIDES = ("data", "models", "layouts", "plan", "resume-and-checkpoints", "precision-and-optimizers", "several-machines")
 PAGES = (
     "README.md",
     "docs/start/first-run.md",

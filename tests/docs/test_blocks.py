@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 
 import pytest
 from blocks import Block, all_pages, read_blocks
@@ -10,6 +11,7 @@ from blocks import Block, all_pages, read_blocks
 from weft.core.plan import SECTIONS as PLAN_SECTIONS
 from weft.core.plan import Plan, require_executable
 from weft.core.run_spec import RunSpec
+from weft.hardware import calibration, catalogue
 
 KINDS = {"bash", "bash no-run", "python", "toml", "text"}
 BLOCKS = [block for page in all_pages() for block in read_blocks(page)]
@@ -31,10 +33,16 @@ def count_fences(page: str) -> int:
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.info == "toml"], ids=lambda b: b.where)
-def test_toml_is_a_run_or_a_plan_that_this_version_executes(block: Block) -> None:
+def test_toml_is_a_run_a_plan_that_this_version_executes_or_hardware(block: Block, tmp_path: Path) -> None:
     tables = tomllib.loads(block.body)
     if set(tables) <= {"version", *PLAN_SECTIONS}:
         require_executable(Plan.from_tables(tables, source=block.where))
+    elif "peak_flops" in tables:
+        catalogue.check_table("devices", tables, source=block.where, partial=False)
+    elif set(tables) <= {"measured", *calibration.KINDS}:
+        path = tmp_path / "measured.toml"
+        path.write_text(block.body, encoding="utf-8")
+        assert any(calibration.read(path).tables.values())
     else:
         RunSpec.from_tables(tables, source=block.where)
 

@@ -30,7 +30,7 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
         if page not in reached and page.endswith(".md"):
             reached.add(page)
             ahead += links(page)
-    assert set(all_pages()) == reached
+    assert not set(all_pages()) - reached
 
 
 @pytest.mark.parametrize("page", all_pages())

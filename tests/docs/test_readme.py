@@ -16,6 +16,7 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = read_blocks("README.md")
 FIRST, SECOND = (command_lines(block)[0] for block in BLOCKS if block.info == "bash" and block.line < 30)
 VERBS = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
+_BAR = re.compile(r"\[[█▓▒░· >]*\] *")
 _NUMBER = re.compile(r"\d[\d.,]*( (K|M|MiB|GiB)|ms|s|m\d+s)?")
 
 
@@ -61,6 +62,23 @@ def test_training_the_default_shows_and_leaves_what_the_readme_says(tmp_path: Pa
     run = tmp_path / "runs" / "default"
     told = {name.rstrip("/") for row in table("What you see") for name in re.findall(r"`([^`]+)`", row[0])}
     assert told == {path.name for path in run.iterdir()}
+
+
+def test_planning_shows_what_the_readme_says(tmp_path: Path) -> None:
+    """Layouts and sentences, not figures: those move when a formula or a device's figure gets better."""
+    (shown,) = [block.body for block in BLOCKS if block.info == "text" and "tokens/s  MFU" in block.body]
+    (command,) = [line for block in BLOCKS for line in command_lines(block) if line.startswith("weft plan ")]
+    done = subprocess.run(
+        shlex.split(command),
+        cwd=tmp_path,
+        env={**environment(tmp_path), "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert shapes(_BAR.sub("[]", shown)) <= shapes(_BAR.sub("[]", done.stdout)), done.stdout
 
 
 def test_works_is_said_only_of_what_a_test_shows() -> None:

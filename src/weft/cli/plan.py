@@ -55,6 +55,7 @@ def plan(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Fix a key of the plan: mesh.tp=8; may be repeated.")
     ] = None,
+    trains: Annotated[bool, typer.Option("--trains", help="Only layouts that this version of weft trains.")] = False,
     top: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Write the best plan here, with comments.")] = None,
     explain: Annotated[Explained | None, typer.Option(help="Print the arithmetic of one plan.")] = None,
@@ -77,6 +78,7 @@ def plan(
         _infer(model, devices, weights, kv_cache, concurrent=concurrent, context=context, as_json=as_json)
         return
     from weft.plan.ask import ask
+    from weft.plan.trained import BUILT
 
     fixed = fixed_keys(settings or [])
     tables = _precision(plan_path, fixed, precision)
@@ -93,7 +95,7 @@ def plan(
     if plan_path is not None:
         answer = _estimate_one(question, plan_path, settings or [])
     else:
-        answer = _search(question, fixed, top=top)
+        answer = _search(question, {**BUILT, **fixed} if trains else fixed, top=top)
     _tell(question, answer, explain=explain, as_json=as_json)
     if out is not None:
         _write(question, answer, out, command=_command(model, devices))

@@ -1,4 +1,4 @@
-"""What `weft plan` shows on a terminal: a table with memory bars, the reasons, the arithmetic. Talk goes to stderr."""
+"""What `weft plan` shows on a terminal: a table with memory bars, the reasons, the arithmetic; all of it on stdout."""
 
 from __future__ import annotations
 
@@ -186,7 +186,8 @@ def _sections(answer: Answer) -> list[tuple[str, list[str]]]:
         sections.append(("what would change it", what_would_change(answer)))
     if why_not_trained(best):
         sections.append(("this version of weft plans it and does not train it yet", [_trained_instead(answer)]))
-    counts = f"{answer.considered:,} plans considered, {answer.estimated:,} legal, {answer.num_fitting:,} fit"
+    plans = "plan" if answer.considered == 1 else "plans"
+    counts = f"{answer.considered:,} {plans} considered, {answer.estimated:,} legal, {answer.num_fitting:,} fit"
     refused = [f"{count:,} refused: {reason}" for reason, count in sorted(answer.rejected.items(), key=lambda i: -i[1])]
     sections.append((f"{counts}, {answer.elapsed_s:.2f} s", refused))
     return sections

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import TokenizerError
+from weft.core.vocabulary import BYTE_VOCABULARY
 from weft.data.documents import Document, is_path_like
 
 TokenArray = NDArray[np.integer[Any]]
@@ -62,8 +63,8 @@ def open_tokenizer(name: str) -> Tokenizer:
 class ByteTokenizer:
     """The bytes of the text themselves; `str` is written as UTF-8."""
 
-    vocab_size = 257
-    end_of_document = 256
+    vocab_size = BYTE_VOCABULARY
+    end_of_document = BYTE_VOCABULARY - 1
 
     def identity(self) -> str:
         return BYTES

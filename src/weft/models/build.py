@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.core.errors import ModelError, NotBuiltError, TokenizerError
 from weft.core.run_spec import ModelSpec
+from weft.core.vocabulary import padded
 
 # what constructors of Hugging Face models raise over sizes that do not fit together
 _CANNOT_BUILD = (
@@ -31,7 +32,6 @@ _NOT_CAUSAL = {
     "xlm": "it is a masked LM unless causal = true is set in [model.config]",
     "xlnet": "it is causal only under a permutation mask, which weft does not make",
 }
-VOCABULARY_MULTIPLE = 64  # a padded vocabulary divides over tensor-parallel ranks and suits matrix units
 
 
 def build_config(spec: ModelSpec, *, vocab_size: int, end_of_document: int | None = None) -> Any:
@@ -39,8 +39,9 @@ def build_config(spec: ModelSpec, *, vocab_size: int, end_of_document: int | Non
     if spec.path is not None:
         config = _config_from_folder(spec)
     else:
-        padded = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        overrides = _with_vocabulary(str(spec.type), dict(spec.config), vocab_size=padded, end=end_of_document)
+        overrides = _with_vocabulary(
+            str(spec.type), dict(spec.config), vocab_size=padded(vocab_size), end=end_of_document
+        )
         config = _config_from_type(str(spec.type), overrides)
     _require_trainable_here(config, vocab_size=vocab_size)
     return config

@@ -17,6 +17,7 @@ from weft.core.model_shape import ModelShape
 from weft.core.plan import Plan, Precision, check_consistent
 from weft.core.precision import PrecisionPolicy
 from weft.core.run_spec import RunSpec
+from weft.core.vocabulary import BYTE_VOCABULARY, padded
 from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.request import OptimizerKind, Request, Workload
@@ -167,7 +168,7 @@ def usual_batch(shape: ModelShape, sequence_length: int, *, num_devices: int) ->
 def _shape_of_run(run: RunSpec) -> ModelShape:
     spec = run.model
     if spec.type is not None:
-        return zoo.shape_from_type(spec.type, spec.config)
+        return _with_tokens(zoo.shape_from_type(spec.type, spec.config), run)
     path = Path(str(spec.path))
     if path.exists():
         return zoo.from_path(path)
@@ -178,6 +179,16 @@ def _shape_of_run(run: RunSpec) -> ModelShape:
             hint="give model.path a folder with config.json",
         )
     return replace(shape, name=str(spec.path))
+
+
+def _with_tokens(shape: ModelShape, run: RunSpec) -> ModelShape:
+    """A random-weight model without a vocab_size takes its tokenizer's, as training does."""
+    if "vocab_size" in run.model.config or any("vocab_size" in str(value) for value in run.model.config.values()):
+        return shape
+    if run.data.tokenizer == "bytes":
+        return replace(shape, vocab_size=padded(BYTE_VOCABULARY))
+    note = f"the vocabulary of {shape.model_type} as the type has it; training takes that of {run.data.tokenizer}"
+    return replace(shape, is_exact=False, notes=(*shape.notes, note))
 
 
 def _optimizer(given: str | None, run: RunSpec | None) -> OptimizerKind:

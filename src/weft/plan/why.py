@@ -34,9 +34,9 @@ def what_binds(request: Request, found: Estimate) -> str:
     term, size = max(found.memory_terms.items(), key=lambda item: item[1])
     share = found.memory_bytes / request.cluster.device.memory_bytes
     slow, seconds = max(found.time_terms.items(), key=lambda item: item[1])
-    verb = "fills" if found.fits else "would need"
+    verb = f"fills {share:.0%} of" if found.fits else f"would need {share:.1f} times"
     return (
-        f"{verb} {share:.0%} of the memory at its peak ({found.peak_at}), "
+        f"{verb} the memory at its peak ({found.peak_at}), "
         f"most of it {_say(term)} ({format_bytes(size)}); "
         f"{seconds / found.step_s:.0%} of a step is {_say(slow)}"
     )

@@ -205,3 +205,22 @@ def test_seven_heads_on_two_ranks_name_the_legal_degrees(tmp_path: Path) -> None
     assert found.code == 2
     assert "heads must divide over tp" in found.err
     assert "1, 7" in found.err
+
+
+def test_a_run_without_a_vocabulary_takes_its_tokenizers_as_training_does(tmp_path: Path) -> None:
+    from weft.core.run_spec import RunSpec
+    from weft.models.build import build_config, build_skeleton
+
+    path = tmp_path / "run.toml"
+    path.write_text(RunSpec.default().to_toml())
+    found = answer("plan", str(path), "--devices", "2xRTX4090")
+    config = build_config(RunSpec.default().model, vocab_size=257)
+    assert found["model"]["parameters"] == sum(parameter.numel() for parameter in build_skeleton(config).parameters())
+
+
+def test_only_what_this_version_trains() -> None:
+    found = answer(*ASKED, "--trains")
+    assert found["trains"] is True
+    for plan in found["plans"]:
+        assert plan["plan"]["mesh"] | {"dp_replicate": 1, "dp_shard": 1} == dict.fromkeys(plan["plan"]["mesh"], 1)
+        assert plan["plan"]["activations"]["policy"] == "none"

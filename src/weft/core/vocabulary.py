@@ -1,0 +1,11 @@
+"""How large a vocabulary is: of the byte tokenizer, and of a model that takes its tokenizer's. Shared arithmetic."""
+
+from __future__ import annotations
+
+BYTE_VOCABULARY = 257  # the 256 bytes and the end of a document
+MULTIPLE = 64  # a padded vocabulary divides over tensor-parallel ranks and suits matrix units
+
+
+def padded(vocab_size: int) -> int:
+    """What a random-weight model without a vocab_size of its own gets."""
+    return -(-vocab_size // MULTIPLE) * MULTIPLE

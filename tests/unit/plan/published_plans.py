@@ -1,0 +1,106 @@
+"""A published run as a question to the planner and as a plan. Shared by the test and the benchmark of published runs.
+
+What the table does not say is decided here: Megatron, NeMo and Meta's trainer count as compiled, since they have fused
+kernels of their own; everything else counts as compiled where the run says so. Attention that the document calls
+materialised is "eager". Megatron-DeepSpeed had no sequence parallelism. There is no float8 in a plan, so those runs
+have no plan.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from published_runs import PublishedRun, published_runs
+
+from weft import hardware, zoo
+from weft.core.plan import Plan
+from weft.plan.estimate import Estimate, estimate
+from weft.plan.request import Request, Workload
+
+HAS_FUSED_KERNELS = ("Megatron", "Meta")
+WITHOUT_SEQUENCE_PARALLELISM = ("Megatron-DeepSpeed",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One run: published, predicted."""
+
+    run: PublishedRun
+    predicted: Estimate
+
+    @property
+    def published_s(self) -> float:
+        assert self.run.step_s is not None
+        return self.run.step_s
+
+    @property
+    def error(self) -> float:
+        """Above 0: the run was faster than predicted."""
+        return self.predicted.step_s / self.published_s - 1
+
+
+def comparable_runs() -> list[PublishedRun]:
+    """Confirmed, with a step time, in a precision that plans have."""
+    return [run for run in published_runs() if run.confirmed and run.step_s is not None and run.precision != "fp8"]
+
+
+def request_of_run(run: PublishedRun) -> Request:
+    return Request(
+        shape=zoo.named(run.model) if run.model else zoo.shape_from_type(run.type, run.config),
+        cluster=hardware.cluster(run.devices),
+        workload=Workload(
+            global_batch=run.global_batch,
+            sequence_length=run.sequence_length,
+            attention="eager" if run.attention == "materialised" else "fused",
+        ),
+        precision=plan_of_run(run).precision.policy(),
+    )
+
+
+def plan_of_run(run: PublishedRun) -> Plan:
+    shard = run.dp_shard or (run.dp if run.zero else 1)
+    is_compiled = run.compile or any(name in run.framework for name in HAS_FUSED_KERNELS)
+    has_sequence_parallelism = (
+        "no sequence parallelism" not in run.note and run.framework not in WITHOUT_SEQUENCE_PARALLELISM
+    )
+    tables: dict[str, Any] = {
+        "mesh": {
+            "dp_replicate": run.dp // shard,
+            "dp_shard": shard,
+            "cp": run.cp,
+            "tp": run.tp,
+            "pp": run.pp,
+            "ep": run.ep,
+        },
+        "data_parallel": {"zero": run.zero},
+        "tensor_parallel": {"sequence_parallel": has_sequence_parallelism},
+        "pipeline": {
+            "schedule": run.schedule or "1f1b",
+            "microbatches": run.microbatches,
+            "virtual_stages": run.virtual_stages,
+        },
+        "activations": {"policy": run.recompute},
+        "precision": {"preset": run.precision},
+        "compile": {"enabled": is_compiled},
+    }
+    return Plan.from_tables(tables, source=run.id)
+
+
+def compare(run: PublishedRun) -> Comparison:
+    return Comparison(run=run, predicted=estimate(request_of_run(run), plan_of_run(run)))
+
+
+def median_size(comparisons: Iterable[Comparison]) -> float:
+    """The median of the errors' sizes."""
+    return statistics.median(abs(each.error) for each in comparisons)
+
+
+def by_framework(comparisons: Iterable[Comparison]) -> dict[str, list[Comparison]]:
+    groups: dict[str, list[Comparison]] = defaultdict(list)
+    for each in comparisons:
+        groups[each.run.framework].append(each)
+    return dict(groups)

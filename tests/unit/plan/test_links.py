@@ -1,0 +1,91 @@
+"""Ring factors, and what an axis reaches where it leaves the node."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_cases import columns_with, one, request_of
+
+from weft.core import axes
+from weft.plan.links import axis_link, expert_link, gather_bytes, inner_degree, reduce_bytes
+
+FOUR_NODES = request_of(devices="4x8xH100-80GB").cluster
+INSIDE, BETWEEN = FOUR_NODES.inside, FOUR_NODES.between
+
+
+@pytest.mark.parametrize(("degree", "factor"), [(1, 0), (2, 1 / 2), (4, 3 / 4), (8, 7 / 8)])
+def test_ring_factors(degree: int, factor: float) -> None:
+    size, n = np.asarray([1000.0]), np.asarray([float(degree)])
+    assert one(gather_bytes(size, n)) == pytest.approx(1000 * factor)
+    assert one(reduce_bytes(size, n)) == pytest.approx(2000 * factor)
+
+
+@given(degree=st.integers(1, 1024), shard_bytes=st.integers(1, 10**9))
+def test_an_all_gather_delivers_what_is_sent(degree: int, shard_bytes: int) -> None:
+    """n ranks send what n ranks receive: each must get the n - 1 shards it has not."""
+    whole = np.asarray([float(degree * shard_bytes)])
+    sent = degree * one(gather_bytes(whole, np.asarray([float(degree)])))
+    assert sent == pytest.approx(degree * (degree - 1) * shard_bytes)
+
+
+def test_neighbours_on_an_axis_are_as_far_apart_as_the_axes_inside_it() -> None:
+    columns = columns_with({"dp_replicate": 2, "dp_shard": 3, "cp": 5, "tp": 7, "pp": 11, "zero": 1})
+    found = {axis: tuple(map(one, inner_degree(columns, (axis,)))) for axis in axes.MESH_ORDER}
+    assert found == {"tp": (1, 7), "cp": (7, 5), "dp_shard": (35, 3), "dp_replicate": (105, 2), "pp": (210, 11)}
+    assert tuple(map(one, inner_degree(columns, ("dp_shard", "cp")))) == (7, 15)
+
+
+def test_an_axis_inside_the_node_uses_its_links() -> None:
+    link = axis_link(FOUR_NODES, columns_with({"tp": 8, "dp_shard": 4, "zero": 1}), (axes.TP,))
+    assert one(link.bytes_per_s) == INSIDE.bytes_per_s
+    assert one(link.latency_s) == INSIDE.latency_s
+
+
+def test_an_axis_with_one_rank_a_node_has_one_network_card() -> None:
+    link = axis_link(FOUR_NODES, columns_with({"tp": 8, "dp_shard": 4, "zero": 1}), (axes.DP_SHARD,))
+    assert one(link.bytes_per_s) == BETWEEN.bytes_per_s
+    assert one(link.latency_s) == BETWEEN.latency_s
+
+
+@pytest.mark.parametrize(("tp", "cards"), [(1, 8), (2, 4), (4, 2), (8, 1)])
+def test_an_axis_that_fills_k_places_of_a_node_drives_k_cards(tp: int, cards: int) -> None:
+    columns = columns_with({"tp": tp, "dp_shard": 32 // tp, "zero": 1})
+    link = axis_link(FOUR_NODES, columns, (axes.DP_SHARD,))
+    assert one(link.bytes_per_s) == min(INSIDE.bytes_per_s, cards * BETWEEN.bytes_per_s)
+
+
+def test_latency_grows_with_the_ring_up_to_a_tree() -> None:
+    columns = columns_with({"dp_shard": 2, "zero": 1}, {"dp_shard": 8, "zero": 1}, {"dp_shard": 1})
+    link = axis_link(FOUR_NODES, columns, (axes.DP_SHARD,))
+    # 2 ranks: one step; 8 ranks: 2 log2(8) = 6 of the ring's 7; one rank sends nothing and waits for nobody
+    seconds = link.seconds(np.zeros(3), num_calls=np.asarray([10.0, 10.0, 10.0]))
+    assert seconds.tolist() == pytest.approx([10 * INSIDE.latency_s, 60 * INSIDE.latency_s, 0])
+
+
+def test_what_leaves_the_node_in_an_exchange_goes_through_one_card() -> None:
+    """32 expert ranks on 4 nodes: 24 of a rank's 31 partners are elsewhere."""
+    link = expert_link(FOUR_NODES, columns_with({"dp_shard": 32, "ep": 32, "zero": 1}))
+    assert one(link.off_node) == pytest.approx(24 / 31)
+    moved = 31e9
+    expected = 24e9 / BETWEEN.bytes_per_s + BETWEEN.latency_s
+    assert one(link.exchange_seconds(np.asarray([moved]))) == pytest.approx(expected)
+
+
+def test_an_exchange_inside_the_node_never_leaves_it() -> None:
+    link = expert_link(FOUR_NODES, columns_with({"dp_shard": 32, "ep": 8, "zero": 1}))
+    assert one(link.exchange_seconds(np.asarray([7e9]))) == pytest.approx(7e9 / INSIDE.bytes_per_s + INSIDE.latency_s)
+
+
+def test_experts_on_the_tensor_axis_are_neighbours() -> None:
+    """Eight tensor ranks that deal eight experts out among them share a node; tp apart they would be on eight."""
+    link = expert_link(FOUR_NODES, columns_with({"tp": 8, "dp_shard": 4, "ep": 8, "zero": 1}))
+    assert one(link.off_node) > 0  # ep takes the sharding axis first: 4 nodes, 2 tensor ranks of each
+    alone = expert_link(FOUR_NODES, columns_with({"tp": 8, "pp": 4, "ep": 8}))
+    assert one(alone.off_node) == 0
+
+
+@given(degree=st.sampled_from([1, 2, 4, 8, 16, 32]), moved=st.floats(0, 1e12))
+def test_more_bytes_never_take_less_time(degree: int, moved: float) -> None:
+    link = axis_link(FOUR_NODES, columns_with({"dp_shard": degree, "zero": 1}), (axes.DP_SHARD,))
+    fewer, more = (one(link.seconds(np.asarray([amount]))) for amount in (moved, 2 * moved + 1))
+    assert 0 <= fewer <= more

@@ -1,0 +1,160 @@
+"""Each rule refuses what it names and nothing else; what the rules allow, plan files and schedules allow too."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import columns_with, legal_plans, request_of, requests, tiny_llama, tiny_mixtral
+
+from weft.core.plan import check_consistent
+from weft.plan.columns import SCHEDULES, plan_at
+from weft.plan.request import Request
+from weft.plan.rules import RULES, check_plan, legal_rows, nearest_legal
+from weft.plan.space import Freedom, enumerate_plans
+from weft.schedule import check_request
+
+LLAMA = request_of(global_batch=64, sequence_length=4096)  # 32 heads, 8 key-value heads, 32 blocks, 8 H100
+QWEN = request_of("qwen2.5-0.5b", global_batch=64, sequence_length=4096)  # 14 heads, 2 key-value heads
+MOE = request_of(tiny_mixtral(), global_batch=64, sequence_length=4096)  # 8 experts, 4 blocks
+ODD_WIDTH = request_of(tiny_llama(intermediate_size=770), global_batch=64, sequence_length=4096)
+TWELVE_KV = request_of(tiny_llama(hidden_size=384, num_attention_heads=24, num_key_value_heads=12), global_batch=64)
+TWO_NODES = request_of(devices="2x8xH100-80GB", global_batch=64, sequence_length=4096)
+NO_HOST = replace(LLAMA, cluster=replace(LLAMA.cluster, host_memory_bytes=0))
+
+BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
+    ("ranks", LLAMA, {"dp_replicate": 4}),
+    ("batch", LLAMA, {"dp_replicate": 8, "microbatches": 3}),
+    ("batch", request_of(global_batch=4), {"dp_replicate": 8}),
+    ("sequence", request_of(global_batch=64, sequence_length=4100), {"cp": 8}),
+    ("sequence", request_of(global_batch=64, sequence_length=1001), {"tp": 8, "sequence_parallel": True}),
+    ("heads", QWEN, {"tp": 4, "dp_replicate": 2}),
+    ("key_value_heads", TWELVE_KV, {"tp": 8}),
+    ("widths", ODD_WIDTH, {"tp": 4, "dp_replicate": 2}),
+    ("node", TWO_NODES, {"tp": 16}),
+    ("tensor_mode", LLAMA, {"tp": 8, "mode": "2d", "sequence_parallel": False}),
+    ("tensor_mode", LLAMA, {"tp": 4, "dp_replicate": 2, "mode": "2.5d"}),
+    ("tensor_mode", LLAMA, {"tp": 4, "dp_replicate": 2, "mode": "3d"}),
+    ("tensor_mode", LLAMA, {"tp": 1, "dp_replicate": 8, "mode": "2d"}),
+    ("experts", LLAMA, {"dp_shard": 8, "zero": 1, "ep": 2}),
+    ("experts", request_of(tiny_mixtral(num_local_experts=6), global_batch=64), {"dp_shard": 8, "zero": 1, "ep": 4}),
+    ("zero", LLAMA, {"dp_shard": 8, "zero": 0}),
+    ("stages", MOE, {"pp": 8, "microbatches": 8}),
+    ("stages", MOE, {"pp": 4, "dp_replicate": 2, "microbatches": 8, "schedule": "zbv", "virtual_stages": 2}),
+    ("virtual_stages", LLAMA, {"pp": 8, "microbatches": 8, "virtual_stages": 2}),
+    ("virtual_stages", LLAMA, {"pp": 8, "microbatches": 8, "schedule": "interleaved_1f1b"}),
+    ("virtual_stages", LLAMA, {"pp": 8, "microbatches": 8, "schedule": "zbv"}),
+    ("virtual_stages", LLAMA, {"dp_replicate": 8, "virtual_stages": 2}),
+    ("microbatches", LLAMA, {"pp": 8, "microbatches": 4, "schedule": "naive"}),
+    ("microbatches", LLAMA, {"pp": 8, "microbatches": 4, "schedule": "interleaved_1f1b", "virtual_stages": 2}),
+    ("microbatches", LLAMA, {"pp": 8, "microbatches": 8, "schedule": "dualpipev", "virtual_stages": 2}),
+    ("microbatches", LLAMA, {"pp": 8, "microbatches": 4, "schedule": "zbv", "virtual_stages": 2}),
+    ("microbatches", LLAMA, {"pp": 8, "microbatches": 4, "schedule": "pipedream_2bw"}),
+    ("schedule", LLAMA, {"dp_replicate": 8, "schedule": "gpipe"}),
+    ("asynchronous", LLAMA, {"pp": 4, "dp_shard": 2, "zero": 1, "schedule": "pipedream", "microbatches": 8}),
+    ("host", NO_HOST, {"dp_replicate": 8, "optimizer": "cpu"}),
+    ("host", NO_HOST, {"dp_replicate": 8, "offload_activations": "cpu"}),
+    ("host", NO_HOST, {"dp_replicate": 8, "parameters": "cpu"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "plan"), BROKEN, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_plan_that_breaks_one_rule_gets_that_reason_only(name: str, request_: Request, plan: dict[str, Any]) -> None:
+    sentences = {rule.sentence: rule.name for rule in RULES}
+    reasons = check_plan(request_, columns_with(plan))
+    assert [sentences[sentence] for sentence, _ in reasons] == [name]
+    assert all(hint for _, hint in reasons)
+
+
+def test_every_rule_is_broken_by_some_plan_above() -> None:
+    assert {name for name, _, _ in BROKEN} == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize(
+    ("request_", "plan"),
+    [
+        (LLAMA, {"dp_replicate": 8}),
+        (LLAMA, {"dp_shard": 8, "zero": 3, "microbatches": 8}),
+        (LLAMA, {"tp": 8, "microbatches": 64}),
+        (LLAMA, {"tp": 8, "mode": "3d", "sequence_parallel": False}),
+        (LLAMA, {"tp": 4, "dp_shard": 2, "zero": 2, "mode": "2d", "sequence_parallel": False}),
+        (LLAMA, {"cp": 8, "zero": 3}),
+        (LLAMA, {"pp": 8, "microbatches": 16, "schedule": "dualpipev", "virtual_stages": 2}),
+        (MOE, {"dp_shard": 8, "ep": 8, "zero": 1}),
+        (MOE, {"dp_shard": 2, "tp": 4, "ep": 8, "zero": 1}),
+        (request_of("qwen2.5-7b", "4xH100-80GB", global_batch=4), {"tp": 4}),  # 28 heads, 4 key-value heads
+    ],
+)
+def test_ordinary_plans_are_legal(request_: Request, plan: dict[str, Any]) -> None:
+    assert check_plan(request_, columns_with(plan)) == []
+
+
+def test_reasons_name_what_would_be_legal() -> None:
+    batch = check_plan(request_of(global_batch=12), columns_with({"dp_replicate": 8}))
+    assert batch[0][1] == "use a global batch of 8 or 16"
+    small = check_plan(request_of(global_batch=4), columns_with({"dp_replicate": 8}))
+    assert small[0][1] == "use a global batch of 8"
+    heads = check_plan(QWEN, columns_with({"tp": 4, "dp_replicate": 2}))
+    assert heads[0][1] == "tp may be 1, 2, 7, 14"
+    stages = check_plan(MOE, columns_with({"pp": 8, "microbatches": 8}))
+    assert stages[0][1] == "pp x virtual_stages may be at most 4"
+
+
+@pytest.mark.parametrize(
+    ("request_", "fixed", "words"),
+    [
+        (QWEN, {"mesh.tp": 4}, "tp may be 1, 2, 7, 14"),
+        (LLAMA, {"mesh.pp": 3}, "multiply to 3, which does not divide 8 devices"),
+        (request_of(global_batch=12), {"mesh.dp_shard": 8}, "does not divide over 8 ranks; 16 would"),
+    ],
+)
+def test_a_wish_that_nothing_meets_gets_the_nearest_that_something_does(
+    request_: Request, fixed: dict[str, Any], words: str
+) -> None:
+    assert words in nearest_legal(request_, fixed)
+
+
+def test_a_schedule_that_the_rules_allow_can_be_generated() -> None:
+    """The rules may be stricter than the schedules, never laxer: the engine would refuse what the planner offered."""
+    shape = tiny_llama(num_hidden_layers=64)
+    for schedule, pp, v, m in product(SCHEDULES, (2, 3, 4, 8), (1, 2, 4), (1, 2, 3, 4, 6, 8, 16, 24)):
+        request = request_of(shape, f"{pp}xH100-80GB", global_batch=m, sequence_length=64)
+        columns = columns_with({"pp": pp, "schedule": schedule, "virtual_stages": v, "microbatches": m})
+        if not check_plan(request, columns):
+            reasons = check_request(schedule, num_ranks=pp, num_microbatches=m, virtual_stages=v)
+            assert reasons == [], (schedule, pp, v, m)
+
+
+def test_a_plan_counts_for_the_first_rule_it_breaks() -> None:
+    columns = columns_with(
+        {"dp_replicate": 8}, {"dp_replicate": 4, "microbatches": 3}, {"dp_replicate": 8, "microbatches": 3}
+    )
+    legal, refused = legal_rows(LLAMA, columns)
+    assert legal.tolist() == [True, False, False]
+    by_name = {rule.sentence: rule.name for rule in RULES}
+    assert {by_name[sentence]: count for sentence, count in refused.items()} == {"ranks": 1, "batch": 1}
+
+
+@given(request=requests(), data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_a_legal_row_has_no_reason_against_it_and_an_illegal_one_has(request: Request, data: st.DataObject) -> None:
+    candidates = enumerate_plans(request, Freedom())
+    legal, refused = legal_rows(request, candidates)
+    assert int((~legal).sum()) == sum(refused.values())
+    if len(candidates):
+        row = data.draw(st.integers(0, len(candidates) - 1))
+        assert (check_plan(request, candidates.take([row])) == []) == bool(legal[row])
+
+
+@given(request=requests(), data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_a_legal_plan_makes_a_consistent_plan_file(request: Request, data: st.DataObject) -> None:
+    columns = legal_plans(request)
+    for row in np.unique(data.draw(st.lists(st.integers(0, max(len(columns) - 1, 0)), max_size=8))):
+        if len(columns):
+            assert check_consistent(plan_at(columns, int(row), precision={})) == []

@@ -1,0 +1,188 @@
+"""Seconds of a step: terms add up, the slowest stage sets the pace, what hides hides, and the rest is exposed."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from plan_cases import columns_with, legal_plans, one, request_of, requests, view_with
+
+from weft.core.cluster import Link
+from weft.core.terms import StepTerm as Term
+from weft.plan.compute import block_seconds, model_flops
+from weft.plan.request import Request
+from weft.plan.step_time import CONTENTION, EXPOSED_SENDS, OVERLAP, UPDATE_PASSES, TimeEstimate, estimate_time
+from weft.plan.view import views_of
+
+REQUEST = request_of(global_batch=64, sequence_length=4096)
+DEVICE = REQUEST.cluster.device
+BANDWIDTH = DEVICE.memory_bytes_per_s * DEVICE.memory_share
+
+
+def time_of(request: Request = REQUEST, **plan: Any) -> TimeEstimate:
+    return estimate_time(views_of(request, columns_with(plan)))
+
+
+def terms(request: Request = REQUEST, **plan: Any) -> dict[Term, float]:
+    return {term: one(values) for term, values in time_of(request, **plan).terms.items()}
+
+
+def on_network(request: Request, bytes_per_s: float) -> Request:
+    slow = Link(name="slow", latency_s=0.0, bytes_per_s=bytes_per_s)
+    return replace(request, cluster=replace(request.cluster, inside=slow, between=slow))
+
+
+def test_terms_add_up_and_every_term_has_its_place() -> None:
+    found = time_of(dp_shard=8, zero=3)
+    assert one(found.total) == pytest.approx(sum(one(values) for values in found.terms.values()))
+    assert set(found.terms) == set(Term)
+
+
+def test_throughput_and_mfu_follow_from_the_step() -> None:
+    found = time_of(dp_shard=8, zero=3)
+    step = one(found.total)
+    assert one(found.tokens_per_s) == pytest.approx(64 * 4096 / step)
+    assert one(found.mfu) == pytest.approx(model_flops(REQUEST) / step / 8 / DEVICE.peak_flops["bfloat16"])
+    assert 0.2 < one(found.mfu) < 0.72
+
+
+def test_matmuls_take_three_forwards_a_microbatch() -> None:
+    busy = block_seconds(view_with(REQUEST, dp_shard=8, zero=3, microbatches=4))
+    expected = 3 * 4 * (one(busy.matmul_forward) + one(busy.head_forward))
+    assert terms(dp_shard=8, zero=3, microbatches=4)[Term.MATMUL] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("plan", "held"), [({"dp_replicate": 8}, 1.0), ({"dp_shard": 8, "zero": 1}, 1 / 8)])
+def test_the_update_reads_and_writes_weights_gradients_and_moments(plan: dict[str, Any], held: float) -> None:
+    """2 x 4 of weights, 4 of gradients, 2 x 8 of moments: 28 bytes a parameter held."""
+    expected = UPDATE_PASSES * 28 * REQUEST.shape.num_parameters * held / BANDWIDTH
+    assert terms(**plan)[Term.OPTIMIZER] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "v", "ratio"),
+    [("1f1b", 1, 3 / 16), ("gpipe", 1, 3 / 16), ("interleaved_1f1b", 2, 3 / 32), ("naive", 1, 3)],
+)
+def test_the_bubble_is_a_share_of_the_microbatches(schedule: str, v: int, ratio: float) -> None:
+    """Idle over busy time: (p - 1) / (v m) of everything that micro-batches take; update and reduction have none."""
+    m = 1 if schedule == "naive" else 16
+    found = terms(dp_replicate=2, pp=4, microbatches=m, schedule=schedule, virtual_stages=v)
+    busy = sum(found.values()) - sum(found[term] for term in (Term.BUBBLE, Term.DP_COMM, Term.OPTIMIZER, Term.OFFLOAD))
+    assert found[Term.BUBBLE] == pytest.approx(busy * ratio)
+
+
+def test_no_pipeline_no_bubble() -> None:
+    assert terms(dp_shard=8, zero=3)[Term.BUBBLE] == 0
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    """The last stage of 8B on 8 ranks has as many blocks as the others and the head of 128,256 rows besides."""
+    views = views_of(REQUEST, columns_with({"pp": 8, "microbatches": 64}))
+    busy = [one(block_seconds(view).forward) for view in views]
+    assert busy[2] == max(busy)
+    expected = 3 * 64 * (one(block_seconds(views[2]).matmul_forward) + one(block_seconds(views[2]).head_forward))
+    assert terms(pp=8, microbatches=64)[Term.MATMUL] == pytest.approx(expected)
+
+
+def test_gathers_hide_behind_arithmetic_on_a_fast_network() -> None:
+    """All but the ends and what contention costs the arithmetic."""
+    fast, free = (terms(on_network(REQUEST, rate), dp_shard=8, zero=3)[Term.DP_COMM] for rate in (350e9, 1e30))
+    assert free == pytest.approx(0, abs=1e-6)
+    wire = 7 / 8 * REQUEST.shape.num_parameters * (2 + 2 + 4) / 350e9
+    assert CONTENTION * wire < fast < wire / 4
+
+
+def test_what_outlasts_the_arithmetic_is_exposed() -> None:
+    """On 1 GB/s everything is: gathers and reductions take 56 s beside 1.5 s of arithmetic."""
+    slow = on_network(REQUEST, 1e9)
+    wire = 7 / 8 * REQUEST.shape.num_parameters * (2 + 2 + 4) / 1e9
+    found = terms(slow, dp_shard=8, zero=3)
+    assert found[Term.DP_COMM] == pytest.approx(wire, rel=0.1)
+    replicated = terms(slow, dp_replicate=8)
+    assert replicated[Term.DP_COMM] == pytest.approx(2 * 7 / 8 * REQUEST.shape.num_parameters * 4 / 1e9, rel=0.1)
+
+
+def test_zero_3_pays_for_every_microbatch_on_a_slow_network() -> None:
+    slow = on_network(REQUEST, 1e9)
+    once, often = (terms(slow, dp_shard=8, zero=3, microbatches=m)[Term.DP_COMM] for m in (1, 8))
+    assert often == pytest.approx(8 * once, rel=0.1)
+    first = [terms(slow, dp_shard=8, zero=1, microbatches=m)[Term.DP_COMM] for m in (1, 8)]
+    assert first[1] == pytest.approx(first[0], rel=0.1)
+
+
+def test_zero_1_reduces_beside_the_last_backward_only() -> None:
+    """As many bytes with 8 micro-batches as with 1, and an eighth of the backward to hide them: 8 rows become 1."""
+    slow = on_network(REQUEST, 40e9)
+    once, often = (terms(slow, dp_shard=8, zero=1, microbatches=m)[Term.DP_COMM] for m in (1, 8))
+    reduction = 7 / 8 * REQUEST.shape.num_parameters * 4 / 40e9
+    assert once < reduction / 2 < often
+
+
+def test_gradients_of_replicas_go_through_every_card_that_context_ranks_have() -> None:
+    """Two nodes of four: replicas on two nodes, four context ranks in each. All eight reduce, over four cards."""
+    request = request_of(devices="2x4xH100-80GB", global_batch=64, sequence_length=4096)
+    slow = Link(name="slow", latency_s=0.0, bytes_per_s=1e9)
+    request = replace(request, cluster=replace(request.cluster, between=slow))
+    wire = 2 * 7 / 8 * request.shape.num_parameters * 4 / (4 * 1e9)
+    assert terms(request, dp_replicate=2, cp=4, microbatches=32)[Term.DP_COMM] == pytest.approx(wire, rel=0.1)
+
+
+def test_a_ring_hides_behind_attention() -> None:
+    """Keys and values of 8B: 7 passes of 512 tokens x 2 x 1,024 numbers a layer, three times; the rest is hidden."""
+    fast, slow = (terms(on_network(REQUEST, rate), cp=8, microbatches=64) for rate in (1e30, 1e9))
+    assert fast[Term.CP_COMM] == 0
+    wire = 3 * 64 * 32 * 7 * 512 * 2 * 1024 * 2 / 1e9
+    assert slow[Term.CP_COMM] == pytest.approx(wire - OVERLAP * slow[Term.ATTENTION])
+
+
+def test_weights_on_the_host_cross_its_link_twice_a_microbatch() -> None:
+    found = terms(dp_shard=8, zero=3, parameters="cpu", microbatches=4)
+    crossing = 4 * 2 * REQUEST.shape.num_parameters * 2 / REQUEST.cluster.host.bytes_per_s
+    assert found[Term.OFFLOAD] == pytest.approx(crossing)
+
+
+def test_tensor_communication_is_not_hidden() -> None:
+    """65 + 65 all-reduces of 2 x 7/8 of a stream of 4,096 x 4,096 bf16 for each of 64 sequences."""
+    request = on_network(REQUEST, 300e9)
+    stream = 4096 * 4096 * 2
+    expected = 64 * 2 * 65 * 2 * 7 / 8 * stream / 300e9
+    assert terms(request, tp=8, microbatches=64)[Term.TP_COMM] == pytest.approx(expected)
+
+
+def test_a_tenth_of_the_sends_between_stages_shows() -> None:
+    request = on_network(REQUEST, 10e9)
+    wire = 64 * 4096 * 4096 * 2 / 10e9
+    assert terms(request, pp=8, microbatches=64)[Term.PP_COMM] == pytest.approx(EXPOSED_SENDS * wire)
+
+
+def test_offload_trades_the_update_for_the_host_link() -> None:
+    found = terms(dp_shard=8, zero=3, optimizer="cpu")
+    assert found[Term.OPTIMIZER] == 0
+    held = REQUEST.shape.num_parameters / 8
+    assert found[Term.OFFLOAD] > held * 6 / REQUEST.cluster.host.bytes_per_s
+    from_disk = terms(dp_shard=8, zero=3, optimizer="nvme")[Term.OFFLOAD]
+    assert from_disk == pytest.approx(found[Term.OFFLOAD] + 2 * held * 8 * 8 / REQUEST.cluster.nvme_bytes_per_s)
+
+
+def test_recomputation_costs_time() -> None:
+    none, selective, full = (
+        sum(terms(dp_shard=8, zero=3, policy=policy).values()) for policy in ("none", "selective", "full")
+    )
+    assert none < selective < full < none * 4 / 3 + 0.01
+
+
+@given(request=requests())
+@settings(max_examples=20, deadline=None)
+def test_terms_are_finite_non_negative_and_add_up(request: Request) -> None:
+    """Every legal plan of the request at once; MFU stays below what a product can reach."""
+    columns = legal_plans(request)
+    if not len(columns):
+        return
+    found = estimate_time(views_of(request, columns))
+    for term, values in found.terms.items():
+        assert np.isfinite(values).all(), term
+        assert (values >= 0).all(), term
+    assert np.allclose(found.total, sum(found.terms.values()))
+    assert (found.mfu > 0).all()
+    assert (found.mfu < 1).all()
