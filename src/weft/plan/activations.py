@@ -22,6 +22,7 @@ import numpy as np
 
 from weft.core.model_shape import AttentionShape, BlockShape, NormShape
 from weft.plan.columns import TP_MODES, Columns, Floats
+from weft.plan.parameters import is_key_value
 
 # Tensors of the MLP's width that an activation function keeps, its output not counted. gelu_new is written out in
 # Python: a cube, a tanh and two products; fused ones keep their input; relu keeps only its output.
@@ -88,7 +89,7 @@ def kept_selectively(block: BlockShape, *, compute_bytes: int, hidden_size: int)
         if linear.role == "expert":
             total = total + Kept(routed=out)
         elif linear.style == "column":
-            total = total + (Kept(key_value=out) if _is_key_value(linear.name) else Kept(split=out))
+            total = total + (Kept(key_value=out) if is_key_value(linear) else Kept(split=out))
         else:
             total = total + Kept(stream=out)
     if block.attention is not None:
@@ -210,10 +211,6 @@ def _mixer(block: BlockShape, c: int, hidden_size: int) -> Kept:
     """A block that mixes tokens without attention: what its own linears give, counted twice for its scan."""
     own = [linear for linear in block.linears if linear.role in ("attention", "other")]
     return Kept(gathered=float(c * hidden_size), split=float(sum(2 * c * linear.out_features for linear in own)))
-
-
-def _is_key_value(name: str) -> bool:
-    return name.rpartition(".")[2] in ("k_proj", "v_proj", "key", "value")
 
 
 def mean_keys(attention: AttentionShape, sequence_length: int) -> float:

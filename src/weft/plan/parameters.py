@@ -57,7 +57,8 @@ def share_of(shape: ModelShape, columns: Columns, stage: Stage) -> Share:
 
 def block_elements(block: BlockShape, columns: Columns) -> Elements:
     """One block of this kind."""
-    parts = [linear_elements(linear, columns) for linear in block.linears]
+    heads = block.attention.num_kv_heads if block.attention and not block.attention.is_latent else 0
+    parts = [linear_elements(linear, columns, heads=heads if is_key_value(linear) else 0) for linear in block.linears]
     for norm in block.norms:
         parts.append(_sharded(np.full(len(columns), float(norm.num_parameters)), np.ones(len(columns)), columns.shards))
     for extra in block.extras:
@@ -66,19 +67,27 @@ def block_elements(block: BlockShape, columns: Columns) -> Elements:
     return _sum(parts, len(columns))
 
 
-def linear_elements(linear: LinearShape, columns: Columns) -> Elements:
-    """One linear, experts together; biases count with the rows they belong to."""
+def linear_elements(linear: LinearShape, columns: Columns, *, heads: int = 0) -> Elements:
+    """One linear, experts together; biases count with the rows they belong to.
+
+    `heads` is how many pieces it can be cut into: beyond them, tensor ranks hold the same key-value heads.
+    """
     if linear.role == "expert":
         width = np.ceil(linear.out_features * (linear.in_features + int(linear.bias)) / columns.expert_tp)
         # fused experts are one tensor [experts, …]: sharding cuts the experts, not their rows
         return _sharded(np.ceil(linear.copies / columns.ep), width, columns.expert_shards)
-    cut = columns.matrix_divisor
+    cut = np.minimum(columns.matrix_divisor, heads) if heads else columns.matrix_divisor
     rows = np.ceil(linear.out_features / (cut if linear.style == "column" else np.ones(len(columns))))
     row_size = linear.in_features / (cut if linear.style == "row" else np.ones(len(columns)))
     matrix = _sharded(rows * linear.copies, row_size, columns.shards)
     if not linear.bias:
         return matrix
     return matrix + _sharded(rows * linear.copies, np.ones(len(columns)), columns.shards)
+
+
+def is_key_value(linear: LinearShape) -> bool:
+    """A projection to keys or values of its own, not one fused with the queries'."""
+    return linear.role == "attention" and linear.name.rpartition(".")[2] in ("k_proj", "v_proj", "key", "value")
 
 
 def root_elements(shape: ModelShape, columns: Columns, stage: Stage) -> Elements:

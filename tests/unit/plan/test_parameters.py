@@ -143,3 +143,13 @@ def test_the_largest_block_is_one_the_rank_has() -> None:
     dense = min(sizes)
     first = share(shape, 0, pp=32, microbatches=32)  # 61 blocks on 32 stages: one or two a stage
     assert one(first.largest_block) == dense
+
+
+def test_beyond_its_key_value_heads_tensor_parallelism_repeats_them() -> None:
+    """Llama 3 8B has 8 of them, 1024 x 4096 a projection: on 16 ranks each still holds one head of each."""
+    block = zoo.named("llama-3-8b").kinds[0]
+    whole = one(block_elements(block, columns_with({"tp": 1})).whole)
+    repeated = 2 * 1024 * 4096
+    held = one(block_elements(block, columns_with({"tp": 16})).whole)
+    norms = 2 * 4096
+    assert held == (whole - norms - repeated) / 16 + repeated / 8 + norms
