@@ -56,6 +56,37 @@ NEOX = {
 }  # fmt: skip
 
 
+PHI3 = {
+    "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "vocab_size": 32064, "pad_token_id": 0, "sliding_window": None,
+}  # fmt: skip
+MISTRAL = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 32768, "sliding_window": None, "max_position_embeddings": 32768,
+}  # fmt: skip
+QWEN2 = {
+    "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 14, "num_attention_heads": 12,
+    "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+STARCODER2 = {
+    "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 10, "num_attention_heads": 24,
+    "num_key_value_heads": 2, "vocab_size": 49152, "residual_dropout": 0.0, "embedding_dropout": 0.0,
+    "attention_dropout": 0.0, "sliding_window": None,
+}  # fmt: skip
+COHERE = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "vocab_size": 256000,
+}  # fmt: skip
+OLMOE = {
+    "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "vocab_size": 50304,
+}  # fmt: skip
+STABLELM = {
+    "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 12, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "vocab_size": 50304, "attention_dropout": 0.0,
+}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     name: str
@@ -85,6 +116,17 @@ CASES = [
     Case(name="gemma2 bf16 ZeRO-3 1x4096", kind="gemma2", config=GEMMA2, rows=1, length=4096, plan=BF16_ZERO3),
     Case(name="olmo2 bf16 2x4096", kind="olmo2", config=OLMO2, rows=2, length=4096, plan=BF16),
     Case(name="gpt_neox bf16 ZeRO-3 2x2048", kind="gpt_neox", config=NEOX, rows=2, length=2048, plan=BF16_ZERO3),
+    # predicted and written down before they were first run
+    Case(name="blind: phi3 bf16 ZeRO-3 2x4096", kind="phi3", config=PHI3, rows=2, length=4096, plan=BF16_ZERO3),
+    Case(name="blind: mistral bf16 1x16384", kind="mistral", config=MISTRAL, rows=1, length=16384, plan=BF16),
+    Case(name="blind: qwen2 bf16 ZeRO-2 4x4096, 2 micro-batches", kind="qwen2", config=QWEN2, rows=4, length=4096,
+         plan={**BF16, "data_parallel": {"zero": 2}, "pipeline": {"microbatches": 2}}),
+    Case(name="blind: starcoder2 bf16 ZeRO-1 4x2048", kind="starcoder2", config=STARCODER2, rows=4, length=2048,
+         plan={**BF16, "data_parallel": {"zero": 1}}),
+    Case(name="blind: cohere bf16 ZeRO-3 2x2048", kind="cohere", config=COHERE, rows=2, length=2048, plan=BF16_ZERO3),
+    Case(name="blind: olmoe bf16 ZeRO-3 2x2048", kind="olmoe", config=OLMOE, rows=2, length=2048, plan=BF16_ZERO3),
+    Case(name="blind: stablelm bf16 2x4096", kind="stablelm", config=STABLELM, rows=2, length=4096, plan=BF16),
+    Case(name="blind: llama fp32 1x2048", kind="llama", config=LLAMA_1B, rows=1, length=2048),
 ]  # fmt: skip
 
 
