@@ -64,7 +64,7 @@ class Display:
             table.add_row(record.component, record.asked, ", ".join(record.found), "ok" if record.ok else "DIFFERS")
         self.console.print(table)
 
-    def summary(self, ledger: dict[str, Any], *, run_dir: str) -> None:
+    def summary(self, ledger: dict[str, Any]) -> None:
         run, memory = ledger["run"], ledger["memory"]
         loss = (
             f"loss {run['first_loss']:.3f} -> {run['final_loss']:.3f}" if run["final_loss"] is not None else "no step"
@@ -76,7 +76,6 @@ class Display:
             f"{run['status']} at step {run['steps']}: {loss}; {rate}, peak {format_bytes(memory['peak_bytes'])} a rank,"
             f" {format_seconds(run['elapsed_s'])}"
         )
-        self.line(f"run folder {run_dir}; open {run_dir}/report.html")
 
 
 def step_figures(record: StepRecord) -> str:

@@ -164,9 +164,20 @@ def _close(
         if process.is_main:
             folder.write_ledger(ledger)
         if process.is_main and not job.quiet:
-            write_report(folder.path)
-            display.summary(ledger, run_dir=_short(folder.path))
+            display.summary(ledger)
+            _draw_report(folder, display)
     return ledger
+
+
+def _draw_report(folder: RunFolder, display: Display) -> None:
+    """A page that cannot be drawn must not make a finished training a failed one."""
+    name = _short(folder.path)
+    try:
+        write_report(folder.path)
+    except Exception as error:  # the page's library may be broken in any way
+        display.line(f"the report was not drawn ({type(error).__name__}: {error}); weft report {name} tries again")
+    else:
+        display.line(f"run folder {name}; open {name}/report.html")
 
 
 def _short(path: Path) -> str:
