@@ -13,11 +13,20 @@ import torch
 import torch.distributed as dist
 
 from weft.core.errors import DataError, DeviceError, InputError
+from weft.train import process as process_module
 from weft.train.process import Process, StopFlag, join, leave, phase, report_failures
 from weft.train.rank_environment import Meeting
 from weft.train.rank_store import open_store
 
 ALONE = Process(rank=0, local_rank=0, world_size=1, restart_count=0)
+
+
+@pytest.fixture(autouse=True)
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Exit codes with which a failed rank would end itself ten seconds later: here that rank is the test run itself."""
+    found: list[int] = []
+    monkeypatch.setattr(process_module, "_end_soon", found.append)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -72,10 +81,11 @@ def test_a_gpu_that_is_not_there_is_bad_input() -> None:
     assert not dist.is_initialized()
 
 
-def test_an_error_is_told_with_its_hint_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_told_with_its_hint_and_exit_code(capsys: pytest.CaptureFixture[str], ends: list[int]) -> None:
     with pytest.raises(SystemExit) as caught, report_failures(), phase("build"):
         raise DataError("no text", hint="give some")
     assert caught.value.code == 2
+    assert ends == [2]
     assert capsys.readouterr().err == "error [W401]: no text\nhint: give some\n"
 
 
