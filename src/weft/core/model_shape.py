@@ -150,6 +150,10 @@ class ModelShape:
     is_exact: bool = True  # the parameter count is that of the instantiated model, by a test of its family
     notes: tuple[str, ...] = ()
 
+    def __hash__(self) -> int:
+        # field by field would walk every matrix of every block, at each lookup in a cache
+        return hash((self.name, self.model_type, self.hidden_size, self.vocab_size, self.order, self.num_parameters))
+
     @property
     def num_layers(self) -> int:
         return len(self.order)

@@ -25,7 +25,7 @@ from weft.plan.view import views_of
 
 TIE = 0.03  # the formulas cannot tell plans closer than this apart (median error of step time: see docs)
 DOES_NOT_FIT = "does not fit in the device's memory"
-SAMPLE = 2_000
+SAMPLE = 1_000
 CHUNK = 20_000  # plans estimated at a time: their columns stay in the processor's cache
 
 
