@@ -170,11 +170,13 @@ def _estimate_one(question: Question, path: Path, settings: list[str]) -> Answer
 
 
 def _search(question: Question, fixed: dict[str, Any], *, top: int) -> Answer:
-    from weft.core.errors import PlanError
+    from weft.core.errors import BadValueError, PlanError
     from weft.plan.rules import nearest_legal
     from weft.plan.search import search
-    from weft.plan.space import Freedom
+    from weft.plan.space import Freedom, check_fixed
 
+    for sentence, hint in check_fixed(fixed):
+        raise BadValueError(f"--set: {sentence}", hint=hint)
     answer = search(question.request, freedom=Freedom(fixed=fixed), precision=question.precision, top=top)
     if not answer.plans:
         reason = max(

@@ -183,8 +183,9 @@ def _shape_of_run(run: RunSpec) -> ModelShape:
 
 def _with_tokens(shape: ModelShape, run: RunSpec) -> ModelShape:
     """A random-weight model without a vocab_size takes its tokenizer's, as training does."""
-    if "vocab_size" in run.model.config or any("vocab_size" in str(value) for value in run.model.config.values()):
-        return shape
+    given = run.model.config
+    if any("vocab_size" in table for table in (given, *given.values()) if isinstance(table, dict)):
+        return shape  # its own, or that of its text part
     if run.data.tokenizer == "bytes":
         return replace(shape, vocab_size=padded(BYTE_VOCABULARY))
     note = f"the vocabulary of {shape.model_type} as the type has it; training takes that of {run.data.tokenizer}"

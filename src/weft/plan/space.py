@@ -6,7 +6,7 @@ rules then refuse is counted by reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +27,29 @@ class Freedom:
     tp_modes: tuple[str, ...] = ("1d", "2d", "2.5d", "3d")
     virtual_stages: tuple[int, ...] = (1, 2, 4, 8)
     fixed: dict[str, object] = field(default_factory=dict)
+
+
+# Keys that a search varies or can hold fixed; any other belongs into a plan.toml that is estimated as it stands.
+SEARCHED = frozenset(
+    (
+        *(f"mesh.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")),
+        *("data_parallel.zero", "tensor_parallel.mode", "tensor_parallel.sequence_parallel"),
+        *("tensor_parallel.loss_parallel", "pipeline.schedule", "pipeline.microbatches", "pipeline.virtual_stages"),
+        *("activations.policy", "activations.offload", "offload.optimizer", "offload.parameters", "compile.enabled"),
+    )
+)
+
+
+def check_fixed(fixed: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Reasons against holding these keys fixed, as (sentence, hint): a key that nothing looks at must not pass."""
+    reasons = [
+        (f"the search does not vary {key}", "put it into a plan.toml and estimate that with --plan")
+        for key in fixed
+        if key not in SEARCHED and not key.startswith("precision.")
+    ]
+    if fixed.get("activations.policy") == "budget":
+        reasons.append(("the search does not know activations.policy = 'budget'", "none | selective | full"))
+    return reasons
 
 
 def enumerate_plans(request: Request, freedom: Freedom) -> Columns:
@@ -97,7 +120,10 @@ def _expert_degrees(request: Request, freedom: Freedom, pool: int) -> list[int]:
 
 def _ways(freedom: Freedom, *, has_pipeline: bool) -> Iterator[tuple[int, int, int, int, int]]:
     """(schedule, virtual stages, recompute, tensor mode, offloaded optimizer)."""
-    for schedule in _schedules(freedom) if has_pipeline else ("1f1b",):
+    schedules = _schedules(freedom)
+    if not has_pipeline:  # without stages there is one order, and its name is the default's
+        schedules = ("1f1b",) if freedom.fixed.get("pipeline.schedule", "1f1b") == "1f1b" else ()
+    for schedule in schedules:
         for v in _stages_of(schedule, freedom):
             for recompute in freedom.recompute:
                 if recompute != freedom.fixed.get("activations.policy", recompute):

@@ -9,7 +9,7 @@ import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ def run_job(job: Job) -> dict[str, Any]:
         leave()
 
 
-def choose_device_type(choice: DeviceChoice) -> Any:
+def choose_device_type(choice: DeviceChoice) -> Literal["cpu", "cuda"]:
     """cuda where every local rank gets a GPU of its own; a choice that cannot be kept is an error, not a fallback."""
     wanted = read_local_size(os.environ)
     available = torch.cuda.device_count() if choice != "cpu" else 0

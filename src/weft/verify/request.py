@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
@@ -16,7 +16,7 @@ class Request:
     plans: list[dict[str, Any]]
     steps: int = 5
     as_is: bool = False
-    device: str = "cpu"  # cpu | cuda | auto
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
     answer: str | None = None  # the file rank 0 writes its verdicts to
 
     def to_json(self) -> str:

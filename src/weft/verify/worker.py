@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from weft.core.batching import require_divisible
-from weft.core.errors import DeviceError
 from weft.core.plan import Plan, require_executable
 from weft.core.run_spec import RunSpec
 from weft.data import open_corpus
+from weft.train.job import DeviceChoice
 from weft.train.process import Process, join, leave, phase, report_failures
 from weft.train.rank_environment import read_local_size
+from weft.train.worker import choose_device_type
 from weft.verify.layouts import plan_name
 from weft.verify.request import Request
 from weft.verify.session import Session
@@ -36,7 +37,7 @@ def run_request(request: Request, *, progress: Callable[[str, str], None] | None
     for plan in plans:
         require_executable(plan)
         require_divisible(request.run.train.global_batch, plan)  # shrinking must not make a run legal
-    device_type = choose_device_type(request.device)
+    device_type = _device_type(request.device)
     process = join(device_type=device_type, timeout_s=request.run.train.collective_timeout_s)
     try:
         with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
@@ -50,13 +51,10 @@ def run_request(request: Request, *, progress: Callable[[str, str], None] | None
         leave()
 
 
-def choose_device_type(choice: str) -> Literal["cpu", "cuda"]:
-    """GPUs where every local rank gets one of its own; with `auto`, CPU processes where there are fewer."""
-    wanted = read_local_size(os.environ)
-    available = torch.cuda.device_count() if choice != "cpu" else 0
-    if choice == "cuda" and available < wanted:
-        raise DeviceError(f"{wanted} ranks need {wanted} GPUs here, and there are {available}", hint="use --device cpu")
-    return "cuda" if available >= wanted else "cpu"
+def _device_type(choice: DeviceChoice) -> Literal["cpu", "cuda"]:
+    """As training chooses, but `auto` takes CPU processes where GPUs are too few: numbers are proved there too."""
+    has_too_few = torch.cuda.device_count() < read_local_size(os.environ)
+    return "cpu" if choice == "auto" and has_too_few else choose_device_type(choice)
 
 
 def _verify_all(

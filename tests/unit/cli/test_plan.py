@@ -224,3 +224,17 @@ def test_only_what_this_version_trains() -> None:
     for plan in found["plans"]:
         assert plan["plan"]["mesh"] | {"dp_replicate": 1, "dp_shard": 1} == dict.fromkeys(plan["plan"]["mesh"], 1)
         assert plan["plan"]["activations"]["policy"] == "none"
+
+
+def test_a_fixed_schedule_leaves_plans_without_a_pipeline_out() -> None:
+    for plan in answer(*ASKED, "--set", "pipeline.schedule=zbv")["plans"]:
+        assert plan["plan"]["pipeline"]["schedule"] == "zbv"
+        assert plan["plan"]["mesh"]["pp"] > 1
+
+
+@pytest.mark.parametrize("key", ["data_parallel.strategy=dataparallel", "activations.policy=budget"])
+def test_a_key_that_the_search_does_not_look_at_is_refused(key: str) -> None:
+    found = told(*ASKED, "--set", key)
+    assert found.code == 2
+    assert "error [W103]" in found.err
+    assert "hint:" in found.err
