@@ -17,7 +17,11 @@ _HOME = {
     "WeftError": "weft.core.errors",
     "Engine": "weft.engine.engine",
 }
-_FUNCTIONS = {"estimate": ("weft.plan.ask", "estimate_plan"), "search": ("weft.plan.ask", "search_plans")}
+_FUNCTIONS = {
+    "estimate": ("weft.plan.ask", "estimate_plan"),
+    "search": ("weft.plan.ask", "search_plans"),
+    "dry_run": ("weft.dryrun.run", "dry_run"),
+}
 
 __all__ = [
     "Engine",
@@ -26,6 +30,7 @@ __all__ = [
     "StepRecord",
     "WeftError",
     "__version__",
+    "dry_run",
     "estimate",
     "search",
     "train",

@@ -114,6 +114,8 @@ def test_parallel_axes_inside_the_engine_are_strangers() -> None:
         ["-m", "weft", "report", "--help"],
         ["-m", "weft", "verify", "--help"],
         ["-m", "weft", "plan", "--help"],
+        ["-m", "weft", "dryrun", "--help"],
+        ["-m", "weft", "dryrun", "missing.toml"],
         ["-m", "weft", "plan"],
         ["-m", "weft", "train", "missing.toml"],
     ],
@@ -129,6 +131,7 @@ def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
         ["-m", "weft", "plan", "llama-3-8b", "--devices", "8xH100-80GB"],
         ["-m", "weft", "plan", "--draw-schedule", "1f1b"],
         ["-c", "import weft; weft.search; weft.estimate"],
+        ["-c", "import weft.dryrun.many, weft.cli.plan_dryrun, weft.cli.dryrun_sweep"],  # their processes need torch
     ],
     ids=" ".join,
 )
@@ -162,6 +165,7 @@ def test_public_names_are_the_documented_ones_and_resolve() -> None:
         "StepRecord",
         "WeftError",
         "__version__",
+        "dry_run",
         "estimate",
         "search",
         "train",

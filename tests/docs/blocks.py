@@ -22,11 +22,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-GUIDES = ("data", "models", "layouts", "plan", "resume-and-checkpoints", "precision-and-optimizers", "several-machines")
+GUIDES = (
+    "data",
+    "models",
+    "layouts",
+    "plan",
+    "dryrun",
+    "resume-and-checkpoints",
+    "precision-and-optimizers",
+    "several-machines",
+)
+LEDGER = "docs/guides/ledger.md"
 PAGES = (
     "README.md",
     "docs/start/first-run.md",
     *(f"docs/guides/{name}.md" for name in (*GUIDES, "python-api", "export")),
+    LEDGER,
 )
 # Run by tests of their own (test_readme.py): they set up a virtual environment, which takes minutes.
 SETUP_LINES = ("python3 -m venv ", "scripts/test")
@@ -104,6 +115,8 @@ class Story:
             return
         is_plain = words[0] == "weft" and not _SHELL & set("".join(w.partition("=")[0] for w in words))
         began_s = time.monotonic()
+        if is_plain and words[1] == "train" and not where.startswith(LEDGER):
+            words += ["--set", "ledger.dry_run=false"]  # ten seconds each; the ledger's own page and torchrun show it
         code, output = self._run_warm(words) if is_plain else self._run_shell(line)
         print(f"{time.monotonic() - began_s:5.1f} s  {line}")
         assert code == 0, f"{where}: {line}\nended with {code}:\n{output}"

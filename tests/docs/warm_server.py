@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TextIO
 
 from weft.cli.main import main
-from weft.train.quiet import quiet_libraries
+from weft.core.quiet import quiet_libraries
 
 # torch._dynamo: DTensor imports it on first use.
 WARM = ("torch._dynamo", "torch.utils.tensorboard", "transformers.models.llama.modeling_llama", "weft.train.worker")
@@ -58,4 +58,5 @@ def serve() -> None:
             print(json.dumps({"code": code, "output": output.read()}), flush=True)
 
 
-serve()
+if __name__ == "__main__":  # processes that a command spawns import this file again
+    serve()

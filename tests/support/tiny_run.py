@@ -39,6 +39,7 @@ TINY_RUN: dict[str, dict[str, Any]] = {
     "evaluation": {"every": 5, "batches": 1},
     "checkpoint": {"every": 0, "keep": 10},
     "logging": {"every": 1},
+    "ledger": {"dry_run": False},  # half a dozen seconds of a core each; tests that want one say so
 }
 GPT2 = {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}}
 PATIENCE_S = 120

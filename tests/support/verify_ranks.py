@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from weft.core.plan import Plan
+from weft.core.quiet import quiet_libraries
 from weft.core.run_spec import RunSpec
 from weft.data import open_corpus
 from weft.train.process import join, leave
-from weft.train.quiet import quiet_libraries
 from weft.verify.session import Session
 
 Tables = dict[str, Any]

@@ -26,7 +26,7 @@ def export(
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON on stdout.")] = False,
 ) -> None:
     """Write a run's weights as a folder that AutoModelForCausalLM.from_pretrained loads."""
-    from weft.train.quiet import quiet_libraries
+    from weft.core.quiet import quiet_libraries
 
     quiet_libraries()
     from weft.train.export import export_run

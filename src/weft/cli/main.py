@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from weft.cli.dryrun import dryrun
 from weft.cli.export import export
 from weft.cli.plan import plan
 from weft.cli.report import report
@@ -17,15 +18,18 @@ from weft.cli.train import train
 from weft.cli.verify import verify
 from weft.core.errors import InputError, WeftError
 
+INTERRUPTED = 130
+
 app = typer.Typer(
     name="weft",
-    help="Weave one model across many devices: plan it, train it, prove it, export it.",
+    help="Weave one model across many devices: plan it, dry-run it, train it, prove it, export it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.command()(plan)
+app.command()(dryrun)
 app.command()(train)
 app.command()(verify)
 app.command()(export)
@@ -46,17 +50,19 @@ def options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    """Weave one model across many devices: plan it, train it, prove it, export it."""
+    """Weave one model across many devices: plan it, dry-run it, train it, prove it, export it."""
 
 
 def main() -> None:
     """Run a verb. Exit codes: 0 done, 1 the answer is no, 2 bad input, 3 a failure while running."""
     try:
         code = app(standalone_mode=False)
+        if code == INTERRUPTED:  # the option parser has made an exit code of Ctrl-C
+            tell(InputError("interrupted", hint="nothing goes on in the background"))
     except WeftError as error:
         code = tell(error)
     except KeyboardInterrupt:
-        code = tell(InputError("interrupted before training began", hint="nothing was lost")) and 130
+        code = tell(InputError("interrupted", hint="nothing goes on in the background")) and INTERRUPTED
     except Exception as error:
         if not hasattr(error, "format_message"):
             code = _tell_unforeseen(error)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:  # imported inside the verb: `weft --help` must not pay for what it does not use
+    from weft.cli.plan_dryrun import Confirmation
     from weft.plan.ask import Question
     from weft.plan.estimate import Estimate
     from weft.plan.search import Answer
@@ -56,6 +57,7 @@ def plan(
         list[str] | None, typer.Option("--set", help="Fix a key of the plan: mesh.tp=8; may be repeated.")
     ] = None,
     trains: Annotated[bool, typer.Option("--trains", help="Only layouts that this version of weft trains.")] = False,
+    dryrun: Annotated[bool, typer.Option("--dryrun", help="Confirm the plans shown by dry run, as built.")] = False,
     top: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Write the best plan here, with comments.")] = None,
     explain: Annotated[Explained | None, typer.Option(help="Print the arithmetic of one plan.")] = None,
@@ -96,10 +98,12 @@ def plan(
         answer = _estimate_one(question, plan_path, settings or [])
     else:
         answer = _search(question, {**BUILT, **fixed} if trains else fixed, top=top)
-    _tell(question, answer, explain=explain, as_json=as_json)
+    confirmed = _confirm(question, answer, model) if dryrun else None
+    _tell(question, answer, confirmed, explain=explain, as_json=as_json)
     if out is not None:
         _write(question, answer, out, command=_command(model, devices))
-    raise typer.Exit(code=0 if answer.plans[0].fits else 1)
+    is_refuted = confirmed is not None and confirmed[0].fits is False
+    raise typer.Exit(code=0 if answer.plans[0].fits and not is_refuted else 1)
 
 
 def fixed_keys(settings: list[str]) -> dict[str, Any]:
@@ -186,13 +190,29 @@ def _search(question: Question, fixed: dict[str, Any], *, top: int) -> Answer:
     return answer
 
 
-def _tell(question: Question, answer: Answer, *, explain: Explained | None, as_json: bool) -> None:
+def _confirm(question: Question, answer: Answer, model: str) -> list[Confirmation]:
+    from weft.cli.plan_dryrun import confirm
+
+    return confirm(question, answer, model=model)
+
+
+def _tell(
+    question: Question,
+    answer: Answer,
+    confirmed: list[Confirmation] | None,
+    *,
+    explain: Explained | None,
+    as_json: bool,
+) -> None:
     from weft.cli import plan_view
 
     if as_json:
-        print(json.dumps(answer_as_dict(question, answer, explain=explain)))
+        found = answer_as_dict(question, answer, explain=explain)
+        for plan, confirmation in zip(found["plans"], confirmed or [], strict=confirmed is not None):
+            plan["dry_run"] = confirmation.as_dict()
+        print(json.dumps(found))
         return
-    plan_view.show(question, answer)
+    plan_view.show(question, answer, confirmed=[one.text() for one in confirmed] if confirmed is not None else None)
     if explain is not None:
         plan_view.show_arithmetic(answer, str(explain))
 

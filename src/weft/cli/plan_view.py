@@ -32,14 +32,17 @@ GROUPS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 )
 
 
-def show(question: Question, answer: Answer) -> None:
-    """The whole answer."""
+def show(question: Question, answer: Answer, *, confirmed: list[str] | None = None) -> None:
+    """The whole answer; `confirmed` is a column more, what dry runs say."""
     console = Console(stderr=False, highlight=False)
     console.print(_headline(question))
     for line in question.assumed:
         console.print(f"assumed: {line}", style="dim")
-    console.print(_table(answer))
-    console.print(_legend())
+    if confirmed is None:
+        console.print(_table(answer))
+        console.print(_legend())
+    else:
+        console.print(_confirmed_table(answer, confirmed))
     for title, lines in _sections(answer):
         console.print(f"[bold]{title}[/bold]")
         for line in lines:
@@ -152,6 +155,17 @@ def _table(answer: Answer) -> Table:
             format_count(found.tokens_per_s),
             f"{found.mfu:.0%}",
         )
+    return table
+
+
+def _confirmed_table(answer: Answer, confirmed: list[str]) -> Table:
+    """Numbers beside numbers: no bars, since two figures of memory are to be compared."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    for name in ("", "layout", "memory", "step", "MFU", "dry run, allocated"):
+        table.add_column(name, justify="left" if name == "layout" else "right", no_wrap=name != "layout")
+    for number, (found, said) in enumerate(zip(answer.plans, confirmed, strict=True), start=1):
+        memory = format_bytes(found.memory_bytes) + ("" if found.fits else " too much")
+        table.add_row(str(number), describe(found.plan), memory, format_seconds(found.step_s), f"{found.mfu:.0%}", said)
     return table
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from weft import zoo
 from weft.core import plan as plans
 from weft.core import run_spec as runs
 from weft.core.config import apply_settings, read_toml
@@ -20,6 +21,33 @@ def resolve_run(path: Path | None, settings: list[str]) -> RunSpec:
     tables = read_toml(path) if path is not None else DEFAULT_RUN
     source = str(path) if path is not None else "the embedded default"
     return RunSpec.from_tables(apply_settings(tables, _for(settings, runs.SECTIONS)), source=source)
+
+
+def resolve_model(model: str | None, settings: list[str], *, rows: int = 1) -> RunSpec:
+    """A run for whatever `weft plan` takes for a model: a run.toml, a name, a config.json or a folder with one.
+
+    Without a run.toml: sequences of what the model takes, at most MAX_DEFAULT_SEQUENCE, and `rows` of them a step.
+    """
+    if model is None or model.endswith(".toml"):
+        return resolve_run(Path(model) if model is not None else None, settings)
+    from weft.plan import ask  # numpy: `weft train` need not pay for it
+
+    shape, _ = ask.resolve_model(model)
+    sequence_length = min(shape.max_positions or ask.MAX_DEFAULT_SEQUENCE, ask.MAX_DEFAULT_SEQUENCE)
+    tables = {
+        "model": _model_tables(model),
+        "data": {"sequence_length": sequence_length},
+        "train": {"global_batch": rows},
+    }
+    return RunSpec.from_tables(apply_settings(tables, _for(settings, runs.SECTIONS)), source=model)
+
+
+def _model_tables(model: str) -> dict[str, Any]:
+    path = Path(model)
+    if path.exists():
+        return {"path": str(path.parent if path.is_file() else path)}
+    model_type, config = zoo.config_named(model)
+    return {"type": model_type, "config": config}
 
 
 def resolve_plan(path: Path | None, settings: list[str], *, num_ranks: int | None) -> tuple[dict[str, Any], int]:

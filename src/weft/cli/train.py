@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -54,7 +55,9 @@ def train(
     resolved = Plan.from_tables(job.plan_tables)
     require_executable(resolved)
     require_divisible(job.run.train.global_batch, resolved)
-    is_main = _run(job, num_ranks=num_ranks, is_one_of_many=outside is not None, max_restarts=max_restarts)
+    is_main = outside is None or _given_rank() == 0
+    carry_out = _run_beside_dry_run if is_main and job.run.ledger.dry_run else _run
+    carry_out(job, num_ranks=num_ranks, is_one_of_many=outside is not None, max_restarts=max_restarts)
     if as_json and is_main:
         print(json.dumps({"run_dir": str(job.out), **RunFolder(job.out).read_ledger()}))
 
@@ -80,9 +83,8 @@ def _resumed_job(
     return Job.create(run=spec, plan_tables=tables, out=folder, resume=True, device=device.value), ranks
 
 
-def _run(job: Job, *, num_ranks: int, is_one_of_many: bool, max_restarts: int) -> bool:
-    """Train; True on the process that speaks for the run."""
-    from weft.train.quiet import quiet_libraries
+def _run(job: Job, *, num_ranks: int, is_one_of_many: bool, max_restarts: int) -> None:
+    from weft.core.quiet import quiet_libraries
 
     quiet_libraries()
     if is_one_of_many:
@@ -91,14 +93,30 @@ def _run(job: Job, *, num_ranks: int, is_one_of_many: bool, max_restarts: int) -
 
         with report_failures():
             run_job(job)
-        return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
-    if num_ranks == 1 and max_restarts == 0:
+    elif num_ranks == 1 and max_restarts == 0:
         from weft.train.worker import run_job
 
         run_job(job)
-        return True
-    _launch(job, num_ranks=num_ranks, max_restarts=max_restarts)
-    return True
+    else:
+        _launch(job, num_ranks=num_ranks, max_restarts=max_restarts)
+
+
+def _run_beside_dry_run(job: Job, *, num_ranks: int, is_one_of_many: bool, max_restarts: int) -> None:
+    """As `_run`, with rank 0's step on fake tensors meanwhile; its figures join the finished run's ledger."""
+    import torch
+
+    from weft.cli.beside import DryRunBeside
+    from weft.train.run_folder import RunFolder
+
+    on_gpu = job.device != "cpu" and torch.cuda.device_count() > 0
+    with DryRunBeside(job, on_gpu=on_gpu) as beside:
+        followed = dataclasses.replace(job, dry_run_follows=True)
+        _run(followed, num_ranks=num_ranks, is_one_of_many=is_one_of_many, max_restarts=max_restarts)
+        beside.join(RunFolder(job.out))
+
+
+def _given_rank() -> int:
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
 def _launch(job: Job, *, num_ranks: int, max_restarts: int) -> None:

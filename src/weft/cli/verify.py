@@ -68,8 +68,8 @@ def verify(
 def _carry_out(request: Request, *, num_ranks: int) -> list[Verdict]:
     import dataclasses
 
+    from weft.core.quiet import quiet_libraries
     from weft.launch.local import launch
-    from weft.train.quiet import quiet_libraries
     from weft.verify.verdict import Verdict
 
     quiet_libraries()

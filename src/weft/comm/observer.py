@@ -9,7 +9,8 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.comm.watch import OperatorWatch
 
 # The names c10d gives its operators, as one name a person knows. Functional ones (DTensor's) have their own namespace.
 _NAMES = {
@@ -31,24 +32,21 @@ _NAMES = {
 }
 
 
-class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CollectiveObserver(OperatorWatch):  # type: ignore[no-untyped-call]
     """Inside `with CollectiveObserver() as seen:`, `seen.counts` and `seen.dtypes` fill by collective name."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(self)
         self.counts: Counter[str] = Counter()
         self.dtypes: dict[str, set[torch.dtype]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, rest = str(func.name()).partition("::")
-        if namespace in ("c10d", "_c10d_functional"):
-            name = _NAMES.get(rest.partition(".")[0])
-            if name is not None:
-                self._record(name, args)
-        return func(*args, **(kwargs or {}))
+    def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        name = collective_name(func)
+        if name is not None:
+            self._record(name, args)
 
     def _record(self, name: str, args: Any) -> None:
-        tensors = _tensors(args)
+        tensors = tensors_of(args)
         # The tiny reductions of counts, losses and norms are bookkeeping, not traffic of the layout.
         if max((tensor.numel() for tensor in tensors), default=0) <= SMALL_ELEMENTS:
             name = f"small_{name}"
@@ -59,9 +57,16 @@ class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 SMALL_ELEMENTS = 8
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def collective_name(func: Any) -> str | None:
+    """What people call this operator, if it is a collective."""
+    namespace, _, rest = str(func.name()).partition("::")
+    return _NAMES.get(rest.partition(".")[0]) if namespace in ("c10d", "_c10d_functional") else None
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """All tensors in an operator's arguments."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
+        return [tensor for item in value for tensor in tensors_of(item)]
     return []

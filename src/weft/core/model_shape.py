@@ -62,6 +62,8 @@ class ExtraShape:
     name: str
     num_parameters: int
     style: Style = "replicated"
+    row_size: int = 1  # numbers that sharding never parts: a row of a table
+    num_tensors: int = 1  # of equal size, each sharded by itself
 
 
 @dataclass(frozen=True, kw_only=True)

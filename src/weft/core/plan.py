@@ -218,7 +218,12 @@ def require_executable(plan: Plan) -> None:
         (plan.mesh.cp > 1, "context parallelism (mesh.cp > 1)"),
         (plan.mesh.ep > 1, "expert parallelism (mesh.ep > 1)"),
         (plan.pipeline.virtual_stages > 1, "virtual pipeline stages"),
-        (plan.activations != default.activations, "activation recompute and offload ([activations])"),
+        (plan.activations.policy == "budget", "a budget of recompute (activations.policy = 'budget')"),
+        (plan.activations.offload != default.activations.offload, "activation offload (activations.offload)"),
+        (
+            plan.activations != default.activations and plan.data_parallel.strategy == "dataparallel",
+            "activation recompute under dataparallel",
+        ),
         (plan.offload != default.offload, "offload ([offload])"),
         (plan.compile.enabled, "compilation ([compile])"),
     ]

@@ -76,3 +76,37 @@ class DtypeRecord:
     @property
     def ok(self) -> bool:
         return all(dtype == self.asked for dtype in self.found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HolderRecord:
+    """Tensors alike that were alive at the peak: what they are, where they were made, what they hold together."""
+
+    term: str
+    nbytes: int
+    count: int
+    module: str  # blocks as one: model.layers.*.mlp
+    operator: str
+    phase: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakRecord:
+    """One rank's memory at its worst moment of a step; the terms add up to it."""
+
+    peak_bytes: int
+    terms: dict[str, int]
+    phase: str
+    module: str
+    operator: str
+    largest: tuple[HolderRecord, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "peak_bytes": self.peak_bytes,
+            "terms": self.terms,
+            "peak_at": {"phase": self.phase, "module": self.module, "operator": self.operator},
+            "largest": [dataclasses.asdict(holder) for holder in self.largest],
+        }

@@ -59,6 +59,11 @@ class TrainSpec(Section):
     optimizer: Literal["adamw", "adam", "sgd", "adamw8bit"] = Field(
         default="adamw", description="adamw | adam | sgd | adamw8bit"
     )
+    optimizer_kernel: Literal["auto", "fused", "foreach"] = Field(
+        default="auto",
+        description="how the update runs: auto (adam and adamw fused, sgd one parameter at a time) | fused | "
+        "foreach (takes 4 bytes a parameter besides)",
+    )
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="of adam, adamw and adamw8bit")
     epsilon: float = Field(default=1e-8, gt=0, description="of adam, adamw and adamw8bit, above 0")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="of sgd, 0 up to below 1")
@@ -74,6 +79,12 @@ class TrainSpec(Section):
     seed: int = Field(default=0, ge=0, description="of initial weights, data order and dropout")
     frozen: list[str] = Field(default_factory=list, description="glob patterns of parameter names that never change")
     collective_timeout_s: float = Field(default=300.0, gt=0, description="seconds before a silent peer is an error")
+
+    @model_validator(mode="after")
+    def _kernel_exists(self) -> TrainSpec:
+        if self.optimizer == "adamw8bit" and self.optimizer_kernel != "auto":
+            raise ValueError("optimizer_kernel is for adamw, adam and sgd; adamw8bit has a kernel of its own")
+        return self
 
 
 class EvaluationSpec(Section):
@@ -93,6 +104,15 @@ class LoggingSpec(Section):
     tensorboard: bool = Field(default=True, description="write TensorBoard files beside metrics.jsonl")
 
 
+class LedgerSpec(Section):
+    """Predicted, dry-run and measured beside each other, in ledger.json and report.html."""
+
+    measure: bool = Field(default=True, description="measure memory and traffic by term in the first steps")
+    dry_run: bool = Field(
+        default=True, description="`weft train` dry-runs rank 0 beside the training, at the lowest priority"
+    )
+
+
 class RunSpec(Section):
     """The whole run."""
 
@@ -102,6 +122,7 @@ class RunSpec(Section):
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     logging: LoggingSpec = LoggingSpec()
+    ledger: LedgerSpec = LedgerSpec()
 
     @staticmethod
     def from_tables(tables: dict[str, Any], *, source: str = "run") -> RunSpec:

@@ -29,7 +29,9 @@ class TimeTerm(StrEnum):
     """Where a step's seconds go."""
 
     DATA = "data"
-    FORWARD_BACKWARD = "forward_backward"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    FORWARD_BACKWARD = "forward_backward"  # the two together, as the planner has them
     OPTIMIZER = "optimizer"
     EVALUATION = "evaluation"
     CHECKPOINT = "checkpoint"

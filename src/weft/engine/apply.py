@@ -5,7 +5,8 @@
 3. shard           fully_shard, blocks then root, still on meta (ZeRO, HSDP)
 4. materialise     each rank allocates and fills only its own parts
 5. cast            compute dtype for unsharded strategies (sharded ones cast when they gather)
-6. replicate       DDP, after values exist: its buckets are real memory
+6. recompute       around the cast, which is repeated too; inside the hooks that gather and reduce, which are not
+7. replicate       DDP, after values exist: its buckets are real memory
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from weft.engine.dp.threads import Threaded, require_gpus
 from weft.engine.materialise import materialise, place_real_model
 from weft.engine.mesh import Topology
 from weft.engine.precision import apply_compute_dtype
+from weft.engine.recompute import apply_recompute
 from weft.models.initial import WeightSource
 from weft.models.layout import ModelLayout, require_blocks
 
@@ -49,9 +51,11 @@ def apply_plan(
         require_blocks(layout)
         shard_units(model, layout, mesh=topology.mesh, stage=dp.zero, precision=precision)
         materialise(model, layout, weights, device=device)
+        apply_recompute(model, layout, plan.activations.policy)
         return Sharded(model, stage=dp.zero)
     materialise(model, layout, weights, device=device)
     apply_compute_dtype(model, layout, precision)
+    apply_recompute(model, layout, plan.activations.policy)
     if dp.strategy == "dataparallel":
         return Threaded(model)
     if topology.dp_degree > 1:

@@ -1,6 +1,7 @@
 """The number formats really used, looked up on live tensors in the first step and held against the policy.
 
-Weights and activations are seen inside a block's forward, communication on the wire, the rest after the update.
+Weights are seen inside a block's forward (each time it is computed), activations as they leave it, communication on the
+wire, the rest after the update.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from weft.comm.observer import CollectiveObserver
 from weft.core.precision import PrecisionPolicy
 from weft.core.records import DtypeRecord
+from weft.engine.around import Forward, inside
 from weft.engine.lowbit import quantised_parts
 from weft.models.layout import ModelLayout
 
@@ -41,17 +43,13 @@ class DtypeWatch:
         if not is_on:
             yield
             return
-        handles = [
-            self._probe.register_forward_pre_hook(self._see_weights),
-            self._probe.register_forward_hook(self._see_output),
-        ]
+        handle = self._probe.register_forward_hook(self._see_output)
         observer = CollectiveObserver()
         try:
-            with observer:
+            with inside(self._probe, self._see_weights), observer:
                 yield
         finally:
-            for handle in handles:
-                handle.remove()
+            handle.remove()
         for name in _GRADIENT_COLLECTIVES:
             for dtype in observer.dtypes.get(name, ()):
                 self._add("communication", dtype)
@@ -79,9 +77,10 @@ class DtypeWatch:
             for component, dtypes in self._found.items()
         ]
 
-    def _see_weights(self, module: nn.Module, _args: Any) -> None:
-        for parameter in module.parameters():
+    def _see_weights(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        for parameter in self._probe.parameters():
             self._add("weights", parameter.dtype)
+        return forward(*args, **kwargs)
 
     def _see_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output

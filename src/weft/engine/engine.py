@@ -19,6 +19,7 @@ from weft.comm.groups import ensure_group, sum_over
 from weft.core.errors import BatchError
 from weft.core.plan import Plan, require_consistent, require_executable
 from weft.core.records import DtypeRecord, EvalRecord, ParameterRecord, StepRecord
+from weft.core.terms import TimeTerm
 from weft.engine.apply import apply_plan
 from weft.engine.clip import clip_factor, global_norm, scale_gradients
 from weft.engine.dtypes import DtypeWatch
@@ -26,7 +27,7 @@ from weft.engine.mesh import build_topology
 from weft.engine.objective import Batch, Objective, objective_for
 from weft.engine.optim import OptimizerFactory, OptimizerPolicy, build_optimizer, create_state, set_learning_rate
 from weft.engine.ownership import parameter_records
-from weft.engine.precision import LossScale
+from weft.engine.precision import LossScale, read_is_finite
 from weft.engine.randomness import seeded_forward, uses_randomness
 from weft.engine.state import state_tensors
 from weft.engine.timer import StepTimer
@@ -41,14 +42,14 @@ class PendingStep:
     step: int
     learning_rate: float
     values: torch.Tensor  # loss, gradient norm, tokens, votes to stop
-    timer: StepTimer  # marks at the start, after forward and backward, after the update
+    timer: StepTimer  # forward, backward, optimizer
     skipped: bool
     loss_scale: float | None
 
     def resolve(self) -> tuple[StepRecord, bool]:
         """The record, and whether any rank voted to stop."""
         loss, norm, tokens, votes = self.values.tolist()
-        seconds = sum(self.timer.seconds())
+        seconds = sum(self.timer.seconds().values())
         record = StepRecord(
             step=self.step,
             loss=loss,
@@ -117,14 +118,13 @@ class Engine:
             set_learning_rate(self.optimizer, learning_rate)
         is_first = self._dtypes.is_empty
         with self._dtypes.watching(is_first):
-            loss_sum, weight = self._forward_backward(self._to_device(batch))
-            timer.mark()
+            loss_sum, weight = self._forward_backward(self._to_device(batch), timer)
             self._show_gradients()
             norm, skipped = self._update()
             if is_first:
                 self._dtypes.look_at(self.parameters, self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
-        timer.mark()
+        self.strategy.clear_gradients(self.optimizer)
+        timer.mark(TimeTerm.OPTIMIZER)
         self.steps_done += 1
         scale = self.loss_scale.value if self.loss_scale.enabled else None
         return PendingStep(
@@ -136,7 +136,7 @@ class Engine:
             loss_scale=scale,
         )
 
-    def _forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward_backward(self, batch: Batch, timer: StepTimer) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the summed loss over the global weight; returns this rank's sum and the global weight."""
         microbatches = self._split(batch)
         rows = _num_rows(microbatches[0])
@@ -156,8 +156,10 @@ class Engine:
                 ),
             ):
                 loss_sum = self.objective.loss_sum(self.strategy.module, microbatch)
+                timer.mark(TimeTerm.FORWARD)
                 (loss_sum * factor).backward()  # type: ignore[no-untyped-call]
                 total += loss_sum.detach()
+                timer.mark(TimeTerm.BACKWARD)
         return total, weight
 
     def _show_gradients(self) -> None:
@@ -171,7 +173,7 @@ class Engine:
         """Norm, clip, optimizer; returns the norm before clipping and whether an overflow skipped the update."""
         norm = global_norm(self.parameters, self.topology, device=self.device) / self.loss_scale.value
         if self.loss_scale.enabled:
-            is_finite = bool(norm.isfinite().item())
+            is_finite = read_is_finite(norm)
             scale = self.loss_scale.value
             self.loss_scale.update(is_finite=is_finite)
             if not is_finite:
@@ -192,9 +194,14 @@ class Engine:
 
     # --- evaluation ---------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def evaluate(self, batches: Batch | Sequence[Batch]) -> EvalRecord:
         """The mean token loss over one batch or several, by the same objective and division as training."""
+        loss_sum, weight = self.evaluate_nowait(batches)
+        return EvalRecord(loss=float(loss_sum / _divisor(weight)), tokens=int(weight))
+
+    @torch.no_grad()
+    def evaluate_nowait(self, batches: Batch | Sequence[Batch]) -> torch.Tensor:
+        """The sum of token losses and the number of tokens, over all ranks, which may still be on the device."""
         totals = torch.zeros(2, device=self.device, dtype=torch.float64)
         self.model.eval()
         try:
@@ -206,8 +213,7 @@ class Engine:
         finally:
             self.model.train()
             self.strategy.after_evaluation()
-        loss_sum, weight = sum_over(totals, self.topology.dp_group)
-        return EvalRecord(loss=float(loss_sum / _divisor(weight)), tokens=int(weight))
+        return sum_over(totals, self.topology.dp_group)
 
     # --- state --------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """Optimizers by name, their decay groups, and a learning rate that can be set each step.
 
-Matrices decay, vectors (norms, biases) do not. Fused kernels are used where the device has them.
+Matrices decay, vectors (norms, biases) do not. The kernel is the same on every device and layout, so that a dry run on
+another device needs what the real one needs: adam and adamw fused, sgd parameter by parameter, unless one is named.
+Temporaries of an update: fused none; foreach one tensor for each parameter of the larger group (the matrices).
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from weft.core.errors import BadValueError, NotBuiltError
 from weft.core.run_spec import TrainSpec
 
 Kind = Literal["adamw", "adam", "sgd", "adamw8bit"]
+Kernel = Literal["auto", "fused", "foreach"]
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 
 
@@ -29,6 +34,7 @@ class OptimizerPolicy:
     epsilon: float = 1e-8
     momentum: float = 0.9
     weight_decay: float = 0.1
+    kernel: Kernel = "auto"
 
     @staticmethod
     def of(train: TrainSpec) -> OptimizerPolicy:
@@ -39,6 +45,7 @@ class OptimizerPolicy:
             epsilon=train.epsilon,
             momentum=train.momentum,
             weight_decay=train.weight_decay,
+            kernel=train.optimizer_kernel,
         )
 
 
@@ -46,15 +53,40 @@ def build_optimizer(parameters: Sequence[nn.Parameter], policy: OptimizerPolicy)
     """The optimizer of `policy` over the trainable parameters."""
     groups = decay_groups(parameters, policy.weight_decay)
     if policy.kind == "sgd":
-        return SGD(groups, lr=policy.learning_rate, momentum=policy.momentum)
+        return SGD(groups, lr=policy.learning_rate, momentum=policy.momentum, **_sgd_kernel(parameters, policy.kernel))
     adam: dict[str, Any] = {"lr": policy.learning_rate, "betas": policy.betas, "eps": policy.epsilon}
     if policy.kind == "adamw8bit":
-        from weft.engine.lowbit import build_adamw8bit
+        return _adamw8bit(groups, policy, adam)
+    return (AdamW if policy.kind == "adamw" else Adam)(groups, **_adam_kernel(parameters, policy.kernel), **adam)
 
-        return build_adamw8bit(groups, **adam)
+
+def _adamw8bit(groups: list[dict[str, Any]], policy: OptimizerPolicy, adam: dict[str, Any]) -> Optimizer:
+    if policy.kernel != "auto":
+        raise BadValueError(
+            f"adamw8bit has a kernel of its own, not {policy.kernel!r}", hint="leave optimizer_kernel at 'auto'"
+        )
+    from weft.engine.lowbit import build_adamw8bit
+
+    return build_adamw8bit(groups, **adam)
+
+
+def _adam_kernel(parameters: Sequence[nn.Parameter], kernel: Kernel) -> dict[str, Any]:
+    if kernel == "foreach":
+        return {"foreach": True}
     # Fused kernels exist for CPU and CUDA; elsewhere torch picks its own default.
-    fused = True if parameters and parameters[0].device.type in ("cpu", "cuda") else None
-    return (AdamW if policy.kind == "adamw" else Adam)(groups, fused=fused, **adam)
+    has_fused = bool(parameters) and parameters[0].device.type in ("cpu", "cuda")
+    return {"fused": True if kernel == "fused" or has_fused else None}
+
+
+def _sgd_kernel(parameters: Sequence[nn.Parameter], kernel: Kernel) -> dict[str, Any]:
+    if kernel == "auto":
+        # torch's own default would be foreach for plain parameters on a GPU and this loop for all others
+        return {"foreach": False}
+    if kernel == "fused" and any(isinstance(parameter, DTensor) for parameter in parameters):
+        raise NotBuiltError(
+            "torch has no fused sgd for sharded parameters", hint="set train.optimizer_kernel to 'foreach' or 'auto'"
+        )
+    return {kernel: True}
 
 
 def decay_groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

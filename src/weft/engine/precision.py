@@ -2,6 +2,7 @@
 
 `fully_shard` casts when it gathers. `apply_compute_dtype` gives unsharded strategies the same arithmetic: each unit's
 float32 parameters are cast for its forward, gradients flow back through the cast, so masters and gradients are float32.
+The cast is part of the forward, no hook: a forward that is computed again casts again.
 Autocast is not used: it keeps a float32 residual stream, which is neither what was asked nor what sharding computes.
 """
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from weft.core.precision import PrecisionPolicy
+from weft.engine.around import Forward, put_around
 from weft.models.layout import ROOT, ModelLayout
 
 
@@ -27,43 +29,39 @@ def apply_compute_dtype(model: nn.Module, layout: ModelLayout, policy: Precision
     """Every unit computes in `policy.weights`; a no-op when that is the masters' dtype."""
     if policy.is_mixed:
         for unit in layout.units:
-            _CastUnit(model, layout, unit, torch_dtype(policy.weights)).install()
+            module = model if unit == ROOT else model.get_submodule(unit)
+            put_around(module, _CastUnit(model, layout, unit, torch_dtype(policy.weights)))
 
 
 class _CastUnit:
     """One unit whose parameters are replaced by casts during its forward, and put back after it."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, unit: str, dtype: torch.dtype) -> None:
-        self.module = model if unit == ROOT else model.get_submodule(unit)
         self.dtype = dtype
         self.places = [
             (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if layout.unit_of[layout.ties.get(name, name)] == unit and parameter.is_floating_point()
         ]
-        self.masters: list[tuple[nn.Module, str, nn.Parameter]] = []
 
-    def install(self) -> None:
-        self.module.register_forward_pre_hook(self._cast, with_kwargs=True, prepend=True)
-        # always_call: an exception in forward must not leave casts where parameters belong
-        self.module.register_forward_hook(self._restore, always_call=True)
+    def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        masters = self._masters()
+        casts = {id(master): master.to(self.dtype) for master in masters}
+        # try: an exception in forward (recomputation ends with one) must not leave casts where parameters belong
+        try:
+            for (owner, key), master in zip(self.places, masters, strict=True):
+                owner._parameters[key] = casts[id(master)]  # type: ignore[assignment]
+            return forward(*_cast_floats(args, self.dtype), **_cast_floats(kwargs, self.dtype))
+        finally:
+            for (owner, key), master in zip(self.places, masters, strict=True):
+                owner._parameters[key] = master
 
-    def _cast(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        casts: dict[int, torch.Tensor] = {}
-        for owner, key in self.places:
-            master = owner._parameters[key]
+    def _masters(self) -> list[nn.Parameter]:
+        masters = [owner._parameters[key] for owner, key in self.places]
+        for (_, key), master in zip(self.places, masters, strict=True):
             if not isinstance(master, nn.Parameter):
                 raise RuntimeError(f"{key} is already cast: the unit's forward was entered twice")
-            self.masters.append((owner, key, master))
-            if id(master) not in casts:
-                casts[id(master)] = master.to(self.dtype)
-            owner._parameters[key] = casts[id(master)]  # type: ignore[assignment]
-        return _cast_floats(args, self.dtype), _cast_floats(kwargs, self.dtype)
-
-    def _restore(self, *_: Any) -> None:
-        for owner, key, master in self.masters:
-            owner._parameters[key] = master
-        self.masters.clear()
+        return [master for master in masters if master is not None]
 
 
 def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -74,6 +72,11 @@ def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_cast_floats(item, dtype) for item in value)
     return value
+
+
+def read_is_finite(norm: torch.Tensor) -> bool:
+    """The one number of a step that the host waits for, in float16 only. A dry run, which has no numbers, says yes."""
+    return bool(norm.isfinite().item())
 
 
 class LossScale:

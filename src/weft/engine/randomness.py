@@ -2,15 +2,15 @@
 
 torch draws one mask for a whole micro-batch, so its rows' masks change with the cut. Here the default generator,
 seeded alike on every rank, only numbers the dropout calls; each row's mask comes from (call number, global row).
-Replaying a forward with the generator's saved state (activation recompute) replays the same numbers.
+Replaying a forward with the generator's saved state, inside `replayed` (activation recompute), draws the same masks.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from weft.core.errors import NotBuiltError
+
+
+def draw_call_number() -> int:
+    """The next number of the default generator, which is seeded alike on every rank."""
+    return int(torch.randint(2**62, ()).item())
 
 
 def uses_randomness(model: nn.Module) -> bool:
@@ -37,6 +42,11 @@ def seeded_forward(*, seed: int, step: int, first_row: int, num_rows: int, is_ra
         yield
 
 
+def replayed() -> AbstractContextManager[Any]:
+    """What must be around a repetition, in backward, of the forward that is running now."""
+    return _RowDropout.active or nullcontext()
+
+
 # Random functions whose first argument has the rows in front. Called row by row, each with the row's own seed.
 _ROW_BY_ROW = frozenset(
     {
@@ -50,6 +60,8 @@ _ROW_BY_ROW = frozenset(
 
 class _RowDropout(TorchFunctionMode):
     """Replaces dropout, attention dropout and other noise by row-wise draws."""
+
+    active: ClassVar[_RowDropout | None] = None  # torch turns the mode off in backward; `replayed` turns it on again
 
     def __init__(self, *, first_row: int, num_rows: int) -> None:
         super().__init__()
@@ -121,7 +133,7 @@ class _RowDropout(TorchFunctionMode):
                 f"dropout on a tensor of shape {tuple(tensor.shape)} cannot be assigned to {self.num_rows} rows",
                 hint="set the model's dropout to 0 in [model.config]",
             )
-        call = int(torch.randint(2**62, ()).item())
+        call = draw_call_number()
         return [(_mix(call, self.first_row + index), part) for index, part in enumerate(self._split(tensor))]
 
     def _split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -130,13 +142,15 @@ class _RowDropout(TorchFunctionMode):
     @contextmanager
     def by_name(self) -> Iterator[None]:
         """Replaces the two main functions under their names too: torch turns the mode off inside its own composite
-        functions (nn.MultiheadAttention's), and in backward, where a recomputed forward must draw the same masks."""
+        functions (nn.MultiheadAttention's)."""
         saved = F.dropout, F.scaled_dot_product_attention
         F.dropout, F.scaled_dot_product_attention = self._dropout, self._attention
+        _RowDropout.active = self
         try:
             yield
         finally:
             F.dropout, F.scaled_dot_product_attention = saved
+            _RowDropout.active = None
 
 
 _attend = F.scaled_dot_product_attention

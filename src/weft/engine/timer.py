@@ -6,25 +6,32 @@ import time
 
 import torch
 
+from weft.core.terms import TimeTerm
+
 
 class StepTimer:
-    """`mark` between phases; `seconds` between consecutive marks, once the device has passed them all."""
+    """`mark(term)` ends a stretch that was spent on `term`; `seconds` by term, once the device has passed all marks."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._marks: list[float | torch.cuda.Event] = []
-        self.mark()
+        self._marks: list[tuple[TimeTerm | None, float | torch.cuda.Event]] = [(None, self._now())]
 
-    def mark(self) -> None:
-        if self._is_cuda:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
+    def mark(self, term: TimeTerm) -> None:
+        self._marks.append((term, self._now()))
 
-    def seconds(self) -> list[float]:
-        return [_between(begin, end) for begin, end in zip(self._marks, self._marks[1:], strict=False)]
+    def seconds(self) -> dict[TimeTerm, float]:
+        found: dict[TimeTerm, float] = {}
+        for (_, begin), (term, end) in zip(self._marks, self._marks[1:], strict=False):
+            if term is not None:
+                found[term] = found.get(term, 0.0) + _between(begin, end)
+        return found
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
 
 def _between(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:

@@ -80,8 +80,11 @@ def kept_by(block: BlockShape, *, compute_bytes: int, writes_scores: bool, hidde
     return total
 
 
-def kept_selectively(block: BlockShape, *, compute_bytes: int, hidden_size: int) -> Kept:
-    """With every matrix product and attention saved, the rest computed again: the block's input and those outputs."""
+def kept_selectively(block: BlockShape, *, compute_bytes: int, writes_scores: bool, hidden_size: int) -> Kept:
+    """With what linears and fused attention give saved, the rest computed again: the block's input and those outputs.
+
+    Attention that writes its scores out is computed again as a whole: its scores are what is not to be kept.
+    """
     c = compute_bytes
     total = Kept(stream=c * hidden_size)
     for linear in block.linears:
@@ -92,7 +95,7 @@ def kept_selectively(block: BlockShape, *, compute_bytes: int, hidden_size: int)
             total = total + (Kept(key_value=out) if is_key_value(linear) else Kept(split=out))
         else:
             total = total + Kept(stream=out)
-    if block.attention is not None:
+    if block.attention is not None and not writes_scores:
         attention = block.attention
         total = total + Kept(split=attention.num_heads * (c * attention.value_dim + 4.0))
     return total

@@ -156,14 +156,10 @@ def _activations(view: View, found: Estimate) -> list[Line]:
         count = int(view.stage.blocks[0, index])
         if not count:
             continue
+        writes_scores = block.attention is not None and view.request.writes_scores(block.attention)
         kept = {
-            "none": kept_by(
-                block,
-                compute_bytes=c,
-                writes_scores=block.attention is not None and view.request.writes_scores(block.attention),
-                hidden_size=hidden,
-            ),
-            "selective": kept_selectively(block, compute_bytes=c, hidden_size=hidden),
+            "none": kept_by(block, compute_bytes=c, writes_scores=writes_scores, hidden_size=hidden),
+            "selective": kept_selectively(block, compute_bytes=c, writes_scores=writes_scores, hidden_size=hidden),
             "full": kept_fully(compute_bytes=c, hidden_size=hidden),
         }
         policy = "selective" if found.plan.activations.policy == "budget" else found.plan.activations.policy

@@ -67,6 +67,7 @@ def ask(
         global_batch=global_batch or cast(RunSpec, run).train.global_batch,
         sequence_length=sequence,
         optimizer=_optimizer(optimizer, run),
+        optimizer_kernel=run.train.optimizer_kernel if run else "auto",
         momentum=run.train.momentum if run else 0.9,
         attention=run.model.attention if run else "sdpa",
     )

@@ -150,7 +150,7 @@ def _pointwise_s(request: Request, columns: Columns, block: BlockShape, tokens: 
     """(seconds of the forward's pointwise operators, share of them that selective recomputation repeats)."""
     c, shape = byte_sizes(request).activation, request.shape
     kept = kept_by(block, compute_bytes=c, writes_scores=False, hidden_size=shape.hidden_size)
-    partly = kept_selectively(block, compute_bytes=c, hidden_size=shape.hidden_size)
+    partly = kept_selectively(block, compute_bytes=c, writes_scores=False, hidden_size=shape.hidden_size)
     keys = np.zeros(len(columns))
     whole = bytes_of(kept, block, columns, tokens=tokens, keys=keys)
     selected = np.minimum(bytes_of(partly, block, columns, tokens=tokens, keys=keys), whole)

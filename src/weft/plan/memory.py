@@ -1,11 +1,13 @@
-"""A rank's peak memory, term by term, for every plan: the largest of six instants of a step.
+"""A rank's peak memory, term by term, for every plan: the largest of eight instants of a step.
 
     loss     everything in flight is kept, logits and their gradient exist
+    head     the gradient of the logits waits while ZeRO-3 gathers the root again, for the head's backward
     top      backward of the last block: its recomputed parts, the head's gradient
     middle   one block further down: the first reduce-scatter is on its way
     second   the second block from the bottom: almost all gradients, almost no activations
+    arriving the first block has come over the wire and is laid out, its backward has not begun (ZeRO-3)
     bottom   the first block
-    update   all gradients, no activations
+    update   all gradients, no activations, the optimizer's temporaries
 
 peak = the instant with the largest sum; its terms are the answer, so terms are disjoint and add up.
 The sharding semantics are those of `fully_shard`: a unit a block and one for the rest, the next unit gathered ahead.
@@ -55,6 +57,7 @@ class _Parts:
     view: View
     rest: Terms  # there at every instant
     kept: Floats  # activations of all blocks and micro-batches in flight
+    final: Floats  # of the final norm, until the head's backward is done
     kept_block: Floats  # of the block whose backward comes first
     recomputed: Floats  # what recomputation brings back for one block
     logits: Floats
@@ -101,9 +104,11 @@ def _estimate_stage(view: View) -> tuple[Terms, tuple[str, ...], Ints]:
     last = np.maximum(parts.num_blocks - 1, 0)
     instants = {
         "loss": _at_loss(parts),
+        "gathering the head": _at_head(parts),
         "backward of the last block": _in_backward(parts, done=np.zeros(len(last))),
         "backward of the last block but one": _in_backward(parts, done=np.minimum(1.0, last)),
         "backward of the second block": _in_backward(parts, done=np.maximum(last - 1, 0)),
+        "gathering the first block": _at_first_block(parts, _in_backward(parts, done=last)),
         "backward of the first block": _in_backward(parts, done=last),
         "update": _at_update(parts),
     }
@@ -125,7 +130,8 @@ def _parts(view: View) -> _Parts:
     return _Parts(
         view=view,
         rest=_resident(view),
-        kept=kept + final,
+        kept=kept,
+        final=final,
         kept_block=kept_block,
         recomputed=recomputed,
         logits=logits,
@@ -153,13 +159,11 @@ def _activations(view: View) -> tuple[Floats, Floats, Floats]:
     keys = np.full(len(columns), float(request.workload.sequence_length))
     total, last, again = np.zeros(len(columns)), np.zeros(len(columns)), np.zeros(len(columns))
     for index, block in enumerate(shape.kinds):
-        everything = kept_by(
-            block,
-            compute_bytes=c,
-            writes_scores=block.attention is not None and request.writes_scores(block.attention),
-            hidden_size=shape.hidden_size,
+        writes_scores = block.attention is not None and request.writes_scores(block.attention)
+        everything, partly = (
+            kept(block, compute_bytes=c, writes_scores=writes_scores, hidden_size=shape.hidden_size)
+            for kept in (kept_by, kept_selectively)
         )
-        partly = kept_selectively(block, compute_bytes=c, hidden_size=shape.hidden_size)
         input_only = kept_fully(compute_bytes=c, hidden_size=shape.hidden_size)
         whole, selected, inputs = (
             bytes_of(kept, block, columns, tokens=tokens, keys=keys) for kept in (everything, partly, input_only)
@@ -184,9 +188,23 @@ def _at_loss(parts: _Parts) -> Terms:
     is_held = (columns.zero >= 2) & (columns.microbatches > 1)
     held = np.where(is_held, parts.view.share.root.padded * parts.view.sizes.communication, 0.0)
     return _instant(
-        parts, kept=parts.kept, gathered=gathered, gradients=_gradients_before(parts.view), logits=parts.logits,
-        buffers=held, temporaries=none,
+        parts, kept=parts.kept + parts.final, gathered=gathered, gradients=_gradients_before(parts.view),
+        logits=parts.logits, buffers=held, temporaries=none,
     )  # fmt: skip
+
+
+def _at_head(parts: _Parts) -> Terms:
+    """For other stages than ZeRO-3 nothing is gathered here, and the loss needs more."""
+    view, sizes = parts.view, parts.view.sizes
+    gathers = (view.columns.zero == 3) & view.stage.holds_head
+    root = np.where(gathers, view.share.root.padded * sizes.compute, 0.0)
+    gradient = parts.logits / LOSS_BYTES * sizes.activation
+    return {
+        **_at_loss(parts),
+        Term.GATHERED: root,
+        Term.LOGITS: np.where(gathers, gradient, 0.0),
+        Term.TEMPORARIES: root,  # what came over the wire, before it is laid out as parameters
+    }
 
 
 def _in_backward(parts: _Parts, *, done: Floats) -> Terms:
@@ -197,39 +215,61 @@ def _in_backward(parts: _Parts, *, done: Floats) -> Terms:
     is_zero3 = columns.zero == 3
     unit = share.largest_padded * sizes.compute
     gathered = _kept_gathered(parts.view) + np.where(is_zero3, unit + np.where(is_last, 0.0, unit), 0.0)
-    cast_gone = np.where((columns.zero == 0) & sizes.is_mixed, done * share.largest_block * sizes.compute, 0.0)
+    block_cast = np.where((columns.zero == 0) & sizes.is_mixed, share.largest_block * sizes.compute, 0.0)
+    # casts are freed block by block; recomputation makes that of the block at work anew
+    gathered = gathered + np.where(columns.recomputes("none"), -done, 1.0) * block_cast
     before = _gradients_before(parts.view)
-    head = np.where(view.stage.holds_head, share.root.whole, 0.0)
     per_block = (share.total.whole - share.root.whole) / blocks
     per_block_shard = (share.total.shard - share.root.shard) / blocks
     reduced = np.where(columns.zero >= 2, per_block_shard, per_block) * sizes.gradient * done
-    head_gradient = np.where(
-        columns.zero == 0, head * sizes.gradient, head * np.where(columns.zero == 1, sizes.communication, sizes.compute)
-    )
+    head_gradient = _head_gradient(view)
     grown = np.maximum(before, np.where(columns.microbatches > 1, before, reduced))
     reduce_input = np.where(is_first | (columns.zero == 0), 0.0, share.largest_padded * sizes.communication)
     own_gradient = share.largest_block * sizes.compute
     flying = done * parts.kept_block
     wide = 2 * view.tokens * sizes.activation * parts.widest / columns.tp
-    temporaries = wide + own_gradient / 3 + view.stream_bytes
+    waiting = np.where(columns.zero > 0, head_gradient, 0.0)  # the root is reduced last
+    temporaries = wide + own_gradient / 3 + view.stream_bytes + waiting
     return _instant(
         parts,
         kept=np.maximum(parts.kept - flying, 0.0) + parts.recomputed,
-        gathered=np.maximum(gathered - cast_gone, 0.0),
+        gathered=np.maximum(gathered, 0.0),
         gradients=np.where(columns.zero == 0, np.maximum(grown, head_gradient), grown),
         logits=np.zeros(len(columns)),
-        buffers=reduce_input + np.where(columns.zero > 0, head_gradient, 0.0),
+        buffers=reduce_input,
         temporaries=temporaries,
     )  # fmt: skip
+
+
+def _head_gradient(view: View) -> Floats:
+    """Of the output matrix alone: an embedding's comes last."""
+    head = view.shape.embedding_parameters / view.columns.matrix_divisor
+    nbytes = np.where(view.columns.zero == 0, view.sizes.gradient, view.sizes.compute)
+    return np.where(view.stage.holds_head, head * nbytes, 0.0)
+
+
+def _at_first_block(parts: _Parts, backward: Terms) -> Terms:
+    """What arrived and what it is laid out as are both there; nothing is recomputed yet. ZeRO-3 only."""
+    view = parts.view
+    unit = view.share.largest_padded * view.sizes.compute
+    arriving = unit + _head_gradient(view) + view.stream_bytes
+    is_zero3 = view.columns.zero == 3
+    return {
+        **backward,
+        Term.ACTIVATIONS: np.where(is_zero3, backward[Term.ACTIVATIONS] - parts.recomputed, 0.0),
+        Term.TEMPORARIES: np.where(is_zero3, arriving, 0.0),
+    }
 
 
 def _at_update(parts: _Parts) -> Terms:
     columns, share, sizes = parts.view.columns, parts.view.share, parts.view.sizes
     held = np.where(columns.zero > 0, share.total.shard, share.total.whole)
     none = np.zeros(len(columns))
+    # an optimizer on the host has its temporaries there
+    temporaries = np.where(columns.offload_optimizer > 0, 0.0, held * sizes.update)
     return _instant(
         parts, kept=none, gathered=none, gradients=held * sizes.gradient, logits=none, buffers=none,
-        temporaries=none,
+        temporaries=temporaries,
     )  # fmt: skip
 
 
@@ -262,7 +302,9 @@ def _kept_gathered(view: View) -> Floats:
     columns, share, sizes = view.columns, view.share, view.sizes
     casts = np.zeros(len(columns))
     if sizes.is_mixed:
-        casts = (share.total.whole - _unused_cast(view)) * sizes.compute
+        # the cast is part of a block's forward: recomputed with it, not kept
+        held = np.where(columns.recomputes("none"), share.total.whole, share.root.whole)
+        casts = (held - _unused_cast(view)) * sizes.compute
     kept = np.select(
         [columns.zero == 0, columns.zero == 3],
         [casts, share.root.padded * sizes.compute],

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.core.model_shape import BlockShape, LinearShape, ModelShape
+from weft.core.model_shape import BlockShape, ExtraShape, LinearShape, ModelShape
 from weft.plan.columns import Columns, Floats, Ints
 from weft.plan.stages import Stage
 
@@ -60,11 +60,19 @@ def block_elements(block: BlockShape, columns: Columns) -> Elements:
     heads = block.attention.num_kv_heads if block.attention and not block.attention.is_latent else 0
     parts = [linear_elements(linear, columns, heads=heads if is_key_value(linear) else 0) for linear in block.linears]
     for norm in block.norms:
-        parts.append(_sharded(np.full(len(columns), float(norm.num_parameters)), np.ones(len(columns)), columns.shards))
+        tensors = max(1, norm.num_parameters // norm.size)  # a weight, or a weight and a bias
+        rows = np.full(len(columns), norm.num_parameters / tensors)
+        parts.append(_sharded(rows, np.ones(len(columns)), columns.shards).times(tensors))
     for extra in block.extras:
         cut = columns.tp if extra.style != "replicated" else np.ones_like(columns.tp)
-        parts.append(_sharded(np.ceil(extra.num_parameters / cut), np.ones(len(columns)), columns.shards))
+        parts.append(_extra_elements(extra, columns, cut=cut))
     return _sum(parts, len(columns))
+
+
+def _extra_elements(extra: ExtraShape, columns: Columns, *, cut: Ints) -> Elements:
+    rows = np.ceil(extra.num_parameters / (extra.row_size * extra.num_tensors) / cut)
+    width = np.full(len(columns), float(extra.row_size))
+    return _sharded(rows, width, columns.shards).times(extra.num_tensors)
 
 
 def linear_elements(linear: LinearShape, columns: Columns, *, heads: int = 0) -> Elements:
@@ -96,13 +104,12 @@ def root_elements(shape: ModelShape, columns: Columns, stage: Stage) -> Elements
     width = np.full(size, float(shape.embedding_size or shape.hidden_size))
     rows = np.ceil(shape.vocab_size / columns.matrix_divisor)
     table = _sharded(rows, width, columns.shards)
-    outside = sum(extra.num_parameters for extra in shape.outside)
     root = table.times(stage.holds_embedding.astype(float))
     own_head = stage.holds_head & (~stage.holds_embedding if shape.tied_head else np.ones(size, dtype=bool))
     root = root + table.times(own_head.astype(float))
     if shape.head_bias:
         root = root + _sharded(rows, np.ones(size), columns.shards).times(stage.holds_head.astype(float))
-    rest = _sharded(np.full(size, float(outside)), np.ones(size), columns.shards)
+    rest = _sum([_extra_elements(extra, columns, cut=np.ones_like(columns.tp)) for extra in shape.outside], size)
     return root + rest.times((stage.holds_embedding | stage.holds_head).astype(float))
 
 

@@ -10,6 +10,7 @@ from weft.core.model_shape import AttentionShape, ModelShape
 from weft.core.precision import PrecisionPolicy
 
 OptimizerKind = Literal["adamw", "adam", "sgd", "adamw8bit"]
+OptimizerKernel = Literal["auto", "fused", "foreach"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTISED_BLOCK = 256  # numbers that share one float32 scale in an 8-bit moment
@@ -22,6 +23,7 @@ class Workload:
     global_batch: int  # sequences
     sequence_length: int
     optimizer: OptimizerKind = "adamw"
+    optimizer_kernel: OptimizerKernel = "auto"
     momentum: float = 0.9
     attention: Literal["sdpa", "eager", "fused"] = "sdpa"  # fused: a kernel for every variant, which HF has not
 
@@ -67,6 +69,7 @@ class ByteSizes:
     communication: int  # gradients on the wire
     activation: int
     optimizer: float  # all optimizer states of one parameter
+    update: int  # temporaries of the update, a parameter
     is_mixed: bool
 
 
@@ -81,6 +84,9 @@ def byte_sizes(request: Request) -> ByteSizes:
         communication=of[policy.communication],
         activation=of[policy.activations],
         optimizer=optimizer_bytes(request.workload, state_bytes=of[policy.optimizer_state]),
+        update=update_bytes(
+            request.workload, state_bytes=of[policy.optimizer_state], master_bytes=of[policy.master_weights]
+        ),
         is_mixed=policy.is_mixed,
     )
 
@@ -94,3 +100,13 @@ def optimizer_bytes(workload: Workload, *, state_bytes: int) -> float:
             return float(state_bytes) if workload.momentum > 0 else 0.0
         case _:
             return 2.0 * state_bytes
+
+
+def update_bytes(workload: Workload, *, state_bytes: int, master_bytes: int) -> int:
+    """Temporaries of an update, a parameter: `foreach` makes one list of tensors at a time, others none to speak of.
+
+    adamw: the roots of the second moments; adam: those, after gradients with their decay; sgd: gradients with decay.
+    """
+    if workload.optimizer_kernel != "foreach" or workload.optimizer == "adamw8bit":
+        return 0
+    return {"adamw": state_bytes, "adam": max(state_bytes, master_bytes), "sgd": master_bytes}[workload.optimizer]

@@ -17,7 +17,6 @@ BUILT = {
     "mesh.pp": 1,
     "mesh.cp": 1,
     "mesh.ep": 1,
-    "activations.policy": "none",
     "offload.optimizer": "none",
 }
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from weft.core.plan import Plan
 from weft.core.units import format_bytes, format_seconds
+from weft.plan.changes import fewest_devices
 from weft.plan.columns import Columns, columns_of, plan_at
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.request import Request
@@ -120,25 +121,10 @@ def smallest_changes(answer: Answer) -> list[str]:
         changed = replace(request, workload=replace(request.workload, optimizer="adamw8bit"))
         if estimate(changed, smallest.plan).fits:
             lines.append("the 8-bit optimizer (train.optimizer = 'adamw8bit')")
-    devices = _devices_that_fit(request, smallest.plan)
+    devices = fewest_devices(request, smallest.plan)
     if devices:
         lines.append(f"{devices:,} devices instead of {request.cluster.num_devices:,}")
     return lines
-
-
-def _devices_that_fit(request: Request, plan: Plan) -> int:
-    """The number of devices, in doublings, over which sharding everything fits; 0 where it never does."""
-    for factor in (2, 4, 8, 16, 32, 64):
-        cluster = replace(request.cluster, num_nodes=request.cluster.num_nodes * factor)
-        mesh = plan.mesh.model_copy(update={"dp_shard": plan.mesh.dp_shard * factor})
-        batch = request.workload.global_batch * factor
-        wider = plan.model_copy(
-            update={"mesh": mesh, "data_parallel": plan.data_parallel.model_copy(update={"zero": 3})}
-        )
-        changed = replace(request, cluster=cluster, workload=replace(request.workload, global_batch=batch))
-        if estimate(changed, wider).fits:
-            return cluster.num_devices
-    return 0
 
 
 def _best_of(request: Request, sample: Columns, current: Estimate) -> Estimate | None:

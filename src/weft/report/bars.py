@@ -1,4 +1,6 @@
-"""The charts by term: memory of each rank, time of a step. Terms are disjoint, so a stack's height is the total.
+"""The charts by term: memory predicted, dry-run and measured, memory of each rank, time of a step.
+
+Terms are disjoint, so a stack's height is the total.
 
 The names and their order are those of core.terms; a term that this version does not know is drawn last, not dropped.
 """
@@ -18,13 +20,15 @@ from weft.report.folder import RunFolder, number, rows, table
 from weft.report.palette import light, series_colour
 
 MAX_RANKS = 64
+SOURCES = ("predicted", "dry_run", "measured")
+OUTSIDE = str(MemoryTerm.FRAMEWORK)  # of the tensor allocator: predicted, and never measured there
 MAX_FLAT = 12  # more bars than this stand upright
 
 _BYTE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def draw_bars(folder: RunFolder) -> list[Chart]:
-    charts = [draw_memory(folder), draw_time(folder)]
+    charts = [draw_sources(folder), draw_memory(folder), draw_time(folder)]
     return [chart for chart in charts if chart is not None]
 
 
@@ -37,6 +41,23 @@ def term_names(kind: type[StrEnum], found: Iterable[str]) -> list[str]:
 
 def readable(term: str) -> str:
     return term.replace("_", " ")
+
+
+def draw_sources(folder: RunFolder) -> Chart | None:
+    """Predicted, dry run and measured, a bar each; nothing where there is no second one to compare with."""
+    memory = table(folder.ledger, "memory")
+    terms, total = table(memory, "terms"), table(memory, "total")
+    sources = [source for source in SOURCES if number(total.get(source)) is not None]
+    if len(sources) < 2:
+        return None
+    names = term_names(MemoryTerm, (term for term in terms if term != OUTSIDE))
+    sizes = {term: [number(table(terms, term).get(source)) or 0.0 for source in sources] for term in names}
+    sizes = {term: values for term, values in sizes.items() if any(values)}
+    unit, scale = _byte_unit(max(number(total.get(source)) or 0.0 for source in sources))
+    figure = _stack_figure([readable(name) for name in sources], sizes, title=unit, scale=scale, show=format_bytes)
+    told = [f"{readable(source)} {format_bytes(number(total.get(source)) or 0.0)}" for source in sources]
+    caption = f"The worst moment of a step: {', '.join(told)}."
+    return Chart(key="sources", title="Memory by term", caption=caption, figure=figure, legend=_legend(list(sizes)))
 
 
 def draw_memory(folder: RunFolder) -> Chart | None:
@@ -63,12 +84,20 @@ def draw_time(folder: RunFolder) -> Chart | None:
     if not sources:
         return None
     names = term_names(TimeTerm, terms)
-    seconds = {name: [number(terms[name].get(source)) or 0.0 for source in sources] for name in names}
+    seconds = {name: [_seconds(terms, name, source) for source in sources] for name in names}
+    names = [name for name in names if any(seconds[name])] or names
+    seconds = {name: seconds[name] for name in names}
     figure = _stack_figure(sources, seconds, title="seconds a step", scale=1, show=format_seconds)
     step_s = number(time.get("step_s"))
     median = f"Median step {format_seconds(step_s)}. " if step_s else ""
     caption = f"{median}The largest part is {readable(max(names, key=lambda name: seconds[name][0]))}."
     return Chart(key="time", title="Time of a step", caption=caption, figure=figure, legend=_legend(names))
+
+
+def _seconds(terms: Mapping[str, dict[str, Any]], name: str, source: str) -> float:
+    """A term's seconds; a sum whose parts are known by themselves counts nothing."""
+    has_parts = number(terms.get(TimeTerm.FORWARD, {}).get(source)) is not None
+    return 0.0 if name == TimeTerm.FORWARD_BACKWARD and has_parts else number(terms[name].get(source)) or 0.0
 
 
 def _stack_figure(
@@ -113,7 +142,8 @@ def _legend(terms: Sequence[str]) -> tuple[Entry, ...]:
 
 
 def _peak(rank: dict[str, Any]) -> float:
-    return number(rank.get("peak_bytes")) or sum(number(size) or 0.0 for size in table(rank, "terms").values())
+    told = number(rank.get("step_peak_bytes")) or number(rank.get("peak_bytes"))
+    return told or sum(number(size) or 0.0 for size in table(rank, "terms").values())
 
 
 def _byte_unit(num_bytes: float) -> tuple[str, int]:

@@ -103,13 +103,14 @@ def _main(facts: Facts, folder: RunFolder) -> Markup:
     curves, bars = draw_curves(folder), draw_bars(folder)
     steps = folder.metrics.steps
     curves_body = _charts(curves) if curves else tables.absent("No step was recorded, so there is no curve to draw.")
-    terms = tag("div", tables.memory_terms(folder), tables.time_terms(folder), tables.traffic(folder), class_="columns")
+    by_term = (tables.memory_terms(folder), tables.time_terms(folder), tables.traffic(folder))
+    terms = tag("div", *by_term, tables.collectives(folder), class_="columns")
     costs = _charts(bars) if bars else tables.absent("No memory or time terms were recorded.")
     return join(
         [
             tag("div", *_tiles(facts), class_="tiles"),
             section(curves_body, tables.sampled_steps(steps), key="curves", title="Curves"),
-            section(costs, terms, key="costs", title="Memory and time"),
+            section(tables.remarks(folder), costs, terms, key="costs", title="Memory, traffic and time"),
             section(tables.dtypes(folder), key="precision", title="Precision"),
             section(coverage(folder), key="coverage", title="Coverage"),
             section(tables.checkpoints(folder), key="checkpoints", title="Checkpoints"),

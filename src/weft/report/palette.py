@@ -21,9 +21,13 @@ PALETTE: dict[str, tuple[str, str]] = {  # name: (light, dark)
     "purple": ("#7b52c0", "#b99cf4"),
     "slate": ("#97a0b0", "#66717f"),
     "rose": ("#bc3f7d", "#ee8dba"),
+    "gold": ("#9a7a0a", "#e0c25c"),
+    "sky": ("#2a86ad", "#8accec"),
+    "moss": ("#5d7f1d", "#a7ca68"),
+    "brick": ("#8a4b3c", "#d29a8a"),
 }
 
-SERIES = ("blue", "orange", "teal", "purple", "slate", "rose")
+SERIES = ("blue", "orange", "teal", "purple", "slate", "rose", "gold", "sky", "moss", "brick")
 
 
 def light(name: str) -> str:
@@ -31,7 +35,7 @@ def light(name: str) -> str:
 
 
 def series_colour(index: int) -> str:
-    """The name of the colour of the series at `index`; a seventh series begins again."""
+    """The name of the colour of the series at `index`; an eleventh series begins again."""
     return SERIES[index % len(SERIES)]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from weft.core.records import StepRecord
 from weft.core.terms import MemoryTerm, TimeTerm
 from weft.core.units import format_bytes, format_count, format_seconds
-from weft.report.bars import readable, term_names
+from weft.report.bars import SOURCES, readable, term_names
 from weft.report.folder import RunFolder, number, rows, table
 from weft.report.markup import ABSENT, NOTHING, Markup, chip, fold, grid, join, tag, text
 
@@ -20,29 +20,69 @@ NUM_SAMPLED_STEPS = 16
 
 
 def memory_terms(folder: RunFolder) -> Markup:
-    return _terms(table(folder.ledger, "memory", "terms"), MemoryTerm, caption="Memory by term", show=format_bytes)
+    memory = table(folder.ledger, "memory")
+    return _terms(
+        table(memory, "terms"),
+        MemoryTerm,
+        caption="Memory by term",
+        show=format_bytes,
+        total=("in the allocator", table(memory, "total")),
+    )
 
 
 def time_terms(folder: RunFolder) -> Markup:
+    time = table(folder.ledger, "time")
     return _terms(
-        table(folder.ledger, "time", "terms"), TimeTerm, caption="Time of a step by term", show=format_seconds
+        table(time, "terms"),
+        TimeTerm,
+        caption="Time of a step by term",
+        show=format_seconds,
+        total=("step, median", table(time, "step")),
     )
 
 
 def traffic(folder: RunFolder) -> Markup:
+    """Bytes a step, by axis, with what was predicted beside them."""
+    found = rows(folder.ledger, "traffic")
+    sources = _sources(found)
+    if not sources:
+        return NOTHING
+    named = ("axis", "collective", "phase")
     lines = [
         [
-            text(row.get("axis", "?")),
-            text(row.get("collective", "?")),
-            text(row.get("phase", "?")),
-            _shown(row, "bytes"),
+            *(text(row.get(key, "?")) for key in named),
+            _shown(row, "count", "{:,.0f}".format),
+            *(_shown(row, source) for source in sources),
+            _error(row),
         ]
-        for row in rows(folder.ledger, "traffic")
+        for row in found
     ]
-    if not lines:
+    columns = (*named, "count", *(readable(source) for source in sources), "error")
+    return grid(lines, columns=columns, caption="Bytes one rank sends in a step", numeric=range(3, len(columns)))
+
+
+def collectives(folder: RunFolder) -> Markup:
+    found = rows(table(folder.ledger, "time"), "collectives")
+    if not found:
         return NOTHING
-    columns = ("axis", "collective", "phase", "bytes a step")
-    return grid(lines, columns=columns, caption="Traffic of one rank", numeric=(3,))
+    lines = [
+        [text(row.get("axis", "?")), text(row.get("collective", "?")), _shown(row, "measured", format_seconds)]
+        for row in found
+    ]
+    caption = "From issue to completion, overlapped or not"
+    return grid(lines, columns=("axis", "collective", "a step"), caption=caption, numeric=(2,))
+
+
+def remarks(folder: RunFolder) -> Markup:
+    """What the ledger has to say about itself: predictions that were off, columns that are empty."""
+    warned = [tag("li", text(f"✗ Prediction off: {line}."), class_="bad") for line in _texts(folder, "warnings")]
+    noted = [tag("li", text(line)) for line in _texts(folder, "remarks")]
+    return tag("ul", *warned, *noted) if warned or noted else NOTHING
+
+
+def _texts(folder: RunFolder, key: str) -> list[str]:
+    found = folder.ledger.get(key)
+    return [line for line in found if isinstance(line, str)] if isinstance(found, list) else []
 
 
 def dtypes(folder: RunFolder) -> Markup:
@@ -94,21 +134,36 @@ def absent(sentence: str) -> Markup:
     return tag("p", text(sentence), class_="absent")
 
 
-def _terms(terms: dict[str, Any], kind: type[StrEnum], *, caption: str, show: Callable[[float], str]) -> Markup:
-    """Predicted, dry run and measured side by side; a column nobody filled is left out."""
-    sources = [
-        source
-        for source in ("predicted", "dry_run", "measured")
-        if any(number(table(terms, term).get(source)) is not None for term in terms)
-    ]
+def _terms(
+    terms: dict[str, Any],
+    kind: type[StrEnum],
+    *,
+    caption: str,
+    show: Callable[[float], str],
+    total: tuple[str, dict[str, Any]],
+) -> Markup:
+    """Predicted, dry run, measured and the error side by side; a column nobody filled is left out."""
+    named = [(readable(term), table(terms, term)) for term in term_names(kind, terms)]
+    sources = _sources([row for _, row in named])
     if not sources:
         return NOTHING
+    has_errors = any(number(row.get("error")) is not None for _, row in named)
     lines = [
-        [text(readable(term)), *(_shown(table(terms, term), source, show) for source in sources)]
-        for term in term_names(kind, terms)
+        [text(name), *(_shown(row, source, show) for source in sources), *([_error(row)] if has_errors else [])]
+        for name, row in (*named, *([total] if total[1] else []))
     ]
-    columns = ("term", *(readable(source) for source in sources))
+    columns = ("term", *(readable(source) for source in sources), *(["error"] if has_errors else []))
     return grid(lines, columns=columns, caption=caption, numeric=range(1, len(columns)))
+
+
+def _sources(found: Sequence[dict[str, Any]]) -> list[str]:
+    return [source for source in SOURCES if any(number(row.get(source)) is not None for row in found)]
+
+
+def _error(row: dict[str, Any]) -> Markup:
+    """Measured against predicted."""
+    value = number(row.get("error"))
+    return text("–") if value is None else text(f"{value:+.1%}")
 
 
 def _shown(row: dict[str, Any], key: str, show: Callable[[float], str] = format_bytes) -> Markup:

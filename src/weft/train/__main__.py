@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from weft.core.quiet import quiet_libraries
 from weft.train.job import Job
-from weft.train.quiet import quiet_libraries
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from weft.models.initial import InitialWeights, WeightSource
 from weft.models.layout import describe
 from weft.models.pretrained import PretrainedWeights
 from weft.train.isolation import require_isolation
+from weft.train.out_of_memory import Scene
 from weft.train.process import Process, phase
 
 
@@ -38,13 +39,17 @@ class Workbench:
     notes: tuple[str, ...]
 
 
-def build_workbench(run: RunSpec, plan: Plan, process: Process, *, device: torch.device) -> Workbench:
-    """The engine and the loaders of `run` under `plan`, on every rank."""
+def build_workbench(
+    run: RunSpec, plan: Plan, process: Process, *, device: torch.device, scene: Scene | None = None
+) -> Workbench:
+    """The engine and the loaders of `run` under `plan`, on every rank; `scene` hears what comes to be."""
     require_divisible(run.train.global_batch, plan)
     with phase("opening the data"):
         corpus = open_corpus(run.data, is_builder=process.local_rank == 0, wait=_barrier)
     with phase("building the model"):
         config = build_config(run.model, vocab_size=corpus.vocab_size, end_of_document=corpus.end_of_document)
+        if scene is not None:
+            scene.config = config
         skeleton = build_skeleton(config, attention=run.model.attention)
         require_isolation(run.data, skeleton)
         weights, weight_notes = weight_source(run, config, device=device)
@@ -58,6 +63,8 @@ def build_workbench(run: RunSpec, plan: Plan, process: Process, *, device: torch
             weights=weights,
             device=device,
         )
+    if scene is not None:
+        scene.engine = engine
     training, evaluation = _loaders(run, engine, corpus)
     by_rule = getattr(weights, "by_rule", [])
     if by_rule:

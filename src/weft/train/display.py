@@ -14,6 +14,7 @@ from rich.table import Table
 
 from weft.core.records import DtypeRecord, StepRecord
 from weft.core.units import format_bytes, format_count, format_seconds
+from weft.train.cost_table import cost_table
 
 
 class Display:
@@ -76,6 +77,12 @@ class Display:
             f"{run['status']} at step {run['steps']}: {loss}; {rate}, peak {format_bytes(memory['peak_bytes'])} a rank,"
             f" {format_seconds(run['elapsed_s'])}"
         )
+
+    def costs(self, ledger: dict[str, Any]) -> None:
+        """Predicted, dry run and measured beside each other, and why a column is empty."""
+        self.console.print(cost_table(ledger))
+        for remark in ledger.get("remarks", []):
+            self.line(f"note: {remark}")
 
 
 def step_figures(record: StepRecord) -> str:

@@ -61,6 +61,8 @@ class FailureRecord:
         error = error_from_dict(self.error_fields)
         if self.world_size == 1:
             return error
+        if isinstance(error, MemoryLimitError) and self.phase in error.message:  # it says where by itself
+            return type(error)(f"rank {self.rank} ran {error.message}", hint=error.hint)
         return type(error)(f"rank {self.rank} failed in {self.phase}: {error.message}", hint=error.hint)
 
     def to_json(self) -> str:
@@ -79,7 +81,7 @@ def record_failure(error: Exception, *, process: Process) -> FailureRecord:
     return FailureRecord(
         rank=process.rank,
         world_size=process.world_size,
-        phase=getattr(error, _PHASE_ATTRIBUTE, "start"),
+        phase=phase_of(error),
         time=time.time(),
         secondary=is_secondary(error),
         traceback="".join(traceback.format_exception(error)),
@@ -95,8 +97,17 @@ def phase(name: str) -> Iterator[None]:
     except Exception as error:
         # On the exception and not in a global, so that a caught error leaves no stale phase behind.
         if not hasattr(error, _PHASE_ATTRIBUTE):
-            setattr(error, _PHASE_ATTRIBUTE, name)
+            set_phase(error, name)
         raise
+
+
+def set_phase(error: Exception, name: str) -> None:
+    setattr(error, _PHASE_ATTRIBUTE, name)
+
+
+def phase_of(error: Exception) -> str:
+    """What the rank was doing when this was raised."""
+    return str(getattr(error, _PHASE_ATTRIBUTE, "start"))
 
 
 def as_weft_error(error: Exception) -> WeftError:
@@ -105,7 +116,7 @@ def as_weft_error(error: Exception) -> WeftError:
         return error
     lines = str(error).strip().splitlines()
     first_line = lines[0] if lines else "(no message)"
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return MemoryLimitError(first_line, hint="use a smaller micro-batch, recompute activations, or more ranks")
     return RankError(f"{type(error).__name__}: {first_line}", hint=f"set {DEBUG_VARIABLE}=1 to see the stack trace")
 
@@ -149,7 +160,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or link.__context__
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """A GPU's allocator, the CPU's, or Python itself had no more."""
     import torch
 
     is_cpu_allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

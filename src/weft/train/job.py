@@ -26,6 +26,7 @@ class Job:
     resume: bool = False
     device: DeviceChoice = "auto"
     quiet: bool = False  # say nothing on the way, draw no report
+    dry_run_follows: bool = False  # who started the run adds the dry run's column, and draws the report then
 
     @staticmethod
     def create(
@@ -61,6 +62,7 @@ class Job:
                 "resume": self.resume,
                 "device": self.device,
                 "quiet": self.quiet,
+                "dry_run_follows": self.dry_run_follows,
             }
         )
 
@@ -74,6 +76,7 @@ class Job:
             resume=fields["resume"],
             device=fields["device"],
             quiet=fields["quiet"],
+            dry_run_follows=fields.get("dry_run_follows", False),
         )
 
 

@@ -1,7 +1,7 @@
-"""ledger.json: what the run was and what it cost, by the terms of core.terms. Predictions join later in the same rows.
+"""ledger.json: what the run was and what it cost, by the terms of core.terms: predicted | dry run | measured | error.
 
-Memory terms are counted on the live tensors; `other` is what is left of the measured peak (activations, gathered
-parameters, temporaries, and on a CPU the process itself).
+Measured memory is that of the step's worst moment on the fullest rank (measuring.py). Where nothing was measured, terms
+are counted on the live tensors and `other` is what is left of the peak. The dry run joins later, from the command line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from weft.core.terms import MemoryTerm, TimeTerm
 from weft.engine.engine import Engine
 from weft.engine.lowbit import quantised_parts
 from weft.engine.ownership import local
+from weft.train.costs import collective_rows, memory_rows, row, time_rows, total_row, traffic_rows
+from weft.train.measuring import Measured
+from weft.train.predicted import Prediction
 
+_RESIDENT = (MemoryTerm.WEIGHTS, MemoryTerm.OPTIMIZER_STATE)
 _COUNTED = (MemoryTerm.WEIGHTS, MemoryTerm.GRADIENTS, MemoryTerm.OPTIMIZER_STATE, MemoryTerm.BUFFERS)
 
 
@@ -47,20 +51,39 @@ def memory_terms(engine: Engine) -> dict[MemoryTerm, int]:
     return {**counted, MemoryTerm.OTHER: max(0, rest)}
 
 
-def gather_memory(engine: Engine) -> list[dict[str, Any]]:
+def measured_terms(measured: Measured) -> dict[str, int] | None:
+    """The terms at the peak. What a GPU's allocator had beyond the tensors is kernels' own: workspaces."""
+    if measured.peak is None:
+        return None
+    hidden_bytes = max(0, measured.allocated_bytes - measured.peak.peak_bytes)
+    temporaries = measured.peak.terms.get(MemoryTerm.TEMPORARIES, 0) + hidden_bytes
+    return {**measured.peak.terms, **({str(MemoryTerm.TEMPORARIES): temporaries} if temporaries else {})}
+
+
+def gather_memory(engine: Engine, measured: Measured | None = None) -> list[dict[str, Any]]:
     """Every rank's memory row, on every rank; collective."""
-    terms = memory_terms(engine)
-    row = torch.tensor([peak_memory_bytes(engine.device), *terms.values()], dtype=torch.int64, device=engine.device)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row)
-    return [
-        {
-            "rank": rank,
-            "peak_bytes": int(values[0]),
-            "terms": dict(zip(map(str, terms), values[1:].tolist(), strict=True)),
-        }
-        for rank, values in enumerate(rows)
+    terms = measured_terms(measured) if measured else None
+    found = terms if terms is not None else {str(term): size for term, size in memory_terms(engine).items()}
+    is_cuda = engine.device.type == "cuda"
+    values = [
+        peak_memory_bytes(engine.device),
+        torch.cuda.max_memory_reserved(engine.device) if is_cuda else 0,
+        measured.before_bytes if measured else 0,
+        int(terms is not None),
+        *(found.get(term, -1) for term in MemoryTerm),
     ]
+    own = torch.tensor(values, dtype=torch.int64, device=engine.device)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    return [_rank_row(rank, gathered.tolist()) for rank, gathered in enumerate(rows)]
+
+
+def _rank_row(rank: int, values: list[int]) -> dict[str, Any]:
+    peak_bytes, reserved_bytes, before_bytes, is_measured, *sizes = values
+    terms = {str(term): size for term, size in zip(MemoryTerm, sizes, strict=True) if size >= 0}
+    gpu = {"reserved_bytes": reserved_bytes, "before_steps_bytes": before_bytes} if reserved_bytes else {}
+    step = {"step_peak_bytes": sum(terms.values())} if is_measured else {}
+    return {"rank": rank, "peak_bytes": peak_bytes, **step, **gpu, "terms": terms}
 
 
 def build_ledger(
@@ -73,8 +96,12 @@ def build_ledger(
     metrics: Sequence[StepRecord],
     seconds_per_step: dict[TimeTerm, float],
     checkpoints: list[dict[str, Any]],
+    measured: Measured | None = None,
+    prediction: Prediction | None = None,
+    remarks: Sequence[str] = (),
+    warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The whole ledger, as JSON."""
+    """The whole ledger, as JSON. `measured` is this rank's; `remarks` say why a column is empty."""
     parameters = list(engine.model.parameters())
     first, last = (metrics[0], metrics[-1]) if metrics else (None, None)
     evaluated = [record.eval_loss for record in metrics if record.eval_loss is not None]
@@ -99,22 +126,60 @@ def build_ledger(
             "units": list(engine.layout.units),
             "notes": list(notes),
         },
-        "memory": {
-            "peak_bytes": max(row["peak_bytes"] for row in memory_ranks),
-            "ranks": memory_ranks,
-            "terms": {
-                str(term): _row(max(rank["terms"][str(term)] for rank in memory_ranks))
-                for term in (*_COUNTED, MemoryTerm.OTHER)
-            },
-        },
-        "traffic": [],
-        "time": {
-            "step_s": _median([record.step_s for record in metrics[1:]]),
-            "terms": {str(term): _row(value) for term, value in seconds_per_step.items()},
-        },
+        "memory": _memory(memory_ranks, prediction, measured),
+        "traffic": traffic_rows(prediction, measured),
+        "time": _time(metrics, seconds_per_step, prediction, measured),
+        "flops": measured.flops if measured else None,
+        "prediction": {"device": prediction.device, "fits": prediction.estimate.fits} if prediction else None,
+        "remarks": [*remarks, *(prediction.notes if prediction else ())],
+        "warnings": list(warnings),
         "dtypes": [asdict(record) for record in engine.dtypes()],
         "coverage": [asdict(record) for record in engine.coverage()],
         "checkpoints": checkpoints,
+    }
+
+
+def _memory(ranks: list[dict[str, Any]], prediction: Prediction | None, measured: Measured | None) -> dict[str, Any]:
+    stepped = [rank for rank in ranks if "step_peak_bytes" in rank]
+    fullest = max(stepped, key=lambda rank: rank["step_peak_bytes"], default=None)
+    terms = memory_rows(prediction, fullest["terms"]) if fullest is not None else _counted_rows(ranks, prediction)
+    inside = terms if fullest is not None else memory_rows(prediction, None)
+    return {
+        "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
+        "ranks": ranks,
+        "terms": terms,
+        "total": total_row(inside),
+        "peak_at": {
+            "predicted": prediction.estimate.peak_at if prediction else None,
+            "measured": measured.peak.as_dict()["peak_at"] if measured and measured.peak else None,
+        },
+        "largest": measured.peak.as_dict()["largest"] if measured and measured.peak else [],
+    }
+
+
+def _counted_rows(ranks: list[dict[str, Any]], prediction: Prediction | None) -> dict[str, Any]:
+    """What lives between steps: only what is there at the peak as well has a prediction beside it."""
+    predicted = memory_rows(prediction, None)
+    rows = dict(predicted)
+    for term in (*_COUNTED, MemoryTerm.OTHER):
+        expected = predicted.get(term) if term in _RESIDENT else None
+        measured = max(rank["terms"][term] for rank in ranks)
+        rows[str(term)] = row(predicted=expected["predicted"] if expected else None, measured=measured)
+    return rows
+
+
+def _time(
+    metrics: Sequence[StepRecord],
+    seconds_per_step: dict[TimeTerm, float],
+    prediction: Prediction | None,
+    measured: Measured | None,
+) -> dict[str, Any]:
+    step_s = _median([record.step_s for record in metrics[1:]])
+    return {
+        "step_s": step_s,
+        "step": row(predicted=prediction.estimate.step_s if prediction else None, measured=step_s or None),
+        "terms": time_rows(prediction, seconds_per_step),
+        "collectives": collective_rows(measured),
     }
 
 
@@ -140,10 +205,6 @@ def _bytes(tensor: torch.Tensor) -> int:
     if parts is not None:
         return parts.codes.nbytes + parts.scales.nbytes
     return local(tensor).nbytes
-
-
-def _row(measured: float) -> dict[str, float | None]:
-    return {"predicted": None, "dry_run": None, "measured": measured}
 
 
 def _median(values: list[float]) -> float:

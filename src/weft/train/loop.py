@@ -23,9 +23,12 @@ from weft.engine.engine import PendingStep
 from weft.train.build import Workbench
 from weft.train.display import Display
 from weft.train.ledger import peak_memory_bytes
+from weft.train.measuring import Measuring
 from weft.train.metrics import MetricsWriter
 from weft.train.process import StopFlag, phase
 from weft.train.rate import learning_rate_at
+
+STEP_TERMS = (TimeTerm.FORWARD, TimeTerm.BACKWARD, TimeTerm.FORWARD_BACKWARD, TimeTerm.OPTIMIZER)
 
 
 @dataclass
@@ -35,7 +38,13 @@ class LoopOutcome:
     status: str = "finished"
     steps: int = 0
     seconds: dict[TimeTerm, float] = field(default_factory=lambda: dict.fromkeys(TimeTerm, 0.0))
+    timed_steps: int = 0  # whose forward, backward and optimizer are in `seconds`
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
+
+    def seconds_per_step(self) -> dict[TimeTerm, float]:
+        """Means: of the step's own parts over the timed steps, of the rest over all."""
+        timed, steps = max(1, self.timed_steps), max(1, self.steps)
+        return {term: value / (timed if term in STEP_TERMS else steps) for term, value in self.seconds.items()}
 
 
 class TrainingLoop:
@@ -50,6 +59,7 @@ class TrainingLoop:
         metrics: MetricsWriter,
         display: Display,
         stop: StopFlag,
+        measuring: Measuring | None = None,
         samples: int = 0,
     ) -> None:
         self.run_spec = run
@@ -59,14 +69,22 @@ class TrainingLoop:
         self.metrics = metrics
         self.display = display
         self.stop = stop
+        self.measuring = measuring or Measuring(bench.engine, is_on=False)
         self.samples = samples  # of the global data order, consumed so far
         self.outcome = LoopOutcome()
         # A GPU runs ahead while the previous step's numbers travel; on a CPU there is nothing to run ahead of.
         self._resolve_late = self.engine.device.type == "cuda"
         self._last_saved = self.engine.steps_done
         self._clock_s = time.perf_counter()
+        self._last_measured = 0
 
     def run(self) -> LoopOutcome:
+        try:
+            return self._run()
+        finally:
+            self.measuring.finish()
+
+    def _run(self) -> LoopOutcome:
         pending: PendingStep | None = None
         stopping = False
         self._clock_s = time.perf_counter()
@@ -91,7 +109,9 @@ class TrainingLoop:
         with self._timed(TimeTerm.DATA), phase(f"reading the batch of step {step}"):
             batch = self.bench.training.batch(self.samples)
         rate = learning_rate_at(self.run_spec.train, step)
-        with phase(f"step {step}"):
+        if self.measuring.is_active:
+            self._last_measured = step
+        with phase(f"step {step}"), self.measuring.step():
             pending = self.engine.step_nowait(batch, learning_rate=rate, vote_stop=self.stop.requested)
         self.samples += self.run_spec.train.global_batch
         return pending
@@ -107,9 +127,7 @@ class TrainingLoop:
             tokens_per_s=record.tokens / seconds,
             peak_memory_bytes=peak_memory_bytes(self.engine.device),
         )
-        forward_backward_s, update_s = pending.timer.seconds()
-        self.outcome.seconds[TimeTerm.FORWARD_BACKWARD] += forward_backward_s
-        self.outcome.seconds[TimeTerm.OPTIMIZER] += update_s
+        self._count_seconds(pending)
         self.outcome.steps += 1
         self._require_finite(record)
         if self._is_evaluation(record.step) and not wants_stop:
@@ -119,6 +137,17 @@ class TrainingLoop:
         if self.outcome.steps == 1:
             self.display.dtypes(self.engine.dtypes())
         return wants_stop
+
+    def _count_seconds(self, pending: PendingStep) -> None:
+        """Measured steps are slower: their seconds count only until there are others."""
+        if pending.step == self._last_measured + 1:
+            self.outcome.timed_steps = 0
+            self.outcome.seconds.update(dict.fromkeys(STEP_TERMS, 0.0))
+        found = pending.timer.seconds()
+        found[TimeTerm.FORWARD_BACKWARD] = found.get(TimeTerm.FORWARD, 0.0) + found.get(TimeTerm.BACKWARD, 0.0)
+        for term, seconds in found.items():
+            self.outcome.seconds[term] += seconds
+        self.outcome.timed_steps += 1
 
     def _pause(self, *, stopping: bool) -> None:
         """What happens between steps: finished saves are looked at, due ones begun."""

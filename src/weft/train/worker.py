@@ -19,12 +19,15 @@ from weft.core.errors import DeviceError
 from weft.core.plan import Plan, require_executable
 from weft.engine.engine import Engine
 from weft.report import write_report
+from weft.train.account import Account
 from weft.train.build import Workbench, build_workbench
+from weft.train.costs import with_dry_run
 from weft.train.display import Display
 from weft.train.job import DeviceChoice, Job
 from weft.train.ledger import build_ledger, gather_memory
 from weft.train.loop import LoopOutcome, TrainingLoop
 from weft.train.metrics import MetricsWriter
+from weft.train.out_of_memory import Scene, explained
 from weft.train.process import Process, StopFlag, join, leave, phase
 from weft.train.rank_environment import read_local_size
 from weft.train.run_folder import RunFolder, require_free
@@ -69,7 +72,9 @@ def _train(
         folder.create(job.run, plan)
     is_speaking = process.is_main and not job.quiet
     display = Display(is_speaking=is_speaking, total_steps=job.run.train.steps, every=job.run.logging.every)
-    bench = build_workbench(job.run, plan, process, device=device)
+    scene = Scene(run=job.run, plan=plan, device=device, local_ranks=read_local_size(os.environ))
+    with explained(scene):
+        bench = build_workbench(job.run, plan, process, device=device, scene=scene)
     if process.is_main:
         bench.model_config.save_pretrained(str(folder.model_path))
     store = CheckpointStore(
@@ -84,11 +89,23 @@ def _train(
         folder, is_writing=process.is_main, tensorboard=job.run.logging.tensorboard, earlier=earlier
     )
     _introduce(display, bench, plan, process)
-    loop = TrainingLoop(job.run, bench, store, metrics=metrics, display=display, stop=stop, samples=samples)
+    account = Account(job.run, bench, plan, display=display, is_main=process.is_main)
+    scene.measuring = account.measuring
+    loop = TrainingLoop(
+        job.run,
+        bench,
+        store,
+        metrics=metrics,
+        display=display,
+        stop=stop,
+        measuring=account.measuring,
+        samples=samples,
+    )
     started = datetime.now(UTC).isoformat(timespec="seconds")
     display.start(done=bench.engine.steps_done)
     try:
-        outcome = loop.run()
+        with explained(scene):
+            outcome = loop.run()
     finally:
         display.stop()
         metrics.close()
@@ -99,7 +116,7 @@ def _train(
         "steps": bench.engine.steps_done,
         "resumed_from": resumed_from,
     }
-    return _close(job, bench, outcome, metrics, folder, display, process, facts)
+    return _close(job, bench, account, outcome, metrics, folder, display, process, facts)
 
 
 def _agree_on_folder(job: Job, process: Process, *, device: torch.device) -> Path:
@@ -142,6 +159,7 @@ def _introduce(display: Display, bench: Workbench, plan: Plan, process: Process)
 def _close(
     job: Job,
     bench: Workbench,
+    account: Account,
     outcome: LoopOutcome,
     metrics: MetricsWriter,
     folder: RunFolder,
@@ -150,7 +168,7 @@ def _close(
     facts: dict[str, Any],
 ) -> dict[str, Any]:
     with phase("writing the report"):
-        ranks = gather_memory(bench.engine)
+        ranks = gather_memory(bench.engine, account.measuring.found)
         ledger = build_ledger(
             bench.engine,
             run_facts=facts,
@@ -158,15 +176,33 @@ def _close(
             notes=bench.notes,
             memory_ranks=ranks,
             metrics=metrics.records,
-            seconds_per_step={term: value / max(1, outcome.steps) for term, value in outcome.seconds.items()},
+            seconds_per_step=outcome.seconds_per_step(),
             checkpoints=outcome.checkpoints,
+            **account.columns(),
         )
         if process.is_main:
             folder.write_ledger(ledger)
         if process.is_main and not job.quiet:
             display.summary(ledger)
-            _draw_report(folder, display)
+            if not job.dry_run_follows:  # else the table waits for its column
+                display.costs(ledger)
+                _draw_report(folder, display)
     return ledger
+
+
+def join_dry_run(folder: RunFolder, *, dry: dict[str, Any] | None, remark: str, is_speaking: bool) -> None:
+    """The dry run's column into a finished run's ledger, or why there is none; then the table and the page."""
+    display = Display(is_speaking=is_speaking, total_steps=0, every=1)
+    ledger = folder.read_ledger()
+    if not ledger:
+        return
+    if dry is not None:
+        ledger = with_dry_run(ledger, dry)
+    if remark:
+        ledger["remarks"] = [*ledger.get("remarks", []), remark]
+    folder.write_ledger(ledger)
+    display.costs(ledger)
+    _draw_report(folder, display)
 
 
 def _draw_report(folder: RunFolder, display: Display) -> None:

@@ -1,6 +1,6 @@
 """`python -m weft.verify request.json`: one launched rank of a verification."""
 
-from weft.train.quiet import quiet_libraries
+from weft.core.quiet import quiet_libraries
 
 quiet_libraries()  # before anything imports the libraries that chat while being imported
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.core.model_shape import ModelShape
 
-__all__ = ["from_path", "named", "names", "shape_from_type", "shape_of"]
+__all__ = ["config_named", "from_path", "named", "names", "shape_from_type", "shape_of"]
 
 
 def shape_of(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
@@ -40,6 +40,13 @@ def named(name: str) -> ModelShape:
     from weft.zoo import catalogue
 
     return catalogue.named(name)
+
+
+def config_named(name: str) -> tuple[str, dict[str, Any]]:
+    """The type and the config of a well-known model, as [model] of run.toml has them."""
+    from weft.zoo import catalogue
+
+    return catalogue.config_named(name)
 
 
 def names() -> list[str]:

@@ -27,6 +27,12 @@ def named(name: str) -> ModelShape:
     return shape_from_type(str(entry["type"]), _config(entry), name=key)
 
 
+def config_named(name: str) -> tuple[str, dict[str, Any]]:
+    """(model type, config values) of a well-known model, its vocabulary always among them."""
+    key, entry = _entry(name)
+    return str(entry["type"]), {"vocab_size": named(key).vocab_size, **_config(entry)}
+
+
 def names() -> list[str]:
     return sorted(name for file in _files() for name in _load(file))
 

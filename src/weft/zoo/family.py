@@ -183,8 +183,9 @@ def _outside(family: Family, config: Config) -> tuple[ExtraShape, ...]:
     found = [ExtraShape(name=key, num_parameters=config.sized(size)) for key, size in family.outside]
     rows = config.sized(family.positions)
     if rows:
-        found.append(ExtraShape(name="positions", num_parameters=rows * config.hidden))
+        found.append(ExtraShape(name="positions", num_parameters=rows * config.hidden, row_size=config.hidden))
     if family.final_norm:
         norm = (family.final or family.norm).shape(config, family.final_norm, "hidden_size")
-        found.append(ExtraShape(name=family.final_norm, num_parameters=norm.num_parameters))
+        tensors = max(1, norm.num_parameters // norm.size)
+        found.append(ExtraShape(name=family.final_norm, num_parameters=norm.num_parameters, num_tensors=tensors))
     return tuple(extra for extra in found if extra.num_parameters)

@@ -12,6 +12,10 @@ from tolerances import SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL
 
 STEPS = 20
 MICROBATCHES = (1, 4)
+RECOMPUTED = {
+    2: {"DDP x2": "full", "ZeRO-2 x2": "selective", "ZeRO-3 x2": "full"},
+    4: {"HSDP 2x2": "selective"},
+}
 
 
 def plans_for(world: int) -> dict[str, dict[str, Any]]:
@@ -26,11 +30,15 @@ def plans_for(world: int) -> dict[str, dict[str, Any]]:
         layouts["DDP x2"] = {"mesh": {"dp_replicate": 2}}
     if world == 4:
         layouts["HSDP 2x2"] = {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "data_parallel": {"zero": 3}}
-    return {
+    found = {
         f"{name}, {count} micro-batches": {**tables, "pipeline": {"microbatches": count}}
         for name, tables in layouts.items()
         for count in MICROBATCHES
     }
+    for name, policy in RECOMPUTED.get(world, {}).items():
+        plain = found[f"{name}, 4 micro-batches"]
+        found[f"{name}, {policy} recompute"] = {**plain, "activations": {"policy": policy}}
+    return found
 
 
 def curves(rank: int, world: int, family: str) -> dict[str, list[tuple[float, float]]]:

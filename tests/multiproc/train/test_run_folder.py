@@ -104,7 +104,9 @@ def test_the_ledger_tells_run_memory_time_and_checkpoints(
     facts = ledger["run"]
     assert (facts["status"], facts["steps"], facts["num_ranks"], facts["resumed_from"]) == ("finished", 6, 1, None)
     assert facts["final_loss"] == metrics(command[0])[-1]["loss"]
-    assert ledger["memory"]["terms"]["weights"]["measured"] == 4 * ledger["model"]["parameters"]
+    weights = ledger["memory"]["terms"]["weights"]
+    assert weights["predicted"] == 4 * ledger["model"]["parameters"]
+    assert 0 <= weights["measured"] - weights["predicted"] < 512 * len(ledger["coverage"])  # tensors are rounded up
     assert {"forward_backward", "optimizer", "checkpoint", "data"} <= ledger["time"]["terms"].keys()
     assert [entry["step"] for entry in ledger["checkpoints"]] == [3, 6]
     assert ledger["dtypes"]

@@ -27,6 +27,7 @@ import weft.engine.dp.sharded
 import weft.engine.engine
 import weft.engine.objective
 import weft.engine.optim
+import weft.engine.recompute
 import weft.models.initial
 import weft.train.export
 import weft.train.loop
@@ -37,6 +38,8 @@ from weft.engine.dp.sharded import STAGES, Sharded
 from weft.engine.engine import Engine
 from weft.engine.objective import CausalLanguageModel
 from weft.engine.ownership import local
+from weft.engine.precision import _CastUnit
+from weft.engine.randomness import _RowDropout
 from weft.train.loop import TrainingLoop
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -378,6 +381,55 @@ def evaluation_averaged_over_ranks() -> Any:
         return evaluate
 
     return replaced(Engine, "evaluate", make)
+
+
+def is_recomputing() -> bool:
+    """A forward inside a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def masks_drawn_anew_when_recomputed() -> Any:
+    def make(original: Any) -> Any:
+        return lambda *args, **options: original(*args, preserve_rng_state=False, **options)
+
+    return replaced(weft.engine.recompute, "checkpoint", make)
+
+
+def masks_of_the_first_rows_when_recomputed() -> Any:
+    def make(original: Any) -> Any:
+        def rows(self: Any, tensor: torch.Tensor) -> Any:
+            with patch.object(self, "first_row", 0 if is_recomputing() else self.first_row):
+                return original(self, tensor)
+
+        return rows
+
+    return replaced(_RowDropout, "_rows", make)
+
+
+def weights_of_the_first_step_when_recomputed() -> Any:
+    """A cast that was kept to save time, and is a step too old."""
+
+    def make(original: Any) -> Any:
+        def call(self: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+            masters = [owner._parameters[key] for owner, key in self.places]
+            if not hasattr(self, "first"):
+                self.first = [master.detach().clone() for master in masters]
+            if not is_recomputing():
+                return original(self, forward, *args, **kwargs)
+            current = [master.data for master in masters]
+            set_data(masters, self.first)
+            try:
+                return original(self, forward, *args, **kwargs)
+            finally:
+                set_data(masters, current)
+
+        return call
+
+    def set_data(masters: Any, values: Any) -> None:
+        for master, value in zip(masters, values, strict=True):
+            master.data = value
+
+    return replaced(_CastUnit, "__call__", make)
 
 
 def evaluation_in_train_mode() -> Any:

@@ -123,6 +123,18 @@ GROUPS: dict[str, Group] = {
             Bug(mutate=bugs.weights_stay_gathered_after_evaluation, check="optimizer state"),
         ),
     ),
+    "dropout, recomputed": Group(
+        plan={**zero(3), "activations": {"policy": "full"}},
+        model="gpt2",
+        bugs=(
+            Bug(mutate=bugs.masks_drawn_anew_when_recomputed, check="gradients", step=1),
+            Bug(mutate=bugs.masks_of_the_first_rows_when_recomputed, check="gradients", step=1),
+        ),
+    ),
+    "bf16, recomputed": Group(
+        plan={**DDP, "precision": {"preset": "bf16"}, "activations": {"policy": "selective"}},
+        bugs=(Bug(mutate=bugs.weights_of_the_first_step_when_recomputed, check="gradient norm", step=2),),
+    ),
     "bf16": Group(
         plan=zero(3, preset="bf16"),
         bugs=(

@@ -223,7 +223,7 @@ def test_only_what_this_version_trains() -> None:
     assert found["trains"] is True
     for plan in found["plans"]:
         assert plan["plan"]["mesh"] | {"dp_replicate": 1, "dp_shard": 1} == dict.fromkeys(plan["plan"]["mesh"], 1)
-        assert plan["plan"]["activations"]["policy"] == "none"
+        assert plan["plan"]["offload"]["optimizer"] == "none"
 
 
 def test_a_fixed_schedule_leaves_plans_without_a_pipeline_out() -> None:

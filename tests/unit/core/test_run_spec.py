@@ -42,3 +42,10 @@ def test_misspelt_keys_are_found_in_every_section() -> None:
     with pytest.raises(UnknownKeyError) as caught:
         RunSpec.from_tables({**DEFAULT_RUN, "train": {"global_bach": 8}})
     assert "'global_batch'" in caught.value.hint
+
+
+def test_8_bit_has_no_choice_of_kernel() -> None:
+    chosen = {"optimizer": "adamw8bit", "optimizer_kernel": "foreach"}
+    with pytest.raises(BadValueError, match="adamw8bit has a kernel of its own"):
+        RunSpec.from_tables({**DEFAULT_RUN, "train": chosen})
+    assert RunSpec.from_tables({**DEFAULT_RUN, "train": {**chosen, "optimizer_kernel": "auto"}})

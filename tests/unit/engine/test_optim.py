@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from tiny import build_engine, train_steps
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from weft.core.errors import BadValueError, NotBuiltError
 from weft.core.run_spec import TrainSpec
-from weft.engine.optim import Kind, OptimizerPolicy, build_optimizer, create_state, decay_groups, set_learning_rate
+from weft.engine.optim import (
+    Kernel,
+    Kind,
+    OptimizerPolicy,
+    build_optimizer,
+    create_state,
+    decay_groups,
+    set_learning_rate,
+)
 
 KINDS: tuple[Kind, ...] = ("adamw", "adam", "sgd", "adamw8bit")
+SHARDED = {"data_parallel": {"zero": 3}}
+KERNELS: tuple[Kernel, ...] = ("auto", "fused", "foreach")
+
+
+class NewStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most bytes alive at once in storages that operators made, beside those that are known."""
+
+    def __init__(self, *, known: Sequence[torch.Tensor | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {tensor.untyped_storage()._cdata for tensor in known if tensor is not None}
+        self._new: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._known:
+                self._new[leaf.untyped_storage()._cdata] = weakref.ref(leaf.untyped_storage())
+        alive = [storage for storage in (reference() for reference in self._new.values()) if storage is not None]
+        self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in alive))
+        return result
 
 
 def parameters() -> list[nn.Parameter]:
@@ -18,9 +54,11 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((64, 64), (8,), (4, 4))]
 
 
-def trained(kind: Kind, steps: int, *, make_state_first: bool = False, skip: int | None = None) -> list[torch.Tensor]:
+def trained(
+    kind: Kind, steps: int, *, kernel: Kernel = "auto", make_state_first: bool = False, skip: int | None = None
+) -> list[torch.Tensor]:
     given = parameters()
-    optimizer = build_optimizer(given, OptimizerPolicy(kind=kind, learning_rate=1e-2))
+    optimizer = build_optimizer(given, OptimizerPolicy(kind=kind, learning_rate=1e-2, kernel=kernel))
     for step in range(steps):
         if make_state_first:
             create_state(optimizer, given)
@@ -73,11 +111,17 @@ def test_a_rate_kept_as_a_tensor_is_filled_in_place() -> None:
 
 def test_the_policy_of_a_run() -> None:
     train = TrainSpec(
-        optimizer="sgd", learning_rate=0.3, momentum=0.5, weight_decay=0.2, betas=(0.8, 0.9), epsilon=1e-6
+        optimizer="sgd",
+        optimizer_kernel="foreach",
+        learning_rate=0.3,
+        momentum=0.5,
+        weight_decay=0.2,
+        betas=(0.8, 0.9),
+        epsilon=1e-6,
     )
     policy = OptimizerPolicy.of(train)
     assert (policy.kind, policy.learning_rate, policy.momentum) == ("sgd", 0.3, 0.5)
-    assert (policy.weight_decay, policy.betas, policy.epsilon) == (0.2, (0.8, 0.9), 1e-6)
+    assert (policy.weight_decay, policy.betas, policy.epsilon, policy.kernel) == (0.2, (0.8, 0.9), 1e-6, "foreach")
     optimizer = build_optimizer(parameters(), policy)
     assert optimizer.defaults["momentum"] == 0.5
 
@@ -88,3 +132,68 @@ def test_saving_in_mid_run_does_not_move_the_curve() -> None:
     first = train_steps(looked_at, 2)
     looked_at.state()
     assert train_steps(plain, 4) == first + train_steps(looked_at, 2, first=2)
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_train_alike(kind: Kind, kernel: Kernel) -> None:
+    for found, expected in zip(trained(kind, 3, kernel=kernel), trained(kind, 3), strict=True):
+        torch.testing.assert_close(found, expected)  # float32's own tolerance: the order of operations differs
+    for made, plain in zip(
+        trained(kind, 3, kernel=kernel, make_state_first=True), trained(kind, 3, kernel=kernel), strict=True
+    ):
+        assert torch.equal(made, plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernel", "matrix_lists"),
+    [
+        ("adamw", "auto", 0),
+        ("adamw", "fused", 0),
+        ("adamw", "foreach", 1),  # the roots of the second moments
+        ("adam", "foreach", 1),  # first the gradients with their decay; they are gone when the roots come
+        ("sgd", "foreach", 1),
+        ("sgd", "fused", 0),
+    ],
+)
+def test_what_an_update_takes_besides(kind: Kind, kernel: Kernel, matrix_lists: int) -> None:
+    """plan.request.update_bytes is this, counted on torch itself."""
+    given = parameters()
+    optimizer = build_optimizer(given, OptimizerPolicy(kind=kind, kernel=kernel))
+    create_state(optimizer, given)
+    for parameter in given:
+        parameter.grad = torch.ones_like(parameter)
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    with NewStorages(known=[*given, *(parameter.grad for parameter in given), *states]) as new:
+        optimizer.step()
+    matrices = [parameter for parameter in given if parameter.ndim >= 2]
+    expected = sum(parameter.nbytes for parameter in matrices) * matrix_lists
+    assert expected <= new.peak_bytes <= expected + 16 * len(given)  # scalars
+
+
+def test_sgd_on_auto_takes_one_parameter_at_a_time() -> None:
+    """On every device: torch's own choice is another on a GPU, where a dry run could not see it."""
+    assert build_optimizer(parameters(), OptimizerPolicy(kind="sgd")).defaults["foreach"] is False
+    assert build_optimizer(parameters(), OptimizerPolicy(kind="adamw")).defaults["fused"] is True
+
+
+@pytest.mark.parametrize("kernel", ["fused", "foreach"])
+def test_8_bit_has_no_choice_of_kernel(kernel: Kernel) -> None:
+    with pytest.raises(BadValueError, match="adamw8bit has a kernel of its own"):
+        build_optimizer(parameters(), OptimizerPolicy(kind="adamw8bit", kernel=kernel))
+
+
+def test_fused_sgd_of_sharded_parameters_is_refused_before_training() -> None:
+    policy = OptimizerPolicy(kind="sgd", kernel="fused")
+    with pytest.raises(NotBuiltError, match="no fused sgd for sharded") as caught:
+        build_engine("llama", SHARDED, optimizer=policy)
+    assert "foreach" in caught.value.hint
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_foreach_trains_sharded_parameters(kind: Kind) -> None:
+    rate = 1e-2 if kind == "sgd" else 1e-3
+    policies = [OptimizerPolicy(kind=kind, learning_rate=rate, kernel=kernel) for kernel in ("auto", "foreach")]
+    found = [train_steps(build_engine("llama", SHARDED, optimizer=policy), 3) for policy in policies]
+    for auto, foreach in zip(*found, strict=True):
+        assert auto == pytest.approx(foreach, rel=1e-5)

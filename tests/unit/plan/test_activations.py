@@ -42,8 +42,16 @@ def test_full_recomputation_keeps_the_input() -> None:
 def test_selective_recomputation_keeps_products_and_attention() -> None:
     """c(3h + 2ad + 2kd + 2f) + 4a: input, o_proj and down_proj; q, attention, k, v; gate and up."""
     by_hand = 2 * (3 * H + 2 * HEADS * DIM + 2 * KV_HEADS * DIM + 2 * F) + 4 * HEADS
-    assert a_token(kept_selectively(LLAMA, compute_bytes=2, hidden_size=H)) == by_hand
+    assert a_token(kept_selectively(LLAMA, compute_bytes=2, writes_scores=False, hidden_size=H)) == by_hand
     assert a_token(kept_fully(compute_bytes=2, hidden_size=H)) < by_hand < a_token(everything())
+
+
+def test_selective_recomputation_does_not_keep_written_out_attention() -> None:
+    fused, written = (
+        kept_selectively(LLAMA, compute_bytes=2, writes_scores=scores, hidden_size=H) for scores in (False, True)
+    )
+    assert written.scores == 0
+    assert a_token(fused) - a_token(written) == 2 * HEADS * DIM + 4 * HEADS
 
 
 def test_tensor_parallelism_cuts_the_inside_and_sequence_parallelism_the_stream() -> None:

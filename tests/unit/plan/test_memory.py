@@ -82,6 +82,18 @@ def test_adam_takes_sixteen_bytes_a_parameter(preset: str, cast: int) -> None:
     assert sum(sharded[term] for term in STATES) == 16 * size / 8
 
 
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_recomputed_blocks_cast_their_weights_again(policy: str) -> None:
+    """Replicated bf16: only the head's cast and that of one block are alive, not the model's."""
+    request = request_of(global_batch=16, sequence_length=1, preset="bf16")
+    size, head = request.shape.num_parameters, request.shape.embedding_parameters
+    kept, recomputed = (
+        terms(request, dp_replicate=8, microbatches=2, policy=name)[Term.GATHERED] for name in ("none", policy)
+    )
+    assert kept > 0.9 * 2 * size
+    assert 2 * head <= recomputed < 2 * head + 1.1 * 2 * (size - 2 * head) / request.shape.num_layers
+
+
 @pytest.mark.parametrize(
     ("workload", "state_bytes"),
     [
@@ -95,6 +107,26 @@ def test_optimizer_states(workload: dict[str, Any], state_bytes: float) -> None:
     request = request_of(**workload)
     found = terms(request, dp_shard=8, zero=3)
     assert found[Term.OPTIMIZER_STATE] == pytest.approx(state_bytes * request.shape.num_parameters / 8)
+
+
+@pytest.mark.parametrize("plan", [{"dp_replicate": 2}, {"zero": 3, "dp_shard": 2}])
+def test_foreach_brings_four_bytes_a_parameter_to_the_update(plan: dict[str, Any]) -> None:
+    """Hardly a token, so the update is the peak: 4 + 8 + 4 bytes, and 4 more for a list of temporaries."""
+    request = request_of("llama-2-7b", "2xH100-80GB", global_batch=2, sequence_length=1, optimizer_kernel="foreach")
+    assert peak_at(request, **plan) == "update"
+    held = request.shape.num_parameters / plan.get("dp_shard", 1)
+    found = terms(request, **plan)
+    assert found[Term.TEMPORARIES] - MATMUL_WORKSPACE_BYTES == pytest.approx(4 * held, rel=1e-6)
+    assert sum(found[term] for term in STATES) == pytest.approx(16 * held, rel=1e-6)
+
+
+def test_an_optimizer_on_the_host_has_its_temporaries_there() -> None:
+    plan = {"dp_shard": 2, "zero": 3, "optimizer": "cpu"}
+    low: dict[str, Any] = {"devices": "2xH100-80GB", "global_batch": 2, "sequence_length": 1}
+    fused, foreach = (
+        terms(request_of("llama-2-7b", optimizer_kernel=kernel, **low), **plan) for kernel in ("fused", "foreach")
+    )
+    assert fused == foreach
 
 
 def test_the_loss_of_a_large_vocabulary_is_the_peak() -> None:

@@ -7,7 +7,9 @@ from plan_cases import request_of
 
 from weft import hardware, zoo
 from weft.core.model_shape import AttentionShape
-from weft.plan.request import Workload, byte_sizes, optimizer_bytes
+from weft.core.run_spec import DEFAULT_RUN, RunSpec
+from weft.plan.ask import ask
+from weft.plan.request import OptimizerKernel, OptimizerKind, Workload, byte_sizes, optimizer_bytes, update_bytes
 
 
 def attention_of(name: str) -> AttentionShape:
@@ -25,6 +27,29 @@ def test_bytes_of_the_presets(preset: str, compute: int, is_mixed: bool) -> None
 
 def test_low_precision_moments() -> None:
     assert optimizer_bytes(Workload(global_batch=1, sequence_length=1), state_bytes=2) == 4
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kernel", "expected"),
+    [
+        ("adamw", "auto", 0),
+        ("adamw", "fused", 0),
+        ("adamw", "foreach", 2),  # as wide as its moments
+        ("adam", "foreach", 4),
+        ("sgd", "foreach", 4),  # as wide as the weights it decays
+        ("sgd", "auto", 0),
+        ("adamw8bit", "foreach", 0),  # a run with foreach, planned with --optimizer adamw8bit
+    ],
+)
+def test_temporaries_of_the_update(optimizer: OptimizerKind, kernel: OptimizerKernel, expected: int) -> None:
+    workload = Workload(global_batch=1, sequence_length=1, optimizer=optimizer, optimizer_kernel=kernel)
+    assert update_bytes(workload, state_bytes=2, master_bytes=4) == expected
+
+
+def test_the_kernel_comes_from_run_toml() -> None:
+    run = RunSpec.from_tables({**DEFAULT_RUN, "train": {"optimizer_kernel": "foreach"}})
+    assert ask(run, "1xH200").request.workload.optimizer_kernel == "foreach"
+    assert ask("llama-3-8b", "1xH200").request.workload.optimizer_kernel == "auto"
 
 
 def test_grouped_queries_in_float32_have_no_fused_kernel_on_a_gpu() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from weft.core.records import StepRecord
 from weft.core.terms import MemoryTerm
-from weft.report.bars import MAX_RANKS, draw_bars, draw_memory, draw_time, term_names
+from weft.report.bars import MAX_RANKS, draw_bars, draw_memory, draw_sources, draw_time, term_names
 from weft.report.chart import Chart
 from weft.report.curves import draw_curves, draw_grad_norm, draw_loss, draw_loss_scale, draw_throughput, resume_steps
 from weft.report.folder import RunFolder, read_folder
@@ -107,6 +107,32 @@ def test_time_shows_the_prediction_where_there_is_one(whole_folder: Write, ledge
     ledger["time"]["terms"]["data"]["predicted"] = 0.005
     both = drawn(draw_time(with_ledger(whole_folder, ledger)))
     assert list(both.as_json()["data"][0]["y"]) == ["measured", "predicted"]
+
+
+def test_forward_and_backward_are_not_counted_twice(whole_folder: Write, ledger_of: Any) -> None:
+    ledger = ledger_of()
+    for term, measured, predicted in (
+        ("forward", 0.1, None),
+        ("backward", 0.211, None),
+        ("forward_backward", 0.311, 0.3),
+    ):
+        ledger["time"]["terms"][term] = {"measured": measured, "predicted": predicted}
+    data = drawn(draw_time(with_ledger(whole_folder, ledger))).as_json()["data"]
+    seconds = {trace["name"]: list(trace["x"]) for trace in data}
+    assert (seconds["forward"], seconds["backward"]) == ([0.1, 0.0], [0.211, 0.0])
+    assert seconds["forward backward"] == [0.0, 0.3]
+
+
+def test_predicted_dry_run_and_measured_stand_side_by_side(whole_folder: Write, ledger_of: Any) -> None:
+    ledger = ledger_of()
+    sides = {"predicted": 2**20, "dry_run": 2**21, "measured": 2**22}
+    ledger["memory"]["terms"] = {"weights": sides, "framework": {"predicted": 2**30, "measured": None}}
+    assert draw_sources(with_ledger(whole_folder, ledger)) is None  # without totals there is nothing to compare
+    ledger["memory"]["total"] = sides
+    chart = drawn(draw_sources(with_ledger(whole_folder, ledger)))
+    [trace] = chart.as_json()["data"]
+    assert (list(trace["y"]), list(trace["x"])) == (["predicted", "dry run", "measured"], [1.0, 2.0, 4.0])
+    assert "predicted 1.0 MiB, dry run 2.0 MiB, measured 4.0 MiB" in chart.caption
 
 
 def test_without_terms_there_are_no_bars(whole_folder: Write) -> None:

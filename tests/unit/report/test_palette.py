@@ -39,6 +39,6 @@ def test_the_style_sheet_has_both_themes() -> None:
         assert f"--{name}: {night};" in sheet
 
 
-def test_a_seventh_series_begins_again() -> None:
+def test_one_series_too_many_begins_again() -> None:
     assert series_colour(len(SERIES)) == series_colour(0) == "blue"
     assert light("blue") == PALETTE["blue"][0]

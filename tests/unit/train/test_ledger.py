@@ -58,7 +58,8 @@ def test_the_document() -> None:
     }
     assert set(parsed["memory"]["terms"]) == {str(term) for term in counted}  # what a run can tell apart by itself
     assert parsed["memory"]["terms"]["weights"]["measured"] == memory[0]["terms"]["weights"]
-    assert parsed["time"]["terms"]["data"] == {"predicted": None, "dry_run": None, "measured": 0.25}
+    row = {"predicted": None, "dry_run": None, "measured": 0.25, "error": None}
+    assert parsed["time"]["terms"]["data"] == row
     assert {row["component"] for row in parsed["dtypes"]} >= {"weights", "gradients"}
     assert len(parsed["coverage"]) == len(list(engine.model.named_parameters()))
 

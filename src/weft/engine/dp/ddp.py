@@ -8,30 +8,39 @@ ranks instead makes float16 gradients overflow at other steps than on one device
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from weft.engine.dp.strategy import Strategy
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # torch's own sizes
 
 
 class Replicated(Strategy):
     """torch's DDP around the model."""
 
     def __init__(self, model: nn.Module, *, group: dist.ProcessGroup, find_unused_parameters: bool) -> None:
-        module = DistributedDataParallel(
-            model,
-            process_group=group,
-            **_without_buffer_traffic(),
-            gradient_as_bucket_view=True,  # else every gradient exists twice
-            find_unused_parameters=find_unused_parameters,
-        )
-        module.register_comm_hook(group, _sum_over_ranks)  # before the reducer is wrapped: the hook wants torch's own
+        with _buckets_from_the_start():
+            module = DistributedDataParallel(
+                model,
+                process_group=group,
+                **_without_buffer_traffic(),
+                gradient_as_bucket_view=True,  # else every gradient exists twice
+                find_unused_parameters=find_unused_parameters,
+            )
+        # before the reducer is wrapped: the hook wants torch's own
+        self._buckets: dict[int, torch.Tensor] = {}
+        module.register_comm_hook(_HookState(group=group, buckets=self._buckets), _sum_over_ranks)
         module.reducer = _FixedBuckets(module.reducer)  # type: ignore[assignment]
         super().__init__(module)
+        self._may_be_unused = find_unused_parameters
 
     @contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
@@ -42,16 +51,55 @@ class Replicated(Strategy):
             with module.no_sync():
                 yield
 
+    def clear_gradients(self, optimizer: Optimizer) -> None:
+        """Gradients stay in their buckets: dropped ones would be made anew beside the buckets by every micro-batch that
+        does not send. Where parameters may go unused, a zero is not the same as none: the optimizer would move them."""
+        optimizer.zero_grad(set_to_none=self._may_be_unused)
+
+    def gradient_buckets(self) -> list[torch.Tensor]:
+        """The reducer's buffers, known once the first step has sent them."""
+        return list(self._buckets.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HookState:
+    """What DDP hands to its communication hook: where to sum, and where to note the buffers that come by."""
+
+    group: dist.ProcessGroup
+    buckets: dict[int, torch.Tensor]
+
 
 def _sum_over_ranks(
-    group: dist.ProcessGroup,
+    state: _HookState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch's stubs lack it
 ) -> torch.futures.Future[torch.Tensor]:
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    state.buckets[bucket.index()] = bucket.buffer()
+    work = dist.all_reduce(bucket.buffer(), group=state.group, async_op=True)
     if work is None:
         raise RuntimeError("an asynchronous all-reduce gave no handle")
     summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
     return summed
+
+
+@contextmanager
+def _buckets_from_the_start() -> Iterator[None]:
+    """Buckets in the order in which gradients come, the first one small, before the first step.
+
+    DDP begins with one bucket for everything, which cannot travel before the backward has ended, and cuts it into
+    several after the first step; see `_FixedBuckets` for why it must not. Private, since there is no public way to
+    give buckets; tests/multiproc/dryrun counts them, and fails when this moves.
+    """
+    compute = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+
+    def by_arrival(parameters: list[torch.Tensor], _limits: Any, is_sparse: list[bool]) -> Any:
+        order = list(reversed(range(len(parameters))))
+        arriving = [parameters[index] for index in order]
+        sparse = [is_sparse[index] for index in order]
+        indices, limits = compute(arriving, [FIRST_BUCKET_BYTES, BUCKET_BYTES], sparse, order)
+        return list(reversed(indices)), list(reversed(limits))  # DDP reverses them again
+
+    with mock.patch.object(dist, "_compute_bucket_assignment_by_size", by_arrival):
+        yield
 
 
 class _FixedBuckets:

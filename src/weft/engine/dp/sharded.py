@@ -66,6 +66,7 @@ class Sharded(Strategy):
     def __init__(self, model: nn.Module, *, stage: int) -> None:
         super().__init__(model)
         self.stage = STAGES[stage]
+        self.keeps_gradients_whole = not self.stage.reduce_every_microbatch
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)

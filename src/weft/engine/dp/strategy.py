@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 
 class Strategy:
     """One device. Others override what differs."""
+
+    keeps_gradients_whole = False  # a shard's gradient waits unsharded until the last micro-batch
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module  # what forward is called on
@@ -19,3 +23,11 @@ class Strategy:
 
     def after_evaluation(self) -> None:
         """Drop what an evaluation left gathered."""
+
+    def clear_gradients(self, optimizer: Optimizer) -> None:
+        """After the update."""
+        optimizer.zero_grad(set_to_none=True)
+
+    def gradient_buckets(self) -> list[torch.Tensor]:
+        """Memory set aside for gradients; empty where gradients are tensors of their own."""
+        return []

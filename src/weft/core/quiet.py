@@ -1,4 +1,4 @@
-"""Keeps other libraries' warnings out of a run's own lines. WEFT_DEBUG=1 lets them through."""
+"""Keeps other libraries' warnings out of weft's own lines. WEFT_DEBUG=1 lets them through."""
 
 from __future__ import annotations
 

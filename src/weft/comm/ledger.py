@@ -1,0 +1,107 @@
+"""Bytes on the wire, counted where collectives are issued, whoever issues them: by axis, collective and phase.
+
+| collective     | bytes a rank sends, ring of n   |
+| -------------- | ------------------------------- |
+| all_gather     | whole output x (n - 1) / n      |
+| reduce_scatter | whole input x (n - 1) / n       |
+| all_reduce     | 2 x tensor x (n - 1) / n        |
+
+A listener of `OperatorWatch` sees c10d's operators, also those of `fully_shard` and DDP, on fake tensors as on real
+ones. Seconds are those between issue and completion, overlapped or not, where the backend tells: Gloo does for all but
+reduce_scatter, NCCL only with its own timing on, which is not for us to switch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.observer import SMALL_ELEMENTS, collective_name, tensors_of
+
+Key = tuple[str, str, str]  # axis, collective, phase
+
+
+class TrafficLedger:
+    """`axes` names process groups; `phase` is asked at every collective. Bookkeeping of a few numbers is left out."""
+
+    def __init__(self, *, axes: Mapping[str, str], phase: Callable[[], str]) -> None:
+        self._axes, self._phase = axes, phase
+        self.counts: Counter[Key] = Counter()
+        self._sent: Counter[Key] = Counter()  # x the number of ranks: a ring's shares are rounded once, not each
+        self._sizes: dict[Key, int] = {}
+        self._seconds: dict[tuple[str, str], float] = {}
+
+    def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        name = collective_name(func)
+        if name is not None:
+            self._record(name, args, result)
+
+    def clear(self) -> None:
+        for kept in (self.counts, self._sent, self._sizes, self._seconds):
+            kept.clear()
+
+    def rows(self) -> list[dict[str, str | int]]:
+        """As the JSON of plans and dry runs has them."""
+        return [
+            {
+                "axis": axis,
+                "collective": name,
+                "phase": phase,
+                "bytes": round(self._sent[key] / self._sizes[key]),
+                "count": self.counts[key],
+            }
+            for key in sorted(self.counts)
+            for axis, name, phase in [key]
+        ]
+
+    def seconds(self) -> dict[tuple[str, str], float]:
+        """By (axis, collective); what a backend does not tell is not there."""
+        return dict(self._seconds)
+
+    def _record(self, name: str, args: Any, result: Any) -> None:
+        found = tensors_of(args)
+        largest = max(found, key=lambda tensor: tensor.numel(), default=None)
+        if largest is None or largest.numel() <= SMALL_ELEMENTS:
+            return
+        group = _group(args)
+        size = group.size() if group is not None else 1
+        axis = self._axes.get(group.group_name, "world") if group is not None else "world"
+        key = (axis, name, self._phase())
+        self.counts[key] += 1
+        self._sizes[key] = size
+        self._sent[key] += (2 if name == "all_reduce" else 1) * _nbytes(largest) * (size - 1)
+        if group is not None and dist.get_backend(group) == "gloo":
+            self._time(axis, name, result)
+
+    def _time(self, axis: str, name: str, result: Any) -> None:
+        began_s = time.perf_counter()
+
+        def done(_: Any) -> None:
+            self._seconds[axis, name] = self._seconds.get((axis, name), 0.0) + time.perf_counter() - began_s
+
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, torch.ScriptObject):
+                try:
+                    dist.Work.unbox(value).get_future().add_done_callback(done)
+                except RuntimeError:
+                    return  # this kind of work has no future: its time stays unknown
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _group(args: Any) -> dist.ProcessGroup | None:
+    """The process group among an operator's arguments: c10d hands it over boxed."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(value)
+            except (RuntimeError, TypeError):
+                continue  # the reduce operation is boxed too
+    return None

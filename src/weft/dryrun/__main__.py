@@ -1,0 +1,42 @@
+"""A dry run as a process of its own: `python -m weft.dryrun run.toml plan.toml answer.json [gpu]`.
+
+Beside a training it must take nothing the training wants: it runs at the lowest priority. The answer is written whole
+or not at all; an error is an answer too: {"error": {...}}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from weft.core.errors import WeftError
+from weft.core.plan import Plan
+from weft.core.quiet import quiet_libraries
+from weft.core.run_spec import RunSpec
+
+LOWEST = 19
+
+
+def main(run_path: str, plan_path: str, answer_path: str, *options: str) -> None:
+    os.nice(LOWEST)
+    quiet_libraries()
+    answer = _answer(RunSpec.from_file(run_path), Plan.from_file(plan_path), on_gpu="gpu" in options)
+    draft = Path(answer_path).with_suffix(".tmp")
+    draft.write_text(json.dumps(answer), encoding="utf-8")
+    draft.replace(answer_path)
+
+
+def _answer(run: RunSpec, plan: Plan, *, on_gpu: bool) -> dict[str, Any]:
+    from weft.dryrun.run import dry_run
+
+    try:
+        return dry_run(run, plan, on_gpu=on_gpu).as_dict()
+    except WeftError as error:
+        return {"error": error.as_dict()}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

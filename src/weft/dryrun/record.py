@@ -1,0 +1,50 @@
+"""`DryRun`: what one rank would need and send in one step. It imports no torch, so that who shows it need not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from weft.core.records import PeakRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What one rank would need and send in one step."""
+
+    rank: int
+    world_size: int
+    peak: PeakRecord
+    reserved_bytes: dict[str, int]  # what the allocator takes from the device: with expandable segments, and without
+    moments: dict[str, int]  # peaks of other moments of a run
+    traffic: list[dict[str, Any]]
+    flops: int
+    num_parameters: int
+    elapsed_s: float
+    notes: tuple[str, ...] = ()
+    least_bytes: int | None = None  # the allocator's least: with less it would run out, giving back all it can
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak.peak_bytes
+
+    @property
+    def terms(self) -> dict[str, int]:
+        return self.peak.terms
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "memory": {
+                **self.peak.as_dict(),
+                "reserved_bytes": self.reserved_bytes,
+                "least_bytes": self.least_bytes,
+                "moments": self.moments,
+            },
+            "traffic": self.traffic,
+            "flops": self.flops,
+            "parameters": self.num_parameters,
+            "elapsed_s": self.elapsed_s,
+            "notes": list(self.notes),
+        }

@@ -1,0 +1,74 @@
+"""DistributedDataParallel without its C++ reducer: the same memory and the same all-reduces, on fake tensors.
+
+Buckets are there from the start, and hold every gradient once the first step has sent them
+(`gradient_as_bucket_view`); each bucket is all-reduced once, when the last micro-batch has filled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from weft.engine.dp.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from weft.engine.dp.strategy import Strategy
+
+
+class FakeReplicated(Strategy):
+    """What the dry run puts in place of `engine.dp.ddp.Replicated`."""
+
+    def __init__(self, model: nn.Module, *, group: dist.ProcessGroup, find_unused_parameters: bool) -> None:
+        super().__init__(model)
+        self._group = group
+        self._is_last = True
+        self._may_be_unused = find_unused_parameters
+        self._filled: list[int] = []
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._buckets = _buckets(list(reversed(trainable)))
+        for parameter in trainable:
+            parameter.register_post_accumulate_grad_hook(self._into_bucket)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        self._is_last = is_last
+        self._filled = [0] * len(self._buckets)
+        yield
+
+    def clear_gradients(self, optimizer: Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=self._may_be_unused)
+
+    def gradient_buckets(self) -> list[torch.Tensor]:
+        return [bucket for bucket, _ in self._buckets]
+
+    def _into_bucket(self, parameter: torch.Tensor) -> None:
+        """The gradient as a view of its bucket, as DDP leaves it when it sends; a bucket that is full goes out."""
+        if not self._is_last:
+            return
+        for index, (bucket, places) in enumerate(self._buckets):
+            place = places.get(id(parameter))
+            if place is None:
+                continue
+            parameter.grad = bucket[place : place + parameter.numel()].view_as(parameter)
+            self._filled[index] += 1
+            if self._filled[index] == len(places):
+                dist.all_reduce(bucket, group=self._group)
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[tuple[torch.Tensor, dict[int, int]]]:
+    """(flat tensor, where each parameter begins in it), in the order in which gradients come."""
+    found: list[tuple[torch.Tensor, dict[int, int]]] = []
+    places: dict[int, int] = {}
+    size, limit = 0, FIRST_BUCKET_BYTES
+    for parameter in parameters:
+        places[id(parameter)] = size
+        size += parameter.numel()
+        if size * parameter.element_size() >= limit:
+            found.append((torch.empty(size, dtype=parameter.dtype, device=parameter.device), places))
+            places, size, limit = {}, 0, BUCKET_BYTES
+    if places:
+        found.append((torch.empty(size, dtype=parameters[-1].dtype, device=parameters[-1].device), places))
+    return found

@@ -1,0 +1,200 @@
+"""`dry_run`: the engine's own training step for one rank of a plan, on fake tensors. Nothing is allocated.
+
+Two steps, as a rule: the first makes the optimizer's states and shows where most is alive, the second asks there what
+every live byte is. A first step whose peak lies elsewhere, for want of those states, makes it three.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from weft.core import vocabulary
+from weft.core.batching import require_divisible
+from weft.core.errors import MeshError, NotBuiltError
+from weft.core.plan import Plan, require_executable
+from weft.core.records import PeakRecord
+from weft.core.run_spec import RunSpec
+from weft.core.terms import MemoryTerm as Term
+from weft.dryrun.allocator import Event, least_capacity, simulate
+from weft.dryrun.kernels import LIBRARY_WORKSPACES_BYTES, Kernel, workspace_bytes
+from weft.dryrun.record import DryRun
+from weft.dryrun.world import FakeWorld, fake_world
+from weft.engine.engine import Engine
+from weft.engine.meter import StepMeter, measure_peak, tensors_at_rest
+from weft.engine.optim import OptimizerPolicy
+from weft.engine.tracker import parts_of
+from weft.models.build import build_config, build_skeleton
+from weft.models.layout import ModelLayout, describe
+
+CPU = torch.device("cpu")
+MAX_STEPS = 5
+
+
+def dry_run(run: RunSpec, plan: Plan, *, rank: int = 0, on_gpu: bool = True, attention: Kernel = "cudnn") -> DryRun:
+    """One rank of `plan`; `on_gpu` runs a GPU's kernels and adds the workspaces they take beside tensors.
+
+    `attention` is the kernel that GPU prefers: "cudnn" on Hopper and Blackwell, "flash" on others.
+    """
+    began_s = time.perf_counter()
+    require_executable(plan)
+    require_divisible(run.train.global_batch, plan)
+    if not 0 <= rank < plan.num_ranks:
+        raise MeshError(f"there is no rank {rank} among {plan.num_ranks}", hint=f"ranks are 0 to {plan.num_ranks - 1}")
+    kernel = attention if on_gpu else None
+    with fake_world(num_ranks=plan.num_ranks, rank=rank, attention=kernel) as world:
+        stage = Stage(run, plan)
+        try:
+            with world.mode:
+                return _measure(stage, world, began_s, rank=rank)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise NotBuiltError(
+                f"a {stage.config.model_type!r} model decides by the values of its tensors ({error.func}), "
+                "and a dry run has none",
+                hint="weft plan estimates it; weft train runs it",
+            ) from error
+
+
+def _measure(stage: Stage, world: FakeWorld, began_s: float, *, rank: int) -> DryRun:
+    loading_bytes = measure_peak(stage.build, device_type=CPU.type)
+    recorder = _Recorder(world)
+    meter = StepMeter(
+        stage.engine,
+        workspace=workspace_bytes if world.on_gpu else None,
+        allocated=recorder.allocated if world.on_gpu else None,
+    )
+    with meter.measuring():
+        for _ in range(MAX_STEPS):
+            meter.next_step()
+            stage.step()
+            if meter.is_complete:
+                break
+        else:
+            raise RuntimeError("no two dry steps have their peak at the same operator")
+    return DryRun(
+        rank=rank,
+        world_size=stage.plan.num_ranks,
+        peak=_with_library(meter.peak) if world.on_gpu else meter.peak,
+        reserved_bytes=recorder.reserved() if world.on_gpu else {},
+        moments={"loading_bytes": loading_bytes, **_other_moments(stage)},
+        traffic=meter.traffic,
+        flops=meter.flops,
+        num_parameters=stage.num_parameters,
+        elapsed_s=time.perf_counter() - began_s,
+        notes=_notes(stage),
+        least_bytes=recorder.least() if world.on_gpu else None,
+    )
+
+
+def _other_moments(stage: Stage) -> dict[str, int]:
+    """Evaluation, and going on from a checkpoint, whose states are made before they are read."""
+    engine = stage.engine
+    found = {"evaluation_bytes": measure_peak(stage.evaluate, device_type=CPU.type, at_rest=tensors_at_rest(engine))}
+    engine.optimizer.state.clear()
+    found["resuming_bytes"] = measure_peak(engine.state, device_type=CPU.type, at_rest=tensors_at_rest(engine))
+    parts = [part for tensor in engine.state().values() for part in parts_of(tensor)]
+    return {**found, "saving_host_bytes": sum(part.nbytes for part in parts)}
+
+
+class _Recorder:
+    """The trace of a rank's allocations, for the allocator's simulation."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        self._world = world
+        self._events = [Event(-2 - index, nbytes) for index, nbytes in enumerate(LIBRARY_WORKSPACES_BYTES)]
+
+    def allocated(self, key: int, nbytes: int) -> None:
+        self._events.append(Event(key, nbytes, self._world.stream.number))
+
+    def reserved(self) -> dict[str, int]:
+        return {
+            name: simulate(self._events, expandable_segments=is_on).peak_reserved_bytes
+            for name, is_on in (("expandable_segments", True), ("fixed_segments", False))
+        }
+
+    def least(self) -> int:
+        return least_capacity(self._events, expandable_segments=True)
+
+
+class Stage:
+    """The engine and the batch of one dry run."""
+
+    def __init__(self, run: RunSpec, plan: Plan) -> None:
+        self.run, self.plan = run, plan
+        self.config = build_config(run.model, vocab_size=_vocab_size(run))
+        self.skeleton = build_skeleton(self.config, attention=run.model.attention)
+        self.num_parameters = sum(parameter.numel() for parameter in self.skeleton.parameters())
+
+    def build(self) -> None:
+        """Inside the fake mode."""
+        run, plan = self.run, self.plan
+        self.engine = Engine(
+            self.skeleton,
+            plan,
+            optimizer=OptimizerPolicy.of(run.train),
+            seed=run.train.seed,
+            clip_norm=run.train.clip_norm,
+            frozen=run.train.frozen,
+            weights=_NoValues(self.skeleton, describe(self.skeleton)),
+            device=CPU,
+        )
+        self._rows = run.train.global_batch // plan.mesh.dp_degree
+
+    def step(self) -> None:
+        self.engine.step_nowait(self._batch())
+
+    def evaluate(self) -> None:
+        self.engine.evaluate_nowait(self._batch())
+
+    def _batch(self) -> dict[str, torch.Tensor]:
+        """New for every step, and gone with it, as in training."""
+        ids = torch.zeros((self._rows, self.run.data.sequence_length), dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _with_library(peak: PeakRecord) -> PeakRecord:
+    extra = sum(LIBRARY_WORKSPACES_BYTES)
+    terms = {**peak.terms, str(Term.TEMPORARIES): peak.terms.get(str(Term.TEMPORARIES), 0) + extra}
+    return PeakRecord(
+        peak_bytes=peak.peak_bytes + extra,
+        terms=dict(sorted(terms.items(), key=lambda item: -item[1])),
+        phase=peak.phase,
+        module=peak.module,
+        operator=peak.operator,
+        largest=peak.largest,
+    )
+
+
+def _notes(stage: Stage) -> tuple[str, ...]:
+    notes = []
+    if stage.plan.data_parallel.zero == 0 and stage.plan.mesh.dp_degree > 1:
+        notes.append("DDP's reducer is modelled: its buckets and all-reduces are, its internals are not")
+    if stage.run.data.isolate_documents:
+        notes.append("documents are not kept apart here: masks of packed rows are not counted")
+    return tuple(notes)
+
+
+class _NoValues:
+    """Weights of the right shapes, one unit whole at a time, for a model whose values nobody reads."""
+
+    def __init__(self, skeleton: torch.nn.Module, layout: ModelLayout) -> None:
+        self._layout = layout
+        self._like = {name: (parameter.shape, parameter.dtype) for name, parameter in skeleton.named_parameters()}
+
+    def readers(self, names: Collection[str]) -> Iterator[tuple[str, Callable[[tuple[slice, ...]], torch.Tensor]]]:
+        for unit in self._layout.units:
+            mine = [name for name in names if self._layout.unit_of[name] == unit]
+            made = [torch.empty(shape, dtype=dtype) for shape, dtype in map(self._like.__getitem__, mine)]
+            for name, tensor in zip(mine, made, strict=True):
+                yield name, tensor.__getitem__
+
+
+def _vocab_size(run: RunSpec) -> int:
+    if run.data.tokenizer == "bytes":
+        return vocabulary.BYTE_VOCABULARY
+    from weft.data.tokenizers import open_tokenizer
+
+    return open_tokenizer(run.data.tokenizer).vocab_size

@@ -1,0 +1,144 @@
+"""A world that is not there: the `fake` process group, fake tensors, and what must be told about them.
+
+Each patch names what goes wrong without it; all are undone at the end. They reach into private parts of torch and
+transformers, because nothing public says "this is not real": tests/fake/dryrun fails when one of them moves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.device_mesh as device_mesh
+import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
+import torch.distributed.tensor._sharding_prop as sharding
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import weft.engine.apply as apply
+import weft.engine.engine as engine
+import weft.engine.materialise as materialise
+import weft.engine.mesh as mesh
+import weft.engine.ownership as ownership
+import weft.engine.randomness as randomness
+from weft.dryrun.kernels import Kernel, gpu_attention
+from weft.dryrun.replicas import FakeReplicated
+from weft.dryrun.streams import CurrentStream
+
+_MESH_METHODS = ("__init__", "__getitem__", "_flatten", "_unflatten", "_create_sub_mesh", "get_local_rank",
+                 "get_coordinate", "_hash_key")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeWorld:
+    """Inside `mode` nothing is allocated; `stream` is where work would go."""
+
+    mode: FakeTensorMode
+    stream: CurrentStream
+    on_gpu: bool
+
+
+@contextmanager
+def fake_world(*, num_ranks: int, rank: int, attention: Kernel | None) -> Iterator[FakeWorld]:
+    """Rank `rank` of `num_ranks`, alone in this process; `attention` is the kernel of its GPU, None is a CPU."""
+    if dist.is_initialized():
+        raise RuntimeError("a process group exists already")
+    stream = CurrentStream()
+    with ExitStack() as stack:
+        for patch in [*_patches(), *stream.patches(), *(_gpu_patches(attention) if attention else [])]:
+            stack.enter_context(patch)
+        # DTensor remembers results with their mesh, and meshes of two ranks are equal to it
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        stack.callback(_clear_sharding_prop_cache)
+        _fill_tables()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+        stack.callback(dist.destroy_process_group)
+        yield FakeWorld(mode=FakeTensorMode(allow_non_fake_inputs=True), stream=stream, on_gpu=attention is not None)
+
+
+def _fill_tables() -> None:
+    """Tables that an 8-bit optimizer computes once and keeps: inside the mode there is nothing to read."""
+    try:
+        from torchao.optim import subclass_8bit
+    except ImportError:
+        return  # then there is no such optimizer
+    subclass_8bit.get_qmap_signed()
+    subclass_8bit.get_qmap_unsigned()
+
+
+def _gpu_patches(kernel: Kernel) -> list[Any]:
+    # a CPU fuses attention where a GPU writes the scores, and the other way round
+    attend = gpu_attention(kernel)
+    return [
+        mock.patch.object(F, "scaled_dot_product_attention", attend),
+        mock.patch.object(randomness, "_attend", attend),
+    ]
+
+
+def _patches() -> list[Any]:
+    import transformers.masking_utils as masks
+
+    found = [
+        # HF looks for packed documents by reading positions, cannot, and builds a mask that rules out fused attention
+        mock.patch.object(masks, "find_packed_sequence_indices", return_value=None),
+        # DTensor works out shapes in the ambient fake mode, with global tensors that a tracker would count
+        mock.patch.object(sharding, "detect_fake_mode", return_value=None),
+        # a mesh does arithmetic on a real tensor of ranks
+        mock.patch.object(mesh, "init_device_mesh", _outside(device_mesh.init_device_mesh)),
+        mock.patch.object(materialise, "local_index", _outside(ownership.local_index)),
+        # DDP's reducer is C++ that reads memory
+        mock.patch.object(apply, "Replicated", FakeReplicated),
+        # fully_shard cuts a parameter into as many parts as there are ranks, and keeps two
+        mock.patch.object(fsdp_param, "_chunk_with_empty", _Chunks),
+        # values that steer the host: there are none
+        mock.patch.object(engine, "read_is_finite", return_value=True),
+        mock.patch.object(randomness, "draw_call_number", return_value=0),
+        mock.patch.object(torch, "rand", _rand),  # a layer is dropped where one number is below a threshold
+    ]
+    methods = {
+        name: device_mesh.DeviceMesh.__dict__[name] for name in _MESH_METHODS if name in device_mesh.DeviceMesh.__dict__
+    }
+    found += [mock.patch.object(device_mesh.DeviceMesh, name, _outside(method)) for name, method in methods.items()]
+    getter = device_mesh.DeviceMesh.mesh.fget  # type: ignore[attr-defined]
+    return [*found, mock.patch.object(device_mesh.DeviceMesh, "mesh", property(_outside(getter)))]
+
+
+_torch_rand = torch.rand
+
+
+def _rand(*size: Any, **options: Any) -> Any:
+    """`torch.rand([])`, which models compare with a threshold, has a value; the others have none."""
+    is_number = size == ((),) or size == ([],) or not (size or options)
+    return 0.5 if is_number else _torch_rand(*size, **options)
+
+
+class _Chunks:
+    """`torch.chunk` into a fixed number of parts, cut when asked for: thousands of views take minutes."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._length = -(-tensor.shape[dim] // num_chunks)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        whole = self._tensor.shape[self._dim]
+        begin = min(index * self._length, whole)
+        return self._tensor.narrow(self._dim, begin, min(self._length, whole - begin))
+
+
+def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, on real tensors whatever the ambient mode."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return called

@@ -1,0 +1,52 @@
+"""Floating-point operations, counted from the operators that run, by torch's own formulas for each.
+
+Attention is counted whole, as if no mask cut it: twice what a causal kernel does, as torch counts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+
+class FlopCounter:
+    """A listener of `OperatorWatch`: `total` grows by every matrix product, convolution and attention."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        formula = _FORMULAS.get(getattr(func, "overloadpacket", None))
+        if formula is not None:
+            self.total += int(formula(*args, **kwargs, out_val=result))
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Scores and their product with the values."""
+    return _scores(query, key) * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(
+    _gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> int:
+    """The scores once more, and the gradients of queries, keys, values and probabilities."""
+    return _scores(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor) -> int:
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2]
+
+
+aten = torch.ops.aten
+_KERNELS = ("flash", "efficient", "cudnn")
+# Attention is counted here: torch's own formulas refuse shared key heads in 2.11 and lack a CPU's kernel.
+_FORMULAS: dict[Any, Any] = {
+    **flop_registry,
+    **{getattr(aten, f"_scaled_dot_product_{kernel}_attention"): _attention for kernel in _KERNELS},
+    **{getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward"): _attention_backward for kernel in _KERNELS},
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}

@@ -1,0 +1,96 @@
+"""Activation recompute: a block's forward runs again in its backward, so less is kept in between.
+
+| policy    | kept of a block                                                | computed again              |
+| --------- | -------------------------------------------------------------- | --------------------------- |
+| none      | what autograd keeps                                            | nothing                     |
+| full      | its inputs                                                     | everything                  |
+| selective | its inputs, the products of matrices with weights, attention   | norms, activations, rotary… |
+
+Attention that writes its scores out is no kept product: scores are what selective recompute is there to lose.
+Gathering (ZeRO-3) and reducing are hooks, outside what is repeated; casts to low precision and dropout are inside.
+The numbers are those without recompute, bit for bit where the kernels are deterministic.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from weft.core.errors import NoBlocksError
+from weft.engine.around import Forward, put_around
+from weft.engine.randomness import replayed
+from weft.models.layout import ModelLayout
+
+Policy = Literal["none", "full", "selective", "budget"]
+
+# Operators by packet. bmm and baddbmm are missing on purpose: they are the two products of written-out attention.
+_PRODUCTS = frozenset(
+    {"aten.mm", "aten.addmm", "aten._scaled_mm", "aten._grouped_mm", "transformers.grouped_mm_fallback"}
+)
+_ATTENTION = ("aten._scaled_dot_product_", "aten._flash_attention_forward", "aten._efficient_attention_forward")
+_COLLECTIVES = "_c10d_functional."  # sending twice costs more than keeping
+
+
+def apply_recompute(model: nn.Module, layout: ModelLayout, policy: Policy) -> None:
+    """Every block under `policy`, around what is around its forward already."""
+    if policy == "none":
+        return
+    if not layout.blocks:
+        raise NoBlocksError(
+            "the model has no repeated blocks, so there is nothing to compute again",
+            hint="name them: Engine(..., blocks=['encoder.layers']), or use activations.policy = 'none'",
+        )
+    for name in layout.blocks:
+        block = model.get_submodule(name)
+        put_around(block, _Recomputed(block, is_selective=policy == "selective"))
+
+
+def is_kept(operator: Any) -> bool:
+    """Whether selective recompute keeps what this operator gives."""
+    packet = str(getattr(operator, "overloadpacket", operator))
+    return packet in _PRODUCTS or packet.startswith(_ATTENTION) or packet.startswith(_COLLECTIVES)
+
+
+class _Recomputed:
+    """The layer around one block's forward."""
+
+    def __init__(self, block: nn.Module, *, is_selective: bool) -> None:
+        self._block = block
+        self._is_selective = is_selective
+
+    def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # a block's own keyword may have the name of one of checkpoint's
+        call = functools.partial(forward, **kwargs)
+        return checkpoint(call, *args, use_reentrant=False, context_fn=self._contexts)
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What the first forward runs in, and what the second does."""
+        first: AbstractContextManager[Any] = nullcontext()
+        second: AbstractContextManager[Any] = nullcontext()
+        if self._is_selective:
+            first, second = create_selective_checkpoint_contexts(_choose)  # type: ignore[no-untyped-call]
+        return first, self._again(replayed(), second)
+
+    @contextmanager
+    def _again(self, *contexts: AbstractContextManager[Any]) -> Iterator[None]:
+        # a batch norm would count the same rows twice in its running statistics
+        counting = [module for module in self._block.modules() if getattr(module, "track_running_stats", False)]
+        before = [(buffer, buffer.clone()) for module in counting for buffer in module.buffers(recurse=False)]
+        try:
+            with contexts[0], contexts[1]:
+                yield
+        finally:
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE

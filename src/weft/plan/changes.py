@@ -1,0 +1,238 @@
+"""The smallest changes of a plan that would make it fit: single keys first, two where no one suffices, then devices.
+
+Every figure is the planner's own estimate of the changed plan; nothing is searched beyond these few candidates (for a
+whole search see search). What is trained stays what it is: the global batch and the sequence length are not touched,
+but where there are more devices, each with as many sequences as before.
+
+    slower = step_s of the change / step_s of the plan - 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from weft.core.errors import NotBuiltError, PlanError
+from weft.core.plan import SECTIONS, Plan, require_executable
+from weft.core.units import format_bytes
+from weft.plan.columns import columns_of
+from weft.plan.estimate import estimate_columns
+from weft.plan.request import Request
+from weft.plan.rules import legal_rows
+
+Keys = dict[str, Any]  # "section.key" of plan.toml or run.toml -> its value
+
+SAME_SPEED = 0.005
+FACTORS = (2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Some keys, and what the plan would need and take with them."""
+
+    keys: Keys
+    text: str
+    memory_bytes: int
+    step_s: float
+    saves_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "keys": self.keys,
+            "text": self.text,
+            "memory_bytes": self.memory_bytes,
+            "step_s": self.step_s,
+            "saves_bytes": self.saves_bytes,
+        }
+
+
+def smallest_changes(
+    request: Request, plan: Plan, *, budget_bytes: int | None = None, trained_only: bool = True, top: int = 3
+) -> list[Change]:
+    """Changes that fit `budget_bytes` (the request's own, if none is given), the least slowdown first."""
+    budget = request.budget_bytes if budget_bytes is None else budget_bytes
+    singles = list(_single_keys(request, plan))
+    for candidates in (singles, list(_pairs(singles)), list(_more_devices(request, plan, singles))):
+        found = [change for change in _estimated(request, plan, candidates, trained_only) if change.fits(budget)]
+        if found:
+            return [one.change for one in _one_a_kind(found)[:top]]
+    return []
+
+
+def largest_saving(request: Request, plan: Plan, *, trained_only: bool = True) -> Change | None:
+    """The one change that saves most memory, fitting or not; the faster one where two save alike."""
+    found = _estimated(request, plan, list(_single_keys(request, plan)), trained_only)
+    best = max(found, key=lambda one: (one.change.saves_bytes, -one.change.step_s), default=None)
+    return best.change if best is not None and best.change.saves_bytes > 0 else None
+
+
+def fewest_devices(request: Request, plan: Plan) -> int:
+    """The number of devices, in doublings, over which sharding everything fits; 0 where it never does."""
+    wider = _estimated(request, plan, list(_more_devices(request, plan, ())), trained_only=False)
+    counts = [one.num_devices for one in wider if one.fits(request.budget_bytes)]
+    return min(counts, default=0)
+
+
+def with_keys(request: Request, plan: Plan, keys: Mapping[str, Any]) -> tuple[Request, Plan]:
+    """The request and the plan with these keys; PlanError where they contradict the rest."""
+    tables = plan.model_dump(mode="json", exclude_none=True)
+    workload: Keys = {}
+    for path, value in keys.items():
+        section, _, key = path.partition(".")
+        if section in SECTIONS:
+            tables[section] = {**tables[section], key: value}
+        else:
+            workload[key] = value
+    changed = Plan.from_tables(tables, source="the changed plan")
+    cluster = request.cluster
+    if changed.num_ranks != cluster.num_devices:
+        cluster = replace(cluster, num_nodes=changed.num_ranks // cluster.devices_per_node)
+    return replace(
+        request,
+        cluster=cluster,
+        workload=replace(request.workload, **workload),
+        precision=changed.precision.policy() if "precision.preset" in keys else request.precision,
+    ), changed
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A change, and what else decides whether it fits."""
+
+    change: Change
+    num_devices: int
+    host_fits: bool
+
+    def fits(self, budget_bytes: float) -> bool:
+        return self.host_fits and self.change.memory_bytes <= budget_bytes
+
+
+def _single_keys(request: Request, plan: Plan) -> Iterator[Keys]:
+    """Each candidate alone. Keys that only make sense together are one."""
+    yield from ({"pipeline.microbatches": count} for count in _more_microbatches(request, plan))
+    order = ("none", "selective", "full")
+    have = plan.activations.policy
+    yield from ({"activations.policy": policy} for policy in order[order.index(have) + 1 :] if have in order)
+    yield from _higher_stages(plan)
+    if request.workload.optimizer in ("adam", "adamw"):
+        own_kernel = {} if request.workload.optimizer_kernel == "auto" else {"train.optimizer_kernel": "auto"}
+        yield {"train.optimizer": "adamw8bit", **own_kernel}
+    if plan.precision.preset == "fp32" and request.precision == plan.precision.policy():
+        yield {"precision.preset": "bf16"}
+    if plan.offload.optimizer == "none":
+        yield {"offload.optimizer": "cpu"}
+
+
+def _more_microbatches(request: Request, plan: Plan) -> list[int]:
+    """More of them, each smaller: the step and its result stay the same."""
+    rows = request.workload.global_batch // plan.mesh.dp_degree
+    return [count for count in range(plan.pipeline.microbatches + 1, rows + 1) if rows % count == 0]
+
+
+def _higher_stages(plan: Plan) -> Iterator[Keys]:
+    """A higher ZeRO stage over all data-parallel ranks, and the same stage where there are replicas."""
+    mesh, zero = plan.mesh, plan.data_parallel.zero
+    if mesh.dp_degree == 1 or plan.data_parallel.strategy == "dataparallel":
+        return
+    spread = {"mesh.dp_replicate": 1, "mesh.dp_shard": mesh.dp_degree} if mesh.dp_replicate > 1 else {}
+    if spread and zero > 0:
+        yield dict(spread)
+    for stage in range(zero + 1, 4):
+        yield {"data_parallel.zero": stage, **spread}
+
+
+def _pairs(singles: Sequence[Keys]) -> Iterator[Keys]:
+    for first, second in combinations(singles, 2):
+        if not set(first) & set(second):
+            yield {**first, **second}
+
+
+def _more_devices(request: Request, plan: Plan, singles: Sequence[Keys]) -> Iterator[Keys]:
+    """Everything sharded over more of them, as many sequences each as now; alone and with one more key."""
+    degree, kept = plan.mesh.dp_degree, {"data_parallel.zero", "mesh.dp_shard", "mesh.dp_replicate"}
+    for factor in FACTORS:
+        wider: Keys = {"mesh.dp_shard": degree * factor, "train.global_batch": request.workload.global_batch * factor}
+        if plan.mesh.dp_replicate > 1:
+            wider["mesh.dp_replicate"] = 1
+        if plan.data_parallel.zero < 3:
+            wider["data_parallel.zero"] = 3
+        yield wider
+        yield from ({**wider, **single} for single in singles if not kept & set(single))
+
+
+def _estimated(request: Request, plan: Plan, candidates: Sequence[Keys], trained_only: bool) -> list[_Found]:
+    """What the planner says of each legal candidate; those with the same request are asked together."""
+    groups: dict[tuple[Any, ...], list[tuple[Keys, Request, Plan]]] = {}
+    for keys in candidates:
+        try:
+            changed_request, changed = with_keys(request, plan, keys)
+            if trained_only:
+                require_executable(changed)
+        except (PlanError, NotBuiltError):
+            continue
+        same = tuple(sorted((key, value) for key, value in keys.items() if not _is_layout(key)))
+        groups.setdefault((changed.num_ranks, same), []).append((keys, changed_request, changed))
+    now = estimate_columns(request, columns_of([plan]))
+    found: list[_Found] = []
+    for group in groups.values():
+        found += _asked(group, memory_bytes=float(now.memory.total[0]), step_s=float(now.step_s[0]))
+    return found
+
+
+def _asked(group: list[tuple[Keys, Request, Plan]], *, memory_bytes: float, step_s: float) -> list[_Found]:
+    request = group[0][1]
+    columns = columns_of([changed for _, _, changed in group])
+    legal, _ = legal_rows(request, columns)
+    costs = estimate_columns(request, columns)
+    host_fits = costs.memory.host <= request.cluster.host_memory_bytes
+    changes = [
+        _change(keys, costs.memory.total[row], costs.step_s[row], memory_bytes, step_s)
+        for row, (keys, _, _) in enumerate(group)
+    ]
+    return [_Found(changes[row], request.cluster.num_devices, bool(host_fits[row])) for row in np.flatnonzero(legal)]
+
+
+def _change(keys: Keys, needs: float, takes_s: float, memory_bytes: float, step_s: float) -> Change:
+    return Change(
+        keys=keys,
+        text=f"{say_keys(keys)}: {format_bytes(needs)}, {_say_speed(takes_s / step_s - 1)}",
+        memory_bytes=round(needs),
+        step_s=float(takes_s),
+        saves_bytes=round(memory_bytes - needs),
+    )
+
+
+def say_keys(keys: Mapping[str, Any]) -> str:
+    """As plan.toml and run.toml would have them: pipeline.microbatches = 4, activations.policy = 'full'."""
+    return ", ".join(f"{key} = {value!r}" for key, value in keys.items())
+
+
+def _say_speed(slower: float) -> str:
+    if abs(slower) < SAME_SPEED:
+        return "as fast"
+    return f"{slower:.0%} slower" if slower > 0 else f"{-slower:.0%} faster"
+
+
+def _one_a_kind(found: list[_Found]) -> list[_Found]:
+    """The fastest first; of several values for the same keys only the fastest. More devices: as few as will do."""
+
+    def rank(one: _Found) -> tuple[int, float, int]:
+        return one.num_devices, one.change.step_s, len(one.change.keys)
+
+    seen: set[frozenset[str]] = set()
+    chosen = []
+    for one in sorted(found, key=rank):
+        if frozenset(one.change.keys) not in seen:
+            seen.add(frozenset(one.change.keys))
+            chosen.append(one)
+    return chosen
+
+
+def _is_layout(key: str) -> bool:
+    """Whether a key is only of the plan's columns: precision is of the request too."""
+    section = key.partition(".")[0]
+    return section in SECTIONS and section != "precision"

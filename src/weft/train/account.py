@@ -1,0 +1,60 @@
+"""A run's account: what is predicted of it, what is measured, and the warning where the two part.
+
+Predictions and warnings are rank 0's; every rank measures.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.train.bounds import memory_warnings, traffic_warnings
+from weft.train.build import Workbench
+from weft.train.costs import memory_rows, traffic_rows
+from weft.train.display import Display
+from weft.train.ledger import measured_terms
+from weft.train.measuring import Measured, Measuring
+from weft.train.predicted import Prediction, predict
+
+
+class Account:
+    """`measuring` goes into the loop; `columns` are the ledger's."""
+
+    def __init__(self, run: RunSpec, bench: Workbench, plan: Plan, *, display: Display, is_main: bool) -> None:
+        self.measuring = Measuring(bench.engine, is_on=run.ledger.measure, on_found=self._compare)
+        self.prediction: Prediction | None = None
+        self.warnings: list[str] = []
+        self._display = display
+        self._remarks: list[str] = []
+        if is_main:
+            self._predict(run, plan, bench)
+
+    def columns(self) -> dict[str, Any]:
+        """What `build_ledger` is told of both sides."""
+        return {
+            "measured": self.measuring.found,
+            "prediction": self.prediction,
+            "remarks": [*self._remarks, *self.measuring.notes],
+            "warnings": self.warnings,
+        }
+
+    def _predict(self, run: RunSpec, plan: Plan, bench: Workbench) -> None:
+        device = bench.engine.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        self.prediction, why_not = predict(run, plan, config=bench.model_config, device_name=name)
+        self._remarks += [why_not] if why_not else []
+
+    def _compare(self, measured: Measured) -> None:
+        """After the first complete measurement: one line for each term that is beyond its bound."""
+        found = self.prediction
+        if found is None or not found.is_binding:
+            return
+        self.warnings = [
+            *memory_warnings(memory_rows(found, measured_terms(measured))),
+            *traffic_warnings(traffic_rows(found, measured)),
+        ]
+        for warning in self.warnings:
+            self._display.line(f"warning: {warning}")

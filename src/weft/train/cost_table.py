@@ -1,0 +1,51 @@
+"""The ledger's rows as a table for the terminal: predicted | dry run | measured | error. From ledger.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.table import Table
+
+from weft.core.terms import TimeTerm
+from weft.core.units import format_bytes, format_seconds
+
+SIDES = ("predicted", "dry_run", "measured")
+_SHOWN_TIMES = (TimeTerm.FORWARD, TimeTerm.BACKWARD, TimeTerm.FORWARD_BACKWARD, TimeTerm.OPTIMIZER)
+
+Row = dict[str, Any]
+
+
+def cost_table(ledger: dict[str, Any]) -> Table:
+    """One line a term; a column that nobody filled is left out."""
+    lines = list(_lines(ledger))
+    sides = [side for side in SIDES if any(row.get(side) is not None for _, row, _ in lines)]
+    table = Table(title="what a step cost, by term", title_justify="left")
+    table.add_column("term")
+    for side in sides:
+        table.add_column(side.replace("_", "-"), justify="right")
+    table.add_column("error", justify="right")
+    for name, row, show in lines:
+        table.add_row(name, *(_shown(row.get(side), show) for side in sides), _error(row))
+    return table
+
+
+def _lines(ledger: dict[str, Any]) -> Iterator[tuple[str, Row, Callable[[float], str]]]:
+    memory, time = ledger["memory"], ledger["time"]
+    for term, row in memory["terms"].items():
+        yield term.replace("_", " "), row, format_bytes
+    if memory.get("total"):
+        yield "memory in all", memory["total"], format_bytes
+    for row in ledger["traffic"]:
+        yield f"{row['axis']} {row['collective'].replace('_', '-')}, {row['phase']}", row, format_bytes
+    for term in _SHOWN_TIMES:
+        if term in time["terms"]:
+            yield term.replace("_", " + "), time["terms"][term], format_seconds
+
+
+def _shown(value: float | None, show: Callable[[float], str]) -> str:
+    return "" if value is None else show(value)
+
+
+def _error(row: Row) -> str:
+    return "" if row.get("error") is None else f"{row['error']:+.1%}"

@@ -1,0 +1,133 @@
+"""The first steps of a process, measured by the engine's own meter; every later step runs as if it were not there.
+
+It never costs a run: an error of the measuring itself becomes a note, and the step goes on. Two steps, as a rule: the
+first shows where most is alive, the second asks there what every live byte is. It issues no collective.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.core.records import HolderRecord, PeakRecord
+from weft.engine.engine import Engine
+from weft.engine.meter import StepMeter
+
+MAX_STEPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one step cost this rank."""
+
+    peak: PeakRecord | None  # None until a step's worst moment was foreseen by the one before
+    traffic: list[dict[str, Any]]
+    collective_s: dict[tuple[str, str], float]  # (axis, collective), where the backend tells
+    flops: int
+    allocated_bytes: int  # the device allocator's peak within the step; 0 on a CPU
+    before_bytes: int  # its peak before the measured steps: building and loading
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """What was alive when a measured step failed, and the operator's phase and module, "" where it was none."""
+
+    holders: list[HolderRecord]
+    phase: str
+    module: str
+
+
+class Measuring:
+    """`with measuring.step():` around every step; `found` after the first. `on_found` is called once, when complete."""
+
+    def __init__(
+        self, engine: Engine, *, is_on: bool = True, on_found: Callable[[Measured], None] | None = None
+    ) -> None:
+        self.found: Measured | None = None
+        self.failed: Failed | None = None
+        self.notes: list[str] = []
+        self._engine, self._on_found = engine, on_found
+        self._meter: StepMeter | None = None
+        self._steps_left = MAX_STEPS if is_on else 0
+        self._before_bytes = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the next step will be measured."""
+        return self._steps_left > 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        if not self.is_active:
+            yield
+            return
+        stack = ExitStack()
+        self._guarded(lambda: self._open(stack))
+        try:
+            yield
+        except Exception:
+            self._guarded(self._look)
+            raise
+        finally:
+            self._guarded(stack.close)
+        if self.is_active:  # not given up on the way
+            self._guarded(self._close)
+
+    def finish(self) -> None:
+        """No step comes any more, or none is to be measured: everything as it was."""
+        if self._meter is not None:
+            gc.unfreeze()
+        self._meter, self._steps_left = None, 0
+
+    def _open(self, stack: ExitStack) -> None:
+        if self._meter is None:
+            self._meter = StepMeter(self._engine, on_error=self._give_up)
+            gc.freeze()  # the meter collects cycles between steps: a fifth of a second each with all of torch in it
+        if self._engine.device.type == "cuda":
+            self._before_bytes = max(self._before_bytes, torch.cuda.max_memory_allocated(self._engine.device))
+            torch.cuda.reset_peak_memory_stats(self._engine.device)
+        stack.enter_context(self._meter.measuring())
+        self._meter.next_step()
+
+    def _close(self) -> None:
+        meter, device = self._meter, self._engine.device
+        if meter is None:
+            return
+        self._steps_left -= 1
+        self.found = Measured(
+            peak=meter.peak if meter.is_complete else None,
+            traffic=meter.traffic,
+            collective_s=meter.collective_seconds,
+            flops=meter.flops,
+            allocated_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+            before_bytes=self._before_bytes,
+        )
+        if meter.is_complete:
+            self.finish()
+            if self._on_found is not None:
+                self._on_found(self.found)
+        elif not self.is_active:
+            self.notes.append(f"memory terms were not measured: {MAX_STEPS} steps had their peaks at different places")
+            self.finish()
+
+    def _look(self) -> None:
+        if self._meter is not None:
+            phase, module = self._meter.failed_in
+            self.failed = Failed(holders=self._meter.holders_now(), phase=phase, module=module)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # of any kind: a run must not fail because it was looked at
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        lines = str(error).strip().splitlines()
+        self.notes.append(f"measuring ended early ({type(error).__name__}: {lines[0] if lines else 'no message'})")
+        self.found = None
+        self.finish()

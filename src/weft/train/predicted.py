@@ -1,0 +1,102 @@
+"""What the planner says of the run that is about to begin: the `predicted` column of the ledger.
+
+The planner knows the model by its config alone and imports nothing of the engine, so it cannot copy what is measured.
+What it cannot shape, or a device it has no entry for, is a note and no prediction.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft import hardware
+from weft.core.errors import WeftError
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.core.terms import StepTerm, TimeTerm
+from weft.plan.ask import ask
+from weft.plan.estimate import Estimate, estimate
+from weft.plan.request import Request
+
+LONG_NAME = 5  # letters of a device's name that no other name has by chance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One plan as the planner sees it; `request` asks it further questions."""
+
+    request: Request
+    estimate: Estimate
+    device: str  # of the catalogue
+    notes: tuple[str, ...] = ()
+    is_binding: bool = True  # False where the run does what the planner does not know of
+
+    @property
+    def time_terms(self) -> dict[TimeTerm, float]:
+        """The planner's cuts of a step, in the terms that a run can tell apart."""
+        terms = self.estimate.time_terms
+        update_s = sum(terms.get(term, 0.0) for term in (StepTerm.OPTIMIZER, StepTerm.OFFLOAD))
+        return {
+            TimeTerm.FORWARD_BACKWARD: sum(terms.values()) - update_s,
+            TimeTerm.OPTIMIZER: update_s,
+        }
+
+
+def predict(run: RunSpec, plan: Plan, *, config: Any, device_name: str | None) -> tuple[Prediction | None, str]:
+    """The prediction for `config`, a Hugging Face config; or none, and why. `device_name` is a GPU's, None a CPU."""
+    if plan.data_parallel.strategy == "dataparallel":
+        return None, "no predictions: the planner does not know nn.DataParallel"
+    device = "CPU" if device_name is None else find_device(device_name, hardware.device_names())
+    if device is None:
+        return None, f"no predictions: the catalogue has no entry for {device_name}"
+    try:
+        request = request_for(run, plan, config=config, device=device)
+        found = estimate(request, plan)
+    except WeftError as error:
+        return None, f"no predictions: {error.message}"
+    except Exception as error:  # any config may come here; a plan that cannot be estimated can still be trained
+        return None, f"no predictions: the planner cannot shape this model ({type(error).__name__}: {error})"
+    notes = _unknown_to_planner(run)
+    return Prediction(request=request, estimate=found, device=device, notes=notes, is_binding=not notes), ""
+
+
+def request_for(run: RunSpec, plan: Plan, *, config: Any, device: str) -> Request:
+    """The planner's question about the very model that is trained, in the plan's precision."""
+    question = ask(
+        config.to_dict(),
+        f"{plan.num_ranks}x{device}",
+        global_batch=run.train.global_batch,
+        sequence_length=run.data.sequence_length,
+        optimizer=run.train.optimizer,
+        precision=plan.precision.model_dump(exclude_none=True),
+    )
+    workload = replace(
+        question.request.workload,
+        optimizer_kernel=run.train.optimizer_kernel,
+        momentum=run.train.momentum,
+        attention=run.model.attention,
+    )
+    return replace(question.request, workload=workload, tp_may_leave_node=True)
+
+
+def find_device(name: str, known: Sequence[str]) -> str | None:
+    """The catalogue's entry for what a driver calls a device: 'NVIDIA H100 80GB HBM3' is H100-80GB."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    squeezed = "".join(words)
+
+    def is_in(part: str) -> bool:
+        return part in words or (len(part) >= LONG_NAME and part in squeezed)
+
+    matching = [entry for entry in known if all(map(is_in, entry.lower().split("-")))]
+    return max(matching, key=len, default=None)
+
+
+def _unknown_to_planner(run: RunSpec) -> tuple[str, ...]:
+    found = []
+    if run.train.frozen:
+        found.append("the planner counts frozen parameters as trained ones")
+    if run.data.isolate_documents:
+        found.append("the planner does not count the masks that keep documents apart")
+    return tuple(found)

@@ -1,0 +1,138 @@
+"""One rank of large worlds on fake tensors: its terms, its traffic, and the formulas of `weft plan` beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from weft.core.errors import MeshError
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.dryrun.run import DryRun, dry_run
+from weft.plan.ask import estimate_plan
+
+LLAMA = {
+    "type": "llama",
+    "config": {
+        "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 8192,
+    },
+}  # fmt: skip
+GPT2 = {"type": "gpt2", "config": {"n_embd": 512, "n_layer": 6, "n_head": 8, "n_positions": 512, "vocab_size": 8192}}
+BF16 = {"precision": {"preset": "bf16"}}
+
+
+def run_of(model: dict[str, Any], **train: Any) -> RunSpec:
+    return RunSpec.from_tables(
+        {"model": model, "data": {"sequence_length": 256}, "train": {"global_batch": 64, **train}}
+    )
+
+
+def plan_of(zero: int, ranks: int, *, microbatches: int = 1, **tables: Any) -> Plan:
+    axis = "dp_shard" if zero else "dp_replicate"
+    return Plan.from_tables(
+        {"mesh": {axis: ranks}, "data_parallel": {"zero": zero}, "pipeline": {"microbatches": microbatches}, **tables}
+    )
+
+
+def counts(found: DryRun) -> dict[tuple[str, str], int]:
+    return {(str(row["collective"]), str(row["phase"])): int(row["count"]) for row in found.traffic}
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        (1, {("all_gather", "forward"): 7, ("reduce_scatter", "backward"): 7}),
+        (2, {("all_gather", "forward"): 7, ("reduce_scatter", "backward"): 28}),
+        (3, {("all_gather", "forward"): 28, ("all_gather", "backward"): 28, ("reduce_scatter", "backward"): 28}),
+    ],
+)
+def test_collectives_are_those_of_the_stage(zero: int, expected: dict[tuple[str, str], int]) -> None:
+    assert counts(dry_run(run_of(LLAMA), plan_of(zero, 8, microbatches=4))) == expected
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+def test_the_planner_agrees_term_by_term(zero: int, microbatches: int, precision: dict[str, Any]) -> None:
+    run, plan = run_of(LLAMA), plan_of(zero, 8, microbatches=microbatches, **precision)
+    found = dry_run(run, plan, on_gpu=False)
+    predicted = estimate_plan(run, plan, "8xCPU")
+    assert predicted.memory_bytes == pytest.approx(found.peak_bytes, rel=0.02)
+    for term in ("weights", "optimizer_state", "gradients", "activations", "logits_and_loss"):
+        guess, real = predicted.memory_terms.get(term, 0), found.terms.get(term, 0)
+        assert guess == pytest.approx(real, rel=0.02, abs=0.01 * found.peak_bytes), term
+    wire = {(row["axis"], row["collective"], row["phase"]): row["bytes"] for row in found.traffic}
+    guessed = {(row["axis"], row["collective"], row["phase"]): row["bytes"] for row in predicted.traffic}
+    assert guessed == pytest.approx(wire, rel=1e-6)
+
+
+def test_a_world_of_thousands() -> None:
+    found = dry_run(run_of(LLAMA, global_batch=4096), plan_of(3, 4096, **BF16))
+    assert found.world_size == 4096
+    # two moments, and a step counter of 512 B for each of 56 parameters
+    assert found.terms["optimizer_state"] == 2 * found.terms["weights"] + 512 * 57
+
+
+def test_uneven_shards_leave_the_last_rank_less() -> None:
+    odd = {**LLAMA, "config": {**LLAMA["config"], "vocab_size": 8200}}  # type: ignore[dict-item]
+    plan = plan_of(3, 16, **BF16)
+    first, last = (dry_run(run_of(odd), plan, rank=rank) for rank in (0, 15))
+    assert last.terms["weights"] == first.terms["weights"]  # fully_shard pads the last shard
+    assert last.terms["optimizer_state"] < first.terms["optimizer_state"]
+    assert last.rank == 15
+
+
+def test_dropout_fp16_and_frozen_parameters_run() -> None:
+    found = dry_run(
+        run_of(GPT2, frozen=["transformer.wte.weight"]), plan_of(2, 4, precision={"preset": "fp16"}, microbatches=2)
+    )
+    assert found.peak_bytes == sum(found.terms.values())
+    assert found.terms["optimizer_state"] < 2 * found.terms["weights"]
+
+
+def test_nothing_is_left_behind() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from weft.engine import apply, engine
+
+    before = (DeviceMesh.__init__, apply.Replicated, engine.read_is_finite)
+    dry_run(run_of(LLAMA), plan_of(0, 8))
+    assert (DeviceMesh.__init__, apply.Replicated, engine.read_is_finite) == before
+    assert not dist.is_initialized()
+
+
+def test_a_rank_outside_the_world_is_refused() -> None:
+    with pytest.raises(MeshError, match="no rank 8 among 8"):
+        dry_run(run_of(LLAMA), plan_of(3, 8), rank=8)
+
+
+def test_eight_bit_states_take_a_quarter() -> None:
+    plan = plan_of(3, 4, **BF16)
+    whole, eight = (dry_run(run_of(GPT2, optimizer=name), plan) for name in ("adamw", "adamw8bit"))
+    assert eight.terms["optimizer_state"] == pytest.approx(whole.terms["optimizer_state"] * (1 + 4 / 256) / 4, rel=0.03)
+
+
+def test_a_module_and_an_operator_are_named_where_most_is_alive() -> None:
+    small = {**LLAMA, "config": {**LLAMA["config"], "vocab_size": 640}}  # type: ignore[dict-item]
+    found = dry_run(run_of(small), plan_of(3, 2, **BF16))
+    assert found.peak.phase == "backward"
+    assert found.peak.module.startswith("model.layers.")
+    largest = found.peak.largest[0]
+    assert largest.module.startswith("model.layers.*.mlp")
+    assert largest.count == 6
+    assert sum(found.terms.values()) == found.peak_bytes
+
+
+def test_reserved_is_at_least_allocated_and_moments_are_told() -> None:
+    found = dry_run(run_of(LLAMA), plan_of(3, 8, **BF16))
+    assert found.peak_bytes <= found.reserved_bytes["expandable_segments"] < 2 * found.peak_bytes
+    assert found.peak_bytes <= found.reserved_bytes["fixed_segments"] < 3 * found.peak_bytes
+    held = found.terms["weights"] + found.terms["optimizer_state"]
+    assert found.moments["resuming_bytes"] >= held
+    assert held < found.moments["evaluation_bytes"] < found.peak_bytes
+    # fully_shard's shard and one unit whole
+    assert found.moments["loading_bytes"] >= found.terms["weights"]
+    assert found.moments["saving_host_bytes"] == pytest.approx(held, rel=0.01)
