@@ -26,6 +26,7 @@ class LinearShape:
     role: Literal["attention", "mlp", "expert", "shared_expert", "router", "other"] = "other"
     copies: int = 1
     active: int = 1
+    is_transposed: bool = False  # stored as [in_features, out_features]: sharding cuts the inputs
 
     @property
     def num_parameters(self) -> int:

@@ -70,7 +70,7 @@ def _measure(stage: Stage, world: FakeWorld, began_s: float, *, rank: int) -> Dr
         for _ in range(MAX_STEPS):
             meter.next_step()
             stage.step()
-            if meter.is_complete:
+            if meter.is_exact:
                 break
         else:
             raise RuntimeError("no two dry steps have their peak at the same operator")
@@ -120,16 +120,15 @@ class _Recorder:
 
 
 class Stage:
-    """The engine and the batch of one dry run."""
+    """The engine and the batches of one dry run; on another device, or outside the mode, of a real one like it."""
 
-    def __init__(self, run: RunSpec, plan: Plan) -> None:
-        self.run, self.plan = run, plan
+    def __init__(self, run: RunSpec, plan: Plan, *, device: torch.device = CPU) -> None:
+        self.run, self.plan, self.device = run, plan, device
         self.config = build_config(run.model, vocab_size=_vocab_size(run))
         self.skeleton = build_skeleton(self.config, attention=run.model.attention)
         self.num_parameters = sum(parameter.numel() for parameter in self.skeleton.parameters())
 
     def build(self) -> None:
-        """Inside the fake mode."""
         run, plan = self.run, self.plan
         self.engine = Engine(
             self.skeleton,
@@ -139,7 +138,7 @@ class Stage:
             clip_norm=run.train.clip_norm,
             frozen=run.train.frozen,
             weights=_NoValues(self.skeleton, describe(self.skeleton)),
-            device=CPU,
+            device=self.device,
         )
         self._rows = run.train.global_batch // plan.mesh.dp_degree
 

@@ -1,10 +1,11 @@
-"""A rank's peak memory, term by term, for every plan: the largest of eight instants of a step.
+"""A rank's peak memory, term by term, for every plan: the largest of ten instants of a step.
 
     loss     everything in flight is kept, logits and their gradient exist
     head     the gradient of the logits waits while ZeRO-3 gathers the root again, for the head's backward
     top      backward of the last block: its recomputed parts, the head's gradient
     middle   one block further down: the first reduce-scatter is on its way
     second   the second block from the bottom: almost all gradients, almost no activations
+    ends     at the end of the middle's and the second's: their activations are gone, their gradients whole
     arriving the first block has come over the wire and is laid out, its backward has not begun (ZeRO-3)
     bottom   the first block
     update   all gradients, no activations, the optimizer's temporaries
@@ -28,6 +29,7 @@ from weft.plan.view import View
 
 MIB = 2**20
 MATMUL_WORKSPACE_BYTES = 64 * MIB  # 32 MiB for each of the two threads that multiply (measured on Hopper)
+MAX_ROW_SUM_BYTES = 132 * MIB  # (measured on Hopper)
 COMMUNICATOR_BYTES = 400 * MIB  # a communicator's own buffers: 0.3 to 0.7 GB are reported, one for each axis in use
 FRAGMENTATION = 0.02  # of what comes and goes within a step (measured 0 to 4%)
 LOSS_BYTES = 12  # float32 log-probabilities, their gradient, and the gradient of the logits
@@ -107,7 +109,9 @@ def _estimate_stage(view: View) -> tuple[Terms, tuple[str, ...], Ints]:
         "gathering the head": _at_head(parts),
         "backward of the last block": _in_backward(parts, done=np.zeros(len(last))),
         "backward of the last block but one": _in_backward(parts, done=np.minimum(1.0, last)),
+        "end of the last block but one": _at_block_end(parts, done=np.minimum(1.0, last)),
         "backward of the second block": _in_backward(parts, done=np.maximum(last - 1, 0)),
+        "end of the second block": _at_block_end(parts, done=np.maximum(last - 1, 0)),
         "gathering the first block": _at_first_block(parts, _in_backward(parts, done=last)),
         "backward of the first block": _in_backward(parts, done=last),
         "update": _at_update(parts),
@@ -239,6 +243,27 @@ def _in_backward(parts: _Parts, *, done: Floats) -> Terms:
         buffers=reduce_input,
         temporaries=temporaries,
     )  # fmt: skip
+
+
+def _at_block_end(parts: _Parts, *, done: Floats) -> Terms:
+    """The first norm's backward: all of the block's gradients wait to be reduced, in the compute dtype."""
+    view = parts.view
+    begun = _in_backward(parts, done=done)
+    stream = view.stream_bytes * (2 + 8 / view.sizes.activation)  # gradients in and out, and a norm's two in float32
+    waits = view.columns.zero > 0
+    own = np.where(waits, view.share.largest_block * view.sizes.compute + _head_gradient(view), 0.0)
+    return {
+        **begun,
+        Term.ACTIVATIONS: np.maximum(parts.kept - (done + 1) * parts.kept_block, 0.0),
+        Term.TEMPORARIES: own + stream + _row_sums(view),
+    }
+
+
+def _row_sums(view: View) -> Floats:
+    """A GPU sums the rows of a gradient, of norms and biases, in many parts at once."""
+    if view.request.is_cpu:
+        return np.zeros(len(view.columns))
+    return np.minimum(8 * view.tokens * view.shape.hidden_size, MAX_ROW_SUM_BYTES)
 
 
 def _head_gradient(view: View) -> Floats:

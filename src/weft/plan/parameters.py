@@ -85,12 +85,13 @@ def linear_elements(linear: LinearShape, columns: Columns, *, heads: int = 0) ->
         # fused experts are one tensor [experts, …]: sharding cuts the experts, not their rows
         return _sharded(np.ceil(linear.copies / columns.ep), width, columns.expert_shards)
     cut = np.minimum(columns.matrix_divisor, heads) if heads else columns.matrix_divisor
-    rows = np.ceil(linear.out_features / (cut if linear.style == "column" else np.ones(len(columns))))
-    row_size = linear.in_features / (cut if linear.style == "row" else np.ones(len(columns)))
+    out = np.ceil(linear.out_features / (cut if linear.style == "column" else np.ones(len(columns))))
+    into = linear.in_features / (cut if linear.style == "row" else np.ones(len(columns)))
+    rows, row_size = (np.ceil(into), out) if linear.is_transposed else (out, into)
     matrix = _sharded(rows * linear.copies, row_size, columns.shards)
     if not linear.bias:
         return matrix
-    return matrix + _sharded(rows * linear.copies, np.ones(len(columns)), columns.shards)
+    return matrix + _sharded(out * linear.copies, np.ones(len(columns)), columns.shards)
 
 
 def is_key_value(linear: LinearShape) -> bool:

@@ -27,6 +27,7 @@ from weft.verify.comparison import Comparison
 from weft.verify.evidence import Evidence, collect
 from weft.verify.exercise import LOSS_SCALE, Subject, evaluation_batches, training_batches, whole_exercise
 from weft.verify.layouts import plan_name
+from weft.verify.prediction import check_prediction
 from weft.verify.reference import Exercise
 from weft.verify.references import Library, References
 from weft.verify.verdict import Check, Verdict, at_place
@@ -34,6 +35,7 @@ from weft.verify.whole_runs import WholeRuns
 
 ACTIVE_CLIP = 0.25  # well below the first gradient norms of fresh models, so that clipping is part of the proof
 OTHER_CUTS = 3
+MEASURED_STEPS = 3  # the first makes the optimizer's states, the second finds the peak, the third looks
 
 
 class Session:
@@ -97,6 +99,7 @@ class Session:
         yield "training against the reference", train
         yield "accumulation", lambda: self._accumulation(plan, kept["references"])
         yield "determinism", repeat
+        yield "prediction", lambda: [self._prediction(plan)]
         yield "the training loop, resume and export", lambda: self._whole_runs.check_loop(plan)
         yield "finite data", lambda: [self._whole_runs.check_finite_data(plan)]
 
@@ -160,6 +163,12 @@ class Session:
         names = " and ".join(str(count) for count in cuts[:OTHER_CUTS])
         detail = f"the same first step with {names} micro-batches" if names else "one row a rank: no other cut"
         return [Check.passed("accumulation", detail)]
+
+    def _prediction(self, plan: Plan) -> Check:
+        engine = self.engine(plan)
+        share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
+        batches = training_batches(self.subject, steps=self.steps, **share)[:MEASURED_STEPS]
+        return check_prediction(engine, batches, self.subject.run, plan)
 
     def _first_step(self, plan: Plan, *, microbatches: int) -> tuple[float, float]:
         tables = plan.model_dump(mode="json", exclude_none=True)

@@ -44,6 +44,7 @@ class Family(Declared):
     own_norms: Mapping[str, tuple[NormName, ...]] = MappingProxyType({})  # of a mixer or feed, in place of `norms`
     norm: Norm = RMS
     extras: tuple[tuple[str, Size], ...] = ()  # other parameters of every layer
+    is_transposed: bool = False  # linears are stored [in, out], as GPT-2's
     is_parallel: Flag = False
     dropout: str = ""  # config key of the dropout on the residual stream
     # outside the blocks
@@ -101,7 +102,7 @@ def build_block(family: Family, config: Config, layer: Layer) -> BlockShape:
         )
     return BlockShape(
         kind=_kind(layer),
-        linears=tuple(linear for linear in parts.linears if linear.copies),
+        linears=tuple(replace(linear, is_transposed=family.is_transposed) for linear in parts.linears if linear.copies),
         norms=tuple(_as_computed(norm, config.model_type) for norm in (*norms, *parts.norms)),
         extras=tuple(extra for extra in (*parts.extras, *extras) if extra.num_parameters),
         attention=attention,

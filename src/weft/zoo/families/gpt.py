@@ -35,6 +35,7 @@ GPT2 = Family(
     positions="max_position_embeddings",
     dropout="resid_pdrop",
     embedding_dropout="embd_pdrop",
+    is_transposed=True,
 )
 
 
@@ -101,6 +102,7 @@ FAMILIES: dict[str, Family] = {
     "gpt-sw3": GPT2,
     "gpt_bigcode": replace(
         GPT2,
+        is_transposed=False,
         mixers={
             "full": replace(
                 ATTENTION,

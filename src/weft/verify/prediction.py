@@ -1,0 +1,81 @@
+"""What a step really sends and holds against what `weft plan` says of it, term by term.
+
+Bytes on the wire must be those of the plan; weights and optimizer states too, but for the allocator's rounding. Other
+memory is judged where it matters, on whole models (the ledger of a run): a model of a few layers says little of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.core.terms import MemoryTerm as Term
+from weft.engine.engine import Engine
+from weft.engine.meter import StepMeter
+from weft.engine.objective import Batch
+from weft.engine.tracker import ROUNDING_BYTES
+from weft.train.predicted import Prediction, predict
+from weft.verify.verdict import Check, Finding
+
+NAME = "prediction"
+HELD = (Term.WEIGHTS, Term.OPTIMIZER_STATE)
+SHARE = 0.01  # of traffic: the planner's shape of a rare family may pad a small tensor otherwise
+TENSORS_A_PARAMETER = 4  # the weight, two moments, a step counter: each rounded up by the allocator
+
+Traffic = Sequence[Mapping[str, Any]]
+
+
+def check_prediction(engine: Engine, batches: Sequence[Batch], run: RunSpec, plan: Plan) -> Check:
+    """Measured steps against the plan's estimate. Collective: every rank steps; the answer is this rank's."""
+    meter = StepMeter(engine)
+    for batch in batches:
+        with meter.measuring():
+            meter.next_step()
+            engine.step(batch)
+    found, why_not = predict(run, plan, config=engine.model.config, device_name=None)
+    why_not = why_not or _unfit(found, engine)
+    if found is None or why_not:
+        return Check.passed(NAME, f"not judged: {why_not}")
+    predicted = found.estimate
+    tensors = len(list(engine.model.parameters()))
+    # 8-bit moments keep small tensors in float32, and here all are small
+    terms = HELD[:1] if run.train.optimizer == "adamw8bit" else HELD
+    foretold = {str(term): predicted.memory_terms.get(term, 0) for term in terms}
+    return judge(predicted.traffic, meter.traffic, foretold, meter.peak.terms, tensors=tensors)
+
+
+def judge(said: Traffic, sent: Traffic, foretold: Mapping[str, int], held: Mapping[str, int], *, tensors: int) -> Check:
+    """One rank's traffic rows and memory terms, as told and as found; terms that were not told are not judged."""
+    told, found = _wire(said), _wire(sent)
+    for key in sorted(set(told) | set(found)):
+        expected, real = told.get(key, 0), found.get(key, 0)
+        if abs(real - expected) > SHARE * max(expected, real):
+            return _wrong(" ".join(key), f"{expected:,} bytes a step", f"{real:,}")
+    slack = ROUNDING_BYTES * TENSORS_A_PARAMETER * tensors
+    for term, expected in foretold.items():
+        real = held.get(term, 0)
+        if abs(real - expected) > slack + SHARE * expected:
+            return _wrong(str(term), f"{expected:,} bytes", f"{real:,}")
+    return Check.passed(NAME, f"{sum(found.values()):,} bytes on the wire, as the plan says; weights and states too")
+
+
+def _unfit(found: Prediction | None, engine: Engine) -> str:
+    """Why a prediction is not one to be held to: the planner knows the model, or what is done with it, but roughly."""
+    if found is None or found.notes:
+        return "; ".join(found.notes) if found else ""
+    told = found.request.shape.num_parameters
+    real = sum(parameter.numel() for parameter in engine.model.parameters())
+    return "" if told == real else f"the planner counts {told:,} parameters, the model has {real:,}"
+
+
+def _wire(rows: Traffic) -> dict[tuple[str, str, str], int]:
+    return {(row["axis"], row["collective"], row["phase"]): int(row["bytes"]) for row in rows if row["bytes"]}
+
+
+def _wrong(what: str, expected: str, found: str) -> Check:
+    rank = f"rank {dist.get_rank()}" if dist.is_initialized() else None
+    return Check.failed(NAME, Finding(rule=9, parameter=what, coordinates=rank, expected=expected, found=found))

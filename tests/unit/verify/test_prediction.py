@@ -1,0 +1,35 @@
+"""The planner's word is a check: traffic and held memory as told pass, others are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.verify.prediction import judge
+
+TRAFFIC: list[dict[str, Any]] = [
+    {"axis": "dp_shard", "collective": "all_gather", "phase": "forward", "bytes": 1_000_000, "count": 7},
+    {"axis": "dp_shard", "collective": "reduce_scatter", "phase": "backward", "bytes": 2_000_000, "count": 7},
+]
+MEMORY = {"weights": 4_000_000, "optimizer_state": 8_000_000}
+
+
+def test_what_was_told_passes_with_the_allocators_rounding() -> None:
+    held = {**MEMORY, "weights": MEMORY["weights"] + 512 * 20, "activations": 10**9}
+    assert judge(TRAFFIC, TRAFFIC, MEMORY, held, tensors=20).ok
+
+
+def test_a_collective_too_many_or_too_large_is_named() -> None:
+    doubled = [{**TRAFFIC[0], "bytes": 2_000_000}, TRAFFIC[1]]
+    check = judge(TRAFFIC, doubled, MEMORY, MEMORY, tensors=20)
+    assert not check.ok
+    assert "dp_shard all_gather forward" in check.detail
+    more = [*TRAFFIC, {"axis": "dp_replicate", "collective": "all_reduce", "phase": "backward", "bytes": 5, "count": 1}]
+    assert "dp_replicate all_reduce backward" in judge(TRAFFIC, more, MEMORY, MEMORY, tensors=20).detail
+    assert not judge(TRAFFIC, TRAFFIC[:1], MEMORY, MEMORY, tensors=20).ok
+
+
+def test_states_that_are_not_sharded_are_named() -> None:
+    whole = {**MEMORY, "optimizer_state": 4 * MEMORY["optimizer_state"]}
+    check = judge(TRAFFIC, TRAFFIC, MEMORY, whole, tensors=20)
+    assert not check.ok
+    assert "optimizer_state" in check.detail
