@@ -74,13 +74,17 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def _summary(ran: list[dict[str, Any]], done: list[dict[str, Any]]) -> list[str]:
     both = [row for row in ran if row["predicted"]]
+    capacity = next((row["record"]["free_bytes"] for row in ran), 0)
+    full = [row for row in both if capacity and _verdict(row, capacity) == "edge"]
     text = []
     for index, name, p95, worst in (
         (0, "allocated", ALLOCATED_P95, ALLOCATED_WORST),
         (1, "reserved", RESERVED_P95, None),
     ):
         errors = sorted(
-            abs(row["predicted"][index] / row["measured"][index] - 1) for row in both if row["measured"][index]
+            abs(row["predicted"][index] / row["measured"][index] - 1)
+            for row in both
+            if row["measured"][index] and not (name == "reserved" and row in full)
         )
         if errors:
             at_95 = errors[math.ceil(0.95 * len(errors)) - 1]
@@ -88,7 +92,9 @@ def _summary(ran: list[dict[str, Any]], done: list[dict[str, Any]]) -> list[str]
             text.append(
                 f"- {name}: 95th percentile {at_95:.2%}, worst {errors[-1]:.2%} of {len(errors)} cases ({goal})"
             )
-    capacity = next((row["record"]["free_bytes"] for row in ran), 0)
+    if full:
+        names = ", ".join(row["case"].name for row in full)
+        text.append(f"- reserved leaves out {names}: predicted without a limit, and the device was full")
     judged = [row for row in done if row["predicted"] and capacity]
     wrong = [row for row in judged if _is_wrong(row, capacity)]
     outside = [row for row in wrong if abs(row["predicted"][0] / capacity - 1) > VERDICT_BAND]

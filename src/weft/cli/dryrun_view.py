@@ -87,7 +87,7 @@ def lines_of(answer: Answer) -> list[str]:
     found, peak = answer.found, answer.found.peak
     return [
         f"{describe(answer.question.plan)}: rank {found.rank} of {found.world_size:,}, "
-        f"{format_count(found.num_parameters)} parameters",
+        f"{format_count(found.num_parameters)} parameters, {answer.question.plan.precision.preset}",
         *_bars(answer),
         f"the peak is in the {peak.phase}, {_moment(peak)} ({peak.operator})",
         *_culprit_lines(answer),

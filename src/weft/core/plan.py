@@ -249,6 +249,14 @@ def default_plan_tables(tables: dict[str, Any], *, num_ranks: int) -> dict[str, 
     return {**tables, "mesh": {axis: num_ranks}}
 
 
+def settle_precision(tables: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+    """`tables` with the one choice a plan may leave open: a GPU computes in bf16 unless told otherwise."""
+    precision, dp = tables.get("precision", {}), tables.get("data_parallel", {})
+    if not on_gpu or "preset" in precision or dp.get("strategy") == "dataparallel":
+        return tables
+    return {**tables, "precision": {**precision, "preset": "bf16"}}
+
+
 SECTIONS: tuple[str, ...] = tuple(
     name
     for name, field in Plan.model_fields.items()

@@ -7,6 +7,7 @@ transformers, because nothing public says "this is not real": tests/fake/dryrun 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ def _gpu_patches(kernel: Kernel) -> list[Any]:
 def _patches() -> list[Any]:
     import transformers.masking_utils as masks
 
+    moe = _optional("transformers.integrations.moe")
     found = [
         # HF looks for packed documents by reading positions, cannot, and builds a mask that rules out fused attention
         mock.patch.object(masks, "find_packed_sequence_indices", return_value=None),
@@ -98,6 +100,8 @@ def _patches() -> list[Any]:
         mock.patch.object(apply, "Replicated", FakeReplicated),
         # fully_shard cuts a parameter into as many parts as there are ranks, and keeps two
         mock.patch.object(fsdp_param, "_chunk_with_empty", _Chunks),
+        # torch multiplies by groups in any precision, but knows the shapes of bfloat16 only
+        *([mock.patch.object(moe, "_grouped_mm", _grouped(moe._grouped_mm))] if hasattr(moe, "_grouped_mm") else []),
         # values that steer the host: there are none
         mock.patch.object(engine, "read_is_finite", return_value=True),
         mock.patch.object(randomness, "draw_call_number", return_value=0),
@@ -109,6 +113,37 @@ def _patches() -> list[Any]:
     found += [mock.patch.object(device_mesh.DeviceMesh, name, _outside(method)) for name, method in methods.items()]
     getter = device_mesh.DeviceMesh.mesh.fget  # type: ignore[attr-defined]
     return [*found, mock.patch.object(device_mesh.DeviceMesh, "mesh", property(_outside(getter)))]
+
+
+def _optional(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Tokens, sorted by expert, times each expert's matrix [experts, in, out]: what it gives and what it keeps."""
+
+    @staticmethod
+    def forward(context: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(tokens, weight)
+        return tokens.new_empty(tokens.shape[0], weight.shape[-1])
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, weight = context.saved_tensors
+        return torch.empty_like(tokens), torch.empty_like(weight)
+
+
+def _grouped(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def grouped_mm(tokens: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        if weight.dtype == torch.bfloat16:
+            return multiply(tokens, weight, *rest, **options)
+        product: torch.Tensor = _GroupedProduct.apply(tokens.to(weight.dtype), weight)  # type: ignore[no-untyped-call]
+        return product
+
+    return grouped_mm
 
 
 _torch_rand = torch.rand

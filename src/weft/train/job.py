@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.core.plan import Plan
+from weft.core.plan import Plan, settle_precision
 from weft.core.run_spec import RunSpec
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -42,16 +42,8 @@ class Job:
         return Job(run=run, plan_tables=plan_tables, out=folder.absolute(), resume=resume, device=device, quiet=quiet)
 
     def plan(self, *, device_type: str) -> Plan:
-        """The plan with every open choice made: a GPU computes in bf16 unless told otherwise."""
-        tables = dict(self.plan_tables)
-        precision = dict(tables.get("precision", {}))
-        if device_type == "cuda" and self._leaves_precision_open():
-            tables["precision"] = {**precision, "preset": "bf16"}
-        return Plan.from_tables(tables)
-
-    def _leaves_precision_open(self) -> bool:
-        dp = self.plan_tables.get("data_parallel", {})
-        return "preset" not in self.plan_tables.get("precision", {}) and dp.get("strategy") != "dataparallel"
+        """The plan with every open choice made."""
+        return Plan.from_tables(settle_precision(self.plan_tables, on_gpu=device_type == "cuda"))
 
     def to_json(self) -> str:
         return json.dumps(

@@ -340,3 +340,13 @@ def test_a_real_one(files: Path) -> None:
     assert answer["world_size"] == 8
     assert answer["memory"]["peak_bytes"] == sum(answer["memory"]["terms"].values())
     assert answer["fits"] is True
+
+
+@pytest.mark.parametrize(("device", "preset"), [("H200", "bf16"), ("CPU", "fp32")])
+def test_a_plan_that_leaves_precision_open_computes_as_training_would_there(
+    device: str, preset: str, measured_by: Stub, files: Path
+) -> None:
+    jobs = measured_by(lambda job: found_of())
+    (files / "open.toml").write_text("[mesh]\ndp_shard = 8\n", encoding="utf-8")
+    call_weft("dryrun", "run.toml", "--plan", "open.toml", "--device", device)
+    assert [job.plan.precision.preset for job in jobs] == [preset]
