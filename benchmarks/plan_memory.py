@@ -15,7 +15,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import shapes
 import torch
+from shapes import COHERE, GPT2_XL, LLAMA_1B, MISTRAL_4L, NEOX, OLMO2_1B, QWEN2_1B, QWEN3_2B
 
 import weft
 from weft.core.plan import Plan
@@ -28,63 +30,16 @@ from weft.models.layout import describe
 from weft.plan.ask import estimate_plan
 from weft.plan.estimate import Estimate
 
-LLAMA_1B = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
-}  # fmt: skip
-QWEN3 = {
-    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 14, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
-}  # fmt: skip
-GPT2 = {"n_embd": 1600, "n_layer": 24, "n_head": 25, "n_positions": 2048, "vocab_size": 50257,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
-MIXTRAL = {
-    "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8, "num_attention_heads": 16,
-    "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000,
-}  # fmt: skip
-GEMMA2 = {
-    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 256000,
-}  # fmt: skip
-OLMO2 = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 12, "num_attention_heads": 16,
-    "num_key_value_heads": 16, "vocab_size": 100352,
-}  # fmt: skip
-NEOX = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 16,
-    "vocab_size": 50432,
-}  # fmt: skip
-
-
-PHI3 = {
-    "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 32,
-    "num_key_value_heads": 32, "vocab_size": 32064, "pad_token_id": 0, "sliding_window": None,
-}  # fmt: skip
-MISTRAL = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 32768, "sliding_window": None, "max_position_embeddings": 32768,
-}  # fmt: skip
-QWEN2 = {
-    "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 14, "num_attention_heads": 12,
-    "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-}  # fmt: skip
-STARCODER2 = {
-    "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 10, "num_attention_heads": 24,
-    "num_key_value_heads": 2, "vocab_size": 49152, "residual_dropout": 0.0, "embedding_dropout": 0.0,
-    "attention_dropout": 0.0, "sliding_window": None,
-}  # fmt: skip
-COHERE = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 16,
-    "num_key_value_heads": 16, "vocab_size": 256000,
-}  # fmt: skip
-OLMOE = {
-    "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16,
-    "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "vocab_size": 50304,
-}  # fmt: skip
-STABLELM = {
-    "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 12, "num_attention_heads": 32,
-    "num_key_value_heads": 32, "vocab_size": 50304, "attention_dropout": 0.0,
-}  # fmt: skip
+QWEN3 = {**QWEN3_2B, "num_hidden_layers": 14}
+GPT2 = {**GPT2_XL, "n_layer": 24}
+MIXTRAL = {**shapes.MIXTRAL, "num_hidden_layers": 8}
+GEMMA2 = {**shapes.GEMMA2, "num_hidden_layers": 8}
+OLMO2 = {**OLMO2_1B, "num_hidden_layers": 12}
+PHI3 = {**shapes.PHI3, "num_hidden_layers": 8}
+QWEN2 = {**QWEN2_1B, "num_hidden_layers": 14}
+STARCODER2 = {**shapes.STARCODER2, "num_hidden_layers": 10}
+OLMOE = {**shapes.OLMOE, "num_hidden_layers": 4}
+STABLELM = {**shapes.STABLELM, "num_hidden_layers": 12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +73,7 @@ CASES = [
     Case(name="gpt_neox bf16 ZeRO-3 2x2048", kind="gpt_neox", config=NEOX, rows=2, length=2048, plan=BF16_ZERO3),
     # predicted and written down before they were first run
     Case(name="blind: phi3 bf16 ZeRO-3 2x4096", kind="phi3", config=PHI3, rows=2, length=4096, plan=BF16_ZERO3),
-    Case(name="blind: mistral bf16 1x16384", kind="mistral", config=MISTRAL, rows=1, length=16384, plan=BF16),
+    Case(name="blind: mistral bf16 1x16384", kind="mistral", config=MISTRAL_4L, rows=1, length=16384, plan=BF16),
     Case(name="blind: qwen2 bf16 ZeRO-2 4x4096, 2 micro-batches", kind="qwen2", config=QWEN2, rows=4, length=4096,
          plan={**BF16, "data_parallel": {"zero": 2}, "pipeline": {"microbatches": 2}}),
     Case(name="blind: starcoder2 bf16 ZeRO-1 4x2048", kind="starcoder2", config=STARCODER2, rows=4, length=2048,

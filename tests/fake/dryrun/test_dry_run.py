@@ -144,3 +144,22 @@ def test_experts_run_in_every_precision(preset: str) -> None:
     experts = {"type": "mixtral", "config": {**LLAMA["config"], "num_hidden_layers": 2, "num_local_experts": 4}}  # type: ignore[dict-item]
     found = dry_run(run_of(experts), plan_of(3, 4, precision={"preset": preset}))
     assert found.peak_bytes == sum(found.terms.values())
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_the_planner_agrees_where_blocks_outweigh_the_loss(layers: int) -> None:
+    """The peak lies at the end of a block's backward, or where the first block arrives: not at the loss."""
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": layers, "vocab_size": 1000}
+    run = run_of({**LLAMA, "config": {**LLAMA["config"], **wide}}, global_batch=8)  # type: ignore[dict-item]
+    plan = plan_of(3, 8, **BF16)
+    found = dry_run(run, plan, on_gpu=False)
+    assert found.peak.phase == "backward"
+    assert found.peak.module.startswith("model.layers.")
+    assert estimate_plan(run, plan, "8xCPU").memory_bytes == pytest.approx(found.peak_bytes, rel=0.02)
+
+
+def test_a_layer_that_may_be_dropped_is_not_a_question() -> None:
+    """OPT compares one random number with its layerdrop, which a dry run has to answer."""
+    opt = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512,
+           "word_embed_proj_dim": 64}  # fmt: skip
+    assert dry_run(run_of({"type": "opt", "config": opt}), plan_of(0, 4)).peak_bytes > 0
