@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-# By its path: the folder of benchmarks on sys.path would hide test modules of the same names.
+# By its path: the folder of benchmarks left on sys.path would hide test modules of the same names.
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "plan_memory.py"
 
 
@@ -19,7 +19,11 @@ def load(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.parent))  # only while it imports its neighbours
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module
 
 
