@@ -26,6 +26,7 @@ GUIDES = (
     "data",
     "models",
     "layouts",
+    "tensor-parallel",
     "plan",
     "dryrun",
     "resume-and-checkpoints",

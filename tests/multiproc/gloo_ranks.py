@@ -27,7 +27,9 @@ from typing import Any
 _CONTEXT = mp.get_context("forkserver")
 # torch._dynamo: DTensor imports it on first use, which takes a rank three seconds.
 _PRELOADED = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp")
-_CONTEXT.set_forkserver_preload([*_PRELOADED, "weft.core.plan", "pytest"])
+# transformers and the engine: a rank that imports them by itself takes seconds of a core, and there may be eight.
+_OURS = ("transformers.models.auto.modeling_auto", "weft.engine.engine", "pytest")
+_CONTEXT.set_forkserver_preload([*_PRELOADED, *_OURS])
 
 
 class RankFailureError(AssertionError):

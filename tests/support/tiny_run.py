@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 if TYPE_CHECKING:
-    from weft.engine.engine import PendingStep
+    from weft.engine.pending import PendingStep
 
 TINY_RUN: dict[str, dict[str, Any]] = {
     "model": {
@@ -173,10 +173,12 @@ def running_weft(
             process.kill()
 
 
-def weft_command(*arguments: str | Path, cwd: Path, cache: Path) -> subprocess.CompletedProcess[str]:
+def weft_command(
+    *arguments: str | Path, cwd: Path, cache: Path, patience_s: float = PATIENCE_S
+) -> subprocess.CompletedProcess[str]:
     """`weft ARGUMENTS` to its end."""
     with running_weft(*arguments, cwd=cwd, cache=cache) as process:
-        out, err = process.communicate(timeout=PATIENCE_S)
+        out, err = process.communicate(timeout=patience_s)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

@@ -37,13 +37,18 @@ MODELS: dict[str, Tables] = {
     "llama-wide": {"type": "llama", "config": {**ROTARY, "hidden_size": 64, "intermediate_size": 128}},
     "olmo2": {"type": "olmo2", "config": ROTARY},
 }
+# beside those that the campaign of healthy runs draws from
+OTHERS: dict[str, Tables] = {
+    "phi3": {"type": "phi3", "config": {**ROTARY, "pad_token_id": 0}},
+    "llama-odd": {"type": "llama", "config": {**ROTARY, "vocab_size": 259}},  # a vocabulary of unequal slices
+}
 
 
 def small_run(corpus: str, *, model: str = "llama", train: Tables | None = None, data: Tables | None = None) -> Tables:
     """The tables of a run of a few thousand weights over `corpus`."""
     settings: Tables = {"steps": 20, "global_batch": 8, "learning_rate": 1e-2, "warmup_steps": 2, "seed": 3}
     return {
-        "model": MODELS[model],
+        "model": {**MODELS, **OTHERS}[model],
         "data": {"source": corpus, "tokenizer": "bytes", "sequence_length": 16, "eval_fraction": 0.2, **(data or {})},
         "train": {**settings, **(train or {})},
     }

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
+from weft.checkpoint.parts import PartTensor, box_at
+
 
 class StagedPlanner(DefaultSavePlanner):
     """DCP's planner with the local plan made beforehand and the data taken from staged shards."""
@@ -24,6 +26,8 @@ class StagedPlanner(DefaultSavePlanner):
     def __init__(self, state: dict[str, Tensor], shards: dict[str, Tensor]) -> None:
         super().__init__()
         self._shards = shards
+        # boxes without the live memory behind them
+        self._boxes = {key: tensor.boxes for key, tensor in state.items() if isinstance(tensor, PartTensor)}
         self.set_up_planner(state)
         self._local_plan = super().create_local_plan()
         self.state_dict = {}
@@ -32,7 +36,10 @@ class StagedPlanner(DefaultSavePlanner):
         return self._local_plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._shards[index.fqn]
+        shard = self._shards[index.fqn]
+        if index.fqn in self._boxes:
+            return box_at(shard, self._boxes[index.fqn], index)
+        return shard
 
 
 class StagingBuffers:
@@ -64,6 +71,8 @@ def local_shards(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _local(key: str, tensor: Tensor) -> Tensor:
+    if isinstance(tensor, PartTensor):
+        return tensor.local
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):
             raise TypeError(f"{key} is a partial sum; reduce it before saving")

@@ -84,7 +84,7 @@ class Question:
         from weft.core.plan import require_executable
 
         require_executable(plan)
-        require_divisible(run.train.global_batch, plan)
+        require_divisible(run, plan)
         devices = devices_of(device or ANY_GPU, num_ranks=plan.num_ranks)
         return Question(
             run=run,

@@ -36,17 +36,17 @@ def verify(
     from weft.cli.resolve import require_known_sections, resolve_plan, resolve_run
     from weft.core.batching import require_divisible
     from weft.core.plan import Plan, require_executable
-    from weft.verify.request import Request, data_parallel_plans
+    from weft.verify.request import Request, every_plan
     from weft.verify.verdict import Matrix
 
     given = settings or []
     require_known_sections(given)
     tables, num_ranks = resolve_plan(plan, given, num_ranks=nproc)
     require_executable(Plan.from_tables(tables))
-    plans = data_parallel_plans(num_ranks, tables) if all_plans else [tables]
     spec = resolve_run(run, given)
+    plans = every_plan(num_ranks, tables, spec) if all_plans else [tables]
     for legal in plans:
-        require_divisible(spec.train.global_batch, Plan.from_tables(legal))  # told before any rank starts
+        require_divisible(spec, Plan.from_tables(legal))  # told before any rank starts
     request = Request(
         run=spec,
         plans=plans,

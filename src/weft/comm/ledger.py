@@ -16,12 +16,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weft.comm.observer import SMALL_ELEMENTS, collective_name, tensors_of
+from weft.comm.observer import SMALL_ELEMENTS, collective_name, group_of, tensors_of
 
 Key = tuple[str, str, str]  # axis, collective, phase
 
@@ -32,8 +33,7 @@ class TrafficLedger:
     def __init__(self, *, axes: Mapping[str, str], phase: Callable[[], str]) -> None:
         self._axes, self._phase = axes, phase
         self.counts: Counter[Key] = Counter()
-        self._sent: Counter[Key] = Counter()  # x the number of ranks: a ring's shares are rounded once, not each
-        self._sizes: dict[Key, int] = {}
+        self._sent: dict[Key, Fraction] = {}  # a ring's shares are rounded once, not each
         self._seconds: dict[tuple[str, str], float] = {}
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -42,7 +42,7 @@ class TrafficLedger:
             self._record(name, args, result)
 
     def clear(self) -> None:
-        for kept in (self.counts, self._sent, self._sizes, self._seconds):
+        for kept in (self.counts, self._sent, self._seconds):
             kept.clear()
 
     def rows(self) -> list[dict[str, str | int]]:
@@ -52,7 +52,7 @@ class TrafficLedger:
                 "axis": axis,
                 "collective": name,
                 "phase": phase,
-                "bytes": round(self._sent[key] / self._sizes[key]),
+                "bytes": round(self._sent[key]),
                 "count": self.counts[key],
             }
             for key in sorted(self.counts)
@@ -68,13 +68,13 @@ class TrafficLedger:
         largest = max(found, key=lambda tensor: tensor.numel(), default=None)
         if largest is None or largest.numel() <= SMALL_ELEMENTS:
             return
-        group = _group(args)
+        group = group_of(args)
         size = group.size() if group is not None else 1
         axis = self._axes.get(group.group_name, "world") if group is not None else "world"
         key = (axis, name, self._phase())
         self.counts[key] += 1
-        self._sizes[key] = size
-        self._sent[key] += (2 if name == "all_reduce" else 1) * _nbytes(largest) * (size - 1)
+        sent = Fraction((2 if name == "all_reduce" else 1) * _nbytes(largest) * (size - 1), size)
+        self._sent[key] = self._sent.get(key, Fraction(0)) + sent
         if group is not None and dist.get_backend(group) == "gloo":
             self._time(axis, name, result)
 
@@ -94,14 +94,3 @@ class TrafficLedger:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _group(args: Any) -> dist.ProcessGroup | None:
-    """The process group among an operator's arguments: c10d hands it over boxed."""
-    for value in args:
-        if isinstance(value, torch.ScriptObject):
-            try:
-                return dist.ProcessGroup.unbox(value)
-            except (RuntimeError, TypeError):
-                continue  # the reduce operation is boxed too
-    return None

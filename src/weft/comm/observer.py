@@ -6,9 +6,11 @@ A dispatch mode sees every c10d operator. It observes for a step or two; it is n
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from weft.comm.watch import OperatorWatch
 
@@ -24,6 +26,7 @@ _NAMES = {
     "all_reduce": "all_reduce",
     "broadcast_": "broadcast",
     "broadcast": "broadcast",
+    "reduce_": "reduce",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
     "all_to_all_single": "all_to_all",
@@ -35,8 +38,10 @@ _NAMES = {
 class CollectiveObserver(OperatorWatch):  # type: ignore[no-untyped-call]
     """Inside `with CollectiveObserver() as seen:`, `seen.counts` and `seen.dtypes` fill by collective name."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, no_dtypes_of: Collection[str] = ()) -> None:
+        """`no_dtypes_of`: names of groups that send activations, whose formats are not those of gradients."""
         super().__init__(self)
+        self._no_dtypes_of = frozenset(no_dtypes_of)
         self.counts: Counter[str] = Counter()
         self.dtypes: dict[str, set[torch.dtype]] = {}
 
@@ -51,6 +56,9 @@ class CollectiveObserver(OperatorWatch):  # type: ignore[no-untyped-call]
         if max((tensor.numel() for tensor in tensors), default=0) <= SMALL_ELEMENTS:
             name = f"small_{name}"
         self.counts[name] += 1
+        group = group_of(args) if self._no_dtypes_of else None
+        if group is not None and str(group.group_name) in self._no_dtypes_of:
+            return
         self.dtypes.setdefault(name, set()).update(tensor.dtype for tensor in tensors)
 
 
@@ -70,3 +78,14 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in tensors_of(item)]
     return []
+
+
+def group_of(args: Any) -> dist.ProcessGroup | None:
+    """The process group among an operator's arguments: c10d hands it over boxed."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(value)
+            except (RuntimeError, TypeError):
+                continue  # the reduce operation is boxed too
+    return None

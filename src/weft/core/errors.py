@@ -12,6 +12,7 @@ It is not a place for programming errors: those stay ordinary Python exceptions 
     │   ├── BatchError        W203   the batch does not divide over the plan
     │   ├── NotBuiltError     W204   a legal plan that this version cannot execute
     │   ├── DeviceError       W205   the plan needs devices that are not there
+    │   ├── TensorParallelError W206 the model cannot be divided over the plan's tensor-parallel ranks
     │   ├── ModelError        W301   the model is unknown or cannot be built
     │   ├── NoBlocksError     W302   no repeated blocks, so nothing to shard by
     │   ├── WeightsError      W303   weight files are missing or do not match the model
@@ -106,6 +107,12 @@ class DeviceError(InputError):
     """The plan needs devices that are not there."""
 
     code = "W205"
+
+
+class TensorParallelError(InputError):
+    """The model cannot be divided over the plan's tensor-parallel ranks."""
+
+    code = "W206"
 
 
 class ModelError(InputError):

@@ -65,6 +65,7 @@ class ExtraShape:
     style: Style = "replicated"
     row_size: int = 1  # numbers that sharding never parts: a row of a table
     num_tensors: int = 1  # of equal size, each sharded by itself
+    is_trained: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,7 @@ class AttentionShape:
     rotary: bool = True
     copies_output: bool = False  # heads are put together from pieces, so the output is copied into the model's order
     dropout: float = 0.0
+    has_grouped_order: bool = False  # fused: queries, key and value of a head, then the next: heads cannot be repeated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,7 @@ class MoeShape:
     top_k: int
     expert_width: int
     shared_width: int = 0
+    weighs_in_float32: bool = False  # the router's weights reach the experts as the softmax gave them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +113,7 @@ class BlockShape:
     activation: str = "silu"  # as HF names it: the saved tensors of gelu_new are not those of gelu
     is_parallel: bool = False  # attention and MLP read the same normalised input
     dropout: float = 0.0  # on the residual stream
+    ends_in_norm: bool = False  # what the last part of the block gives is normalised, or scaled, before it is added
 
     @cached_property
     def num_parameters(self) -> int:
@@ -125,6 +129,10 @@ class BlockShape:
     def expert_parameters(self) -> int:
         """What expert parallelism divides."""
         return sum(linear.num_parameters for linear in self.linears if linear.role == "expert")
+
+    def cuts(self, role: str) -> bool:
+        """Whether tensor parallelism divides the part of this role."""
+        return any(linear.role == role and linear.style == "row" for linear in self.linears)
 
     @cached_property
     def linear_flops_per_token(self) -> int:
@@ -145,6 +153,10 @@ class ModelShape:
     max_positions: int = 0
     embedding_size: int = 0  # width of the token table where it is not hidden_size
     head_bias: bool = False
+    has_cut_table: bool = True  # tensor parallelism cuts the token table, and the head, by vocabulary
+    has_cut_head: bool = True
+    has_grids: bool = False  # tensor parallelism in two and three dimensions knows the family
+    has_straight_stream: bool = True  # hidden states pass one chain of blocks, so a rank can hold a slice of them
     scaled_embedding: bool = False
     caps_logits: bool = False  # logits go through a tanh
     final_norm: Literal["rms", "layer"] = "rms"

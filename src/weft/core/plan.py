@@ -170,7 +170,8 @@ class Plan(Section):
             return "DataParallel"
         zero, mesh = self.data_parallel.zero, self.mesh
         if zero == 0:
-            return "DDP" if mesh.dp_replicate > 1 else "single device"
+            alone = "tensor parallel" if mesh.tp > 1 else "single device"
+            return "DDP" if mesh.dp_replicate > 1 else alone
         stage = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}[zero]
         return f"HSDP {stage}" if mesh.dp_replicate > 1 else stage
 
@@ -213,7 +214,6 @@ def require_executable(plan: Plan) -> None:
     """What this version's engine cannot carry out yet is refused by name, never ignored."""
     default = Plan()
     refused: list[tuple[bool, str]] = [
-        (plan.mesh.tp > 1, "tensor parallelism (mesh.tp > 1)"),
         (plan.mesh.pp > 1, "pipeline parallelism (mesh.pp > 1)"),
         (plan.mesh.cp > 1, "context parallelism (mesh.cp > 1)"),
         (plan.mesh.ep > 1, "expert parallelism (mesh.ep > 1)"),

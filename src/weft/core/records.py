@@ -63,6 +63,7 @@ class ParameterRecord:
     local_elements: int  # on this rank
     tied_to: str | None = None
     trainable: bool = True
+    reason: str = ""  # why tensor parallelism leaves it whole
 
 
 @dataclass(frozen=True, kw_only=True)

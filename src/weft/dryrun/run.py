@@ -41,7 +41,7 @@ def dry_run(run: RunSpec, plan: Plan, *, rank: int = 0, on_gpu: bool = True, att
     """
     began_s = time.perf_counter()
     require_executable(plan)
-    require_divisible(run.train.global_batch, plan)
+    require_divisible(run, plan)
     if not 0 <= rank < plan.num_ranks:
         raise MeshError(f"there is no rank {rank} among {plan.num_ranks}", hint=f"ranks are 0 to {plan.num_ranks - 1}")
     kernel = attention if on_gpu else None

@@ -26,7 +26,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import weft.engine.apply as apply
 import weft.engine.engine as engine
-import weft.engine.materialise as materialise
 import weft.engine.mesh as mesh
 import weft.engine.ownership as ownership
 import weft.engine.randomness as randomness
@@ -95,7 +94,7 @@ def _patches() -> list[Any]:
         mock.patch.object(sharding, "detect_fake_mode", return_value=None),
         # a mesh does arithmetic on a real tensor of ranks
         mock.patch.object(mesh, "init_device_mesh", _outside(device_mesh.init_device_mesh)),
-        mock.patch.object(materialise, "local_index", _outside(ownership.local_index)),
+        mock.patch.object(ownership, "local_index", _outside(ownership.local_index)),
         # DDP's reducer is C++ that reads memory
         mock.patch.object(apply, "Replicated", FakeReplicated),
         # fully_shard cuts a parameter into as many parts as there are ranks, and keeps two

@@ -2,11 +2,12 @@
 
 1. freeze          before wrapping: strategies look at requires_grad
 2. place           a module with values: to the device, rank 0's values to all
-3. shard           fully_shard, blocks then root, still on meta (ZeRO, HSDP)
-4. materialise     each rank allocates and fills only its own parts
-5. cast            compute dtype for unsharded strategies (sharded ones cast when they gather)
-6. recompute       around the cast, which is repeated too; inside the hooks that gather and reduce, which are not
-7. replicate       DDP, after values exist: its buckets are real memory
+3. cut             tensor parallelism: parameters become this rank's parts, layers go around modules
+4. shard           fully_shard, blocks then root, still on meta (ZeRO, HSDP): a shard of a part
+5. materialise     each rank allocates and fills only its own parts
+6. cast            compute dtype for unsharded strategies (sharded ones cast when they gather)
+7. recompute       around the cast, which is repeated too; inside the hooks that gather and reduce, which are not
+8. replicate       DDP, after values exist: its buckets are real memory
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from weft.engine.materialise import materialise, place_real_model
 from weft.engine.mesh import Topology
 from weft.engine.precision import apply_compute_dtype
 from weft.engine.recompute import apply_recompute
+from weft.engine.tp.apply import apply_tensor_parallel
+from weft.engine.tp.face import TensorFace
 from weft.models.initial import WeightSource
 from weft.models.layout import ModelLayout, require_blocks
 
@@ -40,27 +43,33 @@ def apply_plan(
     device: torch.device,
     weights: WeightSource | None,
     frozen: Sequence[str] = (),
-) -> Strategy:
-    """`model`, laid out as `plan` says, behind the face of its strategy."""
+    has_own_objective: bool = False,
+) -> tuple[Strategy, TensorFace | None]:
+    """`model`, laid out as `plan` says, behind the faces of its data and tensor parallelism."""
     precision, dp = plan.precision.policy(), plan.data_parallel
     if dp.strategy == "dataparallel":
         require_gpus(precision)
     freeze(model, frozen)
-    place_real_model(model, device=device, group=topology.dp_group)
+    place_real_model(model, device=device)
+    face = None
+    if topology.tp_degree > 1:
+        face = apply_tensor_parallel(model, layout, plan.tensor_parallel, topology, keep_logits_whole=has_own_objective)
+    parts = face.parts if face is not None else {}
     if dp.zero > 0:
         require_blocks(layout)
-        shard_units(model, layout, mesh=topology.mesh, stage=dp.zero, precision=precision)
-        materialise(model, layout, weights, device=device)
+        shard_units(model, layout, mesh=topology.dp_mesh, stage=dp.zero, precision=precision)
+        materialise(model, layout, weights, device=device, parts=parts)
         apply_recompute(model, layout, plan.activations.policy)
-        return Sharded(model, stage=dp.zero)
-    materialise(model, layout, weights, device=device)
+        return Sharded(model, stage=dp.zero), face
+    materialise(model, layout, weights, device=device, parts=parts)
     apply_compute_dtype(model, layout, precision)
     apply_recompute(model, layout, plan.activations.policy)
     if dp.strategy == "dataparallel":
-        return Threaded(model)
+        return Threaded(model), face
     if topology.dp_degree > 1:
-        return Replicated(model, group=topology.dp_group, find_unused_parameters=dp.find_unused_parameters)
-    return Strategy(model)
+        group, may_be_unused = topology.dp_group, dp.find_unused_parameters
+        return Replicated(model, group=group, find_unused_parameters=may_be_unused), face
+    return Strategy(model), face
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

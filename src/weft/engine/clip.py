@@ -1,37 +1,62 @@
 """The gradient norm of the whole model, and clipping, from ownership alone.
 
-norm^2 = sum over groups of parameters with the same sharded axes of: all-reduce over those axes of sum(local grad^2).
-A replicated parameter is counted once because no axis sums it.
+norm^2 = sum over groups of boxes with the same sharded axes of: all-reduce over these of sum(local grad^2) / copies.
+A replicated parameter is counted once because no axis sums it; a box that ranks of an axis share is divided by them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from weft.comm.groups import sum_over
+from weft.core import axes
+from weft.core.boxes import Part
 from weft.engine.mesh import Topology
-from weft.engine.ownership import local, sharded_axes
+from weft.engine.ownership import Parts, boxes_of, local, sharded_axes
+
+Owned = tuple[tuple[str, ...], int]  # axes that shard a box, and ranks of the tp axis that share it
 
 
 @torch.no_grad()
-def global_norm(parameters: Sequence[nn.Parameter], topology: Topology, *, device: torch.device) -> torch.Tensor:
+def global_norm(
+    parameters: Mapping[str, nn.Parameter], topology: Topology, *, parts: Parts, device: torch.device
+) -> torch.Tensor:
     """The 2-norm of all gradients, the same on every rank; stays on the device."""
-    groups: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
-    for parameter in parameters:
+    groups: dict[Owned, list[torch.Tensor]] = defaultdict(list)
+    for name, parameter in parameters.items():
         if parameter.grad is not None:
-            groups[sharded_axes(parameter)].append(local(parameter.grad))
+            for owned, gradient in _owned(parameter.grad, sharded_axes(parameter), parts.get(name)):
+                groups[owned].append(gradient)
+    # a rank may hold no rows of a group that others have rows of; all must join in its sum
+    for name, parameter in parameters.items():
+        part = parts.get(name)
+        if part is not None and part.is_cut and parameter.grad is not None:
+            for box in part.boxes:
+                groups[(*sharded_axes(parameter), axes.TP), box.copies] += []
     total = torch.zeros((), device=device)
     # Every rank walks the groups in the same order: the order of a collective is part of its meaning.
-    for axis_names in sorted(groups):
-        square = torch.nn.utils.get_total_norm(groups[axis_names]).to(device=device, dtype=torch.float32).square()
+    for axis_names, copies in sorted(groups):
+        gradients = groups[axis_names, copies]
+        square = torch.nn.utils.get_total_norm(gradients).to(device=device, dtype=torch.float32).square() / copies
         for axis in axis_names:
             sum_over(square, topology.group(axis))
         total = total + square
     return total.sqrt()
+
+
+def _owned(gradient: torch.Tensor, sharded: tuple[str, ...], part: Part | None) -> list[tuple[Owned, torch.Tensor]]:
+    """A gradient by who owns it: whole, or box by box where ranks of the tp axis share some."""
+    own = local(gradient)
+    if part is None or not part.is_cut:
+        return [((sharded, 1), own)]
+    copies = {box.copies for box in part.boxes}
+    if len(copies) == 1:
+        return [(((*sharded, axes.TP), copies.pop()), own)]
+    return [(((*sharded, axes.TP), box.copies), own[box.local_index]) for box in boxes_of(gradient, part)]
 
 
 @torch.no_grad()

@@ -1,12 +1,12 @@
 """The number formats really used, looked up on live tensors in the first step and held against the policy.
 
-Weights are seen inside a block's forward (each time it is computed), activations as they leave it, communication on the
-wire, the rest after the update.
+Weights are seen inside a block's forward (each time it is computed), activations as they leave it, communication (of
+gradients: activations travel in their own format) on the wire, the rest after the update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,10 @@ _GRADIENT_COLLECTIVES = ("all_reduce", "reduce_scatter")
 class DtypeWatch:
     """Collects dtypes by component during `watching`."""
 
-    def __init__(self, model: nn.Module, layout: ModelLayout, policy: PrecisionPolicy) -> None:
+    def __init__(
+        self, model: nn.Module, layout: ModelLayout, policy: PrecisionPolicy, *, activation_groups: Collection[str] = ()
+    ) -> None:
+        self._activation_groups = activation_groups  # names of groups that send activations: in their own format
         self._probe = model.get_submodule(layout.blocks[0]) if layout.blocks else model
         self._policy = policy
         self._found: dict[str, set[torch.dtype]] = {}
@@ -44,7 +47,7 @@ class DtypeWatch:
             yield
             return
         handle = self._probe.register_forward_hook(self._see_output)
-        observer = CollectiveObserver()
+        observer = CollectiveObserver(no_dtypes_of=self._activation_groups)
         try:
             with inside(self._probe, self._see_weights), observer:
                 yield

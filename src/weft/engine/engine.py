@@ -7,7 +7,6 @@ norm by ownership; clip; optimizer. Batches are this rank's rows of the global b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.comm.groups import ensure_group, sum_over
-from weft.core.errors import BatchError
+from weft.core.errors import BatchError, NotBuiltError
 from weft.core.plan import Plan, require_consistent, require_executable
 from weft.core.records import DtypeRecord, EvalRecord, ParameterRecord, StepRecord
 from weft.core.terms import TimeTerm
@@ -26,42 +25,16 @@ from weft.engine.dtypes import DtypeWatch
 from weft.engine.mesh import build_topology
 from weft.engine.objective import Batch, Objective, objective_for
 from weft.engine.optim import OptimizerFactory, OptimizerPolicy, build_optimizer, create_state, set_learning_rate
-from weft.engine.ownership import parameter_records
+from weft.engine.ownership import Parts, parameter_records
+from weft.engine.pending import PendingStep
 from weft.engine.precision import LossScale, read_is_finite
 from weft.engine.randomness import seeded_forward, uses_randomness
 from weft.engine.state import state_tensors
 from weft.engine.timer import StepTimer
+from weft.engine.tp.apply import explained_shapes
+from weft.engine.tp.gradients import sum_partial_gradients
 from weft.models.initial import WeightSource
 from weft.models.layout import describe
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingStep:
-    """A step whose numbers may still be on their way from the device; `resolve` waits for them."""
-
-    step: int
-    learning_rate: float
-    values: torch.Tensor  # loss, gradient norm, tokens, votes to stop
-    timer: StepTimer  # forward, backward, optimizer
-    skipped: bool
-    loss_scale: float | None
-
-    def resolve(self) -> tuple[StepRecord, bool]:
-        """The record, and whether any rank voted to stop."""
-        loss, norm, tokens, votes = self.values.tolist()
-        seconds = sum(self.timer.seconds().values())
-        record = StepRecord(
-            step=self.step,
-            loss=loss,
-            grad_norm=norm,
-            tokens=int(tokens),
-            learning_rate=self.learning_rate,
-            step_s=seconds,
-            tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
-            skipped=self.skipped,
-            loss_scale=self.loss_scale,
-        )
-        return record, votes > 0
 
 
 class Engine:
@@ -89,20 +62,36 @@ class Engine:
         self.topology = build_topology(plan, device_type=self.device.type)
         self.model = model
         self.layout = describe(model, blocks=blocks)
-        self.objective = objective or objective_for(model)
-        self.strategy = apply_plan(
-            model, plan, self.topology, layout=self.layout, device=self.device, weights=weights, frozen=frozen
+        self.strategy, self.tensors = apply_plan(
+            model,
+            plan,
+            self.topology,
+            layout=self.layout,
+            device=self.device,
+            weights=weights,
+            frozen=frozen,
+            has_own_objective=objective is not None,
         )
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.parts: Parts = self.tensors.parts if self.tensors is not None else {}
+        self.objective = objective or objective_for(model, self.tensors.token_loss if self.tensors else None)
+        self._trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self.parameters = list(self._trained.values())
         self.optimizer = self._build_optimizer(optimizer)
         self.loss_scale = LossScale(enabled=plan.precision.policy().loss_scaling)
         self.steps_done = 0
+        self.is_updating = False  # after the last backward of a step, until its end
         # Called with every reduced gradient, unscaled and before clipping, when set. For looking, not for changing.
         self.on_gradients: Callable[[dict[str, torch.Tensor]], None] | None = None
         self._seed = seed
         self._clip_norm = clip_norm
         self._is_random = uses_randomness(model)
-        self._dtypes = DtypeWatch(model, self.layout, plan.precision.policy())
+        groups = self.tensors.grid.groups.values() if self.tensors is not None else ()
+        self._dtypes = DtypeWatch(
+            model,
+            self.layout,
+            plan.precision.policy(),
+            activation_groups={str(group.group_name) for group in groups},
+        )
         model.train()
 
     # --- training -----------------------------------------------------------------------------------------------
@@ -119,11 +108,15 @@ class Engine:
         is_first = self._dtypes.is_empty
         with self._dtypes.watching(is_first):
             loss_sum, weight = self._forward_backward(self._to_device(batch), timer)
+            self.is_updating = True
+            if self.tensors is not None:
+                sum_partial_gradients(self._trained, self.parts, self.tensors.grid)
             self._show_gradients()
             norm, skipped = self._update()
             if is_first:
                 self._dtypes.look_at(self.parameters, self.optimizer)
         self.strategy.clear_gradients(self.optimizer)
+        self.is_updating = False
         timer.mark(TimeTerm.OPTIMIZER)
         self.steps_done += 1
         scale = self.loss_scale.value if self.loss_scale.enabled else None
@@ -141,6 +134,8 @@ class Engine:
         microbatches = self._split(batch)
         rows = _num_rows(microbatches[0])
         first_row = self.topology.dp_rank * rows * len(microbatches)
+        chunk = rows // self.tensors.row_chunks if self.tensors else rows  # grids deal the rows out once more
+        first_row += self.tensors.row_chunk * chunk if self.tensors else 0
         weight = sum_over(self.objective.weight(batch).to(self.device), self.topology.dp_group)
         factor = self.loss_scale.value / _divisor(weight)
         total = torch.zeros((), device=self.device)
@@ -151,16 +146,24 @@ class Engine:
                     seed=self._seed,
                     step=self.steps_done,
                     first_row=first_row + index * rows,
-                    num_rows=rows,
+                    num_rows=chunk,
                     is_random=self._is_random,
+                    slices=self.tensors.zones if self.tensors else None,
                 ),
             ):
-                loss_sum = self.objective.loss_sum(self.strategy.module, microbatch)
+                loss_sum = self._loss_sum(microbatch)
                 timer.mark(TimeTerm.FORWARD)
                 (loss_sum * factor).backward()  # type: ignore[no-untyped-call]
                 total += loss_sum.detach()
                 timer.mark(TimeTerm.BACKWARD)
         return total, weight
+
+    def _loss_sum(self, microbatch: Batch) -> torch.Tensor:
+        """The summed loss of this rank's rows; in a grid those of a part of the micro-batch."""
+        if self.tensors is None:
+            return self.objective.loss_sum(self.strategy.module, microbatch)
+        with explained_shapes(self.model, self.plan.tensor_parallel, self.tensors.grid):
+            return self.objective.loss_sum(self.strategy.module, self.tensors.rows_of(microbatch))
 
     def _show_gradients(self) -> None:
         if self.on_gradients is None:
@@ -171,7 +174,7 @@ class Engine:
 
     def _update(self) -> tuple[torch.Tensor, bool]:
         """Norm, clip, optimizer; returns the norm before clipping and whether an overflow skipped the update."""
-        norm = global_norm(self.parameters, self.topology, device=self.device) / self.loss_scale.value
+        norm = global_norm(self._trained, self.topology, parts=self.parts, device=self.device) / self.loss_scale.value
         if self.loss_scale.enabled:
             is_finite = read_is_finite(norm)
             scale = self.loss_scale.value
@@ -188,7 +191,7 @@ class Engine:
         self, loss_sum: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor, *, vote_stop: bool
     ) -> torch.Tensor:
         vote = torch.full_like(loss_sum, float(vote_stop))
-        summed = sum_over(torch.stack([loss_sum, vote]), self.topology.dp_group)
+        summed = sum_over(torch.stack([loss_sum * self._owns_loss, vote]), None)
         # float64: a float32 counts tokens exactly only up to 16.7 million
         return torch.stack([value.double() for value in (summed[0] / _divisor(weight), norm, weight, summed[1])])
 
@@ -207,20 +210,29 @@ class Engine:
         try:
             for batch in [batches] if isinstance(batches, Mapping) else batches:
                 on_device = self._to_device(batch)
-                totals[1] += self.objective.weight(on_device).to(self.device)
+                totals[1] += self.objective.weight(on_device).to(self.device) * self._owns_weight
                 for microbatch in self._split(on_device):
-                    totals[0] += self.objective.loss_sum(self.strategy.module, microbatch)
+                    totals[0] += self._loss_sum(microbatch) * self._owns_loss
         finally:
             self.model.train()
             self.strategy.after_evaluation()
-        return sum_over(totals, self.topology.dp_group)
+        return sum_over(totals, None)
+
+    @property
+    def _owns_loss(self) -> float:
+        """1 on the ranks whose losses add up to the global one: those of the same rows count once."""
+        return float(self.tensors is None or self.tensors.owns_loss)
+
+    @property
+    def _owns_weight(self) -> float:
+        return float(self.tensors is None or self.tensors.grid.rank == 0)
 
     # --- state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
         """Every tensor of model and optimizer under its logical name, sharing memory with the live ones."""
         create_state(self.optimizer, self.parameters)
-        return state_tensors(self.model, self.optimizer)
+        return state_tensors(self.model, self.optimizer, self.parts)
 
     def scalars(self) -> dict[str, Any]:
         """The rest of the state, as JSON."""
@@ -246,7 +258,8 @@ class Engine:
 
     def coverage(self) -> list[ParameterRecord]:
         """Which parameters are sharded on which axes and which stayed replicated."""
-        return parameter_records(self.model, self.layout, self.topology.axis_names)
+        reasons = self.tensors.reasons if self.tensors is not None else {}
+        return parameter_records(self.model, self.layout, self.topology.axis_names, parts=self.parts, reasons=reasons)
 
     def dtypes(self) -> list[DtypeRecord]:
         """The dtypes really used, looked up during the first step; empty before it."""
@@ -268,6 +281,11 @@ class Engine:
         if isinstance(given, str):
             given = OptimizerPolicy(kind=given)  # type: ignore[arg-type]
         if isinstance(given, OptimizerPolicy):
+            if given.kind == "adamw8bit" and self.tensors is not None:
+                raise NotBuiltError(
+                    "8-bit moments are kept by whole rows, which tensor parallelism cuts",
+                    hint="use train.optimizer = 'adamw', or mesh.tp = 1",
+                )
             return build_optimizer(self.parameters, given)
         return given([{"params": self.parameters}])
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from weft.core.errors import ModelError
-from weft.engine.ownership import local, local_index
+from weft.engine.ownership import Parts, boxes_of, local
 from weft.models.initial import WeightSource
 from weft.models.layout import ModelLayout
 
@@ -18,7 +18,9 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, layout: ModelLayout, source: WeightSource | None, *, device: torch.device) -> None:
+def materialise(
+    model: nn.Module, layout: ModelLayout, source: WeightSource | None, *, device: torch.device, parts: Parts
+) -> None:
     """Memory on `device` for this rank's parts, then values from `source`; real modules are only moved."""
     if is_on_meta(model):
         if source is None:
@@ -27,12 +29,12 @@ def materialise(model: nn.Module, layout: ModelLayout, source: WeightSource | No
                 hint="pass weights=, or a model with values",
             )
         _allocate(model, layout, device)
-        _fill(model, layout, source)
+        _fill(model, layout, source, parts)
     _move_buffers(model, device)
 
 
 @torch.no_grad()
-def place_real_model(model: nn.Module, *, device: torch.device, group: dist.ProcessGroup) -> None:
+def place_real_model(model: nn.Module, *, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
     """A module with values goes to the device, and rank 0's values to every rank: constructors draw per process."""
     if is_on_meta(model):
         return
@@ -58,12 +60,13 @@ def _allocate(model: nn.Module, layout: ModelLayout, device: torch.device) -> No
             model.get_submodule(owner)._parameters[key] = real
 
 
-def _fill(model: nn.Module, layout: ModelLayout, source: WeightSource) -> None:
+def _fill(model: nn.Module, layout: ModelLayout, source: WeightSource, parts: Parts) -> None:
     missing = set(layout.unit_of)
     for name, read in source.readers(list(layout.unit_of)):
         parameter = model.get_parameter(name)
-        if local(parameter).numel():
-            local(parameter).copy_(read(local_index(parameter)))
+        for box in boxes_of(parameter, parts.get(name)):
+            if box.num_elements:
+                local(parameter)[box.local_index].copy_(read(box.global_index))
         missing.discard(name)
     if missing:
         raise ModelError(

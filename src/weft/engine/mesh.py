@@ -1,5 +1,7 @@
 """The ranks of a plan as a device mesh with named axes, and the groups that data and losses are reduced over.
 
+Ranks that share rows of data are neighbours (tp is innermost); `dp_group` spans the same place on every such line.
+
 Topology is passed as this value; nothing in the engine reads ranks from a module global or the environment.
 """
 
@@ -23,6 +25,19 @@ class Topology:
     dp_group: dist.ProcessGroup
     dp_rank: int
     dp_degree: int
+    tp_degree: int = 1
+
+    @property
+    def dp_mesh(self) -> DeviceMesh:
+        """The axes that sharding works over, without those that divide the work on one row."""
+        names = tuple(name for name in self.axis_names if name in axes.DATA_AXES)
+        return self.mesh if names == self.axis_names else self.mesh[names]
+
+    @property
+    def tp_lines(self) -> list[list[int]]:
+        """The global ranks of every line of the tp axis, in order."""
+        world = range(dist.get_world_size())
+        return [list(world[at : at + self.tp_degree]) for at in range(0, len(world), self.tp_degree)]
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -47,13 +62,29 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
     sizes = {axis: size for axis, size in plan.mesh.sizes().items() if size > 1}
     if plan.data_parallel.zero > 0:
         sizes.setdefault(axes.DP_SHARD, 1)  # fully_shard needs its axis even on one rank
+    elif plan.mesh.dp_degree == 1 and plan.mesh.tp > 1:
+        sizes.setdefault(axes.DP_REPLICATE, 1)  # a data axis is always there
     ordered = {axis: sizes[axis] for axis in axes.MESH_ORDER if axis in sizes} or {axes.DP_REPLICATE: 1}
     mesh = init_device_mesh(device_type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
+    tp = plan.mesh.tp
+    return Topology(
+        mesh=mesh,
+        dp_group=_data_group(tp),
+        dp_rank=dist.get_rank() // tp,
+        dp_degree=plan.mesh.dp_degree,
+        tp_degree=tp,
+    )
+
+
+def _data_group(tp_degree: int) -> dist.ProcessGroup:
+    """The ranks at the same place of their tp line. Collective: every rank makes every group, in the same order."""
     world = dist.group.WORLD
     if world is None:
         raise MeshError("no process group is initialised", hint="create the Engine inside a run, or call weft.train")
-    # Every axis built so far is a data axis, so the data-parallel group is the world.
-    return Topology(mesh=mesh, dp_group=world, dp_rank=dist.get_rank(), dp_degree=plan.mesh.dp_degree)
+    if tp_degree == 1:
+        return world
+    groups = [dist.new_group(list(range(place, dist.get_world_size(), tp_degree))) for place in range(tp_degree)]
+    return groups[dist.get_rank() % tp_degree]  # type: ignore[no-any-return]
 
 
 def describe_mesh(plan: Plan) -> str:

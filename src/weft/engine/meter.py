@@ -17,6 +17,7 @@ import torch
 
 from weft.comm.ledger import TrafficLedger
 from weft.comm.watch import OperatorWatch
+from weft.core.axes import DP_REPLICATE, TP
 from weft.core.records import HolderRecord, PeakRecord
 from weft.core.terms import MemoryTerm as Term
 from weft.engine.flops import FlopCounter
@@ -59,13 +60,20 @@ class StepMeter:
         )
         topology = engine.topology
         axes = {str(topology.group(axis).group_name): axis for axis in topology.axis_names}
-        self._ledger = TrafficLedger(axes=axes, phase=lambda: self._tracker.phase)
+        if engine.tensors is not None:
+            axes |= {str(group.group_name): TP for group in engine.tensors.grid.groups.values()}
+            # DDP's own, beside the mesh's: the ranks at the same place of their tensor lines
+            axes.setdefault(str(topology.dp_group.group_name), DP_REPLICATE)
+        self._ledger = TrafficLedger(axes=axes, phase=self._phase_of_traffic)
         self._flops = FlopCounter()
         self._foreseen: Moment | None = None
         self._holders: list[HolderRecord] = []
         self._has_looked = False
         self._module = ""
         self.failed_in = ("", "")  # the phase and the module of an operator that raised
+
+    def _phase_of_traffic(self) -> str:
+        return "update" if self._engine.is_updating else self._tracker.phase
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ An objective never takes a mean: a mean of means over uneven ranks or micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -29,29 +29,39 @@ class Objective(Protocol):
         ...
 
 
+TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits, labels) -> the summed loss
+
+
 class CausalLanguageModel:
-    """Next-token cross-entropy. Labels are already shifted and carry -100 where there is no loss."""
+    """Next-token cross-entropy. Labels are already shifted and carry -100 where there is no loss.
+
+    `token_loss` knows how logits are cut, where they are; None is for whole ones.
+    """
+
+    token_loss: TokenLoss | None = None
+
+    def __init__(self, token_loss: TokenLoss | None = None) -> None:
+        self.token_loss = token_loss
 
     def weight(self, batch: Batch) -> torch.Tensor:
         return (batch["labels"] != IGNORED).sum()
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         logits = _logits(model(**_inputs(batch), use_cache=False))
-        return token_loss_sum(logits, batch["labels"])
+        return (self.token_loss or token_loss_sum)(logits, batch["labels"])
 
 
-class TokenClassifier:
+class TokenClassifier(CausalLanguageModel):
     """The same loss for a plain module that maps input_ids to logits."""
 
-    weight = CausalLanguageModel.weight
-
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        return token_loss_sum(_logits(model(batch["input_ids"])), batch["labels"])
+        return (self.token_loss or token_loss_sum)(_logits(model(batch["input_ids"])), batch["labels"])
 
 
-def objective_for(model: nn.Module) -> Objective:
+def objective_for(model: nn.Module, token_loss: TokenLoss | None = None) -> Objective:
     """Hugging Face models take names and caches; plain modules take the ids."""
-    return CausalLanguageModel() if hasattr(model, "config") and hasattr(model, "_init_weights") else TokenClassifier()
+    is_hf = hasattr(model, "config") and hasattr(model, "_init_weights")
+    return CausalLanguageModel(token_loss) if is_hf else TokenClassifier(token_loss)
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,24 @@
-"""Which mesh axes shard each parameter and which replicate it, read off the live tensors, never kept by hand.
+"""Which mesh axes shard each parameter and which replicate it, and which boxes of the whole a rank holds.
 
-Gradient norm, clipping, coverage and checkpoints all follow from this record.
+Sharding is read off the live tensors, tensor parallelism off the table of parts; never kept by hand.
+Gradient norm, clipping, coverage, values and checkpoints all follow from this record.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public form; tests pin it
 
+from weft.core import axes
+from weft.core.boxes import Box, Part, whole_part
 from weft.core.records import ParameterRecord
 from weft.models.layout import ModelLayout
+
+Parts = Mapping[str, Part]  # by parameter name; empty without tensor parallelism
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,16 +42,26 @@ def local_index(tensor: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
 
 
-def parameter_records(model: nn.Module, layout: ModelLayout, axis_names: tuple[str, ...]) -> list[ParameterRecord]:
+def boxes_of(tensor: torch.Tensor, part: Part | None) -> tuple[Box, ...]:
+    """The boxes of the whole tensor that `local(tensor)` is made of; `tensor` may be a shard of a part."""
+    index = local_index(tensor)
+    part = part or whole_part(tensor.shape, copies=1)
+    return part.within(index[0].start, index[0].stop - index[0].start) if index else part.boxes
+
+
+def parameter_records(
+    model: nn.Module, layout: ModelLayout, axis_names: tuple[str, ...], *, parts: Parts, reasons: Mapping[str, str]
+) -> list[ParameterRecord]:
     """One row for each parameter name, tied aliases included."""
     rows = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         canonical = layout.ties.get(name)
-        sharded = sharded_axes(parameter)
+        part = parts.get(canonical or name)
+        sharded = sharded_axes(parameter) + ((axes.TP,) if part is not None and part.is_cut else ())
         rows.append(
             ParameterRecord(
                 name=name,
-                shape=tuple(parameter.shape),
+                shape=part.shape if part else tuple(parameter.shape),
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 unit=layout.unit_of[canonical or name],
                 sharded_axes=sharded,
@@ -52,6 +69,7 @@ def parameter_records(model: nn.Module, layout: ModelLayout, axis_names: tuple[s
                 local_elements=0 if canonical else local(parameter).numel(),
                 tied_to=canonical,
                 trainable=parameter.requires_grad,
+                reason=reasons.get(canonical or name, ""),
             )
         )
     return rows

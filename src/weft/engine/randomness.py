@@ -3,6 +3,7 @@
 torch draws one mask for a whole micro-batch, so its rows' masks change with the cut. Here the default generator,
 seeded alike on every rank, only numbers the dropout calls; each row's mask comes from (call number, global row).
 Replaying a forward with the generator's saved state, inside `replayed` (activation recompute), draws the same masks.
+Where a rank has a slice of a tensor (`Slices`: heads, a width, the sequence), it draws the whole mask and cuts it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from weft.core.errors import NotBuiltError
+
+
+class Slices(Protocol):
+    """Knows which tensors at hand are slices, along which dimension, and what a whole one would be."""
+
+    def cut_dim(self, tensor: torch.Tensor) -> int | None: ...
+
+    def whole_shape(self, tensor: torch.Tensor, dim: int) -> tuple[int, ...]: ...
+
+    def own(self, whole: torch.Tensor, dim: int) -> torch.Tensor: ...
 
 
 def draw_call_number() -> int:
@@ -31,13 +42,15 @@ def uses_randomness(model: nn.Module) -> bool:
 
 
 @contextmanager
-def seeded_forward(*, seed: int, step: int, first_row: int, num_rows: int, is_random: bool) -> Iterator[None]:
+def seeded_forward(
+    *, seed: int, step: int, first_row: int, num_rows: int, is_random: bool, slices: Slices | None = None
+) -> Iterator[None]:
     """The randomness of one micro-batch: rows `first_row` and on of the global batch of `step`."""
     if not is_random:
         yield
         return
     torch.manual_seed(_mix(seed, step))
-    rows = _RowDropout(first_row=first_row, num_rows=num_rows)
+    rows = _RowDropout(first_row=first_row, num_rows=num_rows, slices=slices)
     with rows, rows.by_name():
         yield
 
@@ -63,10 +76,11 @@ class _RowDropout(TorchFunctionMode):
 
     active: ClassVar[_RowDropout | None] = None  # torch turns the mode off in backward; `replayed` turns it on again
 
-    def __init__(self, *, first_row: int, num_rows: int) -> None:
+    def __init__(self, *, first_row: int, num_rows: int, slices: Slices | None = None) -> None:
         super().__init__()
         self.first_row = first_row
         self.num_rows = num_rows
+        self.slices = slices
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -87,12 +101,24 @@ class _RowDropout(TorchFunctionMode):
         if p == 1.0:
             return input * 0.0
         keep = 1.0 - p
+        return input * self._mask(input, keep).div_(keep)
+
+    def _mask(self, input: torch.Tensor, keep: float) -> torch.Tensor:
+        """Ones and zeros for every element of `input`: of the whole tensor's mask, the part that `input` is."""
+        dim = self.slices.cut_dim(input) if self.slices is not None else None
+        if dim == 2 and input.ndim == 3 and input.shape[0] != self.num_rows:
+            dim = 0  # a row's heads one after the other (XGLM): they are what is cut
         generator = torch.Generator(device=input.device)
         parts = []
         for row, part in self._rows(input):
             generator.manual_seed(row)
-            parts.append(torch.empty_like(part, requires_grad=False).bernoulli_(keep, generator=generator))
-        return input * torch.cat(parts).div_(keep)
+            blank = torch.empty_like(part, requires_grad=False)
+            if dim is None or self.slices is None:
+                parts.append(blank.bernoulli_(keep, generator=generator))
+            else:
+                whole = blank.new_empty(self.slices.whole_shape(part, dim)).bernoulli_(keep, generator=generator)
+                parts.append(self.slices.own(whole, dim))
+        return torch.cat(parts)
 
     def _attention(
         self,
@@ -106,6 +132,8 @@ class _RowDropout(TorchFunctionMode):
     ) -> torch.Tensor:
         if dropout_p == 0.0:
             return _attend(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+        if self.slices is not None and self.slices.cut_dim(query) is not None:
+            return self._attend_by_heads(query, key, value, attn_mask, dropout_p, *args, **kwargs)
         has_rows = attn_mask is not None and attn_mask.ndim == query.ndim and attn_mask.shape[0] == query.shape[0]
         masks = self._split(attn_mask) if attn_mask is not None and has_rows else [attn_mask] * self.num_rows
         outputs = []
@@ -116,9 +144,56 @@ class _RowDropout(TorchFunctionMode):
                 outputs.append(_attend(part, key_part, value_part, mask, dropout_p, *args, **kwargs))
         return torch.cat(outputs)
 
+    def _attend_by_heads(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Attention of some of the heads, written out: a fused kernel draws its mask for the heads it is given."""
+        if enable_gqa:
+            times = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+        scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, float("-inf"))
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        weights = scores.softmax(dim=-1)
+        keep = 1.0 - dropout_p
+        parts = []
+        generator = torch.Generator(
+            device=weights.device
+        )  # given: without one, this mode would take the draw for noise
+        for seed, part in self._rows(weights):
+            generator.manual_seed(seed)  # the numbers that the default generator gives the kernel of the whole
+            whole = torch.empty((1, *self._whole_heads(part)), dtype=part.dtype, device=part.device)
+            parts.append(self._own_heads(whole.bernoulli_(keep, generator=generator), part))
+        return (weights * torch.cat(parts).div_(keep)) @ value
+
+    def _whole_heads(self, part: torch.Tensor) -> tuple[int, ...]:
+        if self.slices is None:
+            raise RuntimeError("no tensor is a slice here")
+        return self.slices.whole_shape(part, 1)[1:]
+
+    def _own_heads(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        return self.slices.own(whole, 1) if self.slices is not None else whole
+
     def _row_by_row(self, func: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if input.ndim == 0 or not kwargs.get("training", True):
             return func(input, *args, **kwargs)  # one number for all rows: alike on every rank already
+        if self.slices is not None and self.slices.cut_dim(input) is not None:
+            raise NotBuiltError(
+                f"{func.__name__} on a slice of a tensor is not drawn alike at every layout",
+                hint="set the model's noise (jitter, dropout) to 0 in [model.config]",
+            )
         outputs = []
         for seed, part in self._rows(input):
             with _seeded(seed, input.device):

@@ -1,7 +1,8 @@
 """The engine's state as one flat dict of tensors under logical names: what checkpoints store and load in place.
 
 `model.<parameter>` and `optim.<parameter>.<key>`; persistent buffers under `model.` too. Sharded tensors are DTensors,
-so a name and a global slice identify every byte, whatever the layout. Tied parameters appear once.
+those that tensor parallelism cuts are PartTensors: a name and a global slice identify every byte, whatever the layout.
+Tied parameters appear once.
 """
 
 from __future__ import annotations
@@ -13,21 +14,32 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from weft.checkpoint.parts import PartTensor
+from weft.core.boxes import Part
 from weft.engine.lowbit import block_size_for, quantised_parts
+from weft.engine.ownership import Parts, boxes_of, local
 
 MODEL = "model."
 OPTIMIZER = "optim."
 
 
-def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+def state_tensors(model: nn.Module, optimizer: Optimizer, parts: Parts) -> dict[str, torch.Tensor]:
     """Every tensor that decides how training goes on, by its logical name. They share memory with the live ones."""
-    state = {f"{MODEL}{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    state = {f"{MODEL}{name}": as_part(value.detach(), parts.get(name)) for name, value in model.named_parameters()}
     state.update({f"{MODEL}{name}": buffer for name, buffer in persistent_buffers(model)})
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                state.update(_logical(f"{OPTIMIZER}{name}.{key}", value, parameter))
+                of_key = _logical(f"{OPTIMIZER}{name}.{key}", value, parameter)
+                state.update({known: as_part(tensor, parts.get(name)) for known, tensor in of_key.items()})
     return state
+
+
+def as_part(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
+    """A tensor shaped like a cut parameter as the boxes of the whole that it is; others as they are."""
+    if part is None or not part.is_cut or tensor.ndim == 0:
+        return tensor
+    return PartTensor.of(local(tensor), shape=part.shape, boxes=boxes_of(tensor, part))
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

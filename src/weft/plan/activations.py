@@ -16,13 +16,13 @@ Sums by how tensor parallelism cuts them: `stream` only with sequence parallel, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from weft.core.model_shape import AttentionShape, BlockShape, NormShape
+from weft.core.model_shape import AttentionShape, BlockShape, LinearShape, NormShape
 from weft.plan.columns import TP_MODES, Columns, Floats
-from weft.plan.parameters import is_key_value
+from weft.plan.tensors import is_inside, is_key_value
 
 # Tensors of the MLP's width that an activation function keeps, its output not counted. gelu_new is written out in
 # Python: a cube, a tanh and two products; fused ones keep their input; relu keeps only its output.
@@ -50,7 +50,9 @@ class Kept:
     split: float = 0.0  # inside attention and MLP: divided by tp
     key_value: float = 0.0  # divided by tp as far as there are key-value heads
     scores: float = 0.0  # bytes for every key a query sees: times the sequence, divided by tp
-    routed: float = 0.0  # expert inputs and outputs: with the tokens the router sends here
+    routed: float = 0.0  # expert inputs and outputs: of all tokens, or with ep of those the router sends here
+    copied: float = 0.0  # whole copies that only sequence parallel makes: a second gather of the same input
+    whole_scores: float = 0.0  # of attention that is not cut
 
     def __add__(self, other: Kept) -> Kept:
         return Kept(
@@ -60,10 +62,22 @@ class Kept:
             self.key_value + other.key_value,
             self.scores + other.scores,
             self.routed + other.routed,
+            self.copied + other.copied,
+            self.whole_scores + other.whole_scores,
+        )
+
+    @property
+    def uncut(self) -> Kept:
+        """Of a part that tensor parallelism leaves whole."""
+        return Kept(
+            stream=self.stream,
+            gathered=self.gathered + self.split + self.key_value,
+            routed=self.routed,
+            whole_scores=self.scores,
         )
 
     def __sub__(self, other: Kept) -> Kept:
-        return self + Kept(-other.stream, -other.gathered, -other.split, -other.key_value, -other.scores, -other.routed)
+        return self + Kept(*(-getattr(other, field.name) for field in fields(other)))
 
 
 def kept_by(block: BlockShape, *, compute_bytes: int, writes_scores: bool, hidden_size: int) -> Kept:
@@ -71,10 +85,15 @@ def kept_by(block: BlockShape, *, compute_bytes: int, writes_scores: bool, hidde
     total = Kept()
     for norm in block.norms:
         total = total + _norm(norm, compute_bytes)
-    total = total + _attention(block, compute_bytes, writes_scores, hidden_size)
-    total = total + _mlp(block, compute_bytes, hidden_size) + _experts(block, compute_bytes, hidden_size)
+    parts = {
+        "attention": _attention(block, compute_bytes, writes_scores, hidden_size),
+        "mlp": _mlp(block, compute_bytes, hidden_size),
+        "expert": _experts(block, compute_bytes, hidden_size),
+    }
     if block.attention is None:
-        total = total + _mixer(block, compute_bytes, hidden_size)
+        parts["attention"] = _mixer(block, compute_bytes, hidden_size)
+    for role, kept in parts.items():
+        total = total + (kept if block.cuts(role) else kept.uncut)
     if block.dropout > 0:
         total = total + Kept(stream=2.0 * hidden_size)  # two masks of a byte
     return total
@@ -90,14 +109,17 @@ def kept_selectively(block: BlockShape, *, compute_bytes: int, writes_scores: bo
     for linear in block.linears:
         out = float(c * linear.active * linear.out_features)
         if linear.role == "expert":
-            total = total + Kept(routed=out)
+            total = total + (Kept(split=out) if linear.style == "column" else Kept(routed=out))
         elif linear.style == "column":
             total = total + (Kept(key_value=out) if is_key_value(linear) else Kept(split=out))
+        elif linear.style == "row" or is_inside(linear.name, block):
+            total = total + Kept(gathered=out)  # a row's terms of the sum, before it is cut
         else:
             total = total + Kept(stream=out)
     if block.attention is not None and not writes_scores:
         attention = block.attention
-        total = total + Kept(split=attention.num_heads * (c * attention.value_dim + 4.0))
+        fused = Kept(split=attention.num_heads * (c * attention.value_dim + 4.0))
+        total = total + (fused if block.cuts("attention") else fused.uncut)
     return total
 
 
@@ -120,7 +142,9 @@ def bytes_of(kept: Kept, block: BlockShape, columns: Columns, *, tokens: Floats,
         + kept.split / tp
         + kept.key_value / key_value_cut
         + kept.scores * keys / tp
-        + kept.routed / tp  # cut with the experts, or dealt out among the tensor ranks that hold them
+        + kept.whole_scores * keys / gathered_cut
+        + kept.routed / np.where(columns.ep > 1, tp, 1.0)  # dealt out among the tensor ranks that hold the experts
+        + kept.copied * ((columns.sequence_parallel > 0) & (tp > 1) & ~cut_all)
     )
     return np.asarray(tokens * a_token, dtype=np.float64)
 
@@ -147,11 +171,7 @@ def _attention(block: BlockShape, c: int, writes_scores: bool, hidden_size: int)
     query = attention.num_heads * attention.head_dim
     value_out = attention.num_heads * attention.value_dim
     shared_input = Kept(gathered=float(c * hidden_size))
-    latents = sum(
-        c * linear.out_features
-        for linear in block.linears
-        if linear.role == "attention" and linear.style == "replicated"
-    )
+    latents = sum(c * linear.out_features for linear in block.linears if _is_latent(linear, block))
     kept = shared_input + Kept(gathered=float(latents), split=float(c * (query + value_out)))
     if attention.copies_output:
         kept = kept + Kept(split=float(c * value_out))
@@ -165,6 +185,12 @@ def _attention(block: BlockShape, c: int, writes_scores: bool, hidden_size: int)
         )
     key_value = attention.num_kv_heads * (attention.head_dim + attention.value_dim)
     return kept + Kept(key_value=float(c * key_value), split=4.0 * attention.num_heads)
+
+
+def _is_latent(linear: LinearShape, block: BlockShape) -> bool:
+    """A projection down to a latent: whole where the rest of attention is cut."""
+    is_whole = linear.role == "attention" and linear.style == "replicated"
+    return is_whole and (block.cuts("attention") or "_a_proj" in linear.name)
 
 
 def _score_bytes(attention: AttentionShape, c: int) -> int:
@@ -193,7 +219,7 @@ def _parallel_input(block: BlockShape, own_input: Kept, c: int, hidden_size: int
     """One norm: attention and MLP read the same tensor. Two: each has its own, but LayerNorms share what they keep."""
     norms = [norm for norm in block.norms if norm.place == "residual"]
     if len(norms) < 2:
-        return Kept()
+        return Kept(copied=own_input.gathered)
     return own_input - Kept(stream=float(c * hidden_size)) if norms[0].kind == "layer" else own_input
 
 
@@ -205,9 +231,9 @@ def _experts(block: BlockShape, c: int, hidden_size: int) -> Kept:
     tensors = keeps + (3 if block.is_gated else 1)
     router = 4.0 * 2 * moe.num_experts
     # a token's copies on the way in and its weighted outputs on the way back
-    routed = float(c * moe.top_k * (2 * hidden_size + tensors * moe.expert_width))
-    shared = float(c * tensors * moe.shared_width)
-    return Kept(gathered=float(c * hidden_size) + router, split=shared, routed=routed)
+    routed = float(c * moe.top_k * 2 * hidden_size)
+    inner = float(c * tensors * (moe.top_k * moe.expert_width + moe.shared_width))
+    return Kept(gathered=float(c * hidden_size) + router, split=inner, routed=routed)
 
 
 def _mixer(block: BlockShape, c: int, hidden_size: int) -> Kept:

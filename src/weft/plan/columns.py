@@ -5,7 +5,6 @@ One plan is a table of one row, so an explanation and a search of a million plan
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.core.plan import Pipeline, Plan, TensorParallel
+from weft.core.tensor_grid import tensor_depth
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -96,16 +96,31 @@ class Columns:
 
     @cached_property
     def tensor_depth(self) -> Ints:
-        """d of 2.5D's d layers of q x q: the least that leaves a square."""
+        """d of 2.5D's d layers of q x q; 1 in the other modes, and where no such grid exists."""
         degrees = np.unique(self.tp)
-        depths = np.asarray([_tensor_depth(int(tp)) for tp in degrees], dtype=np.int64)
-        return depths[np.searchsorted(degrees, self.tp)]
+        depths = np.asarray([tensor_depth(int(tp)) or 1 for tp in degrees], dtype=np.int64)
+        layered = self.tp_mode == TP_MODES.index("2.5d")
+        return np.where(layered, depths[np.searchsorted(degrees, self.tp)], 1)
+
+    @property
+    def is_grid(self) -> Bools:
+        return (self.tp > 1) & (self.tp_mode != TP_MODES.index("1d"))
+
+    @property
+    def is_cube(self) -> Bools:
+        return self.tp_mode == TP_MODES.index("3d")
+
+    @cached_property
+    def tensor_side(self) -> Floats:
+        """q of the grids; 1 in one dimension, and where no such grid exists."""
+        side = np.round(np.where(self.is_cube, np.cbrt(self.tp), np.sqrt(self.tp / self.tensor_depth)))
+        ranks = side**2 * np.where(self.is_cube, side, self.tensor_depth)
+        return np.where(self.is_grid & (ranks == self.tp), side, 1.0)
 
     @cached_property
     def matrix_divisor(self) -> Floats:
         """Ranks over which tensor parallelism spreads a matrix; in 2.5D each layer holds the whole of it."""
-        layers = np.where(self.tp_mode == TP_MODES.index("2.5d"), self.tensor_depth, 1)
-        return np.asarray(self.tp / layers, dtype=np.float64)
+        return np.asarray(self.tp / self.tensor_depth, dtype=np.float64)
 
     @property
     def is_v_shaped(self) -> Bools:
@@ -175,10 +190,6 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
         "compile": {"enabled": bool(at("compiled"))},
     }
     return Plan.from_tables(tables, source="the planner")
-
-
-def _tensor_depth(tp: int) -> int:
-    return next(depth for depth in range(1, tp + 1) if tp % depth == 0 and math.isqrt(tp // depth) ** 2 == tp // depth)
 
 
 def _recompute_index(plan: Plan) -> int:

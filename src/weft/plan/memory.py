@@ -1,4 +1,4 @@
-"""A rank's peak memory, term by term, for every plan: the largest of ten instants of a step.
+"""A rank's peak memory, term by term, for every plan: the largest of eleven instants of a step.
 
     loss     everything in flight is kept, logits and their gradient exist
     head     the gradient of the logits waits while ZeRO-3 gathers the root again, for the head's backward
@@ -8,6 +8,7 @@
     ends     at the end of the middle's and the second's: their activations are gone, their gradients whole
     arriving the first block has come over the wire and is laid out, its backward has not begun (ZeRO-3)
     bottom   the first block
+    table    all gradients, and the token table's once more as it came, in the compute dtype
     update   all gradients, no activations, the optimizer's temporaries
 
 peak = the instant with the largest sum; its terms are the answer, so terms are disjoint and add up.
@@ -63,6 +64,7 @@ class _Parts:
     kept_block: Floats  # of the block whose backward comes first
     recomputed: Floats  # what recomputation brings back for one block
     logits: Floats
+    num_logits: Floats
     num_blocks: Floats
     widest: int  # numbers a token inside the widest MLP
 
@@ -114,6 +116,7 @@ def _estimate_stage(view: View) -> tuple[Terms, tuple[str, ...], Ints]:
         "end of the second block": _at_block_end(parts, done=np.maximum(last - 1, 0)),
         "gathering the first block": _at_first_block(parts, _in_backward(parts, done=last)),
         "backward of the first block": _in_backward(parts, done=last),
+        "gradient of the token table": _at_table(parts),
         "update": _at_update(parts),
     }
     totals = np.stack([_total(terms) for terms in instants.values()])
@@ -125,12 +128,14 @@ def _estimate_stage(view: View) -> tuple[Terms, tuple[str, ...], Ints]:
 def _parts(view: View) -> _Parts:
     shape, stage = view.shape, view.stage
     kept, kept_block, recomputed = _activations(view)
-    vocab = shape.vocab_size / np.where(view.columns.loss_parallel > 0, view.columns.tp, 1)
-    logits = np.where(stage.holds_head, view.tokens * vocab * LOSS_BYTES, 0.0)
+    is_cut = (view.columns.loss_parallel > 0) & (view.columns.tp > 1) & shape.has_cut_head
+    vocab = np.ceil(shape.vocab_size / np.where(is_cut, view.columns.tp, 1))
+    numbers = np.where(stage.holds_head, view.tokens * vocab, 0.0)
+    logits = numbers * np.where(is_cut, _cut_loss_bytes(view), LOSS_BYTES)
     # the final norm's input and output wait for the head's backward
     final = np.where(stage.holds_head, view.tokens * shape.hidden_size * (4 + 2 * view.sizes.activation), 0.0)
     if shape.caps_logits:  # its tanh is kept beside what the loss keeps
-        logits = logits + np.where(stage.holds_head, view.tokens * vocab * view.sizes.activation, 0.0)
+        logits = logits + numbers * view.sizes.activation
     return _Parts(
         view=view,
         rest=_resident(view),
@@ -139,9 +144,16 @@ def _parts(view: View) -> _Parts:
         kept_block=kept_block,
         recomputed=recomputed,
         logits=logits,
+        num_logits=numbers,
         num_blocks=stage.blocks.sum(axis=1),
         widest=_widest(shape),
     )
+
+
+def _cut_loss_bytes(view: View) -> int:
+    """Loss parallel: the logits as they came, in float32, and less their largest, which becomes their gradient."""
+    c = view.sizes.activation
+    return c + 4 + (4 if c != 4 else 0)
 
 
 def _resident(view: View) -> Terms:
@@ -202,7 +214,7 @@ def _at_head(parts: _Parts) -> Terms:
     view, sizes = parts.view, parts.view.sizes
     gathers = (view.columns.zero == 3) & view.stage.holds_head
     root = np.where(gathers, view.share.root.padded * sizes.compute, 0.0)
-    gradient = parts.logits / LOSS_BYTES * sizes.activation
+    gradient = parts.num_logits * sizes.activation
     return {
         **_at_loss(parts),
         Term.GATHERED: root,
@@ -233,7 +245,7 @@ def _in_backward(parts: _Parts, *, done: Floats) -> Terms:
     flying = done * parts.kept_block
     wide = 2 * view.tokens * sizes.activation * parts.widest / columns.tp
     waiting = np.where(columns.zero > 0, head_gradient, 0.0)  # the root is reduced last
-    temporaries = wide + own_gradient / 3 + view.stream_bytes + waiting
+    temporaries = wide + own_gradient / 3 + view.stream_bytes + waiting + _entry_gradients(view)
     return _instant(
         parts,
         kept=np.maximum(parts.kept - flying, 0.0) + parts.recomputed,
@@ -243,6 +255,12 @@ def _in_backward(parts: _Parts, *, done: Floats) -> Terms:
         buffers=reduce_input,
         temporaries=temporaries,
     )  # fmt: skip
+
+
+def _entry_gradients(view: View) -> Floats:
+    """Sequence parallel: the gradients of a region's whole input, of two linears, before they are cut."""
+    is_cut = (view.columns.sequence_parallel > 0) & (view.columns.tp > 1) & (view.columns.tp_mode == 0)
+    return np.where(is_cut, 2 * view.tokens * view.shape.hidden_size * view.sizes.activation, 0.0)
 
 
 def _at_block_end(parts: _Parts, *, done: Floats) -> Terms:
@@ -268,7 +286,7 @@ def _row_sums(view: View) -> Floats:
 
 def _head_gradient(view: View) -> Floats:
     """Of the output matrix alone: an embedding's comes last."""
-    head = view.shape.embedding_parameters / view.columns.matrix_divisor
+    head = _table_elements(view)
     nbytes = np.where(view.columns.zero == 0, view.sizes.gradient, view.sizes.compute)
     return np.where(view.stage.holds_head, head * nbytes, 0.0)
 
@@ -284,6 +302,27 @@ def _at_first_block(parts: _Parts, backward: Terms) -> Terms:
         Term.ACTIVATIONS: np.where(is_zero3, backward[Term.ACTIVATIONS] - parts.recomputed, 0.0),
         Term.TEMPORARIES: np.where(is_zero3, arriving, 0.0),
     }
+
+
+def _at_table(parts: _Parts) -> Terms:
+    """The last gradient of all, as it came and cast; ZeRO reduces the root as a whole, elsewhere.
+
+    DDP's buckets are there already: the cast one is beside them, and what came is there twice.
+    """
+    view, columns, sizes = parts.view, parts.view.columns, parts.view.sizes
+    none = np.zeros(len(columns))
+    is_last = (columns.zero == 0) & view.stage.holds_embedding & sizes.is_mixed
+    table = np.where(is_last, _table_elements(view), 0.0)
+    into_bucket = np.where(columns.dp * columns.cp > 1, sizes.compute + sizes.gradient, 0)
+    return _instant(
+        parts, kept=none, gathered=none, gradients=np.where(is_last, view.share.total.whole * sizes.gradient, 0.0),
+        logits=none, buffers=none, temporaries=table * (sizes.compute + into_bucket),
+    )  # fmt: skip
+
+
+def _table_elements(view: View) -> Floats:
+    cut = view.columns.matrix_divisor if view.shape.has_cut_table else np.ones(len(view.columns))
+    return np.ceil(view.shape.vocab_size / cut) * (view.shape.embedding_parameters // view.shape.vocab_size)
 
 
 def _at_update(parts: _Parts) -> Terms:
@@ -341,7 +380,7 @@ def _kept_gathered(view: View) -> Floats:
 
 def _unused_cast(view: View) -> Floats:
     """The embedding's backward needs no weight, so its cast is freed at once, unless the head is the same tensor."""
-    table = view.shape.embedding_parameters / view.columns.matrix_divisor
+    table = _table_elements(view)
     is_kept = view.stage.holds_head if view.shape.tied_head else np.zeros(len(view.columns), dtype=bool)
     return np.where(view.stage.holds_embedding & ~is_kept, table, 0.0)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.plan.columns import LOOPED, SCHEDULES, TP_MODES, Bools, Columns
+from weft.plan.columns import LOOPED, SCHEDULES, TP_MODES, Bools, Columns, Ints
 from weft.plan.request import Request
 
 
@@ -30,38 +30,75 @@ def _ranks_fill_the_cluster(request: Request, columns: Columns) -> Bools:
 
 
 def _batch_divides(request: Request, columns: Columns) -> Bools:
-    return request.workload.global_batch % (columns.dp * columns.microbatches) != 0
+    # grids deal the rows of a micro-batch out once more
+    side = columns.tensor_side.astype(np.int64)
+    chunks = side * np.where(columns.is_cube, side, columns.tensor_depth)
+    return request.workload.global_batch % (columns.dp * columns.microbatches * chunks) != 0
 
 
 def _sequence_divides(request: Request, columns: Columns) -> Bools:
     pieces = np.where(columns.cp > 1, 2 * columns.cp, 1)  # a causal ring gives each rank an early and a late piece
-    pieces = pieces * np.where((columns.sequence_parallel > 0) & (columns.tp > 1), columns.tp, 1)
+    is_cut = (columns.sequence_parallel > 0) & (columns.tp_mode == TP_MODES.index("1d"))
+    pieces = pieces * np.where(is_cut, columns.tp, 1)
     return request.workload.sequence_length % pieces != 0
 
 
 def _heads_divide(request: Request, columns: Columns) -> Bools:
     broken = np.zeros(len(columns), dtype=bool)
     for heads in _head_counts(request):
-        broken |= heads % columns.tp != 0
+        broken |= heads % _line(columns) != 0
     return broken
 
 
 def _key_value_heads_divide(request: Request, columns: Columns) -> Bools:
     broken = np.zeros(len(columns), dtype=bool)
     for block in request.shape.kinds:
-        if block.attention is None or block.attention.is_latent:
+        if block.attention is None or block.attention.is_latent or not block.cuts("attention"):
             continue
-        heads = block.attention.num_kv_heads
-        broken |= (heads % columns.tp != 0) & (columns.tp % heads != 0)
+        heads, ranks = block.attention.num_kv_heads, _line(columns)
+        cannot_repeat = columns.is_grid | block.attention.has_grouped_order
+        broken |= (heads % ranks != 0) & ((ranks % heads != 0) | cannot_repeat)
     return broken
 
 
 def _widths_divide(request: Request, columns: Columns) -> Bools:
     broken = np.zeros(len(columns), dtype=bool)
     for block in request.shape.kinds:
-        if block.mlp_width:
-            broken |= block.mlp_width % columns.tp != 0
+        for linear in block.linears:
+            if linear.style == "row" and linear.role != "attention":
+                # experts are dealt out first, and cut over the ranks that are left
+                ranks = columns.expert_tp if linear.role == "expert" else _line(columns)
+                broken |= linear.in_features % ranks != 0
     return broken
+
+
+def _line(columns: Columns) -> Ints:
+    """Ranks that heads and widths are dealt out over: all of tp, or a side of the grid."""
+    return np.where(columns.is_grid, columns.tensor_side.astype(np.int64), columns.tp)
+
+
+def _grid_fits(request: Request, columns: Columns) -> Bools:
+    """Sides divide the hidden size, a cube's twice; families are those compared with one process on grids."""
+    side = columns.tensor_side.astype(np.int64)
+    hidden = request.shape.hidden_size % (side * np.where(columns.is_cube, side, 1)) != 0
+    return columns.is_grid & (hidden | (not request.shape.has_grids))
+
+
+def _vocabulary_suffices(request: Request, columns: Columns) -> Bools:
+    """Rows are dealt out in runs of ceil(rows / tp): the last rank must have some."""
+    rows, chunks = request.shape.vocab_size, _line(columns) ** np.where(columns.is_cube, 2, 1)
+    is_cut = request.shape.has_cut_table or request.shape.has_cut_head
+    return np.asarray(is_cut & (-(-rows // chunks) * (chunks - 1) >= rows) & (chunks > 1), dtype=bool)
+
+
+def _something_is_cut(request: Request, columns: Columns) -> Bools:
+    has_regions = any(linear.style == "row" for block in request.shape.kinds for linear in block.linears)
+    return (columns.tp > 1) & (not has_regions)
+
+
+def _stream_is_straight(request: Request, columns: Columns) -> Bools:
+    is_asked = (columns.sequence_parallel > 0) & (columns.tp > 1) & (columns.tp_mode == TP_MODES.index("1d"))
+    return is_asked & (not request.shape.has_straight_stream)
 
 
 def _tensor_stays_in_node(request: Request, columns: Columns) -> Bools:
@@ -164,9 +201,28 @@ RULES: tuple[Rule, ...] = (
         _key_value_heads_divide,
         lambda request, columns: f"tp may be {_divisors(_common(_head_counts(request)))}",
     ),
-    Rule("widths", "the MLP's width must divide over tp", _widths_divide),
+    Rule("widths", "the widths of MLPs and experts must divide over tp", _widths_divide),
+    Rule("vocabulary", "the vocabulary has too few rows for tp", _vocabulary_suffices),
+    Rule(
+        "regions",
+        "no part of the model can be divided over tensor-parallel ranks",
+        _something_is_cut,
+        lambda request, columns: "use mesh.tp = 1; ZeRO-3 (data_parallel.zero = 3) shards any model",
+    ),
+    Rule(
+        "stream",
+        "sequence parallel does not work with this family's blocks",
+        _stream_is_straight,
+        lambda request, columns: "set tensor_parallel.sequence_parallel = false",
+    ),
     Rule("node", "tensor parallelism stays inside a node", _tensor_stays_in_node),
     Rule("tensor_mode", "2d wants tp = q x q, 2.5d d x q x q, 3d a cube", _tensor_mode_fits),
+    Rule(
+        "grid",
+        "a grid of tensor parallelism must divide the hidden size, and know the family",
+        _grid_fits,
+        lambda request, columns: "use tensor_parallel.mode = '1d'",
+    ),
     Rule("experts", "experts must divide over ep, and ep over dp_shard x cp x tp", _experts_divide),
     Rule("zero", "shards want a ZeRO stage", _zero_matches_mesh),
     Rule(
@@ -212,9 +268,9 @@ def check_plan(request: Request, columns: Columns) -> list[tuple[str, str]]:
 
 def nearest_legal(request: Request, fixed: dict[str, Any]) -> str:
     """What to change when nothing is legal: the fixed key that no plan goes with, or the batch."""
-    heads = _common(_head_counts(request))
-    tp = int(fixed.get("mesh.tp", 1))
-    if heads % tp:
+    counts, tp = _head_counts(request), int(fixed.get("mesh.tp", 1))
+    heads = _common(counts)
+    if counts and heads % tp:
         return f"{heads} attention heads do not divide over tp = {tp}; tp may be {_divisors(heads)}"
     degrees = [int(fixed.get(f"mesh.{axis}", 1)) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")]
     if request.cluster.num_devices % int(np.prod(degrees)):
@@ -228,7 +284,8 @@ def nearest_legal(request: Request, fixed: dict[str, Any]) -> str:
 
 
 def _head_counts(request: Request) -> list[int]:
-    return [block.attention.num_heads for block in request.shape.kinds if block.attention is not None]
+    blocks = [block for block in request.shape.kinds if block.cuts("attention")]
+    return [block.attention.num_heads for block in blocks if block.attention is not None]
 
 
 def _common(counts: list[int]) -> int:

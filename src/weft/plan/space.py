@@ -63,7 +63,7 @@ def enumerate_plans(request: Request, freedom: Freedom) -> Columns:
         one_d = ways[ways[:, 3] == 0]
         tables += [_product(mine[mine[:, 3] == 1], one_d), _product(mine[mine[:, 3] > 1], ways)]
     table = _with_microbatches(request, np.concatenate(tables), freedom)
-    return _columns(table, freedom)
+    return _columns(table, freedom, takes_stream=request.shape.has_straight_stream)
 
 
 def _meshes(request: Request, freedom: Freedom) -> Iterator[tuple[int, ...]]:
@@ -170,8 +170,8 @@ def _product(left: Ints, right: Ints) -> Ints:
     return np.concatenate([np.repeat(left, len(right), axis=0), np.tile(right, (len(left), 1))], axis=1)
 
 
-def _columns(table: Ints, freedom: Freedom) -> Columns:
-    one_d = (table[:, 10] == 0) & (table[:, 3] > 1)
+def _columns(table: Ints, freedom: Freedom, *, takes_stream: bool) -> Columns:
+    one_d = (table[:, 10] == 0) & (table[:, 3] > 1) & takes_stream
     size = len(table)
 
     def switch(key: str, default: Ints) -> Ints:

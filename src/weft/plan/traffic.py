@@ -2,7 +2,8 @@
 
 `bytes` follow the ring factors of links.py; `count` is the number of collectives.
 Per block and micro-batch, with t tokens of h numbers:
-    tensor 1-D     2 all-reduces forward, 2 backward; with sequence parallel each is an all-gather and a reduce-scatter
+    tensor 1-D     2 all-reduces forward, 2 backward, or as many gathers and scatters, and more: see line_traffic
+    tensor grids   panels of activations and of weights: see grid_traffic
     context        a ring passes keys and values (cp - 1) times forward, keys, values and their gradients backward
     expert         dispatch and combine, forward and backward
 Per step and unit: ZeRO's table of gathers and reduces; between stages one activation a micro-batch and boundary.
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.core import axes
-from weft.core.model_shape import BlockShape
-from weft.plan.columns import TP_MODES, Floats
+from weft.plan.columns import Floats
+from weft.plan.grid_traffic import grid_traffic
+from weft.plan.line_traffic import line_traffic
 from weft.plan.links import gather_bytes, reduce_bytes
 from weft.plan.stages import PLACES
 from weft.plan.view import View
@@ -57,7 +59,6 @@ def estimate_traffic(view: View) -> Traffic:
     rows = [
         *_data_parallel(view),
         *_tensor_parallel(view),
-        *_beyond_one_dimension(view),
         *_context_parallel(view),
         *_expert_parallel(view),
         *_pipeline(view),
@@ -90,66 +91,14 @@ def _data_parallel(view: View) -> list[TrafficRow]:
 
 
 def _tensor_parallel(view: View) -> list[TrafficRow]:
-    """One-dimensional, by Megatron's scheme."""
-    request, columns, stage, sizes, tokens = view.request, view.columns, view.stage, view.sizes, view.tokens
-    tp, m = columns.tp.astype(np.float64), columns.microbatches.astype(np.float64)
-    stream = gather_bytes(tokens * request.shape.hidden_size * sizes.activation, tp)
-    sublayers = _sublayers(view)
-    again = np.where(columns.recomputes("full"), 2.0, 1.0)
-    forward = (sublayers * again + stage.holds_embedding) * m * (tp > 1)
-    backward = (sublayers + stage.holds_head) * m * (tp > 1)
-    one_d = columns.tp_mode == TP_MODES.index("1d")
-    sequence = (columns.sequence_parallel > 0) & one_d
-    plain = one_d & ~sequence
-    logits = np.where(
-        stage.holds_head & (columns.loss_parallel == 0),
-        gather_bytes(tokens * request.shape.vocab_size * sizes.activation, tp) * m,
-        0.0,
-    )
-    rows = [
-        TrafficRow(axes.TP, "all_reduce", "forward", 2 * stream * forward * plain, forward * plain),
-        TrafficRow(axes.TP, "all_reduce", "backward", 2 * stream * backward * plain, backward * plain),
-        TrafficRow(axes.TP, "all_gather", "loss", logits, m * (logits > 0)),
-    ]
-    for phase, times in (("forward", forward), ("backward", backward)):
-        rows += [
-            TrafficRow(axes.TP, "all_gather", phase, stream * times * sequence, times * sequence),
-            TrafficRow(axes.TP, "reduce_scatter", phase, stream * times * sequence, times * sequence),
-        ]
-    return rows
-
-
-def _beyond_one_dimension(view: View) -> list[TrafficRow]:
-    """SUMMA on q x q passes a row of the activations and a column of the weights; 3D does so once for each face."""
-    columns, tokens = view.columns, view.tokens
-    if not np.any(columns.tp_mode):
-        return []
-    tp, m = columns.tp.astype(np.float64), columns.microbatches.astype(np.float64)
-    is_3d = columns.tp_mode == TP_MODES.index("3d")
-    depth = columns.tensor_depth
-    side = np.where(is_3d, np.cbrt(tp), np.sqrt(tp / depth))
-    activations, weights, outputs = _matrix_sizes(view)
-    flat = (activations * tokens / depth + weights) / side * (side - 1) / side
-    cube = (activations * tokens + weights + outputs * tokens) / side**2 * (side - 1) / side
-    moved = np.where(is_3d, cube, flat) * m * (columns.tp_mode != TP_MODES.index("1d"))
-    count = m * (moved > 0)
-    return [
-        TrafficRow(axes.TP, "broadcast", "forward", moved, count),
-        TrafficRow(axes.TP, "broadcast", "backward", 2 * moved, 2 * count),
-    ]
-
-
-def _matrix_sizes(view: View) -> tuple[Floats, Floats, Floats]:
-    """Bytes of all linears' inputs a token, of their weights, and of their outputs a token."""
-    request, stage, sizes = view.request, view.stage, view.sizes
-    inputs = weights = outputs = np.zeros(len(stage.blocks))
-    for index, block in enumerate(request.shape.kinds):
-        count = stage.blocks[:, index]
-        cut = [linear for linear in block.linears if linear.style != "replicated"]
-        inputs = inputs + count * sum(linear.active * linear.in_features for linear in cut) * sizes.activation
-        outputs = outputs + count * sum(linear.active * linear.out_features for linear in cut) * sizes.activation
-        weights = weights + count * sum(linear.num_parameters for linear in cut) * sizes.compute
-    return inputs, weights, outputs
+    """A row for each (collective, phase)."""
+    rows: dict[tuple[str, str], TrafficRow] = {}
+    for collective, phase, nbytes, count in (*line_traffic(view), *grid_traffic(view)):
+        before = rows.get((collective, phase))
+        if before is not None:
+            nbytes, count = before.bytes + nbytes, before.count + count
+        rows[collective, phase] = TrafficRow(axes.TP, collective, phase, nbytes, count)
+    return list(rows.values())
 
 
 def _context_parallel(view: View) -> list[TrafficRow]:
@@ -202,15 +151,3 @@ def _pipeline(view: View) -> list[TrafficRow]:
         TrafficRow(axes.PP, "send", phase, np.asarray(view.stream_bytes * times), times.astype(np.float64))
         for phase, times in (("forward", forward), ("backward", backward))
     ]
-
-
-def _sublayers(view: View) -> Floats:
-    """Parts of the rank's blocks that end in a row-parallel linear."""
-    parts = [_num_sublayers(block) for block in view.shape.kinds]
-    return np.asarray(view.stage.blocks @ np.asarray(parts, dtype=np.float64), dtype=np.float64)
-
-
-def _num_sublayers(block: BlockShape) -> int:
-    has_mixer = any(linear.role in ("attention", "other") for linear in block.linears)
-    has_mlp = block.mlp_width > 0 or block.moe is not None
-    return 1 if block.is_parallel else int(has_mixer) + int(has_mlp)

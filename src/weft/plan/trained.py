@@ -13,7 +13,7 @@ from weft.plan.space import Freedom
 
 # The keys that narrow a search to what is built.
 BUILT = {
-    "mesh.tp": 1,
+    "tensor_parallel.mode": "1d",
     "mesh.pp": 1,
     "mesh.cp": 1,
     "mesh.ep": 1,

@@ -33,6 +33,7 @@ class Row:
     local_elements: int  # of one of them
     tied_to: str | None
     trainable: bool
+    reason: str = ""  # why tensor parallelism left it whole
 
     @property
     def elements(self) -> int:
@@ -82,7 +83,9 @@ def fold_unit(unit: str, records: Sequence[ParameterRecord]) -> tuple[Row, ...]:
         name = record.name.removeprefix(f"{unit}.")
         tied_to = None if record.tied_to is None else record.tied_to.removeprefix(f"{unit}.")
         place = (record.shape, record.dtype, record.sharded_axes, record.replicated_axes, record.local_elements)
-        folded.setdefault((_masked(name), *place, tied_to and _masked(tied_to), record.trainable), []).append(name)
+        folded.setdefault(
+            (_masked(name), *place, tied_to and _masked(tied_to), record.trainable, record.reason), []
+        ).append(name)
     return tuple(_row(key, names) for key, names in folded.items())
 
 
@@ -121,7 +124,7 @@ def _masked(name: str) -> str:
 
 
 def _row(key: tuple[Any, ...], names: list[str]) -> Row:
-    masked, shape, dtype, sharded_axes, replicated_axes, local_elements, tied_to, trainable = key
+    masked, shape, dtype, sharded_axes, replicated_axes, local_elements, tied_to, trainable, reason = key
     return Row(
         name=names[0] if len(names) == 1 else masked,
         count=len(names),
@@ -132,6 +135,7 @@ def _row(key: tuple[Any, ...], names: list[str]) -> Row:
         local_elements=local_elements,
         tied_to=tied_to,
         trainable=trainable,
+        reason=reason,
     )
 
 
@@ -147,6 +151,7 @@ def _parse(row: dict[str, Any]) -> ParameterRecord:
         local_elements=local if isinstance(local, int) else math.prod(row["shape"]),
         tied_to=None if tied_to is None else str(tied_to),
         trainable=row.get("trainable", True) is not False,
+        reason=str(row.get("reason") or ""),
     )
 
 

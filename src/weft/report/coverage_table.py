@@ -107,8 +107,12 @@ def _line(row: Row) -> list[Markup]:
         tag("code", text(row.dtype)),
         text(f"{row.elements:,}"),
         text(f"{row.local_elements:,}"),
-        join([*_marks(row), *_tie(row)]),
+        join([*_marks(row), *_tie(row), *_reason(row)]),
     ]
+
+
+def _reason(row: Row) -> list[Markup]:
+    return [tag("span", text(f" whole on tp: {row.reason}"), class_="muted")] if row.reason else []
 
 
 def _marks(row: Row) -> list[Markup]:

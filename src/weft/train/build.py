@@ -43,7 +43,7 @@ def build_workbench(
     run: RunSpec, plan: Plan, process: Process, *, device: torch.device, scene: Scene | None = None
 ) -> Workbench:
     """The engine and the loaders of `run` under `plan`, on every rank; `scene` hears what comes to be."""
-    require_divisible(run.train.global_batch, plan)
+    require_divisible(run, plan)
     with phase("opening the data"):
         corpus = open_corpus(run.data, is_builder=process.local_rank == 0, wait=_barrier)
     with phase("building the model"):

@@ -19,7 +19,7 @@ from weft.core.errors import NumbersError
 from weft.core.records import StepRecord
 from weft.core.run_spec import RunSpec
 from weft.core.terms import TimeTerm
-from weft.engine.engine import PendingStep
+from weft.engine.pending import PendingStep
 from weft.train.build import Workbench
 from weft.train.display import Display
 from weft.train.ledger import peak_memory_bytes

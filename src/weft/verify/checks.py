@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from weft.verify.reference import Course, Tensors
-from weft.verify.tolerances import Bound, envelope, scalar_bound, tensor_bound
+from weft.verify.tolerances import NOISE_SHARE, Bound, envelope, scalar_bound, tensor_bound
 from weft.verify.verdict import Check, Finding, Worst
 
 Coordinates = Callable[[int], str]
@@ -27,17 +27,18 @@ def check_scalars(
     rule: int,
     steps: Sequence[int] | None = None,
     drifts: Sequence[float] | None = None,
+    least: tuple[float, float] = (0.0, 0.0),
 ) -> Check:
     """A series of losses or norms, step by step; `steps` numbers them where they are not 1, 2, 3 and so on.
 
-    `drifts` is what is allowed beside the bound, one for each value.
+    `drifts` is what is allowed beside the bound, one for each value; `least` see `envelope`.
     """
     if len(found) != len(truth):
         finding = Finding(rule=rule, expected=f"{len(truth)} values", found=f"{len(found)} values")
         return Check.failed(name, finding)
     worst = margin = 0.0
     numbers, extra = steps or range(1, len(truth) + 1), drifts or [0.0] * len(truth)
-    distances = envelope(truth, same)
+    distances = envelope(truth, same, least=least)
     for step, right, rounded, value, distance, drift in zip(numbers, truth, same, found, distances, extra, strict=True):
         bound = scalar_bound(truth=right, same_precision=rounded, distance=distance, drift=drift)
         difference = abs(value - right)
@@ -60,6 +61,7 @@ def check_tensors(
     owners: Mapping[str, list[tuple[int, int]]] | None = None,
     describe_rank: Coordinates | None = None,
     drifts: Mapping[str, float] | None = None,
+    noise_share: float = NOISE_SHARE,
 ) -> tuple[Check, Worst]:
     """Every tensor by its 2-norm of differences; missing and extra ones are wrong too.
 
@@ -77,8 +79,9 @@ def check_tensors(
         update = distance_of(right, initial[key]) if initial and key in initial else 0.0
         distance, drift = distance_of(same[key], right), drifts[key] if drifts else 0.0
         bound = tensor_bound(
-            distance=distance, norm=norm_of(right), update=update, scale=scale, dtype=dtype, drift=drift
-        )
+            distance=distance, norm=norm_of(right), update=update, scale=scale, dtype=dtype, drift=drift,
+            noise_share=noise_share,
+        )  # fmt: skip
         relative = difference / (norm_of(right) or 1.0)
         relative = math.inf if math.isnan(relative) else relative
         margin = max(margin, bound.share(difference))

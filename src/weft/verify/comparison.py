@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from weft.core import axes
 from weft.core.plan import Plan
 from weft.core.run_spec import TrainSpec
 from weft.verify.checks import check_scalars, check_tensors, distance_of, norm_of, owner_of, worst_scalars
@@ -23,8 +24,8 @@ from weft.verify.facts import check_collectives, check_dtypes, check_initial, ch
 from weft.verify.layouts import coordinates_of
 from weft.verify.reference import Course, Exercise, Tensors
 from weft.verify.references import References
-from weft.verify.tolerances import CODE_ROUNDOFF, UNIT_ROUNDOFF, envelope, scalar_drift, tensor_drift
-from weft.verify.verdict import Check, Worst
+from weft.verify.tolerances import CODE_ROUNDOFF, TERM_DRAWS, UNIT_ROUNDOFF, envelope, scalar_drift, tensor_drift
+from weft.verify.verdict import Check, Coverage, Worst
 
 Drifts = Mapping[str, float] | None
 
@@ -41,29 +42,49 @@ class Comparison:
     def numbers(self) -> dict[str, Any]:
         """The figures of the verdict that are told whether right or wrong."""
         truth, same, found = self.references.truth, self.references.same, self.found
-        replicated = [row.name for row in found.coverage if not row.sharded_axes]
         return {
             "loss_max_abs_diff": worst_scalars(truth.losses, found.losses, relative=False),
             "grad_norm_max_rel_diff": worst_scalars(truth.norms, found.norms, relative=True),
             "worst_gradient": self._gradients(truth, same)[1],
             "worst_weight": self._weights(truth, same)[1],
-            "replicated_parameters": tuple(replicated) if self.plan.data_parallel.zero > 0 else (),
+            "replicated_parameters": self._replicated(),
+            "coverage": self._coverage() if self.plan.mesh.tp > 1 else (),
         }
+
+    def _replicated(self) -> tuple[str, ...]:
+        """What the plan would cut and does not: on tensor-parallel ranks where there are any, else on shards."""
+        if self.plan.mesh.tp > 1:
+            return tuple(row.name for row in self.found.coverage if axes.TP not in row.sharded_axes)
+        is_sharded = self.plan.data_parallel.zero > 0
+        return tuple(row.name for row in self.found.coverage if is_sharded and not row.sharded_axes)
+
+    def _coverage(self) -> tuple[Coverage, ...]:
+        return tuple(
+            Coverage(name=row.name, shape=row.shape, sharded_axes=row.sharded_axes, reason=row.reason)
+            for row in self.found.coverage
+        )
 
     def checks(self) -> list[Check]:
         truth, same, found = self.references.truth, self.references.same, self.found
+        parting = self.references.parting
         checks = [
             check_rows(self.exercise.batches, found.batches, describe_row=self._rank_of_row),
             check_initial(self.exercise.initial, found.initial, describe_owner=self._owner),
             check_dtypes(found.dtypes),
-            check_scalars("loss", truth.losses, same.losses, found.losses, rule=1),
+            check_scalars("loss", truth.losses, same.losses, found.losses, rule=1, least=parting.losses),
             self._gradients(truth, same, dtype=self.plan.precision.policy().weights)[0],
-            check_scalars("gradient norm", truth.norms, same.norms, found.norms, rule=2),
+            check_scalars("gradient norm", truth.norms, same.norms, found.norms, rule=2, least=parting.norms),
             self._first_update(truth, same),
             self._weights(truth, same)[0],
             self._states(truth, same),
             check_scalars(
-                "evaluation", truth.eval_losses, same.eval_losses, found.eval_losses, rule=1, steps=[1, self.steps]
+                "evaluation",
+                truth.eval_losses,
+                same.eval_losses,
+                found.eval_losses,
+                rule=1,
+                steps=[1, self.steps],
+                least=(parting.loss, parting.loss),
             ),
             check_replicas(found.digests, describe_rank=self._describe),
         ]
@@ -71,16 +92,32 @@ class Comparison:
             checks.append(self._same_precision(self.references.reordered))
         return [*checks, check_collectives(self.plan, found)]
 
-    def _gradients(self, right: Course, near: Course, *, dtype: str = "float32") -> tuple[Check, Worst]:
+    def _gradients(
+        self, right: Course, near: Course, *, dtype: str = "float32", drifts: Drifts = None
+    ) -> tuple[Check, Worst]:
         return check_tensors(
             "gradients", right.first_gradients, near.first_gradients, self.found.first_gradients,
-            rule=1, dtype=dtype, step=1, owners=self.found.owners, describe_rank=self._describe,
+            rule=1, dtype=dtype, step=1, owners=self.found.owners, describe_rank=self._describe, drifts=drifts,
         )  # fmt: skip
+
+    def _gradient_drifts(self) -> dict[str, float]:
+        """Where ranks round the terms of a sum, gradients part before any update, and so do a router's choices."""
+        truth, same = self.references.truth.first_gradients, self.references.same.first_gradients
+        return {
+            key: tensor_drift(
+                distance=TERM_DRAWS * distance_of(truth[key], low),
+                norm=norm_of(low),
+                roundoff=self._roundoff(),
+                routed_update=norm_of(low) if self._has_experts else 0.0,
+            )
+            for key, low in same.items()
+        }
 
     def _first_update(self, right: Course, near: Course) -> Check:
         check, _ = check_tensors(
             "first update", right.first_weights, near.first_weights, self.found.first_weights, rule=2,
             dtype="float32", step=1, initial=right.initial, owners=self.found.owners, describe_rank=self._describe,
+            noise_share=self.references.parting.update,
         )  # fmt: skip
         return check
 
@@ -89,10 +126,14 @@ class Comparison:
         return check_tensors(
             "weights", right.weights, near.weights, parameters, rule=2, dtype="float32", step=self.steps,
             initial=right.initial, owners=self.found.owners, describe_rank=self._describe, drifts=drifts,
+            noise_share=self.references.parting.update,
         )  # fmt: skip
 
     def _states(self, right: Course, near: Course, *, drifts: Drifts = None) -> Check:
         owners = {key: self.found.owners.get(key.rpartition(".")[0], []) for key in self.found.optimizer}
+        if self.references.parting.is_at_once:  # weights that parted have other gradients
+            share, given = self.references.parting.update, drifts or {}
+            drifts = {key: given.get(key, 0.0) + share * norm_of(value) for key, value in right.optimizer.items()}
         check, _ = check_tensors(
             "optimizer state", right.optimizer, near.optimizer, self.found.optimizer, rule=2, dtype="float32",
             step=self.steps, owners=owners, describe_rank=self._describe, drifts=drifts,
@@ -101,6 +142,16 @@ class Comparison:
 
     def _same_precision(self, reordered: Course) -> Check:
         """Against one process in the plan's own precision, within what another order of sums does to it."""
+        is_at_once = self.references.parting.is_at_once
+        parts = self._first_step_alike(reordered) if is_at_once else self._all_alike(reordered)
+        for part in parts:
+            if part.finding is not None:
+                place = ", ".join(text for text in (part.name, part.finding.coordinates) if text)
+                return Check.failed("same precision", replace(part.finding, rule=6, coordinates=place))
+        what = "the first step" if is_at_once else "losses, gradients, weights and states"
+        return Check.passed("same precision", f"{what} of one process", margin=max(part.margin for part in parts))
+
+    def _all_alike(self, reordered: Course) -> list[Check]:
         truth, same, found = self.references.truth, self.references.same, self.found
         every, ends = list(range(1, self.steps + 1)), [1, self.steps]
 
@@ -112,7 +163,7 @@ class Comparison:
             near, value = getattr(reordered, key), getattr(found, key)
             return check_scalars(what, low, near, value, rule=6, steps=steps, drifts=drifts)
 
-        parts = [
+        return [
             scalars("loss", "losses", every),
             self._gradients(same, reordered)[0],
             scalars("gradient norm", "norms", every),
@@ -120,12 +171,18 @@ class Comparison:
             self._states(same, reordered, drifts=self._tensor_drifts(truth.optimizer, same.optimizer)),
             scalars("evaluation", "eval_losses", ends),
         ]
-        for part in parts:
-            if part.finding is not None:
-                place = ", ".join(text for text in (part.name, part.finding.coordinates) if text)
-                return Check.failed("same precision", replace(part.finding, rule=6, coordinates=place))
-        margin = max(part.margin for part in parts)
-        return Check.passed("same precision", "losses, gradients, weights and states of one process", margin=margin)
+
+    def _first_step_alike(self, reordered: Course) -> list[Check]:
+        """Where ranks round the terms of a sum, runs part at once; after an update the truth alone is a yardstick."""
+        truth, same, found, parting = self.references.truth, self.references.same, self.found, self.references.parting
+
+        def scalar(what: str, key: str) -> Check:
+            right, low, near, value = (getattr(course, key)[:1] for course in (truth, same, reordered, found))
+            drifts = self._scalar_drifts(right, low)
+            return check_scalars(what, low, near, value, rule=6, drifts=drifts, least=parting.losses)
+
+        gradients, _ = self._gradients(same, reordered, drifts=self._gradient_drifts())
+        return [scalar("loss", "losses"), gradients, scalar("gradient norm", "norms")]
 
     def _scalar_drifts(self, truth: list[float], same: list[float]) -> list[float]:
         roundoff = self._roundoff()
@@ -149,9 +206,13 @@ class Comparison:
     def _routed_update(self, key: str, low: torch.Tensor) -> float:
         """How far training moved a weight, or a state that began at zero, in a model whose router chooses experts."""
         initial = self.exercise.initial
-        if not any(".experts." in name for name in initial):
+        if not self._has_experts:
             return 0.0
         return distance_of(low, initial[key]) if key in initial else norm_of(low)
+
+    @property
+    def _has_experts(self) -> bool:
+        return any(".experts." in name for name in self.exercise.initial)
 
     def _roundoff(self) -> float:
         """Of the coarsest format that takes part."""

@@ -8,19 +8,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from weft.checkpoint.parts import PartTensor
 from weft.comm.observer import CollectiveObserver
+from weft.core.boxes import Box
 from weft.core.records import DtypeRecord, ParameterRecord
 from weft.engine.engine import Engine
 from weft.engine.objective import Batch
-from weft.engine.ownership import local_index
-from weft.engine.state import MODEL, OPTIMIZER
+from weft.engine.ownership import boxes_of
+from weft.engine.state import MODEL, OPTIMIZER, as_part
 from weft.verify.eight_bit import decode_moments
 from weft.verify.reference import Course, Tensors
+from weft.verify.tensor_promise import TensorFacts
 
 
 @dataclass(kw_only=True)
@@ -32,6 +36,7 @@ class Evidence(Course):
     collectives: dict[str, int] = field(default_factory=dict)
     coverage: list[ParameterRecord] = field(default_factory=list)
     units: int = 0
+    tensors: TensorFacts | None = None  # under tensor parallelism
     owners: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # rows of dim 0 by rank
     digests: dict[str, list[int]] = field(default_factory=dict)  # of every whole tensor at the end, by rank
 
@@ -39,16 +44,17 @@ class Evidence(Course):
 def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], evaluation: Sequence[Batch]) -> Evidence:
     """Train over this rank's batches and gather everything the checks look at."""
     evidence = Evidence(
-        batches=_whole_batches(batches, device=engine.device),
-        initial={name: whole(parameter) for name, parameter in engine.model.named_parameters()},
+        batches=_whole_batches(batches, engine),
+        initial=_whole_of(engine, dict(engine.model.named_parameters())),
         coverage=engine.coverage(),
         units=len(engine.layout.units),
         owners=_owners(engine),
+        tensors=TensorFacts.of(engine),
     )
 
     def keep(gradients: Mapping[str, torch.Tensor]) -> None:
         if not evidence.first_gradients:
-            evidence.first_gradients = {name: whole(gradient) for name, gradient in gradients.items()}
+            evidence.first_gradients = _whole_of(engine, gradients)
 
     engine.on_gradients = keep
     last = len(batches) - 1
@@ -63,7 +69,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
         evidence.losses.append(record.loss)
         evidence.norms.append(record.grad_norm)
         if step == 0:
-            evidence.first_weights = {name: whole(value) for name, value in engine.model.named_parameters()}
+            evidence.first_weights = _whole_of(engine, dict(engine.model.named_parameters()))
         if step in (0, last):  # after the first: what an evaluation leaves behind must not change the steps that follow
             evidence.eval_losses.append(engine.evaluate(evaluation).loss)
     engine.on_gradients = None
@@ -77,20 +83,39 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The global tensor on the host, as a copy that later steps do not change."""
+    if isinstance(tensor, PartTensor):
+        return _assemble(tensor)
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().to("cpu", copy=True)
+
+
+def _whole_of(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Parameters or their gradients, by name."""
+    return {name: whole(as_part(tensor.detach(), engine.parts.get(name))) for name, tensor in tensors.items()}
+
+
+def _assemble(part: PartTensor) -> torch.Tensor:
+    """Every rank's boxes in their places; this rank's own last, so that copies that differ show in its digest."""
+    held: list[Any] = [None] * dist.get_world_size()
+    own = (part.boxes, part.local.cpu())
+    dist.all_gather_object(held, own)
+    made = torch.full(part.shape, float("nan"), dtype=part.dtype)
+    for boxes, memory in (*held, own):
+        for box in boxes:
+            made[box.global_index] = memory[box.local_index]
+    return made
 
 
 def _part(state: Tensors, prefix: str) -> Tensors:
     return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
 
 
-def _whole_batches(batches: Sequence[Batch], *, device: torch.device) -> list[Tensors]:
-    """Every rank's rows of every step, one after the other by rank."""
+def _whole_batches(batches: Sequence[Batch], engine: Engine) -> list[Tensors]:
+    """Every data-parallel rank's rows of every step, one after the other by rank."""
     gathered = {}
     for key in batches[0]:
-        mine = torch.stack([batch[key] for batch in batches]).to(device)
-        gathered[key] = torch.cat(_gather(mine), dim=1).cpu()
+        mine = torch.stack([batch[key] for batch in batches]).to(engine.device)
+        gathered[key] = torch.cat(_gather(mine, engine.topology.dp_group), dim=1).cpu()
     return [{key: values[step] for key, values in gathered.items()} for step in range(len(batches))]
 
 
@@ -99,16 +124,23 @@ def _owners(engine: Engine) -> dict[str, list[tuple[int, int]]]:
     mine: list[tuple[int, int]] = []
     names = []
     for name, parameter in engine.model.named_parameters():
-        if isinstance(parameter, DTensor):
-            rows = local_index(parameter)[0]
+        part = engine.parts.get(name)
+        if isinstance(parameter, DTensor) or (part is not None and part.is_cut):
+            boxes = boxes_of(parameter, part)
             names.append(name)
-            mine.append((rows.start, rows.stop))
+            mine.append(_row_range(boxes))
     if not names:
         return {}
     tables = _gather(torch.tensor(mine, dtype=torch.int64, device=engine.device))
     return {
         name: [(int(other[index, 0]), int(other[index, 1])) for other in tables] for index, name in enumerate(names)
     }
+
+
+def _row_range(boxes: Sequence[Box]) -> tuple[int, int]:
+    """From the first row to the last of what a rank holds."""
+    ends = [(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in boxes]
+    return min((begin for begin, _ in ends), default=0), max((end for _, end in ends), default=0)
 
 
 def _digests(state: Tensors, *, device: torch.device) -> dict[str, list[int]]:
@@ -123,7 +155,7 @@ def _digest(tensor: torch.Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 2
 
 
-def _gather(mine: torch.Tensor) -> list[torch.Tensor]:
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
+def _gather(mine: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
     return parts

@@ -10,6 +10,7 @@ from weft.core.plan import Plan
 from weft.core.records import DtypeRecord
 from weft.verify.evidence import Evidence
 from weft.verify.reference import Batch, Tensors
+from weft.verify.tensor_promise import Promise, added, promised_by_tensors
 from weft.verify.verdict import Check, Finding
 
 IGNORED = -100
@@ -102,6 +103,9 @@ def check_dtypes(records: Sequence[DtypeRecord]) -> Check:
 
 def check_collectives(plan: Plan, found: Evidence) -> Check:
     """Collectives of one step against what the stage promises."""
+    counts = ", ".join(f"{count} {name}" for name, count in sorted(found.collectives.items()))
+    if found.tensors is not None and found.tensors.layout is None:
+        return Check.passed("collectives", f"{counts}: not judged, a grid or a loop over blocks promises none")
     promised = promised_collectives(plan, found)
     for name in sorted(set(promised) | set(found.collectives)):
         low, high = promised.get(name, (0, 0))
@@ -109,12 +113,20 @@ def check_collectives(plan: Plan, found: Evidence) -> Check:
         if not low <= count <= high:
             expected = f"{low} {name} a step" if low == high else f"{low} to {high} {name} a step"
             return Check.failed("collectives", Finding(rule=9, expected=expected, found=str(count)))
-    counts = ", ".join(f"{count} {name}" for name, count in sorted(found.collectives.items()))
     return Check.passed("collectives", counts or "none, as one rank needs none")
 
 
-def promised_collectives(plan: Plan, found: Evidence) -> dict[str, tuple[int, int]]:
-    """(least, most) a step. U units, M micro-batches; units without a trainable parameter reduce nothing."""
+def promised_collectives(plan: Plan, found: Evidence) -> Promise:
+    """(least, most) a step, of data and of tensor parallelism."""
+    promise = _promised_by_data(plan, found)
+    if found.tensors is None or found.tensors.layout is None:
+        return promise
+    used = found.first_gradients
+    return added(promise, promised_by_tensors(found.tensors, found.tensors.layout, plan, used=used))
+
+
+def _promised_by_data(plan: Plan, found: Evidence) -> Promise:
+    """U units, M micro-batches; units without a trainable parameter reduce nothing."""
     units, cuts = found.units, plan.pipeline.microbatches
     trained = len({record.unit for record in found.coverage if record.trainable})
     zero, mesh = plan.data_parallel.zero, plan.mesh
@@ -126,7 +138,9 @@ def promised_collectives(plan: Plan, found: Evidence) -> dict[str, tuple[int, in
         return {}
     gathers = 2 * units * cuts if zero == 3 else units
     reduces = trained * (1 if zero == 1 else cuts)
-    promise = {"all_gather": (gathers, gathers), "reduce_scatter": (reduces, reduces)} if mesh.dp_shard > 1 else {}
+    promise: Promise = (
+        {"all_gather": (gathers, gathers), "reduce_scatter": (reduces, reduces)} if mesh.dp_shard > 1 else {}
+    )
     if mesh.dp_replicate > 1:
         promise["all_reduce"] = (trained, trained)
     return promise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from weft.core import axes
 from weft.core.plan import Plan
 
@@ -9,16 +11,40 @@ from weft.core.plan import Plan
 def plan_name(plan: Plan) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes().items() if size > 1) or "one rank"
     cuts = plan.pipeline.microbatches
-    return f"{plan.strategy_name}, {mesh}, {cuts} micro-batch{'es' if cuts > 1 else ''}, {plan.precision.preset}"
+    tensors = f"{_tensor_switches(plan)}, " if plan.mesh.tp > 1 else ""
+    return (
+        f"{plan.strategy_name}, {mesh}, {tensors}{cuts} micro-batch{'es' if cuts > 1 else ''}, {plan.precision.preset}"
+    )
 
 
-def other_layout(plan: Plan) -> Plan:
-    """Another layout of the same ranks: sharded becomes replicated, replicated becomes fully sharded."""
+def _tensor_switches(plan: Plan) -> str:
+    """'1d with SP and LP'."""
+    policy = plan.tensor_parallel
+    given = [name for name, is_on in (("SP", policy.sequence_parallel), ("LP", policy.loss_parallel)) if is_on]
+    return f"{policy.mode} with {' and '.join(given)}" if given else policy.mode
+
+
+def other_layout(plan: Plan, *, global_batch: int) -> Plan:
+    """Another layout of the same ranks: sharded becomes replicated, replicated becomes fully sharded.
+
+    Tensor parallelism goes to half its degree where that divides whatever it does, else it ends.
+    """
+    sharded, tp = plan.data_parallel.zero > 0, _other_degree(plan)
+    dp_degree = plan.num_ranks // tp
+    if global_batch % dp_degree:  # a batch of a few rows, which tensor parallelism can train and data parallelism not
+        dp_degree, tp = plan.mesh.dp_degree, plan.mesh.tp
     tables = plan.model_dump(mode="json", exclude_none=True)
-    sharded = plan.data_parallel.zero > 0
-    tables["mesh"] = {axes.DP_REPLICATE if sharded else axes.DP_SHARD: plan.num_ranks}
+    tables["mesh"] = {axes.DP_REPLICATE if sharded else axes.DP_SHARD: dp_degree, axes.TP: tp}
     tables["data_parallel"] = {"zero": 0 if sharded else 3}
+    tables["tensor_parallel"]["mode"] = "1d" if tp != plan.mesh.tp else plan.tensor_parallel.mode
+    tables["pipeline"]["microbatches"] = math.gcd(plan.pipeline.microbatches, global_batch // dp_degree)
     return Plan.from_tables(tables)
+
+
+def _other_degree(plan: Plan) -> int:
+    tp = plan.mesh.tp
+    is_power_of_two = tp & (tp - 1) == 0
+    return tp // 2 if plan.tensor_parallel.mode == "1d" and is_power_of_two and tp > 1 else 1
 
 
 def coordinates_of(plan: Plan, rank: int) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from weft.core.plan import Plan
 from weft.verify.exercise import Subject, plan_cut, plan_precision
 from weft.verify.reference import TRUTH, Course, Cut, Exercise, Precision, run_reference
+from weft.verify.tolerances import Parting, rounded_terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class References:
     truth: Course = field(default_factory=Course)
     same: Course = field(default_factory=Course)
     reordered: Course | None = None  # in low precision only
+    parting: Parting = field(default_factory=Parting)  # where ranks round the terms of a sum
 
 
 class Library:
@@ -50,6 +52,7 @@ class Library:
             truth=self._course(name, subject, exercise, TRUTH, cut),
             same=self._course(name, subject, exercise, precision, cut),
             reordered=reordered,
+            parting=_parting(plan, precision),
         )
 
     def _course(self, name: str, subject: Subject, exercise: Exercise, precision: Precision, cut: Cut) -> Course:
@@ -57,3 +60,10 @@ class Library:
         if key not in self._courses:
             self._courses[key] = run_reference(subject.build, exercise, precision, cut)
         return self._courses[key]
+
+
+def _parting(plan: Plan, precision: Precision) -> Parting:
+    is_float32 = precision.compute == precision.master
+    return (
+        Parting() if plan.mesh.tp == 1 or is_float32 else rounded_terms(str(precision.compute).removeprefix("torch."))
+    )

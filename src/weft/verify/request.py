@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from weft.core.batching import require_divisible
+from weft.core.errors import BatchError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 
@@ -29,8 +32,39 @@ class Request:
         return Request(**{**fields, "run": RunSpec.from_tables(fields["run"])})
 
 
+def every_plan(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[dict[str, Any]]:
+    """Every plan of `num_ranks` that weft executes: data parallel, and tensor parallelism that divides the run."""
+    tensor = [tables for tables in tensor_parallel_plans(num_ranks, base) if _divides(run, Plan.from_tables(tables))]
+    return [*data_parallel_plans(num_ranks, base), *tensor]
+
+
 def data_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[dict[str, Any]]:
     """Every legal data-parallel plan of `num_ranks`: DDP, ZeRO-1/2/3 over all, and HSDP over every proper divisor."""
+    return _filled(_data_layouts(num_ranks), base)
+
+
+def tensor_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[dict[str, Any]]:
+    """One-dimensional tensor parallelism: alone with SP and LP on and off, and beside DDP and ZeRO-1/2/3."""
+    given = {key: value for key, value in base.get("tensor_parallel", {}).items() if key != "mode"}
+    layouts: list[dict[str, Any]] = [
+        {"mesh": {"tp": num_ranks}, "tensor_parallel": {"sequence_parallel": sp, "loss_parallel": lp}}
+        for sp, lp in itertools.product((True, False), repeat=2)
+        if num_ranks > 1
+    ]
+    for tp in (degree for degree in range(2, num_ranks) if num_ranks % degree == 0):
+        beside = num_ranks // tp
+        layouts += [
+            {
+                "mesh": {"dp_shard" if zero else "dp_replicate": beside, "tp": tp},
+                "data_parallel": {"zero": zero},
+                "tensor_parallel": given,
+            }
+            for zero in (0, 1, 2, 3)
+        ]
+    return _filled(layouts, base)
+
+
+def _data_layouts(num_ranks: int) -> list[dict[str, Any]]:
     layouts: list[dict[str, Any]] = [{"mesh": {"dp_replicate": num_ranks}, "data_parallel": {"zero": 0}}]
     for shard in (size for size in range(1, num_ranks + 1) if num_ranks % size == 0):
         if shard == 1 and num_ranks > 1:
@@ -39,5 +73,18 @@ def data_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[dict[str, 
             {"mesh": {"dp_replicate": num_ranks // shard, "dp_shard": shard}, "data_parallel": {"zero": zero}}
             for zero in (1, 2, 3)
         ]
-    kept = {key: value for key, value in base.items() if key not in ("mesh", "data_parallel")}
+    return layouts
+
+
+def _filled(layouts: list[dict[str, Any]], base: dict[str, Any]) -> list[dict[str, Any]]:
+    """Layouts with what the plan at hand says beside its layout."""
+    kept = {key: value for key, value in base.items() if key not in ("mesh", "data_parallel", "tensor_parallel")}
     return [Plan.from_tables({**kept, **layout}).model_dump(mode="json", exclude_none=True) for layout in layouts]
+
+
+def _divides(run: RunSpec, plan: Plan) -> bool:
+    try:
+        require_divisible(run, plan)
+    except BatchError:
+        return False
+    return True

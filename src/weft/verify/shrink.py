@@ -30,9 +30,9 @@ def shrink(run: RunSpec, plan: Plan, *, vocab_size: int) -> tuple[RunSpec, list[
     """The small run, and what was changed, in words."""
     config = build_config(run.model, vocab_size=vocab_size).get_text_config()
     depth = _depth(config)
-    factor = _width_factor(config)
+    factor = _width_factor(config, tp=plan.mesh.tp)
     while factor >= 1:
-        overrides = {**depth, **_narrow(config, factor)}
+        overrides = {**depth, **_narrow(config, factor, tp=plan.mesh.tp)}
         model = run.model.model_copy(update={"config": {**run.model.config, **overrides}, "weights": "random"})
         small = run.model_copy(update={"model": model})
         if not overrides or _builds(small, vocab_size=vocab_size):
@@ -68,26 +68,40 @@ def _depth(config: Any) -> dict[str, Any]:
     return overrides
 
 
-def _width_factor(config: Any) -> int:
-    """The largest power of two that leaves a width of SMALL_WIDTH and divides heads and key-value heads alike."""
+def _width_factor(config: Any, *, tp: int) -> int:
+    """The largest power of two that leaves a width of SMALL_WIDTH and divides heads and key-value heads alike.
+
+    Heads that tensor-parallel ranks share evenly stay so.
+    """
     width = _present(config, WIDTH_KEYS)
     counts = [getattr(config, key) for key in (_present(config, HEAD_KEYS), _present(config, KEY_VALUE_KEYS)) if key]
     factor = 1
     while (
         width is not None
         and getattr(config, width) // (factor * 2) >= SMALL_WIDTH
-        and all(count % (factor * 2) == 0 for count in counts)
+        and all(_stays_even(count, factor * 2, tp=tp) for count in counts)
     ):
         factor *= 2
     return factor
 
 
-def _narrow(config: Any, factor: int) -> dict[str, int]:
+def _stays_even(count: int, factor: int, *, tp: int) -> bool:
+    """Whether `factor` divides `count` and leaves what `tp` ranks share as evenly as before.
+
+    Fewer units than ranks (key-value heads) are repeated: then they divide the ranks.
+    """
+    if count % factor:
+        return False
+    left = count // factor
+    return left % tp == 0 or (count % tp != 0 and (tp % count != 0 or tp % left == 0))
+
+
+def _narrow(config: Any, factor: int, *, tp: int) -> dict[str, int]:
     """Widths and heads divided alike, so that the size of a head stays; experts cut to a few."""
     overrides: dict[str, int] = {}
     for key in (*WIDTH_KEYS, *INNER_KEYS, *HEAD_KEYS, *KEY_VALUE_KEYS):
         value = getattr(config, key, None)
-        if _is_own(config, key) and isinstance(value, int) and value % factor == 0:
+        if _is_own(config, key) and isinstance(value, int) and _stays_even(value, factor, tp=tp):
             overrides[key] = value // factor
     for key in EXPERT_KEYS:
         value = getattr(config, key, None)
@@ -99,7 +113,8 @@ def _narrow(config: Any, factor: int) -> dict[str, int]:
 def _short_rows(run: RunSpec, plan: Plan, changes: list[str]) -> tuple[RunSpec, list[str]]:
     pieces = plan.mesh.dp_degree * plan.pipeline.microbatches
     rows = max(pieces, -(-8 // pieces) * pieces)
-    length = min(run.data.sequence_length, SMALL_LENGTH)
+    tp = plan.mesh.tp
+    length = min(run.data.sequence_length, max(SMALL_LENGTH // tp * tp, tp))  # a stream of tokens is cut by tp
     if run.train.global_batch > rows:
         changes.append(f"global_batch {run.train.global_batch} -> {rows}")
         run = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": rows})})

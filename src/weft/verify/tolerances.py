@@ -40,6 +40,15 @@ FLIPPED_SHARE = 2.0
 SCALAR_FLIP, TENSOR_FLIP = 2.0**-5, 1.0
 CODE_ROUNDOFF = 2.0**-9  # of an 8-bit moment, in the upper decade of its block
 
+# Tensor-parallel ranks round the terms of a sum to the compute format before they add them, which one process does not:
+# in low precision a run parts from one process at once, by a fresh draw of rounding errors, and after the first update
+# by weights whose gradient is noise, which Adam moves by the full rate either way. The shares are the least that
+# rounding is taken to do: of a roundoff in a first loss or norm; of the value in later ones; of the update in a weight.
+# Chosen after seeing single flips in models of 32 features (0.09 of the update of a tensor, 1% of a later norm); they
+# say nothing of float32, where the same plans are held to sums in another order and nothing else.
+TERM_DRAWS = 2.0  # of a first gradient's own rounding error, in multiples of what a flip after an update is allowed
+TERM_SHARE, TERM_LOSS, TERM_NORM, TERM_UPDATE = 2.0**-7, 2.0**-13, 2.0**-9, 0.25
+
 # A router's choice is not continuous: in low precision a token whose experts score alike goes to one or the other, and
 # with it its whole gradient. Seldom enough that a pair of references shows none (one of 50 runs here), so after the
 # first update models with experts are allowed this share of how far training has moved a tensor.
@@ -68,27 +77,67 @@ def scalar_bound(*, truth: float, same_precision: float, distance: float, drift:
     return Bound(measured=distance, floor=floor + drift)
 
 
-def envelope(truth: Sequence[float], same_precision: Sequence[float]) -> list[float]:
-    """The distance of two series at each step, never relatively smaller than at a step before.
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """How far right runs part at least, relatively: at once, in later losses and norms, of the update of a weight."""
+
+    first: float = 0.0
+    loss: float = 0.0
+    norm: float = 0.0
+    update: float = NOISE_SHARE
+
+    @property
+    def is_at_once(self) -> bool:
+        return self.first > 0
+
+    @property
+    def losses(self) -> tuple[float, float]:
+        return self.first, self.loss
+
+    @property
+    def norms(self) -> tuple[float, float]:
+        return self.first, self.norm
+
+
+def rounded_terms(compute: str) -> Parting:
+    """Of ranks that round the terms of a sum to `compute`."""
+    return Parting(first=TERM_SHARE * UNIT_ROUNDOFF[compute], loss=TERM_LOSS, norm=TERM_NORM, update=TERM_UPDATE)
+
+
+def envelope(
+    truth: Sequence[float], same_precision: Sequence[float], *, least: tuple[float, float] = (0.0, 0.0)
+) -> list[float]:
+    """The distance of two series at each step, never relatively smaller than at a step before, nor than `least`:
+    of the first value, and of the later ones.
 
     Two curves may cross, and their distance at that one step be nothing by chance; rounding does not get less.
     """
-    relative, distances = 0.0, []
+    relative, distances = least[0], []
     for right, rounded in zip(truth, same_precision, strict=True):
         size = max(abs(right), abs(rounded))
         relative = max(relative, abs(right - rounded) / size if size > 0 else 0.0)
         distances.append(relative * size)
+        relative = max(relative, least[1])
     return distances
 
 
-def tensor_bound(*, distance: float, norm: float, update: float, scale: float, dtype: str, drift: float = 0.0) -> Bound:
+def tensor_bound(
+    *,
+    distance: float,
+    norm: float,
+    update: float,
+    scale: float,
+    dtype: str,
+    drift: float = 0.0,
+    noise_share: float = NOISE_SHARE,
+) -> Bound:
     """For a gradient, weight or state tensor, all as 2-norms.
 
     `distance` is truth against the same precision, `norm` the truth's own, `update` how far training moved it (zero for
     gradients), `scale` the norm of the whole set over the square root of its tensors: below that, noise is no news.
     """
     sums = SUM_ROUNDINGS * UNIT_ROUNDOFF["float32"]  # whatever the format, sums are kept in float32
-    floor = max(UNIT_ROUNDOFF[dtype], sums) * (norm + SMALL_SCALE * scale) + NOISE_SHARE * update
+    floor = max(UNIT_ROUNDOFF[dtype], sums) * (norm + SMALL_SCALE * scale) + noise_share * update
     return Bound(measured=distance, floor=floor + drift)
 
 

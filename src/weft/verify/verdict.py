@@ -6,9 +6,12 @@ Rules are those of the design that keep numbers right; a finding names the one i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from weft.core import axes
 
 RULES = {
     1: "one owner of loss normalisation: sums and token counts, divided once by the whole global batch",
@@ -70,6 +73,35 @@ class Worst:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """One parameter: the axes that cut it, and why tensor parallelism leaves it whole."""
+
+    name: str
+    shape: tuple[int, ...]
+    sharded_axes: tuple[str, ...]
+    reason: str = ""
+
+    @property
+    def is_cut(self) -> bool:
+        return axes.TP in self.sharded_axes
+
+    @staticmethod
+    def from_dict(fields: Mapping[str, Any]) -> Coverage:
+        shape, cut = tuple(fields["shape"]), tuple(fields["sharded_axes"])
+        return Coverage(name=fields["name"], shape=shape, sharded_axes=cut, reason=fields["reason"])
+
+
+def cut_line(coverage: Sequence[Coverage]) -> str:
+    """'cut on tp: 14 of 20 parameters, 99% of the elements; whole: a norm (6)'."""
+    cut = [row for row in coverage if row.is_cut]
+    share = sum(math.prod(row.shape) for row in cut) / max(1, sum(math.prod(row.shape) for row in coverage))
+    reasons = Counter(row.reason or "no reason given" for row in coverage if not row.is_cut)
+    told = ", ".join(f"{why} ({count})" for why, count in reasons.most_common())
+    whole = f"; whole: {told}" if told else ""
+    return f"cut on tp: {len(cut)} of {len(coverage)} parameters, {share:.0%} of the elements{whole}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """The answer to: does this plan compute the right thing?"""
 
@@ -80,7 +112,8 @@ class Verdict:
     grad_norm_max_rel_diff: float = 0.0
     worst_gradient: Worst = Worst()
     worst_weight: Worst = Worst()
-    replicated_parameters: tuple[str, ...] = ()
+    replicated_parameters: tuple[str, ...] = ()  # with tensor parallelism: whole on its ranks
+    coverage: tuple[Coverage, ...] = ()  # under tensor parallelism: where every parameter lies, and why one stays whole
     changes: tuple[str, ...] = ()  # what was shrunk
     elapsed_s: float = 0.0
 
@@ -115,11 +148,13 @@ class Verdict:
             values[key] = Worst(parameter=values[key]["parameter"], rel_diff=_number(values[key]["rel_diff"]))
         for key in ("replicated_parameters", "changes"):
             values[key] = tuple(values[key])
+        values["coverage"] = tuple(Coverage.from_dict(row) for row in values.get("coverage", ()))
         return Verdict(**values)
 
     def text(self) -> str:
         """What a person reads: the answer, then one line a check, then the first wrong thing and its rule."""
         lines = [f"{'PASS' if self.ok else 'FAIL'}  {self.plan}"]
+        lines += [f"  {cut_line(self.coverage)}"] if self.coverage else []
         lines += [f"  {'ok  ' if check.ok else 'FAIL'}  {check.name:18s} {check.detail}" for check in self.checks]
         wrong = self.first_wrong
         if wrong is not None and wrong.finding is not None:

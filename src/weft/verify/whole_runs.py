@@ -51,7 +51,8 @@ class WholeRuns:
     def check_loop(self, plan: Plan) -> list[Check]:
         """Train with a checkpoint in the middle; export; go on from the middle on the same and on another layout."""
         middle = max(1, self._steps // 2)
-        run = self._with(checkpoint={"every": middle, "keep": self._steps + 1, "asynchronous": True, "at_end": True})
+        every = 1 if plan.mesh.tp > 1 else middle  # what the other layout saves in between is resumed from, too
+        run = self._with(checkpoint={"every": every, "keep": self._steps + 1, "asynchronous": True, "at_end": True})
         folder = self._train(run, plan, self._new_folder())
         straight = self._course_of(folder)
         references = self._references("loop", run, plan, folder, steps=self._steps)
@@ -63,9 +64,14 @@ class WholeRuns:
         self._train(run, plan, same, resume=True)
         detail = f"saved at step {middle}, went on to {self._steps}: equal bits"
         checks.append(check_same_bits("resume", straight, self._course_of(same), rule=5, detail=detail))
-        elsewhere = other_layout(plan)
+        elsewhere = other_layout(plan, global_batch=run.train.global_batch)
         self._train(run, elsewhere, other, resume=True)
         checks.append(self._near(straight, self._course_of(other), references, elsewhere, middle))
+        if plan.mesh.tp > 1 and middle + 1 < self._steps:
+            back = self._cut_back(other, middle + 1)
+            self._train(run, plan, back, resume=True)  # put together there, cut again here
+            course = self._course_of(back)
+            checks.append(self._near(straight, course, references, plan, middle + 1, name="resume back"))
         return checks
 
     def check_finite_data(self, plan: Plan) -> Check:
@@ -111,13 +117,13 @@ class WholeRuns:
         truth, same = references.truth, references.same
         if len(skipped) == len(truth.losses):  # the exercise, at a lower loss scale, has proved the numbers
             return Check.passed(name, "every step overflowed float16 at the starting loss scale and was skipped")
-        losses = check_scalars(name, truth.losses, same.losses, found.losses, rule=1)
+        losses = check_scalars(name, truth.losses, same.losses, found.losses, rule=1, least=references.parting.losses)
         if not losses.ok:
             return losses
         taken = [step for step in range(len(truth.norms)) if step not in skipped]
         norms = check_scalars(
             name, *([series[step] for step in taken] for series in (truth.norms, same.norms, found.norms)),
-            rule=2, steps=[step + 1 for step in taken],
+            rule=2, steps=[step + 1 for step in taken], least=references.parting.norms,
         )  # fmt: skip
         if not norms.ok or not found.weights:
             return norms
@@ -125,15 +131,25 @@ class WholeRuns:
         weights, _ = check_tensors(
             name, truth.weights, same.weights, parameters,
             rule=5, dtype="float32", step=len(truth.losses), initial=truth.initial,
+            noise_share=references.parting.update,
         )  # fmt: skip
         if not weights.ok:
             return weights
         margin = max(losses.margin, norms.margin, weights.margin)
         return Check.passed(name, f"{len(truth.losses)} steps and the weights it saved", margin=margin)
 
-    def _near(self, straight: Course, resumed: Course, references: References, other: Plan, middle: int) -> Check:
+    def _near(
+        self,
+        straight: Course,
+        resumed: Course,
+        references: References,
+        other: Plan,
+        middle: int,
+        *,
+        name: str = "resume elsewhere",
+    ) -> Check:
         """Another layout goes on within rounding of the uninterrupted run; rounding is what the reference shows."""
-        name, place, margin = "resume elsewhere", plan_name(other), 0.0
+        place, margin = plan_name(other), 0.0
         truth, same = references.truth, references.same
         if len(resumed.losses) != len(straight.losses):
             finding = Finding(rule=5, expected=f"{len(straight.losses)} steps", found=f"{len(resumed.losses)} steps")
@@ -145,14 +161,15 @@ class WholeRuns:
         ]
         parted = next((step for step, (here, there) in enumerate(overflows) if here != there), len(overflows))
         taken = [step for step in range(parted) if overflows[step][0]]
-        for what, right, rounded, left, value in (
-            ("loss", truth.losses, same.losses, straight.losses, resumed.losses),
-            ("norm", truth.norms, same.norms, straight.norms, resumed.norms),
+        parting = references.parting
+        for what, right, rounded, left, value, least in (
+            ("loss", truth.losses, same.losses, straight.losses, resumed.losses, parting.losses),
+            ("norm", truth.norms, same.norms, straight.norms, resumed.norms, parting.norms),
         ):
             near = [left[step] + abs(rounded[step] - right[step]) for step in taken]
             check = check_scalars(
                 name, [left[step] for step in taken], near, [value[step] for step in taken],
-                rule=5, steps=[step + 1 for step in taken],
+                rule=5, steps=[step + 1 for step in taken], least=least,
             )  # fmt: skip
             if check.finding is not None:
                 return Check.failed(name, at_place(check.finding, f"{what} under {place}"))
@@ -164,7 +181,7 @@ class WholeRuns:
         check, _ = check_tensors(
             name, {key: straight.weights[key] for key in near_weights}, near_weights,
             {key: value for key, value in resumed.weights.items() if key in near_weights},
-            rule=5, dtype="float32", step=self._steps, initial=truth.initial,
+            rule=5, dtype="float32", step=self._steps, initial=truth.initial, noise_share=parting.update,
         )  # fmt: skip
         if check.finding is not None:
             return check

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from weft.core.batching import require_divisible
+from weft.core.errors import TensorParallelError
 from weft.core.plan import Plan, require_executable
 from weft.core.run_spec import RunSpec
 from weft.data import open_corpus
@@ -36,7 +37,7 @@ def run_request(request: Request, *, progress: Callable[[str, str], None] | None
     plans = [Plan.from_tables(tables) for tables in request.plans]
     for plan in plans:
         require_executable(plan)
-        require_divisible(request.run.train.global_batch, plan)  # shrinking must not make a run legal
+        require_divisible(request.run, plan)  # shrinking must not make a run legal
     device_type = _device_type(request.device)
     process = join(device_type=device_type, timeout_s=request.run.train.collective_timeout_s)
     try:
@@ -80,7 +81,12 @@ def _verify_all(
         name = plan_name(plan)
         with phase(f"verifying {name}"):
             told = functools.partial(progress, name)
-            verdicts.append(sessions[key].verify(plan, changes=tuple(changes), progress=told))
+            try:
+                verdicts.append(sessions[key].verify(plan, changes=tuple(changes), progress=told))
+            except TensorParallelError as error:
+                if len(plans) == 1:
+                    raise
+                told(f"left out: {error}")  # one plan of many: every rank is told the same, before it trains
     return verdicts
 
 

@@ -16,6 +16,8 @@ from weft.core.model_shape import BlockShape, ExtraShape, ModelShape, NormShape
 from weft.zoo.config import Config, Flag, Size
 from weft.zoo.declared import Declared
 from weft.zoo.parts import RMS, Norm, Parts, Piece, joined
+from weft.zoo.tensor_grids import COMPARED_ON_GRIDS
+from weft.zoo.tensor_styles import CROOKED, as_cut, has_cut_head, has_cut_table
 
 
 class Layer(NamedTuple):
@@ -78,6 +80,10 @@ def build_shape(family: Family, config: Config, *, name: str) -> ModelShape:
         max_positions=int(config.get("max_position_embeddings", 0)),
         embedding_size=config.sized(family.embedding_size),
         head_bias=config.flag(family.head_bias),
+        has_cut_table=has_cut_table(config, is_tied=config.flag(family.tied)),
+        has_cut_head=has_cut_head(config, is_tied=config.flag(family.tied)),
+        has_grids=config.model_type in COMPARED_ON_GRIDS,
+        has_straight_stream=config.model_type not in CROOKED,
         scaled_embedding=config.flag(family.scaled_embedding),
         final_norm=(family.final or family.norm).kind,
         outside=_outside(family, config),
@@ -100,7 +106,7 @@ def build_block(family: Family, config: Config, layer: Layer) -> BlockShape:
             caps_scores=bool(own.get("attn_logit_softcapping", None)),
             copies_output=config.model_type in PARTLY_ROTATED,
         )
-    return BlockShape(
+    block = BlockShape(
         kind=_kind(layer),
         linears=tuple(replace(linear, is_transposed=family.is_transposed) for linear in parts.linears if linear.copies),
         norms=tuple(_as_computed(norm, config.model_type) for norm in (*norms, *parts.norms)),
@@ -113,6 +119,7 @@ def build_block(family: Family, config: Config, layer: Layer) -> BlockShape:
         is_parallel=own.flag(family.is_parallel),
         dropout=own.rate(family.dropout),
     )
+    return as_cut(block, own)
 
 
 # How norms are written out in transformers 5.22, where not as most: (float32, compute) tensors kept for the backward.

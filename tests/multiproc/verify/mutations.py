@@ -191,8 +191,8 @@ def norm_of_one_shard() -> Any:
 
 def replicated_norm_summed() -> Any:
     def make(original: Any) -> Any:
-        def global_norm(parameters: Any, topology: Any, *, device: torch.device) -> torch.Tensor:
-            square = original(parameters, topology, device=device).square()
+        def global_norm(parameters: Any, topology: Any, **rest: Any) -> torch.Tensor:
+            square = original(parameters, topology, **rest).square()
             dist.all_reduce(square, group=topology.dp_group)
             return square.sqrt()
 

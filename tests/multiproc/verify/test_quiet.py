@@ -1,7 +1,8 @@
-"""Quiet when right: healthy runs of many kinds pass every check. The slow campaign is fifty of them."""
+"""Quiet when right: healthy runs of many kinds pass every check. Slow campaigns: fifty of them, and twenty cut ones."""
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ HEALTHY: dict[str, tuple[str, Tables, Tables, Tables]] = {
     "fp16, sgd": ("llama", plan(0, microbatches=2, preset="fp16"), {"optimizer": "sgd", "learning_rate": 0.1}, {}),
     "8-bit moments": ("llama-wide", plan(3), {"optimizer": "adamw8bit"}, {}),
     "adam, frozen, experts": ("mixtral", plan(1), {"optimizer": "adam", "frozen": ["*.norm.weight", "lm_head.*"]}, {}),
+    "bf16, cut, recomputed": (
+        "gemma2",
+        {**plan(0, microbatches=2, preset="bf16", mesh={"tp": 2}), "activations": {"policy": "selective"}},
+        {},
+        {},
+    ),
     "documents apart, dropout": ("gpt2", plan(0, microbatches=4), {}, {"isolate_documents": True}),
 }
 
@@ -50,7 +57,9 @@ def test_a_healthy_run_raises_no_alarm(case: str, corpus: Path, tmp_path: Path) 
     assert not wrong(verdicts)
     names = [check["name"] for check in verdicts[0]["checks"]]
     assert len(names) == len(set(names)) >= 17
-    assert ("same precision" in names) == (case in ("bf16, tied, no clipping", "fp16, sgd", "8-bit moments"))
+    assert ("same precision" in names) == (
+        case in ("bf16, tied, no clipping", "fp16, sgd", "8-bit moments", "bf16, cut, recomputed")
+    )
 
 
 def random_case(number: int, corpus: str) -> tuple[Tables, Tables]:
@@ -79,6 +88,34 @@ def random_case(number: int, corpus: str) -> tuple[Tables, Tables]:
 def test_fifty_runs_raise_no_alarm(number: int, corpus: Path, tmp_path: Path) -> None:
     run, tables = random_case(number, str(corpus))
     verdicts = run_ranks(verdicts_in_rank, 2, run, [tables], str(tmp_path), timeout_s=600)[0]
+    margins = {check["name"]: check["margin"] for check in verdicts[0]["checks"] if check["margin"]}
+    print(f"margins {max(margins.values()):.3f} {max(margins, key=lambda name: margins[name])} {verdicts[0]['plan']}")
+    assert not wrong(verdicts)
+
+
+def cut_case(number: int, corpus: str) -> tuple[Tables, Tables, int]:
+    """A run, a plan with tensor parallelism and its number of ranks."""
+    draw = random.Random(number)
+    run, _ = random_case(number, corpus)
+    run = small_run(corpus, model=draw.choice(["llama", "llama-odd", "gpt2", "qwen3-tied", "phi3", "mixtral", "olmo2"]),
+                    train={**run["train"], "optimizer": draw.choice(["adamw", "sgd"])})  # fmt: skip
+    both = {"tp": 2, "dp_shard": 2}
+    meshes: list[tuple[dict[str, int], int]] = [({"tp": 2}, 0), ({"tp": 4}, 0), ({"tp": 2, "dp_replicate": 2}, 0)]
+    mesh, stage = draw.choice([*meshes, meshes[0], (both, 1), (both, 2), (both, 3)])
+    switches = {name: draw.random() < 0.5 for name in ("sequence_parallel", "loss_parallel")}
+    tables = {
+        **plan(stage, microbatches=draw.choice([1, 2]), preset=draw.choice(["fp32", "bf16", "fp16"]), mesh=mesh),
+        "tensor_parallel": switches,
+        "activations": {"policy": draw.choice(["none", "none", "full", "selective"])},
+    }
+    return run, tables, math.prod(mesh.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(6000, 6020))
+def test_twenty_cut_runs_raise_no_alarm(number: int, corpus: Path, tmp_path: Path) -> None:
+    run, tables, num_ranks = cut_case(number, str(corpus))
+    verdicts = run_ranks(verdicts_in_rank, num_ranks, run, [tables], str(tmp_path), timeout_s=900)[0]
     margins = {check["name"]: check["margin"] for check in verdicts[0]["checks"] if check["margin"]}
     print(f"margins {max(margins.values()):.3f} {max(margins, key=lambda name: margins[name])} {verdicts[0]['plan']}")
     assert not wrong(verdicts)

@@ -168,7 +168,7 @@ def test_refusals_come_before_any_process(files: Path, measured_by: Stub) -> Non
     cases = {
         "W202": ["--plan", "plan.toml", "--rank", "8"],
         "W203": ["--plan", "plan.toml", "--set", "train.global_batch=12"],
-        "W204": ["--plan", "plan.toml", "--set", "mesh.tp=2"],
+        "W204": ["--plan", "plan.toml", "--set", "mesh.pp=2"],
         "W205": ["--plan", "plan.toml", "--device", "H2000000"],
         "W102": ["--plan", "plan.toml", "--set", "train.gloabl_batch=8"],
         "W101": ["--plan", "missing.toml"],

@@ -222,7 +222,9 @@ def test_only_what_this_version_trains() -> None:
     found = answer(*ASKED, "--trains")
     assert found["trains"] is True
     for plan in found["plans"]:
-        assert plan["plan"]["mesh"] | {"dp_replicate": 1, "dp_shard": 1} == dict.fromkeys(plan["plan"]["mesh"], 1)
+        built = {"dp_replicate": 1, "dp_shard": 1, "tp": 1}
+        assert plan["plan"]["mesh"] | built == dict.fromkeys(plan["plan"]["mesh"], 1)
+        assert plan["plan"]["tensor_parallel"]["mode"] == "1d"
         assert plan["plan"]["offload"]["optimizer"] == "none"
 
 

@@ -71,7 +71,6 @@ def test_contradictions_are_refused_with_a_hint(tables: dict[str, dict[str, obje
 @pytest.mark.parametrize(
     "tables",
     [
-        {"mesh": {"tp": 2}},
         {"mesh": {"pp": 2}},
         {"mesh": {"cp": 2}},
         {"activations": {"policy": "budget"}},
@@ -89,7 +88,8 @@ def test_what_is_not_built_is_refused_by_name(tables: dict[str, dict[str, object
 
 def test_everything_the_engine_has_is_executable() -> None:
     recomputed = [{"activations": {"policy": policy}} for policy in ("full", "selective")]
-    for tables in ({}, {"mesh": {"dp_shard": 2, "dp_replicate": 2}}, {"precision": {"preset": "fp16"}}, *recomputed):
+    meshes = [{"mesh": {"dp_shard": 2, "dp_replicate": 2}}, {"mesh": {"tp": 2}}]
+    for tables in ({}, *meshes, {"precision": {"preset": "fp16"}}, *recomputed):
         require_executable(Plan.from_tables(tables))
 
 

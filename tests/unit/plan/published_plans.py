@@ -11,12 +11,13 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from published_runs import PublishedRun, published_runs
 
 from weft import hardware, zoo
+from weft.core.model_shape import LinearShape, ModelShape
 from weft.core.plan import Plan
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.request import Request, Workload
@@ -48,9 +49,24 @@ def comparable_runs() -> list[PublishedRun]:
     return [run for run in published_runs() if run.confirmed and run.step_s is not None and run.precision != "fp8"]
 
 
+def cut_everywhere(shape: ModelShape) -> ModelShape:
+    """As Megatron cuts it: weft leaves attention with ALiBi whole."""
+    kinds = (
+        replace(kind, linears=tuple(_cut(linear, shape.hidden_size) for linear in kind.linears)) for kind in shape.kinds
+    )
+    return replace(shape, kinds=tuple(kinds))
+
+
+def _cut(linear: LinearShape, hidden_size: int) -> LinearShape:
+    if linear.style != "replicated" or not linear.name.startswith("self_attention."):
+        return linear
+    return replace(linear, style="row" if linear.out_features == hidden_size else "column")
+
+
 def request_of_run(run: PublishedRun) -> Request:
+    shape = zoo.named(run.model) if run.model else zoo.shape_from_type(run.type, run.config)
     return Request(
-        shape=zoo.named(run.model) if run.model else zoo.shape_from_type(run.type, run.config),
+        shape=cut_everywhere(shape) if shape.model_type == "bloom" else shape,
         cluster=hardware.cluster(run.devices),
         workload=Workload(
             global_batch=run.global_batch,

@@ -107,18 +107,41 @@ def test_experts_keep_their_tokens_copies() -> None:
     """2 of 8 experts a token: in and out (2h) and four tensors of the expert's width, twice; 8 router logits."""
     block = tiny_mixtral().kinds[0]
     kept = everything(block, h=128)
-    assert kept.routed == 2 * 2 * (2 * 128 + 4 * 256)
+    assert kept.routed == 2 * 2 * 2 * 128
     dense = everything(tiny_llama(hidden_size=128, intermediate_size=256).kinds[0], h=128)
+    assert kept.split == dense.split + 2 * 4 * 256  # one expert's is the dense block's
     assert kept.gathered == dense.gathered + 4 * 2 * 8
 
 
-@pytest.mark.parametrize(("dp_shard", "tp", "ep"), [(8, 1, 1), (8, 1, 8), (2, 4, 1), (2, 4, 2), (2, 4, 8), (1, 8, 8)])
-def test_routed_bytes_of_a_tensor_group_do_not_depend_on_who_holds_the_experts(dp_shard: int, tp: int, ep: int) -> None:
-    """The group's tokens are routed once: cutting experts or dealing them out among its ranks splits them alike."""
+@pytest.mark.parametrize(
+    ("dp_shard", "tp", "ep", "copies"),
+    [(8, 1, 1, 1), (8, 1, 8, 1), (2, 4, 1, 4), (2, 4, 2, 1), (2, 4, 8, 1), (1, 8, 8, 1)],
+)
+def test_every_rank_that_cuts_an_expert_has_all_of_its_tokens(dp_shard: int, tp: int, ep: int, copies: int) -> None:
+    """Experts that are dealt out take the group's tokens once; experts that are cut take them on every rank."""
     block = tiny_mixtral().kinds[0]
     routed = Kept(routed=1000.0)
     zero = 1 if dp_shard > 1 else 0
-    assert tp * a_token(routed, block, dp_shard=dp_shard, tp=tp, ep=ep, zero=zero) == pytest.approx(1000)
+    assert tp * a_token(routed, block, dp_shard=dp_shard, tp=tp, ep=ep, zero=zero) == pytest.approx(1000 * copies)
+
+
+def test_a_part_that_is_not_cut_keeps_the_same_on_every_tensor_rank() -> None:
+    """BLOOM's attention stays whole: only its MLP's share shrinks with tp."""
+    block = LLAMA
+    whole = replace(block, linears=tuple(replace(linear, style="replicated") for linear in block.linears))
+    kept = everything(whole, h=4096)
+    assert kept.split == kept.key_value == kept.scores == 0
+    assert a_token(kept, whole, tp=8, sequence_parallel=False) == a_token(kept, whole, tp=1)
+    assert a_token(kept, whole, tp=1) == pytest.approx(a_token(everything(block, h=4096), block, tp=1))
+
+
+def test_sequence_parallel_gathers_the_shared_input_of_a_parallel_block_twice() -> None:
+    """Cohere's attention and MLP read one normalised tensor: a view each without sequence parallel, a copy with it."""
+    block = replace(LLAMA, is_parallel=True, norms=LLAMA.norms[:1])
+    kept = everything(block, h=4096)
+    assert kept.copied == 2 * 4096
+    with_it, without = (a_token(replace(kept, stream=0), block, tp=8, sequence_parallel=on) for on in (True, False))
+    assert with_it - without == 2 * 4096
 
 
 @pytest.mark.parametrize(("window", "keys"), [(None, 4.5), (8, 4.5), (100, 4.5), (1, 1.0), (2, (1 + 2 * 7) / 8)])

@@ -101,10 +101,12 @@ def test_the_ranks_together_hold_every_expert_once(dp_shard: int, cp: int, tp: i
     assert parts == dp_shard * cp * tp
 
 
-@pytest.mark.parametrize(("tp", "depth"), [(1, 1), (2, 2), (4, 1), (8, 2), (9, 1), (12, 3), (16, 1), (32, 2)])
-def test_the_least_depth_that_leaves_a_square(tp: int, depth: int) -> None:
-    assert one(columns_with({"tp": tp}).tensor_depth) == depth
-    assert math.isqrt(tp // depth) ** 2 == tp // depth
+@pytest.mark.parametrize(("tp", "depth"), [(1, 1), (2, 1), (4, 1), (8, 2), (9, 1), (12, 1), (32, 2), (64, 4)])
+def test_the_depth_of_two_and_a_half_dimensions(tp: int, depth: int) -> None:
+    """As the engine's grid has it; 64 ranks are a square in 2d all the same."""
+    columns = columns_with(*({"tp": tp, "mode": mode} for mode in ("2.5d", "2d", "3d", "1d")))
+    assert columns.tensor_depth.tolist() == [depth, 1, 1, 1]
+    assert math.isqrt(tp // depth) ** 2 == tp // depth or depth == 1
 
 
 def test_a_layer_of_two_and_a_half_dimensions_holds_the_whole_matrix() -> None:

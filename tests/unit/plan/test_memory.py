@@ -85,7 +85,7 @@ def test_adam_takes_sixteen_bytes_a_parameter(preset: str, cast: int) -> None:
 @pytest.mark.parametrize("policy", ["selective", "full"])
 def test_recomputed_blocks_cast_their_weights_again(policy: str) -> None:
     """Replicated bf16: only the head's cast and that of one block are alive, not the model's."""
-    request = request_of(global_batch=16, sequence_length=1, preset="bf16")
+    request = request_of(global_batch=16, sequence_length=4096, preset="bf16")
     size, head = request.shape.num_parameters, request.shape.embedding_parameters
     kept, recomputed = (
         terms(request, dp_replicate=8, microbatches=2, policy=name)[Term.GATHERED] for name in ("none", policy)

@@ -23,6 +23,7 @@ MOE = request_of(tiny_mixtral(), global_batch=64, sequence_length=4096)  # 8 exp
 ODD_WIDTH = request_of(tiny_llama(intermediate_size=770), global_batch=64, sequence_length=4096)
 TWELVE_KV = request_of(tiny_llama(hidden_size=384, num_attention_heads=24, num_key_value_heads=12), global_batch=64)
 TWO_NODES = request_of(devices="2x8xH100-80GB", global_batch=64, sequence_length=4096)
+CROOKED = replace(LLAMA, shape=replace(LLAMA.shape, has_straight_stream=False))
 NO_HOST = replace(LLAMA, cluster=replace(LLAMA.cluster, host_memory_bytes=0))
 
 BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
@@ -34,11 +35,17 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("heads", QWEN, {"tp": 4, "dp_replicate": 2}),
     ("key_value_heads", TWELVE_KV, {"tp": 8}),
     ("widths", ODD_WIDTH, {"tp": 4, "dp_replicate": 2}),
+    ("widths", request_of(tiny_mixtral(intermediate_size=258), global_batch=64), {"tp": 4, "dp_replicate": 2}),
+    ("vocabulary", request_of(tiny_llama(vocab_size=9), global_batch=64), {"tp": 8}),
+    ("regions", request_of("mamba-2.8b", global_batch=64), {"tp": 8, "sequence_parallel": False}),
+    ("stream", CROOKED, {"tp": 8, "sequence_parallel": True}),
     ("node", TWO_NODES, {"tp": 16}),
     ("tensor_mode", LLAMA, {"tp": 8, "mode": "2d", "sequence_parallel": False}),
     ("tensor_mode", LLAMA, {"tp": 4, "dp_replicate": 2, "mode": "2.5d"}),
     ("tensor_mode", LLAMA, {"tp": 4, "dp_replicate": 2, "mode": "3d"}),
     ("tensor_mode", LLAMA, {"tp": 1, "dp_replicate": 8, "mode": "2d"}),
+    ("grid", request_of("deepseek-v2-lite", global_batch=64), {"tp": 4, "dp_replicate": 2, "mode": "2d"}),
+    ("batch", request_of(global_batch=4), {"tp": 4, "dp_replicate": 2, "mode": "2d", "microbatches": 2}),
     ("experts", LLAMA, {"dp_shard": 8, "zero": 1, "ep": 2}),
     ("experts", request_of(tiny_mixtral(num_local_experts=6), global_batch=64), {"dp_shard": 8, "zero": 1, "ep": 4}),
     ("zero", LLAMA, {"dp_shard": 8, "zero": 0}),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import legal_plans, one, request_of, requests, tiny_llama, tiny_mixtral, view_with
 
+from weft import zoo
 from weft.plan.request import Request
 from weft.plan.traffic import Traffic, estimate_traffic
 from weft.plan.view import views_of
@@ -63,42 +64,129 @@ def test_one_device_sends_nothing() -> None:
     assert [row for row in found.rows if one(row.bytes) or one(row.count)] == []
 
 
+def all_reduces(nbytes: float, count: int) -> tuple[float, float]:
+    """On four ranks a rank sends 2 x 3/4 of what is reduced."""
+    return nbytes * 2 * 3 / 4, count
+
+
+LOSS = 3 * 128 * 4  # of a micro-batch: a maximum a token, then a sum and a logit, in float32
+
+
 def test_tensor_parallelism_reduces_twice_a_block_each_way() -> None:
-    """6 blocks x 2 and the embedding forward, 6 x 2 and the head backward; 2 S 3/4 bytes each."""
+    """6 blocks x 2 and the embedding forward, 6 x 2 and the head backward; the loss reduces a maximum and two sums."""
     found = rows(traffic(SIX_BLOCKS, tp=4, sequence_parallel=False, microbatches=16), "tp")
-    times = 16 * 13
     assert found == {
-        ("all_reduce", "forward"): (times * 2 * STREAM * 3 / 4, times),
-        ("all_reduce", "backward"): (times * 2 * STREAM * 3 / 4, times),
+        ("all_reduce", "forward"): all_reduces(16 * (13 * STREAM + LOSS), 16 * 15),
+        ("all_reduce", "backward"): all_reduces(16 * 13 * STREAM, 16 * 13),
     }
 
 
-def test_sequence_parallelism_moves_the_same_bytes_in_two_halves() -> None:
-    plain = traffic(SIX_BLOCKS, tp=4, sequence_parallel=False, microbatches=16)
-    sequence = traffic(SIX_BLOCKS, tp=4, sequence_parallel=True, microbatches=16)
-    assert one(plain.of("tp")[0]) == one(sequence.of("tp")[0])
-    assert {name for name, _ in rows(sequence, "tp")} == {"all_gather", "reduce_scatter"}
+def test_sequence_parallelism_gathers_and_scatters_in_place_of_each_reduction() -> None:
+    """12 of each each way; the last block's output is gathered, the first one's input gradient too; ends reduce."""
+    found = rows(traffic(SIX_BLOCKS, tp=4, sequence_parallel=True, microbatches=16), "tp")
+    half = STREAM * 3 / 4
+    norms = 2 * 6 * (256 + 1) * 4  # every rank has the gradients of its own tokens; a mark goes along with each
+    assert found == {
+        ("all_gather", "forward"): (16 * 13 * half, 16 * 13),
+        ("reduce_scatter", "forward"): (16 * 12 * half, 16 * 12),
+        ("all_gather", "backward"): (16 * 13 * half, 16 * 13),
+        ("reduce_scatter", "backward"): (16 * 12 * half, 16 * 12),
+        ("all_reduce", "forward"): all_reduces(16 * (STREAM + LOSS), 16 * 3),
+        ("all_reduce", "backward"): all_reduces(16 * STREAM, 16),
+        ("all_reduce", "update"): all_reduces(norms, 1),
+    }
 
 
-def test_full_recomputation_repeats_the_forward_s_communication() -> None:
-    none, full = (
-        rows(traffic(SIX_BLOCKS, tp=4, sequence_parallel=False, microbatches=16, policy=policy), "tp")
-        for policy in ("none", "full")
-    )
-    assert full["all_reduce", "forward"][1] == 16 * (2 * 12 + 1)
-    assert full["all_reduce", "backward"] == none["all_reduce", "backward"]
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_recomputation_repeats_the_forward_s_communication_in_the_backward(policy: str) -> None:
+    """All but the last sum of a block, behind which nothing is kept."""
+    plan = {"tp": 4, "sequence_parallel": False, "microbatches": 16}
+    none, again = (rows(traffic(SIX_BLOCKS, **plan, policy=name), "tp") for name in ("none", policy))
+    assert again["all_reduce", "forward"] == none["all_reduce", "forward"]
+    assert again["all_reduce", "backward"][1] == 16 * (13 + 6)
+
+
+@pytest.mark.parametrize("key", ["ends_in_norm", "dropout"])
+def test_recomputation_comes_to_the_last_sum_where_something_after_it_is_kept(key: str) -> None:
+    shape = SIX_BLOCKS.shape
+    changes: dict[str, Any] = {key: 1}
+    request = replace(SIX_BLOCKS, shape=replace(shape, kinds=(replace(shape.kinds[0], **changes),)))
+    found = rows(traffic(request, tp=4, sequence_parallel=False, microbatches=16, policy="full"), "tp")
+    assert found["all_reduce", "backward"][1] == 16 * (13 + 12)
 
 
 def test_whole_logits_are_gathered_without_loss_parallel() -> None:
-    found = rows(traffic(SIX_BLOCKS, tp=4, loss_parallel=False, microbatches=16), "tp")
-    assert found["all_gather", "loss"] == (16 * 128 * 512 * 2 * 3 / 4, 16)
+    """In the compute dtype, padded to a multiple of tp: 510 tokens on 4 ranks travel as 512."""
+    request = request_of(tiny_llama(vocab_size=510), "4xH100-80GB", global_batch=16, sequence_length=128)
+    found = rows(traffic(request, tp=4, loss_parallel=False, sequence_parallel=False, microbatches=16), "tp")
+    assert found["all_gather", "forward"] == (16 * 128 * 512 * 2 * 3 / 4, 16)
+    assert found["all_reduce", "forward"] == all_reduces(16 * 13 * STREAM, 16 * 13)
 
 
-def test_a_parallel_block_reduces_once() -> None:
-    """Falcon's attention and MLP read the same input and end in one sum."""
+def test_repeated_key_value_heads_are_summed_over_their_neighbours() -> None:
+    """4 heads of 32 on 8 ranks: pairs hold the same one, of k and of v, in 6 blocks; over two ranks, in float32."""
+    found = rows(traffic(SIX_BLOCKS, tp=8, sequence_parallel=False), "tp")
+    assert found["all_reduce", "update"] == (6 * 2 * (32 * 256 + 1) * 4 * 2 * 1 / 2, 1)
+    sharded = rows(traffic(SIX_BLOCKS, tp=8, dp_shard=2, zero=1, sequence_parallel=False), "tp")
+    assert sharded["all_reduce", "update"] == (6 * 2 * (16 * 256 + 1) * 4 * 2 * 1 / 2, 1)
+
+
+def test_gradients_of_whole_parameters_inside_a_region_are_always_summed() -> None:
+    """Qwen 3 normalises each head of queries and keys with the same weights."""
+    sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}
+    qwen = zoo.shape_from_type("qwen3", {**sizes, "intermediate_size": 768, "head_dim": 32, "vocab_size": 512})
+    request = request_of(qwen, "4xH100-80GB", global_batch=16, sequence_length=128)
+    found = rows(traffic(request, tp=4, sequence_parallel=False), "tp")
+    assert found["all_reduce", "update"] == all_reduces(6 * 2 * (32 + 1) * 4, 1)
+
+
+def test_large_gradients_travel_alone() -> None:
+    """DeepSeek-V3's latent projections of queries, 1536 x 7168, are whole on every rank, in 61 blocks."""
+    request = request_of("deepseek-v3", "8xH100-80GB", global_batch=8, sequence_length=128)
+    assert rows(traffic(request, tp=8, sequence_parallel=False), "tp")["all_reduce", "update"][1] == 61 + 1
+
+
+def test_norms_over_all_heads_reduce_their_statistics() -> None:
+    """OLMo 2 normalises queries and keys over all heads: a float32 a token and norm, forward and backward."""
+    sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 8}
+    olmo = zoo.shape_from_type("olmo2", {**sizes, "intermediate_size": 768, "vocab_size": 512})
+    request = request_of(olmo, "4xH100-80GB", global_batch=16, sequence_length=128)
+    found = rows(traffic(request, tp=4, sequence_parallel=False, microbatches=16), "tp")
+    assert found["all_reduce", "forward"] == all_reduces(16 * (13 * STREAM + LOSS + 12 * 128 * 4), 16 * 27)
+    assert found["all_reduce", "backward"] == all_reduces(16 * (13 * STREAM + 12 * 128 * 4), 16 * 25)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_experts_take_their_choices_and_weights_along(sequence: bool) -> None:
+    """Mixtral: int64 choices and float32 weights of 2 experts a token, gathered with the tokens; weights come back."""
+    request = request_of(tiny_mixtral(), "4xH100-80GB", global_batch=8, sequence_length=64)
+    found = rows(traffic(request, tp=4, sequence_parallel=sequence, microbatches=8), "tp")
+    stream, weights = 64 * 128 * 2, 64 * 2 * 4
+    if sequence:
+        assert found["all_gather", "forward"] == (8 * (9 * stream + 4 * 3 * weights) * 3 / 4, 8 * (9 + 8))
+        assert found["reduce_scatter", "backward"] == (8 * (8 * stream + 4 * weights) * 3 / 4, 8 * (8 + 4))
+    else:
+        assert found["all_reduce", "backward"] == all_reduces(8 * (9 * stream + 4 * weights), 8 * (9 + 4))
+
+
+def test_a_parallel_block_has_two_regions_all_the_same() -> None:
+    """Falcon's attention and MLP read the same input; each has its own entry and its own sum."""
     falcon = request_of("falcon-7b", "1xH100-80GB", global_batch=1, sequence_length=128)
     found = rows(traffic(falcon, tp=71, sequence_parallel=False), "tp")
-    assert found["all_reduce", "forward"][1] == 32 + 1
+    assert found["all_reduce", "backward"][1] == 2 * 32 + 1
+
+
+def test_attention_left_whole_is_repeated_by_every_rank_on_the_whole_sequence() -> None:
+    shape = SIX_BLOCKS.shape
+    linears = tuple(
+        replace(linear, style="replicated") if linear.role == "attention" else linear
+        for linear in shape.kinds[0].linears
+    )
+    request = replace(SIX_BLOCKS, shape=replace(shape, kinds=(replace(shape.kinds[0], linears=linears),)))
+    found = rows(traffic(request, tp=4, sequence_parallel=True), "tp")
+    assert found["all_gather", "forward"][1] == 13  # six MLPs, six gathers for attention, the end
+    assert found["reduce_scatter", "forward"][1] == 6
+    assert rows(traffic(request, tp=4, sequence_parallel=False), "tp")["all_reduce", "backward"][1] == 7
 
 
 def test_a_ring_passes_keys_and_values_to_all_but_the_last() -> None:
@@ -145,27 +233,50 @@ def test_sends_of_the_first_rank_follow_its_stages(schedule: str, v: int, forwar
     assert counts == {"forward": 8 * forward, "backward": 8 * backward}
 
 
-def test_two_dimensions_pass_rows_and_columns() -> None:
-    """SUMMA on 2 x 2: half of the activations' and of the weights' row, of which half leaves; backward twice."""
-    found = traffic(SIX_BLOCKS, tp=4, mode="2d", sequence_parallel=False, microbatches=16)
-    block = SIX_BLOCKS.shape.kinds[0]
-    inputs = sum(linear.in_features for linear in block.linears) * 128 * 2
-    weights = sum(linear.num_parameters for linear in block.linears) * 2
-    once = 6 * (inputs + weights) / 2 * 1 / 2 * 16
-    assert one(found.of("tp", phase="forward")[0]) == pytest.approx(once)
-    assert one(found.of("tp", phase="backward")[0]) == pytest.approx(2 * once)
+def matrices(request: Request) -> tuple[int, int, int]:
+    """Inputs a token, outputs a token and weights of all linears of a block, in bytes of bf16."""
+    linears = request.shape.kinds[0].linears
+    return (
+        2 * sum(linear.in_features for linear in linears),
+        2 * sum(linear.out_features for linear in linears),
+        2 * sum(linear.num_parameters for linear in linears),
+    )
 
 
-@pytest.mark.parametrize(("mode", "layers", "faces"), [("2.5d", 2, 0), ("3d", 1, 1)])
-def test_eight_ranks_beyond_two_dimensions(mode: str, layers: int, faces: int) -> None:
-    """2.5D: two layers of 2 x 2, each with half of the tokens and all weights. 3D: a quarter of each of three faces."""
-    found = traffic(SIX_BLOCKS, tp=8, mode=mode, sequence_parallel=False, microbatches=16)
-    block = SIX_BLOCKS.shape.kinds[0]
-    inputs = sum(linear.in_features for linear in block.linears) * 128 * 2
-    outputs = sum(linear.out_features for linear in block.linears) * 128 * 2
-    weights = sum(linear.num_parameters for linear in block.linears) * 2
-    passed = (inputs + weights + outputs) / 4 if faces else (inputs / layers + weights) / 2
-    assert one(found.of("tp", phase="forward")[0]) == pytest.approx(16 * 6 * passed * 1 / 2)
+@pytest.mark.parametrize(("tp", "mode", "layers"), [(4, "2d", 1), (8, "2.5d", 2)])
+def test_squares_pass_panels_of_activations_and_of_weights(tp: int, mode: str, layers: int) -> None:
+    """SUMMA on 2 x 2: each of two panels of a rank's inputs and of its weights goes to one other rank. Layers have
+    their own tokens and all weights. The head passes its table and reduces its logits, the ends' norm its statistics.
+    """
+    request = request_of(tiny_llama(), f"{tp}xH100-80GB", global_batch=16, sequence_length=128)
+    found = rows(traffic(request, tp=tp, mode=mode, sequence_parallel=False, microbatches=4), "tp")
+    inputs, _, weights = matrices(request)
+    tokens, table = 4 * 128 / layers, 512 * 256 * 2
+    panels = 6 * (inputs * tokens / 4 + weights / 4)
+    logits = tokens / 2 * 512 * 2 / 2
+    assert found["broadcast", "forward"] == (4 * (panels + table / 2 / 2), 4 * (6 * 7 * 4 + 2))
+    assert found["reduce", "forward"] == (4 * logits, 4 * 2)
+    assert found["broadcast", "backward"] == (4 * (panels + table / 4 + logits), 4 * (6 * 7 * 4 + 4))
+    assert found["reduce", "backward"] == (4 * (panels + table / 4), 4 * (6 * 7 * 4 + 2))
+    assert found["all_gather", "forward"] == (4 * tokens * 8 / 2, 4)  # the tokens' numbers
+    assert found["reduce_scatter", "forward"] == (4 * tokens * 256 / 2 * 2 / 2, 4)
+    statistics = 13 * tokens / 2 * 4
+    assert found["all_reduce", "backward"] == (4 * statistics * 2 / 2, 4 * 13)
+
+
+def test_a_cube_gathers_inputs_and_weights_and_scatters_outputs() -> None:
+    """2 x 2 x 2: half of the tokens' half inputs, a quarter of the weights, of each of which half comes from others."""
+    request = request_of(tiny_llama(), "8xH100-80GB", global_batch=16, sequence_length=128)
+    found = rows(traffic(request, tp=8, mode="3d", sequence_parallel=False, microbatches=4), "tp")
+    inputs, outputs, weights = matrices(request)
+    tokens, table = 4 * 128, 512 * 256 * 2
+    gathered = 6 * (inputs * tokens / 4 + weights / 4) + STREAM + table / 4
+    scattered = 6 * outputs * tokens / 4 + tokens * 512 * 2 / 4
+    ids, embedded = tokens * 8 * 3 / 4, tokens * 256 * 2 / 2 * 3 / 4
+    assert found["all_gather", "forward"] == (4 * (gathered / 2 + ids), 4 * (2 * 43 + 1))
+    assert found["reduce_scatter", "forward"] == (4 * (scattered / 2 + embedded), 4 * (43 + 1))
+    assert found["all_gather", "backward"] == (4 * ((gathered + scattered) / 2 + embedded), 4 * (3 * 43 + 1))
+    assert found["reduce_scatter", "backward"] == (4 * gathered / 2, 4 * 2 * 43)
 
 
 @given(zero=st.sampled_from([1, 2, 3]), shards=st.integers(2, 16), vocab=st.integers(8, 700), m=st.integers(1, 4))
@@ -228,7 +339,7 @@ def test_rows_are_finite_and_non_negative_and_idle_axes_are_silent(request: Requ
 @given(request=requests(), data=st.data())
 @settings(max_examples=10, deadline=None)
 def test_every_microbatch_costs_tensor_traffic_alike(request: Request, data: st.DataObject) -> None:
-    """Twice the micro-batches of half the size move the same activations: bytes follow tokens."""
+    """Twice the micro-batches of half the size move the same activations: bytes follow tokens, but for the update."""
     columns = legal_plans(request)
     chosen = np.flatnonzero((columns.tp > 1) & (columns.pp == 1) & (columns.tp_mode == 0) & (columns.microbatches > 1))
     if not len(chosen):
@@ -236,5 +347,6 @@ def test_every_microbatch_costs_tensor_traffic_alike(request: Request, data: st.
     row = int(chosen[data.draw(st.integers(0, len(chosen) - 1))])
     many = columns.take([row])
     merged = replace(many, microbatches=np.ones(1, dtype=np.int64))
-    moved = [one(estimate_traffic(views_of(request, table)[0]).of("tp")[0]) for table in (many, merged)]
+    found = [estimate_traffic(views_of(request, table)[0]) for table in (many, merged)]
+    moved = [sum(one(each.of("tp", phase=phase)[0]) for phase in ("forward", "backward")) for each in found]
     assert moved[0] == pytest.approx(moved[1])

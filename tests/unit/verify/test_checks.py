@@ -198,6 +198,30 @@ def test_names_and_coordinates_of_plans() -> None:
     assert plan_name(plan) == "HSDP ZeRO-3 (FSDP), dp_replicate 2 x dp_shard 3, 1 micro-batch, bf16"
     assert coordinates_of(plan, 4) == "rank 4 (dp_replicate 1, dp_shard 1)"
     assert coordinates_of(Plan(), 0) == "rank 0"
-    other = other_layout(plan)
+    other = other_layout(plan, global_batch=12)
     assert (other.mesh.dp_replicate, other.data_parallel.zero, other.precision.preset) == (6, 0, "bf16")
-    assert other_layout(other).data_parallel.zero == 3
+    assert other_layout(other, global_batch=12).data_parallel.zero == 3
+
+
+# mesh and stage, global batch -> mesh and stage of the other layout
+ELSEWHERE = {
+    "alone": ({"tp": 2}, 0, 8, (1, 2, 1, 3)),
+    "half of it": ({"tp": 4}, 0, 8, (1, 2, 2, 3)),
+    "beside shards": ({"tp": 4, "dp_shard": 2}, 2, 8, (4, 1, 2, 0)),
+    "no power of two": ({"tp": 6}, 0, 12, (1, 6, 1, 3)),
+    "too few rows": ({"tp": 2}, 0, 1, (1, 1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_tensor_parallelism_resumes_at_another_degree(case: str) -> None:
+    mesh, stage, rows, expected = ELSEWHERE[case]
+    plan = Plan.from_tables({"mesh": mesh, "data_parallel": {"zero": stage}, "pipeline": {"microbatches": 4}})
+    other = other_layout(plan, global_batch=rows)
+    assert (other.mesh.dp_replicate, other.mesh.dp_shard, other.mesh.tp, other.data_parallel.zero) == expected
+    assert rows % (other.mesh.dp_degree * other.pipeline.microbatches) == 0
+
+
+def test_the_name_of_a_tensor_parallel_plan_tells_its_switches() -> None:
+    tables = {"mesh": {"tp": 2}, "tensor_parallel": {"sequence_parallel": False}}
+    assert plan_name(Plan.from_tables(tables)) == "tensor parallel, tp 2, 1d with LP, 1 micro-batch, fp32"

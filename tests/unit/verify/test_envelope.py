@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
-from weft.verify.checks import check_scalars
-from weft.verify.tolerances import envelope
+from weft.verify.checks import check_scalars, check_tensors
+from weft.verify.tolerances import Parting, envelope, rounded_terms
 
 
 def test_where_curves_cross_the_earlier_distance_counts() -> None:
@@ -25,3 +26,22 @@ def test_a_chance_meeting_raises_no_alarm_and_a_real_error_does() -> None:
     assert check_scalars("norm", truth, same, [2.0, 2.0002, 2.0005], rule=2).ok
     assert not check_scalars("norm", truth, same, [2.0, 2.0002, 2.01], rule=2).ok
     assert not check_scalars("norm", truth, same, [2.0005, 2.0, 2.0], rule=2).ok  # nothing was measured before
+
+
+def test_ranks_that_round_the_terms_of_a_sum_part_at_once_and_further_after_an_update() -> None:
+    parting = rounded_terms("bfloat16")
+    assert envelope([1.0, 1.0], [1.0, 1.0], least=parting.losses) == [2.0**-16, 2.0**-13]
+    assert envelope([1.0, 1.0], [1.0, 1.0], least=parting.norms) == [2.0**-16, 2.0**-9]
+    assert not Parting().is_at_once
+    assert envelope([1.0], [1.0], least=Parting().losses) == [0.0]
+
+
+def test_a_flipped_weight_is_noise_only_where_terms_are_rounded() -> None:
+    zeros, moved = {"a": torch.zeros(256)}, {"a": torch.full((256,), 0.01)}
+    flipped = {"a": moved["a"].clone()}
+    flipped["a"][3] *= -1
+    given = {"rule": 2, "dtype": "float32", "initial": zeros}
+    assert not check_tensors("first update", moved, moved, flipped, **given)[0].ok  # type: ignore[arg-type]
+    share = rounded_terms("float16").update
+    assert check_tensors("first update", moved, moved, flipped, noise_share=share, **given)[0].ok  # type: ignore[arg-type]
+    assert not check_tensors("first update", moved, moved, zeros, noise_share=share, **given)[0].ok  # type: ignore[arg-type]

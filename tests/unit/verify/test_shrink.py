@@ -43,6 +43,15 @@ def test_the_ratio_of_heads_stays_when_the_key_value_heads_are_few() -> None:
     assert (given["num_attention_heads"], given["num_key_value_heads"], given["hidden_size"]) == (6, 1, 384)
 
 
+@pytest.mark.parametrize(("tp", "heads"), [(1, (2, 1)), (2, (4, 2)), (4, (8, 4)), (8, (8, 4)), (3, (2, 1))])
+def test_heads_stay_even_over_tensor_parallel_ranks(tp: int, heads: tuple[int, int]) -> None:
+    """8 heads, 4 key-value heads: of a degree that does not divide them, nothing is asked."""
+    small, _ = shrink(RunSpec.default(), Plan.from_tables({"mesh": {"tp": tp}}), vocab_size=VOCABULARY)
+    config = build_config(small.model, vocab_size=VOCABULARY)
+    assert (config.num_attention_heads, config.num_key_value_heads) == heads
+    assert small.data.sequence_length % tp == 0
+
+
 def test_every_kind_of_layer_stays() -> None:
     kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
     config = {"num_hidden_layers": 4, "layer_types": kinds, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -14,8 +15,8 @@ import weft.cli.verify
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.report.matrix import render_matrix, write_matrix
-from weft.verify.request import Request, data_parallel_plans
-from weft.verify.verdict import RULES, Check, Finding, Matrix, Verdict, Worst
+from weft.verify.request import Request, data_parallel_plans, every_plan, tensor_parallel_plans
+from weft.verify.verdict import RULES, Check, Coverage, Finding, Matrix, Verdict, Worst
 
 GOOD = Verdict(
     plan="ZeRO-3",
@@ -87,6 +88,29 @@ def test_all_plans_are_every_layout_once(num_ranks: int, count: int) -> None:
     assert {plan.data_parallel.zero for plan in plans} == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize(("num_ranks", "count"), [(1, 0), (2, 4), (4, 8), (8, 12)])
+def test_tensor_parallel_plans_are_every_layout_once(num_ranks: int, count: int) -> None:
+    plans = [Plan.from_tables(tables) for tables in tensor_parallel_plans(num_ranks, {"precision": {"preset": "bf16"}})]
+    assert len(plans) == len({plan.to_toml() for plan in plans}) == count
+    assert all(plan.num_ranks == num_ranks and plan.mesh.tp > 1 and plan.precision.preset == "bf16" for plan in plans)
+
+
+def test_a_sequence_that_does_not_divide_leaves_out_the_plans_that_cut_it() -> None:
+    tables = RunSpec.default().model_dump(mode="json", exclude_none=True)
+    run = RunSpec.from_tables({**tables, "data": {**tables["data"], "sequence_length": 33}})
+    plans = [Plan.from_tables(tables) for tables in every_plan(2, {}, run)]
+    assert [plan.tensor_parallel.sequence_parallel for plan in plans if plan.mesh.tp > 1] == [False, False]
+
+
+def test_the_coverage_of_tensor_parallelism_is_one_line() -> None:
+    cut = Coverage(name="a", shape=(9, 10), sharded_axes=("dp_shard", "tp"))
+    whole = [Coverage(name=name, shape=(5,), sharded_axes=("dp_shard",), reason="a norm") for name in "bc"]
+    verdict = dataclasses.replace(GOOD, coverage=(cut, *whole))
+    line = "cut on tp: 1 of 3 parameters, 90% of the elements; whole: a norm (2)"
+    assert line in verdict.text()
+    assert Verdict.from_dict(json.loads(json.dumps(verdict.as_dict()))) == verdict
+
+
 def answer_with(monkeypatch: pytest.MonkeyPatch, *verdicts: Verdict) -> list[Request]:
     """The command with ranks that answer at once; what they were asked."""
     asked: list[Request] = []
@@ -114,7 +138,7 @@ def test_all_gives_every_plan_and_a_matrix(monkeypatch: pytest.MonkeyPatch, tmp_
     page = tmp_path / "new" / "matrix.html"
     code, out, err = call_weft("verify", "--nproc", "2", "--all", "--matrix", page, "--json")
     assert code == 1
-    assert len(asked[0].plans) == 4
+    assert len(asked[0].plans) == 8
     answer = json.loads(out)
     assert (answer["ok"], [verdict["ok"] for verdict in answer["verdicts"]]) == (False, [True, False])
     assert "1 of 2 plans pass" in err
@@ -125,7 +149,7 @@ def test_all_gives_every_plan_and_a_matrix(monkeypatch: pytest.MonkeyPatch, tmp_
     "arguments",
     [
         ("none.toml",),
-        ("--set", "mesh.tp=2"),
+        ("--set", "mesh.pp=2"),
         ("--steps", "1"),
         ("--set", "nothing.key=1"),
         ("--nproc", "0"),

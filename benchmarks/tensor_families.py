@@ -1,0 +1,436 @@
+"""Tensor parallelism over every causal LM type of the installed transformers: two ranks against one process.
+
+    python benchmarks/tensor_families.py --out benchmarks/results/tensor_families-DATE.md
+        --docs docs/reference/tensor-families.md --layout-rows ROWS [--only llama gpt2 ...] [--degree 2] [--unvouched]
+
+A tiny model of each type takes three steps under mesh.tp and in one process, in float32. Compared are the losses, the
+gradient norms, every gradient of the first step and an evaluation. A type is `right`, `refused` (weft said why), `not
+built` (not even in one process) or WRONG. `--unvouched` also cuts families that nobody has vouched for yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import hashlib
+import json
+import logging
+import platform
+import re
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from families_train import EXTRA, shrunk
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "multiproc"))
+
+from gloo_ranks import _CONTEXT, _PRELOADED, RankFailureError, run_ranks
+
+from weft.comm.observer import CollectiveObserver
+from weft.core.errors import WeftError
+from weft.core.plan import Plan
+from weft.core.run_spec import ModelSpec
+from weft.engine.engine import Engine
+from weft.engine.optim import OptimizerPolicy
+from weft.models.build import build_config, build_skeleton
+from weft.models.initial import InitialWeights, Reader
+from weft.models.layout import describe
+from weft.verify.evidence import _whole_of
+from weft.verify.tensor_promise import TensorFacts, promised_by_tensors
+from weft.zoo import tensor_exceptions
+
+CPU = torch.device("cpu")
+VOCABULARY, ROWS, LENGTH, STEPS, LIMIT_S = 257, 4, 16, 3, 120
+MOST_PARAMETERS = 50_000_000
+# float32 sums in another order, through two layers: a thousand roundings at most; a bug is a share of the value
+LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND = 1e-5, 1e-4, 1e-4
+SMALL_SHARE = 1e-3  # of the typical gradient: below it (a key's bias, whose true gradient is 0) there is only noise
+Facts = dict[str, Any]
+_MODELS = (
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+)  # and all they import
+
+
+class Jittered:
+    """Initial weights whose vectors are moved a little: a bias that starts at zero, a norm at one would hide bugs."""
+
+    def __init__(self, source: InitialWeights) -> None:
+        self._source = source
+
+    def readers(self, names: Collection[str]) -> Iterator[tuple[str, Reader]]:
+        for name, read in self._source.readers(names):
+            value = read(())
+            if value.ndim <= 1 and value.is_floating_point():
+                seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+                value = value + 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
+            yield name, value.__getitem__
+
+
+def tiny_config(model_type: str) -> Any:
+    """Two layers, width 64; two key-value heads where the type has them and builds so."""
+    overrides = shrunk(CONFIG_MAPPING[model_type]) | EXTRA.get(model_type, {})
+    is_latent = "qk_rope_head_dim" in overrides  # keys and values have the queries' heads
+    grouped = {key: 2 for key in ("num_key_value_heads", "num_kv_heads") if key in overrides and not is_latent}
+    for fields in ({**overrides, **grouped}, overrides):
+        spec = ModelSpec(type=model_type, config=fields)
+        try:
+            config = build_config(spec, vocab_size=VOCABULARY, end_of_document=256)
+            build_skeleton(copy.deepcopy(config))
+            return config
+        except WeftError:
+            if fields is overrides:
+                raise
+    raise AssertionError
+
+
+def course(rank: int, _world: int, model_type: str, tables: Facts, unvouched: bool) -> Facts | None:
+    """Three steps and an evaluation on this rank; whole gradients of the first step on rank 0."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    every = frozenset(CONFIG_MAPPING) if unvouched else tensor_exceptions.COMPARED
+    try:
+        with mock.patch.object(tensor_exceptions, "COMPARED", every):
+            found = _train(model_type, tables)
+    except WeftError as error:
+        found = {"refused": str(error)}
+    return found if rank == 0 else None
+
+
+def _train(model_type: str, tables: Facts) -> Facts:
+    config = tiny_config(model_type)
+    skeleton = build_skeleton(copy.deepcopy(config))
+    if sum(parameter.numel() for parameter in skeleton.parameters()) > MOST_PARAMETERS:
+        raise RuntimeError("this script's size fields do not make it small")
+    source = build_skeleton(copy.deepcopy(config))
+    engine = Engine(
+        skeleton,
+        Plan.from_tables(tables),
+        optimizer=OptimizerPolicy(kind="sgd", learning_rate=0.05),
+        weights=Jittered(InitialWeights(source, describe(source), seed=0, device=CPU)),
+        device=CPU,
+    )
+    gradients: dict[str, Any] = {}
+
+    def keep(found: dict[str, torch.Tensor]) -> None:
+        if not gradients:
+            gradients.update({name: value.numpy() for name, value in _whole_of(engine, found).items()})
+
+    engine.on_gradients = keep
+    batches = [engine.share_of(batch) for batch in _batches()]
+    records = [engine.step(batch) for batch in batches[:-1]]
+    with CollectiveObserver() as seen:
+        records.append(engine.step(batches[-1]))
+    rows = [row for row in engine.coverage() if row.tied_to is None]
+    return {
+        "losses": [record.loss for record in records] + [engine.evaluate(batches[0]).loss],
+        "norms": [record.grad_norm for record in records],
+        "gradients": gradients,
+        "unpromised": _unpromised(engine, seen.counts, used=gradients),
+        "coverage": [(row.name, _elements(row.shape), "tp" in row.sharded_axes, row.reason) for row in rows],
+    }
+
+
+def _unpromised(engine: Engine, counts: Mapping[str, int], *, used: Collection[str]) -> str:
+    """How the collectives of a step differ from what weft verify holds them to."""
+    facts = TensorFacts.of(engine)
+    if facts is None or facts.layout is None:
+        return ""
+    promise = promised_by_tensors(facts, facts.layout, engine.plan, used=used)
+    found = {name: count for name, count in counts.items() if not name.startswith("small")}
+    odd = {name for name in {*promise, *found} if not _within(found.get(name, 0), promise.get(name, (0, 0)))}
+    return ", ".join(f"{found.get(name, 0)} {name}, promised {promise.get(name)}" for name in sorted(odd))
+
+
+def _within(count: int, bounds: tuple[int, int]) -> bool:
+    return bounds[0] <= count <= bounds[1]
+
+
+def _batches() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for _ in range(STEPS):
+        ids = torch.randint(0, VOCABULARY - 1, (ROWS, LENGTH + 1), generator=generator)
+        labels = ids[:, 1:].clone()
+        labels[0, :5] = -100
+        made.append({"input_ids": ids[:, :-1].contiguous(), "labels": labels})
+    return made
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def difference(truth: Facts, found: Facts) -> str:
+    """The first wrong thing, or nothing."""
+    for key, bound in (("losses", LOSS_BOUND), ("norms", NORM_BOUND)):
+        for step, (right, value) in enumerate(zip(truth[key], found[key], strict=True), start=1):
+            if not abs(value - right) <= bound * abs(right):
+                where = "evaluation" if step > STEPS else f"step {step}"
+                return f"{key[:-1]} of {where} {value:.6f}, not {right:.6f}"
+    missing = sorted(set(truth["gradients"]) ^ set(found["gradients"]))
+    if missing:
+        return f"a gradient of {missing[0]} on one side only"
+    tensors = {name: torch.from_numpy(value).double() for name, value in truth["gradients"].items()}
+    typical = torch.stack([value.norm() for value in tensors.values()]).square().mean().sqrt().item()
+    worst = max(
+        ((torch.from_numpy(found["gradients"][name]).double() - right).norm().item()
+         / (right.norm().item() + SMALL_SHARE * typical), name)
+        for name, right in tensors.items()
+    )  # fmt: skip
+    if worst[0] > GRADIENT_BOUND:
+        return f"gradient of {worst[1]} off by {worst[0]:.1e}"
+    return f"collectives: {found['unpromised']}" if found["unpromised"] else ""
+
+
+def judge(model_type: str, *, degree: int, unvouched: bool) -> Facts:
+    """The row of one type: sequence parallel where it may be, else without."""
+    began_s = time.perf_counter()
+    row: Facts = {"type": model_type, "verdict": "not built", "why": "", "variant": ""}
+    try:
+        truth = _course(model_type, {}, 1, unvouched)
+        if "refused" in truth:
+            return {**row, "why": truth["refused"]}
+        found = {}
+        for sp, lp in ((True, True), (False, False)):
+            switches = {"sequence_parallel": sp, "loss_parallel": lp}
+            row["variant"] = f"{'SP' if sp else 'no SP'}, {'LP' if lp else 'no LP'}"
+            row["verdict"] = "WRONG"  # until shown otherwise
+            one = _course(model_type, {"mesh": {"tp": degree}, "tensor_parallel": switches}, degree, unvouched)
+            if "refused" in one:
+                row[f"refused {row['variant']}"] = one["refused"]
+                continue
+            found = one
+            wrong = difference(truth, found)
+            if wrong:
+                return {**row, "why": wrong, **_covered(found)}
+    except RankFailureError as error:
+        return {**row, "why": _last_line(str(error)), "seconds": time.perf_counter() - began_s}
+    row["seconds"] = time.perf_counter() - began_s
+    if not found:
+        return {**row, "verdict": "refused", "why": row["refused no SP, no LP"]}
+    return {**row, "verdict": "right", "why": row.get("refused SP, LP", ""), **_covered(found)}
+
+
+def _course(model_type: str, tables: Facts, num_ranks: int, unvouched: bool) -> Facts:
+    answer: Facts = run_ranks(course, num_ranks, model_type, tables, unvouched, timeout_s=LIMIT_S)[0]
+    return answer
+
+
+def _covered(found: Facts) -> Facts:
+    rows = found["coverage"]
+    cut = [row for row in rows if row[2]]
+    reasons = Counter(reason or "no reason given" for _, _, is_cut, reason in rows if not is_cut)
+    share = sum(row[1] for row in cut) / max(1, sum(row[1] for row in rows))
+    return {"cut": len(cut), "of": len(rows), "share": share, "whole": dict(reasons.most_common())}
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)), lines[-1])[:300]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A plan of the second table: tp beside data parallelism, with SP and LP both on or both off."""
+
+    tp: int
+    dp: int
+    zero: int
+    switches: bool
+
+    def tables(self) -> Facts:
+        return {
+            "mesh": {"tp": self.tp, "dp_shard" if self.zero else "dp_replicate": self.dp},
+            "data_parallel": {"zero": self.zero},
+            "tensor_parallel": {"sequence_parallel": self.switches, "loss_parallel": self.switches},
+        }
+
+    def __str__(self) -> str:
+        beside = f" x {'ZeRO-' + str(self.zero) if self.zero else 'DDP'} {self.dp}" if self.dp > 1 else ""
+        return f"tp {self.tp}{beside}{', SP, LP' if self.switches else ''}"
+
+
+LAYOUTS = (
+    *(Layout(tp=2, dp=2, zero=zero, switches=on) for zero in (0, 1, 2, 3) for on in (True, False)),
+    *(Layout(tp=4, dp=1, zero=0, switches=on) for on in (True, False)),
+    *(Layout(tp=4, dp=2, zero=zero, switches=zero != 0) for zero in (0, 1, 2, 3)),
+    *(Layout(tp=2, dp=4, zero=zero, switches=zero != 3) for zero in (0, 1, 2, 3)),
+)
+LAYOUT_FAMILIES = (
+    "llama", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "olmo2", "granite", "cohere",
+    "stablelm", "mixtral", "qwen3_moe",
+)  # fmt: skip
+
+
+def judge_layouts(model_type: str) -> Facts:
+    """One family under every layout of the second table."""
+    truth, wrong, refused = _course(model_type, {}, 1, False), {}, {}
+    for layout in LAYOUTS:
+        try:
+            found = _course(model_type, layout.tables(), layout.tp * layout.dp, False)
+            if "refused" in found:
+                refused[str(layout)] = found["refused"]
+            elif difference(truth, {**found, "unpromised": ""}):
+                wrong[str(layout)] = difference(truth, {**found, "unpromised": ""})
+        except RankFailureError as error:
+            wrong[str(layout)] = _last_line(str(error))
+    right = len(LAYOUTS) - len(wrong) - len(refused)
+    return {"type": model_type, "layouts": len(LAYOUTS), "right": right, "refused": refused, "wrong": wrong}
+
+
+def result_page(rows: list[Facts], by_layout: list[Facts], *, degree: int) -> str:
+    """The dated result, caveats first."""
+    counts = Counter(row["verdict"] for row in rows)
+    lines = [
+        f"# Tensor parallelism over model families, {datetime.date.today():%Y-%m-%d}",
+        "",
+        "Caveats: models of two layers and width 64 with random weights, three steps, float32, CPU processes on one",
+        f"machine, rows of {LENGTH} tokens. Compared with one process: losses (relative {LOSS_BOUND:.0e}), gradient",
+        f"norms ({NORM_BOUND:.0e}), every first gradient ({GRADIENT_BOUND:.0e} of its norm), an evaluation, and the",
+        "collectives of a step with what the layout promises. Vectors are moved off their initial zeros and ones, as",
+        "those hide bugs.",
+        "",
+        f"- torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}",
+        f"- mesh.tp = {degree}: {counts['right']} right, {counts['refused']} refused with a sentence,"
+        f" {counts['WRONG']} WRONG, {counts['not built']} not built even in one process, of {len(rows)} types",
+        "- SP: sequence parallel; LP: loss parallel. A right type was right with both and with neither.",
+        "- Command: `OMP_NUM_THREADS=1 python benchmarks/tensor_families.py --out FILE --docs FILE`",
+        "",
+        "| type | verdict | cut | SP refused, or what is wrong |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [f"| {row['type']} | {row['verdict']} | {_cut_words(row)} | {_cell(row['why'])} |" for row in rows]
+    if by_layout:
+        lines += ["", *_layout_lines(by_layout)]
+    return "\n".join(lines) + "\n"
+
+
+def degree_lines(rows: list[Facts], others: dict[str, Facts]) -> str:
+    """What is otherwise at mesh.tp = 4."""
+    if not others:
+        return ""
+    counts = Counter(row["verdict"] for row in others.values())
+    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+    lines = ["", "## At mesh.tp = 4", "", f"{told}. Two key-value heads are repeated. Other than at mesh.tp = 2:", ""]
+    lines += ["| type | verdict | why |", "| --- | --- | --- |"]
+    for row in rows:
+        other = others.get(row["type"], row)
+        if other["verdict"] != row["verdict"]:
+            lines.append(f"| {row['type']} | {other['verdict']} | {_cell(other['why'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _layout_lines(rows: list[Facts]) -> list[str]:
+    names = "; ".join(str(layout) for layout in LAYOUTS)
+    right, total = sum(row["right"] for row in rows), sum(row["layouts"] for row in rows)
+    lines = [
+        "## Beside data parallelism, on 4 and 8 ranks",
+        "",
+        f"{right} of {total} right. Layouts: {names}. Two key-value heads: tp 4 repeats them.",
+        "",
+        "| family | layouts | right | refused | wrong |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        refused, wrong = ("; ".join(f"{k}: {v}" for k, v in row[key].items()) for key in ("refused", "wrong"))
+        lines.append(f"| {row['type']} | {row['layouts']} | {row['right']} | {_cell(refused)} | {_cell(wrong)} |")
+    return lines
+
+
+def docs_page(rows: list[Facts]) -> str:
+    """What a user looks up: is my model cut, how much of it, and why not the rest?"""
+    tried = [row for row in rows if row["verdict"] != "not built"]
+    right = [row for row in tried if row["verdict"] == "right"]
+    lines = [
+        "# Tensor parallelism by model type",
+        "",
+        f"{len(right)} of the {len(tried)} causal LM types of transformers {transformers.__version__} that weft builds",
+        "train under tensor parallelism with the numbers of one process; the others are refused, with a reason.",
+        "Each was tried tiny at `mesh.tp = 2`; `benchmarks/tensor_families.py` writes this page. `cut` is the share of",
+        "parameters that is divided; what stays whole is on every rank, and `weft verify` says so for your model.",
+        "",
+        "SP `no`: set `tensor_parallel.sequence_parallel = false` for this type; the last column says why.",
+        "",
+        "| type | verdict | cut | SP | whole, and why |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in tried:
+        is_right = row["verdict"] == "right"
+        sp = ("no" if row["why"] else "yes") if is_right else ""
+        whole = ", ".join(f"{why} ({count})" for why, count in row.get("whole", {}).items())
+        why = f"SP: {row['why']}. {whole}" if is_right and row["why"] else whole or row["why"]
+        lines.append(f"| {row['type']} | {row['verdict']} | {_cut_words(row)} | {sp} | {_cell(why)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cut_words(row: Facts) -> str:
+    return f"{row['cut']} of {row['of']}, {row['share']:.0%}" if "share" in row else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/").replace("\n", " ")[:400]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--docs", type=Path)
+    parser.add_argument(
+        "--rows", type=Path, help="a JSON line for each type as it is done; types in it are not repeated"
+    )
+    parser.add_argument("--layout-rows", type=Path, help="as --rows, for well-known families beside data parallelism")
+    parser.add_argument("--tp4-rows", type=Path, help="what --rows kept of a run with --degree 4, for the page")
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--degree", type=int, default=2)
+    parser.add_argument("--unvouched", action="store_true")
+    given = parser.parse_args()
+    _CONTEXT.set_forkserver_preload([*_PRELOADED, "weft.core.plan", "families_train", "weft.verify.evidence", *_MODELS])
+    done = _read(given.rows)
+    for model_type in given.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        if model_type not in done:
+            row = done[model_type] = judge(model_type, degree=given.degree, unvouched=given.unvouched)
+            print(f"{model_type:26} {row['verdict']:9} {row.get('share', 0):4.0%} {row['why'][:200]}", flush=True)
+            _keep(given.rows, row)
+    by_layout = _read(given.layout_rows)
+    for model_type in LAYOUT_FAMILIES if given.layout_rows else ():
+        if model_type not in by_layout:
+            row = by_layout[model_type] = judge_layouts(model_type)
+            print(f"{model_type:26} {row['right']} of {row['layouts']} {row['wrong']} {row['refused']}", flush=True)
+            _keep(given.layout_rows, row)
+    rows = [done[name] for name in sorted(done)]
+    if given.out:
+        page = result_page(rows, list(by_layout.values()), degree=given.degree)
+        given.out.write_text(page + degree_lines(rows, _read(given.tp4_rows)), encoding="utf-8")
+    if given.docs:
+        given.docs.write_text(docs_page(rows), encoding="utf-8")
+    if any(row["verdict"] == "WRONG" for row in rows) or any(row["wrong"] for row in by_layout.values()):
+        raise SystemExit(1)
+
+
+def _keep(path: Path | None, row: Facts) -> None:
+    if path:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _read(path: Path | None) -> dict[str, Facts]:
+    if path is None or not path.exists():
+        return {}
+    return {row["type"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""A step that was issued: its numbers may still be on their way from the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.core.records import StepRecord
+from weft.engine.timer import StepTimer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingStep:
+    """A step whose numbers may still be on their way from the device; `resolve` waits for them."""
+
+    step: int
+    learning_rate: float
+    values: torch.Tensor  # loss, gradient norm, tokens, votes to stop
+    timer: StepTimer  # forward, backward, optimizer
+    skipped: bool
+    loss_scale: float | None
+
+    def resolve(self) -> tuple[StepRecord, bool]:
+        """The record, and whether any rank voted to stop."""
+        loss, norm, tokens, votes = self.values.tolist()
+        seconds = sum(self.timer.seconds().values())
+        record = StepRecord(
+            step=self.step,
+            loss=loss,
+            grad_norm=norm,
+            tokens=int(tokens),
+            learning_rate=self.learning_rate,
+            step_s=seconds,
+            tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
+            skipped=self.skipped,
+            loss_scale=self.loss_scale,
+        )
+        return record, votes > 0

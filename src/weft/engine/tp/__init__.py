@@ -1,0 +1,1 @@
+"""Tensor parallelism: a region's work divided over ranks, in one dimension or on a grid."""

@@ -1,0 +1,114 @@
+"""From a plan's tensor parallelism to a divided model: find the layout, refuse what cannot be, cut, add the layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.core.boxes import Part
+from weft.core.errors import TensorParallelError
+from weft.core.plan import TensorParallel
+from weft.engine.mesh import Topology
+from weft.engine.tp.cut import cut_parameters, line_parts, repeats
+from weft.engine.tp.face import TensorFace
+from weft.engine.tp.grid import Grid, build_grid
+from weft.engine.tp.grids import apply_grids
+from weft.engine.tp.lines import apply_lines, vocabulary_loss
+from weft.engine.tp.zones import Zones
+from weft.models.layout import ModelLayout
+from weft.models.tensor_finder import find_tensor_layout
+from weft.models.tensor_layout import TensorLayout
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    layout: ModelLayout,
+    policy: TensorParallel,
+    topology: Topology,
+    *,
+    keep_logits_whole: bool,
+) -> TensorFace:
+    """Divide `model` over the tp axis. `keep_logits_whole`: the loss is not ours, so it must see all logits."""
+    tensors = find_tensor_layout(model, layout)
+    require_regions(tensors, type(model).__name__)
+    degree = topology.tp_degree
+    group = topology.group("tp")
+    grid = build_grid(
+        policy.mode,
+        group,
+        axis_ranks=topology.tp_lines,
+        repeats=repeats(tensors, degree) if policy.mode == "1d" else (),
+    )
+    divide = _lines if policy.mode == "1d" else apply_grids
+    return divide(model, layout, tensors, policy, grid=grid, keep_logits_whole=keep_logits_whole)
+
+
+@contextmanager
+def explained_shapes(model: nn.Module, policy: TensorParallel, grid: Grid) -> Iterator[None]:
+    """A model whose own code does not take slices fails over a shape: said in one sentence, with what to change."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        is_stream = policy.mode == "1d" and policy.sequence_parallel
+        raise TensorParallelError(
+            f"{type(model).__name__} does not compute on slices of {grid.degree} tensor-parallel ranks: {lines[0]}",
+            hint="set tensor_parallel.sequence_parallel = false, or mesh.tp = 1" if is_stream else "use mesh.tp = 1",
+        ) from error
+
+
+def require_regions(tensors: TensorLayout, model_name: str) -> None:
+    if not tensors.regions:
+        # the commonest that says more than that norms are never cut
+        reasons = Counter(reason for reason in tensors.replicated.values() if reason != "a norm")
+        reason = reasons.most_common(1)[0][0] if reasons else "it has no attention or feed-forward layer weft knows"
+        raise TensorParallelError(
+            f"no part of {model_name} can be divided over tensor-parallel ranks: {reason}",
+            hint="use mesh.tp = 1; ZeRO-3 (data_parallel.zero = 3) shards any model",
+        )
+
+
+def _lines(
+    model: nn.Module,
+    layout: ModelLayout,
+    tensors: TensorLayout,
+    policy: TensorParallel,
+    *,
+    grid: Grid,
+    keep_logits_whole: bool,
+) -> TensorFace:
+    """One dimension."""
+    if policy.sequence_parallel and "sequence_parallel" in tensors.refusals:
+        raise TensorParallelError(
+            f"sequence parallel does not work with {type(model).__name__}: {tensors.refusals['sequence_parallel']}",
+            hint="set tensor_parallel.sequence_parallel = false",
+        )
+    parts = line_parts(
+        model, layout, tensors, degree=grid.degree, place=grid.rank, sequence_parallel=policy.sequence_parallel
+    )
+    cut_parameters(model, layout, parts)
+    zones = Zones(place=grid.rank, degree=grid.degree, sequence_parallel=policy.sequence_parallel)
+    is_loss_cut = policy.loss_parallel and tensors.head is not None and not keep_logits_whole
+    apply_lines(model, layout, tensors, grid, zones, loss_parallel=is_loss_cut)
+    return TensorFace(
+        grid=grid,
+        parts=parts,
+        reasons=tensors.replicated,
+        layout=tensors,
+        zones=zones,
+        token_loss=vocabulary_loss(grid, first_token=_first_token(parts, tensors, layout)) if is_loss_cut else None,
+        owns_loss=grid.rank == 0,
+    )
+
+
+def _first_token(parts: dict[str, Part], tensors: TensorLayout, layout: ModelLayout) -> int:
+    """Where this rank's slice of the vocabulary begins."""
+    name = f"{tensors.head}.weight"
+    return parts[layout.ties.get(name, name)].boxes[0].offsets[0]

@@ -1,0 +1,147 @@
+"""Collectives with gradients: what goes in whole and comes out sliced, and back. Tensors here are local, plain ones.
+
+| forward                    | backward                      |                                                        |
+| -------------------------- | ----------------------------- | ------------------------------------------------------ |
+| `enter`: nothing           | all-reduce                    | a whole input that every rank uses for its own slice   |
+| `leave`: all-reduce        | nothing                       | a sum whose terms are on the ranks                     |
+| `gather`: all-gather       | reduce-scatter                | slices made whole for work that is divided otherwise   |
+| `scatter`: reduce-scatter  | all-gather                    | a sum of which each rank keeps a slice                 |
+| `take`: nothing            | all-gather                    | a slice of what is whole and alike on every rank       |
+| `collect`: all-gather      | nothing                       | slices made whole for work that every rank repeats     |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup
+
+# torch 2.13 renames them and warns of the old names; 2.11 has the old ones alone.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def enter(x: Tensor, group: Group) -> Tensor:
+    return _Enter.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def leave(x: Tensor, group: Group) -> Tensor:
+    return _Leave.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    return _Gather.apply(x, group, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
+    return _Scatter.apply(x, group, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def take(x: Tensor, group: Group, dim: int) -> Tensor:
+    return _Take.apply(x, group, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def collect(x: Tensor, group: Group, dim: int) -> Tensor:
+    return _Collect.apply(x, group, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def summed(x: Tensor, group: Group) -> Tensor:
+    """The sum over the group as a new tensor: one in place would change what autograd, or recompute, has kept."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def gathered(x: Tensor, group: Group, dim: int) -> Tensor:
+    """The ranks' slices, one after the other along `dim`."""
+    size = dist.get_world_size(group)
+    front = x.movedim(dim, 0).contiguous()
+    whole = front.new_empty((front.shape[0] * size, *front.shape[1:]))
+    if whole.numel():  # an empty slice of a vocabulary
+        _all_gather(whole, front, group=group)
+    # contiguous, else every product with it would copy it again; no view, since some models write into what comes out
+    return whole if dim == 0 else whole.movedim(0, dim).contiguous()
+
+
+def scattered(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's slice, along `dim`, of the sum over the group."""
+    size = dist.get_world_size(group)
+    front = x.movedim(dim, 0).contiguous()
+    own = front.new_empty((front.shape[0] // size, *front.shape[1:]))
+    if own.numel():
+        _reduce_scatter(own, front, group=group)
+    return own if dim == 0 else own.movedim(0, dim).contiguous()
+
+
+def own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
+    size = x.shape[dim] // dist.get_world_size(group)
+    return x.narrow(dim, dist.get_rank(group) * size, size)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return summed(grad, ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return gathered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return scattered(grad, ctx.group, ctx.dim), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return scattered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return gathered(grad, ctx.group, ctx.dim), None, None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return own_slice(x, group, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return gathered(grad, ctx.group, ctx.dim), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return gathered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return own_slice(grad, ctx.group, ctx.dim).contiguous(), None, None

@@ -1,0 +1,60 @@
+"""Sums gradients that ranks of the tp axis have only shares of: once a step, after the backward, before the norm.
+
+Small ones travel together, one all-reduce for each group of ranks; large ones alone, where they lie.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.engine.ownership import Parts, boxes_of, local
+from weft.engine.tp.grid import Grid
+
+ALONE_ELEMENTS = 2**22  # a copy of more than this costs more memory than a collective costs time
+
+
+@torch.no_grad()
+def sum_partial_gradients(parameters: Mapping[str, nn.Parameter], parts: Parts, grid: Grid) -> None:
+    """In place. Ranks walk the same parameters in the same order, so their sums meet.
+
+    With sequence parallel a rank may use parameters that another does not (experts that stay whole, by their tokens):
+    who has none adds zeros, and learns from the sum of marks whether anyone had some.
+    """
+    together: dict[str, list[torch.Tensor]] = defaultdict(list)
+    marks: dict[str, list[torch.Tensor]] = defaultdict(list)
+    absent: list[tuple[nn.Parameter, torch.Tensor, str, int]] = []
+    for name, parameter in parameters.items():
+        groups = sorted({box.summed_over for box in parts[name].boxes if box.summed_over is not None})
+        if not groups:
+            continue
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if parameter.grad is None:
+            absent.append((parameter, gradient, groups[0], len(marks[groups[0]])))
+        own = local(gradient)
+        marks[groups[0]].append(own.new_full((1,), float(parameter.grad is not None)))
+        for box in boxes_of(gradient, parts[name]):
+            if box.summed_over is not None and box.num_elements:
+                view = own[box.local_index]
+                if view.numel() > ALONE_ELEMENTS and view.is_contiguous():
+                    dist.all_reduce(view, group=grid.group(box.summed_over))
+                else:
+                    together[box.summed_over].append(view)
+    used = {name: _sum_together(together[name], marks[name], grid.group(name)) for name in sorted({*together, *marks})}
+    for parameter, gradient, name, index in absent:  # rare, and the one place that waits for the device
+        if used[name][index].item() > 0:
+            parameter.grad = gradient
+
+
+def _sum_together(gradients: list[torch.Tensor], marks: list[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
+    """Gradients in place; the marks as their sums."""
+    flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), *marks])
+    dist.all_reduce(flat, group=group)
+    *totals, found = torch.split(flat, [*(gradient.numel() for gradient in gradients), len(marks)])
+    for gradient, total in zip(gradients, totals, strict=True):
+        gradient.copy_(total.view_as(gradient))
+    return found

@@ -1,0 +1,79 @@
+"""Where a rank stands among the ranks of the tp axis, and the groups it talks to. Topology only: no model here.
+
+    1d t,   2d (i, j),   2.5d (d, i, j),   3d (i, j, k): see `core.tensor_grid`
+
+A group is named by the coordinates that vary in it: "j" is a row of the square, "i" a column, "d" the same place on all
+layers, "di" everyone who holds the same features; "tp" is the whole axis. "repeat2" is a run of two neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from weft.core.tensor_grid import grid_sizes, members, place_of, rank_at
+
+COORDINATES = {"1d": "t", "2d": "ij", "2.5d": "dij", "3d": "ijk"}
+WHOLE = "tp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The tp axis of one rank. `sizes` and `place` are by coordinate name; `groups` by the names that vary."""
+
+    mode: str
+    sizes: dict[str, int]
+    place: dict[str, int]
+    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def degree(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def rank(self) -> int:
+        return rank_at(self.sizes, self.place)
+
+    def group(self, varying: str) -> dist.ProcessGroup:
+        return self.groups[varying]
+
+
+def build_grid(
+    mode: str, axis_group: dist.ProcessGroup, *, axis_ranks: list[list[int]], repeats: Iterable[int] = ()
+) -> Grid:
+    """The grid of this rank. Collective over the world: `axis_ranks` lists the global ranks of every tp line."""
+    degree = dist.get_world_size(axis_group)
+    sizes = grid_sizes(mode, degree)
+    place = place_of(sizes, dist.get_rank(axis_group))
+    groups = {WHOLE: axis_group}
+    for name in _subsets(mode):
+        groups[name] = _join([_members_global(line, sizes, name) for line in axis_ranks])
+    for count in sorted(set(repeats)):
+        lines = [[line[at : at + count] for at in range(0, degree, count)] for line in axis_ranks]
+        groups[f"repeat{count}"] = _join(lines)
+    return Grid(mode=mode, sizes=sizes, place=place, groups=groups)
+
+
+def _subsets(mode: str) -> tuple[str, ...]:
+    return {"1d": (), "2d": ("i", "j"), "2.5d": ("d", "i", "j", "di"), "3d": ("i", "j", "k", "ij", "ik")}[mode]
+
+
+def _members_global(line: list[int], sizes: dict[str, int], varying: str) -> list[list[int]]:
+    """The lines of one tp axis cut into groups that vary in `varying`."""
+    groups = {tuple(members(sizes, place_of(sizes, rank), varying)) for rank in range(len(line))}
+    return [[line[rank] for rank in group] for group in sorted(groups)]
+
+
+def _join(lines: list[list[list[int]]]) -> dist.ProcessGroup:
+    """Every rank makes every group, in the same order, and keeps its own."""
+    own: dist.ProcessGroup | None = None
+    for group_ranks in (ranks for line in lines for ranks in line):
+        made = dist.new_group(group_ranks)
+        if dist.get_rank() in group_ranks:
+            own = made
+    if own is None:
+        raise RuntimeError("this rank is in none of the groups")
+    return own

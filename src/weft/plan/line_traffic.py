@@ -1,0 +1,224 @@
+"""What one-dimensional tensor parallelism sends in a step, as the engine sends it, for every plan.
+
+Per micro-batch, t tokens of h numbers, for each region (attention, an MLP, experts, shared experts):
+
+| where                | without sequence parallel    | with it                                            |
+| -------------------- | ---------------------------- | -------------------------------------------------- |
+| a region's entry     | backward all_reduce [t, h]   | forward all_gather [t, h], backward reduce_scatter |
+| a region's exit      | forward all_reduce [t, h]    | forward reduce_scatter [t, h], backward all_gather |
+| experts' entry, too  | backward all_reduce [t, k]   | choices (int64) and weights [t, k] likewise        |
+| norm over cut width  | all_reduce [t] both ways     | the same                                           |
+| attention left whole |                              | forward all_gather [t, h], backward reduce_scatter |
+| blocks' two ends     |                              | all_gather [t, h] forward (last), backward (first) |
+| token table          | forward all_reduce [t, h]    | the same                                           |
+| head                 | backward all_reduce [t, h]   | the same                                           |
+| loss                 | forward all_reduce [t], [2, t] float32; or all_gather of logits | the same        |
+
+Recompute, full or selective, sends what a block's forward sends once more, in the backward: but for the last exit,
+where nothing after it is kept (no norm, no dropout, no gate), since recomputing stops with the last tensor kept.
+Once a step: all_reduce of the gradients that tensor ranks have shares of (see tensors.py), in the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.core.model_shape import BlockShape
+from weft.plan.columns import TP_MODES, Floats
+from weft.plan.links import gather_bytes, reduce_bytes
+from weft.plan.tensors import is_wide, tensors_of
+from weft.plan.view import View
+
+FLOAT32_BYTES = 4
+INDEX_BYTES = 8
+ALONE_ELEMENTS = 2**22  # gradients of more travel alone, the others of a step together
+SMALL_ELEMENTS = 8  # a collective of so few is bookkeeping, and no ledger counts it
+
+Sent = tuple[str, str, Floats, Floats]  # collective, phase, bytes, count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passages:
+    """What the forward of one block passes between tensor ranks."""
+
+    regions: int
+    experts: int  # of the regions
+    statistics_forward: int  # all-reduces of a number a token
+    statistics_backward: int
+    numbers_backward: int  # that the latter carry a token
+    whole_mixers: int
+    last_exits: int  # exits that recomputing does not come to
+
+
+def passages_of(block: BlockShape) -> Passages:
+    """One block of this kind."""
+    rows = [linear for linear in block.linears if linear.style == "row" and linear.active]
+    wide = [norm for norm in block.norms if is_wide(norm, block)]
+    # a fused layer norm sums its mean and its variance apart, and both of their gradients together
+    centred = sum(norm.kind == "layer" for norm in wide)
+    return Passages(
+        regions=len(rows),
+        experts=sum(linear.role == "expert" for linear in rows),
+        statistics_forward=len(wide) + centred,
+        statistics_backward=len(wide),
+        numbers_backward=len(wide) + centred,
+        whole_mixers=_whole_mixers(block),
+        last_exits=0 if _keeps_after_sum(block) else min(1, len(rows)),
+    )
+
+
+def _whole_mixers(block: BlockShape) -> int:
+    """Attention that is not cut, and a state-space mixer, in place of it or beside it."""
+    mixing = [linear for linear in block.linears if linear.role in ("attention", "other") and linear.active]
+    if block.attention is None:
+        return int(bool(mixing))
+    has_whole_attention = not block.cuts("attention") and any(linear.role == "attention" for linear in mixing)
+    return int(has_whole_attention) + int(any(linear.role == "other" for linear in mixing))
+
+
+def _keeps_after_sum(block: BlockShape) -> bool:
+    """A norm, dropout, a gate of shared experts, or a feed-forward layer that is not cut."""
+    feeds = [linear for linear in block.linears if linear.role in ("mlp", "expert", "shared_expert")]
+    has_whole_feed = any(linear.style == "replicated" and linear.active for linear in feeds)
+    return block.ends_in_norm or block.dropout > 0 or has_whole_feed
+
+
+def line_traffic(view: View) -> Iterator[Sent]:
+    """All collectives of the tensor axis, in mode 1d; rows of other plans are zero."""
+    columns = view.columns
+    is_line = (columns.tp > 1) & (columns.tp_mode == TP_MODES.index("1d"))
+    if not np.any(is_line):
+        return
+    sequence = columns.sequence_parallel > 0
+    found = [*_blocks(view, sequence=True), *_between_blocks(view)]
+    yield from ((*what, nbytes * (is_line & sequence), count * (is_line & sequence)) for *what, nbytes, count in found)
+    found = [*_blocks(view, sequence=False)]
+    yield from (
+        (*what, nbytes * (is_line & ~sequence), count * (is_line & ~sequence)) for *what, nbytes, count in found
+    )
+    found = [*_ends(view), *_update(view)]
+    yield from ((*what, nbytes * is_line, count * is_line) for *what, nbytes, count in found)
+
+
+def _blocks(view: View, *, sequence: bool) -> Iterator[Sent]:
+    for index, block in enumerate(view.shape.kinds):
+        times = view.stage.blocks[:, index] * view.columns.microbatches
+        for again in (False, True):
+            passed = _forward(view, block, sequence=sequence, again=again)
+            repeated = times * (~view.columns.recomputes("none") if again else 1.0)
+            phase = "backward" if again else "forward"
+            yield from ((name, phase, nbytes * repeated, count * repeated) for name, nbytes, count in passed)
+        passed = _backward(view, block, sequence=sequence)
+        yield from ((name, "backward", nbytes * times, count * times) for name, nbytes, count in passed)
+
+
+def _forward(view: View, block: BlockShape, *, sequence: bool, again: bool) -> Iterator[tuple[str, Floats, float]]:
+    """(collective, bytes, count) of one block's forward; `again`: as it is computed again."""
+    found = passages_of(block)
+    stream, statistics = _stream(view), _numbers(view, FLOAT32_BYTES)
+    exits = found.regions - (found.last_exits if again else 0)
+    yield "all_reduce", _reduced(view, found.statistics_forward * statistics), found.statistics_forward
+    if not sequence:
+        yield "all_reduce", _reduced(view, exits * stream), exits
+        return
+    entries = found.regions + found.whole_mixers
+    yield "all_gather", _gathered(view, entries * stream), entries
+    yield "reduce_scatter", _gathered(view, exits * stream), exits
+    if found.experts and block.moe is not None:
+        choice = INDEX_BYTES + _weight_bytes(view, block)
+        yield (
+            "all_gather",
+            _gathered(view, _numbers(view, found.experts * block.moe.top_k * choice)),
+            2 * found.experts,
+        )
+
+
+def _backward(view: View, block: BlockShape, *, sequence: bool) -> Iterator[tuple[str, Floats, float]]:
+    found = passages_of(block)
+    stream, statistics = _stream(view), _numbers(view, FLOAT32_BYTES)
+    yield "all_reduce", _reduced(view, found.numbers_backward * statistics), found.statistics_backward
+    top_k = block.moe.top_k if block.moe is not None else 0
+    weights = _numbers(view, found.experts * top_k * _weight_bytes(view, block))
+    if not sequence:
+        yield "all_reduce", _reduced(view, found.regions * stream + weights), found.regions + found.experts
+        return
+    entries = found.regions + found.whole_mixers
+    yield "all_gather", _gathered(view, found.regions * stream), found.regions
+    yield "reduce_scatter", _gathered(view, entries * stream + weights), entries + found.experts
+
+
+def _between_blocks(view: View) -> Iterator[Sent]:
+    """Sequence parallel: the last block's output is put together, the first one's input cut."""
+    whole = _gathered(view, _stream(view))
+    for phase, is_here in (("forward", view.stage.holds_head), ("backward", view.stage.holds_embedding)):
+        times = view.columns.microbatches * is_here
+        yield "all_gather", phase, whole * times, times.astype(np.float64)
+
+
+def _ends(view: View) -> Iterator[Sent]:
+    """Token table, head and loss."""
+    shape, stage = view.shape, view.stage
+    width = (shape.embedding_size or shape.hidden_size) * view.sizes.activation
+    times = view.columns.microbatches.astype(np.float64)
+    table: Floats = np.where(stage.holds_embedding & shape.has_cut_table, times, 0.0)
+    head: Floats = np.where(stage.holds_head & shape.has_cut_head, times, 0.0)
+    yield "all_reduce", "forward", _reduced(view, _numbers(view, width)) * table, table
+    yield "all_reduce", "backward", _reduced(view, _numbers(view, width)) * head, head
+    is_cut = view.columns.loss_parallel > 0
+    yield (
+        "all_reduce",
+        "forward",
+        _reduced(view, _numbers(view, 3 * FLOAT32_BYTES)) * head * is_cut,
+        2 * head * is_cut,
+    )
+    padded = np.ceil(shape.vocab_size / view.columns.tp) * view.columns.tp * view.sizes.activation
+    yield "all_gather", "forward", _gathered(view, view.tokens * padded) * head * ~is_cut, head * ~is_cut
+
+
+def _update(view: View) -> Iterator[Sent]:
+    """Small gradients together, one all-reduce for each group of ranks; those of repeated heads over neighbours.
+
+    A number goes along for each tensor: whether the rank had a gradient of it at all.
+    """
+    size = len(view.columns)
+    shared, large, repeated, copies = (np.zeros(size) for _ in range(4))
+    for index, block in enumerate(view.shape.kinds):
+        count = view.stage.blocks[:, index]
+        for held in tensors_of(block, view.columns):
+            times = held.tensors * count
+            if held.place in ("inside", "outside"):
+                is_summed = (held.place == "inside") | (view.columns.sequence_parallel > 0)
+                shared = shared + (held.shard + 1) * times * is_summed
+                large = large + times * is_summed * (held.shard > ALONE_ELEMENTS)
+            elif held.repeats is not None:
+                repeated = repeated + (held.repeated_shard + 1) * times * (held.repeats.copies > 1)
+                copies = np.maximum(copies, held.repeats.copies)
+    for elements, degree in ((shared, view.columns.tp.astype(np.float64)), (repeated, np.maximum(copies, 1.0))):
+        nbytes = reduce_bytes(elements * view.sizes.gradient, degree) * (elements > SMALL_ELEMENTS)
+        yield "all_reduce", "update", nbytes, (nbytes > 0).astype(np.float64)
+    yield "all_reduce", "update", np.zeros(size), large
+
+
+def _reduced(view: View, nbytes: Floats) -> Floats:
+    return reduce_bytes(nbytes, view.columns.tp.astype(np.float64))
+
+
+def _gathered(view: View, nbytes: Floats) -> Floats:
+    return gather_bytes(nbytes, view.columns.tp.astype(np.float64))
+
+
+def _stream(view: View) -> Floats:
+    """Bytes of [tokens, hidden]."""
+    return _numbers(view, view.shape.hidden_size * view.sizes.activation)
+
+
+def _numbers(view: View, a_token: float) -> Floats:
+    return np.asarray(view.tokens * a_token, dtype=np.float64)
+
+
+def _weight_bytes(view: View, block: BlockShape) -> int:
+    is_wide = block.moe is not None and block.moe.weighs_in_float32
+    return FLOAT32_BYTES if is_wide else view.sizes.activation

@@ -1,0 +1,183 @@
+"""What one-dimensional tensor parallelism promises to send in a step, from the model's layout alone: no observation.
+
+| per micro-batch        | forward                            | backward                       |
+| ---------------------- | ---------------------------------- | ------------------------------ |
+| a region               | all_reduce                         | all_reduce                     |
+| … sequence parallel    | all_gather, reduce_scatter         | all_gather, reduce_scatter     |
+| … of experts           | its routing weights enter as well  |                                |
+| token table            | all_reduce                         |                                |
+| head                   | all_gather of logits, or the loss: 2 all_reduce | all_reduce        |
+| ends of the stream     | all_gather (last block)            | all_gather (first block)       |
+
+Once a step: an all_reduce for each group of ranks that share gradients. Recompute repeats a block's forward, all but
+what follows the last tensor its backward needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from weft.comm.observer import SMALL_ELEMENTS
+from weft.core.plan import Plan
+from weft.engine.engine import Engine
+from weft.engine.ownership import boxes_of
+from weft.engine.tp.gradients import ALONE_ELEMENTS
+from weft.models.tensor_finder import text_config
+from weft.models.tensor_layout import Region, TensorLayout
+
+Promise = dict[str, tuple[int, int]]  # (least, most) a step, by collective
+LOOPED = frozenset({"hrm_text"})  # blocks that are passed several times, as often as the config says
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorFacts:
+    """What decides the traffic of tensor parallelism on a rank. `layout` is none where it does not: a grid, a loop."""
+
+    layout: TensorLayout | None
+    is_loss_cut: bool
+    num_blocks: int
+    is_partly_frozen: bool
+    shared_sums: int  # all-reduces of gradients that ranks have only shares of
+    passes: Mapping[str, int] = field(default_factory=dict)  # of regions that several blocks share, by name
+
+    @staticmethod
+    def of(engine: Engine) -> TensorFacts | None:
+        if engine.tensors is None:
+            return None
+        return TensorFacts(
+            layout=None if _is_looped(engine) else engine.tensors.layout,
+            is_loss_cut=engine.tensors.token_loss is not None,
+            num_blocks=len(engine.layout.blocks),
+            is_partly_frozen=any(not parameter.requires_grad for parameter in engine.model.parameters()),
+            shared_sums=_shared_sums(engine),
+            passes=_passes(engine),
+        )
+
+
+def promised_by_tensors(facts: TensorFacts, layout: TensorLayout, plan: Plan, *, used: Collection[str]) -> Promise:
+    """(least, most) of every collective over the tp axis. `used`: the parameters that got a gradient."""
+    is_stream, is_repeated = plan.tensor_parallel.sequence_parallel, plan.activations.policy != "none"
+    tally = _Tally(is_repeated=is_repeated, may_lack_backward=facts.is_partly_frozen)
+    for region in layout.regions:
+        if _is_used(region, used):
+            for _ in range(facts.passes.get(region.name, 1)):
+                _region(tally, region, is_stream=is_stream)
+    if is_stream:
+        for _ in (name for name in layout.mixers if _has_used(f"{name}.", used)):
+            tally.in_block(ALL_GATHER, 1)
+            tally.backward(REDUCE_SCATTER, 1)
+        tally.exits(ALL_GATHER, 1)
+        tally.backward(ALL_GATHER, 1)
+    if is_repeated:  # the last thing a block sends, nothing of its backward waits for
+        out = REDUCE_SCATTER if is_stream else ALL_REDUCE
+        tally.least[out] = max(0, tally.least[out] - facts.num_blocks)
+    _ends(tally, layout, is_loss_cut=facts.is_loss_cut)
+    cuts = plan.pipeline.microbatches
+    promise = {name: (tally.least[name] * cuts, tally.most[name] * cuts) for name in tally.most}
+    return added(promise, {ALL_REDUCE: (facts.shared_sums, facts.shared_sums)})
+
+
+def added(first: Promise, second: Promise) -> Promise:
+    return {
+        name: tuple(a + b for a, b in zip(first.get(name, (0, 0)), second.get(name, (0, 0)), strict=True))  # type: ignore[misc]
+        for name in {**first, **second}
+    }
+
+
+class _Tally:
+    """Least and most of each collective in one micro-batch."""
+
+    def __init__(self, *, is_repeated: bool, may_lack_backward: bool) -> None:
+        self.least: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        self._times = 2 if is_repeated else 1
+        self._may_lack_backward = may_lack_backward
+
+    def forward(self, name: str, count: int) -> None:
+        self.least[name] += count
+        self.most[name] += count
+
+    def in_block(self, name: str, least: int, most: int | None = None) -> None:
+        """In a forward that recompute repeats."""
+        self.least[name] += least * self._times
+        self.most[name] += (least if most is None else most) * self._times
+
+    def exits(self, name: str, count: int) -> None:
+        """At the end of a block, where a repetition stops before or after it."""
+        self.least[name] += count
+        self.most[name] += count * self._times
+
+    def backward(self, name: str, least: int, most: int | None = None) -> None:
+        """What is frozen from its input on has no backward."""
+        self.least[name] += 0 if self._may_lack_backward else least
+        self.most[name] += least if most is None else most
+
+
+def _is_used(region: Region, used: Collection[str]) -> bool:
+    """A decoder's attention over an encoder that is not there takes no part."""
+    names = (*(f"{linear.name}." for linear in region.linears), *(tensor.name for tensor in region.tensors))
+    return _has_used(names, used)
+
+
+def _has_used(prefix: str | tuple[str, ...], used: Collection[str]) -> bool:
+    return any(name.startswith(prefix) for name in used)
+
+
+def _region(tally: _Tally, region: Region, *, is_stream: bool) -> None:
+    has_experts = region.kind == "experts"
+    most = 2 if has_experts else 1  # hidden states; some experts are also given the weights of their tokens
+    exits = sum(linear.side == "row" for linear in region.linears) + (region.leaves_at is not None)
+    if is_stream:
+        tally.in_block(ALL_GATHER, 1, most + has_experts)  # and the experts' numbers, which have no gradient
+        tally.in_block(REDUCE_SCATTER, exits)
+        tally.backward(REDUCE_SCATTER, 1, most)
+        tally.backward(ALL_GATHER, exits)
+    else:
+        tally.in_block(ALL_REDUCE, exits)
+        tally.backward(ALL_REDUCE, 1, most)
+    for _ in region.wide_norms:  # a mean of squares, or a mean and a variance
+        tally.in_block(ALL_REDUCE, 1, 2)
+        tally.backward(ALL_REDUCE, 1, 2)
+
+
+def _ends(tally: _Tally, layout: TensorLayout, *, is_loss_cut: bool) -> None:
+    if layout.embedding is not None:
+        tally.forward(ALL_REDUCE, 1)
+    if layout.head is not None:
+        tally.backward(ALL_REDUCE, 1)
+        if is_loss_cut:
+            tally.forward(ALL_REDUCE, 2)  # the largest logit; then the sum and the label's logit
+        else:
+            tally.forward(ALL_GATHER, 1)
+
+
+def _is_looped(engine: Engine) -> bool:
+    return getattr(text_config(engine.model), "model_type", "") in LOOPED
+
+
+def _passes(engine: Engine) -> dict[str, int]:
+    """How many names each module has: a block that is used at several places is passed as often."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, module in engine.model.named_modules(remove_duplicate=False):
+        names[id(module)].append(name)
+    return {of_one[0]: len(of_one) for of_one in names.values() if len(of_one) > 1}
+
+
+def _shared_sums(engine: Engine) -> int:
+    """All-reduces, but for tiny ones, of gradients shared over the tp axis: large ones alone, the rest a group each."""
+    together: Counter[str] = Counter()
+    alone = 0
+    for name, parameter in engine.model.named_parameters():
+        if not parameter.requires_grad or name not in engine.parts:
+            continue
+        groups = sorted({box.summed_over for box in engine.parts[name].boxes if box.summed_over is not None})
+        together.update(groups[:1])  # a mark of who has a gradient
+        for box in boxes_of(parameter, engine.parts[name]):
+            if box.summed_over is not None and box.num_elements > ALONE_ELEMENTS:
+                alone += 1
+            elif box.summed_over is not None:
+                together[box.summed_over] += box.num_elements
+    return alone + sum(elements > SMALL_ELEMENTS for elements in together.values())

@@ -1,0 +1,137 @@
+"""The mutation campaign of tensor parallelism. The default suite tries a sample; `-m slow` all of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from gloo_ranks import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode leaves a test's own folder out
+
+import tensor_mutations as bugs
+from test_mutations import STEPS, Bug, Group, complaint
+from verify_ranks import Tables, mutated_verdicts_in_rank, small_run
+
+
+def cut(*, stream: bool, loss: bool = True, microbatches: int = 2, **mesh: int) -> Tables:
+    return {
+        "mesh": mesh or {"tp": 2},
+        "data_parallel": {"zero": 3 if "dp_shard" in mesh else 0},
+        "tensor_parallel": {"sequence_parallel": stream, "loss_parallel": loss},
+        "pipeline": {"microbatches": microbatches},
+    }
+
+
+GROUPS: dict[str, Group] = {
+    "sample": Group(
+        plan=cut(stream=True),
+        bugs=(
+            Bug(mutate=bugs.norms_not_summed_over_the_stream, check="gradients", words=("layernorm",), step=1),
+            Bug(mutate=bugs.norm_counts_cut_parameters_once, check="gradient norm", step=1),
+            Bug(mutate=bugs.loss_of_the_next_token, check="loss", step=1),
+            Bug(mutate=bugs.slice_of_another_rank, check="loss", step=1),
+            Bug(mutate=bugs.input_sent_twice, check="collectives", words=("all_reduce",)),
+        ),
+    ),
+    "stream": Group(
+        plan=cut(stream=True),
+        bugs=(
+            Bug(mutate=bugs.stream_begins_without_gather_in_backward, check="gradients", words=("embed",), step=1),
+            Bug(mutate=bugs.stream_ends_with_a_sum_in_backward, check="gradients", step=1),
+            Bug(mutate=bugs.table_of_the_next_rank, check="loss", step=1),
+            Bug(mutate=bugs.loss_with_the_largest_of_own_logits, check="loss", step=1),
+            Bug(mutate=bugs.norm_counts_whole_parameters_by_rank, check="gradient norm", step=1),
+            Bug(mutate=bugs.loss_counted_by_every_rank, check="loss", step=1),
+            Bug(mutate=bugs.evaluated_tokens_counted_by_every_rank, check="evaluation", step=1),
+        ),
+    ),
+    "saved": Group(
+        plan=cut(stream=True),
+        bugs=(
+            Bug(mutate=bugs.every_rank_saves_the_first_part, check="training loop", words=("off by",)),
+            Bug(mutate=bugs.part_not_loaded, check="resume", step=3),
+            Bug(mutate=bugs.parts_swapped_when_cut_again, check="resume back", words=("tp 2",), step=4),
+        ),
+    ),
+    "whole": Group(
+        plan=cut(stream=False, loss=False),
+        model="qwen3-tied",
+        bugs=(
+            Bug(mutate=bugs.entry_without_sum_in_backward, check="gradients", step=1),
+            Bug(mutate=bugs.exit_without_sum, check="loss", step=1),
+            Bug(mutate=bugs.q_norm_not_summed, check="gradients", words=("q_norm",), step=1),
+            Bug(mutate=bugs.foreign_tokens_not_zeroed, check="loss", step=1),
+            Bug(mutate=bugs.head_input_not_summed, check="gradients", step=1),
+            Bug(mutate=bugs.other_rows_on_the_second_rank, check="loss", step=1),
+        ),
+    ),
+    "dropout": Group(
+        plan=cut(stream=False, microbatches=1),
+        model="gpt2",
+        bugs=(
+            Bug(mutate=bugs.bias_added_by_every_rank, check="evaluation", step=1),
+            Bug(mutate=bugs.masks_not_sliced, check="loss", step=1),
+            Bug(mutate=bugs.masks_of_the_first_slice, check="loss", step=1),
+        ),
+    ),
+    "fused": Group(
+        plan=cut(stream=True, microbatches=1),
+        model="phi3",
+        bugs=(Bug(mutate=bugs.fused_projection_cut_as_one, check="loss", step=1),),
+    ),
+    "experts": Group(
+        plan=cut(stream=False, microbatches=1),
+        model="mixtral",
+        bugs=(Bug(mutate=bugs.routing_weights_do_not_enter, check="gradients", step=1),),
+    ),
+    "wide norms": Group(
+        plan=cut(stream=True, microbatches=1),
+        model="olmo2",
+        bugs=(Bug(mutate=bugs.statistics_of_own_features, check="loss", step=1),),
+    ),
+    "wide norms, repeated heads": Group(
+        plan=cut(stream=True, microbatches=1, tp=4),
+        model="olmo2",
+        num_ranks=4,
+        bugs=(Bug(mutate=bugs.statistics_count_every_copy, check="loss", step=1),),
+    ),
+    "a vocabulary that does not divide": Group(
+        plan=cut(stream=False, loss=False, microbatches=1),
+        model="llama-odd",
+        bugs=(Bug(mutate=bugs.logits_not_trimmed, check="loss", step=1),),
+    ),
+    "repeated heads": Group(
+        plan=cut(stream=True, microbatches=1, tp=4),
+        num_ranks=4,
+        bugs=(
+            Bug(mutate=bugs.kv_heads_dealt_in_turns, check="loss", step=1),
+            Bug(mutate=bugs.repeated_kv_heads_not_summed, check="gradients", words=("_proj",), step=1),
+        ),
+    ),
+}
+
+
+def try_group(rank: int, _world: int, name: str, corpus: str, scratch: str) -> dict[str, Tables]:
+    group = GROUPS[name]
+    run = small_run(corpus, model=group.model, train=group.train)
+    named = {bug.mutate.__name__: bug.mutate for bug in group.bugs}
+    return mutated_verdicts_in_rank(rank, run, group.plan, scratch, named, steps=STEPS)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "sample" else pytest.param(name, marks=pytest.mark.slow) for name in GROUPS]
+)
+def test_every_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_path: Path) -> None:
+    group = GROUPS[name]
+    verdicts = run_ranks(try_group, group.num_ranks, name, str(corpus), str(tmp_path), timeout_s=600)[0]
+    healthy = verdicts.pop("")
+    assert healthy["ok"], healthy["checks"]
+    complaints = {bug.mutate.__name__: complaint(bug, verdicts[bug.mutate.__name__]) for bug in group.bugs}
+    assert not {bug: text for bug, text in complaints.items() if text}
+
+
+def test_the_campaign_is_large_and_names_are_unique() -> None:
+    names = [bug.mutate.__name__ for group in GROUPS.values() for bug in group.bugs]
+    assert len(names) == len(set(names)) >= 30

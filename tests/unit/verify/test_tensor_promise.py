@@ -1,0 +1,101 @@
+"""The promise of tensor parallelism, counted by hand for two blocks of attention and MLP."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from weft.core.plan import Plan
+from weft.models.tensor_layout import LinearCut, Region, Segment, TensorCut, TensorLayout
+from weft.verify.evidence import Evidence
+from weft.verify.facts import check_collectives
+from weft.verify.tensor_promise import TensorFacts, added, promised_by_tensors
+
+ONE = (Segment(units=4),)
+
+
+def dense(name: str, kind: Any = "mlp") -> Region:
+    linears = (
+        LinearCut(name=f"{name}.up", side="column", outputs=ONE, inputs=ONE),
+        LinearCut(name=f"{name}.down", side="row", outputs=ONE, inputs=ONE),
+    )
+    return Region(kind=kind, name=name, entries=(name,), linears=linears)
+
+
+EXPERTS = Region(
+    kind="experts", name="e", entries=("e",), tensors=(TensorCut(name="e.up", dim=0, segments=ONE),), leaves_at="e"
+)
+LAYOUT = TensorLayout(
+    regions=tuple(dense(name) for name in "abcd"), embedding="table", head="head", hidden_size=8, replicated={}
+)
+USED = {f"{name}.up.weight" for name in "abcd"} | {"e.up"}
+FACTS = TensorFacts(layout=LAYOUT, is_loss_cut=True, num_blocks=2, is_partly_frozen=False, shared_sums=1)
+
+
+def promise(*, layout: TensorLayout = LAYOUT, used: set[str] = USED, **given: Any) -> dict[str, tuple[int, int]]:
+    switches = {key: given.pop(key) for key in ("sequence_parallel",) if key in given}
+    tables = {
+        "mesh": {"tp": 2},
+        "tensor_parallel": {"loss_parallel": given.get("is_loss_cut", True), **switches},
+        "pipeline": {"microbatches": given.pop("microbatches", 1)},
+        "activations": {"policy": given.pop("policy", "none")},
+    }
+    return promised_by_tensors(dataclasses.replace(FACTS, **given), layout, Plan.from_tables(tables), used=used)
+
+
+def test_without_a_stream_everything_is_all_reduced() -> None:
+    # 4 exits, the table, 4 entries backward, the head backward, 2 of the loss; a step's shared gradients
+    assert promise(sequence_parallel=False) == {"all_reduce": (13, 13)}
+    assert promise(sequence_parallel=False, microbatches=3) == {"all_reduce": (37, 37)}
+    assert promise(sequence_parallel=False, is_loss_cut=False) == {"all_reduce": (11, 11), "all_gather": (1, 1)}
+
+
+def test_with_a_stream_regions_gather_and_scatter() -> None:
+    assert promise() == {"all_gather": (10, 10), "reduce_scatter": (8, 8), "all_reduce": (5, 5)}
+
+
+def test_experts_take_tokens_choices_and_weights() -> None:
+    layout = dataclasses.replace(LAYOUT, regions=(EXPERTS,))
+    # gathers: up to three things in, the exit's backward, two ends; scatters: the exit, one or two gradients
+    assert promise(layout=layout) == {"all_gather": (4, 6), "reduce_scatter": (2, 3), "all_reduce": (5, 5)}
+
+
+def test_a_region_that_two_blocks_share_is_passed_twice() -> None:
+    assert promise(sequence_parallel=False, passes={"d": 2}) == {"all_reduce": (15, 15)}
+
+
+def test_a_region_without_gradients_takes_no_part() -> None:
+    idle = {name for name in USED if not name.startswith("d")}
+    assert promise(sequence_parallel=False, used=idle) == {"all_reduce": (11, 11)}
+
+
+def test_recompute_repeats_forwards_but_for_what_a_block_ends_with() -> None:
+    assert promise(sequence_parallel=False, policy="full") == {"all_reduce": (15, 17)}
+    # entries are gathered again: 4; the last exit of a block is not awaited, nor is the end of the stream
+    assert promise(policy="full") == {"all_gather": (14, 15), "reduce_scatter": (10, 12), "all_reduce": (5, 5)}
+
+
+def test_what_is_frozen_may_lack_a_backward() -> None:
+    assert promise(sequence_parallel=False, is_partly_frozen=True) == {"all_reduce": (8, 13)}
+
+
+def test_promises_of_two_axes_add_up() -> None:
+    assert added({"all_reduce": (1, 2)}, {"all_reduce": (3, 3), "all_gather": (1, 1)}) == {
+        "all_reduce": (4, 5),
+        "all_gather": (1, 1),
+    }
+
+
+@pytest.mark.parametrize(("counts", "is_ok"), [({"all_reduce": 13}, True), ({"all_reduce": 12}, False)])
+def test_a_count_that_was_not_promised_is_wrong(counts: dict[str, int], is_ok: bool) -> None:
+    plan = Plan.from_tables({"mesh": {"tp": 2}, "tensor_parallel": {"sequence_parallel": False}})
+    found = Evidence(tensors=FACTS, collectives=counts, first_gradients=dict.fromkeys(USED))  # type: ignore[arg-type]
+    assert check_collectives(plan, found).ok == is_ok
+
+
+def test_a_grid_is_not_judged() -> None:
+    found = Evidence(tensors=dataclasses.replace(FACTS, layout=None), collectives={"broadcast": 3})
+    plan = Plan.from_tables({"mesh": {"tp": 4}, "tensor_parallel": {"mode": "2d"}})
+    assert "not judged" in check_collectives(plan, found).detail
