@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_folder import benchmarks_importable
 
-# By its path: the folder of benchmarks left on sys.path would hide test modules of the same names.
-BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "plan_memory.py"
-
-
-def load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("plan_memory_benchmark", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    sys.path.insert(0, str(path.parent))  # only while it imports its neighbours
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.parent))
-    return module
-
-
-plan_memory = load(BENCHMARK)
+with benchmarks_importable():
+    import plan_memory
 
 MEASURED_GIB = {
     "llama 1B bf16 2x4096": 44.25,
