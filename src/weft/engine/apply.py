@@ -44,17 +44,17 @@ def apply_plan(
     weights: WeightSource | None,
     frozen: Sequence[str] = (),
     has_own_objective: bool = False,
-) -> tuple[Strategy, TensorFace | None]:
+) -> tuple[Strategy, TensorFace]:
     """`model`, laid out as `plan` says, behind the faces of its data and tensor parallelism."""
     precision, dp = plan.precision.policy(), plan.data_parallel
     if dp.strategy == "dataparallel":
         require_gpus(precision)
     freeze(model, frozen)
     place_real_model(model, device=device)
-    face = None
+    face = TensorFace()
     if topology.tp_degree > 1:
         face = apply_tensor_parallel(model, layout, plan.tensor_parallel, topology, keep_logits_whole=has_own_objective)
-    parts = face.parts if face is not None else {}
+    parts = face.parts
     if dp.zero > 0:
         require_blocks(layout)
         shard_units(model, layout, mesh=topology.dp_mesh, stage=dp.zero, precision=precision)

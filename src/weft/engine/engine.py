@@ -31,8 +31,6 @@ from weft.engine.precision import LossScale, read_is_finite
 from weft.engine.randomness import seeded_forward, uses_randomness
 from weft.engine.state import state_tensors
 from weft.engine.timer import StepTimer
-from weft.engine.tp.apply import explained_shapes
-from weft.engine.tp.gradients import sum_partial_gradients
 from weft.models.initial import WeightSource
 from weft.models.layout import describe
 
@@ -72,8 +70,8 @@ class Engine:
             frozen=frozen,
             has_own_objective=objective is not None,
         )
-        self.parts: Parts = self.tensors.parts if self.tensors is not None else {}
-        self.objective = objective or objective_for(model, self.tensors.token_loss if self.tensors else None)
+        self.parts: Parts = self.tensors.parts
+        self.objective = objective or objective_for(model, self.tensors.token_loss)
         self._trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.parameters = list(self._trained.values())
         self.optimizer = self._build_optimizer(optimizer)
@@ -85,7 +83,7 @@ class Engine:
         self._seed = seed
         self._clip_norm = clip_norm
         self._is_random = uses_randomness(model)
-        groups = self.tensors.grid.groups.values() if self.tensors is not None else ()
+        groups = self.tensors.groups
         self._dtypes = DtypeWatch(
             model,
             self.layout,
@@ -109,8 +107,7 @@ class Engine:
         with self._dtypes.watching(is_first):
             loss_sum, weight = self._forward_backward(self._to_device(batch), timer)
             self.is_updating = True
-            if self.tensors is not None:
-                sum_partial_gradients(self._trained, self.parts, self.tensors.grid)
+            self.tensors.sum_gradients(self._trained)
             self._show_gradients()
             norm, skipped = self._update()
             if is_first:
@@ -134,8 +131,8 @@ class Engine:
         microbatches = self._split(batch)
         rows = _num_rows(microbatches[0])
         first_row = self.topology.dp_rank * rows * len(microbatches)
-        chunk = rows // self.tensors.row_chunks if self.tensors else rows  # grids deal the rows out once more
-        first_row += self.tensors.row_chunk * chunk if self.tensors else 0
+        chunk = rows // self.tensors.row_chunks  # grids deal the rows out once more
+        first_row += self.tensors.row_chunk * chunk
         weight = sum_over(self.objective.weight(batch).to(self.device), self.topology.dp_group)
         factor = self.loss_scale.value / _divisor(weight)
         total = torch.zeros((), device=self.device)
@@ -148,7 +145,7 @@ class Engine:
                     first_row=first_row + index * rows,
                     num_rows=chunk,
                     is_random=self._is_random,
-                    slices=self.tensors.zones if self.tensors else None,
+                    slices=self.tensors.zones,
                 ),
             ):
                 loss_sum = self._loss_sum(microbatch)
@@ -160,9 +157,7 @@ class Engine:
 
     def _loss_sum(self, microbatch: Batch) -> torch.Tensor:
         """The summed loss of this rank's rows; in a grid those of a part of the micro-batch."""
-        if self.tensors is None:
-            return self.objective.loss_sum(self.strategy.module, microbatch)
-        with explained_shapes(self.model, self.plan.tensor_parallel, self.tensors.grid):
+        with self.tensors.explained(self.model, self.plan.tensor_parallel):
             return self.objective.loss_sum(self.strategy.module, self.tensors.rows_of(microbatch))
 
     def _show_gradients(self) -> None:
@@ -191,7 +186,7 @@ class Engine:
         self, loss_sum: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor, *, vote_stop: bool
     ) -> torch.Tensor:
         vote = torch.full_like(loss_sum, float(vote_stop))
-        summed = sum_over(torch.stack([loss_sum * self._owns_loss, vote]), None)
+        summed = sum_over(torch.stack([loss_sum * self.tensors.owns_loss, vote]), None)
         # float64: a float32 counts tokens exactly only up to 16.7 million
         return torch.stack([value.double() for value in (summed[0] / _divisor(weight), norm, weight, summed[1])])
 
@@ -210,22 +205,13 @@ class Engine:
         try:
             for batch in [batches] if isinstance(batches, Mapping) else batches:
                 on_device = self._to_device(batch)
-                totals[1] += self.objective.weight(on_device).to(self.device) * self._owns_weight
+                totals[1] += self.objective.weight(on_device).to(self.device) * self.tensors.owns_weight
                 for microbatch in self._split(on_device):
-                    totals[0] += self._loss_sum(microbatch) * self._owns_loss
+                    totals[0] += self._loss_sum(microbatch) * self.tensors.owns_loss
         finally:
             self.model.train()
             self.strategy.after_evaluation()
         return sum_over(totals, None)
-
-    @property
-    def _owns_loss(self) -> float:
-        """1 on the ranks whose losses add up to the global one: those of the same rows count once."""
-        return float(self.tensors is None or self.tensors.owns_loss)
-
-    @property
-    def _owns_weight(self) -> float:
-        return float(self.tensors is None or self.tensors.grid.rank == 0)
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -258,7 +244,7 @@ class Engine:
 
     def coverage(self) -> list[ParameterRecord]:
         """Which parameters are sharded on which axes and which stayed replicated."""
-        reasons = self.tensors.reasons if self.tensors is not None else {}
+        reasons = self.tensors.reasons
         return parameter_records(self.model, self.layout, self.topology.axis_names, parts=self.parts, reasons=reasons)
 
     def dtypes(self) -> list[DtypeRecord]:
@@ -281,7 +267,7 @@ class Engine:
         if isinstance(given, str):
             given = OptimizerPolicy(kind=given)  # type: ignore[arg-type]
         if isinstance(given, OptimizerPolicy):
-            if given.kind == "adamw8bit" and self.tensors is not None:
+            if given.kind == "adamw8bit" and self.tensors.grid is not None:
                 raise NotBuiltError(
                     "8-bit moments are kept by whole rows, which tensor parallelism cuts",
                     hint="use train.optimizer = 'adamw', or mesh.tp = 1",

@@ -60,8 +60,8 @@ class StepMeter:
         )
         topology = engine.topology
         axes = {str(topology.group(axis).group_name): axis for axis in topology.axis_names}
-        if engine.tensors is not None:
-            axes |= {str(group.group_name): TP for group in engine.tensors.grid.groups.values()}
+        if engine.tensors.groups:
+            axes |= {str(group.group_name): TP for group in engine.tensors.groups}
             # DDP's own, beside the mesh's: the ranks at the same place of their tensor lines
             axes.setdefault(str(topology.dp_group.group_name), DP_REPLICATE)
         self._ledger = TrafficLedger(axes=axes, phase=self._phase_of_traffic)

@@ -45,7 +45,7 @@ class TensorFacts:
 
     @staticmethod
     def of(engine: Engine) -> TensorFacts | None:
-        if engine.tensors is None:
+        if engine.tensors.grid is None:
             return None
         return TensorFacts(
             layout=None if _is_looped(engine) else engine.tensors.layout,

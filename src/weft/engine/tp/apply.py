@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from weft.core.boxes import Part
@@ -46,22 +42,6 @@ def apply_tensor_parallel(
     )
     divide = _lines if policy.mode == "1d" else apply_grids
     return divide(model, layout, tensors, policy, grid=grid, keep_logits_whole=keep_logits_whole)
-
-
-@contextmanager
-def explained_shapes(model: nn.Module, policy: TensorParallel, grid: Grid) -> Iterator[None]:
-    """A model whose own code does not take slices fails over a shape: said in one sentence, with what to change."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, dist.DistError):
-        raise
-    except (RuntimeError, ValueError, IndexError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        is_stream = policy.mode == "1d" and policy.sequence_parallel
-        raise TensorParallelError(
-            f"{type(model).__name__} does not compute on slices of {grid.degree} tensor-parallel ranks: {lines[0]}",
-            hint="set tensor_parallel.sequence_parallel = false, or mesh.tp = 1" if is_stream else "use mesh.tp = 1",
-        ) from error
 
 
 def require_regions(tensors: TensorLayout, model_name: str) -> None:
