@@ -61,8 +61,8 @@ def curves(rank: int, world: int, family: str) -> dict[str, Curve]:
     return found
 
 
-# by default each family on one number of ranks: repeated key-value heads on four, dropout and experts on two
-BY_DEFAULT = {("qwen3-tied", 4), ("gpt2", 2), ("mixtral", 2)}
+# by default two families, each on one number of ranks: repeated key-value heads on four, dropout on two
+BY_DEFAULT = {("qwen3-tied", 4), ("gpt2", 2)}
 CASES = [
     pytest.param(family, world, marks=() if (family, world) in BY_DEFAULT else pytest.mark.slow)
     for family in ("llama", "qwen3-tied", "gpt2", "mixtral")
