@@ -13,10 +13,10 @@ from mutations import replaced
 
 import weft.checkpoint.staging
 import weft.engine.clip
-import weft.engine.engine
 import weft.engine.tp.apply
 import weft.engine.tp.cross_entropy
 import weft.engine.tp.cut
+import weft.engine.tp.face
 import weft.engine.tp.lines
 from weft.checkpoint.parts import PartTensor
 from weft.checkpoint.store import CheckpointStore
@@ -138,7 +138,7 @@ def left_out_of_the_sum(is_left_out: Callable[[str], bool]) -> Any:
 
         return sum_partial
 
-    return replaced(weft.engine.engine, "sum_partial_gradients", make)
+    return replaced(weft.engine.tp.face, "sum_partial_gradients", make)
 
 
 def norms_not_summed_over_the_stream() -> Any:

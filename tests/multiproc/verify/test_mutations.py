@@ -1,7 +1,7 @@
 """The mutation campaign: realistic bugs, one at a time, and each is caught by the check that is about it.
 
 A group shares its ranks and its references. The code as it is comes first and must pass; else being caught means
-nothing. A survivor, or a bug blamed on the wrong check, fails.
+nothing. A survivor, or a bug blamed on the wrong check, fails. `-m slow` runs the group of resumed runs.
 """
 
 from __future__ import annotations
@@ -179,7 +179,10 @@ def complaint(bug: Bug, verdict: Tables) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", GROUPS)
+# whole training runs, interrupted and resumed, take more than a minute
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "resumed" else name for name in GROUPS]
+)
 def test_every_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_path: Path) -> None:
     group = GROUPS[name]
     answers = run_ranks(try_group, group.num_ranks, name, str(corpus), str(tmp_path), timeout_s=600)
