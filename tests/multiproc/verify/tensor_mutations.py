@@ -23,8 +23,8 @@ from weft.checkpoint.store import CheckpointStore
 from weft.core import axes
 from weft.core.boxes import Run
 from weft.data.loader import Loader
-from weft.engine.engine import Engine
 from weft.engine.tp import collectives
+from weft.engine.tp.face import TensorFace
 from weft.engine.tp.lines import _Head, _Passage, _Row, _Stream, _Table
 from weft.engine.tp.zones import Zones
 
@@ -242,11 +242,11 @@ def loss_with_the_largest_of_own_logits() -> Any:
 
 
 def loss_counted_by_every_rank() -> Any:
-    return replaced(Engine, "_owns_loss", lambda _: property(lambda self: 1.0))
+    return replaced(TensorFace, "owns_loss", lambda _: property(lambda self: True, lambda self, value: None))
 
 
 def evaluated_tokens_counted_by_every_rank() -> Any:
-    return replaced(Engine, "_owns_weight", lambda _: property(lambda self: 1.0))
+    return replaced(TensorFace, "owns_weight", lambda _: property(lambda self: True))
 
 
 # --- the stream of sequence parallel ----------------------------------------------------------------------------------
