@@ -155,7 +155,10 @@ class _RowDropout(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Attention of some of the heads, written out: a fused kernel draws its mask for the heads it is given."""
+        """Attention of some of the heads, written out: a fused kernel draws its mask for the heads it is given.
+
+        A row's mask has the numbers that the kernel of the whole draws at the row's seed.
+        """
         if enable_gqa:
             times = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
@@ -168,23 +171,7 @@ class _RowDropout(TorchFunctionMode):
             scores = scores + attn_mask
         weights = scores.softmax(dim=-1)
         keep = 1.0 - dropout_p
-        parts = []
-        generator = torch.Generator(
-            device=weights.device
-        )  # given: without one, this mode would take the draw for noise
-        for seed, part in self._rows(weights):
-            generator.manual_seed(seed)  # the numbers that the default generator gives the kernel of the whole
-            whole = torch.empty((1, *self._whole_heads(part)), dtype=part.dtype, device=part.device)
-            parts.append(self._own_heads(whole.bernoulli_(keep, generator=generator), part))
-        return (weights * torch.cat(parts).div_(keep)) @ value
-
-    def _whole_heads(self, part: torch.Tensor) -> tuple[int, ...]:
-        if self.slices is None:
-            raise RuntimeError("no tensor is a slice here")
-        return self.slices.whole_shape(part, 1)[1:]
-
-    def _own_heads(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        return self.slices.own(whole, 1) if self.slices is not None else whole
+        return (weights * self._mask(weights, keep).div_(keep)) @ value
 
     def _row_by_row(self, func: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if input.ndim == 0 or not kwargs.get("training", True):

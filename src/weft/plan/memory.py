@@ -1,18 +1,7 @@
-"""A rank's peak memory, term by term, for every plan: the largest of eleven instants of a step.
+"""A rank's peak memory, term by term, for every plan: the fullest of the instants of a step, on the fullest rank.
 
-    loss     everything in flight is kept, logits and their gradient exist
-    head     the gradient of the logits waits while ZeRO-3 gathers the root again, for the head's backward
-    top      backward of the last block: its recomputed parts, the head's gradient
-    middle   one block further down: the first reduce-scatter is on its way
-    second   the second block from the bottom: almost all gradients, almost no activations
-    ends     at the end of the middle's and the second's: their activations are gone, their gradients whole
-    arriving the first block has come over the wire and is laid out, its backward has not begun (ZeRO-3)
-    bottom   the first block
-    table    all gradients, and the token table's once more as it came, in the compute dtype
-    update   all gradients, no activations, the optimizer's temporaries
-
-peak = the instant with the largest sum; its terms are the answer, so terms are disjoint and add up.
-The sharding semantics are those of `fully_shard`: a unit a block and one for the rest, the next unit gathered ahead.
+peak = the instant with the largest sum; its terms are the answer, so terms are disjoint and add up. The instants
+themselves are in `instants`; here is what they are put together from, and what lies outside the allocator.
 """
 
 from __future__ import annotations
@@ -26,16 +15,13 @@ from weft.core.model_shape import ModelShape
 from weft.core.terms import MemoryTerm as Term
 from weft.plan.activations import bytes_of, kept_by, kept_fully, kept_selectively
 from weft.plan.columns import Floats, Ints
+from weft.plan.instants import MIB, Parts, Terms, instants_of
 from weft.plan.view import View
 
-MIB = 2**20
 MATMUL_WORKSPACE_BYTES = 64 * MIB  # 32 MiB for each of the two threads that multiply (measured on Hopper)
-MAX_ROW_SUM_BYTES = 132 * MIB  # (measured on Hopper)
 COMMUNICATOR_BYTES = 400 * MIB  # a communicator's own buffers: 0.3 to 0.7 GB are reported, one for each axis in use
 FRAGMENTATION = 0.02  # of what comes and goes within a step (measured 0 to 4%)
 LOSS_BYTES = 12  # float32 log-probabilities, their gradient, and the gradient of the logits
-
-Terms = dict[Term, Floats]
 
 
 @dataclass(frozen=True)
@@ -51,22 +37,6 @@ class MemoryEstimate:
     @property
     def total(self) -> Floats:
         return _total(self.terms)
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """What the instants are put together from."""
-
-    view: View
-    rest: Terms  # there at every instant
-    kept: Floats  # activations of all blocks and micro-batches in flight
-    final: Floats  # of the final norm, until the head's backward is done
-    kept_block: Floats  # of the block whose backward comes first
-    recomputed: Floats  # what recomputation brings back for one block
-    logits: Floats
-    num_logits: Floats
-    num_blocks: Floats
-    widest: int  # numbers a token inside the widest MLP
 
 
 def estimate_memory(views: Sequence[View]) -> MemoryEstimate:
@@ -105,27 +75,14 @@ def _keep_fuller(found: MemoryEstimate, rows: Ints, other: Terms, other_at: Ints
 def _estimate_stage(view: View) -> tuple[Terms, tuple[str, ...], Ints]:
     """(terms at the peak, names of the instants, which of them the peak is)."""
     parts = _parts(view)
-    last = np.maximum(parts.num_blocks - 1, 0)
-    instants = {
-        "loss": _at_loss(parts),
-        "gathering the head": _at_head(parts),
-        "backward of the last block": _in_backward(parts, done=np.zeros(len(last))),
-        "backward of the last block but one": _in_backward(parts, done=np.minimum(1.0, last)),
-        "end of the last block but one": _at_block_end(parts, done=np.minimum(1.0, last)),
-        "backward of the second block": _in_backward(parts, done=np.maximum(last - 1, 0)),
-        "end of the second block": _at_block_end(parts, done=np.maximum(last - 1, 0)),
-        "gathering the first block": _at_first_block(parts, _in_backward(parts, done=last)),
-        "backward of the first block": _in_backward(parts, done=last),
-        "gradient of the token table": _at_table(parts),
-        "update": _at_update(parts),
-    }
+    instants = instants_of(parts)
     totals = np.stack([_total(terms) for terms in instants.values()])
     at = np.argmax(totals, axis=0)
     peak = {term: np.choose(at, [terms[term] for terms in instants.values()]) for term in instants["update"]}
     return _with_framework(view, peak), tuple(instants), at
 
 
-def _parts(view: View) -> _Parts:
+def _parts(view: View) -> Parts:
     shape, stage = view.shape, view.stage
     kept, kept_block, recomputed = _activations(view)
     is_cut = (view.columns.loss_parallel > 0) & (view.columns.tp > 1) & shape.has_cut_head
@@ -136,7 +93,7 @@ def _parts(view: View) -> _Parts:
     final = np.where(stage.holds_head, view.tokens * shape.hidden_size * (4 + 2 * view.sizes.activation), 0.0)
     if shape.caps_logits:  # its tanh is kept beside what the loss keeps
         logits = logits + numbers * view.sizes.activation
-    return _Parts(
+    return Parts(
         view=view,
         rest=_resident(view),
         kept=kept,
@@ -193,217 +150,6 @@ def _activations(view: View) -> tuple[Floats, Floats, Floats]:
     in_flight = np.where(columns.offload_activations > 0, 0.0, stage.in_flight)
     # offloaded activations leave two blocks on the device: the one in use and the one being fetched
     return np.where(columns.offload_activations > 0, 2 * last, total * in_flight), last, again
-
-
-def _at_loss(parts: _Parts) -> Terms:
-    columns = parts.view.columns
-    # ZeRO-3 gives its root back when the forward ends, and the loss comes after that
-    gathered = np.where(columns.zero == 3, 0.0, _kept_gathered(parts.view))
-    none = np.zeros(len(columns))
-    # between micro-batches `fully_shard` holds on to the input of its last reduce-scatter, the root's
-    is_held = (columns.zero >= 2) & (columns.microbatches > 1)
-    held = np.where(is_held, parts.view.share.root.padded * parts.view.sizes.communication, 0.0)
-    return _instant(
-        parts, kept=parts.kept + parts.final, gathered=gathered, gradients=_gradients_before(parts.view),
-        logits=parts.logits, buffers=held, temporaries=none,
-    )  # fmt: skip
-
-
-def _at_head(parts: _Parts) -> Terms:
-    """For other stages than ZeRO-3 nothing is gathered here, and the loss needs more."""
-    view, sizes = parts.view, parts.view.sizes
-    gathers = (view.columns.zero == 3) & view.stage.holds_head
-    root = np.where(gathers, view.share.root.padded * sizes.compute, 0.0)
-    gradient = parts.num_logits * sizes.activation
-    return {
-        **_at_loss(parts),
-        Term.GATHERED: root,
-        Term.LOGITS: np.where(gathers, gradient, 0.0),
-        Term.TEMPORARIES: root,  # what came over the wire, before it is laid out as parameters
-    }
-
-
-def _in_backward(parts: _Parts, *, done: Floats) -> Terms:
-    """The backward of the block that follows `done` finished ones."""
-    view, columns, share, sizes = parts.view, parts.view.columns, parts.view.share, parts.view.sizes
-    blocks = np.maximum(parts.num_blocks, 1)
-    is_first, is_last = done == 0, done >= parts.num_blocks - 1
-    is_zero3 = columns.zero == 3
-    unit = share.largest_padded * sizes.compute
-    gathered = _kept_gathered(parts.view) + np.where(is_zero3, unit + np.where(is_last, 0.0, unit), 0.0)
-    block_cast = np.where((columns.zero == 0) & sizes.is_mixed, share.largest_block * sizes.compute, 0.0)
-    # casts are freed block by block; recomputation makes that of the block at work anew
-    gathered = gathered + np.where(columns.recomputes("none"), -done, 1.0) * block_cast
-    before = _gradients_before(parts.view)
-    per_block = (share.total.whole - share.root.whole) / blocks
-    per_block_shard = (share.total.shard - share.root.shard) / blocks
-    reduced = np.where(columns.zero >= 2, per_block_shard, per_block) * sizes.gradient * done
-    head_gradient = _head_gradient(view)
-    grown = np.maximum(before, np.where(columns.microbatches > 1, before, reduced))
-    reduce_input = np.where(is_first | (columns.zero == 0), 0.0, share.largest_padded * sizes.communication)
-    own_gradient = share.largest_block * sizes.compute
-    flying = done * parts.kept_block
-    wide = 2 * view.tokens * sizes.activation * parts.widest / columns.tp
-    waiting = np.where(columns.zero > 0, head_gradient, 0.0)  # the root is reduced last
-    temporaries = wide + own_gradient / 3 + view.stream_bytes + waiting + _entry_gradients(view)
-    return _instant(
-        parts,
-        kept=np.maximum(parts.kept - flying, 0.0) + parts.recomputed,
-        gathered=np.maximum(gathered, 0.0),
-        gradients=np.where(columns.zero == 0, np.maximum(grown, head_gradient), grown),
-        logits=np.zeros(len(columns)),
-        buffers=reduce_input,
-        temporaries=temporaries,
-    )  # fmt: skip
-
-
-def _entry_gradients(view: View) -> Floats:
-    """Sequence parallel: the gradients of a region's whole input, of two linears, before they are cut."""
-    is_cut = (view.columns.sequence_parallel > 0) & (view.columns.tp > 1) & (view.columns.tp_mode == 0)
-    return np.where(is_cut, 2 * view.tokens * view.shape.hidden_size * view.sizes.activation, 0.0)
-
-
-def _at_block_end(parts: _Parts, *, done: Floats) -> Terms:
-    """The first norm's backward: all of the block's gradients wait to be reduced, in the compute dtype."""
-    view = parts.view
-    begun = _in_backward(parts, done=done)
-    stream = view.stream_bytes * (2 + 8 / view.sizes.activation)  # gradients in and out, and a norm's two in float32
-    waits = view.columns.zero > 0
-    own = np.where(waits, view.share.largest_block * view.sizes.compute + _head_gradient(view), 0.0)
-    return {
-        **begun,
-        Term.ACTIVATIONS: np.maximum(parts.kept - (done + 1) * parts.kept_block, 0.0),
-        Term.TEMPORARIES: own + stream + _row_sums(view),
-    }
-
-
-def _row_sums(view: View) -> Floats:
-    """A GPU sums the rows of a gradient, of norms and biases, in many parts at once."""
-    if view.request.is_cpu:
-        return np.zeros(len(view.columns))
-    return np.minimum(8 * view.tokens * view.shape.hidden_size, MAX_ROW_SUM_BYTES)
-
-
-def _head_gradient(view: View) -> Floats:
-    """Of the output matrix alone: an embedding's comes last."""
-    head = _table_elements(view)
-    nbytes = np.where(view.columns.zero == 0, view.sizes.gradient, view.sizes.compute)
-    return np.where(view.stage.holds_head, head * nbytes, 0.0)
-
-
-def _at_first_block(parts: _Parts, backward: Terms) -> Terms:
-    """What arrived and what it is laid out as are both there; nothing is recomputed yet. ZeRO-3 only."""
-    view = parts.view
-    unit = view.share.largest_padded * view.sizes.compute
-    arriving = unit + _head_gradient(view) + view.stream_bytes
-    is_zero3 = view.columns.zero == 3
-    return {
-        **backward,
-        Term.ACTIVATIONS: np.where(is_zero3, backward[Term.ACTIVATIONS] - parts.recomputed, 0.0),
-        Term.TEMPORARIES: np.where(is_zero3, arriving, 0.0),
-    }
-
-
-def _at_table(parts: _Parts) -> Terms:
-    """The last gradient of all, as it came and cast; ZeRO reduces the root as a whole, elsewhere.
-
-    DDP's buckets are there already: the cast one is beside them, and what came is there twice.
-    """
-    view, columns, sizes = parts.view, parts.view.columns, parts.view.sizes
-    none = np.zeros(len(columns))
-    is_last = (columns.zero == 0) & view.stage.holds_embedding & sizes.is_mixed
-    table = np.where(is_last, _table_elements(view), 0.0)
-    into_bucket = np.where(columns.dp * columns.cp > 1, sizes.compute + sizes.gradient, 0)
-    return _instant(
-        parts, kept=none, gathered=none, gradients=np.where(is_last, view.share.total.whole * sizes.gradient, 0.0),
-        logits=none, buffers=none, temporaries=table * (sizes.compute + into_bucket),
-    )  # fmt: skip
-
-
-def _table_elements(view: View) -> Floats:
-    cut = view.columns.matrix_divisor if view.shape.has_cut_table else np.ones(len(view.columns))
-    return np.ceil(view.shape.vocab_size / cut) * (view.shape.embedding_parameters // view.shape.vocab_size)
-
-
-def _at_update(parts: _Parts) -> Terms:
-    columns, share, sizes = parts.view.columns, parts.view.share, parts.view.sizes
-    held = np.where(columns.zero > 0, share.total.shard, share.total.whole)
-    none = np.zeros(len(columns))
-    # an optimizer on the host has its temporaries there
-    temporaries = np.where(columns.offload_optimizer > 0, 0.0, held * sizes.update)
-    return _instant(
-        parts, kept=none, gathered=none, gradients=held * sizes.gradient, logits=none, buffers=none,
-        temporaries=temporaries,
-    )  # fmt: skip
-
-
-def _instant(
-    parts: _Parts,
-    *,
-    kept: Floats,
-    gathered: Floats,
-    gradients: Floats,
-    logits: Floats,
-    buffers: Floats,
-    temporaries: Floats,
-) -> Terms:
-    view = parts.view
-    # an optimizer on the host takes each gradient as it comes: two blocks are on the device at a time
-    few = np.minimum(gradients, 2 * view.share.largest_block * view.sizes.gradient)
-    return {
-        **parts.rest,
-        Term.GRADIENTS: np.where(view.columns.offload_optimizer > 0, few, gradients),
-        Term.GATHERED: gathered,
-        Term.ACTIVATIONS: kept,
-        Term.LOGITS: logits,
-        Term.COMM_BUFFERS: buffers + _peer_buffers(view),
-        Term.TEMPORARIES: temporaries,
-    }
-
-
-def _kept_gathered(view: View) -> Floats:
-    """Weights in the compute dtype that stay through forward and backward, beyond the block in use."""
-    columns, share, sizes = view.columns, view.share, view.sizes
-    casts = np.zeros(len(columns))
-    if sizes.is_mixed:
-        # the cast is part of a block's forward: recomputed with it, not kept
-        held = np.where(columns.recomputes("none"), share.total.whole, share.root.whole)
-        casts = (held - _unused_cast(view)) * sizes.compute
-    kept = np.select(
-        [columns.zero == 0, columns.zero == 3],
-        [casts, share.root.padded * sizes.compute],
-        share.total.padded * sizes.compute,
-    )
-    # weights that live on the host come unit by unit whatever the stage
-    return np.where(columns.offload_parameters > 0, share.root.padded * sizes.compute, kept)
-
-
-def _unused_cast(view: View) -> Floats:
-    """The embedding's backward needs no weight, so its cast is freed at once, unless the head is the same tensor."""
-    table = _table_elements(view)
-    is_kept = view.stage.holds_head if view.shape.tied_head else np.zeros(len(view.columns), dtype=bool)
-    return np.where(view.stage.holds_embedding & ~is_kept, table, 0.0)
-
-
-def _gradients_before(view: View) -> Floats:
-    """Gradients that exist when the last micro-batch's backward begins: DDP's buckets always do."""
-    columns, share, sizes = view.columns, view.share, view.sizes
-    several = columns.microbatches > 1
-    is_ddp = (columns.zero == 0) & (columns.dp * columns.cp > 1)
-    return np.select(
-        [columns.zero == 0, columns.zero == 1],
-        [
-            np.where(is_ddp | several, share.total.whole * sizes.gradient, 0.0),
-            np.where(several, share.total.whole * sizes.communication, 0.0),
-        ],
-        np.where(several, share.total.shard * sizes.gradient, 0.0),
-    )
-
-
-def _peer_buffers(view: View) -> Floats:
-    """Receive buffers of pipelines and of the ring of context parallelism."""
-    is_peer = (view.columns.pp > 1).astype(np.float64) + (view.columns.cp > 1)
-    return 2 * view.stream_bytes * is_peer
 
 
 def _widest(shape: ModelShape) -> int:

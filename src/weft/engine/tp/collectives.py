@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup
+Move = Callable[[Tensor, Group, int], Tensor]
 
 # torch 2.13 renames them and warns of the old names; 2.11 has the old ones alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,19 +36,19 @@ def leave(x: Tensor, group: Group) -> Tensor:
 
 
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    return _Gather.apply(x, group, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return _Moved.apply(x, group, dim, gathered, scattered)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
-    return _Scatter.apply(x, group, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return _Moved.apply(x, group, dim, scattered, gathered)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def take(x: Tensor, group: Group, dim: int) -> Tensor:
-    return _Take.apply(x, group, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return _Moved.apply(x, group, dim, own_part, gathered)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def collect(x: Tensor, group: Group, dim: int) -> Tensor:
-    return _Collect.apply(x, group, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return _Moved.apply(x, group, dim, gathered, own_part)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
@@ -82,6 +84,11 @@ def own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
     return x.narrow(dim, dist.get_rank(group) * size, size)
 
 
+def own_part(x: Tensor, group: Group, dim: int) -> Tensor:
+    """`own_slice` as a tensor of its own."""
+    return own_slice(x, group, dim).contiguous()
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -103,45 +110,14 @@ class _Leave(torch.autograd.Function):
         return grad, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return gathered(x, group, dim)
+class _Moved(torch.autograd.Function):
+    """`there` in the forward, `back` in the backward; each is given (tensor, group, dim)."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return scattered(grad, ctx.group, ctx.dim), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return scattered(x, group, dim)
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, there: Move, back: Move) -> Tensor:
+        ctx.group, ctx.dim, ctx.back = group, dim, back
+        return there(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return gathered(grad, ctx.group, ctx.dim), None, None
-
-
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return own_slice(x, group, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return gathered(grad, ctx.group, ctx.dim), None, None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return gathered(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return own_slice(grad, ctx.group, ctx.dim).contiguous(), None, None
+        return ctx.back(grad, ctx.group, ctx.dim), None, None, None, None

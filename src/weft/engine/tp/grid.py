@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from weft.core.tensor_grid import grid_sizes, members, place_of, rank_at
 
-COORDINATES = {"1d": "t", "2d": "ij", "2.5d": "dij", "3d": "ijk"}
 WHOLE = "tp"
 
 
