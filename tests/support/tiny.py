@@ -41,6 +41,7 @@ def build_engine(
     *,
     optimizer: OptimizerPolicy | None = None,
     seed: int = 0,
+    device: torch.device = CPU,
     **options: Any,
 ) -> Engine:
     """An engine over the family's model under a plan given as tables."""
@@ -52,7 +53,7 @@ def build_engine(
         optimizer=optimizer or OptimizerPolicy(learning_rate=3e-4),
         weights=InitialWeights(skeleton, describe(skeleton), seed=seed, device=CPU),
         seed=seed,
-        device=CPU,
+        device=device,
         **options,
     )
 

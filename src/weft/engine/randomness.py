@@ -112,12 +112,10 @@ class _RowDropout(TorchFunctionMode):
         parts = []
         for row, part in self._rows(input):
             generator.manual_seed(row)
-            blank = torch.empty_like(part, requires_grad=False)
-            if dim is None or self.slices is None:
-                parts.append(blank.bernoulli_(keep, generator=generator))
-            else:
-                whole = blank.new_empty(self.slices.whole_shape(part, dim)).bernoulli_(keep, generator=generator)
-                parts.append(self.slices.own(whole, dim))
+            shape = part.shape if dim is None or self.slices is None else self.slices.whole_shape(part, dim)
+            # new_empty, not empty_like: numbers are drawn in the order of memory, which must not be a transposed one's
+            whole = part.new_empty(shape).bernoulli_(keep, generator=generator)
+            parts.append(whole if dim is None or self.slices is None else self.slices.own(whole, dim))
         return torch.cat(parts)
 
     def _attention(
@@ -132,8 +130,9 @@ class _RowDropout(TorchFunctionMode):
     ) -> torch.Tensor:
         if dropout_p == 0.0:
             return _attend(query, key, value, attn_mask, dropout_p, *args, **kwargs)
-        if self.slices is not None and self.slices.cut_dim(query) is not None:
-            return self._attend_by_heads(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+        if kwargs.pop("enable_gqa", False):  # kernels for shared keys draw other masks than those for repeated ones
+            times = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
         has_rows = attn_mask is not None and attn_mask.ndim == query.ndim and attn_mask.shape[0] == query.shape[0]
         masks = self._split(attn_mask) if attn_mask is not None and has_rows else [attn_mask] * self.num_rows
         outputs = []
@@ -141,37 +140,38 @@ class _RowDropout(TorchFunctionMode):
             self._rows(query), self._split(key), self._split(value), masks, strict=True
         ):
             with _seeded(seed, query.device):
-                outputs.append(_attend(part, key_part, value_part, mask, dropout_p, *args, **kwargs))
+                outputs.append(self._attend_row(part, key_part, value_part, mask, dropout_p, *args, **kwargs))
         return torch.cat(outputs)
 
-    def _attend_by_heads(
+    def _attend_row(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         attn_mask: torch.Tensor | None,
-        dropout_p: float,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """Attention of some of the heads, written out: a fused kernel draws its mask for the heads it is given.
+        """Attention of one row. A fused kernel draws its mask for the heads it is given, from the first one on.
 
-        A row's mask has the numbers that the kernel of the whole draws at the row's seed.
+        So a rank with some of the heads runs the kernel of all, the others empty: it repeats their work, and has
+        the mask of the whole whichever kernel is used.
         """
-        if enable_gqa:
-            times = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
-        scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-        if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, float("-inf"))
-        elif attn_mask is not None:
-            scores = scores + attn_mask
-        weights = scores.softmax(dim=-1)
-        keep = 1.0 - dropout_p
-        return (weights * self._mask(weights, keep).div_(keep)) @ value
+        slices = self.slices
+        if slices is None or slices.cut_dim(query) is None:
+            return _attend(query, key, value, attn_mask, *args, **kwargs)
+
+        dim = query.ndim - 3  # [row, heads, …], or a row's heads in front
+
+        def among_all(own: torch.Tensor) -> torch.Tensor:
+            whole = own.new_zeros(slices.whole_shape(own, dim))
+            slices.own(whole, dim).copy_(own)
+            return whole
+
+        if attn_mask is not None and attn_mask.ndim == query.ndim and attn_mask.shape[dim] == query.shape[dim] > 1:
+            attn_mask = among_all(attn_mask)
+        whole = _attend(among_all(query), among_all(key), among_all(value), attn_mask, *args, **kwargs)
+        return slices.own(whole, dim)
 
     def _row_by_row(self, func: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if input.ndim == 0 or not kwargs.get("training", True):

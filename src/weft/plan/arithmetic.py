@@ -177,8 +177,14 @@ def _activations(view: View, found: Estimate) -> list[Line]:
 
 def _others(view: View, found: Estimate) -> list[Line]:
     terms, device = found.memory_terms, view.request.cluster.device
-    vocab = view.shape.vocab_size / (int(view.columns.tp[0]) if view.columns.loss_parallel[0] else 1)
-    logits = f"{int(view.tokens[0]):,} tokens x {vocab:,.0f} words x {LOSS_BYTES} B (three float32 copies)"
+    is_cut = bool(view.columns.loss_parallel[0]) and int(view.columns.tp[0]) > 1 and view.shape.has_cut_head
+    vocab = view.shape.vocab_size / (int(view.columns.tp[0]) if is_cut else 1)
+    copies = (
+        f"{2 * view.sizes.activation} B (logits and their gradient) + float32 of one stretch"
+        if is_cut
+        else f"{LOSS_BYTES} B (three float32 copies)"
+    )
+    logits = f"{int(view.tokens[0]):,} tokens x {vocab:,.0f} words x {copies}"
     outside = f"{device.overhead_bytes / 2**20:,.0f} MiB context + {COMMUNICATOR_BYTES / 2**20:.0f} MiB a communicator"
     formulas = {
         Term.LOGITS: logits if terms[Term.LOGITS] else "freed before this moment",

@@ -21,6 +21,7 @@ from weft.plan.view import View
 MATMUL_WORKSPACE_BYTES = 64 * MIB  # 32 MiB for each of the two threads that multiply (measured on Hopper)
 COMMUNICATOR_BYTES = 400 * MIB  # a communicator's own buffers: 0.3 to 0.7 GB are reported, one for each axis in use
 FRAGMENTATION = 0.02  # of what comes and goes within a step (measured 0 to 4%)
+LOSS_STRETCH_ELEMENTS = 2**26  # loss parallel takes its logits in stretches of about so many
 LOSS_BYTES = 12  # float32 log-probabilities, their gradient, and the gradient of the logits
 
 
@@ -88,7 +89,9 @@ def _parts(view: View) -> Parts:
     is_cut = (view.columns.loss_parallel > 0) & (view.columns.tp > 1) & shape.has_cut_head
     vocab = np.ceil(shape.vocab_size / np.where(is_cut, view.columns.tp, 1))
     numbers = np.where(stage.holds_head, view.tokens * vocab, 0.0)
-    logits = numbers * np.where(is_cut, _cut_loss_bytes(view), LOSS_BYTES)
+    # loss parallel: the logits as they came, their gradient, and float32 of one stretch of tokens
+    cut = numbers * 2 * view.sizes.activation + 4 * np.minimum(numbers, LOSS_STRETCH_ELEMENTS)
+    logits = np.where(is_cut, cut, numbers * LOSS_BYTES)
     # the final norm's input and output wait for the head's backward
     final = np.where(stage.holds_head, view.tokens * shape.hidden_size * (4 + 2 * view.sizes.activation), 0.0)
     if shape.caps_logits:  # its tanh is kept beside what the loss keeps
@@ -105,12 +108,6 @@ def _parts(view: View) -> Parts:
         num_blocks=stage.blocks.sum(axis=1),
         widest=_widest(shape),
     )
-
-
-def _cut_loss_bytes(view: View) -> int:
-    """Loss parallel: the logits as they came, in float32, and less their largest, which becomes their gradient."""
-    c = view.sizes.activation
-    return c + 4 + (4 if c != 4 else 0)
 
 
 def _resident(view: View) -> Terms:

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -59,24 +60,27 @@ def summed(x: Tensor, group: Group) -> Tensor:
 
 
 def gathered(x: Tensor, group: Group, dim: int) -> Tensor:
-    """The ranks' slices, one after the other along `dim`."""
-    size = dist.get_world_size(group)
-    front = x.movedim(dim, 0).contiguous()
-    whole = front.new_empty((front.shape[0] * size, *front.shape[1:]))
-    if whole.numel():  # an empty slice of a vocabulary
-        _all_gather(whole, front, group=group)
-    # contiguous, else every product with it would copy it again; no view, since some models write into what comes out
-    return whole if dim == 0 else whole.movedim(0, dim).contiguous()
+    """The ranks' slices, one after the other along `dim`: a tensor of its own, since some models write into it."""
+    x, size = x.contiguous(), dist.get_world_size(group)
+    if math.prod(x.shape[:dim]) == 1:  # what arrives lies as it should
+        whole = x.new_empty((*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]))
+        if whole.numel():  # an empty slice of a vocabulary
+            _all_gather(whole.view(-1), x.view(-1), group=group)
+        return whole
+    slices = x.new_empty((size, *x.shape))
+    if slices.numel():
+        _all_gather(slices.view(-1), x.view(-1), group=group)
+    return torch.cat(slices.unbind(0), dim)
 
 
 def scattered(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's slice, along `dim`, of the sum over the group."""
     size = dist.get_world_size(group)
-    front = x.movedim(dim, 0).contiguous()
-    own = front.new_empty((front.shape[0] // size, *front.shape[1:]))
+    own = x.new_empty((*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :]))
     if own.numel():
-        _reduce_scatter(own, front, group=group)
-    return own if dim == 0 else own.movedim(0, dim).contiguous()
+        slices = x.reshape(*x.shape[:dim], size, *own.shape[dim:]).movedim(dim, 0)
+        _reduce_scatter(own.view(-1), slices.reshape(-1), group=group)
+    return own
 
 
 def own_slice(x: Tensor, group: Group, dim: int) -> Tensor:

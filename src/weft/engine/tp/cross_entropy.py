@@ -2,13 +2,15 @@
 
     loss = log(sum_v exp(x_v - m)) - (x_label - m)          m: the largest logit of the whole vocabulary
 
-Three numbers a token cross the ranks: the maximum alone, then the sum and the label's logit together. The same order of
-operations as `objective.token_loss_sum`, in float32; only the sum over the vocabulary is split. What is kept for the
-backward is the logits in their own precision and two numbers a token; the softmax is computed again.
+Three numbers a token cross the ranks: the maximum alone, then the sum and the label's logit together. The arithmetic is
+that of `objective.token_loss_sum`, in float32; only the sum over the vocabulary is split. Tokens are taken a stretch at
+a time: logits and their gradient have the model's precision, and float32 exists of one stretch alone. What is kept for
+the backward is the logits and three numbers a token; a slice's softmax is its own, scaled by its share of the sum.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.engine.objective import IGNORED
+
+STRETCH_ELEMENTS = 2**26  # 256 MiB in float32; smaller ones cost launches (a factor of two at 2**23 on an H200)
 
 
 def vocabulary_loss_sum(logits: Tensor, labels: Tensor, *, first_token: int, group: dist.ProcessGroup) -> Tensor:
@@ -30,37 +34,61 @@ def vocabulary_loss_sum(logits: Tensor, labels: Tensor, *, first_token: int, gro
 class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first_token: int, group: dist.ProcessGroup) -> Tensor:
-        shifted, top = _less_the_largest(logits.float(), group)
         place, is_here = _own_labels(labels, first_token, logits.shape[-1])
-        target = _at(shifted, place).masked_fill(~is_here, 0.0)
+        own_top, own_log = _largest_and_log_sum(logits)
+        top = own_top.clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        own_log += own_top - top  # now the logarithm of this slice's term of the sum
+        target = (_at(logits, place) - top).masked_fill(~is_here, 0.0)
         target = target.masked_fill(_outside(labels, first_token + logits.shape[-1], group), torch.nan)
-        sums = torch.stack([shifted.exp_().sum(-1), target])
+        sums = torch.stack([own_log.exp(), target])
         dist.all_reduce(sums, group=group)
         log_sum, target = sums[0].log_(), sums[1]
-        ctx.save_for_backward(logits, labels, top, log_sum)
+        ctx.save_for_backward(logits, labels, top, log_sum, own_log)
         ctx.first_token = first_token
-        return (log_sum - target).masked_fill_(labels == IGNORED, 0.0).sum()
+        return (log_sum - target).masked_fill_(labels == IGNORED, 0.0).sum().float()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        logits, labels, top, log_sum = ctx.saved_tensors
-        place, is_here = _own_labels(labels, ctx.first_token, logits.shape[-1])
-        found = logits.float() - top.unsqueeze(-1)
-        found = found.sub_(log_sum.unsqueeze(-1)).exp_()
-        if found.shape[-1]:
-            found.scatter_add_(-1, place.unsqueeze(-1), -is_here.to(found.dtype).unsqueeze(-1))
-        found.mul_(torch.where(labels == IGNORED, torch.zeros_like(grad), grad).unsqueeze(-1))
-        return found.to(logits.dtype), None, None, None
+        logits, labels, top, log_sum, own_log = ctx.saved_tensors
+        scale = torch.where(labels == IGNORED, torch.zeros_like(grad), grad)
+        factor = (own_log - log_sum).exp_().mul_(scale).unsqueeze(-1)
+        gradient = torch.empty_like(logits)
+        for part in _stretches(logits):
+            torch.mul(_softmax(logits[part]), factor[part], out=gradient[part])
+        if logits.shape[-1]:
+            place, is_here = _own_labels(labels, ctx.first_token, logits.shape[-1])
+            # less one at the label, in float32: a difference from what is rounded already would be rounded twice
+            hit = (_at(logits, place) - top - log_sum).exp_().sub_(1.0).mul_(scale).to(logits.dtype)
+            hit = torch.where(is_here, hit, _at(gradient, place))
+            gradient.scatter_(-1, place.unsqueeze(-1), hit.unsqueeze(-1))
+        return gradient, None, None, None
 
 
-def _less_the_largest(logits: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The logits less the largest of the whole vocabulary, a new tensor, and that largest."""
-    if logits.shape[-1]:
-        top = logits.amax(-1)
-    else:
-        top = logits.new_full(logits.shape[:-1], -torch.inf)
-    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    return logits - top.unsqueeze(-1), top
+def _largest_and_log_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each token the largest own logit x_v, and log(sum exp(x_v - largest)); minus infinity of no logits."""
+    top = logits.new_full(logits.shape[:1], -torch.inf, dtype=_wide(logits))
+    log_sum = torch.full_like(top, -torch.inf)
+    for part in _stretches(logits):
+        top[part] = logits[part].amax(-1)
+        # the largest logit less itself is nothing: its log-probability is the sum's logarithm alone
+        log_sum[part] = -torch.log_softmax(logits[part], -1, dtype=_wide(logits)).amax(-1)
+    return top, log_sum
+
+
+def _stretches(logits: Tensor) -> Iterator[slice]:
+    """Tokens whose logits are about `STRETCH_ELEMENTS` numbers; none where this rank has no vocabulary."""
+    tokens, size = logits.shape
+    step = max(1, STRETCH_ELEMENTS // max(size, 1))
+    return (slice(at, min(at + step, tokens)) for at in range(0, tokens if size else 0, step))
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return torch.softmax(logits, -1, dtype=_wide(logits))
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _own_labels(labels: Tensor, first_token: int, size: int) -> tuple[Tensor, Tensor]:

@@ -192,8 +192,7 @@ class _Stream:
     def end(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
         self.zones.end()
-        # a copy: fully_shard warns of a block that returns a view, and what is gathered is one
-        return _of_first(output, lambda hidden: collectives.collect(hidden, self.group, 1).clone())
+        return _of_first(output, lambda hidden: collectives.collect(hidden, self.group, 1))
 
     def around_mixer(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """A module that every rank repeats on the whole sequence, and keeps its slice of."""

@@ -116,7 +116,8 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 def _passed(own: Tensor, shape: Sequence[int], grid: Grid, along: str, place: int) -> Tensor:
     """The block of the rank at `place`, broadcast along a row or a column."""
-    block = own.contiguous() if grid.place[along] == place else own.new_empty(tuple(shape))
+    # .data: torch 2.11 counts a broadcast as a write at its source too, and refuses the backward that has kept it
+    block = own.contiguous().data if grid.place[along] == place else own.new_empty(tuple(shape))
     if block.numel():
         dist.broadcast(block, group=grid.group(along), group_src=place)
     return block
