@@ -62,7 +62,12 @@ SIZES: dict[str, Any] = {
     "vocab_size_per_layer_input": 320, "moe_k": 2, "num_experts_per_token": 2, "moe_topk": 2, "moe_topk_expert": 2,
 }  # fmt: skip
 
-# What a family asks for beyond smaller sizes.
+DEPTHS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_decoder_layers",
+    "num_encoder_layers", "num_blocks",
+)  # fmt: skip
+
+# What a family of two layers asks for beyond smaller sizes.
 EXTRA: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [4, 4], "attn_layers": ["local", "local"],
@@ -94,23 +99,23 @@ class Outcome:
     seconds: float = 0.0
 
 
-def shrunk(config_class: Any) -> dict[str, Any]:
+def shrunk(config_class: Any, *, num_layers: int = 2) -> dict[str, Any]:
     """Overrides that make a config of this class tiny, one level of nested text config included."""
     try:
         defaults = config_class().to_dict()
     except Exception:  # a class without defaults: weft's own sentence about it is what counts
         return {}
-    fields = {key: SIZES[key] for key in SIZES if key in defaults}
+    fields = {key: num_layers if key in DEPTHS else SIZES[key] for key in SIZES if key in defaults}
     if "qk_rope_head_dim" in fields:
         fields.pop("head_dim", None)  # these families derive it
     depth = defaults.get("num_hidden_layers")
-    for key, value in defaults.items():  # one entry a layer: keep the first two
+    for key, value in defaults.items():  # one entry a layer: keep the first ones
         if isinstance(value, list) and len(value) == depth:
-            fields[key] = value[: SIZES["num_hidden_layers"]]
+            fields[key] = value[:num_layers]
     for key, nested in defaults.items():
         if key.endswith("_config") and isinstance(nested, dict) and nested.get("model_type") in CONFIG_MAPPING:
             fields[key] = {
-                **shrunk(CONFIG_MAPPING[nested["model_type"]]),
+                **shrunk(CONFIG_MAPPING[nested["model_type"]], num_layers=num_layers),
                 **({"vocab_size": 320} if "vocab_size" in nested else {}),
             }
     return fields

@@ -11,18 +11,14 @@ built` (not even in one process) or WRONG. `--unvouched` also cuts families that
 from __future__ import annotations
 
 import argparse
-import copy
 import datetime
-import hashlib
-import json
 import logging
 import platform
-import re
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +26,21 @@ from unittest import mock
 
 import torch
 import transformers
-from families_train import EXTRA, shrunk
+from tiny_families import (
+    GRADIENT_BOUND,
+    LENGTH,
+    LOSS_BOUND,
+    NORM_BOUND,
+    Facts,
+    batches,
+    cell,
+    difference,
+    keep_row,
+    last_line,
+    read_rows,
+    tiny_config,
+    tiny_engine,
+)
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -40,60 +50,16 @@ from gloo_ranks import _CONTEXT, _PRELOADED, RankFailureError, run_ranks
 
 from weft.comm.observer import CollectiveObserver
 from weft.core.errors import WeftError
-from weft.core.plan import Plan
-from weft.core.run_spec import ModelSpec
 from weft.engine.engine import Engine
-from weft.engine.optim import OptimizerPolicy
-from weft.models.build import build_config, build_skeleton
-from weft.models.initial import InitialWeights, Reader
-from weft.models.layout import describe
 from weft.verify.evidence import _whole_of
 from weft.verify.tensor_promise import TensorFacts, promised_by_tensors
 from weft.zoo import tensor_exceptions
 
-CPU = torch.device("cpu")
-VOCABULARY, ROWS, LENGTH, STEPS, LIMIT_S = 257, 4, 16, 3, 120
-MOST_PARAMETERS = 50_000_000
-# float32 sums in another order, through two layers: a thousand roundings at most; a bug is a share of the value
-LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND = 1e-5, 1e-4, 1e-4
-SMALL_SHARE = 1e-3  # of the typical gradient: below it (a key's bias, whose true gradient is 0) there is only noise
-Facts = dict[str, Any]
+LIMIT_S = 120
 _MODELS = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
 )  # and all they import
-
-
-class Jittered:
-    """Initial weights whose vectors are moved a little: a bias that starts at zero, a norm at one would hide bugs."""
-
-    def __init__(self, source: InitialWeights) -> None:
-        self._source = source
-
-    def readers(self, names: Collection[str]) -> Iterator[tuple[str, Reader]]:
-        for name, read in self._source.readers(names):
-            value = read(())
-            if value.ndim <= 1 and value.is_floating_point():
-                seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
-                value = value + 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
-            yield name, value.__getitem__
-
-
-def tiny_config(model_type: str) -> Any:
-    """Two layers, width 64; two key-value heads where the type has them and builds so."""
-    overrides = shrunk(CONFIG_MAPPING[model_type]) | EXTRA.get(model_type, {})
-    is_latent = "qk_rope_head_dim" in overrides  # keys and values have the queries' heads
-    grouped = {key: 2 for key in ("num_key_value_heads", "num_kv_heads") if key in overrides and not is_latent}
-    for fields in ({**overrides, **grouped}, overrides):
-        spec = ModelSpec(type=model_type, config=fields)
-        try:
-            config = build_config(spec, vocab_size=VOCABULARY, end_of_document=256)
-            build_skeleton(copy.deepcopy(config))
-            return config
-        except WeftError:
-            if fields is overrides:
-                raise
-    raise AssertionError
 
 
 def course(rank: int, _world: int, model_type: str, tables: Facts, unvouched: bool) -> Facts | None:
@@ -110,18 +76,7 @@ def course(rank: int, _world: int, model_type: str, tables: Facts, unvouched: bo
 
 
 def _train(model_type: str, tables: Facts) -> Facts:
-    config = tiny_config(model_type)
-    skeleton = build_skeleton(copy.deepcopy(config))
-    if sum(parameter.numel() for parameter in skeleton.parameters()) > MOST_PARAMETERS:
-        raise RuntimeError("this script's size fields do not make it small")
-    source = build_skeleton(copy.deepcopy(config))
-    engine = Engine(
-        skeleton,
-        Plan.from_tables(tables),
-        optimizer=OptimizerPolicy(kind="sgd", learning_rate=0.05),
-        weights=Jittered(InitialWeights(source, describe(source), seed=0, device=CPU)),
-        device=CPU,
-    )
+    engine = tiny_engine(tiny_config(model_type), tables)
     gradients: dict[str, Any] = {}
 
     def keep(found: dict[str, torch.Tensor]) -> None:
@@ -129,13 +84,13 @@ def _train(model_type: str, tables: Facts) -> Facts:
             gradients.update({name: value.numpy() for name, value in _whole_of(engine, found).items()})
 
     engine.on_gradients = keep
-    batches = [engine.share_of(batch) for batch in _batches()]
-    records = [engine.step(batch) for batch in batches[:-1]]
+    shares = [engine.share_of(batch) for batch in batches()]
+    records = [engine.step(batch) for batch in shares[:-1]]
     with CollectiveObserver() as seen:
-        records.append(engine.step(batches[-1]))
+        records.append(engine.step(shares[-1]))
     rows = [row for row in engine.coverage() if row.tied_to is None]
     return {
-        "losses": [record.loss for record in records] + [engine.evaluate(batches[0]).loss],
+        "losses": [record.loss for record in records] + [engine.evaluate(shares[0]).loss],
         "norms": [record.grad_norm for record in records],
         "gradients": gradients,
         "unpromised": _unpromised(engine, seen.counts, used=gradients),
@@ -151,48 +106,16 @@ def _unpromised(engine: Engine, counts: Mapping[str, int], *, used: Collection[s
     promise = promised_by_tensors(facts, facts.layout, engine.plan, used=used)
     found = {name: count for name, count in counts.items() if not name.startswith("small")}
     odd = {name for name in {*promise, *found} if not _within(found.get(name, 0), promise.get(name, (0, 0)))}
-    return ", ".join(f"{found.get(name, 0)} {name}, promised {promise.get(name)}" for name in sorted(odd))
+    told = ", ".join(f"{found.get(name, 0)} {name}, promised {promise.get(name)}" for name in sorted(odd))
+    return told and f"collectives: {told}"
 
 
 def _within(count: int, bounds: tuple[int, int]) -> bool:
     return bounds[0] <= count <= bounds[1]
 
 
-def _batches() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for _ in range(STEPS):
-        ids = torch.randint(0, VOCABULARY - 1, (ROWS, LENGTH + 1), generator=generator)
-        labels = ids[:, 1:].clone()
-        labels[0, :5] = -100
-        made.append({"input_ids": ids[:, :-1].contiguous(), "labels": labels})
-    return made
-
-
 def _elements(shape: tuple[int, ...]) -> int:
     return int(torch.Size(shape).numel())
-
-
-def difference(truth: Facts, found: Facts) -> str:
-    """The first wrong thing, or nothing."""
-    for key, bound in (("losses", LOSS_BOUND), ("norms", NORM_BOUND)):
-        for step, (right, value) in enumerate(zip(truth[key], found[key], strict=True), start=1):
-            if not abs(value - right) <= bound * abs(right):
-                where = "evaluation" if step > STEPS else f"step {step}"
-                return f"{key[:-1]} of {where} {value:.6f}, not {right:.6f}"
-    missing = sorted(set(truth["gradients"]) ^ set(found["gradients"]))
-    if missing:
-        return f"a gradient of {missing[0]} on one side only"
-    tensors = {name: torch.from_numpy(value).double() for name, value in truth["gradients"].items()}
-    typical = torch.stack([value.norm() for value in tensors.values()]).square().mean().sqrt().item()
-    worst = max(
-        ((torch.from_numpy(found["gradients"][name]).double() - right).norm().item()
-         / (right.norm().item() + SMALL_SHARE * typical), name)
-        for name, right in tensors.items()
-    )  # fmt: skip
-    if worst[0] > GRADIENT_BOUND:
-        return f"gradient of {worst[1]} off by {worst[0]:.1e}"
-    return f"collectives: {found['unpromised']}" if found["unpromised"] else ""
 
 
 def judge(model_type: str, *, degree: int, unvouched: bool) -> Facts:
@@ -213,11 +136,11 @@ def judge(model_type: str, *, degree: int, unvouched: bool) -> Facts:
                 row[f"refused {row['variant']}"] = one["refused"]
                 continue
             found = one
-            wrong = difference(truth, found)
+            wrong = difference(truth, found) or found["unpromised"]
             if wrong:
                 return {**row, "why": wrong, **_covered(found)}
     except RankFailureError as error:
-        return {**row, "why": _last_line(str(error)), "seconds": time.perf_counter() - began_s}
+        return {**row, "why": last_line(str(error)), "seconds": time.perf_counter() - began_s}
     row["seconds"] = time.perf_counter() - began_s
     if not found:
         return {**row, "verdict": "refused", "why": row["refused no SP, no LP"]}
@@ -235,11 +158,6 @@ def _covered(found: Facts) -> Facts:
     reasons = Counter(reason or "no reason given" for _, _, is_cut, reason in rows if not is_cut)
     share = sum(row[1] for row in cut) / max(1, sum(row[1] for row in rows))
     return {"cut": len(cut), "of": len(rows), "share": share, "whole": dict(reasons.most_common())}
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)), lines[-1])[:300]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,10 +201,10 @@ def judge_layouts(model_type: str) -> Facts:
             found = _course(model_type, layout.tables(), layout.tp * layout.dp, False)
             if "refused" in found:
                 refused[str(layout)] = found["refused"]
-            elif difference(truth, {**found, "unpromised": ""}):
-                wrong[str(layout)] = difference(truth, {**found, "unpromised": ""})
+            elif difference(truth, found):
+                wrong[str(layout)] = difference(truth, found)
         except RankFailureError as error:
-            wrong[str(layout)] = _last_line(str(error))
+            wrong[str(layout)] = last_line(str(error))
     right = len(LAYOUTS) - len(wrong) - len(refused)
     return {"type": model_type, "layouts": len(LAYOUTS), "right": right, "refused": refused, "wrong": wrong}
 
@@ -312,7 +230,7 @@ def result_page(rows: list[Facts], by_layout: list[Facts], *, degree: int) -> st
         "| type | verdict | cut | SP refused, or what is wrong |",
         "| --- | --- | --- | --- |",
     ]
-    lines += [f"| {row['type']} | {row['verdict']} | {_cut_words(row)} | {_cell(row['why'])} |" for row in rows]
+    lines += [f"| {row['type']} | {row['verdict']} | {_cut_words(row)} | {cell(row['why'])} |" for row in rows]
     if by_layout:
         lines += ["", *_layout_lines(by_layout)]
     return "\n".join(lines) + "\n"
@@ -329,7 +247,7 @@ def degree_lines(rows: list[Facts], others: dict[str, Facts]) -> str:
     for row in rows:
         other = others.get(row["type"], row)
         if other["verdict"] != row["verdict"]:
-            lines.append(f"| {row['type']} | {other['verdict']} | {_cell(other['why'])} |")
+            lines.append(f"| {row['type']} | {other['verdict']} | {cell(other['why'])} |")
     return "\n".join(lines) + "\n"
 
 
@@ -346,7 +264,7 @@ def _layout_lines(rows: list[Facts]) -> list[str]:
     ]
     for row in rows:
         refused, wrong = ("; ".join(f"{k}: {v}" for k, v in row[key].items()) for key in ("refused", "wrong"))
-        lines.append(f"| {row['type']} | {row['layouts']} | {row['right']} | {_cell(refused)} | {_cell(wrong)} |")
+        lines.append(f"| {row['type']} | {row['layouts']} | {row['right']} | {cell(refused)} | {cell(wrong)} |")
     return lines
 
 
@@ -372,16 +290,12 @@ def docs_page(rows: list[Facts]) -> str:
         sp = ("no" if row["why"] else "yes") if is_right else ""
         whole = ", ".join(f"{why} ({count})" for why, count in row.get("whole", {}).items())
         why = f"SP: {row['why']}. {whole}" if is_right and row["why"] else whole or row["why"]
-        lines.append(f"| {row['type']} | {row['verdict']} | {_cut_words(row)} | {sp} | {_cell(why)} |")
+        lines.append(f"| {row['type']} | {row['verdict']} | {_cut_words(row)} | {sp} | {cell(why)} |")
     return "\n".join(lines) + "\n"
 
 
 def _cut_words(row: Facts) -> str:
     return f"{row['cut']} of {row['of']}, {row['share']:.0%}" if "share" in row else ""
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "/").replace("\n", " ")[:400]
 
 
 def main() -> None:
@@ -398,38 +312,26 @@ def main() -> None:
     parser.add_argument("--unvouched", action="store_true")
     given = parser.parse_args()
     _CONTEXT.set_forkserver_preload([*_PRELOADED, "weft.core.plan", "families_train", "weft.verify.evidence", *_MODELS])
-    done = _read(given.rows)
+    done = read_rows(given.rows)
     for model_type in given.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         if model_type not in done:
             row = done[model_type] = judge(model_type, degree=given.degree, unvouched=given.unvouched)
             print(f"{model_type:26} {row['verdict']:9} {row.get('share', 0):4.0%} {row['why'][:200]}", flush=True)
-            _keep(given.rows, row)
-    by_layout = _read(given.layout_rows)
+            keep_row(given.rows, row)
+    by_layout = read_rows(given.layout_rows)
     for model_type in LAYOUT_FAMILIES if given.layout_rows else ():
         if model_type not in by_layout:
             row = by_layout[model_type] = judge_layouts(model_type)
             print(f"{model_type:26} {row['right']} of {row['layouts']} {row['wrong']} {row['refused']}", flush=True)
-            _keep(given.layout_rows, row)
+            keep_row(given.layout_rows, row)
     rows = [done[name] for name in sorted(done)]
     if given.out:
         page = result_page(rows, list(by_layout.values()), degree=given.degree)
-        given.out.write_text(page + degree_lines(rows, _read(given.tp4_rows)), encoding="utf-8")
+        given.out.write_text(page + degree_lines(rows, read_rows(given.tp4_rows)), encoding="utf-8")
     if given.docs:
         given.docs.write_text(docs_page(rows), encoding="utf-8")
     if any(row["verdict"] == "WRONG" for row in rows) or any(row["wrong"] for row in by_layout.values()):
         raise SystemExit(1)
-
-
-def _keep(path: Path | None, row: Facts) -> None:
-    if path:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-
-
-def _read(path: Path | None) -> dict[str, Facts]:
-    if path is None or not path.exists():
-        return {}
-    return {row["type"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
 
 
 if __name__ == "__main__":

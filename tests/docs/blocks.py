@@ -27,6 +27,7 @@ GUIDES = (
     "models",
     "layouts",
     "tensor-parallel",
+    "pipeline",
     "plan",
     "dryrun",
     "resume-and-checkpoints",

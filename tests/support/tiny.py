@@ -31,6 +31,11 @@ FAMILIES: dict[str, ModelSpec] = {
     "qwen3-tied": ModelSpec(type="qwen3", config={**_ROTARY, "head_dim": 8, "tie_word_embeddings": True}),
     # dropout 0.1 is GPT-2's own default: it must not depend on the layout either
     "gpt2": ModelSpec(type="gpt2", config={"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    # with a block for each of four pipeline stages
+    "qwen3-four": ModelSpec(
+        type="qwen3", config={**_ROTARY, "num_hidden_layers": 4, "head_dim": 8, "tie_word_embeddings": True}
+    ),
+    "gpt2-four": ModelSpec(type="gpt2", config={"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}),
     "mixtral": ModelSpec(type="mixtral", config={**_ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 

@@ -185,10 +185,17 @@ def changes_that_fit(question: Question, found: DryRun, predicted: Estimate | No
 
 
 def ranks_that_differ(question: Question) -> list[int]:
-    """The first rank, which has the largest part of everything that is cut; and the last, where parts are uneven."""
-    shards = question.plan.mesh.dp_shard
+    """The first rank, which has the largest part of everything that is cut; and the last, where parts are uneven.
+
+    Of a pipeline, the first of its first stage, of one in the middle and of its last.
+    """
+    plan = question.plan
+    if plan.mesh.pp > 1:
+        places = sorted({0, plan.mesh.pp // 2, plan.mesh.pp - 1})
+        return [place * (plan.num_ranks // plan.mesh.pp) for place in places]
+    shards = plan.mesh.dp_shard
     is_even = question.request is None or not any(size % shards for size in _cut_sizes(question.request.shape))
-    return [0] if is_even or question.plan.num_ranks == 1 else [0, question.plan.num_ranks - 1]
+    return [0] if is_even or plan.num_ranks == 1 else [0, plan.num_ranks - 1]
 
 
 def _cut_sizes(shape: ModelShape) -> set[int]:

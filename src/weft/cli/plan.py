@@ -59,7 +59,7 @@ def plan(
     trains: Annotated[bool, typer.Option("--trains", help="Only layouts that this version of weft trains.")] = False,
     dryrun: Annotated[bool, typer.Option("--dryrun", help="Confirm the plans shown by dry run, as built.")] = False,
     top: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="Write the best plan here, with comments.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the best plan here; or the drawing, as SVG.")] = None,
     explain: Annotated[Explained | None, typer.Option(help="Print the arithmetic of one plan.")] = None,
     inference: Annotated[bool, typer.Option("--inference", help="Weights and KV cache instead of training.")] = False,
     weights: Annotated[WeightKind, typer.Option(help="Of inference.")] = WeightKind.BF16,
@@ -286,8 +286,7 @@ def devices_as_dict(question: Question) -> dict[str, Any]:
 
 def _write(question: Question, answer: Answer, path: Path, *, command: str) -> None:
     best = answer.plans[0]
-    path.write_text(commented(question, best, why=reasons(answer)[0], command=command), encoding="utf-8")
-    print(f"wrote {path}", file=sys.stderr)
+    _write_text(path, commented(question, best, why=reasons(answer)[0], command=command))
 
 
 def commented(question: Question, best: Estimate, *, why: str, command: str) -> str:
@@ -343,13 +342,23 @@ def _draw(name: str, *, stages: int, microbatches: int, out: Path | None, as_jso
     from weft.cli.plan_view import draw
 
     drawn = draw(name, stages=stages, microbatches=microbatches)
-    if out is not None:
-        out.write_text(drawn.svg, encoding="utf-8")
-        print(f"wrote {out}", file=sys.stderr)
     if as_json:
         print(json.dumps(drawn.as_dict()))
     else:
         print(drawn.text)
+        out = out or Path(f"{name}-{stages}x{microbatches}.svg")
+    if out is not None:
+        _write_text(out, drawn.svg)
+
+
+def _write_text(path: Path, content: str) -> None:
+    from weft.core.errors import InputError
+
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}", hint="choose another --out") from None
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def _command(model: str, devices: str) -> str:

@@ -43,12 +43,16 @@ def confirm(question: Question, answer: Answer, *, model: str) -> list[Confirmat
     """One for each plan, in order; dry runs of all that are built, in parallel."""
     from weft.cli.dryrun_view import Progress
     from weft.dryrun.many import Job, dry_runs
+    from weft.plan.stages import rank_at
     from weft.plan.trained import why_not_trained
 
-    device, run = question.request.cluster.device, run_of(question, model)
+    device, run, shape = question.request.cluster.device, run_of(question, model), question.request.shape
     refused = [why_not_trained(found) for found in answer.plans]
     built = [found for found, reason in zip(answer.plans, refused, strict=True) if not reason]
-    jobs = [Job.on(device, run, found.plan, memory_only=True) for found in built]
+    jobs = [
+        Job.on(device, run, found.plan, rank=rank_at(shape, found.plan, found.place), memory_only=True)
+        for found in built
+    ]
     with Progress(f"{len(jobs)} of {len(answer.plans)} plans by dry run", total=len(jobs)) as progress:
         outcomes = iter(dry_runs(jobs, on_done=progress.advance))
     return [

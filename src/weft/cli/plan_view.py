@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -117,9 +119,10 @@ def draw(name: str, *, stages: int, microbatches: int) -> Drawing:
     made = schedules.generate(name, num_ranks=stages, num_microbatches=microbatches, virtual_stages=virtual)
     timeline = schedules.simulate(made)
     held = schedules.count_in_flight(made).by_rank_until_weight
-    note = f"\nbubble {timeline.bubble_share:.1%} of the time; micro-batches held by rank {', '.join(map(str, held))}"
+    note = f"micro-batches held at most, by rank: {', '.join(map(str, held))}"
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return Drawing(
-        text=schedules.draw_grid(timeline) + note,
+        text=schedules.draw_grid(timeline, columns=columns) + note,
         svg=schedules.draw_svg(timeline),
         bubble_share=timeline.bubble_share,
         in_flight=tuple(held),

@@ -5,6 +5,7 @@
 | all_gather     | whole output x (n - 1) / n      |
 | reduce_scatter | whole input x (n - 1) / n       |
 | all_reduce     | 2 x tensor x (n - 1) / n        |
+| send           | the tensor; who receives sends nothing, and has no row |
 
 A listener of `OperatorWatch` sees c10d's operators, also those of `fully_shard` and DDP, on fake tensors as on real
 ones. Seconds are those between issue and completion, overlapped or not, where the backend tells: Gloo does for all but
@@ -38,7 +39,7 @@ class TrafficLedger:
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = collective_name(func)
-        if name is not None:
+        if name is not None and name != "recv":
             self._record(name, args, result)
 
     def clear(self) -> None:
@@ -73,8 +74,7 @@ class TrafficLedger:
         axis = self._axes.get(group.group_name, "world") if group is not None else "world"
         key = (axis, name, self._phase())
         self.counts[key] += 1
-        sent = Fraction((2 if name == "all_reduce" else 1) * _nbytes(largest) * (size - 1), size)
-        self._sent[key] = self._sent.get(key, Fraction(0)) + sent
+        self._sent[key] = self._sent.get(key, Fraction(0)) + _sent_bytes(name, _nbytes(largest), size)
         if group is not None and dist.get_backend(group) == "gloo":
             self._time(axis, name, result)
 
@@ -90,6 +90,12 @@ class TrafficLedger:
                     dist.Work.unbox(value).get_future().add_done_callback(done)
                 except RuntimeError:
                     return  # this kind of work has no future: its time stays unknown
+
+
+def _sent_bytes(name: str, nbytes: int, size: int) -> Fraction:
+    if name == "send":
+        return Fraction(nbytes)
+    return Fraction((2 if name == "all_reduce" else 1) * nbytes * (size - 1), size)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -115,6 +115,12 @@ class TensorParallelError(InputError):
     code = "W206"
 
 
+class PipelineError(InputError):
+    """The model cannot be cut into the plan's pipeline stages."""
+
+    code = "W207"
+
+
 class ModelError(InputError):
     """The model is unknown or cannot be built."""
 

@@ -170,7 +170,7 @@ class Plan(Section):
             return "DataParallel"
         zero, mesh = self.data_parallel.zero, self.mesh
         if zero == 0:
-            alone = "tensor parallel" if mesh.tp > 1 else "single device"
+            alone = "pipeline" if mesh.pp > 1 else "tensor parallel" if mesh.tp > 1 else "single device"
             return "DDP" if mesh.dp_replicate > 1 else alone
         stage = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}[zero]
         return f"HSDP {stage}" if mesh.dp_replicate > 1 else stage
@@ -214,10 +214,11 @@ def require_executable(plan: Plan) -> None:
     """What this version's engine cannot carry out yet is refused by name, never ignored."""
     default = Plan()
     refused: list[tuple[bool, str]] = [
-        (plan.mesh.pp > 1, "pipeline parallelism (mesh.pp > 1)"),
+        (plan.mesh.pp > 1 and plan.pipeline.schedule in ("pipedream", "pipedream_2bw"), "PipeDream"),
+        (plan.mesh.pp > 1 and plan.tensor_parallel.mode != "1d" and plan.mesh.tp > 1, "a pipeline of grids"),
         (plan.mesh.cp > 1, "context parallelism (mesh.cp > 1)"),
         (plan.mesh.ep > 1, "expert parallelism (mesh.ep > 1)"),
-        (plan.pipeline.virtual_stages > 1, "virtual pipeline stages"),
+        (plan.pipeline.virtual_stages > 1 and plan.mesh.pp == 1, "virtual pipeline stages without a pipeline"),
         (plan.activations.policy == "budget", "a budget of recompute (activations.policy = 'budget')"),
         (plan.activations.offload != default.activations.offload, "activation offload (activations.offload)"),
         (

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from weft.core import vocabulary
 from weft.core.batching import require_divisible
-from weft.core.errors import MeshError, NotBuiltError
+from weft.core.errors import MeshError, NotBuiltError, PipelineError
 from weft.core.plan import Plan, require_executable
 from weft.core.records import PeakRecord
 from weft.core.run_spec import RunSpec
@@ -26,6 +26,7 @@ from weft.dryrun.world import FakeWorld, fake_world
 from weft.engine.engine import Engine
 from weft.engine.meter import StepMeter, measure_peak, tensors_at_rest
 from weft.engine.optim import OptimizerPolicy
+from weft.engine.precision import torch_dtype
 from weft.engine.tracker import parts_of
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import ModelLayout, describe
@@ -51,15 +52,25 @@ def dry_run(run: RunSpec, plan: Plan, *, rank: int = 0, on_gpu: bool = True, att
             with world.mode:
                 return _measure(stage, world, began_s, rank=rank)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise NotBuiltError(
-                f"a {stage.config.model_type!r} model decides by the values of its tensors ({error.func}), "
-                "and a dry run has none",
-                hint="weft plan estimates it; weft train runs it",
-            ) from error
+            raise _needs_values(stage, error) from error
+        except PipelineError as error:
+            cause = error.__cause__
+            if isinstance(cause, DataDependentOutputException | DynamicOutputShapeException):
+                raise _needs_values(stage, cause) from error
+            raise
+
+
+def _needs_values(stage: Stage, error: DataDependentOutputException | DynamicOutputShapeException) -> NotBuiltError:
+    return NotBuiltError(
+        f"a {stage.config.model_type!r} model decides by the values of its tensors ({error.func}), "
+        "and a dry run has none",
+        hint="weft plan estimates it; weft train runs it",
+    )
 
 
 def _measure(stage: Stage, world: FakeWorld, began_s: float, *, rank: int) -> DryRun:
     loading_bytes = measure_peak(stage.build, device_type=CPU.type)
+    stage.expect_messages()
     recorder = _Recorder(world)
     meter = StepMeter(
         stage.engine,
@@ -141,6 +152,19 @@ class Stage:
             device=self.device,
         )
         self._rows = run.train.global_batch // plan.mesh.dp_degree
+
+    def expect_messages(self) -> None:
+        """A stage is told the shape of what it gets by a message, which has no values here: said beforehand."""
+        walk, tensor = self.engine.pipeline.walk, self.plan.tensor_parallel
+        if walk is None:
+            return
+        rows = self._rows // self.plan.pipeline.microbatches
+        length = self.run.data.sequence_length
+        cut = self.plan.mesh.tp if tensor.sequence_parallel else 1
+        shape = (rows, length // cut, self.config.get_text_config().hidden_size)
+        dtype = torch_dtype(self.plan.precision.policy().weights)
+        for place in walk.stages.own:
+            walk.book.expect(place, (rows, length), shape=shape, dtype=dtype)
 
     def step(self) -> None:
         self.engine.step_nowait(self._batch())

@@ -28,10 +28,14 @@ import weft.engine.apply as apply
 import weft.engine.engine as engine
 import weft.engine.mesh as mesh
 import weft.engine.ownership as ownership
+import weft.engine.pp.apply as pipeline
+import weft.engine.pp.mail as mail
+import weft.engine.pp.stages as stages
 import weft.engine.randomness as randomness
 from weft.dryrun.kernels import Kernel, gpu_attention
 from weft.dryrun.replicas import FakeReplicated
 from weft.dryrun.streams import CurrentStream
+from weft.models.pipeline_split import split_model
 
 _MESH_METHODS = ("__init__", "__getitem__", "_flatten", "_unflatten", "_create_sub_mesh", "get_local_rank",
                  "get_coordinate", "_hash_key")  # fmt: skip
@@ -95,6 +99,8 @@ def _patches() -> list[Any]:
         # a mesh does arithmetic on a real tensor of ranks
         mock.patch.object(mesh, "init_device_mesh", _outside(device_mesh.init_device_mesh)),
         mock.patch.object(ownership, "local_index", _outside(ownership.local_index)),
+        # where a model can be cut is asked of its own forward, on tensors with values
+        mock.patch.object(pipeline, "split_model", _outside(split_model)),
         # DDP's reducer is C++ that reads memory
         mock.patch.object(apply, "Replicated", FakeReplicated),
         # fully_shard cuts a parameter into as many parts as there are ranks, and keeps two
@@ -103,7 +109,10 @@ def _patches() -> list[Any]:
         *([mock.patch.object(moe, "_grouped_mm", _grouped(moe._grouped_mm))] if hasattr(moe, "_grouped_mm") else []),
         # values that steer the host: there are none
         mock.patch.object(engine, "read_is_finite", return_value=True),
+        mock.patch.object(stages, "read_is_nan", _says(False)),
         mock.patch.object(randomness, "draw_call_number", return_value=0),
+        # a message that never arrives would be held until the end of the step
+        mock.patch.object(mail, "has_left", _says(True)),
         mock.patch.object(torch, "rand", _rand),  # a layer is dropped where one number is below a threshold
     ]
     methods = {
@@ -112,6 +121,11 @@ def _patches() -> list[Any]:
     found += [mock.patch.object(device_mesh.DeviceMesh, name, _outside(method)) for name, method in methods.items()]
     getter = device_mesh.DeviceMesh.mesh.fget  # type: ignore[attr-defined]
     return [*found, mock.patch.object(device_mesh.DeviceMesh, "mesh", property(_outside(getter)))]
+
+
+def _says(answer: bool) -> Callable[..., bool]:
+    """A mock would remember what it was asked about, and so keep it alive."""
+    return lambda *_: answer
 
 
 def _optional(name: str) -> Any:

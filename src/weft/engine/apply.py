@@ -2,17 +2,22 @@
 
 1. freeze          before wrapping: strategies look at requires_grad
 2. place           a module with values: to the device, rank 0's values to all
-3. cut             tensor parallelism: parameters become this rank's parts, layers go around modules
-4. shard           fully_shard, blocks then root, still on meta (ZeRO, HSDP): a shard of a part
-5. materialise     each rank allocates and fills only its own parts
-6. cast            compute dtype for unsharded strategies (sharded ones cast when they gather)
-7. recompute       around the cast, which is repeated too; inside the hooks that gather and reduce, which are not
-8. replicate       DDP, after values exist: its buckets are real memory
+3. split           where the pipeline cuts: asks the model's own forward, so before anything is around it
+4. cut             tensor parallelism: parameters become this rank's parts, layers go around modules
+5. keep            this rank's stages: other parameters are gone before any memory is spent
+6. shard           fully_shard, blocks then root, still on meta (ZeRO, HSDP): a shard of a part
+7. materialise     each rank allocates and fills only its own parts
+8. cast            compute dtype for unsharded strategies (sharded ones cast when they gather)
+9. recompute       around the cast, which is repeated too; inside the hooks that gather and reduce, which are not
+10. number         dropout by block, outside of what is repeated
+11. replicate      DDP, after values exist: its buckets are real memory
+12. stage          entries and exits of this rank's stages, outside of all hooks
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -23,15 +28,29 @@ from weft.core.plan import Plan
 from weft.engine.dp.ddp import Replicated
 from weft.engine.dp.sharded import Sharded, shard_units
 from weft.engine.dp.strategy import Strategy
+from weft.engine.dp.summed import Summed
 from weft.engine.dp.threads import Threaded, require_gpus
 from weft.engine.materialise import materialise, place_real_model
 from weft.engine.mesh import Topology
-from weft.engine.precision import apply_compute_dtype
+from weft.engine.pp.apply import build_pipeline, cut_pipeline, keep_own_stages
+from weft.engine.pp.face import PipelineFace
+from weft.engine.precision import apply_compute_dtype, torch_dtype
+from weft.engine.randomness import number_blocks
 from weft.engine.recompute import apply_recompute
 from weft.engine.tp.apply import apply_tensor_parallel
 from weft.engine.tp.face import TensorFace
 from weft.models.initial import WeightSource
 from weft.models.layout import ModelLayout, require_blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """The faces of a model that is laid out, and the layout of what this rank has of it."""
+
+    layout: ModelLayout
+    strategy: Strategy
+    tensors: TensorFace
+    pipeline: PipelineFace
 
 
 def apply_plan(
@@ -44,32 +63,56 @@ def apply_plan(
     weights: WeightSource | None,
     frozen: Sequence[str] = (),
     has_own_objective: bool = False,
-) -> tuple[Strategy, TensorFace]:
-    """`model`, laid out as `plan` says, behind the faces of its data and tensor parallelism."""
+) -> Applied:
+    """`model`, laid out as `plan` says, behind the faces of its kinds of parallelism."""
     precision, dp = plan.precision.policy(), plan.data_parallel
     if dp.strategy == "dataparallel":
         require_gpus(precision)
     freeze(model, frozen)
     place_real_model(model, device=device)
+    pipeline_cut = cut_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
     face = TensorFace()
     if topology.tp_degree > 1:
         face = apply_tensor_parallel(model, layout, plan.tensor_parallel, topology, keep_logits_whole=has_own_objective)
-    parts = face.parts
+    own = layout
+    if pipeline_cut is not None:
+        own = keep_own_stages(model, layout, pipeline_cut, dtype=torch_dtype(precision.weights), device=device)
+        face = _of_stages(face, own)
     if dp.zero > 0:
-        require_blocks(layout)
-        shard_units(model, layout, mesh=topology.dp_mesh, stage=dp.zero, precision=precision)
-        materialise(model, layout, weights, device=device, parts=parts)
-        apply_recompute(model, layout, plan.activations.policy)
-        return Sharded(model, stage=dp.zero), face
-    materialise(model, layout, weights, device=device, parts=parts)
-    apply_compute_dtype(model, layout, precision)
-    apply_recompute(model, layout, plan.activations.policy)
+        require_blocks(own)
+        shard_units(model, own, mesh=topology.dp_mesh, stage=dp.zero, precision=precision)
+    materialise(model, own, weights, device=device, parts=face.parts)
+    if dp.zero == 0:
+        apply_compute_dtype(model, own, precision)
+    apply_recompute(model, own, plan.activations.policy)
+    number_blocks(model, layout)
+    strategy = _strategy(model, plan, topology)
+    pipeline = PipelineFace()
+    if pipeline_cut is not None:
+        pipeline = build_pipeline(model, layout, own, pipeline_cut, topology, device=device)
+    return Applied(layout=own, strategy=strategy, tensors=face, pipeline=pipeline)
+
+
+def _of_stages(face: TensorFace, layout: ModelLayout) -> TensorFace:
+    """What tensor parallelism cut of the parameters that are here, by their names here."""
+    here = {layout.copies.get(name, name): name for name in layout.unit_of}
+    parts = {here[name]: part for name, part in face.parts.items() if name in here}
+    return replace(
+        face, parts=parts, layout=face.layout.within({*layout.unit_of, *layout.ties}) if face.layout else None
+    )
+
+
+def _strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strategy:
+    dp = plan.data_parallel
+    if dp.zero > 0:
+        return Sharded(model, stage=dp.zero)
     if dp.strategy == "dataparallel":
-        return Threaded(model), face
-    if topology.dp_degree > 1:
-        group, may_be_unused = topology.dp_group, dp.find_unused_parameters
-        return Replicated(model, group=group, find_unused_parameters=may_be_unused), face
-    return Strategy(model), face
+        return Threaded(model)
+    if topology.dp_degree == 1:
+        return Strategy(model)
+    if topology.pp_degree > 1:
+        return Summed(model, group=topology.dp_group)
+    return Replicated(model, group=topology.dp_group, find_unused_parameters=dp.find_unused_parameters)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

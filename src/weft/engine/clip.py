@@ -7,7 +7,7 @@ A replicated parameter is counted once because no axis sums it; a box that ranks
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -23,9 +23,18 @@ Owned = tuple[tuple[str, ...], int]  # axes that shard a box, and ranks of the t
 
 @torch.no_grad()
 def global_norm(
-    parameters: Mapping[str, nn.Parameter], topology: Topology, *, parts: Parts, device: torch.device
+    parameters: Mapping[str, nn.Parameter],
+    topology: Topology,
+    *,
+    parts: Parts,
+    not_counted: Container[str] = (),
+    device: torch.device,
 ) -> torch.Tensor:
-    """The 2-norm of all gradients, the same on every rank; stays on the device."""
+    """The 2-norm of all gradients, the same on every rank; stays on the device.
+
+    `not_counted`: parameters that another pipeline stage has too, and counts.
+    """
+    parameters = {name: parameter for name, parameter in parameters.items() if name not in not_counted}
     groups: dict[Owned, list[torch.Tensor]] = defaultdict(list)
     for name, parameter in parameters.items():
         if parameter.grad is not None:
@@ -45,6 +54,8 @@ def global_norm(
         for axis in axis_names:
             sum_over(square, topology.group(axis))
         total = total + square
+    if topology.pp_degree > 1:  # every stage has parameters of its own
+        sum_over(total, topology.group(axes.PP))
     return total.sqrt()
 
 

@@ -29,7 +29,7 @@ from weft.engine.ownership import Parts, parameter_records
 from weft.engine.pending import PendingStep
 from weft.engine.precision import LossScale, read_is_finite
 from weft.engine.randomness import seeded_forward, uses_randomness
-from weft.engine.state import state_tensors
+from weft.engine.state import MODEL, OPTIMIZER, state_tensors
 from weft.engine.timer import StepTimer
 from weft.models.initial import WeightSource
 from weft.models.layout import describe
@@ -59,17 +59,18 @@ class Engine:
         ensure_group(device_type=self.device.type)
         self.topology = build_topology(plan, device_type=self.device.type)
         self.model = model
-        self.layout = describe(model, blocks=blocks)
-        self.strategy, self.tensors = apply_plan(
+        applied = apply_plan(
             model,
             plan,
             self.topology,
-            layout=self.layout,
+            layout=describe(model, blocks=blocks),
             device=self.device,
             weights=weights,
             frozen=frozen,
             has_own_objective=objective is not None,
         )
+        self.layout, self.strategy = applied.layout, applied.strategy
+        self.tensors, self.pipeline = applied.tensors, applied.pipeline
         self.parts: Parts = self.tensors.parts
         self.objective = objective or objective_for(model, self.tensors.token_loss)
         self._trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
@@ -108,6 +109,7 @@ class Engine:
             loss_sum, weight = self._forward_backward(self._to_device(batch), timer)
             self.is_updating = True
             self.tensors.sum_gradients(self._trained)
+            self.pipeline.shared.sum_gradients(self._trained)
             self._show_gradients()
             norm, skipped = self._update()
             if is_first:
@@ -136,29 +138,29 @@ class Engine:
         weight = sum_over(self.objective.weight(batch).to(self.device), self.topology.dp_group)
         factor = self.loss_scale.value / _divisor(weight)
         total = torch.zeros((), device=self.device)
-        for index, microbatch in enumerate(microbatches):
-            with (
-                self.strategy.microbatch(is_last=index == len(microbatches) - 1),
-                seeded_forward(
-                    seed=self._seed,
-                    step=self.steps_done,
-                    first_row=first_row + index * rows,
-                    num_rows=chunk,
-                    is_random=self._is_random,
-                    slices=self.tensors.zones,
-                ),
+
+        def forward(stage: int, index: int) -> torch.Tensor:
+            with seeded_forward(
+                seed=self._seed,
+                step=self.steps_done,
+                first_row=first_row + index * rows,
+                num_rows=chunk,
+                is_random=self._is_random,
+                slices=self.tensors.zones,
             ):
-                loss_sum = self._loss_sum(microbatch)
-                timer.mark(TimeTerm.FORWARD)
-                (loss_sum * factor).backward()  # type: ignore[no-untyped-call]
-                total += loss_sum.detach()
-                timer.mark(TimeTerm.BACKWARD)
+                loss_sum = self._loss_sum(microbatches[index], stage=stage)
+            total.add_(loss_sum.detach())
+            return loss_sum * factor
+
+        self.pipeline.train(forward, microbatches, self.strategy, timer)
         return total, weight
 
-    def _loss_sum(self, microbatch: Batch) -> torch.Tensor:
-        """The summed loss of this rank's rows; in a grid those of a part of the micro-batch."""
+    def _loss_sum(self, microbatch: Batch, *, stage: int = 0) -> torch.Tensor:
+        """The summed loss of this rank's rows; in a grid those of a part of the micro-batch. Ends early on a stage that
+        is not the last (`StageDone`)."""
+        module = self.pipeline.called(self.strategy.module, stage)
         with self.tensors.explained(self.model, self.plan.tensor_parallel):
-            return self.objective.loss_sum(self.strategy.module, self.tensors.rows_of(microbatch))
+            return self.objective.loss_sum(module, self.tensors.rows_of(microbatch))
 
     def _show_gradients(self) -> None:
         if self.on_gradients is None:
@@ -169,7 +171,10 @@ class Engine:
 
     def _update(self) -> tuple[torch.Tensor, bool]:
         """Norm, clip, optimizer; returns the norm before clipping and whether an overflow skipped the update."""
-        norm = global_norm(self._trained, self.topology, parts=self.parts, device=self.device) / self.loss_scale.value
+        norm = global_norm(
+            self._trained, self.topology, parts=self.parts, not_counted=self.layout.copies, device=self.device
+        )
+        norm = norm / self.loss_scale.value
         if self.loss_scale.enabled:
             is_finite = read_is_finite(norm)
             scale = self.loss_scale.value
@@ -205,20 +210,34 @@ class Engine:
         try:
             for batch in [batches] if isinstance(batches, Mapping) else batches:
                 on_device = self._to_device(batch)
-                totals[1] += self.objective.weight(on_device).to(self.device) * self.tensors.owns_weight
-                for microbatch in self._split(on_device):
-                    totals[0] += self._loss_sum(microbatch) * self.tensors.owns_loss
+                counts = self.tensors.owns_weight and self.pipeline.has_loss
+                totals[1] += self.objective.weight(on_device).to(self.device) * counts
+                totals[0] += self._evaluated(self._split(on_device)) * self.tensors.owns_loss
         finally:
             self.model.train()
             self.strategy.after_evaluation()
         return sum_over(totals, None)
+
+    def _evaluated(self, microbatches: Sequence[Batch]) -> torch.Tensor:
+        """The summed loss of all micro-batches; zero where the last stage is not."""
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+
+        def forward(stage: int, index: int) -> torch.Tensor:
+            loss_sum = self._loss_sum(microbatches[index], stage=stage)
+            total.add_(loss_sum)
+            return loss_sum
+
+        self.pipeline.measure(forward, microbatches, self.strategy)
+        return total
 
     # --- state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
         """Every tensor of model and optimizer under its logical name, sharing memory with the live ones."""
         create_state(self.optimizer, self.parameters)
-        return state_tensors(self.model, self.optimizer, self.parts)
+        state = state_tensors(self.model, self.optimizer, self.parts)
+        copied = tuple(f"{prefix}{name}" for prefix in (MODEL, OPTIMIZER) for name in self.layout.copies)
+        return {key: value for key, value in state.items() if not key.startswith(copied)} if copied else state
 
     def scalars(self) -> dict[str, Any]:
         """The rest of the state, as JSON."""
@@ -227,6 +246,7 @@ class Engine:
     def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
         self.steps_done = int(scalars["steps_done"])
         self.loss_scale.restore(scalars["loss_scale"])
+        self.pipeline.shared.spread(self._trained, self.optimizer)
 
     def save(self, directory: str | Path) -> None:
         """A committed checkpoint of this moment under `directory`; returns when it is safe on disk."""

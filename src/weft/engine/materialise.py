@@ -62,7 +62,9 @@ def _allocate(model: nn.Module, layout: ModelLayout, device: torch.device) -> No
 
 def _fill(model: nn.Module, layout: ModelLayout, source: WeightSource, parts: Parts) -> None:
     missing = set(layout.unit_of)
-    for name, read in source.readers(list(layout.unit_of)):
+    here = {layout.copies.get(name, name): name for name in layout.unit_of}
+    for first, read in source.readers(list(here)):
+        name = here[first]
         parameter = model.get_parameter(name)
         for box in boxes_of(parameter, parts.get(name)):
             if box.num_elements:

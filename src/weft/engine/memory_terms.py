@@ -1,7 +1,8 @@
 """Which term each live byte belongs to, asked of the engine at the moment of the peak.
 
 Weights, states, gradients and what `fully_shard` has gathered or is reducing are looked up by their storages; the rest
-is told apart by when it was made: in the forward it is kept for the backward, in the backward it is on its way.
+is told apart by when it was made: in the forward it is kept for the backward, in the backward it is on its way, unless
+it waits for the second half of one that is cut.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft.core.records import HolderRecord
 from weft.core.terms import MemoryTerm as Term
+from weft.engine.deferred import Deferred
 from weft.engine.tracker import BEFORE, Live, parts_of
 
 if TYPE_CHECKING:
@@ -31,9 +33,11 @@ def holders_of(engine: Engine, live: Mapping[int, Live], *, weights: Sequence[to
     owner = _owners(engine, weights)
     shapes = {tuple(parameter.shape) for parameter in engine.model.parameters()}
     vocab_size = _vocab_size(engine)
+    waiting = {part.untyped_storage()._cdata for one in Deferred.alive for part in one.gradients}
     found: dict[tuple[Any, ...], list[int]] = {}
     for key, entry in live.items():
         term = owner.get(key) or _by_origin(entry, shapes, vocab_size)
+        term = Term.ACTIVATIONS if term is Term.TEMPORARIES and key in waiting else term
         place = (term, _any_block(entry.module), entry.operator, entry.phase, entry.shape, entry.dtype)
         found.setdefault(place, []).append(entry.nbytes)
     holders = [

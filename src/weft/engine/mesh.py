@@ -26,6 +26,19 @@ class Topology:
     dp_rank: int
     dp_degree: int
     tp_degree: int = 1
+    pp_degree: int = 1
+    pp_rank: int = 0
+    stage_group: dist.ProcessGroup | None = None  # ranks that share this rank's stages; None: all ranks do
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks that share a pipeline rank's stages."""
+        return dist.get_world_size() // self.pp_degree
+
+    @property
+    def pp_line(self) -> tuple[int, ...]:
+        """The global ranks of this rank's pipeline, first place first."""
+        return tuple(range(dist.get_rank() % self.stage_size, dist.get_world_size(), self.stage_size))
 
     @property
     def dp_mesh(self) -> DeviceMesh:
@@ -62,29 +75,47 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
     sizes = {axis: size for axis, size in plan.mesh.sizes().items() if size > 1}
     if plan.data_parallel.zero > 0:
         sizes.setdefault(axes.DP_SHARD, 1)  # fully_shard needs its axis even on one rank
-    elif plan.mesh.dp_degree == 1 and plan.mesh.tp > 1:
+    elif plan.mesh.dp_degree == 1 and plan.mesh.tp * plan.mesh.pp > 1:
         sizes.setdefault(axes.DP_REPLICATE, 1)  # a data axis is always there
     ordered = {axis: sizes[axis] for axis in axes.MESH_ORDER if axis in sizes} or {axes.DP_REPLICATE: 1}
     mesh = init_device_mesh(device_type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
-    tp = plan.mesh.tp
+    tp, pp = plan.mesh.tp, plan.mesh.pp
+    stage_size = world_size // pp
     return Topology(
         mesh=mesh,
-        dp_group=_data_group(tp),
-        dp_rank=dist.get_rank() // tp,
+        dp_group=_data_group(tp, stage_size),
+        dp_rank=dist.get_rank() % stage_size // tp,
         dp_degree=plan.mesh.dp_degree,
         tp_degree=tp,
+        pp_degree=pp,
+        pp_rank=dist.get_rank() // stage_size,
+        stage_group=_stage_group(stage_size) if pp > 1 else None,
     )
 
 
-def _data_group(tp_degree: int) -> dist.ProcessGroup:
-    """The ranks at the same place of their tp line. Collective: every rank makes every group, in the same order."""
+def _stage_group(stage_size: int) -> dist.ProcessGroup:
+    """Collective."""
+    world = range(dist.get_world_size())
+    groups = [dist.new_group(list(world[begin : begin + stage_size])) for begin in world[::stage_size]]
+    return groups[dist.get_rank() // stage_size]  # type: ignore[no-any-return]
+
+
+def _data_group(tp_degree: int, stage_size: int) -> dist.ProcessGroup:
+    """The ranks of a stage at the same place of their tp line. Collective: every rank makes every group, in order."""
     world = dist.group.WORLD
     if world is None:
         raise MeshError("no process group is initialised", hint="create the Engine inside a run, or call weft.train")
-    if tp_degree == 1:
+    if tp_degree == 1 and stage_size == dist.get_world_size():
         return world
-    groups = [dist.new_group(list(range(place, dist.get_world_size(), tp_degree))) for place in range(tp_degree)]
-    return groups[dist.get_rank() % tp_degree]  # type: ignore[no-any-return]
+    own: dist.ProcessGroup | None = None
+    for begin in range(0, dist.get_world_size(), stage_size):
+        for place in range(tp_degree):
+            ranks = list(range(begin + place, begin + stage_size, tp_degree))
+            group = dist.new_group(ranks)
+            own = group if dist.get_rank() in ranks else own
+    if own is None:
+        raise MeshError("this rank is in no data-parallel group", hint="the mesh must cover all ranks")
+    return own
 
 
 def describe_mesh(plan: Plan) -> str:

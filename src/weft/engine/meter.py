@@ -17,7 +17,7 @@ import torch
 
 from weft.comm.ledger import TrafficLedger
 from weft.comm.watch import OperatorWatch
-from weft.core.axes import DP_REPLICATE, TP
+from weft.core.axes import DP_REPLICATE, PP, TP
 from weft.core.records import HolderRecord, PeakRecord
 from weft.core.terms import MemoryTerm as Term
 from weft.engine.flops import FlopCounter
@@ -57,12 +57,14 @@ class StepMeter:
             module=self._modules.current,
             workspace=workspace,
             allocated=allocated,
+            is_in_backward=self._is_in_backward,
         )
         topology = engine.topology
         axes = {str(topology.group(axis).group_name): axis for axis in topology.axis_names}
-        if engine.tensors.groups:
-            axes |= {str(group.group_name): TP for group in engine.tensors.groups}
-            # DDP's own, beside the mesh's: the ranks at the same place of their tensor lines
+        axes |= {str(group.group_name): TP for group in engine.tensors.groups}
+        axes |= {str(group.group_name): PP for group in engine.pipeline.groups}
+        if engine.tensors.groups or engine.pipeline.groups:
+            # that of replicas, beside the mesh's: the ranks at the same place of their stage and tensor lines
             axes.setdefault(str(topology.dp_group.group_name), DP_REPLICATE)
         self._ledger = TrafficLedger(axes=axes, phase=self._phase_of_traffic)
         self._flops = FlopCounter()
@@ -71,6 +73,10 @@ class StepMeter:
         self._has_looked = False
         self._module = ""
         self.failed_in = ("", "")  # the phase and the module of an operator that raised
+
+    def _is_in_backward(self) -> bool:
+        walk = self._engine.pipeline.walk
+        return walk is not None and walk.is_in_backward
 
     def _phase_of_traffic(self) -> str:
         return "update" if self._engine.is_updating else self._tracker.phase

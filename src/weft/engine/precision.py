@@ -9,6 +9,7 @@ Autocast is not used: it keeps a float32 residual stream, which is neither what 
 from __future__ import annotations
 
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ class _CastUnit:
 
     def __init__(self, model: nn.Module, layout: ModelLayout, unit: str, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.known: dict[int, tuple[ReferenceType[nn.Parameter], int, ReferenceType[torch.Tensor]]] = {}
         self.places = [
             (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -46,7 +48,7 @@ class _CastUnit:
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         masters = self._masters()
-        casts = {id(master): master.to(self.dtype) for master in masters}
+        casts = {id(master): self._cast(master) for master in masters}
         # try: an exception in forward (recomputation ends with one) must not leave casts where parameters belong
         try:
             for (owner, key), master in zip(self.places, masters, strict=True):
@@ -55,6 +57,17 @@ class _CastUnit:
         finally:
             for (owner, key), master in zip(self.places, masters, strict=True):
                 owner._parameters[key] = master
+
+    def _cast(self, master: nn.Parameter) -> torch.Tensor:
+        """The cast that a micro-batch in flight still holds, if there is one: else a pipeline had one for each of them.
+        Held weakly, so it lives as long as some backward needs it."""
+        its_master, version, its_cast = self.known.get(id(master), (None, 0, None))
+        cast = its_cast() if its_cast is not None else None
+        is_same = its_master is not None and its_master() is master and version == master._version
+        if cast is None or not is_same or cast.requires_grad != (master.requires_grad and torch.is_grad_enabled()):
+            cast = master.to(self.dtype)
+            self.known[id(master)] = (ref(master), master._version, ref(cast))
+        return cast
 
     def _masters(self) -> list[nn.Parameter]:
         masters = [owner._parameters[key] for owner, key in self.places]

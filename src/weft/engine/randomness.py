@@ -9,6 +9,7 @@ Where a rank has a slice of a tensor (`Slices`: heads, a width, the sequence), i
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Protocol
@@ -19,6 +20,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from weft.core.errors import NotBuiltError
+from weft.engine.around import Forward, put_around
+from weft.models.layout import ModelLayout
 
 
 class Slices(Protocol):
@@ -49,10 +52,26 @@ def seeded_forward(
     if not is_random:
         yield
         return
-    torch.manual_seed(_mix(seed, step))
-    rows = _RowDropout(first_row=first_row, num_rows=num_rows, slices=slices)
+    rows = _RowDropout(seed=_mix(seed, step), first_row=first_row, num_rows=num_rows, slices=slices)
+    torch.manual_seed(rows.seed)
     with rows, rows.by_name():
         yield
+
+
+def number_blocks(model: nn.Module, layout: ModelLayout) -> None:
+    """Dropout calls are counted anew in every block: a pipeline's stage, which passes blocks by, counts alike."""
+    for index, name in enumerate(layout.blocks):
+        put_around(model.get_submodule(name), _Numbered(index))
+
+
+class _Numbered:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        if _RowDropout.active is not None:
+            _RowDropout.active.begin_block(self.index)
+        return forward(*args, **kwargs)
 
 
 def replayed() -> AbstractContextManager[Any]:
@@ -76,8 +95,10 @@ class _RowDropout(TorchFunctionMode):
 
     active: ClassVar[_RowDropout | None] = None  # torch turns the mode off in backward; `replayed` turns it on again
 
-    def __init__(self, *, first_row: int, num_rows: int, slices: Slices | None = None) -> None:
+    def __init__(self, *, seed: int, first_row: int, num_rows: int, slices: Slices | None = None) -> None:
         super().__init__()
+        self.seed = seed
+        self._passes: Counter[int] = Counter()
         self.first_row = first_row
         self.num_rows = num_rows
         self.slices = slices
@@ -91,6 +112,14 @@ class _RowDropout(TorchFunctionMode):
         if func in _ROW_BY_ROW and kwargs.get("generator") is None:
             return self._row_by_row(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+    def begin_block(self, index: int) -> None:
+        """A block that is passed several times draws other numbers each time; repeated, those of its last pass."""
+        # Private: torch has no public way to ask whether a backward is running; checkpoint itself asks so.
+        # tests/unit/engine/test_randomness.py fails when it moves.
+        is_repeating = torch._C._current_graph_task_id() != -1
+        self._passes[index] += not is_repeating
+        torch.manual_seed(_mix(_mix(self.seed, index + 1), self._passes[index]))
 
     def _dropout(
         self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **kwargs: Any

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from weft.core.errors import NoBlocksError
 from weft.engine.around import Forward, put_around
+from weft.engine.deferred import deferring_again
 from weft.engine.randomness import replayed
 from weft.models.layout import ModelLayout
 
@@ -77,7 +78,7 @@ class _Recomputed:
         second: AbstractContextManager[Any] = nullcontext()
         if self._is_selective:
             first, second = create_selective_checkpoint_contexts(_choose)  # type: ignore[no-untyped-call]
-        return first, self._again(replayed(), second)
+        return first, self._again(replayed(), deferring_again(), second)
 
     @contextmanager
     def _again(self, *contexts: AbstractContextManager[Any]) -> Iterator[None]:
@@ -85,7 +86,9 @@ class _Recomputed:
         counting = [module for module in self._block.modules() if getattr(module, "track_running_stats", False)]
         before = [(buffer, buffer.clone()) for module in counting for buffer in module.buffers(recurse=False)]
         try:
-            with contexts[0], contexts[1]:
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
                 yield
         finally:
             for buffer, value in before:

@@ -67,8 +67,12 @@ class MemoryTracker:
         module: Callable[[], str] = str,
         workspace: Callable[[Any, Any], int] | None = None,
         allocated: Callable[[int, int], None] | None = None,
+        is_in_backward: Callable[[], bool] = bool,
     ) -> None:
-        """`allocated(key, nbytes)` hears of every change: bytes taken under a key, 0 for given back."""
+        """`allocated(key, nbytes)` hears of every change: bytes taken under a key, 0 for given back.
+
+        `is_in_backward` is asked where autograd is not at work: in a pipeline, between its nodes.
+        """
         self.live: dict[int, Live] = {}
         self.current_bytes = 0
         self.peak = Peak()
@@ -77,13 +81,15 @@ class MemoryTracker:
         self._device_type = device_type
         self._look_at, self._look, self._module = look_at, look, module
         self._workspace, self._allocated = workspace, allocated
+        self._is_in_backward = is_in_backward
         self._mode: Any = None
 
     @property
     def phase(self) -> str:
         """What the step is at. The backward is told by autograd, which runs it: `_current_graph_task_id` is private,
         nothing public says so from inside an operator, and tests/fake/dryrun fails when it moves."""
-        return "backward" if torch._C._current_graph_task_id() != -1 else self._phase
+        is_backward = torch._C._current_graph_task_id() != -1 or self._is_in_backward()
+        return "backward" if is_backward else self._phase
 
     @phase.setter
     def phase(self, name: str) -> None:

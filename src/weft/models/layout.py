@@ -25,6 +25,7 @@ class ModelLayout:
     ties: dict[str, str]
     unit_of: dict[str, str]
     notes: tuple[str, ...] = field(default=())
+    copies: dict[str, str] = field(default_factory=dict)  # names here -> the tied weight's first name, on another stage
 
     @property
     def units(self) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ of its slices. A parameter that no region and no table names stays replicated, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -89,3 +90,17 @@ class TensorLayout:
     mixers: tuple[str, ...] = ()  # replicated modules inside blocks that need the whole sequence (a state-space mixer)
     norms: tuple[str, ...] = ()  # modules that normalise the residual stream: per token, over the hidden size
     refusals: dict[str, str] = field(default_factory=dict)  # "sequence_parallel" | "grid" | "loss_parallel" -> why not
+
+    def within(self, parameters: Container[str]) -> TensorLayout:
+        """Of what is cut, that which these parameters are part of: a pipeline's stages."""
+
+        def is_here(region: Region) -> bool:
+            names = [*(f"{linear.name}.weight" for linear in region.linears), *(cut.name for cut in region.tensors)]
+            return any(name in parameters for name in names)
+
+        return replace(
+            self,
+            regions=tuple(region for region in self.regions if is_here(region)),
+            embedding=self.embedding if f"{self.embedding}.weight" in parameters else None,
+            head=self.head if f"{self.head}.weight" in parameters else None,
+        )

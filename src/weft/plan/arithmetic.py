@@ -169,7 +169,8 @@ def _activations(view: View, found: Estimate) -> list[Line]:
         formula += f" x {flying:g} micro-batches in flight" if flying != 1 else ""
         lines.append(Line(term=Term.ACTIVATIONS, formula=formula, bytes=a_block * count * flying))
     rest = found.memory_terms[Term.ACTIVATIONS] - sum(line.bytes for line in lines)
-    what = "the final norm, and parts computed again" if rest >= 0 else "freed by the backward so far"
+    between = ", what passes between stages" if found.plan.mesh.pp > 1 else ""
+    what = f"the final norm{between}, and parts computed again" if rest >= 0 else "freed by the backward so far"
     if abs(rest) >= 1:
         lines.append(Line(term=Term.ACTIVATIONS, formula=what, bytes=rest))
     return lines

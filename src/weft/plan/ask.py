@@ -24,6 +24,7 @@ from weft.plan.request import OptimizerKind, Request, Workload
 from weft.plan.rules import check_plan
 from weft.plan.search import Answer, search
 from weft.plan.space import Freedom
+from weft.plan.stages import Place
 
 MAX_DEFAULT_SEQUENCE = 8192
 # Tokens a step that models of this size are usually trained with, up to so many parameters.
@@ -106,8 +107,9 @@ def estimate_plan(
     global_batch: int | None = None,
     sequence_length: int | None = None,
     optimizer: str | None = None,
+    place: Place | None = None,
 ) -> Estimate:
-    """What `plan` costs; an illegal one is an error that says why."""
+    """What `plan` costs; an illegal one is an error that says why. `place`: of that rank of a pipeline."""
     question = ask(
         model,
         devices,
@@ -118,7 +120,7 @@ def estimate_plan(
     )
     request = replace(question.request, tp_may_leave_node=True)
     require_legal(request, plan)
-    return estimate(request, plan)
+    return estimate(request, plan, place=place)
 
 
 def require_legal(request: Request, plan: Plan, *, source: str = "the plan") -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,10 +12,10 @@ from weft.plan.links import leaves_node
 from weft.plan.memory import MemoryEstimate, estimate_memory
 from weft.plan.moments import moments_of
 from weft.plan.request import Request
-from weft.plan.stages import PLACES
+from weft.plan.stages import PLACES, Place
 from weft.plan.step_time import TimeEstimate, estimate_time
 from weft.plan.traffic import Traffic, estimate_traffic
-from weft.plan.view import views_of
+from weft.plan.view import view_at, views_of
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Estimate:
     memory_bytes: int
     memory_terms: dict[str, int]
     peak_at: str
+    place: Place  # of a pipeline, the rank that the memory is of
     moments: dict[str, int]  # peaks of other moments of a run: loading, saving, resuming
     traffic: list[dict[str, str | int]]
     step_s: float
@@ -82,9 +83,18 @@ def estimate_columns(request: Request, columns: Columns) -> Costs:
     return Costs(request, columns, estimate_memory(views), estimate_traffic(views[0]), estimate_time(views))
 
 
-def estimate(request: Request, plan: Plan) -> Estimate:
-    """One plan. The request's precision is the plan's."""
-    return record_at(estimate_columns(request, columns_of([plan])), 0, plan)
+def estimate(request: Request, plan: Plan, *, place: Place | None = None) -> Estimate:
+    """One plan. The request's precision is the plan's.
+
+    Of a pipeline: memory of its fullest rank and traffic of its first, or both of the rank at `place`; whether it fits
+    is a question for all of them.
+    """
+    costs = estimate_columns(request, columns_of([plan]))
+    if place is None:
+        return record_at(costs, 0, plan)
+    view = view_at(request, costs.columns, np.arange(1), place=PLACES.index(place))
+    there = replace(costs, memory=estimate_memory([view]), traffic=estimate_traffic(view))
+    return replace(record_at(there, 0, plan), fits=bool(costs.fits[0]))
 
 
 def record_at(costs: Costs, row: int, plan: Plan) -> Estimate:
@@ -99,6 +109,7 @@ def record_at(costs: Costs, row: int, plan: Plan) -> Estimate:
         memory_bytes=sum(memory_terms.values()),
         memory_terms=memory_terms,
         peak_at=costs.memory.instant[int(costs.memory.at[row])] + stage,
+        place=place,
         moments=moments_of(costs.request, plan),
         traffic=_traffic_at(costs, row),
         step_s=sum(time_terms.values()),

@@ -1,7 +1,8 @@
-"""Eleven instants of a step, each with what is alive then, term by term; the fullest of them is a rank's peak.
+"""Thirteen instants of a step, each with what is alive then, term by term; the fullest of them is a rank's peak.
 
     loss     everything in flight is kept, logits and their gradient exist
     head     the gradient of the logits waits while ZeRO-3 gathers the root again, for the head's backward
+    fetching a stage without the head begins its backward: the root and its last block come (ZeRO-3)
     top      backward of the last block: its recomputed parts, the head's gradient
     middle   one block further down: the first reduce-scatter is on its way
     second   the second block from the bottom: almost all gradients, almost no activations
@@ -9,6 +10,7 @@
     arriving the first block has come over the wire and is laid out, its backward has not begun (ZeRO-3)
     bottom   the first block
     table    all gradients, and the token table's once more as it came, in the compute dtype
+    sum      all gradients, and a bucket of them on its way between the replicas of a pipeline
     update   all gradients, no activations, the optimizer's temporaries
 
 Terms are disjoint and add up. What is there at every instant, and what is kept, is put together in `memory`.
@@ -22,10 +24,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.core.terms import MemoryTerm as Term
-from weft.plan.columns import Floats
+from weft.plan.columns import Bools, Floats
 from weft.plan.view import View
 
 MIB = 2**20
+SUM_BUCKET_BYTES = 25 * MIB  # of gradients that replicas of a pipeline's rank sum together
 MAX_ROW_SUM_BYTES = 132 * MIB  # (measured on Hopper)
 
 Terms = dict[Term, Floats]
@@ -42,7 +45,10 @@ class Parts:
     kept_block: Floats  # of the block whose backward comes first
     recomputed: Floats  # what recomputation brings back for one block
     logits: Floats
+    held_logits: Floats  # of other micro-batches in flight
     num_logits: Floats
+    earlier_gradients: Floats  # there when the backward begins
+    has_gradients: Bools  # of earlier micro-batches: those of DDP's buckets are none
     num_blocks: Floats
     widest: int  # numbers a token inside the widest MLP
 
@@ -53,6 +59,7 @@ def instants_of(parts: Parts) -> dict[str, Terms]:
     return {
         "loss": _at_loss(parts),
         "gathering the head": _at_head(parts),
+        "gathering the last block": _at_last_block(parts),
         "backward of the last block": _in_backward(parts, done=np.zeros(len(last))),
         "backward of the last block but one": _in_backward(parts, done=np.minimum(1.0, last)),
         "end of the last block but one": _at_block_end(parts, done=np.minimum(1.0, last)),
@@ -61,6 +68,7 @@ def instants_of(parts: Parts) -> dict[str, Terms]:
         "gathering the first block": _at_first_block(parts, _in_backward(parts, done=last)),
         "backward of the first block": _in_backward(parts, done=last),
         "gradient of the token table": _at_table(parts),
+        "sum over replicas": _at_sum(parts),
         "update": _at_update(parts),
     }
 
@@ -70,11 +78,12 @@ def _at_loss(parts: Parts) -> Terms:
     # ZeRO-3 gives its root back when the forward ends, and the loss comes after that
     gathered = np.where(columns.zero == 3, 0.0, _kept_gathered(parts.view))
     none = np.zeros(len(columns))
-    # between micro-batches `fully_shard` holds on to the input of its last reduce-scatter, the root's
-    is_held = (columns.zero >= 2) & (columns.microbatches > 1)
+    # between micro-batches `fully_shard` holds on to the input of its last reduce-scatter, the root's; a rank with
+    # several stages has passed another one since
+    is_held = (columns.zero >= 2) & parts.has_gradients & (parts.view.stage.num_stages == 1)
     held = np.where(is_held, parts.view.share.root.padded * parts.view.sizes.communication, 0.0)
     return _instant(
-        parts, kept=parts.kept + parts.final, gathered=gathered, gradients=_gradients_before(parts.view),
+        parts, kept=parts.kept + parts.final, gathered=gathered, gradients=parts.earlier_gradients,
         logits=parts.logits, buffers=held, temporaries=none,
     )  # fmt: skip
 
@@ -88,8 +97,20 @@ def _at_head(parts: Parts) -> Terms:
     return {
         **_at_loss(parts),
         Term.GATHERED: root,
-        Term.LOGITS: np.where(gathers, gradient, 0.0),
+        Term.LOGITS: np.where(gathers, gradient + parts.held_logits, 0.0),
         Term.TEMPORARIES: root,  # what came over the wire, before it is laid out as parameters
+    }
+
+
+def _at_last_block(parts: Parts) -> Terms:
+    """As they came over the wire and as they are laid out: both are there, beside all activations."""
+    view = parts.view
+    is_here = (view.columns.zero == 3) & (view.columns.pp > 1) & ~view.stage.holds_head
+    come = np.where(is_here, (view.share.root.padded + view.share.largest_padded) * view.sizes.compute, 0.0)
+    return {
+        **_at_loss(parts),
+        Term.GATHERED: come,
+        Term.TEMPORARIES: np.where(is_here, come + view.stream_bytes, 0.0),
     }
 
 
@@ -104,27 +125,32 @@ def _in_backward(parts: Parts, *, done: Floats) -> Terms:
     block_cast = np.where((columns.zero == 0) & sizes.is_mixed, share.largest_block * sizes.compute, 0.0)
     # casts are freed block by block; recomputation makes that of the block at work anew
     gathered = gathered + np.where(columns.recomputes("none"), -done, 1.0) * block_cast
-    before = _gradients_before(parts.view)
+    before = parts.earlier_gradients
     per_block = (share.total.whole - share.root.whole) / blocks
     per_block_shard = (share.total.shard - share.root.shard) / blocks
     reduced = np.where(columns.zero >= 2, per_block_shard, per_block) * sizes.gradient * done
     head_gradient = _head_gradient(view)
-    grown = np.maximum(before, np.where(columns.microbatches > 1, before, reduced))
+    grown = np.maximum(before, np.where(parts.has_gradients, before, reduced))
     reduce_input = np.where(is_first | (columns.zero == 0), 0.0, share.largest_padded * sizes.communication)
     own_gradient = share.largest_block * sizes.compute
     flying = done * parts.kept_block
     wide = 2 * view.tokens * sizes.activation * parts.widest / columns.tp
     waiting = np.where(columns.zero > 0, head_gradient, 0.0)  # the root is reduced last
-    temporaries = wide + own_gradient / 3 + view.stream_bytes + waiting + _entry_gradients(view)
+    temporaries = wide + own_gradient / 3 + view.stream_bytes + waiting + _entry_gradients(view) + _received(view)
     return _instant(
         parts,
         kept=np.maximum(parts.kept - flying, 0.0) + parts.recomputed,
         gathered=np.maximum(gathered, 0.0),
         gradients=np.where(columns.zero == 0, np.maximum(grown, head_gradient), grown),
-        logits=np.zeros(len(columns)),
+        logits=parts.held_logits,
         buffers=reduce_input,
         temporaries=temporaries,
     )  # fmt: skip
+
+
+def _received(view: View) -> Floats:
+    """The gradient of what a stage gave, until its backward is done."""
+    return np.where((view.columns.pp > 1) & ~view.stage.holds_head, view.stream_bytes, 0.0)
 
 
 def _entry_gradients(view: View) -> Floats:
@@ -183,10 +209,25 @@ def _at_table(parts: Parts) -> Terms:
     none = np.zeros(len(columns))
     is_last = (columns.zero == 0) & view.stage.holds_embedding & sizes.is_mixed
     table = np.where(is_last, _table_elements(view), 0.0)
-    into_bucket = np.where(columns.dp * columns.cp > 1, sizes.compute + sizes.gradient, 0)
+    into_bucket = np.where(has_buckets(view), sizes.compute + sizes.gradient, 0)
     return _instant(
         parts, kept=none, gathered=none, gradients=np.where(is_last, view.share.total.whole * sizes.gradient, 0.0),
         logits=none, buffers=none, temporaries=table * (sizes.compute + into_bucket),
+    )  # fmt: skip
+
+
+def _at_sum(parts: Parts) -> Terms:
+    """Replicas of a pipeline's rank sum when the last backward is done, in buckets; a large tensor is one alone."""
+    view, columns = parts.view, parts.view.columns
+    gradients = view.share.total.whole * view.sizes.gradient
+    is_summed = (columns.pp > 1) & (columns.zero == 0) & (columns.dp * columns.cp > 1)
+    has_table = view.stage.holds_embedding | view.stage.holds_head
+    largest = np.where(has_table, _table_elements(view) * view.sizes.gradient, 0.0)
+    bucket = np.minimum(np.maximum(SUM_BUCKET_BYTES, largest), gradients)
+    none = np.zeros(len(columns))
+    return _instant(
+        parts, kept=none, gathered=none, gradients=np.where(is_summed, gradients, 0.0), logits=none, buffers=none,
+        temporaries=np.where(is_summed, bucket, 0.0),
     )  # fmt: skip
 
 
@@ -255,22 +296,22 @@ def _unused_cast(view: View) -> Floats:
     return np.where(view.stage.holds_embedding & ~is_kept, table, 0.0)
 
 
-def _gradients_before(view: View) -> Floats:
-    """Gradients that exist when the last micro-batch's backward begins: DDP's buckets always do."""
+def gradients_of_earlier(view: View) -> Floats:
+    """Gradients that exist when a micro-batch's backward begins, and others had theirs before."""
     columns, share, sizes = view.columns, view.share, view.sizes
-    several = columns.microbatches > 1
-    is_ddp = (columns.zero == 0) & (columns.dp * columns.cp > 1)
     return np.select(
         [columns.zero == 0, columns.zero == 1],
-        [
-            np.where(is_ddp | several, share.total.whole * sizes.gradient, 0.0),
-            np.where(several, share.total.whole * sizes.communication, 0.0),
-        ],
-        np.where(several, share.total.shard * sizes.gradient, 0.0),
+        [share.total.whole * sizes.gradient, share.total.whole * sizes.communication],
+        share.total.shard * sizes.gradient,
     )
 
 
+def has_buckets(view: View) -> Bools:
+    """DDP's hold all gradients, always; in a pipeline replicas are summed without them."""
+    columns = view.columns
+    return (columns.zero == 0) & (columns.dp * columns.cp > 1) & (columns.pp == 1)
+
+
 def _peer_buffers(view: View) -> Floats:
-    """Receive buffers of pipelines and of the ring of context parallelism."""
-    is_peer = (view.columns.pp > 1).astype(np.float64) + (view.columns.cp > 1)
-    return 2 * view.stream_bytes * is_peer
+    """Receive buffers of the ring of context parallelism; what a stage receives it keeps."""
+    return np.where(view.columns.cp > 1, 2 * view.stream_bytes, 0.0)

@@ -163,7 +163,8 @@ def _ends(view: View) -> Iterator[Sent]:
     shape, stage = view.shape, view.stage
     width = (shape.embedding_size or shape.hidden_size) * view.sizes.activation
     times = view.columns.microbatches.astype(np.float64)
-    table: Floats = np.where(stage.holds_embedding & shape.has_cut_table, times, 0.0)
+    # the model's own forward runs on every stage, and with it the table where the rank has it
+    table: Floats = np.where(stage.holds_embedding & shape.has_cut_table, times * stage.num_stages, 0.0)
     head: Floats = np.where(stage.holds_head & shape.has_cut_head, times, 0.0)
     yield "all_reduce", "forward", _reduced(view, _numbers(view, width)) * table, table
     yield "all_reduce", "backward", _reduced(view, _numbers(view, width)) * head, head

@@ -7,7 +7,7 @@ themselves are in `instants`; here is what they are put together from, and what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from weft.core.model_shape import ModelShape
 from weft.core.terms import MemoryTerm as Term
 from weft.plan.activations import bytes_of, kept_by, kept_fully, kept_selectively
 from weft.plan.columns import Floats, Ints
-from weft.plan.instants import MIB, Parts, Terms, instants_of
+from weft.plan.flight import LOG_PROBABILITY_BYTES, edge_bytes, flight_of, waiting_bytes
+from weft.plan.instants import MIB, Parts, Terms, gradients_of_earlier, has_buckets, instants_of
 from weft.plan.view import View
 
 MATMUL_WORKSPACE_BYTES = 64 * MIB  # 32 MiB for each of the two threads that multiply (measured on Hopper)
@@ -43,7 +44,8 @@ class MemoryEstimate:
 def estimate_memory(views: Sequence[View]) -> MemoryEstimate:
     """The fullest rank of each plan."""
     terms, names, at = _estimate_stage(views[0])
-    found = MemoryEstimate(terms, names, at, np.zeros(len(at), dtype=np.int64), _host_bytes(views[0]))
+    place = np.full(len(at), views[0].place, dtype=np.int64)
+    found = MemoryEstimate(terms, names, at, place, _host_bytes(views[0]))
     for view in views[1:]:
         other, _, other_at = _estimate_stage(view)
         _keep_fuller(found, view.rows, other, other_at, view.place)
@@ -58,8 +60,8 @@ def _host_bytes(view: View) -> Floats:
     weights = np.where(columns.offload_parameters > 0, held * sizes.master, 0.0)
     kept = np.zeros(len(columns))
     if np.any(columns.offload_activations):
-        kept, _, _ = _activations(replace(view, columns=replace(columns, offload_activations=0 * columns.tp)))
-        kept = kept * columns.offload_activations
+        one, _, _ = _activations(view)
+        kept = one * view.stage.in_flight * columns.offload_activations
     return (optimizer + weights + kept) * view.request.cluster.devices_per_node
 
 
@@ -85,7 +87,7 @@ def _estimate_stage(view: View) -> tuple[Terms, tuple[str, ...], Ints]:
 
 def _parts(view: View) -> Parts:
     shape, stage = view.shape, view.stage
-    kept, kept_block, recomputed = _activations(view)
+    one, kept_block, recomputed = _activations(view)
     is_cut = (view.columns.loss_parallel > 0) & (view.columns.tp > 1) & shape.has_cut_head
     vocab = np.ceil(shape.vocab_size / np.where(is_cut, view.columns.tp, 1))
     numbers = np.where(stage.holds_head, view.tokens * vocab, 0.0)
@@ -96,6 +98,14 @@ def _parts(view: View) -> Parts:
     final = np.where(stage.holds_head, view.tokens * shape.hidden_size * (4 + 2 * view.sizes.activation), 0.0)
     if shape.caps_logits:  # its tanh is kept beside what the loss keeps
         logits = logits + numbers * view.sizes.activation
+    earlier = gradients_of_earlier(view)
+    flight = flight_of(view, one_bytes=one, logits=numbers, gradient_bytes=earlier)
+    others = np.maximum(flight.on_last_stage - 1, 0.0)
+    kept = one * flight.whole + edge_bytes(view, flight) + waiting_bytes(view) + others * final
+    # offloaded activations leave two blocks on the device: the one in use and the one being fetched
+    kept = np.where(view.columns.offload_activations > 0, 2 * kept_block, kept)
+    kept_logit = np.where(is_cut, view.sizes.activation, LOG_PROBABILITY_BYTES)
+    held = numbers * (others * kept_logit + stage.waiting * view.sizes.activation)
     return Parts(
         view=view,
         rest=_resident(view),
@@ -103,8 +113,11 @@ def _parts(view: View) -> Parts:
         final=final,
         kept_block=kept_block,
         recomputed=recomputed,
-        logits=logits,
+        logits=logits + held,
+        held_logits=held,
         num_logits=numbers,
+        earlier_gradients=np.where(flight.has_gradients | has_buckets(view), earlier, 0.0),
+        has_gradients=flight.has_gradients,
         num_blocks=stage.blocks.sum(axis=1),
         widest=_widest(shape),
     )
@@ -123,7 +136,7 @@ def _resident(view: View) -> Terms:
 
 
 def _activations(view: View) -> tuple[Floats, Floats, Floats]:
-    """(kept by everything in flight, kept by the last block, brought back by recomputing one block)."""
+    """(kept of a micro-batch by all blocks, by the last one of them, brought back by recomputing one)."""
     request, columns, stage, tokens = view.request, view.columns, view.stage, view.tokens
     shape, c = view.shape, view.sizes.activation
     keys = np.full(len(columns), float(request.workload.sequence_length))
@@ -144,9 +157,7 @@ def _activations(view: View) -> tuple[Floats, Floats, Floats]:
         total = total + kept * count
         last = np.where(count > 0, np.maximum(last, kept), last)
         again = np.where(count > 0, np.maximum(again, whole - kept), again)
-    in_flight = np.where(columns.offload_activations > 0, 0.0, stage.in_flight)
-    # offloaded activations leave two blocks on the device: the one in use and the one being fetched
-    return np.where(columns.offload_activations > 0, 2 * last, total * in_flight), last, again
+    return total, last, again
 
 
 def _widest(shape: ModelShape) -> int:

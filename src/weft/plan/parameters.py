@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.core.model_shape import BlockShape, LinearShape, ModelShape
+from weft.core.model_shape import BlockShape, ExtraShape, LinearShape, ModelShape
 from weft.plan.columns import Columns, Floats, Ints
 from weft.plan.stages import Stage
 from weft.plan.tensors import HeldTensor, extra_tensor, linear_tensors, tensors_of
@@ -73,24 +73,39 @@ def elements_of(held: HeldTensor) -> Elements:
 def root_elements(shape: ModelShape, columns: Columns, stage: Stage) -> Elements:
     """Embedding on the first stage, head and final norm on the last; a tied head on another stage is a second copy."""
     size = len(columns)
-    width = (shape.embedding_size or shape.hidden_size) / columns.tensor_side
-    chunks = np.where(
-        columns.is_cube, columns.tensor_side**2, np.where(columns.is_grid, columns.tensor_side, columns.tp)
-    )
-    rows, head_rows = (
-        np.ceil(shape.vocab_size / (chunks if is_cut else np.ones(size)))
-        for is_cut in (shape.has_cut_table, shape.has_cut_head)
-    )
-    root = _sharded(rows, width, columns.shards).times(stage.holds_embedding.astype(float))
+    width = _table_width(shape, columns)
+    head_rows = _table_rows(shape, columns, is_cut=shape.has_cut_head)
+    root = table_elements(shape, columns).times(stage.holds_embedding.astype(float))
     own_head = stage.holds_head & (~stage.holds_embedding if shape.tied_head else np.ones(size, dtype=bool))
     root = root + _sharded(head_rows, width, columns.shards).times(own_head.astype(float))
     if shape.head_bias:
         root = root + _sharded(head_rows, np.ones(size), columns.shards).times(stage.holds_head.astype(float))
     # final norms and tables of positions: a grid cuts their hidden size
-    rest = _sum(
-        [elements_of(extra_tensor(extra, columns)).times(1 / columns.tensor_side) for extra in shape.outside], size
-    )
-    return root + rest.times((stage.holds_embedding | stage.holds_head).astype(float))
+    for extra in shape.outside:
+        is_here = stage.holds_embedding if _comes_first(extra) else stage.holds_head
+        root = root + elements_of(extra_tensor(extra, columns)).times(is_here / columns.tensor_side)
+    return root
+
+
+def _comes_first(extra: ExtraShape) -> bool:
+    """Whether the model needs it before its blocks."""
+    return any(part in extra.name for part in ("embed", "position", "project_in", "per_layer"))
+
+
+def table_elements(shape: ModelShape, columns: Columns) -> Elements:
+    """The token table."""
+    rows = _table_rows(shape, columns, is_cut=shape.has_cut_table)
+    return _sharded(rows, _table_width(shape, columns), columns.shards)
+
+
+def _table_width(shape: ModelShape, columns: Columns) -> Floats:
+    return np.asarray((shape.embedding_size or shape.hidden_size) / columns.tensor_side, dtype=np.float64)
+
+
+def _table_rows(shape: ModelShape, columns: Columns, *, is_cut: bool) -> Floats:
+    grid = np.where(columns.is_grid, columns.tensor_side, columns.tp)
+    chunks = np.where(columns.is_cube, columns.tensor_side**2, grid)
+    return np.asarray(np.ceil(shape.vocab_size / np.where(is_cut, chunks, 1)), dtype=np.float64)
 
 
 def _sharded(rows: Floats, row_size: Floats, shards: Floats | Ints) -> Elements:

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from weft.core.model_shape import ModelShape
+from weft.core.plan import Plan
 from weft.core.stages import split_blocks
 from weft.plan.columns import SCHEDULES, V_SHAPED, Bools, Columns, Floats
 from weft.schedule import formulas
@@ -29,8 +30,18 @@ class Stage:
     blocks: Floats  # [plans, kinds]
     holds_embedding: Bools
     holds_head: Bools
+    num_stages: Floats  # of the schedule, that the rank holds
     in_flight: Floats  # micro-batches whose activations the rank keeps at its peak, in units of all its blocks
+    waiting: Floats  # those whose weights' gradients are still to come then, in the same units
+    head_in_flight: Floats  # micro-batches in flight on the last stage; 0 on ranks without it
     versions: Floats  # weight versions kept, the current one included
+
+
+def rank_at(shape: ModelShape, plan: Plan, place: Place) -> int:
+    """The first global rank at this place of a plan's pipeline."""
+    pipeline, pp = plan.pipeline, plan.mesh.pp
+    rank = _rank_at(shape, pipeline.schedule, pp, pipeline.virtual_stages, place) if pp > 1 else 0
+    return rank * (plan.num_ranks // pp)
 
 
 def stage_of(shape: ModelShape, columns: Columns, *, place: Place) -> Stage:
@@ -43,8 +54,11 @@ def stage_of(shape: ModelShape, columns: Columns, *, place: Place) -> Stage:
         blocks=table,
         holds_embedding=facts[:, 0] > 0,
         holds_head=facts[:, 1] > 0,
-        in_flight=facts[:, 2],
-        versions=facts[:, 3],
+        num_stages=facts[:, 2],
+        in_flight=facts[:, 3],
+        waiting=facts[:, 4],
+        head_in_flight=facts[:, 5],
+        versions=facts[:, 6],
     )
 
 
@@ -69,19 +83,24 @@ def _bubble(schedule: str, num_ranks: int, virtual_stages: int, microbatches: in
 @lru_cache(maxsize=65536)
 def _stage_row(
     shape: ModelShape, schedule: str, num_ranks: int, virtual_stages: int, microbatches: int, place: Place
-) -> tuple[tuple[int, ...], bool, bool, float, float]:
+) -> tuple[tuple[int, ...], bool, bool, float, float, float, float, float]:
     if num_ranks == 1:
-        return shape.kind_counts, True, True, 1.0, 1.0
+        return shape.kind_counts, True, True, 1.0, 1.0, 0.0, 1.0, 1.0
     rank = _rank_at(shape, schedule, num_ranks, virtual_stages, place)
     chunks = chunks_of(schedule, rank=rank, num_ranks=num_ranks, virtual_stages=virtual_stages)
     num_chunks = num_ranks * len(chunks)
     blocks = _kinds_of_chunks(shape, num_chunks)
     counts = tuple(sum(blocks[chunk][kind] for chunk in chunks) for kind in range(len(shape.kinds)))
-    held = formulas.rank_in_flight(
-        schedule, rank=rank, num_ranks=num_ranks, num_microbatches=microbatches, virtual_stages=virtual_stages
+    sizes = {"num_ranks": num_ranks, "num_microbatches": microbatches, "virtual_stages": virtual_stages}
+    whole, held = (
+        formulas.rank_in_flight(schedule, rank=rank, until_weight=until_weight, **sizes)
+        for until_weight in (False, True)
     )
+    has_last = num_chunks - 1 in chunks
+    losses = formulas.stage_in_flight(schedule, stage=num_chunks - 1, until_weight=False, **sizes) if has_last else 0
     versions = formulas.weight_versions(schedule, stage=rank, num_ranks=num_ranks)
-    return counts, 0 in chunks, num_chunks - 1 in chunks, float(held / len(chunks)), float(versions)
+    under_way = (float(whole / len(chunks)), float((held - whole) / len(chunks)), float(losses))
+    return counts, 0 in chunks, has_last, float(len(chunks)), *under_way, float(versions)
 
 
 @lru_cache(maxsize=4096)

@@ -20,6 +20,7 @@ from weft.plan.columns import Floats
 from weft.plan.grid_traffic import grid_traffic
 from weft.plan.line_traffic import line_traffic
 from weft.plan.links import gather_bytes, reduce_bytes
+from weft.plan.parameters import table_elements
 from weft.plan.stages import PLACES
 from weft.plan.view import View
 
@@ -68,11 +69,15 @@ def estimate_traffic(view: View) -> Traffic:
 
 def _data_parallel(view: View) -> list[TrafficRow]:
     columns, stage, share, sizes = view.columns, view.stage, view.share, view.sizes
-    units = stage.blocks.sum(axis=1) + 1
+    has_root = stage.holds_embedding | stage.holds_head
+    units = stage.blocks.sum(axis=1) + has_root
+    # ZeRO-3 gathers the root for every stage of a rank that passes, though only the ends use it
+    again = np.where(columns.zero == 3, stage.num_stages - 1, 0.0)
+    gathered_units = units + again * has_root
     m = columns.microbatches.astype(np.float64)
     shards = columns.shards.astype(np.float64)
     is_sharded = (columns.zero > 0) & (shards > 1)
-    gathered = gather_bytes(share.total.padded * sizes.compute, shards)
+    gathered = gather_bytes((share.total.padded + again * share.root.padded) * sizes.compute, shards)
     reduced = gather_bytes(share.total.padded * sizes.communication, shards)
     is_zero3 = columns.zero == 3
     forward_times = np.where(is_zero3, m, 1.0) * is_sharded
@@ -81,8 +86,8 @@ def _data_parallel(view: View) -> list[TrafficRow]:
     replicas = np.where(columns.zero > 0, columns.dp_replicate, columns.dp * columns.cp).astype(np.float64)
     held = np.where(columns.zero > 0, share.total.shard * sizes.communication, share.total.whole * sizes.gradient)
     return [
-        TrafficRow(axes.DP_SHARD, "all_gather", "forward", gathered * forward_times, units * forward_times),
-        TrafficRow(axes.DP_SHARD, "all_gather", "backward", gathered * backward_times, units * backward_times),
+        TrafficRow(axes.DP_SHARD, "all_gather", "forward", gathered * forward_times, gathered_units * forward_times),
+        TrafficRow(axes.DP_SHARD, "all_gather", "backward", gathered * backward_times, gathered_units * backward_times),
         TrafficRow(axes.DP_SHARD, "reduce_scatter", "backward", reduced * reduce_times, units * reduce_times),
         TrafficRow(
             axes.DP_REPLICATE, "all_reduce", "backward", reduce_bytes(held, replicas), units * (replicas > 1)
@@ -147,7 +152,18 @@ def _pipeline(view: View) -> list[TrafficRow]:
     turns = columns.is_v_shaped & (PLACES[view.place] == "last")  # a V turns on its last rank, where nothing is sent
     stages = columns.virtual_stages - turns
     forward, backward = m * (stages - stage.holds_head), m * (stages - stage.holds_embedding)
-    return [
+    sends = [
         TrafficRow(axes.PP, "send", phase, np.asarray(view.stream_bytes * times), times.astype(np.float64))
         for phase, times in (("forward", forward), ("backward", backward))
     ]
+    return [*sends, _shared_table(view)]
+
+
+def _shared_table(view: View) -> TrafficRow:
+    """A table that is the head too, on two ranks: its gradients are summed between them."""
+    columns, stage = view.columns, view.stage
+    is_shared = (columns.pp > 1) & (stage.holds_embedding != stage.holds_head) & view.shape.tied_head
+    held = table_elements(view.shape, columns)
+    elements = np.where(columns.zero > 0, held.shard, held.whole)
+    nbytes = reduce_bytes(elements * view.sizes.gradient, np.full(len(columns), 2.0)) * is_shared
+    return TrafficRow(axes.PP, "all_reduce", "update", nbytes, is_shared.astype(np.float64))

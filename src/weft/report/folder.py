@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from weft.core.errors import RunFolderError
 from weft.core.records import StepRecord
 
 METRICS, LEDGER, RUN, PLAN = "metrics.jsonl", "ledger.json", "run.toml", "plan.toml"
+PIPELINE = "pipeline.json"  # of runs with a pipeline only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class RunFolder:
     run_text: str | None
     plan_text: str | None
     remarks: tuple[str, ...]
+    pipeline: dict[str, Any] = field(default_factory=dict)
 
 
 def read_folder(run_dir: Path) -> RunFolder:
@@ -52,6 +54,7 @@ def read_folder(run_dir: Path) -> RunFolder:
     plan_text, plan = _read_document(run_dir / PLAN, remarks)
     metrics = _read_metrics(run_dir / METRICS, remarks)
     ledger = _read_ledger(run_dir / LEDGER, remarks)
+    pipeline = _read_pipeline(run_dir / PIPELINE, remarks)
     return RunFolder(
         path=run_dir,
         metrics=metrics,
@@ -61,6 +64,7 @@ def read_folder(run_dir: Path) -> RunFolder:
         run_text=run_text,
         plan_text=plan_text,
         remarks=tuple(remarks),
+        pipeline=pipeline,
     )
 
 
@@ -120,12 +124,21 @@ def _read_ledger(path: Path, remarks: list[str]) -> dict[str, Any]:
             "Without the ledger there is nothing to say about memory terms, time terms, dtypes and coverage."
         )
         return {}
+    return _parse_json(text, path.name, remarks)
+
+
+def _read_pipeline(path: Path, remarks: list[str]) -> dict[str, Any]:
+    """Of a run with a pipeline; any other has no such file, and nothing to say about it."""
+    text = _read_text(path, remarks) if path.exists() else None
+    return _parse_json(text, path.name, remarks) if text is not None else {}
+
+
+def _parse_json(text: str, name: str, remarks: list[str]) -> dict[str, Any]:
     try:
-        ledger = json.loads(text)
+        return table(json.loads(text))
     except ValueError as error:
-        remarks.append(f"{path.name} is not JSON: {error}.")
+        remarks.append(f"{name} is not JSON: {error}.")
         return {}
-    return table(ledger)
 
 
 def _read_metrics(path: Path, remarks: list[str]) -> Metrics:

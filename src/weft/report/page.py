@@ -28,6 +28,7 @@ from weft.report.facts import Facts, gather_facts, steps_phrase, verdict
 from weft.report.folder import PLAN, RUN, RunFolder, read_folder, table
 from weft.report.markup import ABSENT, NOTHING, Markup, facts_list, fold, join, script_json, section, tag, text
 from weft.report.palette import css_variables, dark_of_light
+from weft.report.pipeline import draw_pipeline, pipeline_tables
 
 REPORT = "report.html"
 
@@ -60,6 +61,7 @@ def render(folder: RunFolder) -> str:
         colours=css_variables(),
         style=_resource("style.css"),
         head=_head(facts, folder),
+        pipeline_link=tag("a", text("Pipeline"), href="#pipeline") + " " if folder.pipeline else "",
         main=_main(facts, folder),
         palette=script_json(dark_of_light()),
         plotly=plotly,
@@ -111,6 +113,7 @@ def _main(facts: Facts, folder: RunFolder) -> Markup:
             tag("div", *_tiles(facts), class_="tiles"),
             section(curves_body, tables.sampled_steps(steps), key="curves", title="Curves"),
             section(tables.remarks(folder), costs, terms, key="costs", title="Memory, traffic and time"),
+            section(_pipeline(folder), key="pipeline", title="Pipeline"),
             section(tables.dtypes(folder), key="precision", title="Precision"),
             section(coverage(folder), key="coverage", title="Coverage"),
             section(tables.checkpoints(folder), key="checkpoints", title="Checkpoints"),
@@ -118,6 +121,16 @@ def _main(facts: Facts, folder: RunFolder) -> Markup:
             section(_environment(facts, folder), key="environment", title="Environment"),
         ]
     )
+
+
+def _pipeline(folder: RunFolder) -> Markup:
+    """Nothing for a run without one."""
+    if not folder.pipeline:
+        return NOTHING
+    charts = draw_pipeline(folder.pipeline)
+    if not charts:
+        return tables.absent("pipeline.json does not hold the timeline of a schedule.")
+    return join([_charts(charts), pipeline_tables(folder.pipeline)])
 
 
 def _tiles(facts: Facts) -> list[Markup]:

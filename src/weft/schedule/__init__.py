@@ -1,7 +1,8 @@
 """Pipeline schedules as data: who computes what in which order, whether that can run, and what it costs.
 
 The way through: `generate` (registry, generators) gives a `Schedule`, `check_schedule` judges it, `simulate` times it,
-`draw_grid`, `draw_svg` and `chrome_trace` show it; `formulas` has the closed forms, `summary` the cached figures.
+`draw_grid`, `draw_svg` and `chrome_trace` show it; `formulas` has the closed forms, `summary` the cached figures;
+`mean_costs`, `gaps` and `replay` read a measured timeline.
 No torch, no tensors: the engine walks the actions, the planner reads the figures.
 """
 
@@ -9,6 +10,7 @@ from weft.schedule.actions import Action, Kind
 from weft.schedule.draw import draw_grid
 from weft.schedule.in_flight import InFlight, count_in_flight, peak_by_rank
 from weft.schedule.legality import check_schedule
+from weft.schedule.measured import Gap, GapKind, gap_seconds, gaps, mean_costs, replay
 from weft.schedule.registry import NAMES, check_request, generate
 from weft.schedule.schedule import Schedule, WeightRule
 from weft.schedule.simulate import StageCosts, simulate
@@ -22,6 +24,8 @@ __all__ = [
     "NAMES",
     "Action",
     "Event",
+    "Gap",
+    "GapKind",
     "InFlight",
     "Kind",
     "Schedule",
@@ -35,8 +39,12 @@ __all__ = [
     "count_in_flight",
     "draw_grid",
     "draw_svg",
+    "gap_seconds",
+    "gaps",
     "generate",
+    "mean_costs",
     "peak_by_rank",
+    "replay",
     "simulate",
     "staleness",
     "summary",

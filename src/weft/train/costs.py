@@ -58,8 +58,12 @@ def traffic_rows(prediction: Prediction | None, measured: Measured | None) -> li
 
 
 def time_rows(prediction: Prediction | None, seconds: Mapping[TimeTerm, float]) -> dict[str, Row]:
+    """A row a term. A pipeline does not tell forward and backward apart: no row then, rather than zeros."""
     predicted = prediction.time_terms if prediction else {}
-    return {str(term): row(predicted=predicted.get(term), measured=value) for term, value in seconds.items()}
+    whole_s = seconds.get(TimeTerm.FORWARD_BACKWARD, 0.0)
+    hidden = {term for term in (TimeTerm.FORWARD, TimeTerm.BACKWARD) if whole_s and not seconds.get(term)}
+    known = {term: value for term, value in seconds.items() if term not in hidden}
+    return {str(term): row(predicted=predicted.get(term), measured=value) for term, value in known.items()}
 
 
 def collective_rows(measured: Measured | None) -> list[Row]:

@@ -78,6 +78,12 @@ class Display:
             f" {format_seconds(run['elapsed_s'])}"
         )
 
+    def pipeline(self, figures: dict[str, Any]) -> None:
+        """One line: how much of its ranks' time the pipeline did not compute."""
+        bubble = figures["bubble_share"]
+        shares = f"bubble {bubble['measured']:.1%} of step {figures['step']}, {bubble['simulated']:.1%} simulated"
+        self.line(f"pipeline {figures['schedule']}, {figures['microbatches']} micro-batches: {shares} with its costs")
+
     def costs(self, ledger: dict[str, Any]) -> None:
         """Predicted, dry run and measured beside each other, and why a column is empty."""
         self.console.print(cost_table(ledger))

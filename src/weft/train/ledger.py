@@ -86,6 +86,16 @@ def _rank_row(rank: int, values: list[int]) -> dict[str, Any]:
     return {"rank": rank, "peak_bytes": peak_bytes, **step, **gpu, "terms": terms}
 
 
+def count_parameters(engine: Engine) -> tuple[int, int]:
+    """Elements of the whole model, and of what is trained. Collective in a pipeline, whose ranks have a part each."""
+    own = [value for name, value in engine.model.named_parameters() if name not in engine.layout.copies]
+    trained = [value for value in own if value.requires_grad]
+    counts = torch.tensor([sum(value.numel() for value in some) for some in (own, trained)], device=engine.device)
+    if engine.pipeline.walk is not None:
+        dist.all_reduce(counts, group=engine.pipeline.walk.line.down)
+    return int(counts[0]), int(counts[1])
+
+
 def build_ledger(
     engine: Engine,
     *,
@@ -100,9 +110,10 @@ def build_ledger(
     prediction: Prediction | None = None,
     remarks: Sequence[str] = (),
     warnings: Sequence[str] = (),
+    pipeline: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The whole ledger, as JSON. `measured` is this rank's; `remarks` say why a column is empty."""
-    parameters = list(engine.model.parameters())
+    """The whole ledger, as JSON; collective. `measured` is this rank's; `remarks` say why a column is empty."""
+    num_parameters, num_trained = count_parameters(engine)
     first, last = (metrics[0], metrics[-1]) if metrics else (None, None)
     evaluated = [record.eval_loss for record in metrics if record.eval_loss is not None]
     return {
@@ -121,14 +132,15 @@ def build_ledger(
         },
         "model": {
             "name": model_name,
-            "parameters": sum(parameter.numel() for parameter in parameters),
-            "trainable_parameters": sum(parameter.numel() for parameter in engine.parameters),
+            "parameters": num_parameters,
+            "trainable_parameters": num_trained,
             "units": list(engine.layout.units),
             "notes": list(notes),
         },
         "memory": _memory(memory_ranks, prediction, measured),
         "traffic": traffic_rows(prediction, measured),
         "time": _time(metrics, seconds_per_step, prediction, measured),
+        "pipeline": pipeline,
         "flops": measured.flops if measured else None,
         "prediction": {"device": prediction.device, "fits": prediction.estimate.fits} if prediction else None,
         "remarks": [*remarks, *(prediction.notes if prediction else ())],

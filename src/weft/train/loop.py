@@ -144,7 +144,8 @@ class TrainingLoop:
             self.outcome.timed_steps = 0
             self.outcome.seconds.update(dict.fromkeys(STEP_TERMS, 0.0))
         found = pending.timer.seconds()
-        found[TimeTerm.FORWARD_BACKWARD] = found.get(TimeTerm.FORWARD, 0.0) + found.get(TimeTerm.BACKWARD, 0.0)
+        parts_s = found.get(TimeTerm.FORWARD, 0.0) + found.get(TimeTerm.BACKWARD, 0.0)
+        found.setdefault(TimeTerm.FORWARD_BACKWARD, parts_s)  # a pipeline tells the two together only
         for term, seconds in found.items():
             self.outcome.seconds[term] += seconds
         self.outcome.timed_steps += 1

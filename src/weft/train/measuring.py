@@ -51,6 +51,7 @@ class Measuring:
         self.found: Measured | None = None
         self.failed: Failed | None = None
         self.notes: list[str] = []
+        self.num_measured = 0  # steps, slower than others
         self._engine, self._on_found = engine, on_found
         self._meter: StepMeter | None = None
         self._steps_left = MAX_STEPS if is_on else 0
@@ -67,6 +68,7 @@ class Measuring:
             yield
             return
         stack = ExitStack()
+        self.num_measured += 1
         self._guarded(lambda: self._open(stack))
         try:
             yield

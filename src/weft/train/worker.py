@@ -24,10 +24,12 @@ from weft.train.build import Workbench, build_workbench
 from weft.train.costs import with_dry_run
 from weft.train.display import Display
 from weft.train.job import DeviceChoice, Job
-from weft.train.ledger import build_ledger, gather_memory
+from weft.train.ledger import build_ledger, count_parameters, gather_memory
 from weft.train.loop import LoopOutcome, TrainingLoop
 from weft.train.metrics import MetricsWriter
 from weft.train.out_of_memory import Scene, explained
+from weft.train.pipeline_record import write_pipeline
+from weft.train.pipeline_watch import PipelineWatch
 from weft.train.process import Process, StopFlag, join, leave, phase
 from weft.train.rank_environment import read_local_size
 from weft.train.run_folder import RunFolder, require_free
@@ -91,6 +93,7 @@ def _train(
     _introduce(display, bench, plan, process)
     account = Account(job.run, bench, plan, display=display, is_main=process.is_main)
     scene.measuring = account.measuring
+    watch = PipelineWatch(bench.engine)
     loop = TrainingLoop(
         job.run,
         bench,
@@ -116,7 +119,7 @@ def _train(
         "steps": bench.engine.steps_done,
         "resumed_from": resumed_from,
     }
-    return _close(job, bench, account, outcome, metrics, folder, display, process, facts)
+    return _close(job, bench, account, watch, outcome, metrics, folder, display, process, facts)
 
 
 def _agree_on_folder(job: Job, process: Process, *, device: torch.device) -> Path:
@@ -145,11 +148,13 @@ def _resume(job: Job, process: Process, engine: Engine, store: CheckpointStore, 
 
 
 def _introduce(display: Display, bench: Workbench, plan: Plan, process: Process) -> None:
-    parameters = sum(parameter.numel() for parameter in bench.engine.model.parameters())
+    parameters, _ = count_parameters(bench.engine)
+    walk = bench.engine.pipeline.walk
+    num_blocks = len(bench.engine.layout.blocks if walk is None else walk.stages.split.blocks)
     name = getattr(bench.model_config, "model_type", type(bench.engine.model).__name__)
     ranks = f"{process.world_size} rank{'s' if process.world_size > 1 else ''}"
     display.line(
-        f"{name}, {parameters:,} parameters, {len(bench.engine.layout.blocks)} blocks;"
+        f"{name}, {parameters:,} parameters, {num_blocks} blocks;"
         f" {plan.strategy_name}, {ranks} on {bench.engine.device.type}, {plan.precision.preset}"
     )
     for note in bench.notes:
@@ -160,6 +165,7 @@ def _close(
     job: Job,
     bench: Workbench,
     account: Account,
+    watch: PipelineWatch,
     outcome: LoopOutcome,
     metrics: MetricsWriter,
     folder: RunFolder,
@@ -169,6 +175,7 @@ def _close(
 ) -> dict[str, Any]:
     with phase("writing the report"):
         ranks = gather_memory(bench.engine, account.measuring.found)
+        pipeline = watch.gather(num_measured=account.measuring.num_measured)
         ledger = build_ledger(
             bench.engine,
             run_facts=facts,
@@ -178,12 +185,16 @@ def _close(
             metrics=metrics.records,
             seconds_per_step=outcome.seconds_per_step(),
             checkpoints=outcome.checkpoints,
+            pipeline=pipeline.figures(ranks) if pipeline is not None else None,
             **account.columns(),
         )
         if process.is_main:
             folder.write_ledger(ledger)
+            write_pipeline(folder.path, pipeline, ranks)
         if process.is_main and not job.quiet:
             display.summary(ledger)
+            if ledger["pipeline"] is not None:
+                display.pipeline(ledger["pipeline"])
             if not job.dry_run_follows:  # else the table waits for its column
                 display.costs(ledger)
                 _draw_report(folder, display)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.parts import PartTensor
 from weft.comm.observer import CollectiveObserver
+from weft.core import axes
 from weft.core.boxes import Box
 from weft.core.records import DtypeRecord, ParameterRecord
 from weft.engine.engine import Engine
@@ -23,6 +24,7 @@ from weft.engine.objective import Batch
 from weft.engine.ownership import boxes_of
 from weft.engine.state import MODEL, OPTIMIZER, as_part
 from weft.verify.eight_bit import decode_moments
+from weft.verify.pipeline_promise import PipelineFacts
 from weft.verify.reference import Course, Tensors
 from weft.verify.tensor_promise import TensorFacts
 
@@ -35,7 +37,9 @@ class Evidence(Course):
     dtypes: list[DtypeRecord] = field(default_factory=list)
     collectives: dict[str, int] = field(default_factory=dict)
     coverage: list[ParameterRecord] = field(default_factory=list)
+    own: list[ParameterRecord] = field(default_factory=list)  # of the coverage, what rank 0's stages have
     units: int = 0
+    pipeline: PipelineFacts | None = None
     tensors: TensorFacts | None = None  # under tensor parallelism
     owners: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # rows of dim 0 by rank
     digests: dict[str, list[int]] = field(default_factory=dict)  # of every whole tensor at the end, by rank
@@ -46,8 +50,10 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
     evidence = Evidence(
         batches=_whole_batches(batches, engine),
         initial=_whole_of(engine, dict(engine.model.named_parameters())),
-        coverage=engine.coverage(),
+        coverage=_coverage(engine),
+        own=engine.coverage(),
         units=len(engine.layout.units),
+        pipeline=PipelineFacts.of(engine),
         owners=_owners(engine),
         tensors=TensorFacts.of(engine),
     )
@@ -74,31 +80,47 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
             evidence.eval_losses.append(engine.evaluate(evaluation).loss)
     engine.on_gradients = None
     evidence.dtypes = engine.dtypes()
-    state = {key: whole(value) for key, value in engine.state().items()}
+    state = _over_stages(engine, {key: whole(value, engine) for key, value in engine.state().items()})
     evidence.weights = _part(state, MODEL)
     evidence.optimizer = decode_moments(_part(state, OPTIMIZER))
     evidence.digests = _digests(state, device=engine.device)
     return evidence
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The global tensor on the host, as a copy that later steps do not change."""
+def whole(tensor: torch.Tensor, engine: Engine | None = None) -> torch.Tensor:
+    """The global tensor on the host, as a copy that later steps do not change. All ranks that have it call."""
     if isinstance(tensor, PartTensor):
-        return _assemble(tensor)
+        return _assemble(tensor, engine.topology.stage_group if engine is not None else None)
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().to("cpu", copy=True)
 
 
 def _whole_of(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Parameters or their gradients, by name."""
-    return {name: whole(as_part(tensor.detach(), engine.parts.get(name))) for name, tensor in tensors.items()}
+    """Parameters or their gradients, by name; of all stages."""
+    found = {name: whole(as_part(tensor.detach(), engine.parts.get(name)), engine) for name, tensor in tensors.items()}
+    return _over_stages(engine, {name: value for name, value in found.items() if name not in engine.layout.copies})
 
 
-def _assemble(part: PartTensor) -> torch.Tensor:
+def _over_stages(engine: Engine, mine: dict[str, Any]) -> dict[str, Any]:
+    """What the stages of this rank's pipeline have, together."""
+    topology = engine.topology
+    if topology.pp_degree == 1:
+        return mine
+    held: list[Any] = [None] * topology.pp_degree
+    dist.all_gather_object(held, mine, group=topology.group(axes.PP))
+    return {name: value for of_stage in held for name, value in of_stage.items()}
+
+
+def _coverage(engine: Engine) -> list[ParameterRecord]:
+    rows = {row.name: row for row in engine.coverage() if row.name not in engine.layout.copies}
+    return list(_over_stages(engine, rows).values())
+
+
+def _assemble(part: PartTensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Every rank's boxes in their places; this rank's own last, so that copies that differ show in its digest."""
-    held: list[Any] = [None] * dist.get_world_size()
+    held: list[Any] = [None] * dist.get_world_size(group)
     own = (part.boxes, part.local.cpu())
-    dist.all_gather_object(held, own)
+    dist.all_gather_object(held, own, group=group)
     made = torch.full(part.shape, float("nan"), dtype=part.dtype)
     for boxes, memory in (*held, own):
         for box in boxes:
@@ -120,21 +142,16 @@ def _whole_batches(batches: Sequence[Batch], engine: Engine) -> list[Tensors]:
 
 
 def _owners(engine: Engine) -> dict[str, list[tuple[int, int]]]:
-    """Rows of dim 0 that each rank holds, for every sharded parameter."""
-    mine: list[tuple[int, int]] = []
-    names = []
+    """Rows of dim 0 that each rank holds, for every parameter that not every rank has whole."""
+    mine: dict[str, tuple[int, int]] = {}
     for name, parameter in engine.model.named_parameters():
         part = engine.parts.get(name)
-        if isinstance(parameter, DTensor) or (part is not None and part.is_cut):
-            boxes = boxes_of(parameter, part)
-            names.append(name)
-            mine.append(_row_range(boxes))
-    if not names:
-        return {}
-    tables = _gather(torch.tensor(mine, dtype=torch.int64, device=engine.device))
-    return {
-        name: [(int(other[index, 0]), int(other[index, 1])) for other in tables] for index, name in enumerate(names)
-    }
+        is_cut = isinstance(parameter, DTensor) or (part is not None and part.is_cut)
+        if (is_cut or engine.topology.pp_degree > 1) and name not in engine.layout.copies:
+            mine[name] = _row_range(boxes_of(parameter, part))
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, mine)
+    return {name: [of_rank.get(name, (0, 0)) for of_rank in held] for name in {key for one in held for key in one}}
 
 
 def _row_range(boxes: Sequence[Box]) -> tuple[int, int]:

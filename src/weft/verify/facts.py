@@ -119,6 +119,8 @@ def check_collectives(plan: Plan, found: Evidence) -> Check:
 def promised_collectives(plan: Plan, found: Evidence) -> Promise:
     """(least, most) a step, of data and of tensor parallelism."""
     promise = _promised_by_data(plan, found)
+    if found.pipeline is not None:
+        promise = added(promise, found.pipeline.promise())
     if found.tensors is None or found.tensors.layout is None:
         return promise
     used = found.first_gradients
@@ -126,21 +128,25 @@ def promised_collectives(plan: Plan, found: Evidence) -> Promise:
 
 
 def _promised_by_data(plan: Plan, found: Evidence) -> Promise:
-    """U units, M micro-batches; units without a trainable parameter reduce nothing."""
+    """U units, M micro-batches; units without a trainable parameter reduce nothing; every stage gathers the root."""
+    stages = found.pipeline.num_stages if found.pipeline is not None else 1
     units, cuts = found.units, plan.pipeline.microbatches
-    trained = len({record.unit for record in found.coverage if record.trainable})
+    trained = len({record.unit for record in found.own if record.trainable})
     zero, mesh = plan.data_parallel.zero, plan.mesh
     if zero == 0:
-        buckets = 2 + sum(record.local_elements for record in found.coverage if record.trainable) * 4 // (25 * 2**20)
+        buckets = 2 + sum(record.local_elements for record in found.own if record.trainable) * 4 // (25 * 2**20)
         flags = int(plan.data_parallel.find_unused_parameters)  # DDP then also agrees on which ones were used
         return {"all_reduce": (1 + flags, buckets + flags)} if mesh.dp_replicate > 1 else {}
     if mesh.dp_degree == 1:
         return {}
-    gathers = 2 * units * cuts if zero == 3 else units
+    gathers = 2 * (units - 1 + stages) * cuts if zero == 3 else units
     reduces = trained * (1 if zero == 1 else cuts)
+    # a pipeline's stages may bring the root's gradients one after the other, and replicas sum them each time
+    again = (stages - 1) * (1 if zero == 1 else cuts)
     promise: Promise = (
-        {"all_gather": (gathers, gathers), "reduce_scatter": (reduces, reduces)} if mesh.dp_shard > 1 else {}
+        {"all_gather": (gathers, gathers), "reduce_scatter": (reduces, reduces + again)} if mesh.dp_shard > 1 else {}
     )
     if mesh.dp_replicate > 1:
-        promise["all_reduce"] = (trained, trained)
+        root = again if found.pipeline is None else again + cuts - 1
+        promise["all_reduce"] = (trained, trained + root)
     return promise

@@ -12,6 +12,7 @@ def plan_name(plan: Plan) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes().items() if size > 1) or "one rank"
     cuts = plan.pipeline.microbatches
     tensors = f"{_tensor_switches(plan)}, " if plan.mesh.tp > 1 else ""
+    tensors += f"{plan.pipeline.schedule}, " if plan.mesh.pp > 1 else ""
     return (
         f"{plan.strategy_name}, {mesh}, {tensors}{cuts} micro-batch{'es' if cuts > 1 else ''}, {plan.precision.preset}"
     )
@@ -27,17 +28,27 @@ def _tensor_switches(plan: Plan) -> str:
 def other_layout(plan: Plan, *, global_batch: int) -> Plan:
     """Another layout of the same ranks: sharded becomes replicated, replicated becomes fully sharded.
 
-    Tensor parallelism goes to half its degree where that divides whatever it does, else it ends.
+    Tensor parallelism goes to half its degree where that divides whatever it does, else it ends. A pipeline ends.
     """
     sharded, tp = plan.data_parallel.zero > 0, _other_degree(plan)
     dp_degree = plan.num_ranks // tp
     if global_batch % dp_degree:  # a batch of a few rows, which tensor parallelism can train and data parallelism not
+        if plan.mesh.pp > 1:
+            return _other_schedule(plan)
         dp_degree, tp = plan.mesh.dp_degree, plan.mesh.tp
     tables = plan.model_dump(mode="json", exclude_none=True)
     tables["mesh"] = {axes.DP_REPLICATE if sharded else axes.DP_SHARD: dp_degree, axes.TP: tp}
     tables["data_parallel"] = {"zero": 0 if sharded else 3}
     tables["tensor_parallel"]["mode"] = "1d" if tp != plan.mesh.tp else plan.tensor_parallel.mode
+    tables["pipeline"]["virtual_stages"] = 1
     tables["pipeline"]["microbatches"] = math.gcd(plan.pipeline.microbatches, global_batch // dp_degree)
+    return Plan.from_tables(tables)
+
+
+def _other_schedule(plan: Plan) -> Plan:
+    """The same ranks, where rows are too few for more data parallelism: the blocks dealt to other stages, if it may."""
+    tables = plan.model_dump(mode="json", exclude_none=True)
+    tables["pipeline"].update(schedule="gpipe" if plan.pipeline.schedule == "1f1b" else "1f1b", virtual_stages=1)
     return Plan.from_tables(tables)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.core import axes
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.terms import MemoryTerm as Term
@@ -20,6 +21,7 @@ from weft.engine.engine import Engine
 from weft.engine.meter import StepMeter
 from weft.engine.objective import Batch
 from weft.engine.tracker import ROUNDING_BYTES
+from weft.plan.estimate import estimate
 from weft.train.predicted import Prediction, predict
 from weft.verify.verdict import Check, Finding
 
@@ -44,7 +46,8 @@ def check_prediction(engine: Engine, batches: Sequence[Batch], run: RunSpec, pla
         return Check.passed(NAME, f"not judged: {why_not}")
     if not _is_told_of(engine):
         return Check.passed(NAME, "judged on the first rank")
-    predicted = found.estimate
+    # of a pipeline the first rank is judged, which need not be the fullest
+    predicted = found.estimate if plan.mesh.pp == 1 else estimate(found.request, plan, place="first")
     tensors = len(list(engine.model.parameters()))
     # 8-bit moments keep small tensors in float32, and here all are small
     terms: tuple[Term, ...] = HELD[:1] if run.train.optimizer == "adamw8bit" else HELD
@@ -74,8 +77,21 @@ def _unfit(found: Prediction | None, engine: Engine) -> str:
     if found is None or found.notes:
         return "; ".join(found.notes) if found else ""
     told = found.request.shape.num_parameters
-    real = sum(_whole_size(name, parameter, engine) for name, parameter in engine.model.named_parameters())
+    real = _num_parameters(engine)
     return "" if told == real else f"the planner counts {told:,} parameters, the model has {real:,}"
+
+
+def _num_parameters(engine: Engine) -> int:
+    """Of all stages; collective."""
+    sizes = [
+        _whole_size(name, parameter, engine)
+        for name, parameter in engine.model.named_parameters()
+        if name not in engine.layout.copies
+    ]
+    total = torch.tensor(sum(sizes), dtype=torch.int64, device=engine.device)
+    if engine.topology.pp_degree > 1:
+        dist.all_reduce(total, group=engine.topology.group(axes.PP))
+    return int(total)
 
 
 def _whole_size(name: str, parameter: torch.Tensor, engine: Engine) -> int:
@@ -85,7 +101,7 @@ def _whole_size(name: str, parameter: torch.Tensor, engine: Engine) -> int:
 
 def _is_told_of(engine: Engine) -> bool:
     """The planner tells of the first rank: others may have fewer rows of a vocabulary, or none of a repeated head."""
-    return not engine.parts or dist.get_rank() == 0
+    return dist.get_rank() == 0 or (not engine.parts and engine.topology.pp_degree == 1)
 
 
 def _wire(rows: Traffic) -> dict[tuple[str, str, str], int]:

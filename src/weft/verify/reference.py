@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from weft.core.run_spec import TrainSpec
-from weft.engine.randomness import seeded_forward, uses_randomness
+from weft.engine.randomness import number_blocks, seeded_forward, uses_randomness
 from weft.models.layout import describe
 from weft.verify.eight_bit import round_moments
 
@@ -83,6 +83,7 @@ class Exercise:
 def run_reference(build: Callable[[], nn.Module], exercise: Exercise, precision: Precision, cut: Cut) -> Course:
     """Train as `exercise` says; `build` gives a fresh model with real parameters, on the device that computes."""
     model = _cast(build(), precision)
+    number_blocks(model, describe(model))
     device = next(model.parameters()).device
     masters = {
         name: nn.Parameter(value.to(device, precision.master, copy=True), requires_grad=name not in exercise.frozen)

@@ -12,6 +12,11 @@ from weft.core.errors import BatchError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 
+SCHEDULES = {
+    "naive": 1, "gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "looped_bfs": 2, "zero_bubble": 1, "zbv": 2,
+    "dualpipev": 2,
+}  # fmt: skip  # synchronous ones, with the stages a rank has
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -33,9 +38,12 @@ class Request:
 
 
 def every_plan(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[dict[str, Any]]:
-    """Every plan of `num_ranks` that weft executes: data parallel, and tensor parallelism that divides the run."""
-    tensor = [tables for tables in tensor_parallel_plans(num_ranks, base) if _divides(run, Plan.from_tables(tables))]
-    return [*data_parallel_plans(num_ranks, base), *tensor]
+    """Every plan of `num_ranks` that weft executes: data parallel; tensors and pipelines that divide the run."""
+    others = [*tensor_parallel_plans(num_ranks, base), *pipeline_plans(num_ranks, base, run)]
+    return [
+        *data_parallel_plans(num_ranks, base),
+        *(tables for tables in others if _divides(run, Plan.from_tables(tables))),
+    ]
 
 
 def data_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[dict[str, Any]]:
@@ -62,6 +70,26 @@ def tensor_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[dict[str
             for zero in (0, 1, 2, 3)
         ]
     return _filled(layouts, base)
+
+
+def pipeline_plans(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[dict[str, Any]]:
+    """Every synchronous schedule over all ranks; 1F1B beside DDP, ZeRO-1/2/3 and tensor parallelism."""
+    layouts: list[dict[str, Any]] = [
+        {"mesh": {"pp": num_ranks}, "pipeline": {"schedule": name, "virtual_stages": stages}}
+        for name, stages in SCHEDULES.items()
+        if num_ranks > 1
+    ]
+    for pp in (degree for degree in range(2, num_ranks) if num_ranks % degree == 0):
+        beside = num_ranks // pp
+        meshes = [({"dp_shard" if zero else "dp_replicate": beside}, zero) for zero in (0, 1, 2, 3)]
+        layouts += [
+            {"mesh": {"pp": pp, **mesh}, "data_parallel": {"zero": zero}, "pipeline": {"schedule": "1f1b"}}
+            for mesh, zero in [*meshes, ({"tp": beside}, 0)]
+        ]
+    for layout in layouts:
+        rows = run.train.global_batch // (num_ranks // layout["mesh"]["pp"] // layout["mesh"].get("tp", 1))
+        layout["pipeline"]["microbatches"] = next((cut for cut in (4, 2) if rows % cut == 0), 1)
+    return _filled(layouts, {key: value for key, value in base.items() if key != "pipeline"})
 
 
 def _data_layouts(num_ranks: int) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from weft.engine.engine import Engine
 from weft.engine.optim import OptimizerPolicy
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
+from weft.schedule import check_request
 from weft.train.process import Process
 from weft.train.rate import learning_rate_at
 from weft.verify.checks import check_same_bits, check_scalars
@@ -153,6 +154,7 @@ class Session:
         rows = self.subject.run.train.global_batch // plan.mesh.dp_degree
         rows //= row_chunks(plan.tensor_parallel.mode, plan.mesh.tp)  # a grid deals every micro-batch out once more
         cuts = [count for count in range(1, rows + 1) if rows % count == 0 and count != plan.pipeline.microbatches]
+        cuts = [count for count in cuts if not _no_schedule(plan, count)]
         # All ranks take all first steps before anything is judged: a rank that knows the answer must not leave early.
         steps = {count: self._first_step(plan, microbatches=count) for count in cuts[:OTHER_CUTS]}
         for count, (loss, norm) in steps.items() if self.process.is_main else ():
@@ -189,3 +191,16 @@ class Session:
         if self.process.world_size > 1:
             dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
         return bool(wrong.item())
+
+
+def _no_schedule(plan: Plan, microbatches: int) -> list[str]:
+    """Why the plan's pipeline has no schedule for so many micro-batches."""
+    if plan.mesh.pp == 1:
+        return []
+    pipeline = plan.pipeline
+    return check_request(
+        pipeline.schedule,
+        num_ranks=plan.mesh.pp,
+        num_microbatches=microbatches,
+        virtual_stages=pipeline.virtual_stages,
+    )

@@ -29,7 +29,7 @@ MIN_EXPERTS = 4
 def shrink(run: RunSpec, plan: Plan, *, vocab_size: int) -> tuple[RunSpec, list[str]]:
     """The small run, and what was changed, in words."""
     config = build_config(run.model, vocab_size=vocab_size).get_text_config()
-    depth = _depth(config)
+    depth = _depth(config, least=max(2, plan.mesh.pp * plan.pipeline.virtual_stages))
     factor = _width_factor(config, tp=plan.mesh.tp)
     while factor >= 1:
         overrides = {**depth, **_narrow(config, factor, tp=plan.mesh.tp)}
@@ -47,13 +47,13 @@ def _told(config: Any, key: str, value: Any) -> str:
     return f"{key} {getattr(config, key)} -> {value}"
 
 
-def _depth(config: Any) -> dict[str, Any]:
-    """The shortest stack that still holds every kind of layer, at least two."""
+def _depth(config: Any, *, least: int) -> dict[str, Any]:
+    """The shortest stack that still holds every kind of layer, and a layer for every pipeline stage."""
     key = _present(config, LAYER_KEYS)
     if key is None:
         return {}
     depth = getattr(config, key)
-    wanted = 2
+    wanted = least
     for kinds_key in PER_LAYER_KEYS:
         kinds = getattr(config, kinds_key, None)
         if isinstance(kinds, list):

@@ -42,6 +42,9 @@ class TensorFacts:
     is_partly_frozen: bool
     shared_sums: int  # all-reduces of gradients that ranks have only shares of
     passes: Mapping[str, int] = field(default_factory=dict)  # of regions that several blocks share, by name
+    begins: bool = True  # the stream of sequence parallel begins on this rank's stages
+    ends: bool = True
+    stages: int = 1  # that this rank has: the token table, where it is, is read for each of them
 
     @staticmethod
     def of(engine: Engine) -> TensorFacts | None:
@@ -54,6 +57,9 @@ class TensorFacts:
             is_partly_frozen=any(not parameter.requires_grad for parameter in engine.model.parameters()),
             shared_sums=_shared_sums(engine),
             passes=_passes(engine),
+            begins=engine.pipeline.has_first,
+            ends=engine.pipeline.has_loss,
+            stages=len(engine.pipeline.walk.stages.own) if engine.pipeline.walk is not None else 1,
         )
 
 
@@ -69,12 +75,12 @@ def promised_by_tensors(facts: TensorFacts, layout: TensorLayout, plan: Plan, *,
         for _ in (name for name in layout.mixers if _has_used(f"{name}.", used)):
             tally.in_block(ALL_GATHER, 1)
             tally.backward(REDUCE_SCATTER, 1)
-        tally.exits(ALL_GATHER, 1)
-        tally.backward(ALL_GATHER, 1)
+        tally.exits(ALL_GATHER, int(facts.ends))
+        tally.backward(ALL_GATHER, int(facts.begins))
     if is_repeated:  # the last thing a block sends, nothing of its backward waits for
         out = REDUCE_SCATTER if is_stream else ALL_REDUCE
         tally.least[out] = max(0, tally.least[out] - facts.num_blocks)
-    _ends(tally, layout, is_loss_cut=facts.is_loss_cut)
+    _ends(tally, layout, is_loss_cut=facts.is_loss_cut, stages=facts.stages)
     cuts = plan.pipeline.microbatches
     promise = {name: (tally.least[name] * cuts, tally.most[name] * cuts) for name in tally.most}
     return added(promise, {ALL_REDUCE: (facts.shared_sums, facts.shared_sums)})
@@ -143,9 +149,9 @@ def _region(tally: _Tally, region: Region, *, is_stream: bool) -> None:
         tally.backward(ALL_REDUCE, 1, 2)
 
 
-def _ends(tally: _Tally, layout: TensorLayout, *, is_loss_cut: bool) -> None:
+def _ends(tally: _Tally, layout: TensorLayout, *, is_loss_cut: bool, stages: int) -> None:
     if layout.embedding is not None:
-        tally.forward(ALL_REDUCE, 1)
+        tally.forward(ALL_REDUCE, stages)
     if layout.head is not None:
         tally.backward(ALL_REDUCE, 1)
         if is_loss_cut:

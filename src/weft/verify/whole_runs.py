@@ -51,7 +51,8 @@ class WholeRuns:
     def check_loop(self, plan: Plan) -> list[Check]:
         """Train with a checkpoint in the middle; export; go on from the middle on the same and on another layout."""
         middle = max(1, self._steps // 2)
-        every = 1 if plan.mesh.tp > 1 else middle  # what the other layout saves in between is resumed from, too
+        is_cut = plan.mesh.tp * plan.mesh.pp > 1
+        every = 1 if is_cut else middle  # what the other layout saves in between is resumed from, too
         run = self._with(checkpoint={"every": every, "keep": self._steps + 1, "asynchronous": True, "at_end": True})
         folder = self._train(run, plan, self._new_folder())
         straight = self._course_of(folder)
@@ -67,7 +68,7 @@ class WholeRuns:
         elsewhere = other_layout(plan, global_batch=run.train.global_batch)
         self._train(run, elsewhere, other, resume=True)
         checks.append(self._near(straight, self._course_of(other), references, elsewhere, middle))
-        if plan.mesh.tp > 1 and middle + 1 < self._steps:
+        if is_cut and middle + 1 < self._steps:
             back = self._cut_back(other, middle + 1)
             self._train(run, plan, back, resume=True)  # put together there, cut again here
             course = self._course_of(back)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from weft.core.batching import require_divisible
-from weft.core.errors import TensorParallelError
+from weft.core.errors import PipelineError, TensorParallelError
 from weft.core.plan import Plan, require_executable
 from weft.core.run_spec import RunSpec
 from weft.data import open_corpus
@@ -83,7 +83,7 @@ def _verify_all(
             told = functools.partial(progress, name)
             try:
                 verdicts.append(sessions[key].verify(plan, changes=tuple(changes), progress=told))
-            except TensorParallelError as error:
+            except (TensorParallelError, PipelineError) as error:
                 if len(plans) == 1:
                     raise
                 told(f"left out: {error}")  # one plan of many: every rank is told the same, before it trains

@@ -162,6 +162,22 @@ def test_a_schedule_is_drawn(tmp_path: Path) -> None:
     assert found.out.count("rank ") >= 4
     assert "27.3%" in found.out  # (p - 1) / (m + p - 1) = 3 / 11
     assert path.read_text().startswith("<svg")
+    assert "held at most, by rank: 4, 3, 2, 1" in found.out
+
+
+def test_a_drawing_without_a_path_is_named_after_its_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    draw = ("plan", "--draw-schedule", "zbv", "--stages", "2", "--microbatches", "4")
+    assert answer(*draw)["in_flight_by_rank"] == [4, 4]
+    assert not list(tmp_path.iterdir())  # data was asked for, not a picture
+    assert told(*draw).code == 0
+    assert (tmp_path / "zbv-2x4.svg").read_text().startswith("<svg")
+
+
+def test_a_drawing_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    found = told("plan", "--draw-schedule", "1f1b", "--out", str(tmp_path / "none" / "x.svg"))
+    assert found.code == 2
+    assert "cannot be written" in found.err
 
 
 BAD_REQUESTS: dict[str, tuple[tuple[str, ...], str, str]] = {
@@ -222,10 +238,11 @@ def test_only_what_this_version_trains() -> None:
     found = answer(*ASKED, "--trains")
     assert found["trains"] is True
     for plan in found["plans"]:
-        built = {"dp_replicate": 1, "dp_shard": 1, "tp": 1}
+        built = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "pp": 1}
         assert plan["plan"]["mesh"] | built == dict.fromkeys(plan["plan"]["mesh"], 1)
         assert plan["plan"]["tensor_parallel"]["mode"] == "1d"
         assert plan["plan"]["offload"]["optimizer"] == "none"
+        assert not plan["plan"]["pipeline"]["schedule"].startswith("pipedream")
 
 
 def test_a_fixed_schedule_leaves_plans_without_a_pipeline_out() -> None:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.groups import backend_for, ensure_group, sum_over
+from weft.comm.ledger import TrafficLedger
 from weft.comm.observer import SMALL_ELEMENTS, CollectiveObserver
 
 
@@ -43,3 +44,21 @@ def test_the_observer_names_collectives_and_their_dtypes() -> None:
     assert seen.dtypes["small_all_reduce"] == {torch.float32}
     dist.all_reduce(large)
     assert seen.counts["all_reduce"] == 1  # it watches inside its block only
+
+
+class _Operator:
+    """A c10d operator by name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def name(self) -> str:
+        return f"c10d::{self._name}"
+
+
+def test_a_message_counts_whole_and_where_it_is_sent() -> None:
+    ledger = TrafficLedger(axes={}, phase=lambda: "backward")
+    for name in ("send", "recv_"):
+        ledger.saw(_Operator(name), ([torch.ones(100)],), {}, None)
+    row = {"axis": "world", "collective": "send", "phase": "backward", "bytes": 400, "count": 1}
+    assert ledger.rows() == [row]

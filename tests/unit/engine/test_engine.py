@@ -132,7 +132,7 @@ def test_errors_are_sentences() -> None:
     with pytest.raises(MeshError, match="2 ranks"):
         Engine(Mlp(), Plan.from_tables({"mesh": {"dp_shard": 2}}))
     with pytest.raises(NotBuiltError):
-        Engine(Mlp(), Plan.from_tables({"mesh": {"pp": 2}}))
+        Engine(Mlp(), Plan.from_tables({"mesh": {"cp": 2}}))
     engine = build_engine("llama", {"pipeline": {"microbatches": 3}})
     with pytest.raises(BatchError, match="3 micro-batches"):
         engine.step(global_batch(0))

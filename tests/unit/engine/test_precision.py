@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from tolerances import BF16_LOSS_ABS, BF16_SAME_LOSS_ABS
 from torch import nn
 
 from weft.core.plan import Plan
+from weft.core.precision import policy_of
 from weft.core.records import DtypeRecord
 from weft.engine.engine import Engine
 from weft.engine.objective import Batch, TokenClassifier
 from weft.engine.optim import OptimizerPolicy
-from weft.engine.precision import LossScale, torch_dtype
+from weft.engine.precision import LossScale, apply_compute_dtype, torch_dtype
+from weft.models.layout import describe
 
 COMPUTE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -185,6 +188,30 @@ def test_small_gradients_survive_many_micro_batches() -> None:
     x[0] = 1.0
     record = engine.step({"x": x})
     assert record.grad_norm == pytest.approx(2.0 * 2**0.5)  # 1 + 256/256 in each of two entries
+
+
+def test_micro_batches_in_flight_share_a_cast() -> None:
+    """A pipeline would have a copy of its weights for each of them; an update must reach the next one all the same."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    apply_compute_dtype(model, describe(model, blocks=["0", "1"]), policy_of("bf16"))
+    used: list[torch.Tensor] = []
+    original = nn.functional.linear
+
+    def noting(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        used.append(weight)
+        return original(x, weight, bias)
+
+    x = torch.ones(2, 4)
+    with mock.patch.object(nn.functional, "linear", noting):
+        first, second = model(x), model(x)
+        assert used[1] is used[3]
+        first.float().sum().backward()
+        alone = model[1].weight.grad.clone()
+        second.float().sum().backward()
+        torch.testing.assert_close(model[1].weight.grad, 2 * alone)
+        with torch.no_grad():
+            model[1].weight.zero_()
+        assert not model(x).any()
 
 
 def test_dtype_names() -> None:

@@ -66,9 +66,12 @@ def test_the_first_stage_of_1f1b_keeps_p_and_of_gpipe_all() -> None:
 def test_in_flight_is_what_the_schedule_itself_keeps(schedule: str, virtual_stages: int, place: Place) -> None:
     """Counted from the list of actions, in units of all the rank's blocks."""
     actions = generate(schedule, num_ranks=4, num_microbatches=8, virtual_stages=virtual_stages)
-    kept = count_in_flight(actions).by_rank_until_weight[0 if place == "first" else 3]
+    rank, counted = (0 if place == "first" else 3), count_in_flight(actions)
     found = stage(place, pp=4, microbatches=8, schedule=schedule, virtual_stages=virtual_stages)
-    assert one(found.in_flight) == pytest.approx(kept / virtual_stages)
+    assert one(found.in_flight) == pytest.approx(counted.by_rank_until_input[rank] / virtual_stages)
+    assert one(found.in_flight + found.waiting) == pytest.approx(counted.by_rank_until_weight[rank] / virtual_stages)
+    holds_last = actions.stage_to_rank[-1] == rank
+    assert one(found.head_in_flight) == (counted.by_stage_until_input[-1] if holds_last else 0)
 
 
 def test_weight_versions_of_asynchronous_pipelines() -> None:

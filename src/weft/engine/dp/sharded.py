@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -65,8 +65,8 @@ class Sharded(Strategy):
 
     def __init__(self, model: nn.Module, *, stage: int) -> None:
         super().__init__(model)
-        self.stage = STAGES[stage]
-        self.keeps_gradients_whole = not self.stage.reduce_every_microbatch
+        self.stage_policy = STAGES[stage]
+        self.keeps_gradients_whole = not self.stage_policy.reduce_every_microbatch
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
@@ -81,10 +81,37 @@ class Sharded(Strategy):
     @contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
         self.root.set_is_last_backward(is_last)
-        self.root.set_requires_gradient_sync(is_last or self.stage.reduce_every_microbatch)
+        self.root.set_requires_gradient_sync(is_last or self.stage_policy.reduce_every_microbatch)
         self.root.set_requires_all_reduce(is_last)
-        self.root.set_reshard_after_backward(is_last or not self.stage.keep_gathered)
+        self.root.set_reshard_after_backward(is_last or not self.stage_policy.keep_gathered)
         yield
+
+    @contextmanager
+    def stage(self, blocks: Sequence[str], *, is_last: bool, is_very_last: bool) -> Iterator[None]:
+        """Units of the rank's other stages may have gradients that are not complete: they are left alone.
+
+        The root's own come with several stages, so whatever there is of them is reduced, and over replicas too.
+        """
+        own = {self.module.get_submodule(name) for name in blocks}
+        self.root.set_is_last_backward(is_very_last)
+        for unit in self._units:
+            ends = is_last and (unit is self.root or unit in own)
+            unit.set_requires_gradient_sync(ends or self.stage_policy.reduce_every_microbatch, recurse=False)
+            unit.set_requires_all_reduce(ends or unit is self.root, recurse=False)
+            unit.set_reshard_after_backward(ends or not self.stage_policy.keep_gathered, recurse=False)
+        yield
+
+    @contextmanager
+    def first_half(self) -> Iterator[None]:
+        self.root.set_is_last_backward(False)
+        self.root.set_requires_gradient_sync(False)
+        self.root.set_reshard_after_backward(not self.stage_policy.keep_gathered)
+        yield
+
+    def second_half(self) -> None:
+        # The end of a backward that autograd does not see. No public form; torch's own pipelines call the same.
+        # tests/multiproc/engine/pp/test_split_backward.py fails when it moves.
+        self.root._get_fsdp_state()._root_post_backward_final_callback()
 
     def after_evaluation(self) -> None:
         # A forward without a backward leaves kept units gathered; the next update would not reach those copies.

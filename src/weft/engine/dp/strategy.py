@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -20,6 +21,20 @@ class Strategy:
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of one micro-batch: decides when gradients travel and gathered weights go."""
         return nullcontext()
+
+    def stage(self, blocks: Sequence[str], *, is_last: bool, is_very_last: bool) -> AbstractContextManager[None]:
+        """As `microbatch`, for a backward of one pipeline stage; `is_very_last`: of all stages that the rank has."""
+        return self.microbatch(is_last=is_very_last)
+
+    def first_half(self) -> AbstractContextManager[None]:
+        """Around a backward whose weights' gradients come later: nothing travels yet."""
+        return nullcontext()
+
+    def second_half(self) -> None:
+        """When these gradients are there; inside `microbatch`."""
+
+    def after_backwards(self) -> None:
+        """When the last backward of a pipeline's step is done."""
 
     def after_evaluation(self) -> None:
         """Drop what an evaluation left gathered."""

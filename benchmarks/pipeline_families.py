@@ -1,0 +1,242 @@
+"""Pipelines over every causal LM type of the installed transformers: two or four ranks against one process.
+
+    python benchmarks/pipeline_families.py --out benchmarks/results/pipeline_families-DATE.md
+        --docs docs/reference/pipeline-families.md [--types llama gpt2 ...] [--rows FILE] [--pp4-rows FILE] [--degree 2]
+
+A tiny model of each type, of four layers, takes three steps under mesh.pp with 1F1B and two micro-batches, and in one
+process, in float32. Compared are the losses of every rank, the gradient norms, every gradient of the first step and an
+evaluation. A type is `right`, `refused` (weft said why), `not built` (not even in one process) or WRONG.
+
+Many types run in one group of ranks, each leaving its findings in a folder; when a rank fails, the type that was under
+way is judged by that, and the rest goes on in a new group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import logging
+import platform
+import re
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+import transformers
+from tiny_families import (
+    GRADIENT_BOUND,
+    LENGTH,
+    LOSS_BOUND,
+    NORM_BOUND,
+    Facts,
+    batches,
+    cell,
+    difference,
+    keep_row,
+    last_line,
+    read_rows,
+    tiny_config,
+    tiny_engine,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "multiproc"))
+
+from gloo_ranks import _CONTEXT, _OURS, _PRELOADED, RankFailureError, run_ranks
+
+from weft.core.errors import WeftError
+
+NUM_LAYERS, MICROBATCHES = 4, 2
+TYPES_A_GROUP, LIMIT_S_A_TYPE = 16, 120
+REFUSAL = re.compile(r"weft\.core\.errors\.(?:PipelineError): (.*)")
+
+
+def courses(rank: int, _world: int, model_types: list[str], num_layers: int, tables: Facts, folder: str) -> None:
+    """Each type in turn; findings in `folder`, as TYPE.RANK."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    for model_type in model_types:
+        torch.save(_course(model_type, num_layers, tables), f"{folder}/{model_type}.{rank}.part")
+        Path(f"{folder}/{model_type}.{rank}.part").rename(f"{folder}/{model_type}.{rank}")
+
+
+def _course(model_type: str, num_layers: int, tables: Facts) -> Facts:
+    """This rank's losses, norms and first gradients; a refusal before training is the same on every rank."""
+    try:
+        engine = tiny_engine(tiny_config(model_type, num_layers=num_layers), tables)
+    except WeftError as error:
+        return {"refused": str(error)}
+    gradients: Facts = {}
+
+    def keep(found: dict[str, torch.Tensor]) -> None:
+        if not gradients:
+            mine = {name: value for name, value in found.items() if name not in engine.layout.copies}
+            gradients.update({name: value.clone().numpy() for name, value in mine.items()})
+
+    engine.on_gradients = keep
+    shares = [engine.share_of(batch) for batch in batches()]
+    records = [engine.step(batch) for batch in shares]
+    return {
+        "losses": [record.loss for record in records] + [engine.evaluate(shares[0]).loss],
+        "norms": [record.grad_norm for record in records],
+        "gradients": gradients,
+        "blocks": len(engine.layout.blocks),
+    }
+
+
+def run_types(model_types: list[str], *, degree: int, num_layers: int) -> dict[str, list[Facts]]:
+    """What each rank found of each type."""
+    tables = {"mesh": {"pp": degree}, "pipeline": {"schedule": "1f1b", "microbatches": MICROBATCHES}}
+    found: dict[str, list[Facts]] = {}
+    left = list(model_types)
+    while left:
+        group = left[:TYPES_A_GROUP]
+        with tempfile.TemporaryDirectory(prefix="pipeline-families-") as folder:
+            failure = _run_group(group, num_layers, tables, degree, folder)
+            found |= _collect(group, degree, folder)
+        failed = next((name for name in group if name not in found), None)
+        if failed is not None:
+            found[failed] = [{"failed": failure}]
+        left = [name for name in left if name not in found]
+    return found
+
+
+def _run_group(model_types: list[str], num_layers: int, tables: Facts, degree: int, folder: str) -> str:
+    limit_s = LIMIT_S_A_TYPE * len(model_types)
+    try:
+        run_ranks(courses, degree, model_types, num_layers, tables, folder, timeout_s=limit_s)
+    except RankFailureError as error:
+        return str(error)
+    return ""
+
+
+def _collect(model_types: list[str], degree: int, folder: str) -> dict[str, list[Facts]]:
+    found = {}
+    for name in model_types:
+        files = [Path(folder) / f"{name}.{rank}" for rank in range(degree)]
+        if all(file.exists() for file in files):
+            found[name] = [torch.load(file, weights_only=False) for file in files]
+    return found
+
+
+def judge(model_type: str, truth: list[Facts], found: list[Facts]) -> Facts:
+    """The row of one type."""
+    row: Facts = {"type": model_type, "verdict": "not built", "why": "", "when": ""}
+    if "losses" not in truth[0]:
+        return {**row, "why": truth[0].get("refused") or last_line(truth[0]["failed"])}
+    if "refused" in found[0]:
+        return {**row, "verdict": "refused", "why": found[0]["refused"], "when": "before training"}
+    if "failed" in found[0]:
+        refusals = REFUSAL.findall(found[0]["failed"])
+        if refusals:
+            return {**row, "verdict": "refused", "why": refusals[-1], "when": "in the first step"}
+        return {**row, "verdict": "WRONG", "why": last_line(found[0]["failed"])}
+    gradients = {name: value for one in found for name, value in one["gradients"].items()}
+    wrong = [difference(truth[0], {**one, "gradients": gradients}) for one in found]
+    why = next((text for text in wrong if text), "")
+    return {**row, "verdict": "WRONG" if why else "right", "why": why, "blocks": [one["blocks"] for one in found]}
+
+
+def judge_types(model_types: list[str], *, degree: int) -> dict[str, Facts]:
+    """Types that do not run in one process with so many layers are tried with two."""
+    rows: dict[str, Facts] = {}
+    for num_layers in (NUM_LAYERS, 2):
+        left = [name for name in model_types if rows.get(name, {"verdict": "not built"})["verdict"] == "not built"]
+        truths = run_types(left, degree=1, num_layers=num_layers)
+        runs = [name for name in left if "losses" in truths[name][0]]
+        founds = run_types(runs, degree=degree, num_layers=num_layers)
+        rows |= {name: judge(name, truths[name], founds.get(name, [])) for name in left}
+    return rows
+
+
+def result_page(rows: list[Facts], others: dict[str, Facts], *, degree: int) -> str:
+    """The dated result, caveats first."""
+    lines = [
+        f"# Pipelines over model families, {datetime.date.today():%Y-%m-%d}",
+        "",
+        f"Caveats: models of {NUM_LAYERS} layers and width 64 with random weights, three steps, float32, CPU processes",
+        f"on one machine, rows of {LENGTH} tokens, 1F1B with {MICROBATCHES} micro-batches. Compared with one process:",
+        f"losses on every rank (relative {LOSS_BOUND:.0e}), gradient norms ({NORM_BOUND:.0e}), every first gradient",
+        f"({GRADIENT_BOUND:.0e} of its norm) and an evaluation. Vectors are moved off their initial zeros and ones, as",
+        "those hide bugs. A configuration whose blocks hand on other state than these may be judged otherwise;",
+        "`weft verify` looks at your own model.",
+        "",
+        f"- torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}",
+        f"- mesh.pp = {degree}: {_counted(rows)}, of {len(rows)} types",
+        *([f"- mesh.pp = 4, of the types that are right: {_counted(list(others.values()))}"] if others else []),
+        "- Command: `OMP_NUM_THREADS=1 python benchmarks/pipeline_families.py --out FILE --docs FILE`",
+        "",
+        "| type | verdict | at pp 4 | refused when | why |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        other = others.get(row["type"], {"verdict": "", "why": ""})
+        why = row["why"] or other["why"]
+        lines.append(f"| {row['type']} | {row['verdict']} | {other['verdict']} | {row['when']} | {cell(why)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _counted(rows: list[Facts]) -> str:
+    counts = Counter(row["verdict"] for row in rows)
+    words = (("right", ""), ("refused", " with a sentence"), ("WRONG", ""), ("not built", " even in one process"))
+    return ", ".join(f"{counts[verdict]} {verdict}{rest}" for verdict, rest in words)
+
+
+def docs_page(rows: list[Facts]) -> str:
+    """What a user looks up: can my model be a pipeline, and if not, why?"""
+    tried = [row for row in rows if row["verdict"] != "not built"]
+    right = [row["type"] for row in tried if row["verdict"] == "right"]
+    lines = [
+        "# Pipelines by model type",
+        "",
+        f"{len(right)} of the {len(tried)} causal LM types of transformers {transformers.__version__} that weft builds",
+        "train as a pipeline with the numbers of one process; the others are refused, with a reason.",
+        "Each was tried tiny at `mesh.pp = 2`; `benchmarks/pipeline_families.py` writes this page. A refused model",
+        "trains with `mesh.pp = 1`: ZeRO-3 shards any model, and tensor parallelism [most](tensor-families.md).",
+        "",
+        "## Refused",
+        "",
+        "| type | why |",
+        "| --- | --- |",
+        *(f"| {row['type']} | {cell(row['why'])} |" for row in tried if row["verdict"] != "right"),
+        "",
+        "## Right",
+        "",
+        ", ".join(right),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--docs", type=Path)
+    parser.add_argument(
+        "--rows", type=Path, help="a JSON line for each type as it is done; types in it are not repeated"
+    )
+    parser.add_argument("--pp4-rows", type=Path, help="what --rows kept of a run with --degree 4, for the page")
+    parser.add_argument("--types", nargs="*")
+    parser.add_argument("--degree", type=int, default=2)
+    given = parser.parse_args()
+    _CONTEXT.set_forkserver_preload([*_PRELOADED, *_OURS, "weft.core.plan", "families_train"])
+    done = read_rows(given.rows)
+    left = [name for name in given.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if name not in done]
+    for begin in range(0, len(left), TYPES_A_GROUP):
+        for name, row in judge_types(left[begin : begin + TYPES_A_GROUP], degree=given.degree).items():
+            done[name] = row
+            print(f"{name:26} {row['verdict']:9} {row.get('blocks', '')} {row['why'][:200]}", flush=True)
+            keep_row(given.rows, row)
+    rows = [done[name] for name in sorted(done)]
+    if given.out:
+        given.out.write_text(result_page(rows, read_rows(given.pp4_rows), degree=given.degree), encoding="utf-8")
+    if given.docs:
+        given.docs.write_text(docs_page(rows), encoding="utf-8")
+    if any(row["verdict"] == "WRONG" for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What every comparison over model types shares: tiny models of each type, their batches, bounds, and rows of results.
+
+It runs nothing by itself. `tensor_families.py` and `pipeline_families.py` say what is compared with what.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from families_train import EXTRA, shrunk
+from transformers import CONFIG_MAPPING
+
+from weft.core.errors import WeftError
+from weft.core.plan import Plan
+from weft.core.run_spec import ModelSpec
+from weft.engine.engine import Engine
+from weft.engine.optim import OptimizerPolicy
+from weft.models.build import build_config, build_skeleton
+from weft.models.initial import InitialWeights, Reader
+from weft.models.layout import describe
+
+CPU = torch.device("cpu")
+VOCABULARY, ROWS, LENGTH, STEPS = 257, 4, 16, 3
+MOST_PARAMETERS = 50_000_000
+# float32 sums in another order, through two layers: a thousand roundings at most; a bug is a share of the value
+LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND = 1e-5, 1e-4, 1e-4
+SMALL_SHARE = 1e-3  # of the typical gradient: below it (a key's bias, whose true gradient is 0) there is only noise
+Facts = dict[str, Any]
+
+
+class Jittered:
+    """Initial weights whose vectors are moved a little: a bias that starts at zero, a norm at one would hide bugs."""
+
+    def __init__(self, source: InitialWeights) -> None:
+        self._source = source
+
+    def readers(self, names: Collection[str]) -> Iterator[tuple[str, Reader]]:
+        for name, read in self._source.readers(names):
+            value = read(())
+            if value.ndim <= 1 and value.is_floating_point():
+                seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+                value = value + 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
+            yield name, value.__getitem__
+
+
+def tiny_config(model_type: str, *, num_layers: int = 2) -> Any:
+    """Two layers or a multiple, width 64; two key-value heads where the type has them and builds so."""
+    extra = {key: _deeper(key, value, num_layers // 2) for key, value in EXTRA.get(model_type, {}).items()}
+    overrides = shrunk(CONFIG_MAPPING[model_type], num_layers=num_layers) | extra
+    is_latent = "qk_rope_head_dim" in overrides  # keys and values have the queries' heads
+    grouped = {key: 2 for key in ("num_key_value_heads", "num_kv_heads") if key in overrides and not is_latent}
+    for fields in ({**overrides, **grouped}, overrides):
+        spec = ModelSpec(type=model_type, config=fields)
+        try:
+            config = build_config(spec, vocab_size=VOCABULARY, end_of_document=256)
+            build_skeleton(copy.deepcopy(config))
+            return config
+        except WeftError:
+            if fields is overrides:
+                raise
+    raise AssertionError
+
+
+def _deeper(key: str, value: Any, times: int) -> Any:
+    """What EXTRA says of two layers, for more of them."""
+    if key in ("layer_types", "attn_layers", "activation_sparsity_pattern"):
+        return value * times
+    return [[kinds, count * times] for kinds, count in value] if key == "attention_types" else value
+
+
+def tiny_engine(config: Any, tables: Facts) -> Engine:
+    skeleton = build_skeleton(copy.deepcopy(config))
+    if sum(parameter.numel() for parameter in skeleton.parameters()) > MOST_PARAMETERS:
+        raise RuntimeError("this script's size fields do not make it small")
+    source = build_skeleton(copy.deepcopy(config))
+    return Engine(
+        skeleton,
+        Plan.from_tables(tables),
+        optimizer=OptimizerPolicy(kind="sgd", learning_rate=0.05),
+        weights=Jittered(InitialWeights(source, describe(source), seed=0, device=CPU)),
+        device=CPU,
+    )
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for _ in range(STEPS):
+        ids = torch.randint(0, VOCABULARY - 1, (ROWS, LENGTH + 1), generator=generator)
+        labels = ids[:, 1:].clone()
+        labels[0, :5] = -100
+        made.append({"input_ids": ids[:, :-1].contiguous(), "labels": labels})
+    return made
+
+
+def difference(truth: Facts, found: Facts) -> str:
+    """The first wrong thing, or nothing."""
+    for key, bound in (("losses", LOSS_BOUND), ("norms", NORM_BOUND)):
+        for step, (right, value) in enumerate(zip(truth[key], found[key], strict=True), start=1):
+            if not abs(value - right) <= bound * abs(right):
+                where = "evaluation" if step > STEPS else f"step {step}"
+                return f"{key[:-1]} of {where} {value:.6f}, not {right:.6f}"
+    missing = sorted(set(truth["gradients"]) ^ set(found["gradients"]))
+    if missing:
+        return f"a gradient of {missing[0]} on one side only"
+    tensors = {name: torch.from_numpy(value).double() for name, value in truth["gradients"].items()}
+    typical = torch.stack([value.norm() for value in tensors.values()]).square().mean().sqrt().item()
+    worst = max(
+        ((torch.from_numpy(found["gradients"][name]).double() - right).norm().item()
+         / (right.norm().item() + SMALL_SHARE * typical), name)
+        for name, right in tensors.items()
+    )  # fmt: skip
+    return f"gradient of {worst[1]} off by {worst[0]:.1e}" if worst[0] > GRADIENT_BOUND else ""
+
+
+def last_line(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)), lines[-1])[:300]
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "/").replace("\n", " ")[:400]
+
+
+def keep_row(path: Path | None, row: Facts) -> None:
+    if path:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_rows(path: Path | None) -> dict[str, Facts]:
+    if path is None or not path.exists():
+        return {}
+    return {row["type"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}

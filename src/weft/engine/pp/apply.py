@@ -1,0 +1,84 @@
+"""From a plan's pipeline to one rank of it: the schedule, the split of the model, the stages that stay here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.core.plan import Pipeline
+from weft.engine.mesh import Topology
+from weft.engine.pp.face import PipelineFace
+from weft.engine.pp.mail import Line
+from weft.engine.pp.stages import Stages, drop_other_stages
+from weft.engine.pp.ties import SharedWeights, pair_group
+from weft.engine.pp.walk import Walk
+from weft.models.layout import ModelLayout
+from weft.models.pipeline_split import PipelineSplit, split_model
+from weft.schedule import Schedule, generate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A model's split over a schedule, before it is carried out."""
+
+    schedule: Schedule
+    split: PipelineSplit
+    own: tuple[int, ...]
+
+
+def cut_pipeline(model: nn.Module, layout: ModelLayout, policy: Pipeline, topology: Topology) -> Cut:
+    """Where the model is cut. Looks at the model's own forward, so before anything is put around it."""
+    schedule = generate(
+        policy.schedule,
+        num_ranks=topology.pp_degree,
+        num_microbatches=policy.microbatches,
+        virtual_stages=policy.virtual_stages,
+    )
+    split = split_model(model, layout, num_stages=schedule.num_stages)
+    return Cut(schedule=schedule, split=split, own=schedule.rank_to_stages[topology.pp_rank])
+
+
+def keep_own_stages(
+    model: nn.Module, layout: ModelLayout, cut: Cut, *, dtype: torch.dtype, device: torch.device
+) -> ModelLayout:
+    return drop_other_stages(model, layout, cut.split, cut.own, dtype=dtype, device=device)
+
+
+def build_pipeline(
+    model: nn.Module, whole: ModelLayout, layout: ModelLayout, cut: Cut, topology: Topology, *, device: torch.device
+) -> PipelineFace:
+    """The rank's walk, when the model is complete. Collective. `whole`: the layout before the cut."""
+    placement = cut.schedule.stage_to_rank
+    line = Line(ranks=topology.pp_line, place=topology.pp_rank, down=_group(topology), up=_group(topology))
+    walk = Walk(cut.schedule, Stages(model, cut.split, cut.own), line, device=device)
+    shared = _shared(whole, cut, topology) if placement[0] != placement[-1] else ()
+    group = pair_group(topology, placement[0], placement[-1]) if shared else None
+    here = {canonical: name for name, canonical in layout.copies.items()}
+    is_end = topology.pp_rank in (placement[0], placement[-1])
+    names = tuple(here.get(canonical, canonical) for canonical in shared) if is_end else ()
+    return PipelineFace(
+        walk=walk, shared=SharedWeights(names, group), has_first=0 in cut.own, has_loss=walk.stages.last in cut.own
+    )
+
+
+def _shared(whole: ModelLayout, cut: Cut, topology: Topology) -> tuple[str, ...]:
+    """First names of weights that the first and the last stage both use."""
+    before = cut.split.before
+    return tuple(
+        sorted({canonical for alias, canonical in whole.ties.items() if (alias in before) != (canonical in before)})
+    )
+
+
+def _group(topology: Topology) -> dist.ProcessGroup:
+    """A group of this rank's pipeline of its own; collective."""
+    own: dist.ProcessGroup | None = None
+    for place in range(topology.stage_size):
+        ranks = list(range(place, dist.get_world_size(), topology.stage_size))
+        group = dist.new_group(ranks)
+        own = group if dist.get_rank() in ranks else own
+    if own is None:
+        raise RuntimeError("this rank is in no pipeline")
+    return own

@@ -1,0 +1,65 @@
+"""What the engine sees of a pipeline, whether there is one or not: who computes what of a step, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from weft.core.terms import TimeTerm
+from weft.engine.objective import Batch
+from weft.engine.pp.stages import StageCall
+from weft.engine.pp.ties import SharedWeights
+from weft.engine.pp.walk import Forward, Strategy, Walk
+from weft.engine.timer import StepTimer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineFace:
+    """What the engine sees of a pipeline; `PipelineFace()` is a model that is not cut."""
+
+    walk: Walk | None = None
+    shared: SharedWeights = field(default_factory=lambda: SharedWeights((), None))
+    has_first: bool = True  # the first stage is here
+    has_loss: bool = True  # the last one is
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those of messages, and of weights that two stages share."""
+        found = [self.walk.line.down, self.walk.line.up] if self.walk is not None else []
+        return [*found, *([self.shared.group] if self.shared.group is not None else [])]
+
+    def called(self, module: nn.Module, stage: int) -> Any:
+        """The model as an objective is to see it."""
+        if self.walk is None:
+            return module
+        return StageCall(module, self.walk.stages, stage)
+
+    def train(self, forward: Forward, microbatches: Sequence[Batch], strategy: Strategy, timer: StepTimer) -> None:
+        """Gradients of every micro-batch; `forward(stage, index)` gives the loss of one, or what a stage sends."""
+        if self.walk is not None:
+            self.walk.train(forward, strategy, shape_key=_shape_of(microbatches[0]))
+            timer.mark(TimeTerm.FORWARD_BACKWARD)
+            return
+        for index in range(len(microbatches)):
+            with strategy.microbatch(is_last=index == len(microbatches) - 1):
+                loss = forward(0, index)
+                timer.mark(TimeTerm.FORWARD)
+                loss.backward()  # type: ignore[no-untyped-call]
+                timer.mark(TimeTerm.BACKWARD)
+
+    def measure(self, forward: Forward, microbatches: Sequence[Batch], strategy: Strategy) -> None:
+        """Forwards alone."""
+        if self.walk is not None:
+            shape = _shape_of(microbatches[0])
+            self.walk.measure(forward, strategy, num_microbatches=len(microbatches), shape_key=shape)
+            return
+        for index in range(len(microbatches)):
+            forward(0, index)
+
+
+def _shape_of(batch: Batch) -> tuple[int, ...]:
+    return tuple(next(iter(batch.values())).shape)

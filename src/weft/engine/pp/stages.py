@@ -1,0 +1,222 @@
+"""One rank's stages of a model, whose own forward runs on every stage.
+
+    before the first own block   the model's own code: masks, positions, rotary tables. Token tables of other stages
+                                 give NaN, which nobody reads: the first own block takes what was received instead
+    blocks of earlier stages     passed by
+    the next stage's first block the forward ends there; what that block would be given is sent
+
+So whatever a model computes around its blocks is right on every stage, and a model that hands its blocks more than the
+hidden states of the block before (which no stage receives) ends in NaN, not in wrong numbers. Parameters of other
+stages are dropped before any memory is spent on them. A rank with several stages has one model with all their blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.core.errors import PipelineError
+from weft.engine.around import Forward, put_around
+from weft.models.layout import ROOT, ModelLayout
+from weft.models.pipeline_probe import Place
+from weft.models.pipeline_split import PipelineSplit
+from weft.models.pipeline_stands import NoTable, Stand, given_by, nothing_for, nothing_like
+
+
+class StageDone(Exception):  # noqa: N818 - an end, not an error
+    """The forward has passed the stage's last block; `hidden` is what comes out of it."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("the stage is done")
+        self.hidden = hidden
+
+
+class Stages:
+    """The stages `own` of `split`, on a model that has the parameters of these alone."""
+
+    def __init__(self, model: nn.Module, split: PipelineSplit, own: tuple[int, ...]) -> None:
+        self.split, self.own = split, own
+        self.received: Tensor | None = None
+        self.looked_at: set[int] = set()  # stages whose first forward went well
+        self.model = model
+        self._places = {stage: self._arrangement(stage) for stage in own}
+        put_around(model, _end_quietly)
+
+    @property
+    def last(self) -> int:
+        return self.split.num_stages - 1
+
+    @contextmanager
+    def forward_of(self, stage: int, received: Tensor | None) -> Iterator[None]:
+        """Inside, the model's forward is that of `stage`."""
+        self.received = received
+        originals = [(container, key, container._modules[key]) for container, key, _ in self._places[stage]]
+        try:
+            for container, key, stand in self._places[stage]:
+                container._modules[key] = stand
+            yield
+        finally:
+            for container, key, module in originals:
+                container._modules[key] = module
+            self.received = None
+
+    def _arrangement(self, stage: int) -> list[tuple[nn.Module, str, nn.Module]]:
+        """(container, key, what stands there) for the blocks that are not simply themselves."""
+        own = self.split.stages[stage]
+        stands: dict[str, nn.Module] = {}
+        for name in (name for earlier in self.split.stages[:stage] for name in earlier):
+            stands[name] = _PassedBy(self.model.get_submodule(name), self)
+        if stage > 0:
+            stands[own[0]] = _Entry(self.model.get_submodule(own[0]), self)
+        if stage < self.last:
+            following = self.split.stages[stage + 1][0]
+            stands[following] = _Exit(self.model.get_submodule(following), self)
+        placed = ((name.rpartition("."), stand) for name, stand in stands.items())
+        return [(self.model.get_submodule(owner), key, stand) for (owner, _, key), stand in placed]
+
+
+class _StageStand(Stand):
+    """Outside of the block's hooks, which know nothing of stages."""
+
+    def __init__(self, block: nn.Module, stages: Stages) -> None:
+        super().__init__(block)
+        self.__dict__["stages"] = stages  # not a submodule
+
+
+class _PassedBy(_StageStand):
+    """A block of an earlier stage. What it gives is NaN, and read by nobody but the next that is passed by."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        nothing = nothing_for(_hidden(args, kwargs, self.stages.split.hidden))
+        return given_by(nothing, self.stages.split.num_given)
+
+
+class _Entry(_StageStand):
+    """The first own block takes what was received."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        place = self.stages.split.hidden
+        if isinstance(place, str):
+            return self.block(*args, **{**kwargs, place: self.stages.received})
+        return self.block(*args[:place], self.stages.received, *args[place + 1 :], **kwargs)
+
+
+class _Exit(_StageStand):
+    """The next stage's first block: what it would be given is what this stage sends."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise StageDone(_hidden(args, kwargs, self.stages.split.hidden))
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
+    return kwargs[place] if isinstance(place, str) else args[place]
+
+
+def _end_quietly(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Inside of the model's hooks, which must see a forward that returns."""
+    try:
+        return forward(*args, **kwargs)
+    except StageDone as done:
+        return done.hidden
+
+
+class StageCall:
+    """The model as an objective calls it: on any stage but the last nothing comes back, so the objective ends there.
+
+    A stage's first forward is looked at: what went wrong there is said as what it is, a model that does not suit."""
+
+    def __init__(self, module: nn.Module, stages: Stages, stage: int) -> None:
+        self.module, self._stages, self._stage = module, stages, stage
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_new = self._stage > 0 and self._stage not in self._stages.looked_at
+        output = self._first(*args, **kwargs) if is_new else self.module(*args, **kwargs)
+        if self._stage == self._stages.last:
+            return output
+        raise StageDone(output)
+
+    def _first(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            output = self.module(*args, **kwargs)
+        except (RuntimeError, ValueError, LookupError, AttributeError, TypeError) as error:
+            if isinstance(error, torch.OutOfMemoryError | dist.DistError):
+                raise
+            lines = str(error).strip().splitlines() or [""]
+            raise self._unfit(f"does not run ({type(error).__name__}: {lines[0]})") from error
+        if read_is_nan(output) and not read_is_nan(self._stages.received):
+            raise self._unfit("makes NaN of finite hidden states: it may read what only an earlier stage has")
+        self._stages.looked_at.add(self._stage)
+        return output
+
+    def _unfit(self, what: str) -> PipelineError:
+        name = type(self._stages.model).__name__
+        return PipelineError(f"stage {self._stage} of {name} {what}", hint="use mesh.pp = 1")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def read_is_nan(output: Any) -> bool:
+    """Waits for the device, once for each stage. A dry run, which has no numbers, says no."""
+    tensor = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    return isinstance(tensor, Tensor) and bool(tensor.detach().isnan().any())
+
+
+def drop_other_stages(
+    model: nn.Module,
+    layout: ModelLayout,
+    split: PipelineSplit,
+    own: tuple[int, ...],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ModelLayout:
+    """Take away every parameter that `own` stages do not have; the layout of what is left."""
+    blocks = [name for stage in own for name in split.stages[stage]]
+    blocks += split.idle if split.num_stages - 1 in own else ()
+    kept: dict[str, str] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        canonical = layout.ties.get(name, name)
+        unit = layout.unit_of[canonical]
+        if unit in blocks or (unit == ROOT and split.home(name) in own):
+            kept[name] = canonical
+        else:
+            is_read = unit == ROOT and split.home(name) < split.num_stages - 1
+            _drop(model, name, parameter, is_read=is_read, dtype=dtype, device=device)
+    for name in {*split.blocks, *split.idle} - set(blocks):
+        for module in model.get_submodule(name).modules():
+            module._buffers.update(dict.fromkeys(module._buffers))
+    return _layout_of(layout, kept, blocks)
+
+
+def _drop(
+    model: nn.Module, name: str, parameter: nn.Parameter, *, is_read: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    owner, _, key = name.rpartition(".")
+    module = model.get_submodule(owner)
+    module._parameters[key] = None
+    if is_read:  # the model's own code reads it on later stages too
+        module.__dict__[key] = nothing_like(parameter.shape, dtype=dtype, device=device)
+        if isinstance(module, nn.Embedding):
+            put_around(module, NoTable(parameter.shape[-1], dtype=dtype, device=device))
+
+
+def _layout_of(layout: ModelLayout, kept: dict[str, str], blocks: list[str]) -> ModelLayout:
+    """A tied weight whose first name is on another stage has its first name here, and is told in `copies`."""
+    first_here: dict[str, str] = {}
+    for name, canonical in kept.items():
+        if name == canonical or canonical not in kept:
+            first_here.setdefault(canonical, name)
+    return replace(
+        layout,
+        blocks=tuple(blocks),
+        ties={name: first_here[canonical] for name, canonical in kept.items() if name != first_here[canonical]},
+        unit_of={name: layout.unit_of[canonical] for canonical, name in first_here.items()},
+        copies={name: canonical for canonical, name in first_here.items() if name != canonical},
+    )

@@ -1,0 +1,121 @@
+"""What stands in for parts of a model that are not there: blocks, parameters, what they would give.
+
+Most of it is NaN: whoever computes with it by mistake is not quiet about it. `pipeline_probe.py` walks through a model
+with these; a pipeline's stages use the same, so a walk sees what a stage will see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Stand(nn.Module):
+    """In a block's place; what the model's code reads off the block (its kind of attention) is the block's."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block  # as a submodule: `fully_shard` looks for its units among them
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("block"), name)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """All modules and their attributes are as before, afterwards. BigBird puts other attention in place as it runs."""
+    tables = ("_modules", "_parameters", "_buffers")
+    kept = [
+        (vars(module), dict(vars(module)), [dict(vars(module)[key]) for key in tables]) for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for live, own, contents in kept:
+            live.clear()
+            live.update(own)
+            for key, content in zip(tables, contents, strict=True):
+                live[key].clear()
+                live[key].update(content)
+
+
+def given_by(hidden: Tensor, num_given: int, *, number: float = float("nan")) -> Any:
+    """What stands in for a block's output. Other values than the hidden states are NaN: no stage sends them."""
+    others = (torch.full((), number, device=hidden.device),) * (num_given - 1)
+    return (hidden, *others) if num_given else hidden
+
+
+def nothing_like(
+    shape: Sequence[int], *, dtype: torch.dtype, device: torch.device, number: float = float("nan")
+) -> Tensor:
+    """One number in every place and in memory. NaN: whoever computes with it by mistake is not quiet about it."""
+    return torch.full((), number, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def nothing_for(hidden: Tensor) -> Tensor:
+    """In place of what a block makes of `hidden`."""
+    dtype = hidden.dtype if hidden.is_floating_point() else torch.get_default_dtype()
+    return nothing_like(hidden.shape, dtype=dtype, device=hidden.device)
+
+
+class NoTable:
+    """Around a token table of another stage, with all that tensor parallelism put around it: sends nothing."""
+
+    def __init__(self, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.width, self.dtype, self.device = width, dtype, device
+
+    def __call__(self, forward: Callable[..., Any], ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(ids, Tensor):  # a table of positions that is told a shape
+            return forward(ids, *args, **kwargs)
+        return nothing_like((*ids.shape, self.width), dtype=self.dtype, device=self.device)
+
+
+class _Noted(Tensor):
+    """A tensor that tells when something is computed from it; reading its shape or dtype is not told."""
+
+    plain: Tensor
+    tell: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        told: list[Callable[[], None]] = []
+        result = func(*_plain(args, told), **_plain(kwargs or {}, told))
+        if any(True for _ in tensors_in(result)):
+            for tell in told:
+                tell()
+        return result
+
+
+def noted(plain: Tensor, tell: Callable[[], None]) -> Tensor:
+    value = plain.as_subclass(_Noted)
+    value.plain, value.tell = plain, tell
+    return value
+
+
+def _plain(value: Any, told: list[Callable[[], None]]) -> Any:
+    if isinstance(value, _Noted):
+        told.append(value.tell)
+        return value.plain
+    if type(value) in (tuple, list):
+        return type(value)(_plain(item, told) for item in value)
+    if type(value) is dict:
+        return {key: _plain(item, told) for key, item in value.items()}
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)

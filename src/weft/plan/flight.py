@@ -1,0 +1,93 @@
+"""What a pipeline's rank keeps of micro-batches under way, for every plan. Without a pipeline there is one, in flight.
+
+| from      | until  | kept                                                                                       |
+| --------- | ------ | ------------------------------------------------------------------------------------------ |
+| F         | B or I | activations of the blocks, what the stage took and what it gave; on the last stage the loss |
+| I         | W      | inputs of the linears, and the gradients of their outputs                                   |
+
+A schedule that begins with all forwards has no gradients at its fullest, and one micro-batch less once it has them:
+the fuller of the two counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.core.model_shape import BlockShape
+from weft.plan.activations import Kept, bytes_of
+from weft.plan.columns import Bools, Floats
+from weft.plan.tensors import is_key_value
+from weft.plan.view import View
+
+LOG_PROBABILITY_BYTES = 4  # what the loss keeps of a logit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flight:
+    """Micro-batches under way at the fullest moment, and whether gradients of earlier ones exist then."""
+
+    whole: Floats  # in units of all the rank's blocks
+    on_last_stage: Floats  # of those, with their loss; 0 where the last stage is not
+    has_gradients: Bools
+
+
+def flight_of(view: View, *, one_bytes: Floats, logits: Floats, gradient_bytes: Floats) -> Flight:
+    """`one_bytes`: activations of one micro-batch; `logits`: how many it has here; `gradient_bytes`: all gradients."""
+    columns, stage = view.columns, view.stage
+    several = columns.microbatches > 1
+    is_full = several & (columns.pp > 1) & (stage.in_flight + stage.waiting >= columns.microbatches)
+    is_before = is_full & (one_bytes + logits * LOG_PROBABILITY_BYTES > gradient_bytes)
+    less = (is_full & ~is_before).astype(np.float64)
+    return Flight(
+        whole=stage.in_flight - less / stage.num_stages,
+        on_last_stage=np.where(stage.holds_head, np.maximum(stage.head_in_flight - less, 1.0), 0.0),
+        has_gradients=several & ~is_before,
+    )
+
+
+def edge_bytes(view: View, flight: Flight) -> Floats:
+    """What stages gave, until its gradient comes, and took, where the first norm keeps another copy of it."""
+    slots = flight.whole * view.stage.num_stages
+    gave = slots - flight.on_last_stage
+    took = np.where(_keeps_own_copy(view), slots - np.where(view.stage.holds_embedding, flight.whole, 0.0), 0.0)
+    return np.where(view.columns.pp > 1, (gave + took) * view.stream_bytes, 0.0)
+
+
+def _keeps_own_copy(view: View) -> bool:
+    """A norm that is written out keeps its input in float32."""
+    norms = [norm for block in view.shape.kinds[:1] for norm in block.norms if norm.place == "residual"]
+    return view.sizes.is_mixed and bool(norms) and norms[0].kind == "rms"
+
+
+def waiting_bytes(view: View) -> Floats:
+    """Of blocks whose weights' gradients are still to come, over all their micro-batches."""
+    total = np.zeros(len(view.columns))
+    if not np.any(view.stage.waiting):
+        return total
+    keys = np.zeros(len(view.columns))
+    for index, block in enumerate(view.shape.kinds):
+        held = _held_for_weights(block, view.sizes.activation, view.shape.hidden_size)
+        nbytes = bytes_of(held, block, view.columns, tokens=view.tokens, keys=keys)
+        total = total + nbytes * view.stage.blocks[:, index]
+    return total * view.stage.waiting
+
+
+def _held_for_weights(block: BlockShape, c: int, hidden_size: int) -> Kept:
+    """Inputs, once where several linears read the same, and gradients of outputs. Experts in one tensor do not wait."""
+    total = Kept()
+    inputs: set[tuple[str, int]] = set()
+    for linear in block.linears:
+        if linear.role == "expert" or linear.is_transposed or not linear.active:
+            continue
+        out = float(c * linear.out_features)
+        if linear.style == "column":
+            total = total + (Kept(key_value=out) if is_key_value(linear) else Kept(split=out))
+        else:
+            total = total + Kept(gathered=out)
+        if (linear.role, linear.in_features if linear.style == "row" else 0) not in inputs:
+            inputs.add((linear.role, linear.in_features if linear.style == "row" else 0))
+            taken = float(c * linear.in_features)
+            total = total + (Kept(split=taken) if linear.style == "row" else Kept(gathered=taken))
+    return total

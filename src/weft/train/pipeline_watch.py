@@ -1,0 +1,119 @@
+"""Watching a pipeline: its clocks are compared, its first steps timed, their times gathered at the end of the run.
+
+Ranks of one host have one clock. Clocks of other hosts are shifted by what they show when an all-reduce ends, so bars
+of two hosts may lie apart by what that takes (under a millisecond as a rule). Nothing is sent during a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from weft.engine.engine import Engine
+from weft.engine.pp.walk import Walk
+from weft.schedule import Schedule, Timeline
+from weft.train.measuring import MAX_STEPS
+from weft.train.pipeline_record import PipelineRecord, WatchedStep
+
+WATCHED_STEPS = MAX_STEPS + 4  # some that measuring memory does not slow down
+CLOCK_ROUNDS = 5
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class PipelineWatch:
+    """Watches the pipeline that this rank is in, where it is in one. Making it and `gather` are collective."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._walk = engine, engine.pipeline.walk
+        self._first_step = engine.steps_done + 1
+        self._shift_s, self._is_one_clock = 0.0, True
+        if self._walk is not None:
+            self._shift_s, self._is_one_clock = _compare_clocks(self._walk, engine.device)
+            self._walk.watch(WATCHED_STEPS)
+
+    def gather(self, *, num_measured: int) -> PipelineRecord | None:
+        """The record of this rank's pipeline, on each of its ranks. `num_measured`: steps slowed by measuring."""
+        if self._walk is None:
+            return None
+        own = _pack(self._walk, shift_s=self._shift_s, num_measured=num_measured)
+        found = [_Packed(self._walk.schedule, row) for row in _gathered(own, self._walk, self._engine.device)]
+        num_steps = min(packed.num_steps for packed in found)
+        if num_steps == 0:
+            return None
+        disturbed = max(1, *(packed.num_measured for packed in found))
+        steps = [self._step(found, index, is_disturbed=index < disturbed) for index in range(num_steps)]
+        held = tuple(max(counts) for counts in zip(*(packed.in_flight for packed in found), strict=True))
+        ranks = self._engine.topology.pp_line
+        return PipelineRecord(steps=tuple(steps), most_in_flight=held, ranks=ranks, is_one_clock=self._is_one_clock)
+
+    def _step(self, found: Sequence[_Packed], index: int, *, is_disturbed: bool) -> WatchedStep:
+        times = [packed.times(index, place) for place, packed in enumerate(found)]
+        schedule = found[0].schedule
+        asked, starts, ends = (tuple(tuple(marks[way] for marks in actions) for actions in times) for way in range(3))
+        timeline = Timeline(schedule=schedule, starts=starts, ends=ends)
+        return WatchedStep(step=self._first_step + index, timeline=timeline, asked=asked, is_disturbed=is_disturbed)
+
+
+class _Packed:
+    """One rank's numbers as they travel: watched steps, measured steps; held by stage; then [step, action, mark]."""
+
+    def __init__(self, schedule: Schedule, numbers: torch.Tensor) -> None:
+        self.schedule = schedule
+        num_counts = 2 + schedule.num_stages
+        self.num_steps, self.num_measured, *self.in_flight = map(int, numbers[:num_counts].tolist())
+        self._marks = numbers[num_counts:].view(WATCHED_STEPS, -1, 3)
+
+    def times(self, index: int, place: int) -> list[list[float]]:
+        """[action, mark]"""
+        found: list[list[float]] = self._marks[index, : len(self.schedule.ranks[place])].tolist()
+        return found
+
+
+def _pack(walk: Walk, *, shift_s: float, num_measured: int) -> torch.Tensor:
+    most = max(map(len, walk.schedule.ranks))
+    marks = torch.zeros(WATCHED_STEPS, most, 3, dtype=torch.float64)
+    for index, record in enumerate(walk.watched):
+        rows = [row[1:] for row in record.rows()]
+        marks[index, : len(rows)] = torch.tensor(rows, dtype=torch.float64) + shift_s
+    held = torch.zeros(walk.schedule.num_stages, dtype=torch.float64)
+    for record in walk.watched:
+        for stage, count in record.most_in_flight.items():
+            held[stage] = max(int(held[stage]), count)
+    head = [len(walk.watched), num_measured]
+    return torch.cat([torch.tensor(head, dtype=torch.float64), held, marks.flatten()])
+
+
+def _gathered(own: torch.Tensor, walk: Walk, device: torch.device) -> list[torch.Tensor]:
+    """Of every rank of the pipeline, first place first."""
+    sent = own.to(device)
+    rows = [torch.empty_like(sent) for _ in walk.line.ranks]
+    dist.all_gather(rows, sent, group=walk.line.down)
+    return [row.cpu() for row in rows]
+
+
+def _compare_clocks(walk: Walk, device: torch.device) -> tuple[float, bool]:
+    """What to add to this rank's clock to have that of the first place, and whether all of the pipeline are one."""
+    shifts, hosts = [], []
+    for _ in range(CLOCK_ROUNDS):
+        token = torch.zeros(1, dtype=torch.float64, device=device)
+        dist.all_reduce(token, group=walk.line.down)
+        token.item()  # waits for the device
+        own = torch.tensor([time.perf_counter(), _host()], dtype=torch.float64)
+        rows = _gathered(own, walk, device)
+        shifts.append(float(rows[0][0] - own[0]))
+        hosts = [row[1].item() for row in rows]
+    is_same_host = hosts[0] == hosts[walk.line.place]
+    return (0.0 if is_same_host else statistics.median(shifts)), len(set(hosts)) == 1
+
+
+def _host() -> float:
+    """A number that is a host's own, exact in a float64. A name alone may be that of many containers."""
+    name = _BOOT_ID.read_text(encoding="ascii") if _BOOT_ID.exists() else platform.node()
+    return float(int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]))

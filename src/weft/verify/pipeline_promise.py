@@ -1,0 +1,41 @@
+"""What a pipeline's rank promises to send and receive in a step: its schedule says it, message by message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.engine.engine import Engine
+from weft.engine.pp.mail import sent_by
+from weft.verify.tensor_promise import Promise
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineFacts:
+    """Of one rank, in one step."""
+
+    sends: int
+    receives: int
+    num_stages: int  # that the rank has
+    shared_weights: int  # summed with another rank's copy
+
+    @staticmethod
+    def of(engine: Engine) -> PipelineFacts | None:
+        walk = engine.pipeline.walk
+        if walk is None:
+            return None
+        place, schedule = walk.line.place, walk.schedule
+        targets = [
+            (source, target)
+            for source, actions in enumerate(schedule.ranks)
+            for target, _ in sent_by(actions, schedule.stage_to_rank)
+        ]
+        return PipelineFacts(
+            sends=sum(source == place for source, _ in targets),
+            receives=sum(target == place for _, target in targets),
+            num_stages=len(walk.stages.own),
+            shared_weights=len(engine.pipeline.shared.names),
+        )
+
+    def promise(self) -> Promise:
+        counts = {"send": self.sends, "recv": self.receives, "all_reduce": self.shared_weights}
+        return {name: (count, count) for name, count in counts.items()}

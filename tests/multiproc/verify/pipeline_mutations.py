@@ -1,0 +1,154 @@
+"""Realistic bugs of pipelines, as `mutations` has those of data parallelism: each trains, and wrongly."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from mutations import replaced
+
+import weft.engine.engine
+from weft.engine import randomness
+from weft.engine.deferred import Deferred
+from weft.engine.pp.mail import Mail, Message
+from weft.engine.pp.stages import _Entry
+from weft.engine.pp.ties import SharedWeights
+from weft.engine.pp.walk import Walk
+
+
+def _first_two_swapped(message: Message) -> Message:
+    return message._replace(microbatch=1 - message.microbatch) if message.microbatch < 2 else message
+
+
+def microbatches_swapped_at_one_stage() -> Any:
+    """The second stage gives the first activation the second micro-batch's labels, and the other way round."""
+
+    def make(original: Any) -> Any:
+        def receive(self: Mail, message: Message, **given: Any) -> torch.Tensor:
+            swapped = _first_two_swapped(message) if message.way == "forward" else message
+            return original(self, swapped, **given)  # type: ignore[no-any-return]
+
+        return receive
+
+    return replaced(Mail, "receive", make)
+
+
+def gradient_rows_reversed() -> Any:
+    """The first stage goes back with the gradients of other rows."""
+
+    def make(original: Any) -> Any:
+        def send(self: Mail, message: Message, tensor: torch.Tensor, **given: Any) -> None:
+            original(self, message, tensor.flip(0) if message.way == "backward" else tensor, **given)
+
+        return send
+
+    return replaced(Mail, "send", make)
+
+
+def stale_activation() -> Any:
+    """A stage computes with what it received for the micro-batch before."""
+    kept: dict[int, torch.Tensor] = {}
+
+    def make(original: Any) -> Any:
+        def receive(self: Mail, message: Message, **given: Any) -> torch.Tensor:
+            fresh: torch.Tensor = original(self, message, **given)
+            if message.way != "forward":
+                return fresh
+            old, kept[message.stage] = kept.get(message.stage, fresh), fresh
+            return old.detach().clone() if message.microbatch else fresh
+
+        return receive
+
+    return replaced(Mail, "receive", make)
+
+
+def tied_gradient_not_summed() -> Any:
+    return replaced(SharedWeights, "sum_gradients", lambda _: lambda self, parameters: None)
+
+
+def tied_copy_not_loaded() -> Any:
+    return replaced(SharedWeights, "spread", lambda _: lambda self, parameters, optimizer: None)
+
+
+def tied_copy_counted_twice() -> Any:
+    """The norm counts the head's copy of the table as a parameter of its own."""
+    return replaced(
+        weft.engine.engine,
+        "global_norm",
+        lambda original: (
+            lambda parameters, topology, **given: original(parameters, topology, **{**given, "not_counted": ()})
+        ),
+    )
+
+
+def norm_of_the_own_stage() -> Any:
+    """Every stage clips by the norm of its own parameters."""
+    return replaced(
+        weft.engine.engine,
+        "global_norm",
+        lambda original: (
+            lambda parameters, topology, **given: original(
+                parameters, dataclasses.replace(topology, pp_degree=1), **given
+            )
+        ),
+    )
+
+
+def loss_scaled_by_the_cuts() -> Any:
+    """Every micro-batch counts as if it were the whole batch."""
+
+    def make(original: Any) -> Any:
+        def train(self: Walk, forward: Any, strategy: Any, **given: Any) -> None:
+            cuts = self.schedule.num_microbatches
+            original(self, lambda stage, index: forward(stage, index) * cuts, strategy, **given)
+
+        return train
+
+    return replaced(Walk, "train", make)
+
+
+def weights_gradients_lost() -> Any:
+    """One micro-batch's weights never get their gradients."""
+    calls = {"number": 0}
+
+    def make(original: Any) -> Any:
+        def run(self: Deferred) -> None:
+            calls["number"] += 1
+            if calls["number"] % 4 != 2:
+                original(self)
+
+        return run
+
+    return replaced(Deferred, "run", make)
+
+
+def entry_computes_once_more() -> Any:
+    """The first own block is passed twice."""
+
+    def make(original: Any) -> Any:
+        def forward(self: _Entry, *args: Any, **kwargs: Any) -> Any:
+            output = original(self, *args, **kwargs)
+            return self.block(output if isinstance(output, torch.Tensor) else output[0], *args[1:], **kwargs)
+
+        return forward
+
+    return replaced(_Entry, "forward", make)
+
+
+def dropout_numbered_through() -> Any:
+    """Dropout calls are counted over the blocks a stage computes, not from every block's beginning."""
+    return replaced(randomness._RowDropout, "begin_block", lambda _: lambda self, index: None)
+
+
+def stages_agree_after_every_step() -> Any:
+    """Right numbers, and traffic that nobody promised."""
+
+    def make(original: Any) -> Any:
+        def train(self: Walk, *args: Any, **given: Any) -> None:
+            original(self, *args, **given)
+            torch.distributed.all_reduce(torch.ones(64), group=self.line.down)
+
+        return train
+
+    return replaced(Walk, "train", make)

@@ -1,0 +1,74 @@
+"""The mutation campaign of pipelines. The default suite tries a sample; `-m slow` all of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from gloo_ranks import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode leaves a test's own folder out
+
+import pipeline_mutations as bugs
+from test_mutations import STEPS, Bug, Group, complaint
+from verify_ranks import Tables, mutated_verdicts_in_rank, small_run
+
+
+def cut(schedule: str = "1f1b", *, stages: int = 1, microbatches: int = 4) -> Tables:
+    pipeline = {"schedule": schedule, "microbatches": microbatches, "virtual_stages": stages}
+    return {"mesh": {"pp": 2}, "pipeline": pipeline}
+
+
+GROUPS: dict[str, Group] = {
+    "sample": Group(
+        plan=cut(),
+        model="qwen3-tied",
+        bugs=(
+            Bug(mutate=bugs.microbatches_swapped_at_one_stage, check="loss", step=1),
+            Bug(mutate=bugs.tied_gradient_not_summed, check="gradients", words=("embed",), step=1),
+        ),
+    ),
+    "one stage": Group(
+        plan=cut(),
+        model="qwen3-tied",
+        bugs=(
+            Bug(mutate=bugs.stale_activation, check="loss", step=1),
+            Bug(mutate=bugs.loss_scaled_by_the_cuts, check="gradients", step=1),
+            Bug(mutate=bugs.gradient_rows_reversed, check="gradients", step=1),
+            Bug(mutate=bugs.tied_copy_counted_twice, check="gradient norm", step=1),
+            Bug(mutate=bugs.norm_of_the_own_stage, check="gradient norm", step=1),
+            Bug(mutate=bugs.entry_computes_once_more, check="loss", step=1),
+            Bug(mutate=bugs.stages_agree_after_every_step, check="collectives", words=("all_reduce",)),
+            Bug(mutate=bugs.tied_copy_not_loaded, check="resume", step=3),
+        ),
+    ),
+    "split backward": Group(
+        plan=cut("zero_bubble"),
+        bugs=(Bug(mutate=bugs.weights_gradients_lost, check="gradients", step=1),),
+    ),
+    "dropout": Group(
+        plan=cut(),
+        model="gpt2",
+        bugs=(Bug(mutate=bugs.dropout_numbered_through, check="loss", step=1),),
+    ),
+}
+
+
+def try_group(rank: int, _world: int, name: str, corpus: str, scratch: str) -> dict[str, Tables]:
+    group = GROUPS[name]
+    run = small_run(corpus, model=group.model, train=group.train)
+    named = {bug.mutate.__name__: bug.mutate for bug in group.bugs}
+    return mutated_verdicts_in_rank(rank, run, group.plan, scratch, named, steps=STEPS)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "sample" else pytest.param(name, marks=pytest.mark.slow) for name in GROUPS]
+)
+def test_every_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_path: Path) -> None:
+    group = GROUPS[name]
+    verdicts = run_ranks(try_group, group.num_ranks, name, str(corpus), str(tmp_path), timeout_s=600)[0]
+    healthy = verdicts.pop("")
+    assert healthy["ok"], healthy["checks"]
+    complaints = {bug.mutate.__name__: complaint(bug, verdicts[bug.mutate.__name__]) for bug in group.bugs}
+    assert not {bug: text for bug, text in complaints.items() if text}
