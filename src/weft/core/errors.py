@@ -13,6 +13,7 @@ It is not a place for programming errors: those stay ordinary Python exceptions 
     │   ├── NotBuiltError     W204   a legal plan that this version cannot execute
     │   ├── DeviceError       W205   the plan needs devices that are not there
     │   ├── TensorParallelError W206 the model cannot be divided over the plan's tensor-parallel ranks
+    │   ├── PipelineError     W207   the model cannot be cut into the plan's pipeline stages
     │   ├── ModelError        W301   the model is unknown or cannot be built
     │   ├── NoBlocksError     W302   no repeated blocks, so nothing to shard by
     │   ├── WeightsError      W303   weight files are missing or do not match the model

@@ -53,9 +53,9 @@ def curves(rank: int, world: int, family: str) -> dict[str, list[tuple[float, fl
 Curves = dict[str, list[tuple[float, float]]]
 
 
-# Llama's six blocks on four ranks take a minute
+SLOW = (("llama", 4), ("gpt2", 4))  # six blocks, and dropout row by row, on four ranks: a minute each
 CASES = [
-    pytest.param(family, world, marks=pytest.mark.slow if (family, world) == ("llama", 4) else ())
+    pytest.param(family, world, marks=pytest.mark.slow if (family, world) in SLOW else ())
     for family in ("llama", "qwen3-tied", "gpt2")
     for world in (1, 2, 4)
 ]

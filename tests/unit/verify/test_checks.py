@@ -162,7 +162,7 @@ def evidence_of(counts: dict[str, int]) -> Evidence:
         )
         for unit in ("root", "block", "frozen")
     ]  # fmt: skip
-    return Evidence(units=3, coverage=rows, collectives=counts)
+    return Evidence(units=3, coverage=rows, own=rows, collectives=counts)
 
 
 # plan tables -> the collectives of a step with 3 units (2 trained) and 2 micro-batches
