@@ -215,6 +215,7 @@ def require_executable(plan: Plan) -> None:
     default = Plan()
     refused: list[tuple[bool, str]] = [
         (plan.mesh.pp > 1 and plan.pipeline.schedule in ("pipedream", "pipedream_2bw"), "PipeDream"),
+        (plan.mesh.pp > 1 and plan.data_parallel.zero > 0 and plan.mesh.dp_replicate > 1, "HSDP in a pipeline"),
         (plan.mesh.pp > 1 and plan.tensor_parallel.mode != "1d" and plan.mesh.tp > 1, "a pipeline of grids"),
         (plan.mesh.cp > 1, "context parallelism (mesh.cp > 1)"),
         (plan.mesh.ep > 1, "expert parallelism (mesh.ep > 1)"),
