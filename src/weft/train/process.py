@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,6 @@ from weft.train.stop_flag import StopFlag
 __all__ = ["Process", "StopFlag", "join", "leave", "phase", "report_failures"]
 
 _ERROR_KEY = "weft/error"
-_LINGER_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +107,7 @@ def report_failures() -> Iterator[None]:
         else:
             record = _agree_on_first(record)
             _tell(record)
-            _end_soon(record.exit_code)
-        raise SystemExit(record.exit_code) from None
+        _end_at_once(record.exit_code)
 
 
 def _describe_existing_group() -> Process:
@@ -180,8 +177,9 @@ def _tell(record: FailureRecord) -> None:
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def _end_soon(exit_code: int) -> None:
-    # A save or loader thread that waits for a dead peer would keep the failed rank, and so the job, alive.
-    timer = threading.Timer(_LINGER_S, os._exit, (exit_code,))
-    timer.daemon = True
-    timer.start()
+def _end_at_once(exit_code: int) -> NoReturn:
+    # Not by way of the interpreter's end: a save or loader thread that waits for a dead peer would keep the failed
+    # rank, and so the job, alive; and the group's own threads, torn down while they wait, end in "terminate called".
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

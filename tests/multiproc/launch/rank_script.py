@@ -4,6 +4,7 @@ Usage: rank_script.py MODE FOLDER. Rank 1 is the one that misbehaves, except und
 first N generations one rank is killed, in turn. FOLDER takes the marks left for the test.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ TIMEOUT_S = 300.0  # far beyond every test's patience: a test that waits for it 
 
 def misbehave(mode: str, process: Process, folder: Path) -> None:
     generation = process.restart_count
+    if mode == "raise":  # a failed rank does not take the interpreter's way out, where waiting threads abort
+        atexit.register(print, "the interpreter ended")
     if mode == "raise" and process.rank == 1:
         raise ValueError("boom\nsecond line")
     if mode == "input" and process.rank == 1:
