@@ -83,6 +83,14 @@ class Pipeline(Section):
         description="micro-batches a step on each rank: gradient accumulation without pp, pipeline with",
     )
     virtual_stages: int = Field(default=1, ge=1, description="stages a pipeline rank holds, at least 1")
+    vertical_sync: bool = Field(
+        default=False, description="pipedream: a micro-batch reads the same version of the weights on every stage"
+    )
+
+    @property
+    def never_drains(self) -> bool:
+        """Whether updates are made while later micro-batches are under way: other mathematics, on purpose."""
+        return self.schedule in ("pipedream", "pipedream_2bw")
 
 
 class Precision(Section):
@@ -194,6 +202,13 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
                 "leave the mesh at 1 and zero = 0, or drop strategy (DDP is faster)",
             )
         )
+    if plan.pipeline.vertical_sync and plan.pipeline.schedule != "pipedream":
+        reasons.append(
+            (
+                f"pipeline.vertical_sync is PipeDream's, and the schedule is {plan.pipeline.schedule}",
+                "remove vertical_sync, or use pipeline.schedule = 'pipedream'",
+            )
+        )
     pool = mesh.dp_shard * mesh.cp * mesh.tp
     if pool % mesh.ep:
         reasons.append(
@@ -213,8 +228,16 @@ def require_consistent(plan: Plan, *, source: str = "plan") -> None:
 def require_executable(plan: Plan) -> None:
     """What this version's engine cannot carry out yet is refused by name, never ignored."""
     default = Plan()
+    policy, preset = plan.precision.policy(), policy_of(plan.precision.preset)
     refused: list[tuple[bool, str]] = [
-        (plan.mesh.pp > 1 and plan.pipeline.schedule in ("pipedream", "pipedream_2bw"), "PipeDream"),
+        (
+            plan.mesh.pp > 1 and plan.pipeline.never_drains and plan.data_parallel.zero > 0,
+            f"{plan.pipeline.schedule} with sharded weights (data_parallel.zero > 0)",
+        ),
+        (
+            plan.mesh.pp > 1 and plan.pipeline.never_drains and policy.loss_scaling,
+            f"{plan.pipeline.schedule} with a loss scale (precision fp16)",
+        ),
         (plan.mesh.pp > 1 and plan.data_parallel.zero > 0 and plan.mesh.dp_replicate > 1, "HSDP in a pipeline"),
         (plan.mesh.pp > 1 and plan.tensor_parallel.mode != "1d" and plan.mesh.tp > 1, "a pipeline of grids"),
         (plan.mesh.cp > 1, "context parallelism (mesh.cp > 1)"),
@@ -229,7 +252,6 @@ def require_executable(plan: Plan) -> None:
         (plan.offload != default.offload, "offload ([offload])"),
         (plan.compile.enabled, "compilation ([compile])"),
     ]
-    policy, preset = plan.precision.policy(), policy_of(plan.precision.preset)
     refused += [
         (getattr(policy, name) != getattr(preset, name), f"precision.{name} = {getattr(policy, name)!r}")
         for name in COMPONENTS

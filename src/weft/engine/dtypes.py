@@ -37,9 +37,9 @@ class DtypeWatch:
         self._found: dict[str, set[torch.dtype]] = {}
 
     @property
-    def is_empty(self) -> bool:
-        """Whether nothing was looked at yet: the first step of this engine, of a new run or a resumed one."""
-        return not self._found
+    def is_incomplete(self) -> bool:
+        """Whether no update was looked at yet: the first step of this engine, of a new run or a resumed one."""
+        return "master_weights" not in self._found
 
     @contextmanager
     def watching(self, is_on: bool) -> Iterator[None]:

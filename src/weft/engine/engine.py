@@ -21,12 +21,14 @@ from weft.core.records import DtypeRecord, EvalRecord, ParameterRecord, StepReco
 from weft.core.terms import TimeTerm
 from weft.engine.apply import apply_plan
 from weft.engine.clip import clip_factor, global_norm, scale_gradients
+from weft.engine.delayed import DelayedUpdates
 from weft.engine.dtypes import DtypeWatch
 from weft.engine.mesh import build_topology
 from weft.engine.objective import Batch, Objective, objective_for
 from weft.engine.optim import OptimizerFactory, OptimizerPolicy, build_optimizer, create_state, set_learning_rate
 from weft.engine.ownership import Parts, parameter_records
 from weft.engine.pending import PendingStep
+from weft.engine.pp.endless import EndlessWalk
 from weft.engine.precision import LossScale, read_is_finite
 from weft.engine.randomness import seeded_forward, uses_randomness
 from weft.engine.state import MODEL, OPTIMIZER, state_tensors
@@ -73,8 +75,8 @@ class Engine:
         self.tensors, self.pipeline = applied.tensors, applied.pipeline
         self.parts: Parts = self.tensors.parts
         self.objective = objective or objective_for(model, self.tensors.token_loss)
-        self._trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        self.parameters = list(self._trained.values())
+        self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self.parameters = list(self.trained.values())
         self.optimizer = self._build_optimizer(optimizer)
         self.loss_scale = LossScale(enabled=plan.precision.policy().loss_scaling)
         self.steps_done = 0
@@ -82,8 +84,10 @@ class Engine:
         # Called with every reduced gradient, unscaled and before clipping, when set. For looking, not for changing.
         self.on_gradients: Callable[[dict[str, torch.Tensor]], None] | None = None
         self._seed = seed
-        self._clip_norm = clip_norm
+        self.clip_norm = clip_norm
         self._is_random = uses_randomness(model)
+        walk = self.pipeline.walk
+        self.delayed = DelayedUpdates(self, walk) if isinstance(walk, EndlessWalk) else None
         groups = self.tensors.groups
         self._dtypes = DtypeWatch(
             model,
@@ -104,29 +108,43 @@ class Engine:
         timer = StepTimer(self.device)
         if learning_rate is not None:
             set_learning_rate(self.optimizer, learning_rate)
-        is_first = self._dtypes.is_empty
-        with self._dtypes.watching(is_first):
+        work, skipped = None, False
+        with self._dtypes.watching(self._dtypes.is_incomplete):
             loss_sum, weight = self._forward_backward(self._to_device(batch), timer)
-            self.is_updating = True
-            self.tensors.sum_gradients(self._trained)
-            self.pipeline.shared.sum_gradients(self._trained)
-            self._show_gradients()
-            norm, skipped = self._update()
-            if is_first:
-                self._dtypes.look_at(self.parameters, self.optimizer)
-        self.strategy.clear_gradients(self.optimizer)
-        self.is_updating = False
+            if self.delayed is None:
+                norm, skipped = self._finish()
+                values = self._gather_values(loss_sum, weight, norm, vote_stop=vote_stop)
+            else:  # updates were made on the way
+                values, work = self.delayed.gather_values(loss_sum, weight, vote_stop=vote_stop)
         timer.mark(TimeTerm.OPTIMIZER)
         self.steps_done += 1
         scale = self.loss_scale.value if self.loss_scale.enabled else None
         return PendingStep(
             step=self.steps_done,
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
-            values=self._gather_values(loss_sum, weight, norm, vote_stop=vote_stop),
+            values=values,
+            work=work,
             timer=timer,
             skipped=skipped,
             loss_scale=scale,
         )
+
+    def settle(self) -> None:
+        """A pipeline that does not drain by itself does. Collective; nothing happens in any other layout."""
+        if self.delayed is not None:
+            self.delayed.walk.drain()
+
+    def _finish(self) -> tuple[torch.Tensor, bool]:
+        """From all gradients of a step to its update."""
+        self.is_updating = True
+        self.tensors.sum_gradients(self.trained)
+        self.pipeline.shared.sum_gradients(self.trained)
+        self.show_gradients()
+        norm, skipped = self._update()
+        self.look_at_dtypes()
+        self.strategy.clear_gradients(self.optimizer)
+        self.is_updating = False
+        return norm, skipped
 
     def _forward_backward(self, batch: Batch, timer: StepTimer) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the summed loss over the global weight; returns this rank's sum and the global weight."""
@@ -135,8 +153,8 @@ class Engine:
         first_row = self.topology.dp_rank * rows * len(microbatches)
         chunk = rows // self.tensors.row_chunks  # grids deal the rows out once more
         first_row += self.tensors.row_chunk * chunk
-        weight = sum_over(self.objective.weight(batch).to(self.device), self.topology.dp_group)
-        factor = self.loss_scale.value / _divisor(weight)
+        weights = self._weights(batch, microbatches)
+        factors = self.loss_scale.value / _divisor(weights)
         total = torch.zeros((), device=self.device)
 
         def forward(stage: int, index: int) -> torch.Tensor:
@@ -150,10 +168,20 @@ class Engine:
             ):
                 loss_sum = self._loss_sum(microbatches[index], stage=stage)
             total.add_(loss_sum.detach())
-            return loss_sum * factor
+            return loss_sum * factors[index if len(factors) > 1 else 0]
 
-        self.pipeline.train(forward, microbatches, self.strategy, timer)
-        return total, weight
+        updates = None
+        if self.delayed is not None:
+            rate = float(self.optimizer.param_groups[0]["lr"])
+            updates = self.delayed.of_step(self.steps_done, learning_rate=rate)
+        self.pipeline.train(forward, microbatches, self.strategy, timer, updates)
+        return total, weights.sum()
+
+    def _weights(self, batch: Batch, microbatches: Sequence[Batch]) -> torch.Tensor:
+        """What losses are divided by, over all ranks: tokens of each update, and most layouts make one a step."""
+        is_each = self.delayed is not None and not self.delayed.is_global
+        own = [self.objective.weight(part) for part in (microbatches if is_each else [batch])]
+        return sum_over(torch.stack(own).to(self.device), self.topology.dp_group)
 
     def _loss_sum(self, microbatch: Batch, *, stage: int = 0) -> torch.Tensor:
         """The summed loss of this rank's rows; in a grid those of a part of the micro-batch. Ends early on a stage that
@@ -162,17 +190,22 @@ class Engine:
         with self.tensors.explained(self.model, self.plan.tensor_parallel):
             return self.objective.loss_sum(module, self.tensors.rows_of(microbatch))
 
-    def _show_gradients(self) -> None:
+    def show_gradients(self) -> None:
         if self.on_gradients is None:
             return
         named = self.model.named_parameters()
         scale = self.loss_scale.value
         self.on_gradients({name: parameter.grad / scale for name, parameter in named if parameter.grad is not None})
 
+    def look_at_dtypes(self) -> None:
+        """After an update, while its gradients are there; the first time only."""
+        if self._dtypes.is_incomplete:
+            self._dtypes.look_at(self.parameters, self.optimizer)
+
     def _update(self) -> tuple[torch.Tensor, bool]:
         """Norm, clip, optimizer; returns the norm before clipping and whether an overflow skipped the update."""
         norm = global_norm(
-            self._trained, self.topology, parts=self.parts, not_counted=self.layout.copies, device=self.device
+            self.trained, self.topology, parts=self.parts, not_counted=self.layout.copies, device=self.device
         )
         norm = norm / self.loss_scale.value
         if self.loss_scale.enabled:
@@ -182,8 +215,8 @@ class Engine:
             if not is_finite:
                 return norm, True
             scale_gradients(self.parameters, torch.full_like(norm, 1.0 / scale))
-        if self._clip_norm > 0:
-            scale_gradients(self.parameters, clip_factor(norm, self._clip_norm))
+        if self.clip_norm > 0:
+            scale_gradients(self.parameters, clip_factor(norm, self.clip_norm))
         self.optimizer.step()
         return norm, False
 
@@ -205,6 +238,7 @@ class Engine:
     @torch.no_grad()
     def evaluate_nowait(self, batches: Batch | Sequence[Batch]) -> torch.Tensor:
         """The sum of token losses and the number of tokens, over all ranks, which may still be on the device."""
+        self.settle()
         totals = torch.zeros(2, device=self.device, dtype=torch.float64)
         self.model.eval()
         try:
@@ -233,7 +267,11 @@ class Engine:
     # --- state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Every tensor of model and optimizer under its logical name, sharing memory with the live ones."""
+        """Every tensor of model and optimizer under its logical name, sharing memory with the live ones.
+
+        A pipeline that does not drain starts anew from here, as it will where this state is loaded."""
+        if self.delayed is not None:
+            self.delayed.restart()
         create_state(self.optimizer, self.parameters)
         state = state_tensors(self.model, self.optimizer, self.parts)
         copied = tuple(f"{prefix}{name}" for prefix in (MODEL, OPTIMIZER) for name in self.layout.copies)
@@ -241,12 +279,15 @@ class Engine:
 
     def scalars(self) -> dict[str, Any]:
         """The rest of the state, as JSON."""
-        return {"steps_done": self.steps_done, "loss_scale": self.loss_scale.state()}
+        late = self.delayed.scalars() if self.delayed is not None else {}
+        return {"steps_done": self.steps_done, "loss_scale": self.loss_scale.state(), "late_norms": late}
 
     def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
         self.steps_done = int(scalars["steps_done"])
         self.loss_scale.restore(scalars["loss_scale"])
-        self.pipeline.shared.spread(self._trained, self.optimizer)
+        if self.delayed is not None:
+            self.delayed.restore(scalars.get("late_norms", {}))
+        self.pipeline.shared.spread(self.trained, self.optimizer)
 
     def save(self, directory: str | Path) -> None:
         """A committed checkpoint of this moment under `directory`; returns when it is safe on disk."""

@@ -7,7 +7,8 @@ Temporaries of an update: fused none; foreach one tensor for each parameter of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -99,6 +100,15 @@ def decay_groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> lis
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
         _set_group_rate(group, learning_rate)
+
+
+@contextmanager
+def at_rate(optimizer: Optimizer, learning_rate: float) -> Iterator[None]:
+    """Another learning rate for one update."""
+    before = float(optimizer.param_groups[0]["lr"])
+    set_learning_rate(optimizer, learning_rate)
+    yield
+    set_learning_rate(optimizer, before)
 
 
 def create_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from weft.core.records import StepRecord
 from weft.engine.timer import StepTimer
@@ -17,18 +19,21 @@ class PendingStep:
     step: int
     learning_rate: float
     values: torch.Tensor  # loss, gradient norm, tokens, votes to stop
+    work: dist.Work | None = None  # where they are still being summed over all ranks, the norm squared
     timer: StepTimer  # forward, backward, optimizer
     skipped: bool
     loss_scale: float | None
 
     def resolve(self) -> tuple[StepRecord, bool]:
         """The record, and whether any rank voted to stop."""
+        if self.work is not None:
+            self.work.wait()
         loss, norm, tokens, votes = self.values.tolist()
         seconds = sum(self.timer.seconds().values())
         record = StepRecord(
             step=self.step,
             loss=loss,
-            grad_norm=norm,
+            grad_norm=math.sqrt(norm) if self.work is not None else norm,
             tokens=int(tokens),
             learning_rate=self.learning_rate,
             step_s=seconds,

@@ -116,7 +116,7 @@ def _states(view: View, found: Estimate) -> list[Line]:
     ]
     versions = int(view.stage.versions[0])
     if versions > 1:
-        formula = f"({versions} - 1) versions x {whole:,} x {sizes.compute} B"
+        formula = f"({versions} - 1) versions x {whole:,} x {sizes.master} B"
         lines.append(Line(term=Term.WEIGHT_VERSIONS, formula=formula, bytes=terms[Term.WEIGHT_VERSIONS]))
     return lines
 

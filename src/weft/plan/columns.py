@@ -81,6 +81,11 @@ class Columns:
     def named(self, schedule: str) -> Bools:
         return self.schedule == SCHEDULES.index(schedule)
 
+    @property
+    def updates(self) -> Ints:
+        """Of the weights, in a step: PipeDream makes one after every micro-batch."""
+        return np.where(self.named("pipedream") & (self.pp > 1), self.microbatches, 1)
+
     def recomputes(self, policy: str) -> Bools:
         return self.recompute == RECOMPUTE.index(policy)
 

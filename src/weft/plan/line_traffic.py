@@ -199,8 +199,8 @@ def _update(view: View) -> Iterator[Sent]:
                 copies = np.maximum(copies, held.repeats.copies)
     for elements, degree in ((shared, view.columns.tp.astype(np.float64)), (repeated, np.maximum(copies, 1.0))):
         nbytes = reduce_bytes(elements * view.sizes.gradient, degree) * (elements > SMALL_ELEMENTS)
-        yield "all_reduce", "update", nbytes, (nbytes > 0).astype(np.float64)
-    yield "all_reduce", "update", np.zeros(size), large
+        yield "all_reduce", "update", nbytes * view.columns.updates, (nbytes > 0) * view.columns.updates.astype(float)
+    yield "all_reduce", "update", np.zeros(size), large * view.columns.updates
 
 
 def _reduced(view: View, nbytes: Floats) -> Floats:

@@ -131,7 +131,7 @@ def _resident(view: View) -> Terms:
     return {
         Term.WEIGHTS: np.where(on_device, held * sizes.master, 0.0),
         Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, 0.0, held * sizes.optimizer),
-        Term.WEIGHT_VERSIONS: (stage.versions - 1) * share.total.whole * sizes.compute,
+        Term.WEIGHT_VERSIONS: (stage.versions - 1) * share.total.whole * sizes.master,
     }
 
 

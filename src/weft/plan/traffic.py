@@ -90,7 +90,8 @@ def _data_parallel(view: View) -> list[TrafficRow]:
         TrafficRow(axes.DP_SHARD, "all_gather", "backward", gathered * backward_times, gathered_units * backward_times),
         TrafficRow(axes.DP_SHARD, "reduce_scatter", "backward", reduced * reduce_times, units * reduce_times),
         TrafficRow(
-            axes.DP_REPLICATE, "all_reduce", "backward", reduce_bytes(held, replicas), units * (replicas > 1)
+            axes.DP_REPLICATE, "all_reduce", "backward",
+            reduce_bytes(held, replicas) * columns.updates, units * (replicas > 1) * columns.updates,
         ),
     ]  # fmt: skip
 

@@ -7,6 +7,7 @@ No torch, no tensors: the engine walks the actions, the planner reads the figure
 """
 
 from weft.schedule.actions import Action, Kind
+from weft.schedule.calls import Actions, Calls
 from weft.schedule.draw import draw_grid
 from weft.schedule.in_flight import InFlight, count_in_flight, peak_by_rank
 from weft.schedule.legality import check_schedule
@@ -18,11 +19,13 @@ from weft.schedule.summary import ScheduleSummary, summary
 from weft.schedule.svg import draw_svg
 from weft.schedule.timeline import Event, Timeline
 from weft.schedule.trace import chrome_trace
-from weft.schedule.versions import staleness, versions_read, weight_versions
+from weft.schedule.versions import staleness, version_for, versions_read, weight_versions
 
 __all__ = [
     "NAMES",
     "Action",
+    "Actions",
+    "Calls",
     "Event",
     "Gap",
     "GapKind",
@@ -48,6 +51,7 @@ __all__ = [
     "simulate",
     "staleness",
     "summary",
+    "version_for",
     "versions_read",
     "weight_versions",
 ]

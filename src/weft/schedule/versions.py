@@ -10,6 +10,16 @@ from weft.schedule.actions import Action, Kind
 from weft.schedule.schedule import Schedule, WeightRule
 
 
+def version_for(schedule: Schedule, *, stage: int, microbatch: int) -> int:
+    """The version that `stage` reads for a micro-batch, however many steps there are: `versions_read` without end."""
+    rule, last = schedule.weight_rule, schedule.num_stages - 1
+    if rule is WeightRule.FLUSH:
+        return 0
+    if rule is WeightRule.DOUBLE_BUFFER:
+        return max(microbatch // schedule.num_microbatches - 1, 0)
+    return max(microbatch - (last - stage if rule is WeightRule.STASH else last), 0)
+
+
 def newest_at_forward(schedule: Schedule) -> list[list[int]]:
     """[stage][microbatch] -> updates the stage has made before that forward."""
     newest = [[0] * schedule.window for _ in range(schedule.num_stages)]

@@ -72,8 +72,8 @@ class TrainingLoop:
         self.measuring = measuring or Measuring(bench.engine, is_on=False)
         self.samples = samples  # of the global data order, consumed so far
         self.outcome = LoopOutcome()
-        # A GPU runs ahead while the previous step's numbers travel; on a CPU there is nothing to run ahead of.
-        self._resolve_late = self.engine.device.type == "cuda"
+        # A GPU runs ahead while the previous step's numbers travel, and so do stages of a pipeline that does not drain.
+        self._resolve_late = self.engine.device.type == "cuda" or self.engine.delayed is not None
         self._last_saved = self.engine.steps_done
         self._clock_s = time.perf_counter()
         self._last_measured = 0
@@ -101,6 +101,8 @@ class TrainingLoop:
             self._pause(stopping=stopping)
         if pending is not None:
             self._finish_step(pending)
+        with phase("ending what is under way"):
+            self.engine.settle()
         self._end(stopping=stopping)
         return self.outcome
 
@@ -168,8 +170,9 @@ class TrainingLoop:
             self.outcome.status = "stopped"
 
     def _save(self, *, asynchronous: bool) -> None:
+        state = self.engine.state()  # first: what is under way comes to its end, and scalars tell of it
         meta = {"engine": self.engine.scalars(), "samples": self.samples}
-        self.store.save(self.engine.state(), meta, step=self.engine.steps_done, asynchronous=asynchronous)
+        self.store.save(state, meta, step=self.engine.steps_done, asynchronous=asynchronous)
         self._last_saved = self.engine.steps_done
 
     def _evaluate(self) -> float | None:

@@ -36,18 +36,20 @@ class PipelineWatch:
         self._shift_s, self._is_one_clock = 0.0, True
         if self._walk is not None:
             self._shift_s, self._is_one_clock = _compare_clocks(self._walk, engine.device)
-            self._walk.watch(WATCHED_STEPS)
+            self._walk.watch(WATCHED_STEPS, num_disturbed=MAX_STEPS)
 
     def gather(self, *, num_measured: int) -> PipelineRecord | None:
         """The record of this rank's pipeline, on each of its ranks. `num_measured`: steps slowed by measuring."""
         if self._walk is None:
             return None
         own = _pack(self._walk, shift_s=self._shift_s, num_measured=num_measured)
-        found = [_Packed(self._walk.schedule, row) for row in _gathered(own, self._walk, self._engine.device)]
+        found = [_Packed(self._walk.watched_schedule, row) for row in _gathered(own, self._walk, self._engine.device)]
         num_steps = min(packed.num_steps for packed in found)
         if num_steps == 0:
             return None
         disturbed = max(1, *(packed.num_measured for packed in found))
+        if self._engine.delayed is not None:  # one stretch of several steps, after those
+            disturbed = 0
         steps = [self._step(found, index, is_disturbed=index < disturbed) for index in range(num_steps)]
         held = tuple(max(counts) for counts in zip(*(packed.in_flight for packed in found), strict=True))
         ranks = self._engine.topology.pp_line
@@ -68,7 +70,7 @@ class _Packed:
         self.schedule = schedule
         num_counts = 2 + schedule.num_stages
         self.num_steps, self.num_measured, *self.in_flight = map(int, numbers[:num_counts].tolist())
-        self._marks = numbers[num_counts:].view(WATCHED_STEPS, -1, 3)
+        self._marks = numbers[num_counts:].view(max(1, self.num_steps), -1, 3)
 
     def times(self, index: int, place: int) -> list[list[float]]:
         """[action, mark]"""
@@ -77,8 +79,8 @@ class _Packed:
 
 
 def _pack(walk: Walk, *, shift_s: float, num_measured: int) -> torch.Tensor:
-    most = max(map(len, walk.schedule.ranks))
-    marks = torch.zeros(WATCHED_STEPS, most, 3, dtype=torch.float64)
+    most = max(map(len, walk.watched_schedule.ranks))
+    marks = torch.zeros(max(1, len(walk.watched)), most, 3, dtype=torch.float64)
     for index, record in enumerate(walk.watched):
         rows = [row[1:] for row in record.rows()]
         marks[index, : len(rows)] = torch.tensor(rows, dtype=torch.float64) + shift_s

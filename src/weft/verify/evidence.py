@@ -75,6 +75,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
         evidence.losses.append(record.loss)
         evidence.norms.append(record.grad_norm)
         if step == 0:
+            engine.settle()
             evidence.first_weights = _whole_of(engine, dict(engine.model.named_parameters()))
         if step in (0, last):  # after the first: what an evaluation leaves behind must not change the steps that follow
             evidence.eval_losses.append(engine.evaluate(evaluation).loss)

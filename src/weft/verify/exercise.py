@@ -96,9 +96,16 @@ def whole_exercise(subject: Subject, *, rates: Sequence[float], clip_norm: float
     )
 
 
-def loop_exercise(subject: Subject, *, steps: int, skipped: frozenset[int]) -> Exercise:
-    """What the training loop makes of the run by itself: its own batches, rates and clipping."""
+def loop_exercise(
+    subject: Subject,
+    *,
+    steps: int,
+    skipped: frozenset[int],
+    prompt: frozenset[int] = frozenset(),
+) -> Exercise:
+    """What the training loop makes of the run by itself: its own batches, rates, clipping and checkpoints."""
     loader, rows, train = subject.loader(), subject.run.train.global_batch, subject.run.train
+    every = subject.run.checkpoint.every
     return Exercise(
         initial=subject.initial(),
         frozen=_frozen(subject),
@@ -108,6 +115,8 @@ def loop_exercise(subject: Subject, *, steps: int, skipped: frozenset[int]) -> E
         train=train,
         clip_norm=train.clip_norm,
         skipped=skipped,
+        restarts=prompt | {step for step in range(steps) if every > 0 and (step + 1) % every == 0},
+        prompt=prompt,
     )
 
 
@@ -164,7 +173,8 @@ def plan_precision(plan: Plan, train: TrainSpec) -> Precision:
 
 def plan_cut(plan: Plan, train: TrainSpec) -> Cut:
     """The rows of one micro-batch of one rank."""
-    return Cut(chunk_rows=max(1, train.global_batch // (plan.mesh.dp_degree * plan.pipeline.microbatches)))
+    rows = train.global_batch // (plan.mesh.dp_degree * plan.pipeline.microbatches)
+    return Cut(chunk_rows=max(1, rows), unties=plan.mesh.pp > 1)
 
 
 def _frozen(subject: Subject) -> frozenset[str]:

@@ -136,7 +136,8 @@ def _promised_by_data(plan: Plan, found: Evidence) -> Promise:
     if zero == 0:
         buckets = 2 + sum(record.local_elements for record in found.own if record.trainable) * 4 // (25 * 2**20)
         flags = int(plan.data_parallel.find_unused_parameters)  # DDP then also agrees on which ones were used
-        return {"all_reduce": (1 + flags, buckets + flags)} if mesh.dp_replicate > 1 else {}
+        updates = found.pipeline.updates if found.pipeline is not None else 1
+        return {"all_reduce": ((1 + flags) * updates, (buckets + flags) * updates)} if mesh.dp_replicate > 1 else {}
     if mesh.dp_degree == 1:
         return {}
     gathers = 2 * (units - 1 + stages) * cuts if zero == 3 else units

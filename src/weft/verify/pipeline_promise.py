@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.engine.engine import Engine
+from weft.engine.pp.endless import EndlessWalk
 from weft.engine.pp.mail import sent_by
 from weft.verify.tensor_promise import Promise
 
@@ -17,16 +18,19 @@ class PipelineFacts:
     receives: int
     num_stages: int  # that the rank has
     shared_weights: int  # summed with another rank's copy
+    updates: int  # in a step
 
     @staticmethod
     def of(engine: Engine) -> PipelineFacts | None:
         walk = engine.pipeline.walk
         if walk is None:
             return None
-        place, schedule = walk.line.place, walk.schedule
+        place, schedule, ranks = walk.line.place, walk.schedule, walk.schedule.ranks
+        if isinstance(walk, EndlessWalk):  # in a step that is full: nothing fills, nothing drains
+            ranks = walk.calls.actions(walk.calls.delay)
         targets = [
             (source, target)
-            for source, actions in enumerate(schedule.ranks)
+            for source, actions in enumerate(ranks)
             for target, _ in sent_by(actions, schedule.stage_to_rank)
         ]
         return PipelineFacts(
@@ -34,6 +38,7 @@ class PipelineFacts:
             receives=sum(target == place for _, target in targets),
             num_stages=len(walk.stages.own),
             shared_weights=len(engine.pipeline.shared.names),
+            updates=engine.pipeline.updates_per_step,
         )
 
     def promise(self) -> Promise:

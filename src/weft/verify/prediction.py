@@ -26,7 +26,7 @@ from weft.train.predicted import Prediction, predict
 from weft.verify.verdict import Check, Finding
 
 NAME = "prediction"
-HELD = (Term.WEIGHTS, Term.OPTIMIZER_STATE)
+HELD = (Term.WEIGHTS, Term.OPTIMIZER_STATE, Term.WEIGHT_VERSIONS)
 SHARE = 0.01  # of traffic: the planner's shape of a rare family may pad a small tensor otherwise
 TENSORS_A_PARAMETER = 4  # the weight, two moments, a step counter: each rounded up by the allocator
 
@@ -40,6 +40,7 @@ def check_prediction(engine: Engine, batches: Sequence[Batch], run: RunSpec, pla
         with meter.measuring():
             meter.next_step()
             engine.step(batch)
+    engine.settle()
     found, why_not = predict(run, plan, config=engine.model.config, device_name=None)
     why_not = why_not or _unfit(found, engine)
     if found is None or why_not:

@@ -25,6 +25,7 @@ from weft.verify.eight_bit import round_moments
 
 Tensors = dict[str, torch.Tensor]
 Batch = Mapping[str, torch.Tensor]
+Aliases = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class Cut:
 
     chunk_rows: int
     is_reordered: bool = False
+    unties: bool = False  # in low precision a weight that two stages share is cast, and its gradient rounded, on each
 
 
 TRUTH = Precision(compute=torch.float64, master=torch.float64)
@@ -78,62 +80,71 @@ class Exercise:
     train: TrainSpec
     clip_norm: float
     skipped: frozenset[int] = frozenset()  # steps without an update: float16 overflowed in the run that is judged
+    # Where updates are delayed: steps after which everything drained, to save; steps of a layout without delays.
+    restarts: frozenset[int] = frozenset()
+    prompt: frozenset[int] = frozenset()
 
 
 def run_reference(build: Callable[[], nn.Module], exercise: Exercise, precision: Precision, cut: Cut) -> Course:
     """Train as `exercise` says; `build` gives a fresh model with real parameters, on the device that computes."""
-    model = _cast(build(), precision)
-    number_blocks(model, describe(model))
+    model, aliases = prepare(build(), precision, cut)
     device = next(model.parameters()).device
     masters = {
         name: nn.Parameter(value.to(device, precision.master, copy=True), requires_grad=name not in exercise.frozen)
         for name, value in exercise.initial.items()
     }
-    evaluation = [_moved(batch, device) for batch in exercise.evaluation]
+    evaluation = [moved(batch, device) for batch in exercise.evaluation]
     trainable = {name: master for name, master in masters.items() if master.requires_grad}
     optimizer = plain_optimizer(list(trainable.values()), exercise.train, is_fused=cut.is_reordered)
     course = Course(initial=exercise.initial)
     for step, batch in enumerate(exercise.batches):
         for group in optimizer.param_groups:
             group["lr"] = exercise.rates[step]
-        _copy_weights(model, masters)
-        loss = _backward(model, trainable, _moved(batch, device), exercise, precision, cut, step=step)
+        copy_weights(model, masters, aliases)
+        loss = _backward(model, trainable, moved(batch, device), exercise, precision, cut, aliases, step=step)
         if step == 0:
-            course.first_gradients = _on_host({name: _gradient(master) for name, master in trainable.items()})
-        norm = torch.stack([_gradient(master).double().square().sum() for master in trainable.values()]).sum().sqrt()
-        if exercise.clip_norm > 0:
-            factor = min(1.0, exercise.clip_norm / (norm.item() + 1e-6))
-            for master in trainable.values():
-                _gradient(master).mul_(factor)
+            course.first_gradients = on_host({name: _gradient(master) for name, master in trainable.items()})
+        norm = clip_gradients(list(trainable.values()), exercise.clip_norm)
         if step not in exercise.skipped:
             optimizer.step()
             if precision.has_8bit_moments:
                 round_moments(optimizer, trainable.values())
         optimizer.zero_grad()
         course.losses.append(loss)
-        course.norms.append(norm.item())
+        course.norms.append(norm)
         if step == 0:
-            course.first_weights = _on_host(masters)
+            course.first_weights = on_host(masters)
         if step in (0, len(exercise.batches) - 1):
-            _copy_weights(model, masters)
-            course.eval_losses.append(_evaluate(model, evaluation))
-    course.weights = _on_host(masters)
-    course.optimizer = _on_host(
-        {
-            f"{name}.{key}": value
-            for name, master in trainable.items()
-            for key, value in optimizer.state.get(master, {}).items()
-            if isinstance(value, torch.Tensor)
-        }
-    )
+            copy_weights(model, masters, aliases)
+            course.eval_losses.append(evaluate(model, evaluation))
+    course.weights = on_host(masters)
+    course.optimizer = on_host(states_of(optimizer, trainable))
     return course
 
 
-def _moved(batch: Batch, device: torch.device) -> Tensors:
+def states_of(optimizer: torch.optim.Optimizer, trainable: Mapping[str, nn.Parameter]) -> Tensors:
+    return {
+        f"{name}.{key}": value
+        for name, master in trainable.items()
+        for key, value in optimizer.state.get(master, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def clip_gradients(masters: Sequence[nn.Parameter], clip_norm: float) -> float:
+    """Scale down to `clip_norm` where it is positive; the 2-norm before."""
+    norm = torch.stack([_gradient(master).double().square().sum() for master in masters]).sum().sqrt().item()
+    if clip_norm > 0:
+        for master in masters:
+            _gradient(master).mul_(min(1.0, clip_norm / (norm + 1e-6)))
+    return norm
+
+
+def moved(batch: Batch, device: torch.device) -> Tensors:
     return {key: value.to(device) for key, value in batch.items()}
 
 
-def _on_host(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def on_host(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Copies that later steps do not change."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
@@ -158,35 +169,56 @@ def _backward(
     exercise: Exercise,
     precision: Precision,
     cut: Cut,
+    aliases: Aliases,
     *,
     step: int,
 ) -> float:
     """Gradients of the mean token loss into the masters; returns the loss."""
     count = max(1, int((batch["labels"] != -100).sum()))
-    total = 0.0
     rows = batch["labels"].shape[0]
     begins = range(0, rows, cut.chunk_rows)
-    for begin in reversed(begins) if cut.is_reordered else begins:
-        chunk = {key: value[begin : begin + cut.chunk_rows] for key, value in batch.items()}
-        with seeded_forward(
-            seed=exercise.train.seed,
-            step=step,
-            first_row=begin,
-            num_rows=chunk["labels"].shape[0],
-            is_random=uses_randomness(model),
-        ):
-            loss_sum = token_losses(model, chunk)
-        (loss_sum * (precision.loss_scale / count)).backward()  # type: ignore[no-untyped-call]
-        total += loss_sum.item()
-        for name, parameter in model.named_parameters():
-            if name in trainable and parameter.grad is not None:
-                gradient = parameter.grad.to(precision.master)
-                master = trainable[name]
-                master.grad = gradient if master.grad is None else master.grad + gradient
-            parameter.grad = None
+    total = sum(
+        add_gradients(
+            model, trainable, batch, range(begin, min(rows, begin + cut.chunk_rows)), exercise, precision,
+            aliases, step=step, count=count,
+        )
+        for begin in (reversed(begins) if cut.is_reordered else begins)
+    )  # fmt: skip
     for master in trainable.values():
         _gradient(master).div_(precision.loss_scale)
     return total / count
+
+
+def add_gradients(
+    model: nn.Module,
+    trainable: Mapping[str, nn.Parameter],
+    batch: Batch,
+    rows: range,
+    exercise: Exercise,
+    precision: Precision,
+    aliases: Aliases,
+    *,
+    step: int,
+    count: int,
+) -> float:
+    """Of some rows' summed loss over `count`, added to the masters'; returns the sum."""
+    chunk = {key: value[rows.start : rows.stop] for key, value in batch.items()}
+    with seeded_forward(
+        seed=exercise.train.seed,
+        step=step,
+        first_row=rows.start,
+        num_rows=chunk["labels"].shape[0],
+        is_random=uses_randomness(model),
+    ):
+        loss_sum = token_losses(model, chunk)
+    (loss_sum * (precision.loss_scale / count)).backward()  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        master = trainable.get(aliases.get(name, name))
+        if master is not None and parameter.grad is not None:
+            gradient = parameter.grad.to(precision.master)
+            master.grad = gradient if master.grad is None else master.grad + gradient
+        parameter.grad = None
+    return loss_sum.item()
 
 
 def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -199,12 +231,26 @@ def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _evaluate(model: nn.Module, batches: Sequence[Batch]) -> float:
+def evaluate(model: nn.Module, batches: Sequence[Batch]) -> float:
     model.eval()
     count = sum(int((batch["labels"] != -100).sum()) for batch in batches)
     total = sum(token_losses(model, batch).item() for batch in batches)
     model.train()
     return total / max(1, count)
+
+
+def prepare(model: nn.Module, precision: Precision, cut: Cut) -> tuple[nn.Module, Aliases]:
+    """The model as it computes, and which of its parameters are copies of which."""
+    layout = describe(model)
+    model = _cast(model, precision)
+    number_blocks(model, layout)
+    if not (cut.unties and precision.is_low):
+        return model, {}
+    for alias in layout.ties:
+        owner, _, key = alias.rpartition(".")
+        module = model.get_submodule(owner)
+        setattr(module, key, nn.Parameter(getattr(module, key).detach().clone()))
+    return model, layout.ties
 
 
 def _cast(model: nn.Module, precision: Precision) -> nn.Module:
@@ -230,9 +276,9 @@ def _cast(model: nn.Module, precision: Precision) -> nn.Module:
 
 
 @torch.no_grad()
-def _copy_weights(model: nn.Module, masters: Mapping[str, nn.Parameter]) -> None:
+def copy_weights(model: nn.Module, masters: Mapping[str, torch.Tensor], aliases: Aliases) -> None:
     for name, parameter in model.named_parameters():
-        parameter.copy_(masters[name])
+        parameter.copy_(masters[aliases.get(name, name)])
 
 
 def _gradient(master: nn.Parameter) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from weft.core.plan import Plan
+from weft.verify.delayed_reference import Delay, run_delayed
 from weft.verify.exercise import Subject, plan_cut, plan_precision
 from weft.verify.reference import TRUTH, Course, Cut, Exercise, Precision, run_reference
 from weft.verify.tolerances import Parting, rounded_terms
@@ -29,7 +30,7 @@ class Library:
     def __init__(self, *, is_main: bool) -> None:
         self._is_main = is_main
         self._exercises: dict[str, Exercise] = {}
-        self._courses: dict[tuple[str, Precision, Cut | None], Course] = {}
+        self._courses: dict[tuple[str, Precision, Cut | None, Delay | None], Course] = {}
 
     def exercise(self, name: str, make: Callable[[], Exercise]) -> Exercise:
         """The exercise of that name, made at its first use."""
@@ -45,21 +46,23 @@ class Library:
             return References()
         exercise, train = self.exercise(name, make), subject.run.train
         precision, cut = plan_precision(plan, train), plan_cut(plan, train)
-        reordered = None
-        if tight and precision.is_low:
-            reordered = self._course(name, subject, exercise, precision, replace(cut, is_reordered=True))
+        delay = Delay.of(plan, subject.skeleton())
+
+        def course(precision: Precision, cut: Cut) -> Course:
+            key = (name, precision, None if precision is TRUTH else cut, delay)  # float64 rounds away any cut
+            if key not in self._courses:
+                if delay is None:
+                    self._courses[key] = run_reference(subject.build, exercise, precision, cut)
+                else:
+                    self._courses[key] = run_delayed(subject.build, exercise, precision, cut, delay)
+            return self._courses[key]
+
         return References(
-            truth=self._course(name, subject, exercise, TRUTH, cut),
-            same=self._course(name, subject, exercise, precision, cut),
-            reordered=reordered,
+            truth=course(TRUTH, cut),
+            same=course(precision, cut),
+            reordered=course(precision, replace(cut, is_reordered=True)) if tight and precision.is_low else None,
             parting=_parting(plan, precision),
         )
-
-    def _course(self, name: str, subject: Subject, exercise: Exercise, precision: Precision, cut: Cut) -> Course:
-        key = (name, precision, None if precision is TRUTH else cut)  # float64 rounds away any cut
-        if key not in self._courses:
-            self._courses[key] = run_reference(subject.build, exercise, precision, cut)
-        return self._courses[key]
 
 
 def _parting(plan: Plan, precision: Precision) -> Parting:

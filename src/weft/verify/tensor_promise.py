@@ -55,7 +55,7 @@ class TensorFacts:
             is_loss_cut=engine.tensors.token_loss is not None,
             num_blocks=len(engine.layout.blocks),
             is_partly_frozen=any(not parameter.requires_grad for parameter in engine.model.parameters()),
-            shared_sums=_shared_sums(engine),
+            shared_sums=_shared_sums(engine) * engine.pipeline.updates_per_step,
             passes=_passes(engine),
             begins=engine.pipeline.has_first,
             ends=engine.pipeline.has_loss,

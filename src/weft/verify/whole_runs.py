@@ -51,9 +51,10 @@ class WholeRuns:
     def check_loop(self, plan: Plan) -> list[Check]:
         """Train with a checkpoint in the middle; export; go on from the middle on the same and on another layout."""
         middle = max(1, self._steps // 2)
-        is_cut = plan.mesh.tp * plan.mesh.pp > 1
-        every = 1 if is_cut else middle  # what the other layout saves in between is resumed from, too
-        run = self._with(checkpoint={"every": every, "keep": self._steps + 1, "asynchronous": True, "at_end": True})
+        is_cut, is_delayed = plan.mesh.tp * plan.mesh.pp > 1, plan.mesh.pp > 1 and plan.pipeline.never_drains
+        saving = {"keep": self._steps + 1, "asynchronous": True, "at_end": True}
+        often = self._with(checkpoint={"every": 1, **saving})  # what the other layout saves is resumed from, too
+        run = often if is_cut and not is_delayed else self._with(checkpoint={"every": middle, **saving})
         folder = self._train(run, plan, self._new_folder())
         straight = self._course_of(folder)
         references = self._references("loop", run, plan, folder, steps=self._steps)
@@ -66,14 +67,30 @@ class WholeRuns:
         detail = f"saved at step {middle}, went on to {self._steps}: equal bits"
         checks.append(check_same_bits("resume", straight, self._course_of(same), rule=5, detail=detail))
         elsewhere = other_layout(plan, global_batch=run.train.global_batch)
-        self._train(run, elsewhere, other, resume=True)
-        checks.append(self._near(straight, self._course_of(other), references, elsewhere, middle))
+        self._train(often if is_cut else run, elsewhere, other, resume=True)
+        course = self._course_of(other)
+        if is_delayed:
+            prompt = frozenset(range(middle, self._steps))
+            checks.append(self._resumed("resume elsewhere", run, plan, folder, course, prompt=prompt))
+        else:
+            checks.append(self._near(straight, course, references, elsewhere, middle))
         if is_cut and middle + 1 < self._steps:
             back = self._cut_back(other, middle + 1)
             self._train(run, plan, back, resume=True)  # put together there, cut again here
             course = self._course_of(back)
-            checks.append(self._near(straight, course, references, plan, middle + 1, name="resume back"))
+            if is_delayed:
+                prompt = frozenset({middle})
+                checks.append(self._resumed("resume back", run, plan, folder, course, prompt=prompt))
+            else:
+                checks.append(self._near(straight, course, references, plan, middle + 1, name="resume back"))
         return checks
+
+    def _resumed(
+        self, name: str, run: RunSpec, plan: Plan, folder: Path, found: Course, *, prompt: frozenset[int]
+    ) -> Check:
+        """A run of delayed updates that went on without delays in the steps `prompt`, where it had another layout."""
+        references = self._references("resumed", run, plan, folder, steps=self._steps, prompt=prompt)
+        return self._against(name, references, found, frozenset())
 
     def check_finite_data(self, plan: Plan) -> Check:
         """One pass over a text that does not divide: every row once, the end agreed, the tail weighted right."""
@@ -102,13 +119,25 @@ class WholeRuns:
         detail = f"{len(expected)} steps, the last with {expected[1]} of {expected[0]} tokens"
         return check if not check.ok else Check.passed("finite data", detail, margin=check.margin)
 
-    def _references(self, name: str, run: RunSpec, plan: Plan, folder: Path, *, steps: int) -> References:
+    def _references(
+        self,
+        name: str,
+        run: RunSpec,
+        plan: Plan,
+        folder: Path,
+        *,
+        steps: int,
+        prompt: frozenset[int] = frozenset(),
+    ) -> References:
         """One process over what the loop trained on. A step that float16 skipped is skipped there too."""
         if not self._process.is_main:
             return References()
         subject, skipped = Subject.open(run, device=self._device), self._skipped(folder)
         return self._library.references(
-            f"{name} {sorted(skipped)}", subject, lambda: loop_exercise(subject, steps=steps, skipped=skipped), plan
+            f"{name} {sorted(skipped)} {sorted(prompt)} {run.checkpoint.every}",
+            subject,
+            lambda: loop_exercise(subject, steps=steps, skipped=skipped, prompt=prompt),
+            plan,
         )
 
     def _against(self, name: str, references: References, found: Course, skipped: frozenset[int]) -> Check:

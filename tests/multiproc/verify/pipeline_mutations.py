@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from mutations import replaced
 
 import weft.engine.engine
-from weft.engine import randomness
+from weft.engine import delayed, randomness
 from weft.engine.deferred import Deferred
+from weft.engine.pp.endless import EndlessWalk
 from weft.engine.pp.mail import Mail, Message
 from weft.engine.pp.stages import _Entry
 from weft.engine.pp.ties import SharedWeights
+from weft.engine.pp.versions import Versions
 from weft.engine.pp.walk import Walk
 
 
@@ -64,7 +68,7 @@ def stale_activation() -> Any:
 
 
 def tied_gradient_not_summed() -> Any:
-    return replaced(SharedWeights, "sum_gradients", lambda _: lambda self, parameters: None)
+    return replaced(SharedWeights, "begin_sum", lambda _: lambda self, parameters: [])
 
 
 def tied_copy_not_loaded() -> Any:
@@ -134,6 +138,53 @@ def entry_computes_once_more() -> Any:
         return forward
 
     return replaced(_Entry, "forward", make)
+
+
+def stash_off_by_one_version() -> Any:
+    """A stage reads the weights of one update too early."""
+
+    def make(original: Any) -> Any:
+        return lambda self, index: max(0, original(self, index) - 1)
+
+    return replaced(EndlessWalk, "_version", make)
+
+
+def stash_overwritten() -> Any:
+    """An update writes into values that micro-batches under way have still to go back with."""
+
+    def make(_original: Any) -> Any:
+        @contextmanager
+        def updating(self: Versions, *, lowest: int) -> Iterator[None]:
+            self.forget(lowest)
+            self._open(self.newest)
+            yield
+            self.newest += 1
+            self.most = max(self.most, len({*self._leaves, self.newest}))
+
+        return updating
+
+    return replaced(Versions, "updating", make)
+
+
+def update_at_the_rate_of_the_step_after() -> Any:
+    """A delayed update is made with whatever learning rate there is by then."""
+    return replaced(delayed, "at_rate", lambda _original: lambda *_: nullcontext())
+
+
+def gradients_of_two_steps_in_one() -> Any:
+    """What a step has left is not taken away before the next one adds to it."""
+
+    def make(original: Any) -> Any:
+        def take_gradients(self: Versions, version: int) -> list[torch.Tensor | None]:
+            kept = [leaf.grad for leaf in self._open(version)]
+            original(self, version)
+            for leaf, gradient in zip(self._open(version), kept, strict=True):
+                leaf.grad = gradient
+            return [None if gradient is None else gradient.clone() for gradient in kept]
+
+        return take_gradients
+
+    return replaced(Versions, "take_gradients", make)
 
 
 def dropout_numbered_through() -> Any:

@@ -47,6 +47,29 @@ GROUPS: dict[str, Group] = {
         plan=cut("zero_bubble"),
         bugs=(Bug(mutate=bugs.weights_gradients_lost, check="gradients", step=1),),
     ),
+    "stashed": Group(
+        plan=cut("pipedream"),
+        bugs=(
+            Bug(mutate=bugs.stash_off_by_one_version, check="loss", step=1),
+            Bug(mutate=bugs.stash_overwritten, check="loss", step=1),
+        ),
+    ),
+    "two buffers": Group(
+        plan=cut("pipedream_2bw"),
+        model="qwen3-tied",
+        bugs=(
+            Bug(mutate=bugs.stash_off_by_one_version, check="loss", step=3),
+            Bug(mutate=bugs.stash_overwritten, check="loss", step=2),
+            Bug(mutate=bugs.update_at_the_rate_of_the_step_after, check="loss", step=4),
+            Bug(mutate=bugs.gradients_of_two_steps_in_one, check="gradient norm", step=3),
+            Bug(mutate=bugs.tied_gradient_not_summed, check="gradients", words=("embed",), step=1),
+        ),
+    ),
+    "low precision": Group(
+        plan={**cut(), "precision": {"preset": "bf16"}},
+        model="qwen3-tied",
+        bugs=(Bug(mutate=bugs.tied_gradient_not_summed, check="gradients", words=("embed",), step=1),),
+    ),
     "dropout": Group(
         plan=cut(),
         model="gpt2",
@@ -63,7 +86,7 @@ def try_group(rank: int, _world: int, name: str, corpus: str, scratch: str) -> d
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "sample" else pytest.param(name, marks=pytest.mark.slow) for name in GROUPS]
+    "name", [name if name in ("sample", "stashed") else pytest.param(name, marks=pytest.mark.slow) for name in GROUPS]
 )
 def test_every_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_path: Path) -> None:
     group = GROUPS[name]

@@ -71,7 +71,8 @@ def test_contradictions_are_refused_with_a_hint(tables: dict[str, dict[str, obje
 @pytest.mark.parametrize(
     "tables",
     [
-        {"mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream"}},
+        {"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"schedule": "pipedream"}, "data_parallel": {"zero": 1}},
+        {"mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream"}, "precision": {"preset": "fp16"}},
         {"mesh": {"pp": 2, "dp_replicate": 2, "dp_shard": 2}},
         {"mesh": {"pp": 2, "tp": 4}, "tensor_parallel": {"mode": "2d"}},
         {"mesh": {"cp": 2}},

@@ -36,6 +36,9 @@ class Strategy:
     def after_backwards(self) -> None:
         """When the last backward of a pipeline's step is done."""
 
+    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Gradients that no backward has reduced, over the ranks that see other rows."""
+
     def after_evaluation(self) -> None:
         """Drop what an evaluation left gathered."""
 

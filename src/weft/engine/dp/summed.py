@@ -6,7 +6,7 @@ compute weights' gradients after all else. So sums are taken here, in buckets of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,15 @@ class Summed(Strategy):
         super().__init__(model)
         self._group = group
 
-    @torch.no_grad()
     def after_backwards(self) -> None:
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        for parameter in trained:
+        self.reduce([parameter for parameter in self.module.parameters() if parameter.requires_grad])
+
+    @torch.no_grad()
+    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
             if parameter.grad is None:  # every rank must bring the same
                 parameter.grad = torch.zeros_like(parameter)
-        for bucket in _buckets([parameter.grad for parameter in trained if parameter.grad is not None]):
+        for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             dist.all_reduce(flat, group=self._group)
             for gradient, total in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):

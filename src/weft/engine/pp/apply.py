@@ -8,16 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.core.errors import PipelineError
 from weft.core.plan import Pipeline
 from weft.engine.mesh import Topology
+from weft.engine.pp.endless import EndlessWalk
 from weft.engine.pp.face import PipelineFace
 from weft.engine.pp.mail import Line
 from weft.engine.pp.stages import Stages, drop_other_stages
 from weft.engine.pp.ties import SharedWeights, pair_group
+from weft.engine.pp.versions import Versions
 from weft.engine.pp.walk import Walk
 from weft.models.layout import ModelLayout
 from weft.models.pipeline_split import PipelineSplit, split_model
-from weft.schedule import Schedule, generate
+from weft.schedule import Calls, Schedule, generate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,20 +28,33 @@ class Cut:
     """A model's split over a schedule, before it is carried out."""
 
     schedule: Schedule
+    calls: Calls | None  # where it never drains
     split: PipelineSplit
     own: tuple[int, ...]
 
 
 def cut_pipeline(model: nn.Module, layout: ModelLayout, policy: Pipeline, topology: Topology) -> Cut:
     """Where the model is cut. Looks at the model's own forward, so before anything is put around it."""
-    schedule = generate(
-        policy.schedule,
-        num_ranks=topology.pp_degree,
-        num_microbatches=policy.microbatches,
-        virtual_stages=policy.virtual_stages,
+    calls = None
+    if policy.never_drains:
+        calls = Calls(
+            name=policy.schedule,
+            num_ranks=topology.pp_degree,
+            num_microbatches=policy.microbatches,
+            vertical_sync=policy.vertical_sync,
+        )
+    schedule = (
+        calls.schedule
+        if calls is not None
+        else generate(
+            policy.schedule,
+            num_ranks=topology.pp_degree,
+            num_microbatches=policy.microbatches,
+            virtual_stages=policy.virtual_stages,
+        )
     )
     split = split_model(model, layout, num_stages=schedule.num_stages)
-    return Cut(schedule=schedule, split=split, own=schedule.rank_to_stages[topology.pp_rank])
+    return Cut(schedule=schedule, calls=calls, split=split, own=schedule.rank_to_stages[topology.pp_rank])
 
 
 def keep_own_stages(
@@ -53,8 +69,18 @@ def build_pipeline(
     """The rank's walk, when the model is complete. Collective. `whole`: the layout before the cut."""
     placement = cut.schedule.stage_to_rank
     line = Line(ranks=topology.pp_line, place=topology.pp_rank, down=_group(topology), up=_group(topology))
-    walk = Walk(cut.schedule, Stages(model, cut.split, cut.own), line, device=device)
+    stages = Stages(model, cut.split, cut.own)
+    walk = Walk(cut.schedule, stages, line, device=device)
+    if cut.calls is not None:
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        versions = Versions(model, trained)
+        walk = EndlessWalk(cut.calls, stages, line, versions, across=_group(topology), device=device)
     shared = _shared(whole, cut, topology) if placement[0] != placement[-1] else ()
+    if shared and cut.schedule.update_period == 1:
+        raise PipelineError(
+            f"{cut.schedule.name} updates each stage by itself, and {shared[0]} is shared by the first and the last",
+            hint="use pipeline.schedule = 'pipedream_2bw', or a model whose head is not tied",
+        )
     group = pair_group(topology, placement[0], placement[-1]) if shared else None
     here = {canonical: name for name, canonical in layout.copies.items()}
     is_end = topology.pp_rank in (placement[0], placement[-1])

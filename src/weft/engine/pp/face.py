@@ -11,6 +11,7 @@ from torch import nn
 
 from weft.core.terms import TimeTerm
 from weft.engine.objective import Batch
+from weft.engine.pp.endless import EndlessWalk, Updates
 from weft.engine.pp.stages import StageCall
 from weft.engine.pp.ties import SharedWeights
 from weft.engine.pp.walk import Forward, Strategy, Walk
@@ -30,7 +31,14 @@ class PipelineFace:
     def groups(self) -> list[dist.ProcessGroup]:
         """Those of messages, and of weights that two stages share."""
         found = [self.walk.line.down, self.walk.line.up] if self.walk is not None else []
+        found += [self.walk.across] if isinstance(self.walk, EndlessWalk) else []
         return [*found, *([self.shared.group] if self.shared.group is not None else [])]
+
+    @property
+    def updates_per_step(self) -> int:
+        if not isinstance(self.walk, EndlessWalk):
+            return 1
+        return self.walk.calls.num_microbatches // self.walk.schedule.update_period
 
     def called(self, module: nn.Module, stage: int) -> Any:
         """The model as an objective is to see it."""
@@ -38,10 +46,23 @@ class PipelineFace:
             return module
         return StageCall(module, self.walk.stages, stage)
 
-    def train(self, forward: Forward, microbatches: Sequence[Batch], strategy: Strategy, timer: StepTimer) -> None:
-        """Gradients of every micro-batch; `forward(stage, index)` gives the loss of one, or what a stage sends."""
+    def train(
+        self,
+        forward: Forward,
+        microbatches: Sequence[Batch],
+        strategy: Strategy,
+        timer: StepTimer,
+        updates: Updates | None = None,
+    ) -> None:
+        """Gradients of every micro-batch; `forward(stage, index)` gives the loss of one, or what a stage sends.
+
+        `updates` makes those of a pipeline that does not drain."""
         if self.walk is not None:
-            self.walk.train(forward, strategy, shape_key=_shape_of(microbatches[0]))
+            shapes = list(map(_shape_of, microbatches))
+            if isinstance(self.walk, EndlessWalk) and updates is not None:
+                self.walk.train_on(forward, strategy, updates, shapes=shapes)
+            else:
+                self.walk.train(forward, strategy, shapes=shapes)
             timer.mark(TimeTerm.FORWARD_BACKWARD)
             return
         for index in range(len(microbatches)):
@@ -54,8 +75,7 @@ class PipelineFace:
     def measure(self, forward: Forward, microbatches: Sequence[Batch], strategy: Strategy) -> None:
         """Forwards alone."""
         if self.walk is not None:
-            shape = _shape_of(microbatches[0])
-            self.walk.measure(forward, strategy, num_microbatches=len(microbatches), shape_key=shape)
+            self.walk.measure(forward, strategy, shapes=list(map(_shape_of, microbatches)))
             return
         for index in range(len(microbatches)):
             forward(0, index)

@@ -11,7 +11,7 @@ The shape of what a stage gives is told once, in front of the first message, for
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +23,7 @@ from weft.schedule import Action, Kind
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HEADER_NUMBERS = 8
+ShapeKey = tuple[int, ...]  # the shape of a micro-batch's rows
 
 
 class Message(NamedTuple):
@@ -62,42 +63,52 @@ def sent_by(actions: Iterable[Action], stage_to_rank: Sequence[int]) -> Iterator
 
 
 class Mail:
-    """One walk over a schedule's actions: every message is sent and received once."""
+    """Walks over a schedule's actions: every message is sent and received once."""
 
-    def __init__(
-        self, line: Line, stage_to_rank: Sequence[int], actions: Sequence[Sequence[Action]], book: Book
-    ) -> None:
+    def __init__(self, line: Line, stage_to_rank: Sequence[int], book: Book) -> None:
         self._line, self._placement, self._book = line, stage_to_rank, book
+        self._shapes: dict[int, ShapeKey] = {}
         self._expected: dict[int, deque[Message]] = defaultdict(deque)
-        for source, own in enumerate(actions):
-            if source != line.place:
-                for target, message in sent_by(own, stage_to_rank):
-                    if target == line.place:
-                        self._expected[source].append(message)
         self._arriving: dict[Message, tuple[Any, Tensor]] = {}
         self._at_hand: dict[Message, Tensor] = {}
         self._leaving: deque[tuple[Any, Tensor]] = deque()
 
-    def send(self, message: Message, tensor: Tensor, *, shape_key: Any) -> None:
+    def expect(self, actions: Sequence[Sequence[Action]], shapes: Mapping[int, ShapeKey]) -> None:
+        """What all ranks are going to do; `shapes`, by micro-batch, of those whose forwards are among it."""
+        self._shapes.update(shapes)
+        for source, own in enumerate(actions):
+            if source != self._line.place:
+                for target, message in sent_by(own, self._placement):
+                    if target == self._line.place:
+                        self._expected[source].append(message)
+
+    def shape_of(self, microbatch: int) -> ShapeKey:
+        return self._shapes[microbatch]
+
+    def forget(self, microbatch: int) -> None:
+        """Nothing more will come of this one."""
+        self._shapes.pop(microbatch, None)
+
+    def send(self, message: Message, tensor: Tensor) -> None:
         target = self._placement[message.stage]
         if target == self._line.place:
             self._at_hand[message] = tensor
             return
         group = self._line.group(source=self._line.place, target=target)
         tensor = tensor.contiguous()
-        if message.way == "forward" and self._book.is_new(message.stage, shape_key):
+        if message.way == "forward" and self._book.is_new(message.stage, self._shapes[message.microbatch]):
             header = _header(tensor)
             self._leaving.append((dist.isend(header, self._line.ranks[target], group=group), header))
         self._leaving.append((dist.isend(tensor, self._line.ranks[target], group=group), tensor))
         while self._leaving and has_left(self._leaving[0][0]):
             self._leaving.popleft()
 
-    def receive(self, message: Message, *, shape_key: Any, device: torch.device) -> Tensor:
+    def receive(self, message: Message, *, device: torch.device) -> Tensor:
         if message in self._at_hand:
             return self._at_hand.pop(message)
         source = self._sender(message)
         while message not in self._arriving:
-            self._expect(self._expected[source].popleft(), source, shape_key=shape_key, device=device)
+            self._expect(self._expected[source].popleft(), source, device=device)
         work, tensor = self._arriving.pop(message)
         work.wait()
         return tensor
@@ -113,7 +124,8 @@ class Mail:
     def _sender(self, message: Message) -> int:
         return self._placement[message.stage + (-1 if message.way == "forward" else 1)]
 
-    def _expect(self, message: Message, source: int, *, shape_key: Any, device: torch.device) -> None:
+    def _expect(self, message: Message, source: int, *, device: torch.device) -> None:
+        shape_key = self._shapes[message.microbatch]
         group = self._line.group(source=source, target=self._line.place)
         rank = self._line.ranks[source]
         if message.way == "backward":
@@ -137,16 +149,16 @@ class Book:
     """Shapes that are known, for the life of an engine: (stage, shape of the micro-batch) -> (shape, dtype)."""
 
     def __init__(self) -> None:
-        self.given: dict[tuple[int, Any], tuple[tuple[int, ...], torch.dtype]] = {}
-        self.taken: dict[tuple[int, Any], tuple[tuple[int, ...], torch.dtype]] = {}
-        self._told: set[tuple[int, Any]] = set()
+        self.given: dict[tuple[int, ShapeKey], tuple[tuple[int, ...], torch.dtype]] = {}
+        self.taken: dict[tuple[int, ShapeKey], tuple[tuple[int, ...], torch.dtype]] = {}
+        self._told: set[tuple[int, ShapeKey]] = set()
 
-    def expect(self, stage: int, shape_key: Any, *, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def expect(self, stage: int, shape_key: ShapeKey, *, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """What will come to `stage`, said beforehand: nobody waits for a header then."""
         self.taken[stage, shape_key] = (shape, dtype)
         self._told.add((stage, shape_key))
 
-    def is_new(self, stage: int, shape_key: Any) -> bool:
+    def is_new(self, stage: int, shape_key: ShapeKey) -> bool:
         """Whether the input of `stage` has not been told yet; it has, from now on."""
         is_new = (stage, shape_key) not in self._told
         self._told.add((stage, shape_key))

@@ -11,6 +11,7 @@ of both, after it. They are seconds of `time.perf_counter` of this host: clocks 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,6 +61,18 @@ class WalkRecord:
     most_in_flight: dict[int, int] = field(default_factory=dict)
     clock: WalkClock | None = None
     marks: list[tuple[Action, Mark, Mark, Mark]] = field(default_factory=list)
+
+    @staticmethod
+    def joined(records: Sequence[WalkRecord]) -> WalkRecord:
+        """Steps that follow one another as one."""
+        held = [record.most_in_flight for record in records]
+        return WalkRecord(
+            most_in_flight={
+                stage: max(one.get(stage, 0) for one in held) for stage in {s for one in held for s in one}
+            },
+            clock=records[0].clock,
+            marks=[mark for record in records for mark in record.marks],
+        )
 
     def now(self) -> Mark:
         return self.clock.now() if self.clock is not None else 0.0

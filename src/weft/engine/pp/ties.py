@@ -23,14 +23,19 @@ class SharedWeights:
     def __init__(self, names: tuple[str, ...], group: dist.ProcessGroup | None) -> None:
         self.names, self.group = names, group
 
-    @torch.no_grad()
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        for name in self.names:
-            if name in parameters:
-                parameter = parameters[name]
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(local(parameter.grad), group=self.group)
+        for work in self.begin_sum(parameters):
+            work.wait()
+
+    @torch.no_grad()
+    def begin_sum(self, parameters: Mapping[str, nn.Parameter]) -> list[dist.Work]:
+        """The sums, under way: gradients are not to be touched before each has been waited for."""
+        works = []
+        for parameter in (parameters[name] for name in self.names if name in parameters):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            works.append(dist.all_reduce(local(parameter.grad), group=self.group, async_op=True))
+        return works
 
     @torch.no_grad()
     def spread(self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from weft.engine.deferred import Deferred
-from weft.engine.pp.mail import Book, Line, Mail, Message
+from weft.engine.pp.mail import Book, Line, Mail, Message, ShapeKey
 from weft.engine.pp.record import WalkClock, WalkRecord
 from weft.engine.pp.stages import StageDone, Stages
 from weft.schedule import Action, Kind, Schedule
@@ -56,48 +56,63 @@ class Walk:
         self._split = {action[1:] for action in schedule.ranks[line.place] if action.kind is Kind.I}
         self._last_backward = _last_backwards(schedule.ranks[line.place])
 
-    def watch(self, num_steps: int) -> None:
-        """Time every action of the next `num_steps` steps, whose records `watched` will hold. Between two steps."""
+    def watch(self, num_steps: int, *, num_disturbed: int = 0) -> None:
+        """Time every action of the next `num_steps` steps, whose records `watched` will hold. Between two steps.
+
+        The first `num_disturbed` of them may be slower for other reasons."""
         self._clock, self._num_to_watch = WalkClock(self._device), num_steps
         self.watched = []
 
-    def train(self, forward: Forward, strategy: Strategy, *, shape_key: Any) -> None:
-        """Gradients of every micro-batch into the parameters of this rank's stages."""
-        mail = Mail(self.line, self.schedule.stage_to_rank, self.schedule.ranks, self.book)
-        step = _Step(self, forward, strategy, mail, shape_key=shape_key)
+    @property
+    def watched_schedule(self) -> Schedule:
+        """What each of `watched` ran."""
+        return self.schedule
+
+    def weights(self, stage: int, index: int) -> AbstractContextManager[None]:
+        """Around a forward or a backward: the model has the weights that this micro-batch reads."""
+        return nullcontext()
+
+    def train(self, forward: Forward, strategy: Strategy, *, shapes: Sequence[ShapeKey]) -> None:
+        """Gradients of every micro-batch, which have these shapes, into the parameters of this rank's stages."""
+        step = Step(self, forward, strategy)
+        step.mail.expect(self.schedule.ranks, dict(enumerate(shapes)))
         step.record.clock = self._clock if len(self.watched) < self._num_to_watch else None
         for index, action in enumerate(self.schedule.ranks[self.line.place]):
             step.do(action, is_last_backward=self._last_backward[action.stage] == index)
-        mail.finish()
+        step.mail.finish()
         strategy.after_backwards()
         self.is_in_backward = False
         self.record = step.record
         self.watched += [step.record] if step.record.clock is not None else []
 
-    def measure(self, forward: Forward, strategy: Strategy, *, num_microbatches: int, shape_key: Any) -> None:
+    def measure(self, forward: Forward, strategy: Strategy, *, shapes: Sequence[ShapeKey]) -> None:
         """Forwards alone."""
         ranks = [
-            [Action(Kind.F, stage, index) for index in range(num_microbatches) for stage in own]
+            [Action(Kind.F, stage, index) for index in range(len(shapes)) for stage in own]
             for own in self.schedule.rank_to_stages
         ]
-        mail = Mail(self.line, self.schedule.stage_to_rank, ranks, self.book)
-        step = _Step(self, forward, strategy, mail, shape_key=shape_key)
+        step = Step(self, forward, strategy)
+        step.mail.expect(ranks, dict(enumerate(shapes)))
         for action in ranks[self.line.place]:
             step.forward(action)
             step.kept.clear()
-        mail.finish()
+        step.mail.finish()
 
 
-class _Step:
-    """What is under way in one walk."""
+class Step:
+    """What is under way in a walk."""
 
-    def __init__(self, walk: Walk, forward: Forward, strategy: Strategy, mail: Mail, *, shape_key: Any) -> None:
-        self.walk, self._forward, self._strategy, self._mail = walk, forward, strategy, mail
-        self._shape_key = shape_key
+    def __init__(self, walk: Walk, forward: Forward, strategy: Strategy) -> None:
+        self.walk, self._forward, self._strategy = walk, forward, strategy
+        self.mail = Mail(walk.line, walk.schedule.stage_to_rank, walk.book)
         self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor, Deferred | None]] = {}
         self.record = WalkRecord()
         self._in_flight: Counter[int] = Counter()
         self._ended = 0  # stages whose last backward has begun
+
+    def go_on(self, forward: Forward) -> None:
+        """With other forwards; what is under way stays so."""
+        self._forward = forward
 
     def do(self, action: Action, *, is_last_backward: bool) -> None:
         self.walk.is_in_backward = action.kind is not Kind.F
@@ -118,7 +133,7 @@ class _Step:
         start = self.record.now()
         is_split = (stage, index) in self.walk._split and torch.is_grad_enabled()
         deferred = Deferred() if is_split else None
-        with stages.forward_of(stage, received):
+        with self.walk.weights(stage, index), stages.forward_of(stage, received):
             try:
                 with deferred or nullcontext():
                     output = self._forward(stage, index)
@@ -129,8 +144,8 @@ class _Step:
         self._in_flight[stage] += 1
         self.record.most_in_flight[stage] = max(self.record.most_in_flight.get(stage, 0), self._in_flight[stage])
         if stage < stages.last:
-            self.walk.book.given[stage, self._shape_key] = (tuple(output.shape), output.dtype)
-            self._send(Message("forward", stage + 1, index), output.detach())
+            self.walk.book.given[stage, self.mail.shape_of(index)] = (tuple(output.shape), output.dtype)
+            self.mail.send(Message("forward", stage + 1, index), output.detach())
 
     def backward(self, action: Action, *, is_last: bool) -> None:
         kind, stage, index = action
@@ -139,7 +154,8 @@ class _Step:
         gradient = self._receive(Message("backward", stage, index)) if stage < self.walk.stages.last else None
         start = self.record.now()
         is_half = kind is Kind.I
-        with self._strategy.first_half() if is_half else self._strategy_of(stage, is_last=is_last):
+        strategy = self._strategy.first_half() if is_half else self._strategy_of(stage, is_last=is_last)
+        with self.walk.weights(stage, index), strategy:
             torch.autograd.backward(output, gradient)
         self.record.note(action, asked, start)
         if is_half:
@@ -149,7 +165,7 @@ class _Step:
         if received is not None:
             if received.grad is None:
                 raise RuntimeError(f"the input of stage {stage} got no gradient")
-            self._send(Message("backward", stage - 1, index), received.grad)
+            self.mail.send(Message("backward", stage - 1, index), received.grad)
 
     def weights(self, action: Action, *, is_last: bool) -> None:
         _, stage, index = action
@@ -171,10 +187,7 @@ class _Step:
         return self._strategy.stage(self.walk.stages.split.stages[stage], is_last=is_last, is_very_last=is_very_last)
 
     def _receive(self, message: Message) -> Tensor:
-        return self._mail.receive(message, shape_key=self._shape_key, device=self.walk._device)
-
-    def _send(self, message: Message, tensor: Tensor) -> None:
-        self._mail.send(message, tensor, shape_key=self._shape_key)
+        return self.mail.receive(message, device=self.walk._device)
 
 
 def _last_backwards(actions: Sequence[Action]) -> Mapping[int, int]:
