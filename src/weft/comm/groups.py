@@ -1,11 +1,13 @@
 """Process groups: one path for one rank or many.
 
 A single process gets a real one-rank group on an in-memory store, so that meshes, sharding and checkpoints need no
-second code path. Who starts and joins ranks is decided elsewhere.
+second code path. Who starts and joins ranks is decided elsewhere. Groups beyond the default one belong to whoever made
+them (`OwnedGroups`): with Gloo each has three threads and a socket to every member, so a process must give them back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
@@ -25,6 +27,43 @@ def ensure_group(*, device_type: str, timeout_s: float = 300.0) -> bool:
 def backend_for(device_type: str) -> str:
     """Gloo carries CPU tensors always; on GPUs NCCL carries the device's."""
     return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+
+
+class OwnedGroups:
+    """The process groups of one owner. All ranks make them, and give them back, in the same order."""
+
+    def __init__(self) -> None:
+        self._world = dist.group.WORLD
+        self._groups: list[dist.ProcessGroup] = []
+        self._is_closed = False
+
+    def new(self, ranks: list[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup | None:
+        """A new group; None on ranks that are not in it. Collective."""
+        group = dist.new_group(ranks, backend=backend)
+        if ranks is not None and dist.get_rank() not in ranks:
+            return None
+        self._groups.append(group)
+        return group  # type: ignore[no-any-return]
+
+    def of_lines(self, lines: Iterable[list[int]]) -> dist.ProcessGroup | None:
+        """A group for each of these disjoint lines of ranks, and of them this rank's; None where it has none."""
+        made = [self.new(line) for line in lines]
+        return next((group for group in made if group is not None), None)
+
+    def adopt(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Groups that torch made for this owner; a mesh may give the default group, which nobody here owns."""
+        self._groups += [group for group in groups if group is not self._world]
+
+    def close(self) -> None:
+        """Destroy them. Collective. A second time, or after their world has ended, there is nothing to do."""
+        groups, self._groups = self._groups, []
+        if self._is_closed or dist.group.WORLD is not self._world:
+            return
+        self._is_closed = True
+        if dist.get_world_size() > 1:
+            dist.barrier()  # a rank that closes its sockets early would break the last collective of the others
+        for group in groups:
+            dist.destroy_process_group(group)
 
 
 def sum_over(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -238,7 +238,6 @@ def require_executable(plan: Plan) -> None:
             plan.mesh.pp > 1 and plan.pipeline.never_drains and policy.loss_scaling,
             f"{plan.pipeline.schedule} with a loss scale (precision fp16)",
         ),
-        (plan.mesh.pp > 1 and plan.data_parallel.zero > 0 and plan.mesh.dp_replicate > 1, "HSDP in a pipeline"),
         (plan.mesh.pp > 1 and plan.tensor_parallel.mode != "1d" and plan.mesh.tp > 1, "a pipeline of grids"),
         (plan.mesh.cp > 1, "context parallelism (mesh.cp > 1)"),
         (plan.mesh.ep > 1, "expert parallelism (mesh.ep > 1)"),

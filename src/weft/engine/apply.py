@@ -105,7 +105,7 @@ def _of_stages(face: TensorFace, layout: ModelLayout) -> TensorFace:
 def _strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strategy:
     dp = plan.data_parallel
     if dp.zero > 0:
-        return Sharded(model, stage=dp.zero)
+        return Sharded(model, stage=dp.zero, replicas=topology.replicas_beside_shards)
     if dp.strategy == "dataparallel":
         return Threaded(model)
     if topology.dp_degree == 1:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -300,6 +301,23 @@ class Engine:
         loaded = self._store(directory).load(self.state())
         self.restore_scalars(loaded.meta["engine"])
         return int(loaded.step)
+
+    def close(self) -> None:
+        """Give the process groups that this engine made back; it cannot train any more. Collective; twice is once.
+
+        Their threads and sockets end with the last reference to the engine.
+        """
+        self.settle()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what still travels needs its group
+        self.topology.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:  # after an error the other ranks may never come to close with this one
+            self.close()
 
     # --- what it is ---------------------------------------------------------------------------------------------
 

@@ -7,11 +7,15 @@ Topology is passed as this value; nothing in the engine reads ranks from a modul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+# "For debugging", and no public form: see `Topology.close`. tests/multiproc/engine/test_close.py fails when it moves.
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from weft.comm.groups import OwnedGroups
 from weft.core import axes
 from weft.core.errors import MeshError
 from weft.core.plan import Plan
@@ -29,6 +33,7 @@ class Topology:
     pp_degree: int = 1
     pp_rank: int = 0
     stage_group: dist.ProcessGroup | None = None  # ranks that share this rank's stages; None: all ranks do
+    groups: OwnedGroups = field(default_factory=OwnedGroups)  # all that were made for this topology
 
     @property
     def stage_size(self) -> int:
@@ -42,9 +47,16 @@ class Topology:
 
     @property
     def dp_mesh(self) -> DeviceMesh:
-        """The axes that sharding works over, without those that divide the work on one row."""
-        names = tuple(name for name in self.axis_names if name in axes.DATA_AXES)
+        """The axes that `fully_shard` works over: in a pipeline not that of replicas (see `dp/sharded.py`)."""
+        known = axes.DATA_AXES if self.pp_degree == 1 else (axes.DP_SHARD,)
+        names = tuple(name for name in self.axis_names if name in known)
         return self.mesh if names == self.axis_names else self.mesh[names]
+
+    @property
+    def replicas_beside_shards(self) -> dist.ProcessGroup | None:
+        """The replicas of this rank's shards that `dp_mesh` leaves out; None where there are none."""
+        is_left_out = self.pp_degree > 1 and axes.DP_REPLICATE in self.axis_names
+        return self.group(axes.DP_REPLICATE) if is_left_out else None
 
     @property
     def tp_lines(self) -> list[list[int]]:
@@ -58,10 +70,17 @@ class Topology:
 
     def checkpoint_group(self) -> dist.ProcessGroup | None:
         """A Gloo group of its own for saves in the background: sharing one with training deadlocks. Collective."""
-        return dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        return self.groups.new(backend="gloo") if dist.get_world_size() > 1 else None
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.mesh.get_group(axis)
+
+    def close(self) -> None:
+        """Give the groups back. Collective."""
+        self.groups.close()
+        # DTensor remembers results with their mesh, and takes an equal mesh for the same: the next topology would be
+        # given the groups that are gone, whose threads the memory would also keep alive.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def build_topology(plan: Plan, *, device_type: str) -> Topology:
@@ -79,40 +98,41 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
         sizes.setdefault(axes.DP_REPLICATE, 1)  # a data axis is always there
     ordered = {axis: sizes[axis] for axis in axes.MESH_ORDER if axis in sizes} or {axes.DP_REPLICATE: 1}
     mesh = init_device_mesh(device_type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
+    groups = OwnedGroups()
+    groups.adopt(mesh.get_all_groups())
     tp, pp = plan.mesh.tp, plan.mesh.pp
     stage_size = world_size // pp
     return Topology(
         mesh=mesh,
-        dp_group=_data_group(tp, stage_size),
+        dp_group=_data_group(groups, tp, stage_size),
         dp_rank=dist.get_rank() % stage_size // tp,
         dp_degree=plan.mesh.dp_degree,
         tp_degree=tp,
         pp_degree=pp,
         pp_rank=dist.get_rank() // stage_size,
-        stage_group=_stage_group(stage_size) if pp > 1 else None,
+        stage_group=_stage_group(groups, stage_size) if pp > 1 else None,
+        groups=groups,
     )
 
 
-def _stage_group(stage_size: int) -> dist.ProcessGroup:
+def _stage_group(groups: OwnedGroups, stage_size: int) -> dist.ProcessGroup | None:
     """Collective."""
     world = range(dist.get_world_size())
-    groups = [dist.new_group(list(world[begin : begin + stage_size])) for begin in world[::stage_size]]
-    return groups[dist.get_rank() // stage_size]  # type: ignore[no-any-return]
+    return groups.of_lines([list(world[begin : begin + stage_size]) for begin in world[::stage_size]])
 
 
-def _data_group(tp_degree: int, stage_size: int) -> dist.ProcessGroup:
+def _data_group(groups: OwnedGroups, tp_degree: int, stage_size: int) -> dist.ProcessGroup:
     """The ranks of a stage at the same place of their tp line. Collective: every rank makes every group, in order."""
     world = dist.group.WORLD
     if world is None:
         raise MeshError("no process group is initialised", hint="create the Engine inside a run, or call weft.train")
     if tp_degree == 1 and stage_size == dist.get_world_size():
         return world
-    own: dist.ProcessGroup | None = None
-    for begin in range(0, dist.get_world_size(), stage_size):
-        for place in range(tp_degree):
-            ranks = list(range(begin + place, begin + stage_size, tp_degree))
-            group = dist.new_group(ranks)
-            own = group if dist.get_rank() in ranks else own
+    own = groups.of_lines(
+        list(range(begin + place, begin + stage_size, tp_degree))
+        for begin in range(0, dist.get_world_size(), stage_size)
+        for place in range(tp_degree)
+    )
     if own is None:
         raise MeshError("this rank is in no data-parallel group", hint="the mesh must cover all ranks")
     return own

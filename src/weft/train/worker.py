@@ -119,7 +119,9 @@ def _train(
         "steps": bench.engine.steps_done,
         "resumed_from": resumed_from,
     }
-    return _close(job, bench, account, watch, outcome, metrics, folder, display, process, facts)
+    ledger = _close(job, bench, account, watch, outcome, metrics, folder, display, process, facts)
+    bench.engine.close()
+    return ledger
 
 
 def _agree_on_folder(job: Job, process: Process, *, device: torch.device) -> Path:

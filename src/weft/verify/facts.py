@@ -142,12 +142,11 @@ def _promised_by_data(plan: Plan, found: Evidence) -> Promise:
         return {}
     gathers = 2 * (units - 1 + stages) * cuts if zero == 3 else units
     reduces = trained * (1 if zero == 1 else cuts)
-    # a pipeline's stages may bring the root's gradients one after the other, and replicas sum them each time
+    # a pipeline's stages may bring the root's gradients one after the other
     again = (stages - 1) * (1 if zero == 1 else cuts)
     promise: Promise = (
         {"all_gather": (gathers, gathers), "reduce_scatter": (reduces, reduces + again)} if mesh.dp_shard > 1 else {}
     )
     if mesh.dp_replicate > 1:
-        root = again if found.pipeline is None else again + cuts - 1
-        promise["all_reduce"] = (trained, trained + root)
+        promise["all_reduce"] = (trained, trained)
     return promise

@@ -40,7 +40,6 @@ def check_prediction(engine: Engine, batches: Sequence[Batch], run: RunSpec, pla
         with meter.measuring():
             meter.next_step()
             engine.step(batch)
-    engine.settle()
     found, why_not = predict(run, plan, config=engine.model.config, device_name=None)
     why_not = why_not or _unfit(found, engine)
     if found is None or why_not:

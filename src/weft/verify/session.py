@@ -6,6 +6,7 @@ the verdict is rank 0's.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,6 +67,7 @@ class Session:
     ) -> Verdict:
         """The verdict on `plan`; `until_wrong` ends after the first stage that finds something."""
         began_s = time.perf_counter()
+        gc.collect()  # the groups of earlier engines end with their last reference, which may be in a cycle
         checks: list[Check] = []
         numbers: dict[str, Any] = {}
         for stage, found in self._stages(plan, numbers):
@@ -125,10 +127,10 @@ class Session:
 
     def evidence(self, plan: Plan) -> Evidence:
         """The plan's course over the exercise."""
-        engine = self.engine(plan)
-        share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
-        batches = training_batches(self.subject, steps=self.steps, **share)
-        return collect(engine, batches, self._rates, evaluation_batches(self.subject, **share))
+        with self.engine(plan) as engine:
+            share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
+            batches = training_batches(self.subject, steps=self.steps, **share)
+            return collect(engine, batches, self._rates, evaluation_batches(self.subject, **share))
 
     def engine(self, plan: Plan) -> Engine:
         subject = self.subject
@@ -174,19 +176,18 @@ class Session:
         return [Check.passed("accumulation", detail)]
 
     def _prediction(self, plan: Plan) -> Check:
-        engine = self.engine(plan)
-        share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
-        batches = training_batches(self.subject, steps=self.steps, **share)[:MEASURED_STEPS]
-        return check_prediction(engine, batches, self.subject.run, plan)
+        with self.engine(plan) as engine:
+            share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
+            batches = training_batches(self.subject, steps=self.steps, **share)[:MEASURED_STEPS]
+            return check_prediction(engine, batches, self.subject.run, plan)
 
     def _first_step(self, plan: Plan, *, microbatches: int) -> tuple[float, float]:
         tables = plan.model_dump(mode="json", exclude_none=True)
         tables["pipeline"]["microbatches"] = microbatches
-        engine = self.engine(Plan.from_tables(tables))
-        share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
-        record = engine.step(training_batches(self.subject, steps=self.steps, **share)[0])
-        engine.settle()
-        return record.loss, record.grad_norm
+        with self.engine(Plan.from_tables(tables)) as engine:
+            share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
+            record = engine.step(training_batches(self.subject, steps=self.steps, **share)[0])
+            return record.loss, record.grad_norm
 
     def _anyone_wrong(self, checks: list[Check]) -> bool:
         """Whether rank 0 found something, agreed over all ranks: they must leave the stages together."""

@@ -5,6 +5,7 @@ Every function is collective; the answers are rank 0's.
 
 from __future__ import annotations
 
+import gc
 import math
 import shutil
 from collections.abc import Callable
@@ -252,6 +253,7 @@ class WholeRuns:
         device: Any = self._device.type
         run_job(Job.create(run=run, plan_tables=tables, out=folder, resume=resume, device=device, quiet=True))
         self._barrier()
+        gc.collect()  # the groups of a run end, with their threads, when the last reference does: it is in a cycle
         return folder
 
     def _new_folder(self) -> Path:

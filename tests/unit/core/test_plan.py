@@ -73,7 +73,6 @@ def test_contradictions_are_refused_with_a_hint(tables: dict[str, dict[str, obje
     [
         {"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"schedule": "pipedream"}, "data_parallel": {"zero": 1}},
         {"mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream"}, "precision": {"preset": "fp16"}},
-        {"mesh": {"pp": 2, "dp_replicate": 2, "dp_shard": 2}},
         {"mesh": {"pp": 2, "tp": 4}, "tensor_parallel": {"mode": "2d"}},
         {"mesh": {"cp": 2}},
         {"activations": {"policy": "budget"}},
@@ -91,7 +90,8 @@ def test_what_is_not_built_is_refused_by_name(tables: dict[str, dict[str, object
 
 def test_everything_the_engine_has_is_executable() -> None:
     recomputed = [{"activations": {"policy": policy}} for policy in ("full", "selective")]
-    meshes = [{"mesh": {"dp_shard": 2, "dp_replicate": 2}}, {"mesh": {"tp": 2}}]
+    hsdp = {"dp_shard": 2, "dp_replicate": 2}
+    meshes = [{"mesh": hsdp}, {"mesh": {"tp": 2}}, {"mesh": {"pp": 2, **hsdp}}]
     for tables in ({}, *meshes, {"precision": {"preset": "fp16"}}, *recomputed):
         require_executable(Plan.from_tables(tables))
 

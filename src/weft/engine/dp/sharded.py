@@ -7,6 +7,10 @@
 | 3     | gathered for each forward and each backward  | reduce-scattered every micro-batch              |
 
 HSDP's all-reduce over the replicas happens on the last micro-batch only. Gradients are sums, never averages.
+
+In a pipeline the replicas are not `fully_shard`'s: it adds up what waits for them in one flat tensor a unit, so every
+micro-batch must bring gradients of the same parameters. Stages and halves of a backward bring them one after the other.
+There it shards inside a replica, and each unit's shards are summed over the replicas when the last backward is done.
 """
 
 from __future__ import annotations
@@ -17,12 +21,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from weft.core.precision import PrecisionPolicy
 from weft.engine.dp.strategy import Strategy
+from weft.engine.dp.summed import sum_bucket
+from weft.engine.ownership import local
 from weft.engine.precision import torch_dtype
 from weft.models.layout import ModelLayout
 
@@ -61,16 +68,19 @@ def shard_units(
 
 
 class Sharded(Strategy):
-    """A model whose units went through `shard_units`."""
+    """A model whose units went through `shard_units`; `replicas` are those that `fully_shard` was not told of."""
 
-    def __init__(self, model: nn.Module, *, stage: int) -> None:
+    def __init__(self, model: nn.Module, *, stage: int, replicas: dist.ProcessGroup | None = None) -> None:
         super().__init__(model)
+        self._replicas = replicas
         self.stage_policy = STAGES[stage]
         self.keeps_gradients_whole = not self.stage_policy.reduce_every_microbatch
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # Gloo has no scaled sum, and a plain sum is what is wanted
+        # The shards, looked up now: while a unit is gathered its module shows other parameters, which have no gradient.
+        self._shards = list(self._by_unit())
 
     @property
     def root(self) -> FSDPModule:
@@ -90,14 +100,13 @@ class Sharded(Strategy):
     def stage(self, blocks: Sequence[str], *, is_last: bool, is_very_last: bool) -> Iterator[None]:
         """Units of the rank's other stages may have gradients that are not complete: they are left alone.
 
-        The root's own come with several stages, so whatever there is of them is reduced, and over replicas too.
+        The root's own come with several stages, so whatever there is of them is reduced.
         """
         own = {self.module.get_submodule(name) for name in blocks}
         self.root.set_is_last_backward(is_very_last)
         for unit in self._units:
             ends = is_last and (unit is self.root or unit in own)
             unit.set_requires_gradient_sync(ends or self.stage_policy.reduce_every_microbatch, recurse=False)
-            unit.set_requires_all_reduce(ends or unit is self.root, recurse=False)
             unit.set_reshard_after_backward(ends or not self.stage_policy.keep_gathered, recurse=False)
         yield
 
@@ -110,8 +119,23 @@ class Sharded(Strategy):
 
     def second_half(self) -> None:
         # The end of a backward that autograd does not see. No public form; torch's own pipelines call the same.
-        # tests/multiproc/engine/pp/test_split_backward.py fails when it moves.
+        # tests/multiproc/engine/pp/test_schedules.py fails when it moves.
         self.root._get_fsdp_state()._root_post_backward_final_callback()
+
+    def after_backwards(self) -> None:
+        if self._replicas is not None:
+            for parameters in self._shards:
+                gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+                if gradients:
+                    sum_bucket(gradients, self._replicas)
+
+    def _by_unit(self) -> Iterator[list[nn.Parameter]]:
+        """Each unit's own parameters, inner units first: the root has what is left."""
+        seen: set[nn.Parameter] = set()
+        for unit in reversed(self._units):
+            own = [parameter for parameter in unit.parameters() if parameter not in seen]
+            seen.update(own)
+            yield own
 
     def after_evaluation(self) -> None:
         # A forward without a backward leaves kept units gathered; the next update would not reach those copies.

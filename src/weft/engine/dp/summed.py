@@ -33,10 +33,18 @@ class Summed(Strategy):
             if parameter.grad is None:  # every rank must bring the same
                 parameter.grad = torch.zeros_like(parameter)
         for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            dist.all_reduce(flat, group=self._group)
-            for gradient, total in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
-                gradient.copy_(total.view_as(gradient))
+            sum_bucket(bucket, self._group)
+
+
+@torch.no_grad()
+def sum_bucket(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Gradients that every replica has, of one dtype, summed in place: one all-reduce."""
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    if flat.numel() == 0:  # a rank beyond the last row of a sharded tensor; so is its place in every replica
+        return
+    dist.all_reduce(flat, group=group)
+    for gradient, total in zip(gradients, torch.split(flat, [one.numel() for one in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
 
 
 def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

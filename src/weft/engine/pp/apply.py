@@ -100,11 +100,8 @@ def _shared(whole: ModelLayout, cut: Cut, topology: Topology) -> tuple[str, ...]
 
 def _group(topology: Topology) -> dist.ProcessGroup:
     """A group of this rank's pipeline of its own; collective."""
-    own: dist.ProcessGroup | None = None
-    for place in range(topology.stage_size):
-        ranks = list(range(place, dist.get_world_size(), topology.stage_size))
-        group = dist.new_group(ranks)
-        own = group if dist.get_rank() in ranks else own
+    size = topology.stage_size
+    own = topology.groups.of_lines(list(range(place, dist.get_world_size(), size)) for place in range(size))
     if own is None:
         raise RuntimeError("this rank is in no pipeline")
     return own

@@ -49,9 +49,5 @@ class SharedWeights:
 
 def pair_group(topology: Topology, first_place: int, last_place: int) -> dist.ProcessGroup | None:
     """First and last stage's ranks at this rank's place in its stage; collective. None on other ranks."""
-    own: dist.ProcessGroup | None = None
-    for place in range(topology.stage_size):
-        ranks = [first_place * topology.stage_size + place, last_place * topology.stage_size + place]
-        group = dist.new_group(ranks)
-        own = group if dist.get_rank() in ranks else own
-    return own
+    size = topology.stage_size
+    return topology.groups.of_lines([first_place * size + place, last_place * size + place] for place in range(size))

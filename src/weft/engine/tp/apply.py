@@ -39,6 +39,7 @@ def apply_tensor_parallel(
         group,
         axis_ranks=topology.tp_lines,
         repeats=repeats(tensors, degree) if policy.mode == "1d" else (),
+        owner=topology.groups,
     )
     divide = _lines if policy.mode == "1d" else apply_grids
     return divide(model, layout, tensors, policy, grid=grid, keep_logits_whole=keep_logits_whole)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from weft.comm.groups import OwnedGroups
 from weft.core.tensor_grid import grid_sizes, members, place_of, rank_at
 
 WHOLE = "tp"
@@ -41,18 +42,27 @@ class Grid:
 
 
 def build_grid(
-    mode: str, axis_group: dist.ProcessGroup, *, axis_ranks: list[list[int]], repeats: Iterable[int] = ()
+    mode: str,
+    axis_group: dist.ProcessGroup,
+    *,
+    axis_ranks: list[list[int]],
+    repeats: Iterable[int] = (),
+    owner: OwnedGroups | None = None,
 ) -> Grid:
-    """The grid of this rank. Collective over the world: `axis_ranks` lists the global ranks of every tp line."""
+    """The grid of this rank. Collective over the world: `axis_ranks` lists the global ranks of every tp line.
+
+    `owner` gives the groups that are made here back; without one they live as long as the world.
+    """
+    owner = owner if owner is not None else OwnedGroups()
     degree = dist.get_world_size(axis_group)
     sizes = grid_sizes(mode, degree)
     place = place_of(sizes, dist.get_rank(axis_group))
     groups = {WHOLE: axis_group}
     for name in _subsets(mode):
-        groups[name] = _join([_members_global(line, sizes, name) for line in axis_ranks])
+        groups[name] = _join(owner, [_members_global(line, sizes, name) for line in axis_ranks])
     for count in sorted(set(repeats)):
         lines = [[line[at : at + count] for at in range(0, degree, count)] for line in axis_ranks]
-        groups[f"repeat{count}"] = _join(lines)
+        groups[f"repeat{count}"] = _join(owner, lines)
     return Grid(mode=mode, sizes=sizes, place=place, groups=groups)
 
 
@@ -66,13 +76,9 @@ def _members_global(line: list[int], sizes: dict[str, int], varying: str) -> lis
     return [[line[rank] for rank in group] for group in sorted(groups)]
 
 
-def _join(lines: list[list[list[int]]]) -> dist.ProcessGroup:
+def _join(owner: OwnedGroups, lines: list[list[list[int]]]) -> dist.ProcessGroup:
     """Every rank makes every group, in the same order, and keeps its own."""
-    own: dist.ProcessGroup | None = None
-    for group_ranks in (ranks for line in lines for ranks in line):
-        made = dist.new_group(group_ranks)
-        if dist.get_rank() in group_ranks:
-            own = made
+    own = owner.of_lines(ranks for line in lines for ranks in line)
     if own is None:
         raise RuntimeError("this rank is in none of the groups")
     return own
