@@ -18,34 +18,17 @@ import datetime
 import logging
 import platform
 import re
-import sys
 import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
 
+import tiny_families as tiny
 import torch
 import transformers
-from tiny_families import (
-    GRADIENT_BOUND,
-    LENGTH,
-    LOSS_BOUND,
-    NORM_BOUND,
-    Facts,
-    batches,
-    cell,
-    difference,
-    keep_row,
-    last_line,
-    read_rows,
-    tiny_config,
-    tiny_engine,
-)
+from gloo import RankFailureError, preload, run_ranks
+from tiny_families import Facts
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "multiproc"))
-
-from gloo_ranks import _CONTEXT, _OURS, _PRELOADED, RankFailureError, run_ranks
 
 from weft.core.errors import WeftError
 
@@ -66,7 +49,7 @@ def courses(rank: int, _world: int, model_types: list[str], num_layers: int, tab
 def _course(model_type: str, num_layers: int, tables: Facts) -> Facts:
     """This rank's losses, norms and first gradients; a refusal before training is the same on every rank."""
     try:
-        engine = tiny_engine(tiny_config(model_type, num_layers=num_layers), tables)
+        engine = tiny.engine_of(tiny.config_of(model_type, num_layers=num_layers), tables)
     except WeftError as error:
         return {"refused": str(error)}
     gradients: Facts = {}
@@ -77,7 +60,7 @@ def _course(model_type: str, num_layers: int, tables: Facts) -> Facts:
             gradients.update({name: value.clone().numpy() for name, value in mine.items()})
 
     engine.on_gradients = keep
-    shares = [engine.share_of(batch) for batch in batches()]
+    shares = [engine.share_of(batch) for batch in tiny.batches()]
     records = [engine.step(batch) for batch in shares]
     return {
         "losses": [record.loss for record in records] + [engine.evaluate(shares[0]).loss],
@@ -126,16 +109,16 @@ def judge(model_type: str, truth: list[Facts], found: list[Facts]) -> Facts:
     """The row of one type."""
     row: Facts = {"type": model_type, "verdict": "not built", "why": "", "when": ""}
     if "losses" not in truth[0]:
-        return {**row, "why": truth[0].get("refused") or last_line(truth[0]["failed"])}
+        return {**row, "why": truth[0].get("refused") or tiny.last_line(truth[0]["failed"])}
     if "refused" in found[0]:
         return {**row, "verdict": "refused", "why": found[0]["refused"], "when": "before training"}
     if "failed" in found[0]:
         refusals = REFUSAL.findall(found[0]["failed"])
         if refusals:
             return {**row, "verdict": "refused", "why": refusals[-1], "when": "in the first step"}
-        return {**row, "verdict": "WRONG", "why": last_line(found[0]["failed"])}
+        return {**row, "verdict": "WRONG", "why": tiny.last_line(found[0]["failed"])}
     gradients = {name: value for one in found for name, value in one["gradients"].items()}
-    wrong = [difference(truth[0], {**one, "gradients": gradients}) for one in found]
+    wrong = [tiny.difference(truth[0], {**one, "gradients": gradients}) for one in found]
     why = next((text for text in wrong if text), "")
     return {**row, "verdict": "WRONG" if why else "right", "why": why, "blocks": [one["blocks"] for one in found]}
 
@@ -158,9 +141,9 @@ def result_page(rows: list[Facts], others: dict[str, Facts], *, degree: int) -> 
         f"# Pipelines over model families, {datetime.date.today():%Y-%m-%d}",
         "",
         f"Caveats: models of {NUM_LAYERS} layers and width 64 with random weights, three steps, float32, CPU processes",
-        f"on one machine, rows of {LENGTH} tokens, 1F1B with {MICROBATCHES} micro-batches. Compared with one process:",
-        f"losses on every rank (relative {LOSS_BOUND:.0e}), gradient norms ({NORM_BOUND:.0e}), every first gradient",
-        f"({GRADIENT_BOUND:.0e} of its norm) and an evaluation. Vectors are moved off their initial zeros and ones, as",
+        f"on one machine, rows of {tiny.LENGTH} tokens, 1F1B with {MICROBATCHES} micro-batches. Compared with one",
+        f"process, on every rank: {tiny.COMPARED}.",
+        "Vectors are moved off their initial zeros and ones, as",
         "those hide bugs. A configuration whose blocks hand on other state than these may be judged otherwise;",
         "`weft verify` looks at your own model.",
         "",
@@ -175,7 +158,7 @@ def result_page(rows: list[Facts], others: dict[str, Facts], *, degree: int) -> 
     for row in rows:
         other = others.get(row["type"], {"verdict": "", "why": ""})
         why = row["why"] or other["why"]
-        lines.append(f"| {row['type']} | {row['verdict']} | {other['verdict']} | {row['when']} | {cell(why)} |")
+        lines.append(f"| {row['type']} | {row['verdict']} | {other['verdict']} | {row['when']} | {tiny.cell(why)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -201,7 +184,7 @@ def docs_page(rows: list[Facts]) -> str:
         "",
         "| type | why |",
         "| --- | --- |",
-        *(f"| {row['type']} | {cell(row['why'])} |" for row in tried if row["verdict"] != "right"),
+        *(f"| {row['type']} | {tiny.cell(row['why'])} |" for row in tried if row["verdict"] != "right"),
         "",
         "## Right",
         "",
@@ -221,17 +204,17 @@ def main() -> None:
     parser.add_argument("--types", nargs="*")
     parser.add_argument("--degree", type=int, default=2)
     given = parser.parse_args()
-    _CONTEXT.set_forkserver_preload([*_PRELOADED, *_OURS, "weft.core.plan", "families_train"])
-    done = read_rows(given.rows)
+    preload("weft.core.plan", "families_train")
+    done = tiny.read_rows(given.rows)
     left = [name for name in given.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if name not in done]
     for begin in range(0, len(left), TYPES_A_GROUP):
         for name, row in judge_types(left[begin : begin + TYPES_A_GROUP], degree=given.degree).items():
             done[name] = row
             print(f"{name:26} {row['verdict']:9} {row.get('blocks', '')} {row['why'][:200]}", flush=True)
-            keep_row(given.rows, row)
+            tiny.keep_row(given.rows, row)
     rows = [done[name] for name in sorted(done)]
     if given.out:
-        given.out.write_text(result_page(rows, read_rows(given.pp4_rows), degree=given.degree), encoding="utf-8")
+        given.out.write_text(result_page(rows, tiny.read_rows(given.pp4_rows), degree=given.degree), encoding="utf-8")
     if given.docs:
         given.docs.write_text(docs_page(rows), encoding="utf-8")
     if any(row["verdict"] == "WRONG" for row in rows):

@@ -14,7 +14,6 @@ import argparse
 import datetime
 import logging
 import platform
-import sys
 import time
 import warnings
 from collections import Counter
@@ -24,29 +23,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import tiny_families as tiny
 import torch
 import transformers
-from tiny_families import (
-    GRADIENT_BOUND,
-    LENGTH,
-    LOSS_BOUND,
-    NORM_BOUND,
-    Facts,
-    batches,
-    cell,
-    difference,
-    keep_row,
-    last_line,
-    read_rows,
-    tiny_config,
-    tiny_engine,
-)
+from gloo import RankFailureError, preload, run_ranks
+from tiny_families import Facts
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "multiproc"))
-
-from gloo_ranks import _CONTEXT, _PRELOADED, RankFailureError, run_ranks
 
 from weft.comm.observer import CollectiveObserver
 from weft.core.errors import WeftError
@@ -76,7 +59,7 @@ def course(rank: int, _world: int, model_type: str, tables: Facts, unvouched: bo
 
 
 def _train(model_type: str, tables: Facts) -> Facts:
-    engine = tiny_engine(tiny_config(model_type), tables)
+    engine = tiny.engine_of(tiny.config_of(model_type), tables)
     gradients: dict[str, Any] = {}
 
     def keep(found: dict[str, torch.Tensor]) -> None:
@@ -84,7 +67,7 @@ def _train(model_type: str, tables: Facts) -> Facts:
             gradients.update({name: value.numpy() for name, value in _whole_of(engine, found).items()})
 
     engine.on_gradients = keep
-    shares = [engine.share_of(batch) for batch in batches()]
+    shares = [engine.share_of(batch) for batch in tiny.batches()]
     records = [engine.step(batch) for batch in shares[:-1]]
     with CollectiveObserver() as seen:
         records.append(engine.step(shares[-1]))
@@ -136,11 +119,11 @@ def judge(model_type: str, *, degree: int, unvouched: bool) -> Facts:
                 row[f"refused {row['variant']}"] = one["refused"]
                 continue
             found = one
-            wrong = difference(truth, found) or found["unpromised"]
+            wrong = tiny.difference(truth, found) or found["unpromised"]
             if wrong:
                 return {**row, "why": wrong, **_covered(found)}
     except RankFailureError as error:
-        return {**row, "why": last_line(str(error)), "seconds": time.perf_counter() - began_s}
+        return {**row, "why": tiny.last_line(str(error)), "seconds": time.perf_counter() - began_s}
     row["seconds"] = time.perf_counter() - began_s
     if not found:
         return {**row, "verdict": "refused", "why": row["refused no SP, no LP"]}
@@ -201,10 +184,10 @@ def judge_layouts(model_type: str) -> Facts:
             found = _course(model_type, layout.tables(), layout.tp * layout.dp, False)
             if "refused" in found:
                 refused[str(layout)] = found["refused"]
-            elif difference(truth, found):
-                wrong[str(layout)] = difference(truth, found)
+            elif tiny.difference(truth, found):
+                wrong[str(layout)] = tiny.difference(truth, found)
         except RankFailureError as error:
-            wrong[str(layout)] = last_line(str(error))
+            wrong[str(layout)] = tiny.last_line(str(error))
     right = len(LAYOUTS) - len(wrong) - len(refused)
     return {"type": model_type, "layouts": len(LAYOUTS), "right": right, "refused": refused, "wrong": wrong}
 
@@ -216,8 +199,7 @@ def result_page(rows: list[Facts], by_layout: list[Facts], *, degree: int) -> st
         f"# Tensor parallelism over model families, {datetime.date.today():%Y-%m-%d}",
         "",
         "Caveats: models of two layers and width 64 with random weights, three steps, float32, CPU processes on one",
-        f"machine, rows of {LENGTH} tokens. Compared with one process: losses (relative {LOSS_BOUND:.0e}), gradient",
-        f"norms ({NORM_BOUND:.0e}), every first gradient ({GRADIENT_BOUND:.0e} of its norm), an evaluation, and the",
+        f"machine, rows of {tiny.LENGTH} tokens. Compared with one process: {tiny.COMPARED}, and the",
         "collectives of a step with what the layout promises. Vectors are moved off their initial zeros and ones, as",
         "those hide bugs.",
         "",
@@ -230,7 +212,7 @@ def result_page(rows: list[Facts], by_layout: list[Facts], *, degree: int) -> st
         "| type | verdict | cut | SP refused, or what is wrong |",
         "| --- | --- | --- | --- |",
     ]
-    lines += [f"| {row['type']} | {row['verdict']} | {_cut_words(row)} | {cell(row['why'])} |" for row in rows]
+    lines += [f"| {row['type']} | {row['verdict']} | {_cut_words(row)} | {tiny.cell(row['why'])} |" for row in rows]
     if by_layout:
         lines += ["", *_layout_lines(by_layout)]
     return "\n".join(lines) + "\n"
@@ -247,7 +229,7 @@ def degree_lines(rows: list[Facts], others: dict[str, Facts]) -> str:
     for row in rows:
         other = others.get(row["type"], row)
         if other["verdict"] != row["verdict"]:
-            lines.append(f"| {row['type']} | {other['verdict']} | {cell(other['why'])} |")
+            lines.append(f"| {row['type']} | {other['verdict']} | {tiny.cell(other['why'])} |")
     return "\n".join(lines) + "\n"
 
 
@@ -264,7 +246,9 @@ def _layout_lines(rows: list[Facts]) -> list[str]:
     ]
     for row in rows:
         refused, wrong = ("; ".join(f"{k}: {v}" for k, v in row[key].items()) for key in ("refused", "wrong"))
-        lines.append(f"| {row['type']} | {row['layouts']} | {row['right']} | {cell(refused)} | {cell(wrong)} |")
+        lines.append(
+            f"| {row['type']} | {row['layouts']} | {row['right']} | {tiny.cell(refused)} | {tiny.cell(wrong)} |"
+        )
     return lines
 
 
@@ -290,7 +274,7 @@ def docs_page(rows: list[Facts]) -> str:
         sp = ("no" if row["why"] else "yes") if is_right else ""
         whole = ", ".join(f"{why} ({count})" for why, count in row.get("whole", {}).items())
         why = f"SP: {row['why']}. {whole}" if is_right and row["why"] else whole or row["why"]
-        lines.append(f"| {row['type']} | {row['verdict']} | {_cut_words(row)} | {sp} | {cell(why)} |")
+        lines.append(f"| {row['type']} | {row['verdict']} | {_cut_words(row)} | {sp} | {tiny.cell(why)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -311,23 +295,23 @@ def main() -> None:
     parser.add_argument("--degree", type=int, default=2)
     parser.add_argument("--unvouched", action="store_true")
     given = parser.parse_args()
-    _CONTEXT.set_forkserver_preload([*_PRELOADED, "weft.core.plan", "families_train", "weft.verify.evidence", *_MODELS])
-    done = read_rows(given.rows)
+    preload("weft.core.plan", "families_train", "weft.verify.evidence", *_MODELS)
+    done = tiny.read_rows(given.rows)
     for model_type in given.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         if model_type not in done:
             row = done[model_type] = judge(model_type, degree=given.degree, unvouched=given.unvouched)
             print(f"{model_type:26} {row['verdict']:9} {row.get('share', 0):4.0%} {row['why'][:200]}", flush=True)
-            keep_row(given.rows, row)
-    by_layout = read_rows(given.layout_rows)
+            tiny.keep_row(given.rows, row)
+    by_layout = tiny.read_rows(given.layout_rows)
     for model_type in LAYOUT_FAMILIES if given.layout_rows else ():
         if model_type not in by_layout:
             row = by_layout[model_type] = judge_layouts(model_type)
             print(f"{model_type:26} {row['right']} of {row['layouts']} {row['wrong']} {row['refused']}", flush=True)
-            keep_row(given.layout_rows, row)
+            tiny.keep_row(given.layout_rows, row)
     rows = [done[name] for name in sorted(done)]
     if given.out:
         page = result_page(rows, list(by_layout.values()), degree=given.degree)
-        given.out.write_text(page + degree_lines(rows, read_rows(given.tp4_rows)), encoding="utf-8")
+        given.out.write_text(page + degree_lines(rows, tiny.read_rows(given.tp4_rows)), encoding="utf-8")
     if given.docs:
         given.docs.write_text(docs_page(rows), encoding="utf-8")
     if any(row["verdict"] == "WRONG" for row in rows) or any(row["wrong"] for row in by_layout.values()):

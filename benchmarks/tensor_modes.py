@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gloo import run_ranks
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
@@ -102,9 +103,6 @@ def table(rows: int, length: int) -> list[str]:
 
 
 def against_gloo() -> list[str]:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "multiproc"))
-    from gloo_ranks import run_ranks
-
     lines = ["| ranks | mode | collective | phase | dry run | real rank 0 |", "| --- | --- | --- | --- | --- | --- |"]
     for ranks in (4, 8):
         for mode in MODES[ranks]:

@@ -32,6 +32,10 @@ MOST_PARAMETERS = 50_000_000
 # float32 sums in another order, through two layers: a thousand roundings at most; a bug is a share of the value
 LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND = 1e-5, 1e-4, 1e-4
 SMALL_SHARE = 1e-3  # of the typical gradient: below it (a key's bias, whose true gradient is 0) there is only noise
+COMPARED = (
+    f"losses (relative {LOSS_BOUND:.0e}), gradient norms ({NORM_BOUND:.0e}), every first gradient"
+    f" ({GRADIENT_BOUND:.0e} of its norm), an evaluation"
+)
 Facts = dict[str, Any]
 
 
@@ -50,7 +54,7 @@ class Jittered:
             yield name, value.__getitem__
 
 
-def tiny_config(model_type: str, *, num_layers: int = 2) -> Any:
+def config_of(model_type: str, *, num_layers: int = 2) -> Any:
     """Two layers or a multiple, width 64; two key-value heads where the type has them and builds so."""
     extra = {key: _deeper(key, value, num_layers // 2) for key, value in EXTRA.get(model_type, {}).items()}
     overrides = shrunk(CONFIG_MAPPING[model_type], num_layers=num_layers) | extra
@@ -75,7 +79,7 @@ def _deeper(key: str, value: Any, times: int) -> Any:
     return [[kinds, count * times] for kinds, count in value] if key == "attention_types" else value
 
 
-def tiny_engine(config: Any, tables: Facts) -> Engine:
+def engine_of(config: Any, tables: Facts) -> Engine:
     skeleton = build_skeleton(copy.deepcopy(config))
     if sum(parameter.numel() for parameter in skeleton.parameters()) > MOST_PARAMETERS:
         raise RuntimeError("this script's size fields do not make it small")

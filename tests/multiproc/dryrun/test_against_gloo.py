@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from gloo_ranks import run_ranks
+from metered_ranks import metered_in_rank
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.dryrun.run import Stage, dry_run
-from weft.engine.meter import StepMeter
+from weft.dryrun.run import dry_run
 from weft.plan.ask import estimate_plan
 
 LLAMA: dict[str, Any] = {
@@ -55,39 +55,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def run_of(model: dict[str, Any], train: dict[str, Any]) -> RunSpec:
-    return RunSpec.from_tables(
-        {"model": model, "data": {"sequence_length": 128}, "train": {"global_batch": 12, **train}}
-    )
-
-
-def measure_in_rank(
-    _rank: int, _num_ranks: int, model: dict[str, Any], plan: dict[str, Any], train: dict[str, Any]
-) -> dict[str, Any]:
-    stage = Stage(run_of(model, train), Plan.from_tables(plan))
-    stage.build()
-    stage.step()  # DDP's buckets are known once they were sent
-    meter = StepMeter(stage.engine)
-    for _ in range(3):
-        with meter.measuring():
-            meter.next_step()
-            stage.step()
-    return {"is_complete": meter.is_complete, "traffic": meter.traffic, "flops": meter.flops, **meter.peak.as_dict()}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_real_ranks_need_and_send_what_the_dry_run_says(name: str) -> None:
     model, tables, train = CASES[name]
-    plan = Plan.from_tables(tables)
-    real = run_ranks(measure_in_rank, plan.num_ranks, model, tables, train, timeout_s=240)[0]
-    dry = dry_run(run_of(model, train), plan, on_gpu=False)
+    settings = {"model": model, "data": {"sequence_length": 128}, "train": {"global_batch": 12, **train}}
+    run, plan = RunSpec.from_tables(settings), Plan.from_tables(tables)
+    real = run_ranks(metered_in_rank, plan.num_ranks, settings, tables, timeout_s=240)[0]
+    dry = dry_run(run, plan, on_gpu=False)
     assert real["is_complete"]
     assert dry.peak_bytes == pytest.approx(real["peak_bytes"], rel=0.01)
     assert dry.peak.as_dict()["peak_at"] == real["peak_at"]
     assert dry.terms == pytest.approx(real["terms"], rel=0.01, abs=0.002 * dry.peak_bytes)
     assert dry.flops == real["flops"]
     assert dry.traffic == real["traffic"]
-    predicted = estimate_plan(run_of(model, train), plan, f"{plan.num_ranks}xCPU").traffic
+    predicted = estimate_plan(run, plan, f"{plan.num_ranks}xCPU").traffic
     assert wire(predicted) == wire(dry.traffic)
 
 

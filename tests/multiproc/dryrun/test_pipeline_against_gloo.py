@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 from gloo_ranks import run_ranks
+from metered_ranks import metered_in_rank
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.dryrun.run import Stage, dry_run
-from weft.engine.meter import StepMeter
+from weft.dryrun.run import dry_run
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 1021, "head_dim": 32, "tie_word_embeddings": True,
 }  # fmt: skip
+RUN = {"model": {"type": "qwen3", "config": CONFIG}, "data": {"sequence_length": 64}, "train": {"global_batch": 8}}
 
 
 def plan_tables(
@@ -47,27 +48,11 @@ CAMPAIGN = {
 }
 
 
-def run_of() -> RunSpec:
-    model = {"type": "qwen3", "config": CONFIG}
-    return RunSpec.from_tables({"model": model, "data": {"sequence_length": 64}, "train": {"global_batch": 8}})
-
-
-def measure_in_rank(_rank: int, _num_ranks: int, plan: dict[str, Any]) -> dict[str, Any]:
-    stage = Stage(run_of(), Plan.from_tables(plan))
-    stage.build()
-    meter = StepMeter(stage.engine)
-    for _ in range(3):
-        with meter.measuring():
-            meter.next_step()
-            stage.step()
-    return {"traffic": meter.traffic, "flops": meter.flops, **meter.peak.as_dict()}
-
-
 def compare(tables: dict[str, Any]) -> None:
     plan = Plan.from_tables(tables)
-    real = run_ranks(measure_in_rank, plan.num_ranks, tables, timeout_s=240)
+    real = run_ranks(metered_in_rank, plan.num_ranks, RUN, tables, timeout_s=240)
     for rank in (0, plan.num_ranks - 1):
-        dry = dry_run(run_of(), plan, rank=rank, on_gpu=False)
+        dry = dry_run(RunSpec.from_tables(RUN), plan, rank=rank, on_gpu=False)
         assert dry.traffic == real[rank]["traffic"]
         assert dry.flops == real[rank]["flops"]
         # a few megabytes: messages that have not left yet are a share of them

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from gloo_ranks import run_ranks
+from metered_ranks import metered_in_rank
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.dryrun.record import DryRun
-from weft.dryrun.run import Stage, dry_run
-from weft.engine.meter import StepMeter
+from weft.dryrun.run import dry_run
 from weft.plan.ask import estimate_plan
 
 ROUNDING_BYTES = 512 * 4 * 100  # of a hundred tensors and their states
@@ -81,25 +81,13 @@ CAMPAIGN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def run_of(model_type: str) -> RunSpec:
+def run_tables(model_type: str) -> dict[str, Any]:
     model = {"type": model_type, "config": MODELS[model_type]}
-    return RunSpec.from_tables({"model": model, "data": {"sequence_length": 64}, "train": {"global_batch": 4}})
+    return {"model": model, "data": {"sequence_length": 64}, "train": {"global_batch": 4}}
 
 
-def measure_in_rank(_rank: int, _num_ranks: int, model_type: str, plan: dict[str, Any]) -> dict[str, Any]:
-    stage = Stage(run_of(model_type), Plan.from_tables(plan))
-    stage.build()
-    stage.step()  # DDP's buckets are known once they were sent
-    meter = StepMeter(stage.engine)
-    for _ in range(3):
-        with meter.measuring():
-            meter.next_step()
-            stage.step()
-    return {"traffic": meter.traffic, "flops": meter.flops, **meter.peak.as_dict()}
-
-
-def require_told(dry: DryRun, model_type: str, plan: Plan) -> None:
-    told = estimate_plan(run_of(model_type), plan, f"{plan.num_ranks}xCPU")
+def require_told(dry: DryRun, run: RunSpec, plan: Plan) -> None:
+    told = estimate_plan(run, plan, f"{plan.num_ranks}xCPU")
     assert wire(told.traffic) == wire(dry.traffic)
     for term in ("weights", "optimizer_state"):
         assert told.memory_terms[term] == pytest.approx(dry.terms[term], abs=ROUNDING_BYTES), term
@@ -114,14 +102,14 @@ def wire(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], tuple[int, int]]:
 
 
 def compare(model_type: str, tables: dict[str, Any]) -> None:
-    plan = Plan.from_tables(tables)
-    real = run_ranks(measure_in_rank, plan.num_ranks, model_type, tables, timeout_s=240)[0]
-    dry = dry_run(run_of(model_type), plan, on_gpu=False)
+    run, plan = RunSpec.from_tables(run_tables(model_type)), Plan.from_tables(tables)
+    real = run_ranks(metered_in_rank, plan.num_ranks, run_tables(model_type), tables, timeout_s=240)[0]
+    dry = dry_run(run, plan, on_gpu=False)
     assert dry.traffic == real["traffic"]
     assert dry.flops == real["flops"]
     # a few megabytes: what real collectives hold on to until they are waited for is a share of them
     assert dry.peak_bytes == pytest.approx(real["peak_bytes"], rel=0.05)
-    require_told(dry, model_type, plan)
+    require_told(dry, run, plan)
 
 
 @pytest.mark.parametrize("name", CASES)

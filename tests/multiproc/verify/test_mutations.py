@@ -1,45 +1,20 @@
 """The mutation campaign: realistic bugs, one at a time, and each is caught by the check that is about it.
 
-A group shares its ranks and its references. The code as it is comes first and must pass; else being caught means
-nothing. A survivor, or a bug blamed on the wrong check, fails. `-m slow` runs the group of resumed runs.
+`-m slow` runs the group of resumed runs.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-from gloo_ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode leaves a test's own folder out
 
 import mutations as bugs
-from verify_ranks import Tables, mutated_verdicts_in_rank, small_run
-
-STEPS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bug:
-    """A mutation, the check that must name it, and words that the check's detail must hold."""
-
-    mutate: Callable[[], Any]
-    check: str
-    words: tuple[str, ...] = ()
-    step: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    plan: Tables
-    bugs: tuple[Bug, ...]
-    model: str = "llama"
-    train: Tables | None = None
-    num_ranks: int = 2
+from mutation_groups import Bug, Group, require_caught
+from verify_ranks import Tables
 
 
 def zero(stage: int, *, microbatches: int = 2, preset: str = "fp32", **mesh: int) -> Tables:
@@ -155,42 +130,12 @@ GROUPS: dict[str, Group] = {
 }
 
 
-def try_group(rank: int, _world: int, name: str, corpus: str, scratch: str) -> dict[str, Tables]:
-    group = GROUPS[name]
-    run = small_run(corpus, model=group.model, train=group.train)
-    named = {bug.mutate.__name__: bug.mutate for bug in group.bugs}
-    return mutated_verdicts_in_rank(rank, run, group.plan, scratch, named, steps=STEPS)
-
-
-def complaint(bug: Bug, verdict: Tables) -> str | None:
-    """What is wrong with the verdict on a bug, if anything."""
-    if verdict["ok"]:
-        return "survived"
-    named = verdict["first_wrong"]
-    detail = next(check["detail"] for check in verdict["checks"] if check["name"] == named)
-    finding = next(check["finding"] for check in verdict["checks"] if check["name"] == named)
-    if named != bug.check:
-        return f"blamed on {named!r}, not on {bug.check!r}: {detail}"
-    missing = [word for word in bug.words if word not in detail]
-    if missing:
-        return f"{missing} not in {detail!r}"
-    if bug.step is not None and finding["step"] != bug.step:
-        return f"step {finding['step']}, not {bug.step}: {detail}"
-    return None
-
-
 # whole training runs, interrupted and resumed, take more than a minute
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "resumed" else name for name in GROUPS]
 )
 def test_every_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_path: Path) -> None:
-    group = GROUPS[name]
-    answers = run_ranks(try_group, group.num_ranks, name, str(corpus), str(tmp_path), timeout_s=600)
-    verdicts = answers[0]
-    healthy = verdicts.pop("")
-    assert healthy["ok"], healthy["checks"]
-    complaints = {bug.mutate.__name__: complaint(bug, verdicts[bug.mutate.__name__]) for bug in group.bugs}
-    assert not {bug: text for bug, text in complaints.items() if text}
+    require_caught(GROUPS[name], corpus, tmp_path)
 
 
 def test_the_campaign_is_large_and_names_are_unique() -> None:

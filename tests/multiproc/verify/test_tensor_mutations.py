@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from gloo_ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode leaves a test's own folder out
 
 import tensor_mutations as bugs
-from test_mutations import STEPS, Bug, Group, complaint
-from verify_ranks import Tables, mutated_verdicts_in_rank, small_run
+from mutation_groups import Bug, Group, require_caught
+from verify_ranks import Tables
 
 
 def cut(*, stream: bool, loss: bool = True, microbatches: int = 2, **mesh: int) -> Tables:
@@ -113,23 +112,11 @@ GROUPS: dict[str, Group] = {
 }
 
 
-def try_group(rank: int, _world: int, name: str, corpus: str, scratch: str) -> dict[str, Tables]:
-    group = GROUPS[name]
-    run = small_run(corpus, model=group.model, train=group.train)
-    named = {bug.mutate.__name__: bug.mutate for bug in group.bugs}
-    return mutated_verdicts_in_rank(rank, run, group.plan, scratch, named, steps=STEPS)
-
-
 @pytest.mark.parametrize(
     "name", [name if name == "sample" else pytest.param(name, marks=pytest.mark.slow) for name in GROUPS]
 )
 def test_every_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_path: Path) -> None:
-    group = GROUPS[name]
-    verdicts = run_ranks(try_group, group.num_ranks, name, str(corpus), str(tmp_path), timeout_s=600)[0]
-    healthy = verdicts.pop("")
-    assert healthy["ok"], healthy["checks"]
-    complaints = {bug.mutate.__name__: complaint(bug, verdicts[bug.mutate.__name__]) for bug in group.bugs}
-    assert not {bug: text for bug, text in complaints.items() if text}
+    require_caught(GROUPS[name], corpus, tmp_path)
 
 
 def test_the_campaign_is_large_and_names_are_unique() -> None:

@@ -7,6 +7,7 @@ from benchmark_folder import FOLDER, benchmarks_importable
 
 with benchmarks_importable():
     import pipeline_families
+    import tiny_families
 
 # Bloom gives tuples, Bamba pairs; Mllama has blocks that text alone does not call; BigBird puts other attention in
 # place as it runs; Blenderbot's table of positions is told a shape; Gemma 3n hands every block a part of a second
@@ -29,4 +30,4 @@ def test_two_ranks_are_one_process_or_refuse_alike(model_types: tuple[str, ...])
             assert name in right.strip().split(", ")
         else:
             assert (row["verdict"], row["when"]) == ("refused", "before training")
-            assert f"| {name} | {pipeline_families.cell(row['why'])} |" in refused
+            assert f"| {name} | {tiny_families.cell(row['why'])} |" in refused

@@ -1,0 +1,27 @@
+"""A few real steps of a run under a plan, with the meter that dry runs use: what a rank held, computed and sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.dryrun.run import Stage
+from weft.engine.meter import StepMeter
+
+Tables = dict[str, Any]
+
+
+def metered_in_rank(_rank: int, _num_ranks: int, run: Tables, plan: Tables) -> Tables:
+    stage = Stage(RunSpec.from_tables(run), Plan.from_tables(plan))
+    stage.build()
+    stage.step()  # DDP's buckets are known once they were sent
+    meter = StepMeter(stage.engine)
+    for _ in range(3):
+        with meter.measuring():
+            meter.next_step()
+            stage.step()
+    walk = stage.engine.pipeline.walk
+    held = walk.record.most_in_flight if walk is not None else {}
+    found = {"is_complete": meter.is_complete, "traffic": meter.traffic, "flops": meter.flops, **meter.peak.as_dict()}
+    return {**found, "held_by_stage": held}
