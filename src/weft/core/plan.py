@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from weft.core import axes
 from weft.core.config import Section, dump, parse, read_toml
@@ -86,6 +86,20 @@ class Pipeline(Section):
     vertical_sync: bool = Field(
         default=False, description="pipedream: a micro-batch reads the same version of the weights on every stage"
     )
+    blocks: tuple[int, ...] | None = Field(
+        default=None,
+        description="blocks of each of the pp x virtual_stages stages, as [5, 5, 5, 1]; absent or []: dealt by cost",
+    )
+
+    @field_validator("blocks", mode="before")
+    @classmethod
+    def _blocks_are_counts(cls, blocks: Any) -> Any:
+        """Checked as a whole: an error about one of the numbers would have no description of the key."""
+        if not isinstance(blocks, list | tuple):
+            return blocks
+        if any(type(number) is not int or number < 1 for number in blocks):
+            raise ValueError("every stage takes a whole number of blocks, at least 1")
+        return tuple(blocks) or None
 
     @property
     def never_drains(self) -> bool:
@@ -209,6 +223,7 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
                 "remove vertical_sync, or use pipeline.schedule = 'pipedream'",
             )
         )
+    reasons += _check_blocks(plan)
     pool = mesh.dp_shard * mesh.cp * mesh.tp
     if pool % mesh.ep:
         reasons.append(
@@ -218,6 +233,19 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
             )
         )
     return reasons
+
+
+def _check_blocks(plan: Plan) -> list[tuple[str, str]]:
+    """Whether `pipeline.blocks` is for this pipeline; whether it is for the model, planner and engine say."""
+    given, pp, stages = plan.pipeline.blocks, plan.mesh.pp, plan.mesh.pp * plan.pipeline.virtual_stages
+    if given is None:
+        return []
+    if pp == 1:
+        return [("pipeline.blocks deals blocks to stages, but mesh.pp is 1", "set mesh.pp, or pipeline.blocks = []")]
+    if len(given) != stages:
+        sentence = f"pipeline.blocks has {len(given)} numbers, but pp x virtual_stages = {stages} stages"
+        return [(sentence, f"name {stages} numbers, one a stage, or pipeline.blocks = [] to deal by cost")]
+    return []
 
 
 def require_consistent(plan: Plan, *, source: str = "plan") -> None:

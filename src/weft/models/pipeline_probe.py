@@ -9,15 +9,16 @@ It computes nothing of the model's: blocks are not run, parameters around them h
                     give. The first own block's hidden states are received; NaN in any other place is something that
                     no stage sends
 
-Every rank walks alike, so all of them refuse a model, or none.
+What stands in line with blocks in an nn.Sequential is not run either. A model that takes no token ids is tried with
+floats. Every rank walks alike, so all of them refuse a model, or none.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.models.layout import ROOT, ModelLayout
+from weft.models.pipeline_chain import beside_blocks
 from weft.models.pipeline_stands import (
     NoTable,
     Stand,
@@ -38,6 +40,7 @@ from weft.models.pipeline_stands import (
 
 PROBE_TOKENS = 4
 MOST_GIVEN = 4
+MOST_WIDTHS = 4
 MOST_LETTERS = 120  # of the model's own message
 HIDDEN = "hidden_states"
 Place = int | str  # of an argument: its position or its name
@@ -55,6 +58,8 @@ class Trace:
     uses: dict[str, frozenset[int]]
     hidden: Place
     num_given: int  # values that the model takes from a block, in a tuple; 0: hidden states as they are
+    beside: dict[str, int] = field(default_factory=dict)  # modules in line with the blocks -> how many come before
+    fed: tuple[int, ...] = ()  # the shape of the floats that the model was asked with; (): token ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,22 +74,48 @@ class View:
 def trace_forward(model: nn.Module, layout: ModelLayout) -> Trace:
     """Raises UnfitError where the forward does not suit any pipeline.
 
-    How many values a block gives shows in what the model's code takes of them."""
+    A model that takes no token ids is asked with floats, of the widths that its own layers take."""
+    try:
+        return _trace(model, layout, fed=())
+    except _NotEnteredError:
+        for fed in _shapes_of_floats(model, layout):
+            with suppress(_NotEnteredError):
+                return _trace(model, layout, fed=fed)
+        raise
+
+
+def _trace(model: nn.Module, layout: ModelLayout, *, fed: tuple[int, ...]) -> Trace:
+    """How many values a block gives shows in what the model's code takes of them."""
     for num_given in range(MOST_GIVEN):
         try:
-            return _Walk(model, layout, num_given=num_given).run()
+            return _Walk(model, layout, num_given=num_given, fed=fed).run()
         except _GivenOtherwiseError:
             continue
-    return _Walk(model, layout, num_given=MOST_GIVEN).run()
+    return _Walk(model, layout, num_given=MOST_GIVEN, fed=fed).run()
+
+
+def _shapes_of_floats(model: nn.Module, layout: ModelLayout) -> list[tuple[int, ...]]:
+    """Rows, and rows of sequences, for each width that a linear layer outside the blocks takes."""
+    linears = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and layout.unit_of.get(f"{name}.weight") == ROOT
+    ]
+    widths = list(dict.fromkeys(linear.in_features for linear in linears))
+    return [shape for width in widths[:MOST_WIDTHS] for shape in ((PROBE_TOKENS, width), (1, PROBE_TOKENS, width))]
 
 
 def require_stage(model: nn.Module, layout: ModelLayout, trace: Trace, view: View) -> None:
     """Raises UnfitError where a stage would compute with something it does not have."""
-    _Walk(model, layout, num_given=trace.num_given, view=view).run()
+    _Walk(model, layout, num_given=trace.num_given, fed=trace.fed, view=view).run()
 
 
 class _GivenOtherwiseError(UnfitError):
     """The model wants something else of a block than a stand gives."""
+
+
+class _NotEnteredError(UnfitError):
+    """The model fails before its first block."""
 
 
 class _EndError(Exception):
@@ -94,10 +125,13 @@ class _EndError(Exception):
 class _Walk:
     """`view`: the stage that is looked at; None: nothing is, parameters are all NaN."""
 
-    def __init__(self, model: nn.Module, layout: ModelLayout, *, num_given: int, view: View | None = None) -> None:
-        self.model, self.layout, self.num_given, self.view = model, layout, num_given, view
+    def __init__(
+        self, model: nn.Module, layout: ModelLayout, *, num_given: int, fed: tuple[int, ...], view: View | None = None
+    ) -> None:
+        self.model, self.layout, self.num_given, self.fed, self.view = model, layout, num_given, fed, view
         self.order: list[str] = []
         self.uses: dict[str, set[int]] = {}
+        self.beside: dict[str, int] = {}
         self.hidden: Place | None = None
         self.given: Tensor | None = None
         self._looked: dict[int, tuple[Tensor, bool]] = {}
@@ -109,8 +143,9 @@ class _Walk:
                 self._place_values(device)
                 self._place_stands()
                 ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=device)
+                fed = torch.zeros(self.fed, device=device) if self.fed else ids
                 keywords = {"use_cache": False} if hasattr(self.model, "config") else {}
-                self._look_at_end(self.model(ids, **keywords))
+                self._look_at_end(self.model(fed, **keywords))
         except _EndError:
             pass
         except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
@@ -118,7 +153,14 @@ class _Walk:
         if not self.order or self.hidden is None:
             raise UnfitError(f"its forward does not call {self.layout.blocks[0]}")
         uses = {name: frozenset(times) for name, times in self.uses.items()}
-        return Trace(order=tuple(self.order), uses=uses, hidden=self.hidden, num_given=self.num_given)
+        return Trace(
+            order=tuple(self.order),
+            uses=uses,
+            hidden=self.hidden,
+            num_given=self.num_given,
+            beside=self.beside,
+            fed=self.fed,
+        )
 
     def _explain(self, error: Exception) -> None:
         if len(self.order) == len(self.layout.blocks):
@@ -127,7 +169,7 @@ class _Walk:
         if self.view is not None:
             raise UnfitError(f"a later stage does not run without the tables of the first {what}") from error
         if not self.order:
-            raise UnfitError(f"its forward does not run on {PROBE_TOKENS} token ids alone {what}") from error
+            raise _NotEnteredError(f"its forward does not run on {PROBE_TOKENS} token ids alone {what}") from error
         where = f"after {self.order[-1]}, when that gives hidden states alone"
         raise _GivenOtherwiseError(f"its forward does not run {where} {what}") from error
 
@@ -148,6 +190,12 @@ class _Walk:
         self.order.append(name)
         self.given = _finite_like(hidden) if is_own else nothing_for(hidden)
         return given_by(self.given, self.num_given, number=1.0 if is_own else float("nan"))
+
+    def pass_by(self, name: str, module: nn.Module) -> None:
+        """Something in line with the blocks is called: it takes and gives one tensor, and all it has is used now."""
+        self.beside[name] = len(self.order)
+        for key, _ in module.named_parameters(remove_duplicate=False):
+            self._used(f"{name}.{key}")
 
     def _look_at_arguments(
         self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], view: View
@@ -178,6 +226,10 @@ class _Walk:
             owner, _, key = name.rpartition(".")
             block = self.model.get_submodule(name)
             self.model.get_submodule(owner)._modules[key] = _ProbeStand(block, name, self)
+        for name in beside_blocks(self.model, self.layout):
+            owner, _, key = name.rpartition(".")
+            module = self.model.get_submodule(name)
+            self.model.get_submodule(owner)._modules[key] = _InLineStand(module, name, self)
 
     def _place_values(self, device: torch.device) -> None:
         """Parameters outside the blocks read as NaN or one, without memory, and their use is noted."""
@@ -218,6 +270,14 @@ class _ProbeStand(Stand):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.walk.arrive(self.stands_for, self.block, args, kwargs)
+
+
+class _InLineStand(_ProbeStand):
+    """Between blocks of an nn.Sequential."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.walk.pass_by(self.stands_for, self.block)
+        return args[0]
 
 
 def place_of_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Place | None:

@@ -6,7 +6,8 @@ It describes; it changes nothing. A stage reaches from its first block to the mo
     used after a block, before the next         the stage of the block before
     used after the last block, or never         the last stage
 
-`pipeline_probe.py` asks the model's own forward for all of it.
+`pipeline_probe.py` asks the model's own forward for all of it. Blocks are dealt to stages by cost
+(`pipeline_costs.py`) where no one says otherwise.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 from torch import nn
 
 from weft.core.errors import PipelineError
-from weft.core.stages import split_blocks
 from weft.models.layout import ModelLayout
+from weft.models.pipeline_costs import deal_model
 from weft.models.pipeline_probe import HIDDEN, Place, Trace, UnfitError, View, require_stage, trace_forward
 
 # What a probe that runs no block cannot see, by the config's field
@@ -44,6 +45,7 @@ class PipelineSplit:
     idle: tuple[str, ...] = ()
     hidden: Place = HIDDEN  # which argument of a block carries hidden states
     num_given: int = 0  # values that the model takes from a block, in a tuple; 0: hidden states as they are
+    beside: dict[str, int] = field(default_factory=dict)  # modules that a later stage passes by too, and their stage
 
     @property
     def num_stages(self) -> int:
@@ -67,7 +69,9 @@ def split_model(
         _require_nothing_unseen(model)
         trace = trace_forward(model, layout)
         _require_enough(model, len(trace.order), num_stages)
-        split = _split(trace, layout, _counts(len(trace.order), num_stages, sizes))
+        counts = tuple(sizes) if sizes else deal_model(model, layout, trace, num_stages=num_stages)
+        _require_dealt(counts, len(trace.order), num_stages)
+        split = _split(trace, layout, counts)
         for stage in range(1, num_stages):
             require_stage(model, layout, trace, _view(split, trace, stage))
         return split
@@ -95,6 +99,7 @@ def _split(trace: Trace, layout: ModelLayout, counts: Sequence[int]) -> Pipeline
         idle=tuple(name for name in layout.blocks if name not in trace.order),
         hidden=trace.hidden,
         num_given=trace.num_given,
+        beside={name: _stage_at(time, ends) for name, time in trace.beside.items()},
     )
     _require_ties_at_ends(split, layout)
     return split
@@ -111,14 +116,12 @@ def _stage_at(num_blocks_done: int, ends: Sequence[int]) -> int:
     return next(stage for stage, end in enumerate(ends) if num_blocks_done <= end)
 
 
-def _counts(num_blocks: int, num_stages: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
-    counts = tuple(sizes) if sizes else split_blocks(num_blocks, num_stages)
+def _require_dealt(counts: Sequence[int], num_blocks: int, num_stages: int) -> None:
     if len(counts) != num_stages or sum(counts) != num_blocks or min(counts) < 1:
         raise PipelineError(
             f"pipeline.blocks = {list(counts)} does not deal {num_blocks} blocks to {num_stages} stages",
-            hint=f"name {num_stages} numbers, each at least 1, that add up to {num_blocks}",
+            hint=f"name {num_stages} numbers, each at least 1, that add up to {num_blocks}; [] deals by cost",
         )
-    return counts
 
 
 def _require_enough(model: nn.Module, num_blocks: int, num_stages: int) -> None:

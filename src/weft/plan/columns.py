@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,16 @@ TP_MODES: tuple[str, ...] = get_args(TensorParallel.model_fields["mode"].annotat
 RECOMPUTE = ("none", "selective", "full")
 LOOPED = ("interleaved_1f1b", "looped_bfs")  # a rank holds every pp-th stage
 V_SHAPED = ("zbv", "dualpipev")  # a rank holds a stage of each leg of the V, so rank 0 holds the first and the last
+
+
+class PipelineKey(NamedTuple):
+    """All that what a pipeline's ranks hold depends on, but for the model."""
+
+    schedule: str
+    num_ranks: int
+    virtual_stages: int
+    microbatches: int
+    deal: tuple[int, ...] = ()  # blocks of each stage; (): by cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +59,8 @@ class Columns:
     offload_optimizer: Ints
     offload_parameters: Ints
     compiled: Ints
+    deal: Ints  # index into `deals`
+    deals: tuple[tuple[int, ...], ...] = ((),)  # blocks of each stage, where a person chose them; (): by cost
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -90,14 +102,17 @@ class Columns:
         return self.recompute == RECOMPUTE.index(policy)
 
     @cached_property
-    def pipelines(self) -> tuple[Ints, Ints]:
-        """The distinct (schedule, pp, virtual stages, micro-batches), a row each, and which of them each plan has."""
+    def pipelines(self) -> tuple[list[PipelineKey], Ints]:
+        """The distinct pipelines, and which of them each plan has."""
         parts = (self.schedule, self.pp, self.virtual_stages, self.microbatches)
         packed = np.zeros(len(self), dtype=np.int64)
         for part, bits in zip(parts, (5, 14, 10, 34), strict=True):  # one number sorts ten times faster than four
             packed = (packed << bits) + part
-        _, first, inverse = np.unique(packed, return_index=True, return_inverse=True)
-        return np.stack([part[first] for part in parts], axis=1), inverse
+        by_hand = bool(np.any(self.deal))
+        keys = np.stack([packed, self.deal], axis=1) if by_hand else packed
+        _, first, inverse = np.unique(keys, axis=0 if by_hand else None, return_index=True, return_inverse=True)
+        rows = np.stack([part[first] for part in (*parts, self.deal)], axis=1).tolist()
+        return [PipelineKey(SCHEDULES[s], p, v, m, self.deals[d]) for s, p, v, m, d in rows], inverse.reshape(-1)
 
     @cached_property
     def tensor_depth(self) -> Ints:
@@ -133,7 +148,8 @@ class Columns:
 
     def take(self, rows: Any) -> Columns:
         """The plans of these rows."""
-        return Columns(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+        taken = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "deals"}
+        return Columns(**taken, deals=self.deals)
 
 
 def columns_of(plans: Sequence[Plan]) -> Columns:
@@ -142,6 +158,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
     def column(values: Iterable[int]) -> Ints:
         return np.fromiter(values, dtype=np.int64, count=len(plans))
 
+    deals = tuple(dict.fromkeys([(), *(plan.pipeline.blocks or () for plan in plans)]))
     return Columns(
         dp_replicate=column(plan.mesh.dp_replicate for plan in plans),
         dp_shard=column(plan.mesh.dp_shard for plan in plans),
@@ -161,6 +178,8 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         offload_optimizer=column(("none", "cpu", "nvme").index(plan.offload.optimizer) for plan in plans),
         offload_parameters=column(int(plan.offload.parameters != "none") for plan in plans),
         compiled=column(int(plan.compile.enabled) for plan in plans),
+        deal=column(deals.index(plan.pipeline.blocks or ()) for plan in plans),
+        deals=deals,
     )
 
 
@@ -182,6 +201,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "schedule": SCHEDULES[at("schedule")],
             "microbatches": at("microbatches"),
             "virtual_stages": at("virtual_stages"),
+            "blocks": columns.deals[at("deal")],
         },
         "precision": precision,
         "activations": {

@@ -12,7 +12,7 @@ from weft.plan.links import leaves_node
 from weft.plan.memory import MemoryEstimate, estimate_memory
 from weft.plan.moments import moments_of
 from weft.plan.request import Request
-from weft.plan.stages import PLACES, Place
+from weft.plan.stages import PLACES, Place, blocks_of
 from weft.plan.step_time import TimeEstimate, estimate_time
 from weft.plan.traffic import Traffic, estimate_traffic
 from weft.plan.view import view_at, views_of
@@ -47,6 +47,7 @@ class Estimate:
     memory_terms: dict[str, int]
     peak_at: str
     place: Place  # of a pipeline, the rank that the memory is of
+    blocks: tuple[int, ...]  # of each stage of a pipeline, by hand or by cost
     moments: dict[str, int]  # peaks of other moments of a run: loading, saving, resuming
     traffic: list[dict[str, str | int]]
     step_s: float
@@ -65,6 +66,7 @@ class Estimate:
                 "peak_at": self.peak_at,
                 "moments": self.moments,
             },
+            **({"blocks": list(self.blocks)} if self.blocks else {}),
             "traffic": self.traffic,
             "time": {"step_s": self.step_s, "terms": self.time_terms},
             "mfu": self.mfu,
@@ -110,6 +112,7 @@ def record_at(costs: Costs, row: int, plan: Plan) -> Estimate:
         memory_terms=memory_terms,
         peak_at=costs.memory.instant[int(costs.memory.at[row])] + stage,
         place=place,
+        blocks=blocks_of(costs.request.shape, plan),
         moments=moments_of(costs.request, plan),
         traffic=_traffic_at(costs, row),
         step_s=sum(time_terms.values()),

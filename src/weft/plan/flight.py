@@ -29,6 +29,7 @@ class Flight:
     """Micro-batches under way at the fullest moment, and whether gradients of earlier ones exist then."""
 
     whole: Floats  # in units of all the rank's blocks
+    slots: Floats  # in (stage, micro-batch) pairs
     on_last_stage: Floats  # of those, with their loss; 0 where the last stage is not
     has_gradients: Bools
 
@@ -42,6 +43,7 @@ def flight_of(view: View, *, one_bytes: Floats, logits: Floats, gradient_bytes: 
     less = (is_full & ~is_before).astype(np.float64)
     return Flight(
         whole=stage.in_flight - less / stage.num_stages,
+        slots=stage.slots - less,
         on_last_stage=np.where(stage.holds_head, np.maximum(stage.head_in_flight - less, 1.0), 0.0),
         has_gradients=several & ~is_before,
     )
@@ -49,9 +51,9 @@ def flight_of(view: View, *, one_bytes: Floats, logits: Floats, gradient_bytes: 
 
 def edge_bytes(view: View, flight: Flight) -> Floats:
     """What stages gave, until its gradient comes, and took, where the first norm keeps another copy of it."""
-    slots = flight.whole * view.stage.num_stages
-    gave = slots - flight.on_last_stage
-    took = np.where(_keeps_own_copy(view), slots - np.where(view.stage.holds_embedding, flight.whole, 0.0), 0.0)
+    of_first = np.where(view.stage.holds_embedding, flight.slots / view.stage.num_stages, 0.0)
+    gave = flight.slots - flight.on_last_stage
+    took = np.where(_keeps_own_copy(view), flight.slots - of_first, 0.0)
     return np.where(view.columns.pp > 1, (gave + took) * view.stream_bytes, 0.0)
 
 

@@ -41,6 +41,7 @@ class Parts:
     view: View
     rest: Terms  # there at every instant
     kept: Floats  # activations of all blocks and micro-batches in flight
+    kept_at_loss: Floats  # of them, while a loss is computed: then not all can be of a rank's largest stage
     final: Floats  # of the final norm, until the head's backward is done
     kept_block: Floats  # of the block whose backward comes first
     recomputed: Floats  # what recomputation brings back for one block
@@ -83,7 +84,7 @@ def _at_loss(parts: Parts) -> Terms:
     is_held = (columns.zero >= 2) & parts.has_gradients & (parts.view.stage.num_stages == 1)
     held = np.where(is_held, parts.view.share.root.padded * parts.view.sizes.communication, 0.0)
     return _instant(
-        parts, kept=parts.kept + parts.final, gathered=gathered, gradients=parts.earlier_gradients,
+        parts, kept=parts.kept_at_loss + parts.final, gathered=gathered, gradients=parts.earlier_gradients,
         logits=parts.logits, buffers=held, temporaries=none,
     )  # fmt: skip
 

@@ -104,12 +104,14 @@ def _parts(view: View) -> Parts:
     kept = one * flight.whole + edge_bytes(view, flight) + waiting_bytes(view) + others * final
     # offloaded activations leave two blocks on the device: the one in use and the one being fetched
     kept = np.where(view.columns.offload_activations > 0, 2 * kept_block, kept)
+    elsewhere = np.where(view.columns.offload_activations > 0, 0.0, one * (stage.in_flight - stage.at_loss))
     kept_logit = np.where(is_cut, view.sizes.activation, LOG_PROBABILITY_BYTES)
     held = numbers * (others * kept_logit + stage.waiting * view.sizes.activation)
     return Parts(
         view=view,
         rest=_resident(view),
         kept=kept,
+        kept_at_loss=kept - elsewhere,
         final=final,
         kept_block=kept_block,
         recomputed=recomputed,

@@ -137,6 +137,14 @@ def _stages_have_blocks(request: Request, columns: Columns) -> Bools:
     return stages > request.shape.num_layers
 
 
+def _blocks_add_up(request: Request, columns: Columns) -> Bools:
+    """Of those dealt by hand: as many numbers as stages, and together all blocks of the model."""
+    lengths, totals = (np.asarray([of(deal) for deal in columns.deals], dtype=np.int64) for of in (len, sum))
+    stages = columns.pp * columns.virtual_stages
+    wrong = (lengths[columns.deal] != stages) | (totals[columns.deal] != request.shape.num_layers)
+    return (columns.deal > 0) & wrong
+
+
 def _virtual_stages_suit(request: Request, columns: Columns) -> Bools:
     looped = np.isin(columns.schedule, [SCHEDULES.index(name) for name in LOOPED])
     v = columns.virtual_stages
@@ -231,6 +239,12 @@ RULES: tuple[Rule, ...] = (
         _stages_have_blocks,
         lambda request, columns: f"pp x virtual_stages may be at most {request.shape.num_layers}",
     ),
+    Rule(
+        "blocks",
+        "pipeline.blocks does not deal all blocks of the model to the stages",
+        _blocks_add_up,
+        lambda request, columns: _numbers_of_blocks(request, columns),
+    ),
     Rule("virtual_stages", "the schedule does not go with that many stages a rank", _virtual_stages_suit),
     Rule("microbatches", "the schedule does not go with that many micro-batches", _microbatches_suit),
     Rule("schedule", "a schedule is for a pipeline", _schedule_without_pipeline),
@@ -295,6 +309,11 @@ def _common(counts: list[int]) -> int:
 def _divisors(number: int) -> str:
     found = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
     return ", ".join(found)
+
+
+def _numbers_of_blocks(request: Request, columns: Columns) -> str:
+    stages, blocks = int(columns.pp[0] * columns.virtual_stages[0]), request.shape.num_layers
+    return f"name {stages} numbers, each at least 1, that add up to {blocks}; [] deals by cost"
 
 
 def _nearest_batch(request: Request, columns: Columns) -> str:

@@ -21,7 +21,7 @@ from weft.plan.links import AxisLink, axis_link, expert_link
 from weft.plan.request import Request
 from weft.plan.stages import bubble_of
 from weft.plan.traffic import EP, Traffic, estimate_traffic
-from weft.plan.view import View
+from weft.plan.view import View, busiest_view
 
 OVERLAP = 0.9  # of arithmetic that can run beside communication: both want memory bandwidth and a few processors
 UPDATE_PASSES = 1.15  # norm and clip read the gradients once more
@@ -49,7 +49,8 @@ def estimate_time(views: Sequence[View]) -> TimeEstimate:
     """The slowest stage sets the pace."""
     request, columns = views[0].request, views[0].columns
     terms = _stage_terms(views[0])
-    for view in views[1:]:
+    busiest = busiest_view(request, columns)
+    for view in [*views[1:], *([busiest] if busiest is not None else [])]:
         _keep_slower(terms, view.rows, _stage_terms(view))
     once = terms[Term.DP_COMM] + terms[Term.OPTIMIZER] + terms[Term.OFFLOAD]
     share = bubble_of(columns)

@@ -10,7 +10,7 @@ from weft.core.model_shape import ModelShape
 from weft.plan.columns import Columns, Floats, Ints
 from weft.plan.parameters import Share, share_of
 from weft.plan.request import ByteSizes, Request, byte_sizes
-from weft.plan.stages import PLACES, Stage, stage_of
+from weft.plan.stages import PLACES, Seen, Stage, stage_of
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,21 @@ def views_of(request: Request, columns: Columns) -> list[View]:
     return views
 
 
-def view_at(request: Request, columns: Columns, rows: Ints, *, place: int) -> View:
-    stage = stage_of(request.shape, columns, place=PLACES[place])
+def busiest_view(request: Request, columns: Columns) -> View | None:
+    """Of pipelines with ranks between the ends, the one whose blocks cost the most; None: it is the middle one anyhow.
+
+    A block of experts holds more than it multiplies a token with, so the fullest rank need not be the slowest.
+    """
+    weights = {kind.linear_flops_per_token / max(kind.num_parameters, 1) for kind in request.shape.kinds}
+    rows = np.flatnonzero(columns.pp > 2)
+    if len(weights) < 2 or not len(rows):
+        return None
+    return view_at(request, columns.take(rows), rows, place=PLACES.index("middle"), seen="busiest")
+
+
+def view_at(request: Request, columns: Columns, rows: Ints, *, place: int, seen: Seen | None = None) -> View:
+    """`seen`: the rank, where it is not simply that of the place."""
+    stage = stage_of(request.shape, columns, place=seen or PLACES[place])
     batch_rows = request.workload.global_batch / (columns.dp * columns.microbatches)
     return View(
         request=request,

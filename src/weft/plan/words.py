@@ -30,8 +30,9 @@ def _mode(plan: Plan) -> str:
 
 
 def _schedule(plan: Plan) -> str:
-    stages = plan.pipeline.virtual_stages
-    return plan.pipeline.schedule + (f", {stages} stages a rank" if stages > 1 else "")
+    stages, blocks = plan.pipeline.virtual_stages, plan.pipeline.blocks or ()
+    by_hand = f", {' + '.join(map(str, blocks))} blocks" if blocks else ""
+    return plan.pipeline.schedule + (f", {stages} stages a rank" if stages > 1 else "") + by_hand
 
 
 def _data_parallel(plan: Plan) -> list[str]:

@@ -56,7 +56,7 @@ class Delay:
         if plan.mesh.pp == 1 or not plan.pipeline.never_drains:
             return None
         layout = describe(model)
-        split = split_model(model, layout, num_stages=plan.mesh.pp)
+        split = split_model(model, layout, num_stages=plan.mesh.pp, sizes=plan.pipeline.blocks)
         stages = {block: stage for stage, blocks in enumerate(split.stages) for block in blocks}
         stages.update(dict.fromkeys(split.idle, split.num_stages - 1))
         return Delay(

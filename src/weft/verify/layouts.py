@@ -40,7 +40,7 @@ def other_layout(plan: Plan, *, global_batch: int) -> Plan:
     tables["mesh"] = {axes.DP_REPLICATE if sharded else axes.DP_SHARD: dp_degree, axes.TP: tp}
     tables["data_parallel"] = {"zero": 0 if sharded else 3}
     tables["tensor_parallel"]["mode"] = "1d" if tp != plan.mesh.tp else plan.tensor_parallel.mode
-    tables["pipeline"]["virtual_stages"] = 1
+    tables["pipeline"].update(virtual_stages=1, blocks=[])
     tables["pipeline"]["microbatches"] = math.gcd(plan.pipeline.microbatches, global_batch // dp_degree)
     return Plan.from_tables(tables)
 
@@ -49,6 +49,7 @@ def _other_schedule(plan: Plan) -> Plan:
     """The same ranks, where rows are too few for more data parallelism: the blocks dealt to other stages, if it may."""
     tables = plan.model_dump(mode="json", exclude_none=True)
     tables["pipeline"].update(schedule="gpipe" if plan.pipeline.schedule == "1f1b" else "1f1b", virtual_stages=1)
+    tables["pipeline"]["blocks"] = []
     return Plan.from_tables(tables)
 
 

@@ -29,7 +29,8 @@ MIN_EXPERTS = 4
 def shrink(run: RunSpec, plan: Plan, *, vocab_size: int) -> tuple[RunSpec, list[str]]:
     """The small run, and what was changed, in words."""
     config = build_config(run.model, vocab_size=vocab_size).get_text_config()
-    depth = _depth(config, least=max(2, plan.mesh.pp * plan.pipeline.virtual_stages))
+    stages, dealt = plan.mesh.pp * plan.pipeline.virtual_stages, sum(plan.pipeline.blocks or ())
+    depth = _depth(config, least=max(2, stages, dealt))
     factor = _width_factor(config, tp=plan.mesh.tp)
     while factor >= 1:
         overrides = {**depth, **_narrow(config, factor, tp=plan.mesh.tp)}

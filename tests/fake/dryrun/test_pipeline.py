@@ -49,14 +49,14 @@ def run_of(model: str) -> RunSpec:
 
 def plan_of(
     schedule: str, *, pp: int = 2, stages: int = 1, cuts: int = 8, dp: int = 1, zero: int = 0, tp: int = 1,
-    stream: bool = True, recompute: str = "none", **tables: Any,
+    stream: bool = True, recompute: str = "none", blocks: tuple[int, ...] = (), **tables: Any,
 ) -> Plan:  # fmt: skip
     return Plan.from_tables(
         {
             "mesh": {"pp": pp, "tp": tp, "dp_shard" if zero else "dp_replicate": dp},
             "data_parallel": {"zero": zero},
             "tensor_parallel": {"sequence_parallel": stream},
-            "pipeline": {"schedule": schedule, "virtual_stages": stages, "microbatches": cuts},
+            "pipeline": {"schedule": schedule, "virtual_stages": stages, "microbatches": cuts, "blocks": blocks},
             "activations": {"policy": recompute},
             **tables,
         }
@@ -65,6 +65,7 @@ def plan_of(
 
 CASES: dict[str, tuple[str, Plan, Place]] = {
     "1f1b, tied, last": ("tied", plan_of("1f1b", **BF16), "last"),
+    "zbv, by hand, first": ("llama", plan_of("zbv", stages=2, blocks=(4, 2, 1, 1), **BF16), "first"),
     "zero bubble, ZeRO-1, first": ("llama", plan_of("zero_bubble", dp=2, zero=1, cuts=4), "first"),
 }
 _SCHEDULES = {
@@ -88,6 +89,16 @@ CAMPAIGN: dict[str, tuple[str, Plan, Place]] = {
         f"{schedule}, tp 2, {place}": ("tied", plan_of(schedule, stages=stages, tp=2, stream=stream), place)
         for schedule, stages, stream in (("1f1b", 1, True), ("1f1b", 1, False), ("zbv", 2, True))
         for place in ("first", "last")
+    },
+    **{
+        f"{schedule}, {blocks}, {place}": ("llama", plan_of(schedule, stages=2, blocks=blocks, **BF16), place)
+        for schedule in ("interleaved_1f1b", "looped_bfs", "zbv", "dualpipev")
+        for blocks in ((4, 2, 1, 1), (1, 1, 2, 4))
+        for place in ("first", "last")
+    },
+    **{
+        f"1f1b, (1, 1, 5, 1), {place}": ("tied", plan_of("1f1b", pp=4, blocks=(1, 1, 5, 1), **BF16), place)
+        for place in _PLACES
     },
     "GPT-2, last": ("gpt2", plan_of("1f1b", **BF16), "last"),
     "recompute, first": ("llama", plan_of("gpipe", recompute="full", **BF16), "first"),

@@ -96,6 +96,40 @@ def test_everything_the_engine_has_is_executable() -> None:
         require_executable(Plan.from_tables(tables))
 
 
+def test_blocks_by_hand_are_written_back_and_left_out_where_absent() -> None:
+    plan = Plan.from_tables({"mesh": {"pp": 4}, "pipeline": {"blocks": [5, 5, 5, 1]}})
+    assert plan.pipeline.blocks == (5, 5, 5, 1)
+    assert tomllib.loads(plan.to_toml())["pipeline"]["blocks"] == [5, 5, 5, 1]
+    assert Plan.from_tables(tomllib.loads(plan.to_toml())) == plan
+    assert plan.model_dump(mode="json", exclude_none=True)["pipeline"]["blocks"] == [5, 5, 5, 1]
+    for tables in ({}, {"pipeline": {"blocks": []}}):  # [] takes the key back, from the command line too
+        assert Plan.from_tables(tables).pipeline.blocks is None
+        assert "blocks" not in Plan.from_tables(tables).to_toml()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pipeline", "words"),
+    [
+        ({}, {"blocks": [2, 2]}, "mesh.pp is 1"),
+        ({"pp": 4}, {"blocks": [5, 5, 6]}, "3 numbers, but pp x virtual_stages = 4 stages"),
+        ({"pp": 2}, {"blocks": [8, 8], "virtual_stages": 2, "schedule": "zbv"}, "2 numbers, but pp x virtual_stages"),
+    ],
+)
+def test_blocks_for_another_pipeline_are_refused(mesh: dict[str, int], pipeline: dict[str, object], words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_tables({"mesh": mesh, "pipeline": pipeline})
+    assert words in caught.value.message
+    assert "pipeline.blocks = []" in caught.value.hint
+
+
+@pytest.mark.parametrize("blocks", [[4, 0], [4, -1], [4, 1.5], ["four", 4], [True, 4], 8, "even"])
+def test_blocks_that_are_no_counts_are_refused(blocks: object) -> None:
+    with pytest.raises(BadValueError) as caught:
+        Plan.from_tables({"mesh": {"pp": 2}, "pipeline": {"blocks": blocks}})
+    assert "pipeline.blocks" in caught.value.message
+    assert "[5, 5, 5, 1]" in caught.value.hint
+
+
 def test_default_mesh_follows_the_stage() -> None:
     assert Plan.from_tables(default_plan_tables({}, num_ranks=4)).mesh.dp_replicate == 4
     sharded = Plan.from_tables(default_plan_tables({"data_parallel": {"zero": 2}}, num_ranks=4))

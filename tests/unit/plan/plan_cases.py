@@ -71,7 +71,7 @@ def plan_with(**keys: Any) -> Plan:
         "mesh": ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"),
         "data_parallel": ("zero",),
         "tensor_parallel": ("mode", "sequence_parallel", "loss_parallel"),
-        "pipeline": ("schedule", "microbatches", "virtual_stages"),
+        "pipeline": ("schedule", "microbatches", "virtual_stages", "blocks"),
         "precision": ("preset",),
         "activations": ("policy",),
         "offload": ("optimizer", "parameters"),

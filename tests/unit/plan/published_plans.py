@@ -19,6 +19,7 @@ from published_runs import PublishedRun, published_runs
 from weft import hardware, zoo
 from weft.core.model_shape import LinearShape, ModelShape
 from weft.core.plan import Plan
+from weft.core.stages import split_blocks
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.request import Request, Workload
 
@@ -63,8 +64,12 @@ def _cut(linear: LinearShape, hidden_size: int) -> LinearShape:
     return replace(linear, style="row" if linear.out_features == hidden_size else "column")
 
 
+def shape_of_run(run: PublishedRun) -> ModelShape:
+    return zoo.named(run.model) if run.model else zoo.shape_from_type(run.type, run.config)
+
+
 def request_of_run(run: PublishedRun) -> Request:
-    shape = zoo.named(run.model) if run.model else zoo.shape_from_type(run.type, run.config)
+    shape = shape_of_run(run)
     return Request(
         shape=cut_everywhere(shape) if shape.model_type == "bloom" else shape,
         cluster=hardware.cluster(run.devices),
@@ -83,6 +88,8 @@ def plan_of_run(run: PublishedRun) -> Plan:
     has_sequence_parallelism = (
         "no sequence parallelism" not in run.note and run.framework not in WITHOUT_SEQUENCE_PARALLELISM
     )
+    # these frameworks deal layers evenly, whatever the head costs
+    layers, stages = shape_of_run(run).num_layers, run.pp * run.virtual_stages
     tables: dict[str, Any] = {
         "mesh": {
             "dp_replicate": run.dp // shard,
@@ -98,6 +105,7 @@ def plan_of_run(run: PublishedRun) -> Plan:
             "schedule": run.schedule or "1f1b",
             "microbatches": run.microbatches,
             "virtual_stages": run.virtual_stages,
+            "blocks": split_blocks(layers, stages) if run.pp > 1 and stages <= layers else [],
         },
         "activations": {"policy": run.recompute},
         "precision": {"preset": run.precision},

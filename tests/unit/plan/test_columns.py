@@ -3,7 +3,6 @@
 import math
 from itertools import product
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,6 +32,7 @@ def test_every_schedule_and_mode_of_a_plan_file_has_its_index() -> None:
         {"pp": 4, "schedule": "zbv", "virtual_stages": 2, "microbatches": 16, "policy": "full"},
         {"policy": "selective", "offload_activations": "cpu", "optimizer": "nvme", "parameters": "cpu"},
         {"enabled": True, "pp": 2, "schedule": "pipedream_2bw"},
+        {"pp": 4, "blocks": [5, 5, 5, 1]},
     ],
 )
 def test_a_plan_comes_back_from_its_columns(keys: dict[str, object]) -> None:
@@ -119,8 +119,9 @@ def test_equal_pipelines_are_worked_out_once() -> None:
     columns = legal_plans(request)
     unique, inverse = columns.pipelines
     assert len(unique) < len(columns) / 10
-    parts = np.stack([columns.schedule, columns.pp, columns.virtual_stages, columns.microbatches], axis=1)
-    assert np.array_equal(unique[inverse], parts)
+    parts = (columns.schedule, columns.pp, columns.virtual_stages, columns.microbatches)
+    for index, (s, *sizes) in zip(inverse, zip(*(part.tolist() for part in parts), strict=True), strict=True):
+        assert unique[index] == (SCHEDULES[s], *sizes, ())
 
 
 def test_no_two_pipelines_are_taken_for_one() -> None:
@@ -132,5 +133,14 @@ def test_no_two_pipelines_are_taken_for_one() -> None:
     assert sorted(inverse.tolist()) == list(range(len(keys)))
 
 
+def test_what_a_person_dealt_is_a_pipeline_of_its_own() -> None:
+    keys = {"pp": 2, "microbatches": 4}
+    columns = columns_with(keys, {**keys, "blocks": [3, 1]}, {**keys, "blocks": [1, 3]}, {**keys, "blocks": [3, 1]})
+    for taken, deals in ((columns, [(), (3, 1), (1, 3), (3, 1)]), (columns.take([3, 0]), [(3, 1), ()])):
+        unique, inverse = taken.pipelines
+        assert [unique[index].deal for index in inverse] == deals
+        assert len(unique) == len(set(deals))
+
+
 def _rows(columns: Columns) -> dict[str, list[int]]:
-    return {name: getattr(columns, name).tolist() for name in Columns.__dataclass_fields__}
+    return {name: getattr(columns, name).tolist() for name in Columns.__dataclass_fields__ if name != "deals"}

@@ -51,6 +51,8 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("zero", LLAMA, {"dp_shard": 8, "zero": 0}),
     ("stages", MOE, {"pp": 8, "microbatches": 8}),
     ("stages", MOE, {"pp": 4, "dp_replicate": 2, "microbatches": 8, "schedule": "zbv", "virtual_stages": 2}),
+    ("blocks", LLAMA, {"pp": 8, "microbatches": 8, "blocks": [4, 4, 4, 4, 4, 4, 4, 3]}),
+    ("blocks", LLAMA, {"pp": 8, "microbatches": 8, "blocks": [16, 16]}),
     ("virtual_stages", LLAMA, {"pp": 8, "microbatches": 8, "virtual_stages": 2}),
     ("virtual_stages", LLAMA, {"pp": 8, "microbatches": 8, "schedule": "interleaved_1f1b"}),
     ("virtual_stages", LLAMA, {"pp": 8, "microbatches": 8, "schedule": "zbv"}),

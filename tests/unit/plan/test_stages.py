@@ -64,14 +64,31 @@ def test_the_first_stage_of_1f1b_keeps_p_and_of_gpipe_all() -> None:
 )
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_in_flight_is_what_the_schedule_itself_keeps(schedule: str, virtual_stages: int, place: Place) -> None:
-    """Counted from the list of actions, in units of all the rank's blocks."""
+    """Counted from the list of actions, in units of all the rank's blocks, which are equal here."""
     actions = generate(schedule, num_ranks=4, num_microbatches=8, virtual_stages=virtual_stages)
     rank, counted = (0 if place == "first" else 3), count_in_flight(actions)
-    found = stage(place, pp=4, microbatches=8, schedule=schedule, virtual_stages=virtual_stages)
+    keys = {"pp": 4, "microbatches": 8, "schedule": schedule, "virtual_stages": virtual_stages}
+    shape = tiny_llama(num_hidden_layers=32)
+    found = stage_of(shape, columns_with({**keys, "blocks": [8 // virtual_stages] * 4 * virtual_stages}), place=place)
     assert one(found.in_flight) == pytest.approx(counted.by_rank_until_input[rank] / virtual_stages)
     assert one(found.in_flight + found.waiting) == pytest.approx(counted.by_rank_until_weight[rank] / virtual_stages)
     holds_last = actions.stage_to_rank[-1] == rank
     assert one(found.head_in_flight) == (counted.by_stage_until_input[-1] if holds_last else 0)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "looped_bfs", "zbv", "dualpipev"])
+@pytest.mark.parametrize("blocks", [[5, 3, 4, 1, 2, 6, 2, 1], [1, 1, 2, 3, 3, 4, 5, 5], [3, 3, 3, 3, 4, 4, 3, 1]])
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_unequal_stages_of_a_rank_count_by_their_blocks(schedule: str, blocks: list[int], place: Place) -> None:
+    """Never less than the schedule keeps, block by block, and little more."""
+    keys = {"pp": 4, "microbatches": 8, "schedule": schedule, "virtual_stages": 2, "blocks": blocks}
+    found = stage_of(tiny_llama(num_hidden_layers=24), columns_with(keys), place=place)
+    made = generate(schedule, num_ranks=4, num_microbatches=8, virtual_stages=2)
+    now, most = 0, 0
+    for action in made.ranks[0 if place == "first" else 3]:
+        now += blocks[action.stage] * {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind.value]
+        most = max(most, now)
+    assert most <= one(found.in_flight * found.blocks.sum()) <= 1.25 * most
 
 
 def test_weight_versions_of_asynchronous_pipelines() -> None:

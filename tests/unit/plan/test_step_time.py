@@ -8,15 +8,18 @@ import pytest
 from hypothesis import given, settings
 from plan_cases import columns_with, legal_plans, one, request_of, requests, view_with
 
+from weft import zoo
 from weft.core.cluster import Link
 from weft.core.terms import StepTerm as Term
 from weft.plan.compute import block_seconds, model_flops
 from weft.plan.request import Request
 from weft.plan.step_time import CONTENTION, EXPOSED_SENDS, OVERLAP, UPDATE_PASSES, TimeEstimate, estimate_time
-from weft.plan.view import views_of
+from weft.plan.view import View, busiest_view, views_of
 
 REQUEST = request_of(global_batch=64, sequence_length=4096)
 DEVICE = REQUEST.cluster.device
+EVENLY: dict[str, Any] = {"pp": 8, "microbatches": 64, "blocks": [4] * 8}
+HEAD_BLOCKS = 128_256 * 4096 / (REQUEST.shape.kinds[0].linear_flops_per_token / 2)  # the head's cost in blocks
 BANDWIDTH = DEVICE.memory_bytes_per_s * DEVICE.memory_share
 
 
@@ -77,12 +80,39 @@ def test_no_pipeline_no_bubble() -> None:
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
-    """The last stage of 8B on 8 ranks has as many blocks as the others and the head of 128,256 rows besides."""
-    views = views_of(REQUEST, columns_with({"pp": 8, "microbatches": 64}))
+    """Dealt evenly, the last stage of 8B has as many blocks as the others and the head of 128,256 rows besides."""
+    views = views_of(REQUEST, columns_with(EVENLY))
     busy = [one(block_seconds(view).forward) for view in views]
     assert busy[2] == max(busy)
     expected = 3 * 64 * (one(block_seconds(views[2]).matmul_forward) + one(block_seconds(views[2]).head_forward))
-    assert terms(pp=8, microbatches=64)[Term.MATMUL] == pytest.approx(expected)
+    assert terms(**EVENLY)[Term.MATMUL] == pytest.approx(expected)
+
+
+def test_a_deal_by_cost_is_faster_than_an_even_one() -> None:
+    """4, 4, 4, 4, 4, 5, 5 and 2 with the head, instead of 4 with the head."""
+    by_cost, evenly = (time_of(**plan) for plan in ({**EVENLY, "blocks": []}, EVENLY))
+    expected = one(evenly.terms[Term.MATMUL]) * 5 / (4 + HEAD_BLOCKS)
+    assert one(by_cost.terms[Term.MATMUL]) == pytest.approx(expected, rel=0.02)
+    assert one(by_cost.total) < 0.9 * one(evenly.total)
+
+
+def test_the_slowest_rank_may_hold_less_than_the_fullest() -> None:
+    """Of experts a token meets a few: four blocks of Llama 70B take longer than five of Mixtral, which hold more."""
+    mixtral, dense = zoo.named("mixtral-8x7b"), zoo.named("llama-3-70b").kinds[0]
+    shape = replace(mixtral, kinds=(*mixtral.kinds, dense), order=(0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0))
+    request = request_of(shape, "4xH100-80GB", global_batch=64)
+    keys: dict[str, Any] = {"pp": 4, "microbatches": 64, "blocks": [1, 4, 5, 2]}
+    slow, full = (one(block_seconds(view).matmul_forward) for view in _ranks(request, **keys))
+    assert slow > full
+    assert terms(request, **keys)[Term.MATMUL] == pytest.approx(3 * 64 * slow)
+
+
+def _ranks(request: Request, **keys: Any) -> tuple[View, View]:
+    """The busiest rank between the ends, and the fullest."""
+    columns = columns_with(keys)
+    busiest = busiest_view(request, columns)
+    assert busiest is not None
+    return busiest, views_of(request, columns)[1]
 
 
 def test_gathers_hide_behind_arithmetic_on_a_fast_network() -> None:
@@ -156,7 +186,7 @@ def test_tensor_communication_is_not_hidden() -> None:
 def test_a_tenth_of_the_sends_between_stages_shows() -> None:
     request = on_network(REQUEST, 10e9)
     wire = 64 * 4096 * 4096 * 2 / 10e9
-    assert terms(request, pp=8, microbatches=64)[Term.PP_COMM] == pytest.approx(EXPOSED_SENDS * wire)
+    assert terms(request, **EVENLY)[Term.PP_COMM] == pytest.approx(EXPOSED_SENDS * wire)
 
 
 def test_offload_trades_the_update_for_the_host_link() -> None:

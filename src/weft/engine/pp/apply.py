@@ -35,25 +35,22 @@ class Cut:
 
 def cut_pipeline(model: nn.Module, layout: ModelLayout, policy: Pipeline, topology: Topology) -> Cut:
     """Where the model is cut. Looks at the model's own forward, so before anything is put around it."""
-    calls = None
+    num_ranks, num_microbatches, calls = topology.pp_degree, policy.microbatches, None
+    schedule = generate(
+        policy.schedule,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        virtual_stages=policy.virtual_stages,
+    )
     if policy.never_drains:
         calls = Calls(
             name=policy.schedule,
-            num_ranks=topology.pp_degree,
-            num_microbatches=policy.microbatches,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
             vertical_sync=policy.vertical_sync,
         )
-    schedule = (
-        calls.schedule
-        if calls is not None
-        else generate(
-            policy.schedule,
-            num_ranks=topology.pp_degree,
-            num_microbatches=policy.microbatches,
-            virtual_stages=policy.virtual_stages,
-        )
-    )
-    split = split_model(model, layout, num_stages=schedule.num_stages)
+        schedule = calls.schedule
+    split = split_model(model, layout, num_stages=schedule.num_stages, sizes=policy.blocks)
     return Cut(schedule=schedule, calls=calls, split=split, own=schedule.rank_to_stages[topology.pp_rank])
 
 

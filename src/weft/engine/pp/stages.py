@@ -70,7 +70,8 @@ class Stages:
         """(container, key, what stands there) for the blocks that are not simply themselves."""
         own = self.split.stages[stage]
         stands: dict[str, nn.Module] = {}
-        for name in (name for earlier in self.split.stages[:stage] for name in earlier):
+        earlier = [name for blocks in self.split.stages[:stage] for name in blocks]
+        for name in (*earlier, *(name for name, home in self.split.beside.items() if home < stage)):
             stands[name] = _PassedBy(self.model.get_submodule(name), self)
         if stage > 0:
             stands[own[0]] = _Entry(self.model.get_submodule(own[0]), self)
@@ -111,7 +112,11 @@ class _Exit(_StageStand):
     """The next stage's first block: what it would be given is what this stage sends."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StageDone(_hidden(args, kwargs, self.stages.split.hidden))
+        hidden = _hidden(args, kwargs, self.stages.split.hidden)
+        if not isinstance(hidden, Tensor):
+            name = type(self.stages.model).__name__
+            raise PipelineError(f"blocks of {name} hand each other more than one tensor", hint="use mesh.pp = 1")
+        raise StageDone(hidden)
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:

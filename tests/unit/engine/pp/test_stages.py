@@ -117,3 +117,31 @@ def test_nan_that_was_received_is_not_the_pipelines() -> None:
     nn.init.constant_(model.table.weight, float("nan"))
     logits, _ = run_stages(model, torch.zeros((1, 4), dtype=torch.int64), 2)
     assert logits.isnan().all()
+
+
+class Pair(nn.Module):
+    """Hands two tensors on, as nn.Sequential lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: Any) -> tuple[Tensor, Tensor]:
+        hidden = given[0] if isinstance(given, tuple) else given
+        return self.inner(hidden), hidden
+
+
+def test_blocks_that_hand_each_other_two_tensors_are_refused() -> None:
+    with pytest.raises(PipelineError, match="blocks of Sequential hand each other more than one tensor"):
+        run_stages(nn.Sequential(Pair(), Pair()), torch.zeros(2, WIDTH), 2)
+
+
+def test_a_sequential_reshapes_between_its_blocks() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(WIDTH, 24), nn.ReLU(), nn.Unflatten(1, (4, 6)), nn.Linear(6, 3), nn.Flatten(), nn.Linear(12, 2)
+    )
+    inputs = torch.randn(3, WIDTH)
+    logits, names = run_stages(model, inputs, 3)
+    assert torch.equal(logits, model(inputs))
+    assert names == {name for name, _ in model.named_parameters()}
