@@ -22,6 +22,9 @@ from weft.models.layout import ModelLayout
 from weft.models.pipeline_split import PipelineSplit, split_model
 from weft.schedule import Calls, Schedule, generate
 
+# Gloo moves a message when somebody asks for it. NCCL's receives take part of the device, and wait in turn with sends.
+RECEIVES_AHEAD = 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
@@ -65,7 +68,9 @@ def build_pipeline(
 ) -> PipelineFace:
     """The rank's walk, when the model is complete. Collective. `whole`: the layout before the cut."""
     placement = cut.schedule.stage_to_rank
-    line = Line(ranks=topology.pp_line, place=topology.pp_rank, down=_group(topology), up=_group(topology))
+    down, up = _group(topology), _group(topology)
+    ahead = RECEIVES_AHEAD if dist.get_backend(down) == "gloo" else 0
+    line = Line(ranks=topology.pp_line, place=topology.pp_rank, down=down, up=up, ahead=ahead)
     stages = Stages(model, cut.split, cut.own)
     walk = Walk(cut.schedule, stages, line, device=device)
     if cut.calls is not None:

@@ -42,6 +42,7 @@ class Line:
     place: int
     down: dist.ProcessGroup  # to higher places
     up: dist.ProcessGroup
+    ahead: int = 0  # messages that are asked for before they are needed
 
     def group(self, *, source: int, target: int) -> dist.ProcessGroup:
         return self.down if source < target else self.up
@@ -49,38 +50,65 @@ class Line:
 
 def sent_by(actions: Iterable[Action], stage_to_rank: Sequence[int]) -> Iterator[tuple[int, Message]]:
     """(to which place, what) for every message of a rank's actions, in order; none to itself."""
-    last = len(stage_to_rank) - 1
     for action in actions:
-        own = stage_to_rank[action.stage]
-        if action.kind is Kind.F and action.stage < last:
-            message = Message("forward", action.stage + 1, action.microbatch)
-        elif action.kind in (Kind.B, Kind.I) and action.stage > 0:
-            message = Message("backward", action.stage - 1, action.microbatch)
-        else:
-            continue
-        if stage_to_rank[message.stage] != own:
+        message = _made_by(action, len(stage_to_rank) - 1)
+        if message is not None and stage_to_rank[message.stage] != stage_to_rank[action.stage]:
             yield stage_to_rank[message.stage], message
 
 
+def _made_by(action: Action, last: int) -> Message | None:
+    if action.kind is Kind.F and action.stage < last:
+        return Message("forward", action.stage + 1, action.microbatch)
+    if action.kind in (Kind.B, Kind.I) and action.stage > 0:
+        return Message("backward", action.stage - 1, action.microbatch)
+    return None
+
+
+def _needed_by(action: Action, last: int) -> Message | None:
+    if action.kind is Kind.F and action.stage > 0:
+        return Message("forward", action.stage, action.microbatch)
+    if action.kind in (Kind.B, Kind.I) and action.stage < last:
+        return Message("backward", action.stage, action.microbatch)
+    return None
+
+
+class _Sent(NamedTuple):
+    """A message on its way: its memory is not to be touched."""
+
+    message: Message
+    work: Any
+    tensor: Tensor
+
+
 class Mail:
-    """Walks over a schedule's actions: every message is sent and received once."""
+    """Walks over a schedule's actions: every message is sent and received once.
+
+    Gloo tells that a message has left only to who waits for it. But who hears of a rank's later action knows that the
+    rank has taken what its earlier ones needed: then nobody waits, and the memory is let go.
+    """
 
     def __init__(self, line: Line, stage_to_rank: Sequence[int], book: Book) -> None:
         self._line, self._placement, self._book = line, stage_to_rank, book
         self._shapes: dict[int, ShapeKey] = {}
-        self._expected: dict[int, deque[Message]] = defaultdict(deque)
-        self._arriving: dict[Message, tuple[Any, Tensor]] = {}
+        self._num_known = [0] * len(line.ranks)  # actions of every rank
+        self._expected: dict[int, deque[tuple[Message, int]]] = defaultdict(deque)  # with the action that makes it
+        self._taken_at: dict[Message, int] = {}  # by the receiver's action, of messages that this rank sends
+        self._arriving: dict[Message, tuple[Any, Tensor, int]] = {}
         self._at_hand: dict[Message, Tensor] = {}
-        self._leaving: deque[tuple[Any, Tensor]] = deque()
+        self._leaving: dict[int, list[_Sent]] = defaultdict(list)  # by place
 
     def expect(self, actions: Sequence[Sequence[Action]], shapes: Mapping[int, ShapeKey]) -> None:
         """What all ranks are going to do; `shapes`, by micro-batch, of those whose forwards are among it."""
         self._shapes.update(shapes)
-        for source, own in enumerate(actions):
-            if source != self._line.place:
-                for target, message in sent_by(own, self._placement):
-                    if target == self._line.place:
-                        self._expected[source].append(message)
+        last = len(self._placement) - 1
+        for rank, own in enumerate(actions):
+            for number, action in enumerate(own, start=self._num_known[rank]) if rank != self._line.place else ():
+                made, needed = _made_by(action, last), _needed_by(action, last)
+                if made is not None and self._placement[made.stage] == self._line.place:
+                    self._expected[rank].append((made, number))
+                if needed is not None and self._sender(needed) == self._line.place:
+                    self._taken_at[needed] = number
+            self._num_known[rank] += len(own)
 
     def shape_of(self, microbatch: int) -> ShapeKey:
         return self._shapes[microbatch]
@@ -94,37 +122,61 @@ class Mail:
         if target == self._line.place:
             self._at_hand[message] = tensor
             return
-        group = self._line.group(source=self._line.place, target=target)
-        tensor = tensor.contiguous()
+        group, rank = self._line.group(source=self._line.place, target=target), self._line.ranks[target]
+        tensor, leaving = tensor.contiguous(), self._leaving[target]
         if message.way == "forward" and self._book.is_new(message.stage, self._shapes[message.microbatch]):
             header = _header(tensor)
-            self._leaving.append((dist.isend(header, self._line.ranks[target], group=group), header))
-        self._leaving.append((dist.isend(tensor, self._line.ranks[target], group=group), tensor))
-        while self._leaving and has_left(self._leaving[0][0]):
-            self._leaving.popleft()
+            leaving.append(_Sent(message, dist.isend(header, rank, group=group), header))
+        leaving.append(_Sent(message, dist.isend(tensor, rank, group=group), tensor))
+        while leaving and has_left(leaving[0].work):
+            leaving.pop(0)
 
     def receive(self, message: Message, *, device: torch.device) -> Tensor:
         if message in self._at_hand:
             return self._at_hand.pop(message)
         source = self._sender(message)
         while message not in self._arriving:
-            self._expect(self._expected[source].popleft(), source, device=device)
-        work, tensor = self._arriving.pop(message)
+            self._post(source, device=device)
+        for _ in range(self._line.ahead):  # who posts late, waits for the whole way
+            if self._can_post(source):
+                self._post(source, device=device)
+        work, tensor, made_at = self._arriving.pop(message)
         work.wait()
+        self._let_go(source, before=made_at)
         return tensor
 
     def finish(self) -> None:
         """Everything has left, and everything that was expected has come."""
-        for work, _ in self._leaving:
-            work.wait()
+        for sent in (one for leaving in self._leaving.values() for one in leaving):
+            sent.work.wait()
         self._leaving.clear()
         if self._arriving or self._at_hand or any(self._expected.values()):
             raise RuntimeError("the pipeline ended with messages that nobody took")
 
+    def _let_go(self, place: int, *, before: int) -> None:
+        """What the rank at `place` took before its action `before`."""
+        is_taken = {one.message: self._taken_at.get(one.message, before + 1) <= before for one in self._leaving[place]}
+        for sent in (one for one in self._leaving[place] if is_taken[one.message]):
+            sent.work.wait()
+            self._taken_at.pop(sent.message, None)
+        self._leaving[place] = [one for one in self._leaving[place] if not is_taken[one.message]]
+
     def _sender(self, message: Message) -> int:
         return self._placement[message.stage + (-1 if message.way == "forward" else 1)]
 
-    def _expect(self, message: Message, source: int, *, device: torch.device) -> None:
+    def _can_post(self, source: int) -> bool:
+        """Whether the next message from there is known, and its shape, so that asking for it waits for nothing."""
+        if not self._expected[source]:
+            return False
+        message, _ = self._expected[source][0]
+        if message in self._arriving or len(self._arriving) > self._line.ahead:
+            return False
+        known = self._book.given if message.way == "backward" else self._book.taken
+        return (message.stage, self._shapes.get(message.microbatch)) in known
+
+    def _post(self, source: int, *, device: torch.device) -> None:
+        """Ask for the next message from `source`."""
+        message, made_at = self._expected[source].popleft()
         shape_key = self._shapes[message.microbatch]
         group = self._line.group(source=source, target=self._line.place)
         rank = self._line.ranks[source]
@@ -137,7 +189,7 @@ class Mail:
         else:
             shape, dtype = self._book.taken[message.stage, shape_key]
         tensor = torch.empty(shape, dtype=dtype, device=device)
-        self._arriving[message] = (dist.irecv(tensor, rank, group=group), tensor)
+        self._arriving[message] = (dist.irecv(tensor, rank, group=group), tensor, made_at)
 
 
 def has_left(work: Any) -> bool:

@@ -28,8 +28,11 @@ SAME_WEIGHTS_REL = 1e-5  # float32 after 16 updates; weights of another version 
 Arrays = dict[str, npt.NDArray[np.float32]]
 
 
+BLOCKS = {2: (3, 3), 4: (1, 2, 2, 1)}  # of six on each stage
+
+
 def tables(schedule: str, *, pp: int = 2, vertical_sync: bool = False, **mesh: int) -> dict[str, Any]:
-    cut = {"schedule": schedule, "microbatches": CUTS, "vertical_sync": vertical_sync}
+    cut = {"schedule": schedule, "microbatches": CUTS, "vertical_sync": vertical_sync, "blocks": list(BLOCKS[pp])}
     return {"mesh": {"pp": pp, **mesh}, "pipeline": cut}
 
 
@@ -55,13 +58,11 @@ def all_trained(rank: int, world: int, family: str, plans: dict[str, dict[str, A
     return {**found, "evaluated": trained(rank, world, family, plans[first], True)}
 
 
-def stage_of(name: str, *, num_stages: int, num_blocks: int) -> int:
+def stage_of(name: str, *, num_stages: int) -> int:
     if ".layers." not in name:
         return 0 if "embed" in name else num_stages - 1
-    # blocks divide unevenly where they do: 6 on 4 stages are 1 2 2 1
-    sizes = {2: (3, 3), 4: (1, 2, 2, 1)}[num_stages] if num_blocks == 6 else (num_blocks // num_stages,) * num_stages
     block = int(name.split(".layers.")[1].split(".")[0])
-    return next(stage for stage in range(num_stages) if block < sum(sizes[: stage + 1]))
+    return next(stage for stage in range(num_stages) if block < sum(BLOCKS[num_stages][: stage + 1]))
 
 
 def simulated(family: str, schedule: str, *, pp: int, vertical_sync: bool, dp: int) -> tuple[Arrays, list[float]]:
@@ -75,7 +76,6 @@ def simulated(family: str, schedule: str, *, pp: int, vertical_sync: bool, dp: i
     weights = InitialWeights(source, describe(source), seed=0, device=CPU)
     now = {name: read(()).clone() for name, read in weights.readers([name for name, _ in model.named_parameters()])}
     versions, losses, is_each = [now], [], schedule == "pipedream"
-    num_blocks = config.num_hidden_layers
     for step in range(STEPS):
         batch = global_batch(step)
         total, rows = 0.0, len(batch["labels"])
@@ -90,7 +90,7 @@ def simulated(family: str, schedule: str, *, pp: int, vertical_sync: bool, dp: i
             for name, parameter in model.named_parameters():
                 lag = 1
                 if is_each:
-                    lag = pp - 1 if vertical_sync else pp - 1 - stage_of(name, num_stages=pp, num_blocks=num_blocks)
+                    lag = pp - 1 if vertical_sync else pp - 1 - stage_of(name, num_stages=pp)
                 parameter.data.copy_(versions[max(0, newest - lag)][name])
                 parameter.grad = None
             logits = model(input_ids=part["input_ids"], use_cache=False).logits
@@ -166,7 +166,9 @@ def test_four_stages_ties_replicas_and_vertical_sync() -> None:
 
 @pytest.mark.slow
 def test_a_tied_table_under_two_buffers() -> None:
-    of_ranks = run_ranks(all_trained, 2, "qwen3-four", {"2bw": tables("pipedream_2bw")}, timeout_s=120)
+    plan = tables("pipedream_2bw")
+    by_cost = {key: value for key, value in plan["pipeline"].items() if key != "blocks"}
+    of_ranks = run_ranks(all_trained, 2, "qwen3-four", {"2bw": {**plan, "pipeline": by_cost}}, timeout_s=120)
     course = simulated("qwen3-four", "pipedream_2bw", pp=2, vertical_sync=False, dp=1)
     require_alike([found["2bw"] for found in of_ranks], *course)
 
@@ -182,7 +184,7 @@ def refused(rank: int, world: int, family: str, plan: dict[str, Any]) -> str:
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:
-    (tied, _) = run_ranks(refused, 2, "qwen3-tied", tables("pipedream"))
+    (tied, _) = run_ranks(refused, 2, "qwen3-tied", {**tables("pipedream"), "pipeline": {"schedule": "pipedream"}})
     assert tied.startswith("[W207] pipedream updates each stage by itself, and model.embed_tokens.weight is shared")
     assert "pipedream_2bw" in tied
     (sharded, *_) = run_ranks(refused, 2, "llama", {**tables("pipedream_2bw"), "data_parallel": {"zero": 1}})
