@@ -6,6 +6,7 @@ norm by ownership; clip; optimizer. Batches are this rank's rows of the global b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -150,10 +151,9 @@ class Engine:
     def _forward_backward(self, batch: Batch, timer: StepTimer) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the summed loss over the global weight; returns this rank's sum and the global weight."""
         microbatches = self._split(batch)
-        rows = _num_rows(microbatches[0])
-        first_row = self.topology.dp_rank * rows * len(microbatches)
-        chunk = rows // self.tensors.row_chunks  # grids deal the rows out once more
-        first_row += self.tensors.row_chunk * chunk
+        chunks = [_num_rows(part) // self.tensors.row_chunks for part in microbatches]  # grids deal rows out once more
+        begins = itertools.accumulate(map(_num_rows, microbatches), initial=self.topology.dp_rank * _num_rows(batch))
+        first_rows = [begin + self.tensors.row_chunk * chunk for begin, chunk in zip(begins, chunks, strict=False)]
         weights = self._weights(batch, microbatches)
         factors = self.loss_scale.value / _divisor(weights)
         total = torch.zeros((), device=self.device)
@@ -162,8 +162,8 @@ class Engine:
             with seeded_forward(
                 seed=self._seed,
                 step=self.steps_done,
-                first_row=first_row + index * rows,
-                num_rows=chunk,
+                first_row=first_rows[index],
+                num_rows=chunks[index],
                 is_random=self._is_random,
                 slices=self.tensors.zones,
             ):
@@ -358,13 +358,14 @@ class Engine:
         return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
     def _split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
+        """Micro-batches of equal rows, or of one row more for the first of them."""
         count, rows = self.plan.pipeline.microbatches, _num_rows(batch)
-        if rows % count:
+        if rows < count or (rows % count and self.tensors.row_chunks > 1):  # a grid deals equal rows out once more
             raise BatchError(
                 f"this rank's {rows} rows do not divide into {count} micro-batches",
                 hint=f"choose pipeline.microbatches among the divisors of {rows}, or another train.global_batch",
             )
-        pieces = {key: torch.split(value, rows // count) for key, value in batch.items()}
+        pieces = {key: torch.tensor_split(value, count) for key, value in batch.items()}
         return [{key: pieces[key][index] for key in pieces} for index in range(count)]
 
     def _store(self, directory: str | Path) -> Any:

@@ -114,10 +114,11 @@ def _states(view: View, found: Estimate) -> list[Line]:
         Line(term=Term.GRADIENTS, formula=_gradients(view, found, held), bytes=terms[Term.GRADIENTS]),
         Line(term=Term.GATHERED, formula=_gathered(view, found), bytes=terms[Term.GATHERED]),
     ]
-    versions = int(view.stage.versions[0])
-    if versions > 1:
+    kept = terms.get(Term.WEIGHT_VERSIONS, 0)
+    if kept:
+        versions = 1 + round(kept / (whole * sizes.master))
         formula = f"({versions} - 1) versions x {whole:,} x {sizes.master} B"
-        lines.append(Line(term=Term.WEIGHT_VERSIONS, formula=formula, bytes=terms[Term.WEIGHT_VERSIONS]))
+        lines.append(Line(term=Term.WEIGHT_VERSIONS, formula=formula, bytes=kept))
     return lines
 
 

@@ -59,6 +59,7 @@ class Columns:
     offload_optimizer: Ints
     offload_parameters: Ints
     compiled: Ints
+    vertical_sync: Ints
     deal: Ints  # index into `deals`
     deals: tuple[tuple[int, ...], ...] = ((),)  # blocks of each stage, where a person chose them; (): by cost
 
@@ -178,6 +179,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         offload_optimizer=column(("none", "cpu", "nvme").index(plan.offload.optimizer) for plan in plans),
         offload_parameters=column(int(plan.offload.parameters != "none") for plan in plans),
         compiled=column(int(plan.compile.enabled) for plan in plans),
+        vertical_sync=column(int(plan.pipeline.vertical_sync) for plan in plans),
         deal=column(deals.index(plan.pipeline.blocks or ()) for plan in plans),
         deals=deals,
     )
@@ -201,6 +203,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "schedule": SCHEDULES[at("schedule")],
             "microbatches": at("microbatches"),
             "virtual_stages": at("virtual_stages"),
+            "vertical_sync": bool(at("vertical_sync")),
             "blocks": columns.deals[at("deal")],
         },
         "precision": precision,

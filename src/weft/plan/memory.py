@@ -130,10 +130,12 @@ def _resident(view: View) -> Terms:
     columns, stage, share, sizes = view.columns, view.stage, view.share, view.sizes
     held = np.where(columns.zero > 0, share.total.shard, share.total.whole)
     on_device = columns.offload_parameters == 0
+    # read alike on every stage, versions are kept as long on each as on the first
+    versions = np.where((columns.vertical_sync > 0) & (columns.pp > 1), columns.pp, stage.versions)
     return {
         Term.WEIGHTS: np.where(on_device, held * sizes.master, 0.0),
         Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, 0.0, held * sizes.optimizer),
-        Term.WEIGHT_VERSIONS: (stage.versions - 1) * share.total.whole * sizes.master,
+        Term.WEIGHT_VERSIONS: (versions - 1) * share.total.whole * sizes.master,
     }
 
 

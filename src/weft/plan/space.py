@@ -186,6 +186,7 @@ def _columns(table: Ints, freedom: Freedom, *, takes_stream: bool) -> Columns:
         offload_activations=np.full(size, int(_is_away("activations.offload", freedom)), dtype=np.int64),
         offload_parameters=np.full(size, int(_is_away("offload.parameters", freedom)), dtype=np.int64),
         compiled=switch("compile.enabled", np.zeros(size, dtype=np.int64)),
+        vertical_sync=np.zeros(size, dtype=np.int64),
         deal=np.zeros(size, dtype=np.int64),
     )  # fmt: skip
 

@@ -11,11 +11,12 @@ from weft.core.batching import require_divisible
 from weft.core.errors import BatchError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
+from weft.schedule import check_request
 
 SCHEDULES = {
     "naive": 1, "gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "looped_bfs": 2, "zero_bubble": 1, "zbv": 2,
-    "dualpipev": 2,
-}  # fmt: skip  # synchronous ones, with the stages a rank has
+    "dualpipev": 2, "pipedream": 1, "pipedream_2bw": 1,
+}  # fmt: skip  # with the stages a rank has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ def tensor_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[dict[str
 
 
 def pipeline_plans(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[dict[str, Any]]:
-    """Every synchronous schedule over all ranks; 1F1B beside DDP, ZeRO-1/2/3 and tensor parallelism."""
+    """Every schedule over all ranks, where its micro-batches suffice; 1F1B beside DDP, ZeRO and tensor parallelism."""
     layouts: list[dict[str, Any]] = [
         {"mesh": {"pp": num_ranks}, "pipeline": {"schedule": name, "virtual_stages": stages}}
         for name, stages in SCHEDULES.items()
@@ -89,7 +90,18 @@ def pipeline_plans(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[d
     for layout in layouts:
         rows = run.train.global_batch // (num_ranks // layout["mesh"]["pp"] // layout["mesh"].get("tp", 1))
         layout["pipeline"]["microbatches"] = next((cut for cut in (4, 2) if rows % cut == 0), 1)
-    return _filled(layouts, {key: value for key, value in base.items() if key != "pipeline"})
+    legal = [layout for layout in layouts if not _lacks_schedule(layout)]
+    return _filled(legal, {key: value for key, value in base.items() if key != "pipeline"})
+
+
+def _lacks_schedule(layout: dict[str, Any]) -> list[str]:
+    cut = Plan.from_tables(layout).pipeline
+    return check_request(
+        cut.schedule,
+        num_ranks=layout["mesh"]["pp"],
+        num_microbatches=cut.microbatches,
+        virtual_stages=cut.virtual_stages,
+    )
 
 
 def _data_layouts(num_ranks: int) -> list[dict[str, Any]]:
