@@ -46,7 +46,7 @@ class DelayedUpdates:
         self.is_global = walk.schedule.weight_rule is WeightRule.DOUBLE_BUFFER
         self.sealed: list[Sealed] = []  # not yet applied
         self._squares: dict[int, list[Tensor]] = {}  # by step: those of its updates
-        self._known: dict[int, float] = {}  # by step: the whole of what an earlier process, or a restart, has told
+        self._known: dict[int, Tensor] = {}  # by step: the whole of it, from an earlier process or before a restart
 
     def of_step(self, step: int, *, learning_rate: float) -> StepUpdates:
         return StepUpdates(self, step=step, learning_rate=learning_rate)
@@ -86,15 +86,16 @@ class DelayedUpdates:
             square = torch.stack(self._squares[step]).mean()
             if not self.is_global:
                 sum_over(square, self.walk.across)
-            self._known[step] = float(square)
+            self._known[step] = square
         self._squares.clear()
 
     def scalars(self) -> dict[str, float]:
-        return {str(step): value for step, value in self._known.items()}
+        return {str(step): float(value) for step, value in self._known.items()}
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         self._squares.clear()
-        self._known = {int(step): float(value) for step, value in scalars.items()}
+        device = self.engine.device
+        self._known = {int(step): torch.tensor(float(value), device=device) for step, value in scalars.items()}
 
 
 class StepUpdates:

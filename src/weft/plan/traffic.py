@@ -78,7 +78,10 @@ def _data_parallel(view: View) -> list[TrafficRow]:
     shards = columns.shards.astype(np.float64)
     is_sharded = (columns.zero > 0) & (shards > 1)
     gathered = gather_bytes((share.total.padded + again * share.root.padded) * sizes.compute, shards)
-    reduced = gather_bytes(share.total.padded * sizes.communication, shards)
+    # a tied table on a rank with both ends brings a gradient with each of them
+    is_twice = (columns.zero >= 2) & (columns.pp > 1) & stage.holds_embedding & stage.holds_head & view.shape.tied_head
+    twice = table_elements(view.shape, columns).padded * is_twice
+    reduced = gather_bytes((share.total.padded + twice) * sizes.communication, shards)
     is_zero3 = columns.zero == 3
     forward_times = np.where(is_zero3, m, 1.0) * is_sharded
     backward_times = np.where(is_zero3, m, 0.0) * is_sharded

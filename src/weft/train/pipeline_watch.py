@@ -48,19 +48,22 @@ class PipelineWatch:
         if num_steps == 0:
             return None
         disturbed = max(1, *(packed.num_measured for packed in found))
+        first = self._first_step
         if self._engine.delayed is not None:  # one stretch of several steps, after those
-            disturbed = 0
-        steps = [self._step(found, index, is_disturbed=index < disturbed) for index in range(num_steps)]
+            first, disturbed = first + MAX_STEPS, 0
+        steps = [
+            self._step(found, index, step=first + index, is_disturbed=index < disturbed) for index in range(num_steps)
+        ]
         held = tuple(max(counts) for counts in zip(*(packed.in_flight for packed in found), strict=True))
         ranks = self._engine.topology.pp_line
         return PipelineRecord(steps=tuple(steps), most_in_flight=held, ranks=ranks, is_one_clock=self._is_one_clock)
 
-    def _step(self, found: Sequence[_Packed], index: int, *, is_disturbed: bool) -> WatchedStep:
+    def _step(self, found: Sequence[_Packed], index: int, *, step: int, is_disturbed: bool) -> WatchedStep:
         times = [packed.times(index, place) for place, packed in enumerate(found)]
         schedule = found[0].schedule
         asked, starts, ends = (tuple(tuple(marks[way] for marks in actions) for actions in times) for way in range(3))
         timeline = Timeline(schedule=schedule, starts=starts, ends=ends)
-        return WatchedStep(step=self._first_step + index, timeline=timeline, asked=asked, is_disturbed=is_disturbed)
+        return WatchedStep(step=step, timeline=timeline, asked=asked, is_disturbed=is_disturbed)
 
 
 class _Packed:

@@ -143,7 +143,7 @@ def _promised_by_data(plan: Plan, found: Evidence) -> Promise:
     gathers = 2 * (units - 1 + stages) * cuts if zero == 3 else units
     reduces = trained * (1 if zero == 1 else cuts)
     # a pipeline's stages may bring the root's gradients one after the other
-    again = (stages - 1) * (1 if zero == 1 else cuts)
+    again = (stages - 1) * (0 if zero == 1 else cuts)
     promise: Promise = (
         {"all_gather": (gathers, gathers), "reduce_scatter": (reduces, reduces + again)} if mesh.dp_shard > 1 else {}
     )

@@ -73,6 +73,32 @@ def test_the_ledger_and_the_page_tell_it(run: Path) -> None:
     assert json.loads((run / "pipeline_trace.json").read_text(encoding="utf-8"))
 
 
+def trained_without_draining(rank: int, world: int, cache: str, folder: str, corpus: str) -> None:
+    os.environ["XDG_CACHE_HOME"] = cache
+    plan = {"mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream_2bw", "microbatches": 4}}
+    train_here(Path(folder, "run"), Path(corpus), {**SHORT, "train.steps": 9}, plan=plan)
+
+
+def test_a_pipeline_that_never_drains_shows_several_steps_in_one(corpus: Path, cache: Path, tmp_path: Path) -> None:
+    from weft.schedule import Action, Kind, Schedule
+
+    run_ranks(trained_without_draining, 2, str(cache), str(tmp_path), str(corpus), timeout_s=120)
+    run = tmp_path / "run"
+    written = json.loads((run / "pipeline.json").read_text(encoding="utf-8"))
+    schedule = Schedule.parse(written["order"])
+    assert [step["step"] for step in written["steps"]] == [5]  # after those that were measured
+    assert (schedule.num_steps, written["is_disturbed"]) == (4, False)
+    updates = [str(action) for action in schedule.ranks[0] if action.kind is Kind.U]
+    assert updates == ["0U3", "0U7", "0U11"]  # that of the fourth step comes with the fifth
+    assert schedule.ranks[0][-1] == Action(Kind.B, 0, 14)
+    assert written["in_flight"] == {"measured": [2, 1], "scheduled": [2, 1]}
+    assert 0 < written["bubble_share"]["simulated"] < written["bubble_share"]["measured"]
+    assert "figure-pipeline-measured" in (run / "report.html").read_text(encoding="utf-8")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 10))
+    assert records[0]["grad_norm"] == 0 < min(record["grad_norm"] for record in records[1:])
+
+
 def shifts(rank: int, world: int, are_two_hosts: bool) -> Any:
     """This rank's clock is 1000 s ahead, a rank."""
     import torch

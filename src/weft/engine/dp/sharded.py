@@ -100,14 +100,14 @@ class Sharded(Strategy):
     def stage(self, blocks: Sequence[str], *, is_last: bool, is_very_last: bool) -> Iterator[None]:
         """Units of the rank's other stages may have gradients that are not complete: they are left alone.
 
-        The root's own come with several stages, so whatever there is of them is reduced.
+        The root's come with several stages: it is complete, and let go, with the very last.
         """
         own = {self.module.get_submodule(name) for name in blocks}
         self.root.set_is_last_backward(is_very_last)
         for unit in self._units:
-            ends = is_last and (unit is self.root or unit in own)
-            unit.set_requires_gradient_sync(ends or self.stage_policy.reduce_every_microbatch, recurse=False)
-            unit.set_reshard_after_backward(ends or not self.stage_policy.keep_gathered, recurse=False)
+            is_done = is_very_last if unit is self.root else is_last and unit in own
+            unit.set_requires_gradient_sync(is_done or self.stage_policy.reduce_every_microbatch, recurse=False)
+            unit.set_reshard_after_backward(is_done or not self.stage_policy.keep_gathered, recurse=False)
         yield
 
     @contextmanager
