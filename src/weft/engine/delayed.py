@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from weft.engine.engine import Engine
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Sealed:
     """The gradients of one update, complete, and the sums over other stages that are under way."""
 

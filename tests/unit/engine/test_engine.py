@@ -133,8 +133,8 @@ def test_errors_are_sentences() -> None:
         Engine(Mlp(), Plan.from_tables({"mesh": {"dp_shard": 2}}))
     with pytest.raises(NotBuiltError):
         Engine(Mlp(), Plan.from_tables({"mesh": {"cp": 2}}))
-    engine = build_engine("llama", {"pipeline": {"microbatches": 3}})
-    with pytest.raises(BatchError, match="3 micro-batches"):
+    engine = build_engine("llama", {"pipeline": {"microbatches": 17}})
+    with pytest.raises(BatchError, match="17 micro-batches"):
         engine.step(global_batch(0))
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match="none here"):

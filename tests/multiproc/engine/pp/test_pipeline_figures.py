@@ -13,6 +13,7 @@ with benchmarks_importable():
     import pipeline_overhead
 
 
+@pytest.mark.slow
 def test_torch_s_pipeline_gives_the_same_bits() -> None:
     with benchmarks_importable():  # by the ranks too
         rows = pipeline_overhead.judge(2, rounds=2, small=True)
@@ -36,6 +37,7 @@ def test_two_sides_that_differ_are_no_peers() -> None:
     assert pipeline_overhead.worst_difference({"a": torch.ones(3)}, {"a": 2 * torch.ones(3)}) == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_the_bubble_is_told_by_schedule_and_by_cause() -> None:
     names = ["1f1b", "interleaved_1f1b", "zbv"]
     with benchmarks_importable():
