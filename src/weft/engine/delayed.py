@@ -64,7 +64,7 @@ class DelayedUpdates:
         """What a `PendingStep` holds, on its way: ranks are at different places, and none waits for another here."""
         engine, is_first = self.engine, dist.get_rank() == 0
         loss = loss_sum * engine.tensors.owns_loss / torch.clamp(weight, min=1)
-        square, vote = self._square_share(engine.steps_done), torch.full_like(loss, float(vote_stop))
+        square, vote = self._square_share(engine.steps_done - 1), torch.full_like(loss, float(vote_stop))
         values = torch.stack([value.double() for value in (loss, square, weight * is_first, vote)])
         return values, dist.all_reduce(values, async_op=True)
 

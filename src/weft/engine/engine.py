@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.comm.groups import ensure_group, sum_over
-from weft.core.errors import BatchError, NotBuiltError
+from weft.core.errors import NotBuiltError
 from weft.core.plan import Plan, require_consistent, require_executable
 from weft.core.records import DtypeRecord, EvalRecord, ParameterRecord, StepRecord
 from weft.core.terms import TimeTerm
@@ -33,6 +33,7 @@ from weft.engine.pending import PendingStep
 from weft.engine.pp.endless import EndlessWalk
 from weft.engine.precision import LossScale, read_is_finite
 from weft.engine.randomness import seeded_forward, uses_randomness
+from weft.engine.rows import cut_rows, num_rows, share_of_rows
 from weft.engine.state import MODEL, OPTIMIZER, state_tensors
 from weft.engine.timer import StepTimer
 from weft.models.initial import WeightSource
@@ -107,20 +108,19 @@ class Engine:
 
     def step_nowait(self, batch: Batch, *, learning_rate: float | None = None, vote_stop: bool = False) -> PendingStep:
         """As `step`, without waiting for the device; `vote_stop` travels with the loss, so all ranks hear it."""
-        timer = StepTimer(self.device)
+        timer, norm, skipped = StepTimer(self.device), torch.zeros(()), False
         if learning_rate is not None:
             set_learning_rate(self.optimizer, learning_rate)
-        work, skipped = None, False
         with self._dtypes.watching(self._dtypes.is_incomplete):
             loss_sum, weight = self._forward_backward(self._to_device(batch), timer)
-            if self.delayed is None:
+            if self.delayed is None:  # else updates were made on the way
                 norm, skipped = self._finish()
-                values = self._gather_values(loss_sum, weight, norm, vote_stop=vote_stop)
-            else:  # updates were made on the way
-                values, work = self.delayed.gather_values(loss_sum, weight, vote_stop=vote_stop)
         timer.mark(TimeTerm.OPTIMIZER)
         self.steps_done += 1
-        scale = self.loss_scale.value if self.loss_scale.enabled else None
+        if self.delayed is not None:
+            values, work = self.delayed.gather_values(loss_sum, weight, vote_stop=vote_stop)
+        else:
+            values, work = self._gather_values(loss_sum, weight, norm, vote_stop=vote_stop), None
         return PendingStep(
             step=self.steps_done,
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
@@ -128,7 +128,7 @@ class Engine:
             work=work,
             timer=timer,
             skipped=skipped,
-            loss_scale=scale,
+            loss_scale=self.loss_scale.value if self.loss_scale.enabled else None,
         )
 
     def settle(self) -> None:
@@ -151,8 +151,8 @@ class Engine:
     def _forward_backward(self, batch: Batch, timer: StepTimer) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the summed loss over the global weight; returns this rank's sum and the global weight."""
         microbatches = self._split(batch)
-        chunks = [_num_rows(part) // self.tensors.row_chunks for part in microbatches]  # grids deal rows out once more
-        begins = itertools.accumulate(map(_num_rows, microbatches), initial=self.topology.dp_rank * _num_rows(batch))
+        chunks = [num_rows(part) // self.tensors.row_chunks for part in microbatches]  # grids deal rows out once more
+        begins = itertools.accumulate(map(num_rows, microbatches), initial=self.topology.dp_rank * num_rows(batch))
         first_rows = [begin + self.tensors.row_chunk * chunk for begin, chunk in zip(begins, chunks, strict=False)]
         weights = self._weights(batch, microbatches)
         factors = self.loss_scale.value / _divisor(weights)
@@ -332,15 +332,8 @@ class Engine:
 
     def share_of(self, global_batch: Batch) -> dict[str, torch.Tensor]:
         """This rank's rows of a batch that every rank holds whole."""
-        rows = _num_rows(global_batch)
-        degree = self.topology.dp_degree
-        if rows % degree:
-            raise BatchError(
-                f"{rows} rows do not divide over {degree} data-parallel ranks",
-                hint=f"use {rows // degree * degree or degree} or {-(-rows // degree) * degree} rows",
-            )
-        begin = self.topology.dp_rank * (rows // degree)
-        return {key: value[begin : begin + rows // degree] for key, value in global_batch.items()}
+        topology = self.topology
+        return share_of_rows(global_batch, rank=topology.dp_rank, degree=topology.dp_degree)
 
     def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:
         if isinstance(given, str):
@@ -358,15 +351,8 @@ class Engine:
         return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
     def _split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
-        """Micro-batches of equal rows, or of one row more for the first of them."""
-        count, rows = self.plan.pipeline.microbatches, _num_rows(batch)
-        if rows < count or (rows % count and self.tensors.row_chunks > 1):  # a grid deals equal rows out once more
-            raise BatchError(
-                f"this rank's {rows} rows do not divide into {count} micro-batches",
-                hint=f"choose pipeline.microbatches among the divisors of {rows}, or another train.global_batch",
-            )
-        pieces = {key: torch.tensor_split(value, count) for key, value in batch.items()}
-        return [{key: pieces[key][index] for key in pieces} for index in range(count)]
+        # a grid deals the rows of a micro-batch out once more
+        return cut_rows(batch, self.plan.pipeline.microbatches, must_be_equal=self.tensors.row_chunks > 1)
 
     def _store(self, directory: str | Path) -> Any:
         from weft.checkpoint import CheckpointStore
@@ -382,7 +368,3 @@ def default_device() -> torch.device:
 def _divisor(weight: torch.Tensor) -> torch.Tensor:
     """A global batch of zero weight (all padding) has zero loss and gradients, not 0/0."""
     return torch.where(weight > 0, weight, torch.ones_like(weight))
-
-
-def _num_rows(batch: Batch) -> int:
-    return int(next(iter(batch.values())).shape[0])

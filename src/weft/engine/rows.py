@@ -1,0 +1,36 @@
+"""Rows of a batch: how many, a rank's share of them, and micro-batches."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.core.errors import BatchError
+from weft.engine.objective import Batch
+
+
+def num_rows(batch: Batch) -> int:
+    return int(next(iter(batch.values())).shape[0])
+
+
+def share_of_rows(batch: Batch, *, rank: int, degree: int) -> dict[str, torch.Tensor]:
+    """The rows of one of `degree` data-parallel ranks."""
+    rows = num_rows(batch)
+    if rows % degree:
+        raise BatchError(
+            f"{rows} rows do not divide over {degree} data-parallel ranks",
+            hint=f"use {rows // degree * degree or degree} or {-(-rows // degree) * degree} rows",
+        )
+    begin = rank * (rows // degree)
+    return {key: value[begin : begin + rows // degree] for key, value in batch.items()}
+
+
+def cut_rows(batch: Batch, count: int, *, must_be_equal: bool) -> list[dict[str, torch.Tensor]]:
+    """Micro-batches of equal rows, or of one row more for the first of them."""
+    rows = num_rows(batch)
+    if rows < count or (rows % count and must_be_equal):
+        raise BatchError(
+            f"this rank's {rows} rows do not divide into {count} micro-batches",
+            hint=f"choose pipeline.microbatches among the divisors of {rows}, or another train.global_batch",
+        )
+    pieces = {key: torch.tensor_split(value, count) for key, value in batch.items()}
+    return [{key: pieces[key][index] for key in pieces} for index in range(count)]
