@@ -66,7 +66,7 @@ def loss_divided_twice() -> Any:
 def mean_of_means_over_ranks() -> Any:
     def make(original: Any) -> Any:
         def sum_over(values: torch.Tensor, group: Any) -> torch.Tensor:
-            is_count = values.ndim == 0 and not values.is_floating_point()
+            is_count = not values.is_floating_point()
             return values * dist.get_world_size(group) if is_count else original(values, group)
 
         return sum_over
@@ -77,7 +77,7 @@ def mean_of_means_over_ranks() -> Any:
 def token_count_of_one_rank() -> Any:
     def make(original: Any) -> Any:
         def sum_over(values: torch.Tensor, group: Any) -> torch.Tensor:
-            is_count = values.ndim == 0 and not values.is_floating_point()
+            is_count = not values.is_floating_point()
             return values if is_count else original(values, group)
 
         return sum_over
@@ -179,7 +179,7 @@ def gradients_kept_in_bfloat16() -> Any:
 
         return show
 
-    return replaced(Engine, "_show_gradients", make)
+    return replaced(Engine, "show_gradients", make)
 
 
 # --- norm, clipping, optimizer ----------------------------------------------------------------------------------------
