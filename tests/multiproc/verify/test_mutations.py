@@ -1,6 +1,6 @@
 """The mutation campaign: realistic bugs, one at a time, and each is caught by the check that is about it.
 
-`-m slow` runs the group of resumed runs.
+`-m slow` runs the groups that take longest: resumed runs, hybrid shards, recompute.
 """
 
 from __future__ import annotations
@@ -130,9 +130,11 @@ GROUPS: dict[str, Group] = {
 }
 
 
-# whole training runs, interrupted and resumed, take more than a minute
+LONG = ("resumed", "hybrid", "dropout, recomputed", "bf16, recomputed")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "resumed" else name for name in GROUPS]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in GROUPS]
 )
 def test_every_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_path: Path) -> None:
     require_caught(GROUPS[name], corpus, tmp_path)
