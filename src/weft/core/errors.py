@@ -20,13 +20,19 @@ It is not a place for programming errors: those stay ordinary Python exceptions 
     │   ├── DataError         W401   the data source is missing, empty or too short
     │   ├── TokenizerError    W402   the tokenizer is missing or does not fit the model
     │   ├── MissingExtraError W403   an optional dependency is not installed
-    │   └── RunFolderError    W501   the run folder is in the way, missing, or not a run folder
+    │   ├── RunFolderError    W501   the run folder is in the way, missing, or not a run folder
+    │   ├── TableError        W801   a table that does not exist, or not as it is asked for
+    │   └── TokenError        W802   a server refused the token
     ├── CheckpointError       W601   no usable checkpoint, or one that does not match the model (exit 2)
     ├── RunError                 exit 3: something broke while running
     │   ├── SaveError         W602   a checkpoint could not be written
     │   ├── RankError         W701   a rank died; the message is that rank's own
     │   ├── NumbersError      W702   the loss or the gradient norm is not finite
-    │   └── MemoryLimitError  W703   a device ran out of memory
+    │   ├── MemoryLimitError  W703   a device ran out of memory
+    │   ├── ServerLostError   W811   a parameter server did not come back
+    │   ├── WireError         W812   what came over a socket is not the protocol
+    │   ├── LogError          W813   a server's log or snapshot cannot be written
+    │   └── WorkerError       W814   a worker of parameter servers failed; the message is its own
 """
 
 from __future__ import annotations
@@ -164,6 +170,18 @@ class RunFolderError(InputError):
     code = "W501"
 
 
+class TableError(InputError):
+    """A table of a parameter server that does not exist, or not as it is asked for."""
+
+    code = "W801"
+
+
+class TokenError(InputError):
+    """A parameter server refused the token."""
+
+    code = "W802"
+
+
 class CheckpointError(WeftError):
     """There is no usable checkpoint, or it does not match the model."""
 
@@ -200,6 +218,30 @@ class MemoryLimitError(RunError):
     """A device ran out of memory."""
 
     code = "W703"
+
+
+class ServerLostError(RunError):
+    """A parameter server did not come back."""
+
+    code = "W811"
+
+
+class WireError(RunError):
+    """What came over a socket is not the protocol of weft's servers."""
+
+    code = "W812"
+
+
+class LogError(RunError):
+    """A parameter server's log or snapshot cannot be written; nothing that was acknowledged is lost."""
+
+    code = "W813"
+
+
+class WorkerError(RunError):
+    """A worker of parameter servers failed; the message is its own."""
+
+    code = "W814"
 
 
 def error_classes() -> Iterator[type[WeftError]]:

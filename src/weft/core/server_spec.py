@@ -1,0 +1,157 @@
+"""`ServerRun`: a run on parameter servers - model, data, tables, modes. A frozen value; its printed form parses back.
+
+The counterpart of `RunSpec` and `Plan` for the other architecture: one document, because here the number of workers
+and the mode belong to what is trained. A document with a [server] table is a ServerRun.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from weft.core.config import Section, dump, parse, read_toml
+from weft.core.table_spec import Eviction, RowInit, RowOptimizer
+
+FREE = "free"  # no bound on staleness
+
+
+class ClickModelSpec(Section):
+    """A click model over categorical and numeric fields, or a model of your own."""
+
+    kind: Literal["deepfm", "wide_deep", "logistic"] = Field(
+        default="deepfm", description="deepfm | wide_deep | logistic"
+    )
+    factory: str | None = Field(
+        default=None, description="'module:function' that gives an nn.Module of your own; takes the place of kind"
+    )
+    embedding_dim: int = Field(default=16, ge=1, description="columns of an embedding row")
+    hidden: tuple[int, ...] = Field(default=(64, 32), description="widths of the deep part")
+
+
+class ClickDataSpec(Section):
+    source: str | list[str] = Field(
+        default="clicks",
+        description="'clicks' (a generated log), or CSV / TSV / parquet files in the Criteo layout: label, numeric "
+        "fields I1.., categorical fields C1..",
+    )
+    samples: int = Field(default=200_000, ge=1, description="of the generated log")
+    categorical: int = Field(default=26, ge=1, description="categorical fields")
+    numeric: int = Field(default=13, ge=0, description="numeric fields")
+    vocabulary: int = Field(default=100_000, ge=2, description="of the generated log: values of a categorical field")
+    zipf: float = Field(default=1.1, gt=0, description="of the generated log: how unequal values are")
+    eval_fraction: float = Field(default=0.1, gt=0, lt=1, description="share of samples held out")
+
+
+class SparseSpec(Section):
+    """The table of embedding rows."""
+
+    optimizer: RowOptimizer = RowOptimizer()
+    init: RowInit = RowInit()
+    admit_after: int = Field(default=1, ge=1, description="pushes before a key gets a row")
+    eviction: Eviction = Eviction()
+    tier: Literal["memory", "mapped"] = Field(default="memory", description="memory | mapped")
+
+
+class DenseSpec(Section):
+    place: Literal["servers", "replicated"] = Field(
+        default="servers", description="servers | replicated (with all-reduce among workers)"
+    )
+    optimizer: RowOptimizer = RowOptimizer(kind="adam", learning_rate=1e-3)
+
+
+class ServerTrainSpec(Section):
+    steps: int = Field(default=300, ge=1, description="global batches")
+    global_batch: int = Field(default=512, ge=1, description="samples a step over all workers")
+    seed: int = Field(default=0, ge=0, description="of initial values, the generated log and data order")
+
+
+class ServerSpec(Section):
+    servers: int = Field(default=1, ge=1, le=256, description="server processes")
+    workers: int = Field(default=2, ge=1, le=4096, description="worker processes, and shares of a step")
+    mode: Literal["sync", "async", "geo"] = Field(default="sync", description="sync | async | geo")
+    staleness: int | Literal["free"] = Field(
+        default=4, description="of async: how many steps a worker may be ahead of the slowest; 0 is sync; 'free'"
+    )
+    discount: float = Field(
+        default=0.5,
+        ge=0,
+        description="of async: power of the learning rate's discount for staleness beyond workers - 1",
+    )
+    geo_steps: int = Field(default=10, ge=1, description="of geo: local steps between exchanges (K)")
+    geo_merge: Literal["average", "sum"] = Field(default="average", description="average | sum (may diverge)")
+    geo_cache_rows: int = Field(default=1_000_000, ge=1, description="of geo: rows that a worker holds at most")
+    launcher: Literal["processes", "ray", "in_process"] = Field(
+        default="processes", description="processes | ray | in_process"
+    )
+    durability: Literal["none", "process", "disk"] = Field(
+        default="process", description="an acknowledged push survives: none | process (kill -9) | disk (power loss)"
+    )
+    max_restarts: int = Field(default=100, ge=0, description="restarts of servers and workers before the run fails")
+    lease_s: float = Field(default=10.0, gt=0, description="a silent worker's share goes to another after this time")
+    server_timeout_s: float = Field(default=60.0, gt=0, description="how long a lost server is waited for")
+
+    @model_validator(mode="after")
+    def _bound(self) -> ServerSpec:
+        if isinstance(self.staleness, int) and self.staleness < 0:
+            raise ValueError("staleness is 0 or more, or 'free'")
+        return self
+
+    @property
+    def gate(self) -> int | None:
+        """Steps that a pull may be ahead of the oldest unfinished one; None: never waits."""
+        if self.mode == "sync":
+            return 0
+        return self.staleness if self.mode == "async" and self.staleness != FREE else None
+
+    @property
+    def is_aggregated(self) -> bool:
+        """A step's gradients are summed, then applied once."""
+        return self.gate == 0
+
+
+class ServerEvaluationSpec(Section):
+    every: int = Field(default=100, ge=0, description="steps between evaluations; 0 is only at the end")
+
+
+class ServerCheckpointSpec(Section):
+    every: int = Field(default=200, ge=0, description="steps between snapshots; 0 is only at the end")
+    full_every: int = Field(default=4, ge=1, description="every so many snapshots one is whole, the others incremental")
+
+
+class ServerLoggingSpec(Section):
+    every: int = Field(default=10, ge=1, description="steps between plain log lines where there is no terminal")
+    tensorboard: bool = Field(default=True, description="write TensorBoard files beside metrics.jsonl")
+
+
+class ServerRun(Section):
+    """The whole run."""
+
+    model: ClickModelSpec = ClickModelSpec()
+    data: ClickDataSpec = ClickDataSpec()
+    sparse: SparseSpec = SparseSpec()
+    dense: DenseSpec = DenseSpec()
+    train: ServerTrainSpec = ServerTrainSpec()
+    server: ServerSpec = ServerSpec()
+    evaluation: ServerEvaluationSpec = ServerEvaluationSpec()
+    checkpoint: ServerCheckpointSpec = ServerCheckpointSpec()
+    logging: ServerLoggingSpec = ServerLoggingSpec()
+
+    @staticmethod
+    def from_tables(tables: dict[str, Any], *, source: str = "run") -> ServerRun:
+        return parse(ServerRun, tables, source=source)
+
+    @staticmethod
+    def from_file(path: str | Path) -> ServerRun:
+        return ServerRun.from_tables(read_toml(Path(path)), source=str(path))
+
+    def to_toml(self) -> str:
+        return dump(self)
+
+
+SECTIONS: tuple[str, ...] = tuple(
+    name
+    for name, field in ServerRun.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+)
