@@ -18,18 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from weft.core.errors import BadValueError
 from weft.core.plan import Plan
 from weft.engine.dp.ddp import Replicated
 from weft.engine.dp.sharded import Sharded, shard_units
 from weft.engine.dp.strategy import Strategy
 from weft.engine.dp.summed import Summed
 from weft.engine.dp.threads import Threaded, require_gpus
+from weft.engine.freeze import freeze
 from weft.engine.materialise import materialise, place_real_model
 from weft.engine.mesh import Topology
 from weft.engine.pp.apply import build_pipeline, cut_pipeline, keep_own_stages
@@ -89,6 +88,7 @@ def apply_plan(
     strategy = _strategy(model, plan, topology)
     pipeline = PipelineFace()
     if pipeline_cut is not None:
+        strategy.keep_apart([pipeline_cut.split.stages[stage] for stage in pipeline_cut.own])
         pipeline = build_pipeline(model, layout, own, pipeline_cut, topology, device=device)
     return Applied(layout=own, strategy=strategy, tensors=face, pipeline=pipeline)
 
@@ -113,17 +113,3 @@ def _strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strategy:
     if topology.pp_degree > 1:
         return Summed(model, group=topology.dp_group)
     return Replicated(model, group=topology.dp_group, find_unused_parameters=dp.find_unused_parameters)
-
-
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Parameters whose name matches a pattern get no gradient; a pattern that matches nothing is a mistake."""
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in patterns:
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not matched:
-            raise BadValueError(
-                f"train.frozen: no parameter matches {pattern!r}",
-                hint=f"names look like {names[0]!r}; * matches anything",
-            )
-        for name in matched:
-            model.get_parameter(name).requires_grad_(False)

@@ -29,27 +29,12 @@ def global_norm(
     parts: Parts,
     not_counted: Container[str] = (),
     device: torch.device,
+    of_stage: bool = False,
 ) -> torch.Tensor:
     """The 2-norm of all gradients, the same on every rank; stays on the device.
 
-    `not_counted`: parameters that another pipeline stage has too, and counts.
+    `not_counted`: parameters that another pipeline stage has too, and counts. `of_stage`: what this rank's stages have.
     """
-    total = stage_square(parameters, topology, parts=parts, not_counted=not_counted, device=device)
-    if topology.pp_degree > 1:  # every stage has parameters of its own
-        sum_over(total, topology.group(axes.PP))
-    return total.sqrt()
-
-
-@torch.no_grad()
-def stage_square(
-    parameters: Mapping[str, nn.Parameter],
-    topology: Topology,
-    *,
-    parts: Parts,
-    not_counted: Container[str] = (),
-    device: torch.device,
-) -> torch.Tensor:
-    """The squared norm of what this rank's pipeline stages have; of everything, where there is no pipeline."""
     parameters = {name: parameter for name, parameter in parameters.items() if name not in not_counted}
     groups: dict[Owned, list[torch.Tensor]] = defaultdict(list)
     for name, parameter in parameters.items():
@@ -70,7 +55,9 @@ def stage_square(
         for axis in axis_names:
             sum_over(square, topology.group(axis))
         total = total + square
-    return total
+    if topology.pp_degree > 1 and not of_stage:  # every stage has parameters of its own
+        sum_over(total, topology.group(axes.PP))
+    return total.sqrt()
 
 
 def _owned(gradient: torch.Tensor, sharded: tuple[str, ...], part: Part | None) -> list[tuple[Owned, torch.Tensor]]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.groups import sum_over
-from weft.engine.clip import clip_factor, scale_gradients, stage_square
+from weft.engine.clip import clip_factor, scale_gradients
 from weft.engine.optim import at_rate
 from weft.engine.pp.endless import EndlessWalk
 from weft.schedule import WeightRule
@@ -107,7 +107,7 @@ class StepUpdates:
     @torch.no_grad()
     def seal(self, gradients: Sequence[Tensor | None]) -> Sealed:
         """Sums over the ranks of this stage; those over stages begin."""
-        engine, topology = self._owner.engine, self._owner.engine.topology
+        engine = self._owner.engine
         _put(engine, gradients)
         engine.strategy.reduce(engine.parameters)
         engine.is_updating = True
@@ -115,9 +115,7 @@ class StepUpdates:
         works = engine.pipeline.shared.begin_sum(engine.trained)
         if engine.pipeline.has_first:  # the copy that counts; all others have begun by now
             _wait(works)
-        square = stage_square(
-            engine.trained, topology, parts=engine.parts, not_counted=engine.layout.copies, device=engine.device
-        )
+        square = engine.gradient_norm(of_stage=True).square()
         if self._owner.is_global:
             works.append(dist.all_reduce(square, group=self._owner.walk.across, async_op=True))
         sealed = Sealed(gradients=[parameter.grad for parameter in engine.parameters], square=square, works=works)

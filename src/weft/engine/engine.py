@@ -198,6 +198,10 @@ class Engine:
         scale = self.loss_scale.value
         self.on_gradients({name: parameter.grad / scale for name, parameter in named if parameter.grad is not None})
 
+    def gradient_norm(self, *, of_stage: bool = False) -> torch.Tensor:
+        given: dict[str, Any] = {"parts": self.parts, "not_counted": self.layout.copies, "device": self.device}
+        return global_norm(self.trained, self.topology, **given, of_stage=of_stage)
+
     def look_at_dtypes(self) -> None:
         """After an update, while its gradients are there; the first time only."""
         if self._dtypes.is_incomplete:
@@ -205,10 +209,7 @@ class Engine:
 
     def _update(self) -> tuple[torch.Tensor, bool]:
         """Norm, clip, optimizer; returns the norm before clipping and whether an overflow skipped the update."""
-        norm = global_norm(
-            self.trained, self.topology, parts=self.parts, not_counted=self.layout.copies, device=self.device
-        )
-        norm = norm / self.loss_scale.value
+        norm = self.gradient_norm() / self.loss_scale.value
         if self.loss_scale.enabled:
             is_finite = read_is_finite(norm)
             scale = self.loss_scale.value

@@ -19,7 +19,6 @@ class PipelineFacts:
     num_stages: int  # that the rank has
     shared_weights: int  # summed with another rank's copy
     updates: int  # in a step
-    delay: int = 0  # steps that a pipeline which never drains takes to fill
 
     @staticmethod
     def of(engine: Engine) -> PipelineFacts | None:
@@ -40,7 +39,6 @@ class PipelineFacts:
             num_stages=len(walk.stages.own),
             shared_weights=len(engine.pipeline.shared.names),
             updates=engine.pipeline.updates_per_step,
-            delay=walk.calls.delay if isinstance(walk, EndlessWalk) else 0,
         )
 
     def promise(self) -> Promise:

@@ -54,25 +54,12 @@ def check_prediction(engine: Engine, batches: Sequence[Batch], run: RunSpec, pla
     if not meter.is_complete:
         terms = ()  # steps so unlike that nobody looked at the worst moment: the wire can be judged all the same
     foretold = {str(term): predicted.memory_terms.get(term, 0) for term in terms}
-    # a rank with several stages may gather for a forward's sake while it is in a backward
-    is_blurred = plan.mesh.pp > 1 and plan.pipeline.virtual_stages > 1
-    rows = (predicted.traffic, meter.traffic)
-    return judge(*rows, foretold, meter.peak.terms, tensors=tensors, by_phase=not is_blurred)
+    return judge(predicted.traffic, meter.traffic, foretold, meter.peak.terms, tensors=tensors)
 
 
-def judge(
-    said: Traffic,
-    sent: Traffic,
-    foretold: Mapping[str, int],
-    held: Mapping[str, int],
-    *,
-    tensors: int,
-    by_phase: bool = True,
-) -> Check:
-    """One rank's traffic rows and memory terms, as told and as found; terms that were not told are not judged.
-
-    `by_phase`: forward's gathers are judged apart from backward's."""
-    told, found = _wire(said, by_phase=by_phase), _wire(sent, by_phase=by_phase)
+def judge(said: Traffic, sent: Traffic, foretold: Mapping[str, int], held: Mapping[str, int], *, tensors: int) -> Check:
+    """One rank's traffic rows and memory terms, as told and as found; terms that were not told are not judged."""
+    told, found = _wire(said), _wire(sent)
     for key in sorted(set(told) | set(found)):
         expected, real = told.get(key, 0), found.get(key, 0)
         if abs(real - expected) > SHARE * max(expected, real):
@@ -117,13 +104,8 @@ def _is_told_of(engine: Engine) -> bool:
     return dist.get_rank() == 0 or (not engine.parts and engine.topology.pp_degree == 1)
 
 
-def _wire(rows: Traffic, *, by_phase: bool) -> dict[tuple[str, str, str], int]:
-    found: dict[tuple[str, str, str], int] = {}
-    for row in (row for row in rows if row["bytes"]):
-        is_joined = row["collective"] == "all_gather" and not by_phase
-        key = (row["axis"], row["collective"], "forward and backward" if is_joined else row["phase"])
-        found[key] = found.get(key, 0) + int(row["bytes"])
-    return found
+def _wire(rows: Traffic) -> dict[tuple[str, str, str], int]:
+    return {(row["axis"], row["collective"], row["phase"]): int(row["bytes"]) for row in rows if row["bytes"]}
 
 
 def _wrong(what: str, expected: str, found: str) -> Check:

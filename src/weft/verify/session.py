@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.core.errors import PipelineError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.tensor_grid import row_chunks
@@ -22,7 +23,7 @@ from weft.engine.engine import Engine
 from weft.engine.optim import OptimizerPolicy
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
-from weft.schedule import check_request
+from weft.schedule import Calls, check_request
 from weft.train.process import Process
 from weft.train.rate import learning_rate_at
 from weft.verify.checks import check_same_bits, check_scalars
@@ -66,6 +67,7 @@ class Session:
         until_wrong: bool = False,
     ) -> Verdict:
         """The verdict on `plan`; `until_wrong` ends after the first stage that finds something."""
+        require_enough_steps(plan, steps=self.steps)
         began_s = time.perf_counter()
         gc.collect()  # the groups of earlier engines end with their last reference, which may be in a cycle
         checks: list[Check] = []
@@ -195,6 +197,22 @@ class Session:
         if self.process.world_size > 1:
             dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
         return bool(wrong.item())
+
+
+def require_enough_steps(plan: Plan, *, steps: int) -> None:
+    """The collectives of the last step are judged, which is to be full; and the evaluation after the first one drains.
+
+    Asked before anything trains, so that every rank refuses."""
+    pipeline = plan.pipeline
+    if plan.mesh.pp == 1 or not pipeline.never_drains:
+        return
+    calls = Calls(name=pipeline.schedule, num_ranks=plan.mesh.pp, num_microbatches=pipeline.microbatches)
+    least = 2 + calls.delay
+    if steps < least:
+        raise PipelineError(
+            f"{steps} steps do not fill {pipeline.schedule} over {plan.mesh.pp} ranks after the first evaluation",
+            hint=f"verify it with --steps {least} or more",
+        )
 
 
 def _no_schedule(plan: Plan, microbatches: int) -> list[str]:

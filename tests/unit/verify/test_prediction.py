@@ -33,10 +33,3 @@ def test_states_that_are_not_sharded_are_named() -> None:
     check = judge(TRAFFIC, TRAFFIC, MEMORY, whole, tensors=20)
     assert not check.ok
     assert "optimizer_state" in check.detail
-
-
-def test_where_phases_blur_gathers_are_judged_together_and_still_judged() -> None:
-    moved = [{**TRAFFIC[0], "phase": "backward"}, TRAFFIC[1]]
-    assert not judge(TRAFFIC, moved, MEMORY, MEMORY, tensors=20).ok
-    assert judge(TRAFFIC, moved, MEMORY, MEMORY, tensors=20, by_phase=False).ok
-    assert not judge(TRAFFIC, [*moved, TRAFFIC[0]], MEMORY, MEMORY, tensors=20, by_phase=False).ok

@@ -110,6 +110,15 @@ class Sharded(Strategy):
             unit.set_reshard_after_backward(is_done or not self.stage_policy.keep_gathered, recurse=False)
         yield
 
+    def keep_apart(self, stages: Sequence[Sequence[str]]) -> None:
+        """A backward gathers ahead inside its own stage alone. By itself `fully_shard` goes by the order of forwards,
+        where those of other stages and micro-batches come between. Who gathers itself ahead gathers nothing."""
+        self.root.set_modules_to_backward_prefetch([self.root])
+        for blocks in stages:
+            units = [unit for unit in map(self.module.get_submodule, blocks) if isinstance(unit, FSDPModule)]
+            for before, unit in zip([*units[:1], *units], units, strict=False):
+                unit.set_modules_to_backward_prefetch([before])
+
     @contextmanager
     def first_half(self) -> Iterator[None]:
         self.root.set_is_last_backward(False)

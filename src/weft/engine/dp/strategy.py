@@ -26,6 +26,9 @@ class Strategy:
         """As `microbatch`, for a backward of one pipeline stage; `is_very_last`: of all stages that the rank has."""
         return self.microbatch(is_last=is_very_last)
 
+    def keep_apart(self, stages: Sequence[Sequence[str]]) -> None:
+        """Told once: the blocks of each pipeline stage that the rank has."""
+
     def first_half(self) -> AbstractContextManager[None]:
         """Around a backward whose weights' gradients come later: nothing travels yet."""
         return nullcontext()
