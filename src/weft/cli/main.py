@@ -14,6 +14,7 @@ from weft.cli.dryrun import dryrun
 from weft.cli.export import export
 from weft.cli.plan import plan
 from weft.cli.report import report
+from weft.cli.server import server_app
 from weft.cli.train import train
 from weft.cli.verify import verify
 from weft.core.errors import InputError, WeftError
@@ -34,6 +35,7 @@ app.command()(train)
 app.command()(verify)
 app.command()(export)
 app.command()(report)
+app.add_typer(server_app)
 
 
 def _show_version(wanted: bool) -> None:

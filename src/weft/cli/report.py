@@ -12,12 +12,21 @@ import typer
 
 def report(
     run: Annotated[Path, typer.Argument(help="The run folder.")],
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--beside", metavar="<path>", help="Another run on parameter servers, drawn in the same charts; repeatable."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the page's path as JSON on stdout.")] = False,
 ) -> None:
-    """Draw a run: one self-contained page with curves, memory, number formats and coverage."""
+    """Draw a run: one self-contained page with curves, memory, number formats and coverage.
+
+    Of a run on parameter servers: curves, staleness, the load of servers and workers, hot keys and restarts.
+    """
     from weft.report import write_report
 
-    page = write_report(run)
+    page = write_report(run, beside=beside or [])
     if as_json:
         print(json.dumps({"report": str(page)}))
     else:

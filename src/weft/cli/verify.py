@@ -32,7 +32,11 @@ def verify(
     device: Annotated[Device, typer.Option(help="Where to verify; auto is GPUs where there are enough.")] = Device.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
 ) -> None:
-    """Compare a plan's losses, gradients, norms, weights, resume and export with a one-process reference."""
+    """Compare a plan's losses, gradients, norms, weights, resume and export with a one-process reference.
+
+    A run.toml with a [server] table is verified on parameter servers: every optimizer, mode and layout."""
+    if run is not None and _is_server_run(run):
+        _verify_server(run, steps=steps, as_is=as_is, settings=settings or [], as_json=as_json, unfit=(plan, nproc))
     from weft.cli.resolve import require_known_sections, resolve_plan, resolve_run
     from weft.core.batching import require_divisible
     from weft.core.plan import Plan, require_executable
@@ -63,6 +67,34 @@ def verify(
         write_matrix(answer.as_dict(), matrix)
         print(f"open {matrix}", file=sys.stderr)
     raise typer.Exit(code=0 if answer.ok else 1)
+
+
+def _is_server_run(path: Path) -> bool:
+    from weft.core.config import read_toml
+
+    return "server" in read_toml(path)
+
+
+def _verify_server(
+    path: Path, *, steps: int, as_is: bool, settings: list[str], as_json: bool, unfit: tuple[Any, ...]
+) -> None:
+    from weft.cli.server import require_numba, resolve
+    from weft.core.errors import BadValueError
+
+    if any(given is not None for given in unfit):
+        raise BadValueError(
+            "--plan and --nproc are for collectives; this run.toml is for parameter servers",
+            hint="leave them out: every layout of workers and servers is verified",
+        )
+    spec = resolve(path, settings)
+    require_numba()
+    from weft.verify.server import verify_server
+
+    verdict = verify_server(spec, steps=steps, as_is=as_is)
+    print(verdict.text(), file=sys.stderr)
+    if as_json:
+        print(json.dumps(verdict.as_dict()))
+    raise typer.Exit(code=0 if verdict.ok else 1)
 
 
 def _carry_out(request: Request, *, num_ranks: int) -> list[Verdict]:

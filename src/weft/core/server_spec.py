@@ -36,7 +36,7 @@ class ClickDataSpec(Section):
         description="'clicks' (a generated log), or CSV / TSV / parquet files in the Criteo layout: label, numeric "
         "fields I1.., categorical fields C1..",
     )
-    samples: int = Field(default=200_000, ge=1, description="of the generated log")
+    samples: int = Field(default=500_000, ge=1, description="of the generated log")
     categorical: int = Field(default=26, ge=1, description="categorical fields")
     numeric: int = Field(default=13, ge=0, description="numeric fields")
     vocabulary: int = Field(default=100_000, ge=2, description="of the generated log: values of a categorical field")
@@ -47,7 +47,7 @@ class ClickDataSpec(Section):
 class SparseSpec(Section):
     """The table of embedding rows."""
 
-    optimizer: RowOptimizer = RowOptimizer()
+    optimizer: RowOptimizer = RowOptimizer(learning_rate=0.02)
     init: RowInit = RowInit()
     admit_after: int = Field(default=1, ge=1, description="pushes before a key gets a row")
     eviction: Eviction = Eviction()
@@ -58,11 +58,11 @@ class DenseSpec(Section):
     place: Literal["servers", "replicated"] = Field(
         default="servers", description="servers | replicated (with all-reduce among workers)"
     )
-    optimizer: RowOptimizer = RowOptimizer(kind="adam", learning_rate=1e-3)
+    optimizer: RowOptimizer = RowOptimizer(kind="adam", learning_rate=3e-3)
 
 
 class ServerTrainSpec(Section):
-    steps: int = Field(default=300, ge=1, description="global batches")
+    steps: int = Field(default=800, ge=1, description="global batches")
     global_batch: int = Field(default=512, ge=1, description="samples a step over all workers")
     seed: int = Field(default=0, ge=0, description="of initial values, the generated log and data order")
 
@@ -103,7 +103,7 @@ class ServerSpec(Section):
         """Steps that a pull may be ahead of the oldest unfinished one; None: never waits."""
         if self.mode == "sync":
             return 0
-        return self.staleness if self.mode == "async" and self.staleness != FREE else None
+        return self.staleness if self.mode == "async" and isinstance(self.staleness, int) else None
 
     @property
     def is_aggregated(self) -> bool:

@@ -53,11 +53,11 @@ def draw_sources(folder: RunFolder) -> Chart | None:
     names = term_names(MemoryTerm, (term for term in terms if term != OUTSIDE))
     sizes = {term: [number(table(terms, term).get(source)) or 0.0 for source in sources] for term in names}
     sizes = {term: values for term, values in sizes.items() if any(values)}
-    unit, scale = _byte_unit(max(number(total.get(source)) or 0.0 for source in sources))
-    figure = _stack_figure([readable(name) for name in sources], sizes, title=unit, scale=scale, show=format_bytes)
+    unit, scale = byte_unit(max(number(total.get(source)) or 0.0 for source in sources))
+    figure = stack_figure([readable(name) for name in sources], sizes, title=unit, scale=scale, show=format_bytes)
     told = [f"{readable(source)} {format_bytes(number(total.get(source)) or 0.0)}" for source in sources]
     caption = f"The worst moment of a step: {', '.join(told)}."
-    return Chart(key="sources", title="Memory by term", caption=caption, figure=figure, legend=_legend(list(sizes)))
+    return Chart(key="sources", title="Memory by term", caption=caption, figure=figure, legend=legend_of(list(sizes)))
 
 
 def draw_memory(folder: RunFolder) -> Chart | None:
@@ -68,11 +68,11 @@ def draw_memory(folder: RunFolder) -> Chart | None:
     shown.sort(key=lambda rank: number(rank.get("rank")) or 0)
     names = term_names(MemoryTerm, (term for rank in shown for term in table(rank, "terms")))
     sizes = {term: [number(table(rank, "terms").get(term)) or 0.0 for rank in shown] for term in names}
-    unit, scale = _byte_unit(max(map(_peak, shown)))
+    unit, scale = byte_unit(max(map(_peak, shown)))
     bars = [str(rank.get("rank", "?")) for rank in shown]
-    figure = _stack_figure(bars, sizes, title=unit, scale=scale, show=format_bytes, bar_title="rank")
+    figure = stack_figure(bars, sizes, title=unit, scale=scale, show=format_bytes, bar_title="rank")
     caption = _memory_caption(ranks, shown)
-    return Chart(key="memory", title="Memory per rank", caption=caption, figure=figure, legend=_legend(names))
+    return Chart(key="memory", title="Memory per rank", caption=caption, figure=figure, legend=legend_of(names))
 
 
 def draw_time(folder: RunFolder) -> Chart | None:
@@ -87,11 +87,11 @@ def draw_time(folder: RunFolder) -> Chart | None:
     seconds = {name: [_seconds(terms, name, source) for source in sources] for name in names}
     names = [name for name in names if any(seconds[name])] or names
     seconds = {name: seconds[name] for name in names}
-    figure = _stack_figure(sources, seconds, title="seconds a step", scale=1, show=format_seconds)
+    figure = stack_figure(sources, seconds, title="seconds a step", scale=1, show=format_seconds)
     step_s = number(time.get("step_s"))
     median = f"Median step {format_seconds(step_s)}. " if step_s else ""
     caption = f"{median}The largest part is {readable(max(names, key=lambda name: seconds[name][0]))}."
-    return Chart(key="time", title="Time of a step", caption=caption, figure=figure, legend=_legend(names))
+    return Chart(key="time", title="Time of a step", caption=caption, figure=figure, legend=legend_of(names))
 
 
 def _seconds(terms: Mapping[str, dict[str, Any]], name: str, source: str) -> float:
@@ -100,7 +100,7 @@ def _seconds(terms: Mapping[str, dict[str, Any]], name: str, source: str) -> flo
     return 0.0 if name == TimeTerm.FORWARD_BACKWARD and has_parts else number(terms[name].get(source)) or 0.0
 
 
-def _stack_figure(
+def stack_figure(
     bars: Sequence[str],
     terms: Mapping[str, Sequence[float]],
     *,
@@ -135,7 +135,7 @@ def _frame(*, num_bars: int, is_flat: bool, title: str, bar_title: str) -> go.Fi
     return new_figure(height=height, barmode="stack", bargap=0.32, **sides)
 
 
-def _legend(terms: Sequence[str]) -> tuple[Entry, ...]:
+def legend_of(terms: Sequence[str]) -> tuple[Entry, ...]:
     return tuple(
         Entry(words=readable(term), colour=series_colour(index), drawn="bar") for index, term in enumerate(terms)
     )
@@ -146,7 +146,7 @@ def _peak(rank: dict[str, Any]) -> float:
     return told or sum(number(size) or 0.0 for size in table(rank, "terms").values())
 
 
-def _byte_unit(num_bytes: float) -> tuple[str, int]:
+def byte_unit(num_bytes: float) -> tuple[str, int]:
     return next(((unit, scale) for unit, scale in _BYTE_UNITS if num_bytes >= scale), ("B", 1))
 
 

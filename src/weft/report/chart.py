@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 import plotly.graph_objects as go
 
-from weft.core.records import StepRecord
 from weft.report.palette import light
-from weft.report.series import Points
+from weft.report.series import Numbered, Points
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 HEIGHT = 290  # pixels
@@ -88,7 +87,7 @@ def axis(title: str, **settings: Any) -> dict[str, Any]:
     }
 
 
-def step_figure(steps: Sequence[StepRecord], *, title: str, **settings: Any) -> go.Figure:
+def step_figure(steps: Sequence[Numbered], *, title: str, **settings: Any) -> go.Figure:
     """A figure over steps; `settings` are the y axis's."""
     x_axis = axis("step", showgrid=False, tickformat=",d")
     if steps and steps[-1].step - steps[0].step < 8:

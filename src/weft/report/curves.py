@@ -13,7 +13,7 @@ from weft.core.units import format_count
 from weft.report.chart import Chart, Entry, add_line, mark_steps, step_figure
 from weft.report.facts import counted
 from weft.report.folder import RunFolder, number, table
-from weft.report.series import Points, smooth, smooth_width, thin
+from weft.report.series import Numbered, Points, smooth, smooth_width, thin
 
 LOG_RATIO = 20.0  # a curve that spans more than this is easier to read on a log axis
 MAX_SCALE_TICKS = 10
@@ -39,11 +39,12 @@ def resume_steps(folder: RunFolder) -> list[int]:
     return sorted({*folder.metrics.resumed_after, *([told] if isinstance(told, int) else [])})
 
 
-def draw_loss(steps: Sequence[StepRecord], *, resumed: Sequence[int] = ()) -> Chart | None:
+def draw_loss(steps: Sequence[Numbered], *, resumed: Sequence[int] = (), over: str = "tokens") -> Chart | None:
+    """`over`: what a step's loss is the mean of."""
     losses, evals = points_of(steps, "loss"), points_of(steps, "eval_loss")
     if not losses and not evals:
         return None
-    figure = step_figure(steps, title="loss (mean over tokens)")
+    figure = step_figure(steps, title=f"loss (mean over {over})")
     width = smooth_width(len(losses))
     legend = []
     if losses:
@@ -95,17 +96,17 @@ def draw_grad_norm(steps: Sequence[StepRecord]) -> Chart | None:
     return Chart(key="grad-norm", title="Gradient norm", caption=caption, figure=figure)
 
 
-def draw_throughput(steps: Sequence[StepRecord]) -> Chart | None:
-    points = [(x, y) for x, y in points_of(steps, "tokens_per_s") if y > 0]
+def draw_throughput(steps: Sequence[Numbered], *, of: str = "tokens", by: str = "ranks") -> Chart | None:
+    points = [(x, y) for x, y in points_of(steps, f"{of}_per_s") if y > 0]
     if not points:
         return None
     middle = statistics.median(y for _, y in points)
-    figure = step_figure(steps, title="tokens / s", rangemode="tozero")
-    add_line(figure, thin(points), name="tokens / s", colour="teal", width=1.4)
+    figure = step_figure(steps, title=f"{of} / s", rangemode="tozero")
+    add_line(figure, thin(points), name=f"{of} / s", colour="teal", width=1.4)
     ends = [(points[0][0], middle), (points[-1][0], middle)]
     add_line(figure, ends, name="median", colour="muted", width=1.2, line={"dash": "dash"}, mode="lines")
     slowest = min(points, key=lambda point: point[1])
-    caption = f"Median {format_count(middle)} tokens/s over all ranks; slowest at step {slowest[0]:,.0f}."
+    caption = f"Median {format_count(middle)} {of}/s over all {by}; slowest at step {slowest[0]:,.0f}."
     return Chart(key="throughput", title="Throughput", caption=caption, figure=figure)
 
 
@@ -121,7 +122,7 @@ def draw_loss_scale(steps: Sequence[StepRecord]) -> Chart | None:
     return Chart(key="loss-scale", title="Loss scale", caption=caption, figure=figure)
 
 
-def points_of(steps: Sequence[StepRecord], field: str) -> Points:
+def points_of(steps: Sequence[Numbered], field: str) -> Points:
     """(step, value) where the value is a finite number."""
     pairs = ((step.step, number(getattr(step, field))) for step in steps)
     return [(x, y) for x, y in pairs if y is not None]
@@ -140,7 +141,7 @@ def _scale_ticks(points: Points) -> dict[str, object]:
     return {"tickmode": "array", "tickvals": scales, "ticktext": [f"{scale:,.0f}" for scale in scales]}
 
 
-def _loss_caption(steps: Sequence[StepRecord], losses: Points, evals: Points) -> str:
+def _loss_caption(steps: Sequence[Numbered], losses: Points, evals: Points) -> str:
     sentences = []
     if len(losses) == 1:
         sentences.append(f"One step: {losses[0][1]:.4g}.")

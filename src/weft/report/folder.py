@@ -10,22 +10,29 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from weft.core.errors import RunFolderError
 from weft.core.records import StepRecord
+from weft.report.series import Numbered
 
 METRICS, LEDGER, RUN, PLAN = "metrics.jsonl", "ledger.json", "run.toml", "plan.toml"
 PIPELINE = "pipeline.json"  # of runs with a pipeline only
+SERVER = "server.json"  # of runs on parameter servers only
+MAX_NUMBER = 1e200
+MAX_STEP = 2**53  # beyond it a number of a page is no longer exact
+
+Step = TypeVar("Step", bound=Numbered)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metrics:
+class Metrics(Generic[Step]):
     """The steps of the run as it counts, and what happened to the lines that do not."""
 
-    steps: tuple[StepRecord, ...] = ()
+    steps: tuple[Step, ...] = ()
     resumed_after: tuple[int, ...] = ()  # the last step kept before each rewind
     num_repeated: int = 0
     num_unreadable: int = 0
@@ -36,7 +43,7 @@ class RunFolder:
     """Everything the page needs. Tables are empty and texts None where a file is missing; `remarks` says so."""
 
     path: Path
-    metrics: Metrics
+    metrics: Metrics[StepRecord]
     ledger: dict[str, Any]
     run: dict[str, Any]
     plan: dict[str, Any]
@@ -48,11 +55,11 @@ class RunFolder:
 
 def read_folder(run_dir: Path) -> RunFolder:
     """The run folder at `run_dir`; RunFolderError where there is no run to draw."""
-    _require_run(run_dir)
+    require_run(run_dir)
     remarks: list[str] = []
-    run_text, run = _read_document(run_dir / RUN, remarks)
-    plan_text, plan = _read_document(run_dir / PLAN, remarks)
-    metrics = _read_metrics(run_dir / METRICS, remarks)
+    run_text, run = read_document(run_dir / RUN, remarks)
+    plan_text, plan = read_document(run_dir / PLAN, remarks)
+    metrics = read_metrics(run_dir / METRICS, remarks, parse=_parse_step)
     ledger = _read_ledger(run_dir / LEDGER, remarks)
     pipeline = _read_pipeline(run_dir / PIPELINE, remarks)
     return RunFolder(
@@ -66,6 +73,15 @@ def read_folder(run_dir: Path) -> RunFolder:
         remarks=tuple(remarks),
         pipeline=pipeline,
     )
+
+
+def is_server_run(run_dir: Path) -> bool:
+    """Told by the [server] table of run.toml; where that cannot be read, by the other files."""
+    unsaid: list[str] = []  # whoever reads the folder remarks on it
+    _, run = read_document(run_dir / RUN, unsaid)
+    if run:
+        return isinstance(run.get("server"), dict)
+    return (run_dir / SERVER).is_file() or read_json(run_dir / LEDGER, unsaid).get("kind") == "server"
 
 
 def table(tables: Any, *keys: str) -> dict[str, Any]:
@@ -82,13 +98,13 @@ def rows(tables: Any, key: str) -> list[dict[str, Any]]:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """A finite number, or None; so is one whose sums would not be finite, since JSON has no infinity."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    return float(value) if abs(value) < MAX_NUMBER else None  # false for NaN too
 
 
-def _require_run(run_dir: Path) -> None:
+def require_run(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise RunFolderError(f"there is no run folder {run_dir}", hint="give the folder that `weft train --out` wrote")
     if not (run_dir / METRICS).is_file() and not (run_dir / RUN).is_file():
@@ -108,7 +124,7 @@ def _read_text(path: Path, remarks: list[str]) -> str | None:
     return None
 
 
-def _read_document(path: Path, remarks: list[str]) -> tuple[str | None, dict[str, Any]]:
+def read_document(path: Path, remarks: list[str]) -> tuple[str | None, dict[str, Any]]:
     text = _read_text(path, remarks)
     try:
         return text, tomllib.loads(text or "")
@@ -118,34 +134,34 @@ def _read_document(path: Path, remarks: list[str]) -> tuple[str | None, dict[str
 
 
 def _read_ledger(path: Path, remarks: list[str]) -> dict[str, Any]:
-    text = _read_text(path, remarks)
-    if text is None:
+    if not path.exists():
+        remarks.append(f"{path.name} is missing.")
         remarks.append(
             "Without the ledger there is nothing to say about memory terms, time terms, dtypes and coverage."
         )
         return {}
-    return _parse_json(text, path.name, remarks)
+    return read_json(path, remarks)
 
 
 def _read_pipeline(path: Path, remarks: list[str]) -> dict[str, Any]:
     """Of a run with a pipeline; any other has no such file, and nothing to say about it."""
-    text = _read_text(path, remarks) if path.exists() else None
-    return _parse_json(text, path.name, remarks) if text is not None else {}
+    return read_json(path, remarks) if path.exists() else {}
 
 
-def _parse_json(text: str, name: str, remarks: list[str]) -> dict[str, Any]:
+def read_json(path: Path, remarks: list[str]) -> dict[str, Any]:
+    text = _read_text(path, remarks)
     try:
-        return table(json.loads(text))
-    except ValueError as error:
-        remarks.append(f"{name} is not JSON: {error}.")
+        return table(json.loads(text)) if text is not None else {}
+    except (ValueError, RecursionError) as error:
+        remarks.append(f"{path.name} is not JSON: {error}.")
         return {}
 
 
-def _read_metrics(path: Path, remarks: list[str]) -> Metrics:
+def read_metrics(path: Path, remarks: list[str], *, parse: Callable[[str], Step | None]) -> Metrics[Step]:
     text = _read_text(path, remarks)
     if text is None:
         return Metrics()
-    metrics = _replay(text)
+    metrics = _replay(text, parse)
     if not metrics.steps:
         remarks.append(f"{path.name} holds no step: the run ended before its first step was done.")
     elif metrics.steps[0].step > 1:
@@ -157,14 +173,14 @@ def _read_metrics(path: Path, remarks: list[str]) -> Metrics:
     return metrics
 
 
-def _replay(text: str) -> Metrics:
-    kept: list[StepRecord] = []
+def _replay(text: str, parse: Callable[[str], Step | None]) -> Metrics[Step]:
+    kept: list[Step] = []
     resumed_after: list[int] = []
     num_repeated = num_unreadable = 0
     for line in text.splitlines():
         if not line.strip():
             continue
-        record = _parse_step(line)
+        record = parse(line)
         if record is None:
             num_unreadable += 1
             continue
@@ -184,12 +200,20 @@ def _replay(text: str) -> Metrics:
 
 def _parse_step(line: str) -> StepRecord | None:
     """A line as a record; a quantity that is missing or no number is NaN: a gap in the curve, not a false zero."""
-    try:
-        fields = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(fields, dict) or not isinstance(fields.get("step"), int):
+    fields = step_fields(line)
+    if fields is None:
         return None
     defaults = {"loss": math.nan, "grad_norm": math.nan, "tokens": 0, "learning_rate": math.nan}
     given = {key: value for key, value in fields.items() if isinstance(value, int | float)}
     return StepRecord.from_dict({**defaults, **given})
+
+
+def step_fields(line: str) -> dict[str, Any] | None:
+    """What a line of metrics.jsonl holds; None where it is no step."""
+    try:
+        fields = table(json.loads(line))
+    except (ValueError, RecursionError):
+        return None
+    step = fields.get("step")
+    is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < MAX_STEP
+    return fields if is_step else None

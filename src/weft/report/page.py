@@ -1,113 +1,59 @@
-"""Puts the page together and writes it: folder -> facts, charts, tables -> page.html -> report.html.
-
-The page asks the network for nothing. Its policy forbids that outright, and allows only the two scripts whose digests
-are in it, so that not even a name that slipped through the escaping could run.
-The same folder gives the same bytes: no clock, no random ids.
-"""
+"""The page of a training run: folder -> facts, charts, tables -> sections. The page around them is in shell."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import os
-from collections.abc import Callable, Sequence
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 
-from plotly.offline import get_plotlyjs
-
-from weft.core.errors import RunFolderError
 from weft.core.units import format_bytes, format_count, format_seconds
-from weft.report import tables
+from weft.report import shell, tables
 from weft.report.bars import draw_bars
-from weft.report.chart import Chart, Entry
 from weft.report.coverage_table import coverage
 from weft.report.curves import draw_curves
 from weft.report.facts import Facts, gather_facts, steps_phrase, verdict
 from weft.report.folder import PLAN, RUN, RunFolder, read_folder, table
-from weft.report.markup import ABSENT, NOTHING, Markup, facts_list, fold, join, script_json, section, tag, text
-from weft.report.palette import css_variables, dark_of_light
+from weft.report.markup import NOTHING, Markup, facts_list, join, section, tag, text
 from weft.report.pipeline import draw_pipeline, pipeline_tables
-
-REPORT = "report.html"
-
-_STATUS_KIND = {"finished": "good", "stopped": "warn", "failed": "bad"}
+from weft.report.shell import chart_boxes, document, tile
 
 
 def write_page(run_dir: Path) -> Path:
     """Read, draw, write; returns the path of report.html."""
-    page = render(read_folder(Path(run_dir)))
-    target = Path(run_dir) / REPORT
-    draft = target.with_name(f"{REPORT}.{os.getpid()}.tmp")
-    try:
-        draft.write_text(page, encoding="utf-8", newline="\n")
-        draft.replace(target)  # in one move: a reader never sees half a page
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise RunFolderError(
-            f"{target} cannot be written: {error.strerror}", hint="check space and permissions"
-        ) from None
-    return target
+    return shell.write_text(Path(run_dir), render(read_folder(Path(run_dir))))
 
 
 def render(folder: RunFolder) -> str:
     """The page as text."""
     facts = gather_facts(folder)
-    plotly, draw = _script(get_plotlyjs()), _script(_resource("draw.js"))
-    return Template(_resource("page.html")).substitute(
-        policy=_policy(plotly, draw),
-        title=text(f"{facts.model} · {steps_phrase(facts)} · weft"),
-        colours=css_variables(),
-        style=_resource("style.css"),
-        head=_head(facts, folder),
-        pipeline_link=tag("a", text("Pipeline"), href="#pipeline") + " " if folder.pipeline else "",
+    return shell.fill(
+        title=f"{facts.model} · {steps_phrase(facts)}",
+        head=shell.head(title=facts.model, status=facts.status, verdict=verdict(facts), remarks=folder.remarks),
+        links=_links(folder),
         main=_main(facts, folder),
-        palette=script_json(dark_of_light()),
-        plotly=plotly,
-        draw=draw,
     )
 
 
-def _resource(name: str) -> str:
-    return files("weft.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _script(source: str) -> str:
-    # A browser reads \r\n as \n before it takes the digest; a script with \r would be refused.
-    return source.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _policy(*scripts: str) -> str:
-    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
-
-
-def _head(facts: Facts, folder: RunFolder) -> Markup:
-    kind = _STATUS_KIND.get(facts.status, "plain")
-    word = "no record of the end" if facts.status == "unknown" else facts.status
-    title = tag("h1", text(facts.model), Markup(" "), tag("span", text(word), class_=f"chip status {kind}"))
-    return join([title, tag("p", text(verdict(facts)), class_="verdict"), _remarks(folder.remarks)])
-
-
-def _remarks(remarks: Sequence[str]) -> Markup:
-    if not remarks:
-        return NOTHING
-    items = (tag("li", text(remark)) for remark in remarks)
-    return tag("aside", tag("strong", text("What to know about this folder")), tag("ul", *items), aria_label="Remarks")
+def _links(folder: RunFolder) -> list[tuple[str, str]]:
+    return [
+        ("curves", "Curves"),
+        ("costs", "Memory, traffic and time"),
+        *([("pipeline", "Pipeline")] if folder.pipeline else []),
+        ("precision", "Precision"),
+        ("coverage", "Coverage"),
+        ("checkpoints", "Checkpoints"),
+        ("documents", "Plan and run"),
+        ("environment", "Environment"),
+    ]
 
 
 def _main(facts: Facts, folder: RunFolder) -> Markup:
     curves, bars = draw_curves(folder), draw_bars(folder)
     steps = folder.metrics.steps
-    curves_body = _charts(curves) if curves else tables.absent("No step was recorded, so there is no curve to draw.")
+    curves_body = (
+        chart_boxes(curves) if curves else tables.absent("No step was recorded, so there is no curve to draw.")
+    )
     by_term = (tables.memory_terms(folder), tables.time_terms(folder), tables.traffic(folder))
     terms = tag("div", *by_term, tables.collectives(folder), class_="columns")
-    costs = _charts(bars) if bars else tables.absent("No memory or time terms were recorded.")
+    costs = chart_boxes(bars) if bars else tables.absent("No memory or time terms were recorded.")
     return join(
         [
             tag("div", *_tiles(facts), class_="tiles"),
@@ -130,7 +76,7 @@ def _pipeline(folder: RunFolder) -> Markup:
     charts = draw_pipeline(folder.pipeline)
     if not charts:
         return tables.absent("pipeline.json does not hold the timeline of a schedule.")
-    return join([_charts(charts), pipeline_tables(folder.pipeline)])
+    return join([chart_boxes(charts), pipeline_tables(folder.pipeline)])
 
 
 def _tiles(facts: Facts) -> list[Markup]:
@@ -138,14 +84,14 @@ def _tiles(facts: Facts) -> list[Markup]:
     trainable = f"{format_count(facts.trainable_parameters or 0)} trainable" if is_partly_frozen else ""
     seen = f"{format_count(facts.tokens)} tokens seen" if facts.tokens else ""
     return [
-        _tile("Final loss", facts.final_loss, show="{:.4g}".format, note=_loss_note(facts)),
-        _tile("Evaluation loss", facts.eval_loss, show="{:.4g}".format, note="held-out data"),
-        _tile("Tokens / s", facts.tokens_per_s, show=format_count, note="median over the steps"),
-        _tile("Step time", facts.step_s, show=format_seconds, note="median over the steps"),
-        _tile("Peak memory", facts.peak_bytes, show=format_bytes, note="largest rank"),
-        _tile("Parameters", facts.parameters, show=format_count, note=trainable),
-        _tile("Steps", facts.steps_done, show="{:,}".format, note=_steps_note(facts)),
-        _tile("Time", facts.elapsed_s, show=format_seconds, note=seen),
+        tile("Final loss", facts.final_loss, show="{:.4g}".format, note=_loss_note(facts)),
+        tile("Evaluation loss", facts.eval_loss, show="{:.4g}".format, note="held-out data"),
+        tile("Tokens / s", facts.tokens_per_s, show=format_count, note="median over the steps"),
+        tile("Step time", facts.step_s, show=format_seconds, note="median over the steps"),
+        tile("Peak memory", facts.peak_bytes, show=format_bytes, note="largest rank"),
+        tile("Parameters", facts.parameters, show=format_count, note=trainable),
+        tile("Steps", facts.steps_done, show="{:,}".format, note=_steps_note(facts)),
+        tile("Time", facts.elapsed_s, show=format_seconds, note=seen),
     ]
 
 
@@ -161,54 +107,9 @@ def _steps_note(facts: Facts) -> str:
     return ", ".join(part for part in (asked, skipped) if part)
 
 
-def _tile(name: str, value: float | None, *, show: Callable[[float], str], note: str) -> Markup:
-    return tag(
-        "div",
-        tag("span", text(name), class_="name"),
-        tag("span", ABSENT if value is None else text(show(value)), class_="value"),
-        tag("span", text(note), class_="muted"),
-        class_="tile",
-    )
-
-
-def _charts(charts: Sequence[Chart]) -> Markup:
-    return tag("div", *map(_chart, charts), class_="charts")
-
-
-def _chart(chart: Chart) -> Markup:
-    """The figure's box keeps its height before it is drawn, so the page does not jump."""
-    box = tag(
-        "div",
-        class_="plot",
-        data_figure=f"figure-{chart.key}",
-        role="img",
-        aria_label=f"{chart.title}. {chart.caption}",
-        style=f"min-height: {chart.height}px",
-    )
-    spec = tag("script", script_json(chart.as_json()), type="application/json", id=f"figure-{chart.key}")
-    words = tag("figcaption", tag("h3", text(chart.title)), tag("p", text(chart.caption)), _legend(chart.legend))
-    return tag("figure", words, box, spec, class_="wide" if chart.is_wide else "half")
-
-
-def _legend(entries: Sequence[Entry]) -> Markup:
-    if not entries:
-        return NOTHING
-    return tag("ul", *(tag("li", _swatch(entry), text(entry.words)) for entry in entries), class_="legend")
-
-
-def _swatch(entry: Entry) -> Markup:
-    return tag("span", class_=f"swatch {entry.drawn}", style=f"color: var(--{entry.colour})", aria_hidden="true")
-
-
 def _documents(folder: RunFolder) -> Markup:
-    blocks = [_document(PLAN, folder.plan_text), _document(RUN, folder.run_text)]
+    blocks = [document(PLAN, folder.plan_text), document(RUN, folder.run_text)]
     return tag("div", *blocks, class_="columns")
-
-
-def _document(name: str, content: str | None) -> Markup:
-    if content is None:
-        return tables.absent(f"{name} is missing.")
-    return fold(tag("code", text(name)), tag("pre", tag("code", text(content)), tabindex="0"), is_open=True)
 
 
 def _environment(facts: Facts, folder: RunFolder) -> Markup:

@@ -6,10 +6,18 @@ Smoothing is a centred mean over i-h .. i+h with h = min(width, i, n-1-i): no la
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Protocol
 
 MAX_POINTS = 2_000
 
 Points = list[tuple[float, float]]
+
+
+class Numbered(Protocol):
+    """One step of a run, whatever kind of run it is."""
+
+    @property
+    def step(self) -> int: ...
 
 
 def smooth_width(num_points: int) -> int:

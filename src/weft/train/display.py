@@ -5,57 +5,21 @@ Everything goes to stderr: stdout belongs to data. Ranks other than 0 say nothin
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from weft.core.records import DtypeRecord, StepRecord
 from weft.core.units import format_bytes, format_count, format_seconds
 from weft.train.cost_table import cost_table
+from weft.train.progressing import Progressing
 
 
-class Display:
+class Display(Progressing):
     """The voice of rank 0; silent on every other."""
 
-    def __init__(self, *, is_speaking: bool, total_steps: int, every: int) -> None:
-        self.console = Console(file=sys.stderr, quiet=not is_speaking, soft_wrap=True)
-        self._is_live = is_speaking and self.console.is_terminal
-        self._total = total_steps
-        self._every = every
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
-
-    def line(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False)
-
-    def start(self, *, done: int) -> None:
-        if not self._is_live:
-            return
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-        )
-        self._progress.start()
-        self._task = self._progress.add_task("training", total=self._total, completed=done, figures="")
-
     def step(self, record: StepRecord) -> None:
-        figures = step_figures(record)
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=record.step, figures=figures)
-        elif record.step == 1 or record.step % self._every == 0 or record.step == self._total:
-            self.line(f"step {record.step}/{self._total}  {figures}  {format_seconds(record.step_s)}/step")
-
-    def stop(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        self.advance(record.step, step_figures(record), step_s=record.step_s)
 
     def dtypes(self, records: list[DtypeRecord]) -> None:
         table = Table(title="number formats, as found after step 1", title_justify="left")

@@ -1,6 +1,7 @@
 """Proof that a layout computes the right thing: a plan's numbers against a one-process reference, check by check.
 
-The room itself is callable: `weft.verify(run, plan)` in ranks that exist already, or in one process.
+The room itself is callable: `weft.verify(run, plan)` in ranks that exist already, or in one process; a run on parameter
+servers has no plan.
 """
 
 from __future__ import annotations
@@ -10,13 +11,21 @@ from types import ModuleType
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
+from weft.core.server_spec import ServerRun
 from weft.verify.verdict import Verdict
 
 
 class _CallableRoom(ModuleType):
     """`weft.verify` is both the package and the verb."""
 
-    def __call__(self, run: RunSpec, plan: Plan, *, steps: int = 5, as_is: bool = False) -> Verdict:
+    def __call__(
+        self, run: RunSpec | ServerRun, plan: Plan | None = None, *, steps: int = 5, as_is: bool = False
+    ) -> Verdict:
+        if isinstance(run, ServerRun):
+            from weft.verify.server import verify_server
+
+            return verify_server(run, steps=steps, as_is=as_is)
+        plan = plan or Plan()
         from weft.verify.request import Request
         from weft.verify.worker import run_request
 

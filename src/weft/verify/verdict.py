@@ -22,6 +22,7 @@ RULES = {
     6: "precision is what was asked",
     7: "the loss is reduced to the logging rank",
     9: "coverage is told: what a stage promises is what it does",
+    10: "servers hold what one process would: every update once, weighted by its samples, in an order that is known",
 }
 
 # The checks that follow one run step by step: a wrong update of step 1 is the cause of a wrong loss of step 2.

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.report.folder import RunFolder, _replay, number, read_folder, rows, table
+from weft.report.folder import RunFolder, _parse_step, _replay, number, read_folder, rows, table
 
 
 def lines(*steps: int, **fields: Any) -> str:
@@ -65,7 +65,7 @@ def test_walking_a_ledger_never_fails() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 12), max_size=40))
 def test_what_is_kept_always_grows_and_ends_with_the_last_line(steps: list[int]) -> None:
-    metrics = _replay(lines(*steps))
+    metrics = _replay(lines(*steps), _parse_step)
     kept = [step.step for step in metrics.steps]
     assert kept == sorted(set(kept))
     assert len(kept) + metrics.num_repeated == len(steps)

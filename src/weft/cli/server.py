@@ -1,0 +1,175 @@
+"""`weft server`: train on parameter servers, look at a run, measure this machine, take tables out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:  # imported inside the verbs: `weft --help` must not pay for what it does not use
+    from weft.core.server_spec import ServerRun
+
+server_app = typer.Typer(
+    name="server",
+    help="Train models with huge embedding tables on parameter servers: sync, async or geo.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@server_app.command()
+def train(
+    run: Annotated[Path | None, typer.Argument(help="run.toml; without it, a click model on a generated log.")] = None,
+    servers: Annotated[int | None, typer.Option(min=1, help="Server processes.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Worker processes.")] = None,
+    mode: Annotated[str | None, typer.Option(help="sync | async | geo")] = None,
+    staleness: Annotated[str | None, typer.Option(help="Of async: steps ahead of the slowest, or 'free'.")] = None,
+    launcher: Annotated[str | None, typer.Option(help="processes | ray | in_process")] = None,
+    address: Annotated[str | None, typer.Option(help="Of a Ray cluster; implies --launcher ray.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value of run.toml; may be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder to make; default runs/<model>-<time>.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="A run folder to go on with, on as many servers as asked.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the run's ledger as JSON on stdout.")] = False,
+) -> None:
+    """Train. With no arguments: a DeepFM on a generated click log, on this machine."""
+    from weft.core.errors import BadValueError
+
+    if resume is not None and (run is not None or out is not None):
+        raise BadValueError("--resume goes on in its own folder with its own run.toml", hint="change values with --set")
+    if address is not None:
+        launcher = launcher or "ray"
+    given = {"servers": servers, "workers": workers, "mode": mode, "staleness": staleness, "launcher": launcher}
+    source = run if resume is None else _run_file(resume)
+    spec = resolve(source, [*(settings or []), *_as_settings(given)])
+    require_numba()
+    from weft.server.job import run_job
+
+    target = resume or out or _default_out(spec)
+    ledger = run_job(spec, target, resume=resume is not None, address=address)
+    if as_json:
+        print(json.dumps(ledger))
+
+
+@server_app.command()
+def status(
+    run: Annotated[Path, typer.Argument(help="The run folder of a run that is going on, or has ended.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")] = False,
+) -> None:
+    """How a run stands: steps, workers, and what each server holds and does."""
+    from weft.server.status import read_status, status_table
+
+    found = read_status(run)
+    if as_json:
+        print(json.dumps(found))
+        return
+    from rich.console import Console
+
+    Console(file=sys.stderr, soft_wrap=True).print(status_table(found))
+
+
+@server_app.command()
+def join(run: Annotated[Path, typer.Argument(help="The run folder of a run that is going on.")]) -> None:
+    """One worker more, in this process, until the run ends; it may leave at any time."""
+    require_numba()
+    from weft.core.quiet import quiet_libraries
+    from weft.server.status import join_live
+
+    quiet_libraries()
+    join_live(run)
+    print("the run has ended", file=sys.stderr)
+
+
+@server_app.command()
+def bench(
+    rows: Annotated[int, typer.Option(min=70_000, help="Rows of the table.")] = 4_000_000,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians.")] = 7,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
+) -> None:
+    """Rows a second over this machine's loopback, against raw TCP and the table's own kernel."""
+    require_numba()
+    from weft.server.bench import bench_table, run_bench
+
+    records = run_bench(rows=rows, rounds=rounds, tell=lambda line: print(line, file=sys.stderr))
+    if as_json:
+        print(json.dumps({"rows": rows, "rounds": rounds, "figures": [record.as_dict() for record in records]}))
+        return
+    from rich.console import Console
+
+    Console(file=sys.stderr, soft_wrap=True).print(bench_table(records))
+
+
+@server_app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The run folder of a run that has ended.")],
+    out: Annotated[Path, typer.Option(help="The folder to make: one .npz a table, and tables.json.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON on stdout.")] = False,
+) -> None:
+    """Take the tables out of a run: keys and rows, whatever the number of servers was."""
+    require_numba()
+    from weft.server.export import export_tables
+
+    written = export_tables(run, out)
+    if as_json:
+        print(json.dumps(written))
+    else:
+        for name, table in written["tables"].items():
+            print(f"{table['path']}: {table['rows']:,} rows of {name}", file=sys.stderr)
+
+
+def resolve(path: Path | None, settings: list[str]) -> ServerRun:
+    """The run of a file, or the embedded default, with settings put in."""
+    import difflib
+
+    from weft.core.config import apply_settings, read_toml
+    from weft.core.errors import UnknownKeyError
+    from weft.core.server_spec import SECTIONS, ServerRun
+
+    for setting in settings:
+        section = setting.partition("=")[0].partition(".")[0].strip()
+        if "=" in setting and section not in SECTIONS:
+            near = difflib.get_close_matches(section, SECTIONS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UnknownKeyError(
+                f"--set: there is no section {section!r}", hint=f"{hint}sections: {', '.join(SECTIONS)}"
+            )
+    tables = apply_settings(read_toml(path) if path is not None else {}, settings)
+    return ServerRun.from_tables(tables, source=str(path) if path is not None else "the embedded default")
+
+
+def _as_settings(given: dict[str, Any]) -> list[str]:
+    return [f"server.{key}={value}" for key, value in given.items() if value is not None]
+
+
+def _run_file(folder: Path) -> Path:
+    from weft.core.errors import RunFolderError
+
+    if not (folder / "run.toml").is_file():
+        raise RunFolderError(f"{folder} is not a run folder: it has no run.toml", hint="give the folder of a run")
+    return folder / "run.toml"
+
+
+def _default_out(spec: ServerRun) -> Path:
+    from datetime import datetime
+
+    return Path("runs") / f"{spec.model.kind}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def require_numba() -> None:
+    from importlib.util import find_spec
+
+    from weft.core.errors import MissingExtraError
+
+    if find_spec("numba") is None:
+        raise MissingExtraError(
+            "parameter servers need numba, which is not installed",
+            hint="pip install -c constraints.txt -e '.[server]'",
+        )

@@ -1,0 +1,52 @@
+"""Parameter servers: tables of rows, the servers that hold them, and the workers that train on them.
+
+`weft.server.Trainer` trains a model of your own, `ShardedEmbedding` is its embedding, `Client` reads and writes rows.
+Each public name is imported from its file when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "Client": "weft.server.client",
+    "Endpoint": "weft.server.wire.endpoint",
+    "RowSession": "weft.server.session",
+    "Server": "weft.server.node.server",
+    "NodeSpec": "weft.server.node.spec",
+    "ShardedEmbedding": "weft.server.embedding",
+    "Task": "weft.server.task",
+    "Trainer": "weft.server.trainer",
+    "ServerRun": "weft.core.server_spec",
+    "TableSpec": "weft.core.table_spec",
+    "RowOptimizer": "weft.core.table_spec",
+    "RowInit": "weft.core.table_spec",
+    "Eviction": "weft.core.table_spec",
+}
+
+__all__ = [
+    "Client",
+    "Endpoint",
+    "Eviction",
+    "NodeSpec",
+    "RowInit",
+    "RowOptimizer",
+    "RowSession",
+    "Server",
+    "ServerRun",
+    "ShardedEmbedding",
+    "TableSpec",
+    "Task",
+    "Trainer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'weft.server' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

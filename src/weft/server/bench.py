@@ -1,0 +1,278 @@
+"""`weft server bench`: rows a second over loopback, against what the wire and the table allow one by one.
+
+    bound = 1 / (1 / raw TCP of the same bytes + 1 / the table's own kernel)        share = measured / bound
+
+Raw TCP, the kernel, and servers with and without a log take turns, round by round; figures are medians of rounds.
+Servers and workers are processes of their own; rows of 64 columns, row-wise Adagrad, keys drawn evenly.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table as Grid
+
+from weft.core.table_spec import RowInit, RowOptimizer, TableSpec
+from weft.server.client import Client
+from weft.server.node.server import Server
+from weft.server.node.spec import NodeSpec
+from weft.server.table.table import Table
+from weft.server.wire.endpoint import Endpoint
+from weft.server.wire.frame import Frame, FrameReader, Op, Section, send_frame
+from weft.server.wire.sockets import connect, tune
+
+Kind = Literal["pull", "push"]
+SIZES = (4096, 65536)  # keys of a call
+DIM = 64
+_TOKEN = "bench"
+_END_S = 30.0
+_BATCHES = 16
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRecord:
+    """Rows a second; `log_cost` is the time of a push with the log over one without."""
+
+    kind: Kind
+    keys: int
+    rows_per_s: float
+    raw_rows_per_s: float
+    kernel_rows_per_s: float
+    share_of_bound: float
+    two_workers: float  # rows a second of two over those of one
+    log_cost: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def bench_spec() -> TableSpec:
+    optimizer = RowOptimizer(kind="rowwise_adagrad", learning_rate=0.01)
+    return TableSpec(name="bench", dim=DIM, optimizer=optimizer, init=RowInit(scale=0.01))
+
+
+def run_bench(
+    *, rows: int = 4_000_000, rounds: int = 7, sizes: tuple[int, ...] = SIZES, tell: Callable[[str], None] = print
+) -> list[BenchRecord]:
+    """All figures; `tell` hears what is going on."""
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-bench-")))
+        tell(f"filling tables of {rows:,} rows")
+        served = {
+            name: stack.enter_context(serving(serve, rows, folder))
+            for name, folder in (("plain", None), ("log", scratch))
+        }
+        raw = stack.enter_context(serving(_serve_raw))
+        workers = {
+            "raw": [stack.enter_context(working(_raw_calls, raw))],
+            "plain": [stack.enter_context(working(calls_of, served["plain"], rows, seed)) for seed in (1, 2)],
+            "log": [stack.enter_context(working(calls_of, served["log"], rows, 3))],
+            "kernel": [stack.enter_context(working(_kernel_calls, rows))],
+        }
+        kinds: tuple[Kind, ...] = ("pull", "push")
+        return [_measure(workers, kind, size, rounds, tell) for size in sizes for kind in kinds]
+
+
+def _measure(
+    workers: dict[str, list[Worker]], kind: Kind, size: int, rounds: int, tell: Callable[[str], None]
+) -> BenchRecord:
+    seconds: dict[str, list[float]] = {name: [] for name in ("raw", "kernel", "plain", "both", "log")}
+    calls = max(4, 400_000 // size)
+    for number in range(rounds + 1):
+        found = {
+            "raw": together(workers["raw"], kind, size, calls),
+            "kernel": together(workers["kernel"], kind, size, calls),
+            "plain": together(workers["plain"][:1], kind, size, calls),
+            "both": together(workers["plain"], kind, size, calls),
+            "log": together(workers["log"], kind, size, calls),
+        }
+        for name in seconds if number else ():  # the first round warms up
+            seconds[name].append(found[name] / calls)
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    tell(f"{kind} of {size:,} keys: {size / median['plain'] / 1e6:.2f} M rows/s")
+    return BenchRecord(
+        kind=kind,
+        keys=size,
+        rows_per_s=size / median["plain"],
+        raw_rows_per_s=size / median["raw"],
+        kernel_rows_per_s=size / median["kernel"],
+        share_of_bound=(median["raw"] + median["kernel"]) / median["plain"],
+        two_workers=2 * median["plain"] / median["both"],
+        log_cost=median["log"] / median["plain"] if kind == "push" else None,
+    )
+
+
+def bench_table(records: list[BenchRecord]) -> Grid:
+    grid = Grid(title="M rows/s of 64 columns over loopback, one server", title_justify="left")
+    for heading in ("call", "keys", "measured", "raw TCP", "kernel", "of the bound", "2 workers", "log"):
+        grid.add_column(heading, justify="right")
+    for record in records:
+        log = f"{record.log_cost:.2f} x" if record.log_cost is not None else ""
+        speeds = (record.rows_per_s, record.raw_rows_per_s, record.kernel_rows_per_s)
+        figures = [f"{speed / 1e6:.2f}" for speed in speeds]
+        grid.add_row(
+            record.kind,
+            f"{record.keys:,}",
+            *figures,
+            f"{record.share_of_bound:.2f}",
+            f"{record.two_workers:.2f} x",
+            log,
+        )
+    return grid
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(target: Callable[..., None], *given: Any) -> Iterator[Endpoint]:
+    """A process that serves until it is told to end."""
+    ours, theirs = _SPAWN.Pipe()
+    process = _SPAWN.Process(target=target, args=(theirs, *given), daemon=True)
+    process.start()
+    try:
+        yield Endpoint(*ours.recv())
+    finally:
+        process.terminate()
+        process.join()
+
+
+class Worker:
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+
+
+@contextmanager
+def working(target: Callable[..., None], *given: Any) -> Iterator[Worker]:
+    """A process that makes calls when it is asked to."""
+    ours, theirs = _SPAWN.Pipe()
+    process = _SPAWN.Process(target=target, args=(theirs, *given), daemon=True)
+    process.start()
+    try:
+        ours.recv()
+        yield Worker(ours)
+        ours.send(None)  # it may have processes of its own to end
+        process.join(_END_S)
+    finally:
+        process.terminate()
+        process.join()
+
+
+def together(workers: list[Worker], kind: Kind, size: int, calls: int) -> float:
+    """Seconds until the last of them has made its calls."""
+    for worker in workers:
+        worker.pipe.send((kind, size, calls))
+    return max(float(worker.pipe.recv()) for worker in workers)
+
+
+def answer_calls(
+    pipe: Connection, call: Callable[[Kind, NDArray[np.int64], NDArray[np.float32]], None], rows: int, seed: int
+) -> None:
+    """The worker's side: seconds for each (kind, size, calls) that comes."""
+    generator = np.random.default_rng(seed)
+    pipe.send("ready")
+    batches: dict[int, list[NDArray[np.int64]]] = {}
+    while (asked := pipe.recv()) is not None:
+        kind, size, calls = asked
+        if size not in batches:
+            batches[size] = [unique_keys(generator, rows, size) for _ in range(_BATCHES)]
+        values = np.full((size, DIM), 1e-4, np.float32)
+        start = time.perf_counter()
+        for number in range(calls):
+            call(kind, batches[size][number % _BATCHES], values)
+        pipe.send(time.perf_counter() - start)
+
+
+def unique_keys(generator: np.random.Generator, rows: int, size: int) -> NDArray[np.int64]:
+    found = np.unique(generator.integers(0, rows, size + size // 4))
+    generator.shuffle(found)
+    return np.ascontiguousarray(found[:size])
+
+
+def filled_table(rows: int) -> Table:
+    table = Table(bench_spec(), reserve_rows=rows + 1)
+    step = 1 << 18
+    for start in range(0, rows, step):
+        keys = np.arange(start, min(rows, start + step), dtype=np.int64)
+        table.push(keys, np.full((keys.size, DIM), 1e-3, np.float32))
+    return table
+
+
+def serve(pipe: Connection, rows: int, folder: Path | None) -> None:
+    server = Server(index=0, spec=NodeSpec(), folder=folder, token=_TOKEN)
+    server.create(bench_spec())
+    server.hold(filled_table(rows))  # not through the log: it would be gigabytes before anything is measured
+    endpoint = server.start()
+    pipe.send((endpoint.host, endpoint.port))
+    threading.Event().wait()
+
+
+def calls_of(pipe: Connection, endpoint: Endpoint, rows: int, seed: int) -> None:
+    client = Client(lambda _: endpoint, num_servers=1, token=_TOKEN, client_id=seed)
+    client.create(bench_spec())
+
+    def call(kind: Kind, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        if kind == "pull":
+            client.pull({"bench": keys})
+        else:
+            client.push({"bench": (keys, values)}, unique=True)
+
+    answer_calls(pipe, call, rows, seed)
+
+
+def _kernel_calls(pipe: Connection, rows: int) -> None:
+    table = filled_table(rows)
+    out = np.empty((max(SIZES), DIM), np.float32)
+
+    def call(kind: Kind, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        table.pull(keys, out[: keys.size]) if kind == "pull" else table.push(keys, values)
+
+    answer_calls(pipe, call, rows, 4)
+
+
+def _serve_raw(pipe: Connection) -> None:
+    """The same bytes both ways, and nothing done with them."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    pipe.send(listening.getsockname()[:2])
+    while True:
+        connection, _ = listening.accept()
+        threading.Thread(target=_answer_raw, args=(connection,), daemon=True).start()
+
+
+def _answer_raw(connection: socket.socket) -> None:
+    tune(connection)
+    reader, rows = FrameReader(), np.zeros((max(SIZES), DIM), np.float32)
+    while True:
+        try:
+            frame = reader.read(connection)
+        except ConnectionError:
+            return
+        section = frame.sections[0]
+        answer = [] if section.values is not None else [Section(table=0, values=rows[: section.keys.size])]
+        send_frame(connection, Frame(op=Op.OK, sections=answer))
+
+
+def _raw_calls(pipe: Connection, endpoint: Endpoint) -> None:
+    connection, reader = connect(endpoint, timeout_s=60.0), FrameReader()
+    out = np.empty((max(SIZES), DIM), np.float32)
+
+    def call(kind: Kind, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        given = values if kind == "push" else None
+        send_frame(connection, Frame(op=Op.PUSH, sections=[Section(table=0, keys=keys, values=given)]))
+        reader.read(connection, into=[] if kind == "push" else [out[: keys.size]])
+
+    answer_calls(pipe, call, 1 << 22, 5)

@@ -1,0 +1,122 @@
+"""From a folder to a server's state: the chain of snapshots, then the log."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.config import parse
+from weft.core.errors import CheckpointError
+from weft.core.table_spec import TableSpec
+from weft.server.durable.log import replay
+from weft.server.durable.snapshot import Snapshot, chain
+from weft.server.node.applied import Applied
+from weft.server.node.spec import NodeSpec
+from weft.server.node.state import State
+from weft.server.table.record import META_DTYPE
+from weft.server.table.table import Table, record_dtype
+from weft.server.wire.frame import Frame, frame_of
+
+LOG = "log"
+_SPEC = "node.json"
+
+
+def restore(folder: Path, spec: NodeSpec, *, with_log: bool = True, is_live: bool = False) -> tuple[State, int]:
+    """The state, and the number of the last record in it. `with_log=False`: as the last snapshot has it.
+
+    `is_live`: for a server that goes on. Somebody may do a share of the last step again, and must read what was read
+    before it; whoever only reads the folder reads every complete step.
+    """
+    snapshots = chain(folder)
+    state = State(spec=_stored_spec(folder, snapshots, spec), folder=folder)
+    number = 0
+    if snapshots:
+        number = snapshots[-1].number
+        _load(state, snapshots)
+    if with_log and (folder / LOG).is_dir():
+        for record in replay(folder / LOG, after=number):
+            state.apply(frame_of(record.head, record.body), record.number, is_replay=True)
+            number = record.number
+    if not is_live:
+        state.settle()
+    return state, number
+
+
+def keep_spec(folder: Path, spec: NodeSpec) -> None:
+    """What the log's records mean depends on it; a snapshot holds it too."""
+    draft = folder / f"{_SPEC}.tmp"
+    draft.write_text(json.dumps(spec.as_dict()), encoding="utf-8")
+    draft.replace(folder / _SPEC)
+
+
+def adopt(state: State, spec: NodeSpec) -> bool:
+    """Go on under another spec; another number of shares counts units anew. Returns whether anything differs."""
+    old = state.spec
+    if replace(old, durability=spec.durability) == spec:
+        state.spec = spec
+        return False
+    state.settle()
+    if old.num_servers != spec.num_servers:
+        raise CheckpointError(
+            f"the folder holds 1 of {old.num_servers} servers, the run has {spec.num_servers}",
+            hint=f"go on with --servers {old.num_servers}, or reshard the folder first",
+        )
+    steps, rest = divmod(state.units.watermark, old.shares)
+    is_between_steps = not rest and len(state.units) == state.units.watermark and not state.shares
+    if (old.shares, old.gate == 0) != (spec.shares, spec.gate == 0) and not is_between_steps:
+        raise CheckpointError(
+            f"step {steps + 1} was interrupted: some of its {old.shares} shares are in, and some are not",
+            hint=f"finish it with --workers {old.shares} and the same mode, then change them",
+        )
+    if old.shares != spec.shares:
+        state.units = Applied(steps * spec.shares)
+    state.spec = spec
+    return True
+
+
+def _stored_spec(folder: Path, snapshots: list[Snapshot], spec: NodeSpec) -> NodeSpec:
+    if snapshots:
+        return NodeSpec(**snapshots[-1].head["spec"])
+    path = folder / _SPEC
+    return NodeSpec(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else spec
+
+
+def _load(state: State, snapshots: list[Snapshot]) -> None:
+    head = snapshots[-1].head
+    for fields in head["tables"]:
+        state.open_table(parse(TableSpec, fields, source=str(snapshots[-1].path)))
+    state.load_head(head)
+    for snapshot in snapshots:
+        for number in range(len(snapshot.head["tables"])):
+            _load_table(state.tables[number], number, snapshot)
+    for number, table in enumerate(state.tables):
+        for piece in snapshots[-1].read(f"candidates-{number}.rows"):
+            table.load_candidates(piece.view(META_DTYPE))
+    for share in map(_share, snapshots[-1].read("shares.bin")):
+        state.shares[share.unit] = share
+
+
+def _load_table(table: Table, number: int, snapshot: Snapshot) -> None:
+    for piece in snapshot.read(f"table-{number}.deleted"):
+        table.delete(piece.view(np.int64))
+    for piece in snapshot.read(f"table-{number}.rows"):
+        table.load_records(piece.view(record_dtype(table.spec)))
+
+
+def share_pieces(state: State) -> list[NDArray[np.uint8]]:
+    """The waiting shares, one piece each: the length of the head, the head, the body."""
+    pieces = []
+    for frame in state.shares.values():
+        parts = [np.frombuffer(part, np.uint8) for part in frame.parts() if len(part)]
+        length = np.array([parts[0].size], np.int64).view(np.uint8)
+        pieces.append(np.concatenate([length, *parts]))
+    return pieces
+
+
+def _share(piece: NDArray[np.uint8]) -> Frame:
+    end = 8 + int(piece[:8].view(np.int64)[0])
+    return frame_of(piece[8:end].tobytes(), np.array(piece[end:]))

@@ -1,0 +1,252 @@
+"""A server's state as a function of its log: tables, what was applied, shares of steps that wait for the others.
+
+    apply(frame, number)   the one way in which anything changes; live and in replay alike
+
+A row remembers the number of the last record that changed it. A snapshot copies rows while others change them; replay
+then leaves out, row by row, what a row already has. So a snapshot needs no moment of rest, and none is lost or doubled.
+
+It has no lock and no socket: whoever owns it calls from one thread at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.config import parse
+from weft.core.errors import TableError
+from weft.core.table_spec import TableSpec
+from weft.server.node.applied import Applied
+from weft.server.node.spec import NodeSpec
+from weft.server.table.coalesce import coalesce
+from weft.server.table.table import Table
+from weft.server.wire.frame import NO_UNIT, Frame, Op, Section
+
+MAX_NUMBER = 2**32 - 1  # rows remember numbers in 32 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """All shares of a step, the one that came last, and the number of its record."""
+
+    shares: list[Frame]
+    last: Frame
+    number: int
+    is_replay: bool
+
+
+@dataclass
+class State:
+    spec: NodeSpec
+    folder: Path | None = None  # where mapped tables have their files
+    tables: list[Table] = field(default_factory=list)
+    units: Applied = field(default_factory=Applied)
+    clients: dict[int, int] = field(default_factory=dict)  # the last sequence number of each
+    shares: dict[int, Frame] = field(default_factory=dict)  # by unit: of steps that are not complete
+    pending: _Step | None = None  # a complete step whose update nobody has read yet
+    exchanges: int = 0  # applied
+    deleted: dict[int, list[NDArray[np.int64]]] = field(default_factory=dict)  # by table, since the last snapshot
+
+    def table(self, number: int) -> Table:
+        if number >= len(self.tables):
+            raise TableError(f"there is no table with the number {number}", hint="create it first")
+        return self.tables[number]
+
+    def number_of(self, spec: TableSpec) -> int | None:
+        """The table's number; None where it is to be created; raises where it is there in another form."""
+        for number, table in enumerate(self.tables):
+            if table.spec.name == spec.name:
+                require_same(table.spec, spec)
+                return number
+        return None
+
+    def require_fitting(self, sections: Sequence[Section], *, with_values: bool) -> None:
+        """Before a frame is logged: what cannot be applied must never be in the log."""
+        for section in sections:
+            table = self.table(section.table)
+            if with_values and section.shape[1:] != (table.spec.dim, section.keys.size, section.keys.size):
+                _, dim, num_keys, num_rows = section.shape
+                raise TableError(
+                    f"table {table.spec.name!r} has rows of {table.spec.dim} columns; {num_rows} rows of {dim} columns"
+                    f" came for {num_keys} keys",
+                    hint="push what was pulled: one gradient of the row's width for each key",
+                )
+            if with_values:
+                table.require_room(section.keys)
+
+    def is_new(self, frame: Frame) -> bool:
+        """Whether the frame was not applied before: by its unit, else by its client's sequence number."""
+        if frame.unit != NO_UNIT:
+            return frame.unit not in self.units and frame.unit not in self.shares
+        return frame.client == 0 or frame.sequence > self.clients.get(frame.client, 0)
+
+    def lr_scale_of(self, frame: Frame) -> tuple[int, float]:
+        """(staleness, the factor of the learning rate), from the units that were applied since the pull."""
+        if frame.unit == NO_UNIT or self.spec.gate == 0:
+            return 0, frame.lr_scale
+        staleness = max(0, len(self.units) - frame.version)
+        beyond = max(0, staleness - (self.spec.shares - 1)) / self.spec.shares
+        return staleness, frame.lr_scale * (1 + beyond) ** -self.spec.discount
+
+    def is_open(self, unit: int) -> bool:
+        """Whether a pull for this unit may read: every step up to `gate` before its own is finished."""
+        if unit == NO_UNIT or self.spec.gate is None:
+            return True
+        return self.units.watermark >= (unit // self.spec.shares - self.spec.gate) * self.spec.shares
+
+    def settle(self, *, reader: int = NO_UNIT) -> None:
+        """Makes the update of a complete step; not yet for a reader of that very step.
+
+        A worker may die when some servers have its share and others do not. Whoever does its unit again must read
+        what the first one read, also on servers where the step is complete. A reader of the next step is proof that
+        every server has all shares of this one.
+        """
+        step = self.pending
+        if step is None or (reader != NO_UNIT and reader <= step.shares[-1].unit):
+            return
+        self.pending = None
+        weight = sum(share.weight for share in step.shares)
+        for section in _summed(step.shares) if weight else ():
+            self._change(replace(step.last, weight=weight), section, step.number, is_replay=step.is_replay)
+
+    def apply(self, frame: Frame, number: int, *, is_replay: bool = False) -> None:
+        self.settle()
+        if frame.op == Op.CONTROL:
+            self._create(frame)
+        elif frame.op == Op.DELETE:
+            self._delete(frame, number, is_replay=is_replay)
+        elif frame.unit != NO_UNIT and self.spec.gate == 0:
+            self._take_share(frame, number, is_replay=is_replay)
+        else:
+            for section in frame.sections:
+                self._change(frame, section, number, is_replay=is_replay)
+            self._remember(frame)
+            self.exchanges += frame.op == Op.EXCHANGE
+
+    def head(self) -> dict[str, Any]:
+        """All but rows and waiting shares, as JSON."""
+        return {
+            "spec": self.spec.as_dict(),
+            "units": self.units.as_dict(),
+            "exchanges": self.exchanges,
+            "clients": {str(client): sequence for client, sequence in self.clients.items()},
+            "tables": [table.spec.model_dump(mode="json") for table in self.tables],
+        }
+
+    def load_head(self, head: dict[str, Any]) -> None:
+        self.units = Applied(**head["units"])
+        self.exchanges = head["exchanges"]
+        self.clients = {int(client): sequence for client, sequence in head["clients"].items()}
+
+    def open_table(self, spec: TableSpec) -> Table:
+        self.tables.append(Table(spec, folder=self.folder))
+        return self.tables[-1]
+
+    def _create(self, frame: Frame) -> None:
+        spec = parse(TableSpec, frame.json(), source="the table")
+        if self.number_of(spec) is None:
+            self.open_table(spec)
+
+    def _delete(self, frame: Frame, number: int, *, is_replay: bool) -> None:
+        for section in frame.sections:
+            table, keys = self.table(section.table), section.keys
+            if is_replay:
+                keys = keys[table.last_seen(keys) < number]
+            table.delete(keys)
+            self.deleted.setdefault(section.table, []).append(np.array(keys))
+        self._remember(frame)
+
+    def _take_share(self, frame: Frame, number: int, *, is_replay: bool) -> None:
+        """A share waits for the others of its step; with the last one the update is due, in order of shares."""
+        self.shares[frame.unit] = detached(frame)
+        first = frame.unit // self.spec.shares * self.spec.shares
+        own = range(first, first + self.spec.shares)
+        if any(unit not in self.shares for unit in own):
+            return
+        shares = [self.shares.pop(unit) for unit in own]
+        self.pending = _Step(shares=shares, last=shares[frame.unit - first], number=number, is_replay=is_replay)
+        for unit in own:
+            self.units.add(unit)
+
+    def _change(self, frame: Frame, section: Section, number: int, *, is_replay: bool) -> None:
+        table, keys, values = self.table(section.table), section.keys, section.values
+        if values is None or not keys.size:
+            return
+        if is_replay:
+            is_due = table.last_seen(keys) < number
+            keys, values = keys[is_due], values[is_due]
+        if frame.op == Op.PUSH:
+            scale = 1.0 / frame.weight if frame.weight else 0.0
+            table.push(keys, values, lr_scale=frame.lr_scale, gradient_scale=scale, clock=number)
+        elif frame.op == Op.EXCHANGE:
+            table.add(keys, values * self._merge_scale(table, keys), clock=number)
+        else:
+            table.assign(keys, values, only_absent=frame.weight == 1.0, clock=number)
+
+    def _merge_scale(self, table: Table, keys: NDArray[np.int64]) -> NDArray[np.float32] | np.float32:
+        """One over the number of workers that may be expected to bring a difference of this row in the same round.
+
+        A row that every exchange has is averaged over all workers; a rare one, which only its bringer has seen, counts
+        whole. Divided by all workers alike, rare rows would learn that much more slowly.
+        """
+        if self.spec.merge == "sum":
+            return np.float32(1.0)
+        share = (table.counts(keys) + 1.0) / (self.exchanges + 1.0)
+        scale: NDArray[np.float32] = (1.0 / (1.0 + (self.spec.shares - 1) * np.minimum(share, 1.0))).astype(np.float32)
+        return scale[:, None]
+
+    def _remember(self, frame: Frame) -> None:
+        if frame.unit != NO_UNIT:
+            self.units.add(frame.unit)
+        elif frame.client:
+            self.clients[frame.client] = frame.sequence
+
+
+def require_same(there: TableSpec, asked: TableSpec) -> None:
+    if there == asked:
+        return
+    now, then = asked.model_dump(), there.model_dump()
+    name = next(key for key in now if now[key] != then[key])
+    raise TableError(
+        f"table {asked.name!r} is there with another {name}: {then[name]}, not {now[name]}",
+        hint="give the table another name, or train in another folder",
+    )
+
+
+def detached(frame: Frame) -> Frame:
+    """The frame in memory of its own: a connection's reader uses its memory again."""
+    sections = [
+        Section(
+            table=section.table,
+            keys=np.array(section.keys),
+            values=None if section.values is None else np.array(section.values),
+        )
+        for section in frame.sections
+    ]
+    return replace(frame, sections=sections, body=np.empty(0, np.uint8))
+
+
+def _summed(shares: Iterable[Frame]) -> list[Section]:
+    """Gradients of equal keys summed in order of shares, so that no bit depends on who came first."""
+    by_table: dict[int, list[Section]] = {}
+    for share in shares:
+        for section in share.sections:
+            if section.values is not None:
+                by_table.setdefault(section.table, []).append(section)
+    found = []
+    for table, sections in sorted(by_table.items()):
+        keys = np.concatenate([section.keys for section in sections])
+        values = np.concatenate([section.values for section in sections if section.values is not None])
+        summed_keys, summed = coalesce(keys, values)
+        found.append(Section(table=table, keys=summed_keys, values=summed))
+    return found
+
+
+def create_frame(spec: TableSpec) -> Frame:
+    return Frame(op=Op.CONTROL, text=json.dumps(spec.model_dump(mode="json")).encode())

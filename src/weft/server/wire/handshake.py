@@ -1,0 +1,68 @@
+"""Both sides prove that they have the job's token, without sending it: HMAC-SHA256 over two nonces.
+
+client -> WEFT, version, nonce c          server -> nonce s, HMAC(token, "server" c s)
+client -> HMAC(token, "client" c s)       server -> one byte: 1
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+
+from weft.core.errors import TokenError, WireError
+from weft.server.wire.endpoint import Endpoint
+from weft.server.wire.frame import MAGIC, VERSION
+from weft.server.wire.sockets import connect, receive
+
+HANDSHAKE_S = 5.0  # a peer that says nothing holds a thread no longer
+_NONCE = 16
+_HELLO = struct.Struct(f"<4sB{_NONCE}s")
+_WELCOME = b"\x01"
+
+
+def _proof(token: str, side: bytes, nonces: bytes) -> bytes:
+    return hmac.new(token.encode(), side + nonces, hashlib.sha256).digest()
+
+
+def greet(connection: socket.socket, token: str, *, peer: str) -> None:
+    """The client's side; raises TokenError where the two do not have the same token."""
+    mine = secrets.token_bytes(_NONCE)
+    connection.sendall(_HELLO.pack(MAGIC, VERSION, mine))
+    answer = receive(connection, _NONCE + hashlib.sha256().digest_size)
+    theirs, proof = answer[:_NONCE], answer[_NONCE:]
+    if not hmac.compare_digest(proof, _proof(token, b"server", mine + theirs)):
+        raise TokenError(f"{peer} has another token", hint="is it the server of another job?")
+    connection.sendall(_proof(token, b"client", mine + theirs))
+    try:
+        welcome = receive(connection, 1)
+    except ConnectionError:
+        welcome = b""
+    if welcome != _WELCOME:
+        raise TokenError(f"{peer} refused the token", hint="give the token of that server's job")
+
+
+def connect_known(endpoint: Endpoint, token: str, *, peer: str) -> socket.socket:
+    """A connection on which both sides have proved themselves; closed again where they have not."""
+    connection = connect(endpoint, timeout_s=HANDSHAKE_S)
+    try:
+        greet(connection, token, peer=peer)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def admit(connection: socket.socket, token: str) -> None:
+    """The server's side; raises WireError or TokenError, after which the connection is closed."""
+    magic, version, theirs = _HELLO.unpack(receive(connection, _HELLO.size))
+    if magic != MAGIC or version != VERSION:
+        raise WireError("the peer does not speak weft's protocol")
+    mine = secrets.token_bytes(_NONCE)
+    connection.sendall(mine + _proof(token, b"server", theirs + mine))
+    proof = receive(connection, hashlib.sha256().digest_size)
+    if not hmac.compare_digest(proof, _proof(token, b"client", theirs + mine)):
+        raise TokenError("a peer has another token")
+    connection.sendall(_WELCOME)
