@@ -82,8 +82,10 @@ _SCHEDULES = {
 _PLACES: tuple[Place, ...] = ("first", "middle", "last")
 CAMPAIGN: dict[str, tuple[str, Plan, Place]] = {
     **{
-        f"{schedule}, pp 4, {place}": ("llama", plan_of(schedule, pp=4, stages=stages, **BF16), place)
-        for schedule, stages in _SCHEDULES.items()
+        f"{schedule}, pp 4, {place}": ("llama", plan_of(schedule, pp=4, stages=stages, cuts=cuts, **BF16), place)
+        for schedule, stages, cuts in (
+            (name, stages, 1 if name == "naive" else 8) for name, stages in _SCHEDULES.items()
+        )
         for place in _PLACES
     },
     **{
