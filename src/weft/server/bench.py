@@ -39,6 +39,7 @@ SIZES = (4096, 65536)  # keys of a call
 DIM = 64
 _TOKEN = "bench"
 _END_S = 30.0
+_RETIRE_S = 0.05
 _BATCHES = 16
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -218,7 +219,9 @@ def serve(pipe: Connection, rows: int, folder: Path | None) -> None:
     server.hold(filled_table(rows))  # not through the log: it would be gigabytes before anything is measured
     endpoint = server.start()
     pipe.send((endpoint.host, endpoint.port))
-    threading.Event().wait()
+    while True:  # the log's files are used again, as they are in any run after its first snapshot
+        time.sleep(_RETIRE_S)
+        server.retire_log()
 
 
 def calls_of(pipe: Connection, endpoint: Endpoint, rows: int, seed: int) -> None:

@@ -8,6 +8,7 @@ Not for several threads: give each a client of its own.
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ SILENCE_S = 30.0  # a server that waits says so every few seconds: a longer sile
 _RETRY_S = 0.05
 _FRESH = 2**63  # the version of a push that no pull belongs to: never stale
 _SLOTS = 1 << 16
+_SMALL = 1 << 15  # floats: what the allocator has at hand anyway
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,7 @@ class Client:
         self._links = [_Link(index, find, token, timeout_s) for index in range(num_servers)]
         self._buckets = server_of_bucket(num_servers)
         self._client_id, self._sequence = client_id, 0
+        self._memory = _Memory()
         self._specs: dict[str, TableSpec] = {}
         self._numbers: dict[str, list[int]] = {}
 
@@ -68,7 +71,10 @@ class Client:
     def pull(self, wanted: Mapping[str, Keys], *, unit: int | None = None) -> Pulled:
         """Rows in the order of the keys. `unit`: waits until its step may read; None reads at once."""
         plans = {name: self._plan(name, keys) for name, keys in wanted.items()}
-        places = [{name: plan.empty(server) for name, plan in plans.items()} for server in range(len(self._links))]
+        places = [
+            {name: self._memory.rows(plan.count(server), plan.dim) for name, plan in plans.items()}
+            for server in range(len(self._links))
+        ]
         asked = NO_UNIT if unit is None else unit
         exchanges = [
             _Exchange(
@@ -101,7 +107,10 @@ class Client:
     def exchange(self, deltas: Mapping[str, tuple[Keys, Rows]]) -> dict[str, Rows]:
         """Adds the differences to the rows and answers with them as they are then."""
         plans = {name: self._plan(name, keys) for name, (keys, _) in deltas.items()}
-        places = [{name: plan.empty(server) for name, plan in plans.items()} for server in range(len(self._links))]
+        places = [
+            {name: self._memory.rows(plan.count(server), plan.dim) for name, plan in plans.items()}
+            for server in range(len(self._links))
+        ]
         frames = self._frames(Op.EXCHANGE, deltas, unique=True)
         self._exchange(
             [_Exchange(frame=frame, into=list(place.values())) for frame, place in zip(frames, places, strict=True)]
@@ -238,9 +247,8 @@ class _Plan:
     def part(self, server: int) -> slice:
         return slice(int(self.starts[server]), int(self.starts[server + 1]))
 
-    def empty(self, server: int) -> Rows:
-        part = self.part(server)
-        return np.empty((part.stop - part.start, self.dim), np.float32)
+    def count(self, server: int) -> int:
+        return int(self.starts[server + 1] - self.starts[server])
 
     def ordered(self, rows: Rows) -> Rows:
         return rows if self.order is None else rows[self.order]
@@ -252,6 +260,26 @@ class _Plan:
         for server, part in enumerate(parts):
             found[self.order[self.part(server)]] = part
         return found
+
+
+class _Memory:
+    """Room for answers, used again once nobody else refers to it: fresh pages cost as much as the copy into them."""
+
+    _KEPT = 8
+
+    def __init__(self) -> None:
+        self._blocks: list[Rows] = []
+
+    def rows(self, count: int, dim: int) -> Rows:
+        size = count * dim
+        if size < _SMALL:
+            return np.empty((count, dim), np.float32)
+        for block in self._blocks:
+            # the list, the loop's name and the call's argument: a view that somebody has is one more
+            if size <= block.size <= 2 * size and sys.getrefcount(block) == 3:
+                return block[:size].reshape(count, dim)
+        self._blocks = [*self._blocks[1 - self._KEPT :], np.empty(size + size // 8, np.float32)]
+        return self._blocks[-1][:size].reshape(count, dim)
 
 
 @dataclass(kw_only=True)

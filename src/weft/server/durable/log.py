@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from weft.core.errors import CheckpointError, LogError
 from weft.server.durable.checksum import checksum
-from weft.server.durable.segments import SEGMENT_BYTES, Spares, open_segment, retire, segments
+from weft.server.durable.segments import SEGMENT_BYTES, open_segment, retire, segments
 
 _MAGIC = 0x57AF_10C5
 _HEAD = struct.Struct("<IIIIQQQ")  # magic, kind, head bytes, padding, body bytes, number, checksum
@@ -45,7 +45,6 @@ class Log:
         self._folder, self._segment_bytes = folder, segment_bytes
         self.next_number = first
         self.written_bytes = 0  # since the last `retire`
-        self._spares = Spares(folder, segment_bytes=segment_bytes)
         for _, stale in [segment for segment in segments(folder) if segment[0] >= first]:
             stale.unlink()  # behind a record that did not count: it would follow the new ones as if it were theirs
         self._file, self._at = self._new_segment()
@@ -63,8 +62,6 @@ class Log:
             _write_at(self._file, [start, head, body], self._at)
         except OSError as error:
             raise self._failed(error) from None
-        if self._at <= self._segment_bytes // 4 < self._at + size:
-            self._spares.provide()
         self._at += size
         self.next_number += 1
         self.written_bytes += size

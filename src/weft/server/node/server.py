@@ -228,6 +228,12 @@ class Server:
                 raise TableError(f"there is no table {table.spec.name!r}", hint="create it first")
             self._state.tables[number] = table
 
+    def retire_log(self) -> None:
+        """As after a snapshot: what is in the log is needed no more. For measurements, which have none."""
+        with self._changed:
+            if self._log is not None:
+                self._log.retire(before=self._log.next_number)
+
     def create(self, spec: TableSpec) -> int:
         with self._changed:
             self._require_alive()

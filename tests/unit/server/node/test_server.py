@@ -496,3 +496,23 @@ def test_an_average_is_over_those_who_may_be_expected_to_bring_the_row(cluster: 
             started.restart()
     assert np.allclose(read(client)[:, 0], expected)
     assert expected[0] == 8 / 4
+
+
+def test_rows_that_somebody_still_has_are_never_written_over(cluster: Any) -> None:
+    client = cluster().client()
+    client.create(table())
+    keys = np.arange(20_000, dtype=np.int64)
+    first = read(client, keys)
+    view = first[5:10, 1:]
+    client.push({"t": (keys, ones(20_000))}, unique=True)
+    second = read(client, keys)
+    kept = first.ctypes.data
+    assert np.all(first == 0)
+    assert np.all(second == -1)
+    del first
+    third = read(client, keys)
+    assert np.all(view == 0), "a view counts too"
+    del view
+    fourth = read(client, keys)
+    assert np.all(third == -1)
+    assert fourth.ctypes.data == kept, "memory that nobody has is used again"
