@@ -11,18 +11,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.errors import ServerLostError, TableError, WireError, error_from_dict
+from weft.core.errors import ServerLostError, TableError, WeftError, WireError, error_from_dict
 from weft.core.table_spec import TableSpec
 from weft.server.table.coalesce import coalesce
 from weft.server.table.hashing import NUM_BUCKETS, split
 from weft.server.wire.endpoint import Endpoint
-from weft.server.wire.frame import NO_UNIT, Frame, FrameReader, Op, Section, control, send_frame
+from weft.server.wire.frame import NO_UNIT, UNITS, Frame, FrameReader, Op, Section, control, send_frame
 from weft.server.wire.handshake import connect_known
 
 Keys = NDArray[np.int64]
@@ -30,6 +30,7 @@ Rows = NDArray[np.float32]
 Find = Callable[[int], Endpoint]  # raises LookupError while that server is down
 
 SILENCE_S = 30.0  # a server that waits says so every few seconds: a longer silence is a server that hangs
+_LEAST_SILENCE_S = 10.0  # a shorter one would take a server that waits for one that hangs
 _RETRY_S = 0.05
 _FRESH = 2**63  # the version of a push that no pull belongs to: never stale
 _SLOTS = 1 << 16
@@ -104,14 +105,21 @@ class Client:
         answers = self._exchange([_Exchange(frame=frame) for frame in frames])
         return Pushed(staleness=tuple(answer.sequence for answer in answers))
 
-    def exchange(self, deltas: Mapping[str, tuple[Keys, Rows]]) -> dict[str, Rows]:
-        """Adds the differences to the rows and answers with them as they are then."""
+    def exchange(self, deltas: Mapping[str, tuple[Keys, Rows]], *, units: Sequence[int] = ()) -> dict[str, Rows]:
+        """Adds the differences to the rows and answers with them as they are then.
+
+        `units`: what the differences were learnt from. A server that has all of them adds nothing; one that has some
+        refuses, as differences cannot be taken apart: WorkerError.
+        """
         plans = {name: self._plan(name, keys) for name, (keys, _) in deltas.items()}
         places = [
             {name: self._memory.rows(plan.count(server), plan.dim) for name, plan in plans.items()}
             for server in range(len(self._links))
         ]
         frames = self._frames(Op.EXCHANGE, deltas, unique=True)
+        if units:
+            listed = Section(table=UNITS, keys=np.array(units, np.int64))
+            frames = [replace(frame, sections=[*frame.sections, listed]) for frame in frames]
         self._exchange(
             [_Exchange(frame=frame, into=list(place.values())) for frame, place in zip(frames, places, strict=True)]
         )
@@ -232,7 +240,15 @@ class Client:
         """All questions are on their way before the first answer is read."""
         for link, exchange in zip(self._links, exchanges, strict=True):
             link.begin(exchange)
-        return [link.end(exchange) for link, exchange in zip(self._links, exchanges, strict=True)]
+        answers, failures = [], []
+        for link, exchange in zip(self._links, exchanges, strict=True):
+            try:
+                answers.append(link.end(exchange))
+            except WeftError as error:  # the others' answers must be read, or the next question would get them
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,7 +366,7 @@ class _Link:
             return
         endpoint = self._endpoint(deadline)
         self._connection = connect_known(endpoint, self._token, peer=f"server {self._index} at {endpoint}")
-        self._connection.settimeout(SILENCE_S)
+        self._connection.settimeout(min(SILENCE_S, max(self._timeout_s, _LEAST_SILENCE_S)))
 
     def _endpoint(self, deadline: float) -> Endpoint:
         while True:
@@ -367,8 +383,9 @@ class _Link:
         return self._connection
 
     def _lost(self, error: Exception) -> ServerLostError:
+        why = "it does not answer" if isinstance(error, TimeoutError) else error
         return ServerLostError(
-            f"server {self._index} did not come back within {self._timeout_s:.0f} s: {error}",
+            f"server {self._index} did not come back within {self._timeout_s:g} s: {why}",
             hint="its folder has every acknowledged update; go on with --resume",
         )
 

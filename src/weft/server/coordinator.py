@@ -5,7 +5,8 @@ Workers and servers reach it over the control channel; the driver calls it direc
     join(name)                      a worker's number and what to train
     next(worker, finished, held)    reports units, gets the next: {unit} | {settle} | {wait} | {end}
     beat(worker)                    I am alive
-    leave(worker), fail(who, error)
+    leave(worker)                   gives its units back
+    fail(who, error)
     serve()                         what a server must know
     register(server, host, port), find(server)
     status()                        for who looks at the run from outside
@@ -56,6 +57,7 @@ class Coordinator:
         self._leases: Leases | None = None
         self._endpoints: dict[int, Endpoint] = {}
         self._ranks: dict[str, int] = {}  # by name: a worker that comes back has its old one
+        self._present: set[str] = set()  # workers that joined and were not lost
         self._is_ending = False
         self._num_joins = 0
         self.client_id = secrets.randbits(60) + 1  # of the driver; workers have the numbers after it
@@ -109,8 +111,7 @@ class Coordinator:
     def lost(self, name: str) -> None:
         """The launcher saw a worker's process end."""
         with self._changed:
-            self._drop(name)
-            self._note("worker lost", name)
+            self._lose(name)
 
     def forget_server(self, server: int) -> None:
         with self._changed:
@@ -148,7 +149,9 @@ class Coordinator:
             return handlers[verb](**fields)
 
     def _join(self, name: str) -> dict[str, Any]:
-        self._drop(name)  # a worker that comes back under its name has lost what it had
+        if name in self._present:  # nobody else tells where Ray started it again
+            self._lose(name)
+        self._present.add(name)
         rank = self._ranks.setdefault(name, len(self._ranks))
         self._num_joins += 1
         self._note("worker joined", name)
@@ -169,10 +172,11 @@ class Coordinator:
         leases = self._leases
         if self._is_ending and not held:
             return {"end": True}
-        unit = None if leases is None or self._is_ending else leases.lease(worker, rank=self._ranks.get(worker, 0))
+        rank = self._ranks.get(worker, 0)
+        unit = None if leases is None or self._is_ending else leases.lease(worker, rank=rank, held=held)
         if leases is not None and unit is not None:
             is_last = unit // leases.shares + 1 == min(leases.hold, leases.end) // leases.shares
-            return {"unit": unit, "save": is_last and unit % leases.shares == 0}
+            return {"unit": unit, "save": is_last and unit % leases.shares == 0, "alone": unit in leases.redone}
         return {"settle": True} if held else None
 
     def _take(self, worker: str, finished: list[dict[str, Any]]) -> None:
@@ -195,6 +199,7 @@ class Coordinator:
 
     def _leave(self, worker: str) -> dict[str, Any]:
         self._drop(worker)
+        self._present.discard(worker)
         return {}
 
     def _fail(self, who: str, error: dict[str, str | int]) -> dict[str, Any]:
@@ -207,8 +212,10 @@ class Coordinator:
         return {}
 
     def _register(self, server: int, host: str, port: int) -> dict[str, Any]:
+        if server in self._endpoints:  # nobody else tells where Ray started it again
+            self._note("server lost", str(server))
         self._endpoints[server] = Endpoint(host, port)
-        self._note("server up", str(server))
+        self._note("server up", str(server), host=host)
         self._changed.notify_all()
         return {}
 
@@ -222,12 +229,18 @@ class Coordinator:
         done = 0 if self._leases is None else self._leases.done
         return {"endpoints": endpoints, "workers": workers, "done": done}
 
+    def _lose(self, name: str) -> None:
+        """What it had goes to others."""
+        self._drop(name)
+        self._present.discard(name)
+        self._note("worker lost", name)
+
     def _drop(self, worker: str) -> None:
         if self._leases is not None and self._leases.drop(worker):
             self._changed.notify_all()
 
-    def _note(self, what: str, who: str) -> None:
-        self.events.append({"time": time.time(), "event": what, "who": who})
+    def _note(self, what: str, who: str, **more: str) -> None:
+        self.events.append({"time": time.time(), "event": what, "who": who, **more})
 
     def _running(self) -> Leases:
         if self._leases is None:

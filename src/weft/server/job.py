@@ -203,9 +203,6 @@ class _Driver:
         """Where the data goes on: below this every server has every unit."""
         shares = self._run.server.workers
         first = min(int(stats["units"]) for stats in self._client.stats()) if is_resumed else 0
-        if is_resumed and self._run.server.mode == "geo":
-            # Exchanges carry no units; a line is written once every worker has exchanged what it says.
-            first = max((record.step for record in self._folder.read_metrics()), default=0) * shares
         self._records = self._folder.drop_metrics_after(first // shares)
         if is_resumed:
             self._display.line(f"going on after step {first // shares} of {self._run.train.steps}")

@@ -31,6 +31,7 @@ class Leases:
         self._is_static = is_static
         self._next = {share: _first_of(share, first, shares) for share in range(shares)}
         self._returned: list[int] = []
+        self.redone: set[int] = set()  # units that were leased to one who is gone, and may have come half-way
         self._holders: dict[int, str] = {}
         self._seen: dict[str, float] = {}  # workers and when they were last heard
         self._done_above: set[int] = set()
@@ -45,11 +46,14 @@ class Leases:
     def beat(self, worker: str) -> None:
         self._seen[worker] = self._clock()
 
-    def lease(self, worker: str, *, rank: int = 0) -> int | None:
-        """The worker's next unit; None: nothing may go out now."""
+    def lease(self, worker: str, *, rank: int = 0, held: int = 0) -> int | None:
+        """The worker's next unit; None: nothing may go out now. `held`: units that it did and has not settled.
+
+        Who does a unit again settles before and after it: servers that have it already could not take it out of a sum.
+        """
         self.beat(worker)
         unit = self._candidate(rank)
-        if unit is None or not self._may_go(unit):
+        if unit is None or not self._may_go(unit) or (held and unit in self.redone):
             return None
         if self._returned and unit == self._returned[0]:
             heapq.heappop(self._returned)
@@ -81,6 +85,7 @@ class Leases:
         for unit in units:
             del self._holders[unit]
             heapq.heappush(self._returned, unit)
+        self.redone.update(units)
         return units
 
     def expire(self) -> list[str]:

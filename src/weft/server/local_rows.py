@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from weft.core.errors import WorkerError
 from weft.core.table_spec import Eviction, RowInit, RowOptimizer, TableSpec
 from weft.server.client import Client
 from weft.server.server_rows import Gradients
@@ -23,14 +24,14 @@ from weft.server.table.table import Table
 
 class LocalRows:
     def __init__(self, client: Client, specs: Iterable[TableSpec], *, exchange_every: int, cache_rows: int) -> None:
-        self._client = client
-        self._caches = {spec.name: _Cache(spec) for spec in specs}
+        self._client, self._specs = client, list(specs)
+        self._caches = self._fresh()
         self._exchange_every = exchange_every
         self._cache_rows = cache_rows
-        self._num_units = 0  # since the last exchange
+        self._units: list[int] = []  # since the last exchange
 
     def open(self, unit: int) -> None:
-        return
+        self._units.append(unit)
 
     def read(self, wanted: Mapping[str, Keys]) -> Mapping[str, Rows]:
         unknown = {name: self._caches[name].unknown(keys) for name, keys in wanted.items()}
@@ -43,22 +44,29 @@ class LocalRows:
     def finish(self, gradients: Gradients, *, weight: float) -> tuple[int, ...]:
         for name, (keys, values) in gradients.items():
             self._caches[name].train(keys, values, weight=weight)
-        self._num_units += 1
         return ()
 
     @property
     def is_due(self) -> bool:
         num_rows = sum(cache.num_rows for cache in self._caches.values())
-        return self._num_units >= self._exchange_every or num_rows > self._cache_rows
+        return len(self._units) >= self._exchange_every or num_rows > self._cache_rows
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """One exchange of everything that changed."""
+        units, self._units = self._units, []
         deltas = {name: cache.deltas() for name, cache in self._caches.items()}
         deltas = {name: pair for name, pair in deltas.items() if len(pair[0])}
-        if deltas:
-            for name, rows in self._client.exchange(deltas).items():
-                self._caches[name].settle(deltas[name][0], rows, max_rows=self._cache_rows)
-        self._num_units = 0
+        try:
+            fresh = self._client.exchange(deltas, units=units)
+        except WorkerError:  # somebody did some of these units in the meantime
+            self._caches = self._fresh()
+            return False
+        for name, rows in fresh.items():
+            self._caches[name].settle(deltas[name][0], rows, max_rows=self._cache_rows)
+        return True
+
+    def _fresh(self) -> dict[str, _Cache]:
+        return {spec.name: _Cache(spec) for spec in self._specs}
 
 
 class _Cache:

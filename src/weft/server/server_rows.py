@@ -31,8 +31,9 @@ class RowSource(Protocol):
         """Whether what was learnt here must be settled now."""
         ...
 
-    def settle(self) -> None:
-        """Afterwards the servers have everything that was learnt here."""
+    def settle(self) -> bool:
+        """Gives the servers everything that was learnt here; False: they refused it, and it is forgotten here too."""
+        ...
 
 
 class ServerRows:
@@ -58,5 +59,5 @@ class ServerRows:
     def is_due(self) -> bool:
         return True
 
-    def settle(self) -> None:
-        return
+    def settle(self) -> bool:
+        return True

@@ -215,9 +215,12 @@ def _loop(control: ControlClient, worker: Worker, rows: RowSource, *, name: str)
             report = worker.do(answer["unit"], save=answer["save"])
             held.append(UnitReport(**{**report.as_dict(), "wait_s": report.wait_s + waited_s}))
             asked = time.perf_counter()
-        if held and (rows.is_due or answer.get("settle")):
-            rows.settle()
-            finished, held = [report.as_dict() for report in held], []
+        if held and (rows.is_due or answer.get("settle") or answer.get("alone")):
+            if rows.settle():
+                finished = [report.as_dict() for report in held]
+            else:
+                control.ask("leave", worker=name)  # it was thought lost, and others did its units
+            held = []
 
 
 def find_server(control: ControlClient, server: int) -> Endpoint:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 SEGMENT_BYTES = 64 << 20
 SPARES = 16  # files kept for use again: what a log comes to between two snapshots of its own accord
+LEAST_FREE_BYTES = 256 << 20  # on a disk with less, a spare would take the room that snapshots need
 _NAME = "log-{:020d}.wal"
 _SPARE = "spare-{:02d}.wal"
 
@@ -41,4 +42,9 @@ def retire(folder: Path, *, before: int) -> None:
         if following > before:
             return
         spare = next((s for s in map(_SPARE.format, range(SPARES)) if not (folder / s).exists()), None)
-        path.rename(folder / spare) if spare else path.unlink()
+        path.rename(folder / spare) if spare and _has_room(folder) else path.unlink()
+
+
+def _has_room(folder: Path) -> bool:
+    told = os.statvfs(folder)
+    return told.f_bavail * told.f_frsize >= LEAST_FREE_BYTES

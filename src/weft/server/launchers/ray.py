@@ -7,6 +7,7 @@ that folder must be shared. A worker's `run` is asked again by Ray after a resta
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from typing import Any
 
@@ -51,14 +52,16 @@ class RayLauncher:
         launch, ray = self._launch, self._ray
         endpoint = (launch.endpoint.host, launch.endpoint.port)
         is_local = launch.address is None
-        restarts = {"max_restarts": -1, "max_task_retries": -1, "num_cpus": 0 if is_local else 1}
-        job = launch.token[:8]  # a cluster may have several runs
+        restarts = {"max_restarts": -1, "max_task_retries": -1}
+        # One a core, and host by host in turn: servers share the traffic, and a lost host takes few of them along.
+        place = {"num_cpus": 0} if is_local else {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
+        job = hashlib.sha256(launch.token.encode()).hexdigest()[:8]  # a cluster may have several runs
         for index in range(launch.spec.servers):
-            options = {"name": f"weft/{job}/server/{index}", **restarts}
+            options = {"name": f"weft/{job}/server/{index}", **restarts, **place}
             actor = ray.remote(ServerActor).options(**options)
             self._servers.append(actor.remote(endpoint, launch.token, index, is_local))
         for index in range(launch.spec.workers):
-            options = {"name": f"weft/{job}/worker/{index}", **restarts}
+            options = {"name": f"weft/{job}/worker/{index}", **restarts, **place}
             worker = ray.remote(WorkerActor).options(**options).remote(endpoint, launch.token, worker_name(index))
             self._workers.append(worker)
             self._runs[worker.run.remote()] = worker_name(index)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.config import parse
-from weft.core.errors import CheckpointError
+from weft.core.errors import CheckpointError, LogError
 from weft.core.table_spec import TableSpec
 from weft.server.durable.log import replay
 from weft.server.durable.snapshot import Snapshot, chain
@@ -49,8 +49,13 @@ def restore(folder: Path, spec: NodeSpec, *, with_log: bool = True, is_live: boo
 def keep_spec(folder: Path, spec: NodeSpec) -> None:
     """What the log's records mean depends on it; a snapshot holds it too."""
     draft = folder / f"{_SPEC}.tmp"
-    draft.write_text(json.dumps(spec.as_dict()), encoding="utf-8")
-    draft.replace(folder / _SPEC)
+    try:
+        draft.write_text(json.dumps(spec.as_dict()), encoding="utf-8")
+        draft.replace(folder / _SPEC)
+    except OSError as error:
+        raise LogError(
+            f"the server's folder {folder} cannot be written: {error.strerror}", hint="make room on that disk"
+        ) from None
 
 
 def adopt(state: State, spec: NodeSpec) -> bool:

@@ -103,7 +103,7 @@ class Server:
             return self._read(frame.sections, rows, reader=frame.unit)
         if frame.op in (Op.PUSH, Op.EXCHANGE, Op.ASSIGN, Op.DELETE):
             answer = self._change(frame)
-            return self._read(frame.sections, rows) if frame.op == Op.EXCHANGE else answer
+            return self._read(frame.tables, rows) if frame.op == Op.EXCHANGE else answer
         if frame.op == Op.ROWS:
             return self._range(frame)
         if frame.op == Op.CONTROL:
@@ -140,7 +140,7 @@ class Server:
         """In the log, then applied: once, however often it is sent."""
         with self._changed, self.figures.busy():
             self._require_alive()
-            self._state.require_fitting(frame.sections, with_values=frame.op != Op.DELETE)
+            self._state.require_fitting(frame.tables, with_values=frame.op != Op.DELETE)
             if not self._state.is_new(frame):
                 self.figures.repeated += 1
                 return Frame(op=Op.OK, version=len(self._state.units))
@@ -149,7 +149,7 @@ class Server:
             number = self._append(logged)
             self._state.apply(logged, number)
             self.figures.pushes += 1
-            self.figures.pushed_rows += sum(section.keys.size for section in frame.sections)
+            self.figures.pushed_rows += sum(section.keys.size for section in frame.tables)
             if frame.unit != NO_UNIT:
                 self.figures.staleness[staleness] += 1
                 self._changed.notify_all()

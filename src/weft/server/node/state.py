@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.config import parse
-from weft.core.errors import TableError
+from weft.core.errors import TableError, WorkerError
 from weft.core.table_spec import TableSpec
 from weft.server.node.applied import Applied
 from weft.server.node.spec import NodeSpec
@@ -81,9 +81,12 @@ class State:
                 table.require_room(section.keys)
 
     def is_new(self, frame: Frame) -> bool:
-        """Whether the frame was not applied before: by its unit, else by its client's sequence number."""
-        if frame.unit != NO_UNIT:
-            return frame.unit not in self.units and frame.unit not in self.shares
+        """Whether the frame was not applied before: by its units, else by its client's sequence number."""
+        known = [unit in self.units or unit in self.shares for unit in frame.units]
+        if any(known) and not all(known):
+            raise WorkerError("some units of this exchange were done by another worker", hint="do the others again")
+        if known:
+            return not any(known)
         return frame.client == 0 or frame.sequence > self.clients.get(frame.client, 0)
 
     def lr_scale_of(self, frame: Frame) -> tuple[int, float]:
@@ -124,7 +127,7 @@ class State:
         elif frame.unit != NO_UNIT and self.spec.gate == 0:
             self._take_share(frame, number, is_replay=is_replay)
         else:
-            for section in frame.sections:
+            for section in frame.tables:
                 self._change(frame, section, number, is_replay=is_replay)
             self._remember(frame)
             self.exchanges += frame.op == Op.EXCHANGE
@@ -202,9 +205,9 @@ class State:
         return scale[:, None]
 
     def _remember(self, frame: Frame) -> None:
-        if frame.unit != NO_UNIT:
-            self.units.add(frame.unit)
-        elif frame.client:
+        for unit in frame.units:
+            self.units.add(unit)
+        if not frame.units and frame.client:
             self.clients[frame.client] = frame.sequence
 
 

@@ -29,6 +29,7 @@ VERSION = 1
 NO_UNIT = -1
 MAX_BODY_BYTES = 2 << 30  # a longer one is a mistake or an attack; it is refused before memory is taken
 MAX_SECTIONS = 4096
+UNITS = 2**32 - 1  # instead of a table's number: the section's keys are the units that an exchange is of
 
 _HEADER = struct.Struct("<4sBBHQqQQQff")
 _SECTION = struct.Struct("<IIII")
@@ -73,6 +74,16 @@ class Frame:
     version: int = 0
     weight: float = 1.0
     lr_scale: float = 1.0
+
+    @property
+    def units(self) -> list[int]:
+        """The units that a change is of: a push has one, an exchange lists many; none where a client counts instead."""
+        listed = [section.keys.tolist() for section in self.sections if section.table == UNITS]
+        return listed[0] if listed else [self.unit] * (self.unit != NO_UNIT)
+
+    @property
+    def tables(self) -> list[Section]:
+        return [section for section in self.sections if section.table != UNITS]
 
     def parts(self) -> list[Any]:
         """The frame as buffers; rows are not copied."""

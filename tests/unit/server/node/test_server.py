@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weft.core.errors import CheckpointError, LogError, RunError, ServerLostError, TableError, TokenError
+from weft.core.errors import CheckpointError, LogError, RunError, ServerLostError, TableError, TokenError, WorkerError
 from weft.core.table_spec import Eviction, RowInit, RowOptimizer, TableSpec
 from weft.server.client import Client
 from weft.server.durable import log as log_module
@@ -201,6 +201,41 @@ def test_exchange_adds_and_answers_with_what_others_added(cluster: Any) -> None:
         each.create(table(kind="adam"))
     other.exchange({"t": (KEYS, ones(4, 0.5))})
     assert np.all(client.exchange({"t": (KEYS, ones(4, 0.25))})["t"] == 0.75)
+
+
+def test_an_exchange_counts_once_by_its_units_whoever_brings_them(cluster: Any) -> None:
+    started = cluster(num_servers=2)
+    for start in range(2):  # what was applied is known after a restart too
+        client = started.client()
+        client.create(table())
+        assert np.all(client.exchange({"t": (KEYS, ones(4))}, units=[3, 5])["t"] == 1)
+        assert np.all(client.exchange({"t": (KEYS, ones(4))}, units=[5])["t"] == 1)
+        with pytest.raises(WorkerError, match="done by another worker"):
+            client.exchange({"t": (KEYS, ones(4))}, units=[5, 6])
+        assert [stats["units_above"] for stats in client.stats()] == [[3, 5]] * 2
+        if not start:
+            started.restart()
+    assert np.all(client.exchange({"t": (KEYS, ones(4))}, units=[6])["t"] == 2)
+    client.exchange({}, units=[0, 1, 2, 4])
+    assert [stats["units"] for stats in client.stats()] == [7, 7]
+
+
+def test_one_servers_error_leaves_the_others_answers_in_order(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = cluster(num_servers=2)
+    client = started.client()
+    client.create(table())
+    with monkeypatch.context() as broken:
+        broken.setattr(started.servers[0], "_append", _full)
+        with pytest.raises(LogError):
+            client.push({"t": (KEYS, ones(4))}, unit=0)
+    assert client.push({"t": (KEYS, ones(4))}, unit=0).staleness == (0, 0)
+    keys = np.arange(100, dtype=np.int64)
+    assert read(client, keys).shape == (100, 3)
+    assert np.all(read(client) == -1)
+
+
+def _full(frame: Any) -> int:
+    raise LogError("full")
 
 
 def test_assign_sets_absent_rows_only(cluster: Any) -> None:

@@ -39,6 +39,22 @@ def test_a_worker_joins_with_the_assignment_and_a_client_number_never_used_befor
     assert len({coordinator.client_id, first["client_id"], second["client_id"], again["client_id"]}) == 4
 
 
+def test_what_comes_back_was_lost_whether_a_launcher_says_so_or_not() -> None:
+    coordinator = _coordinator()
+    coordinator.answer("join", {"name": "w"})
+    coordinator.answer("join", {"name": "w"})
+    coordinator.lost("w")
+    coordinator.answer("join", {"name": "w"})
+    for _ in range(2):
+        coordinator.answer("register", {"server": 0, "host": "10.0.0.7", "port": 1})
+    coordinator.forget_server(0)
+    coordinator.answer("register", {"server": 0, "host": "10.0.0.8", "port": 1})
+    events = [(event["event"], event.get("host")) for event in coordinator.events]
+    assert events.count(("worker lost", None)) == 2
+    assert events.count(("server lost", None)) == 2
+    assert [host for what, host in events if what == "server up"] == ["10.0.0.7", "10.0.0.7", "10.0.0.8"]
+
+
 def test_reports_reach_the_driver_once_and_figures_are_kept() -> None:
     coordinator = _coordinator()
     assert _next(coordinator)["unit"] == 0

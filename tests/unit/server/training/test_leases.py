@@ -101,3 +101,13 @@ def test_a_resumed_run_starts_in_the_middle_of_a_step() -> None:
 def test_static_leases_give_each_rank_its_share() -> None:
     leases = _leases(shares=2, static=True)
     assert [leases.lease("b", rank=1), leases.lease("b", rank=1), leases.lease("a", rank=0)] == [1, 3, 0]
+
+
+def test_a_unit_is_done_again_alone() -> None:
+    leases = Leases(shares=1, first=0, end=9, gate=None, lease_s=1e9, clock=lambda: 0.0)
+    assert [leases.lease("a"), leases.lease("a", held=1), leases.lease("b")] == [0, 1, 2]
+    leases.drop("a")
+    assert leases.lease("b", held=1) is None  # settle first
+    assert [leases.lease("b"), leases.lease("b")] == [0, 1]
+    assert leases.redone == {0, 1}
+    assert leases.lease("b", held=1) == 3

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from weft.core.errors import WorkerError
 from weft.core.table_spec import RowInit, RowOptimizer, TableSpec
 from weft.server.client import Pulled
 from weft.server.local_rows import LocalRows
@@ -22,12 +23,16 @@ class _Servers:
         self.rows: dict[int, Rows] = {}
         self.pulled: list[list[int]] = []
         self.exchanged: list[list[int]] = []
+        self.units: list[int] = []
 
     def pull(self, wanted: Mapping[str, Keys]) -> Pulled:
         self.pulled.append(wanted["t"].tolist())
         return Pulled(rows={"t": self._read(wanted["t"])}, versions=(0,))
 
-    def exchange(self, deltas: Mapping[str, tuple[Keys, Rows]]) -> dict[str, Rows]:
+    def exchange(self, deltas: Mapping[str, tuple[Keys, Rows]], *, units: Sequence[int]) -> dict[str, Rows]:
+        if set(units) & set(self.units):
+            raise WorkerError("done by another")
+        self.units += units
         keys, values = deltas["t"]
         self.exchanged.append(keys.tolist())
         for key, value in zip(keys.tolist(), values, strict=True):
@@ -46,7 +51,8 @@ def _keys(*keys: int) -> Keys:
     return np.array(keys, dtype=np.int64)
 
 
-def _step(local: LocalRows, keys: Keys, gradient: float) -> None:
+def _step(local: LocalRows, keys: Keys, gradient: float, *, unit: int = 0) -> None:
+    local.open(unit)
     local.read({"t": keys})
     local.finish({"t": (keys, np.full((len(keys), 2), gradient, np.float32))}, weight=1.0)
 
@@ -56,11 +62,11 @@ def test_local_steps_reach_the_servers_as_one_difference() -> None:
     local = _local(servers)
     _step(local, _keys(1, 2), 1.0)
     assert not local.is_due
-    _step(local, _keys(2, 3), 3.0)
+    _step(local, _keys(2, 3), 3.0, unit=1)
     assert local.is_due
     assert servers.exchanged == []
-    local.settle()
-    assert servers.exchanged == [[1, 2, 3]]
+    assert local.settle()
+    assert (servers.exchanged, servers.units) == ([[1, 2, 3]], [0, 1])
     assert {key: float(row[0]) for key, row in servers.rows.items()} == {1: -1.0, 2: -4.0, 3: -3.0}
     np.testing.assert_array_equal(local.read({"t": _keys(2)})["t"], [[-4.0, -4.0]])
 
@@ -70,11 +76,23 @@ def test_a_row_not_in_the_last_exchange_is_read_again() -> None:
     local = _local(servers)
     _step(local, _keys(1), 1.0)
     local.settle()
-    _step(local, _keys(2), 1.0)
+    _step(local, _keys(2), 1.0, unit=1)
     local.settle()
     servers.rows[1] = np.array([7.0, 7.0], np.float32)  # another worker
     np.testing.assert_array_equal(local.read({"t": _keys(1)})["t"], [[7.0, 7.0]])
     assert servers.pulled == [[1], [2], [1]]
+
+
+def test_what_servers_refuse_is_forgotten_here_too() -> None:
+    servers = _Servers()
+    local = _local(servers)
+    _step(local, _keys(1), 1.0)
+    servers.units, servers.rows[1] = [0], np.array([7.0, 7.0], np.float32)  # another worker did it
+    assert not local.settle()
+    np.testing.assert_array_equal(local.read({"t": _keys(1)})["t"], [[7.0, 7.0]])
+    _step(local, _keys(1), 1.0, unit=1)
+    assert local.settle()
+    assert float(servers.rows[1][0]) == 6.0
 
 
 def test_the_cache_is_bounded_and_what_is_dropped_was_exchanged() -> None:

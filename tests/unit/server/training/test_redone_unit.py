@@ -33,3 +33,18 @@ def test_a_complete_step_is_seen_by_readers_of_the_next_one_and_not_by_its_own(t
     finally:
         client.close()
         server.stop()
+
+
+def test_a_restart_makes_no_update_that_was_not_due_before(tmp_path: Path) -> None:
+    """A worker dies with its share on one of two servers, and that server too: the redone share must not differ."""
+    for start in range(2):
+        server = Server(index=0, spec=NodeSpec(shares=2, gate=0), folder=tmp_path, token="t")
+        endpoint = server.start()
+        client = Client(lambda index, endpoint=endpoint: endpoint, num_servers=1, token="t", client_id=1 + start)
+        client.create(SPEC)
+        for unit in (0, 1):
+            client.push({"t": (KEY, np.ones((1, 1), np.float32))}, unit=unit)
+        read = [float(client.pull({"t": KEY}, unit=unit).rows["t"][0, 0]) for unit in (1, 2)[: start + 1]]
+        assert read == [0.0, -1.0][: start + 1]
+        client.close()
+        server.stop()
