@@ -17,10 +17,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from weft.cli.main import app
+from weft.cli.server import server_app
 from weft.core.config import dump
 from weft.core.errors import InputError, RunError, WeftError, error_classes
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
+from weft.core.server_spec import ServerRun
 
 NOTICE = "<!-- written by scripts/reference.py; edit the code, not this page -->"
 
@@ -43,6 +45,11 @@ def pages() -> dict[str, str]:
             "How it is laid out. Every key, with the value it has when left out. What this version does not execute\n"
             "yet is refused by name (W204); the README's table says what that is.",
         ),
+        "server-run.md": document_page(
+            ServerRun,
+            "run.toml of parameter servers",
+            "What `weft server train` trains, on how many servers and workers. A document with [server] is one.",
+        ),
         "errors.md": errors_page(),
         "cli.md": cli_page(),
     }
@@ -56,11 +63,21 @@ def document_page(kind: type[BaseModel], name: str, opening: str) -> str:
     for key, field in kind.model_fields.items():
         section = section_of(field)
         if section is not None:
-            lines += ["", f"## [{key}]", "", *section_doc(section), *key_table(section.model_fields)]
+            lines += section_lines(key, section)
     if kind is RunSpec:
         lines += ["", "## The embedded default", "", "What `weft train` alone trains, with every key spelt out.", ""]
         lines += ["```toml", dump(RunSpec.default()).rstrip(), "```"]
     return "\n".join(lines) + "\n"
+
+
+def section_lines(name: str, section: type[BaseModel]) -> list[str]:
+    """A table and the tables inside it."""
+    inner = {key: section_of(field) for key, field in section.model_fields.items()}
+    plain = {key: field for key, field in section.model_fields.items() if inner[key] is None}
+    lines = ["", f"## [{name}]", "", *section_doc(section), *key_table(plain)]
+    for key, kind in inner.items():
+        lines += section_lines(f"{name}.{key}", kind) if kind is not None else []
+    return lines
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -139,7 +156,13 @@ def cli_page() -> str:
     lines += ["| `WEFT_DEBUG=1` | shows stack traces and the warnings of other libraries |"]
     lines += ["| `WEFT_CALIBRATION` | measurements that replace the catalogue's figures in `weft plan` |"]
     lines += ["| `XDG_CACHE_HOME` | where tokenised data is kept, in a folder `weft`; default `~/.cache` |"]
-    for arguments in ([], *([command.name or command.callback.__name__] for command in app.registered_commands)):
+    groups = [["server", command.callback.__name__] for command in server_app.registered_commands]
+    for arguments in (
+        [],
+        *([command.name or command.callback.__name__] for command in app.registered_commands),
+        ["server"],
+        *groups,
+    ):
         title = " ".join(["weft", *arguments])
         lines += ["", f"## {title}", "", "```text", help_text(arguments), "```"]
     return "\n".join(lines) + "\n"

@@ -33,6 +33,7 @@ GUIDES = (
     "resume-and-checkpoints",
     "precision-and-optimizers",
     "several-machines",
+    "parameter-server",
 )
 LEDGER = "docs/guides/ledger.md"
 PAGES = (

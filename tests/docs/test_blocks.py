@@ -11,6 +11,7 @@ from blocks import Block, all_pages, read_blocks
 from weft.core.plan import SECTIONS as PLAN_SECTIONS
 from weft.core.plan import Plan, require_executable
 from weft.core.run_spec import RunSpec
+from weft.core.server_spec import ServerRun
 from weft.hardware import calibration, catalogue
 
 KINDS = {"bash", "bash no-run", "python", "toml", "text"}
@@ -43,6 +44,8 @@ def test_toml_is_a_run_a_plan_that_this_version_executes_or_hardware(block: Bloc
         path = tmp_path / "measured.toml"
         path.write_text(block.body, encoding="utf-8")
         assert any(calibration.read(path).tables.values())
+    elif "server" in tables:
+        ServerRun.from_tables(tables, source=block.where)
     else:
         RunSpec.from_tables(tables, source=block.where)
 

@@ -50,7 +50,6 @@ class State:
     clients: dict[int, int] = field(default_factory=dict)  # the last sequence number of each
     shares: dict[int, Frame] = field(default_factory=dict)  # by unit: of steps that are not complete
     pending: _Step | None = None  # a complete step whose update nobody has read yet
-    exchanges: int = 0  # applied
     deleted: dict[int, list[NDArray[np.int64]]] = field(default_factory=dict)  # by table, since the last snapshot
 
     def table(self, number: int) -> Table:
@@ -130,21 +129,18 @@ class State:
             for section in frame.tables:
                 self._change(frame, section, number, is_replay=is_replay)
             self._remember(frame)
-            self.exchanges += frame.op == Op.EXCHANGE
 
     def head(self) -> dict[str, Any]:
         """All but rows and waiting shares, as JSON."""
         return {
             "spec": self.spec.as_dict(),
             "units": self.units.as_dict(),
-            "exchanges": self.exchanges,
             "clients": {str(client): sequence for client, sequence in self.clients.items()},
             "tables": [table.spec.model_dump(mode="json") for table in self.tables],
         }
 
     def load_head(self, head: dict[str, Any]) -> None:
         self.units = Applied(**head["units"])
-        self.exchanges = head["exchanges"]
         self.clients = {int(client): sequence for client, sequence in head["clients"].items()}
 
     def open_table(self, spec: TableSpec) -> Table:
@@ -188,21 +184,20 @@ class State:
             scale = 1.0 / frame.weight if frame.weight else 0.0
             table.push(keys, values, lr_scale=frame.lr_scale, gradient_scale=scale, clock=number)
         elif frame.op == Op.EXCHANGE:
-            table.add(keys, values * self._merge_scale(table, keys), clock=number)
+            table.add(keys, values * self._merge_scale(table), clock=number)
         else:
             table.assign(keys, values, only_absent=frame.weight == 1.0, clock=number)
 
-    def _merge_scale(self, table: Table, keys: NDArray[np.int64]) -> NDArray[np.float32] | np.float32:
-        """One over the number of workers that may be expected to bring a difference of this row in the same round.
+    def _merge_scale(self, table: Table) -> np.float32:
+        """What a worker's difference counts for: all of it, or the part that makes an average.
 
-        A row that every exchange has is averaged over all workers; a rare one, which only its bringer has seen, counts
-        whole. Divided by all workers alike, rare rows would learn that much more slowly.
+        SGD on a share of the samples steps further by the number of shares, Adam as far: their plain average is right.
+        A worker's own sums of squares hold its share of them, so an adaptive step is too long by the root alone.
         """
         if self.spec.merge == "sum":
             return np.float32(1.0)
-        share = (table.counts(keys) + 1.0) / (self.exchanges + 1.0)
-        scale: NDArray[np.float32] = (1.0 / (1.0 + (self.spec.shares - 1) * np.minimum(share, 1.0))).astype(np.float32)
-        return scale[:, None]
+        by_squares = table.spec.optimizer.kind in ("adagrad", "rowwise_adagrad", "ftrl")
+        return np.float32(self.spec.shares ** (-0.5 if by_squares else -1.0))
 
     def _remember(self, frame: Frame) -> None:
         for unit in frame.units:

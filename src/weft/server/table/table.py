@@ -17,7 +17,7 @@ from weft.core.table_spec import Eviction, TableSpec
 from weft.server.table import eviction as evicting
 from weft.server.table.layout import CANDIDATE, build_layout, record_dtype, state_width
 from weft.server.table.optimizers import ADD, FTRL, OPTIMIZERS
-from weft.server.table.record import COUNT, LAST_SEEN, MAX_COUNT, META_DTYPE, VALUES
+from weft.server.table.record import LAST_SEEN, META_DTYPE, VALUES
 from weft.server.table.rows import delete_rows, new_scratch, pull_rows
 from weft.server.table.store import Records
 from weft.server.table.updates import hold_values
@@ -115,11 +115,6 @@ class Table:
         """The clock of the last change of each key's row; 0 where it has none."""
         slots = self.slots(keys)
         return np.where(slots < 0, np.uint32(0), self._records.words[slots, LAST_SEEN])
-
-    def counts(self, keys: Keys) -> NDArray[np.uint32]:
-        """How often each key's row was changed by a push or an addition; 0 where it has none."""
-        slots = self.slots(keys)
-        return np.where(slots < 0, np.uint32(0), self._records.words[slots, COUNT] & MAX_COUNT)
 
     def require_room(self, keys: Keys) -> None:
         """Raises where a push of these keys would find the table full."""

@@ -36,11 +36,8 @@ def greet(connection: socket.socket, token: str, *, peer: str) -> None:
     if not hmac.compare_digest(proof, _proof(token, b"server", mine + theirs)):
         raise TokenError(f"{peer} has another token", hint="is it the server of another job?")
     connection.sendall(_proof(token, b"client", mine + theirs))
-    try:
-        welcome = receive(connection, 1)
-    except ConnectionError:
-        welcome = b""
-    if welcome != _WELCOME:
+    # A refusal is told; a connection that ends without a word is a server that died just now, and may be asked again.
+    if receive(connection, 1) != _WELCOME:
         raise TokenError(f"{peer} refused the token", hint="give the token of that server's job")
 
 
