@@ -57,7 +57,7 @@ class Coordinator:
         self._leases: Leases | None = None
         self._endpoints: dict[int, Endpoint] = {}
         self._ranks: dict[str, int] = {}  # by name: a worker that comes back has its old one
-        self._present: set[str] = set()  # workers that joined and were not lost
+        self._present: dict[str, int] = {}  # workers that joined and were not lost: the number of their joining
         self._is_ending = False
         self._num_joins = 0
         self.client_id = secrets.randbits(60) + 1  # of the driver; workers have the numbers after it
@@ -151,17 +151,25 @@ class Coordinator:
     def _join(self, name: str) -> dict[str, Any]:
         if name in self._present:  # nobody else tells where Ray started it again
             self._lose(name)
-        self._present.add(name)
+        self._drop(name)
         rank = self._ranks.setdefault(name, len(self._ranks))
         self._num_joins += 1
+        self._present[name] = self._num_joins
         self._note("worker joined", name)
         # A client's number is never used again: servers would take a newcomer's first pushes for repeated ones.
-        return {**self._assignment, "rank": rank, "client_id": self.client_id + self._num_joins}
+        client_id = self.client_id + self._num_joins
+        return {**self._assignment, "rank": rank, "client_id": client_id, "joined": self._num_joins}
 
-    def _next(self, worker: str, finished: list[dict[str, Any]], held: int) -> dict[str, Any]:
+    def _next(
+        self, worker: str, finished: list[dict[str, Any]], held: int, joined: int | None = None
+    ) -> dict[str, Any]:
         self._take(worker, finished)
         deadline = self._clock() + WAIT_S
         while True:
+            # A question that waits here outlives its worker. A unit given to it would be lost: whoever comes back under
+            # the name keeps its lease alive and knows nothing of it.
+            if joined is not None and self._present.get(worker) != joined:
+                return {"end": True}
             answer = self._offer(worker, held)
             rest_s = deadline - self._clock()
             if answer is not None or rest_s <= 0:
@@ -199,7 +207,6 @@ class Coordinator:
 
     def _leave(self, worker: str) -> dict[str, Any]:
         self._drop(worker)
-        self._present.discard(worker)
         return {}
 
     def _fail(self, who: str, error: dict[str, str | int]) -> dict[str, Any]:
@@ -232,8 +239,9 @@ class Coordinator:
     def _lose(self, name: str) -> None:
         """What it had goes to others."""
         self._drop(name)
-        self._present.discard(name)
+        self._present.pop(name, None)
         self._note("worker lost", name)
+        self._changed.notify_all()
 
     def _drop(self, worker: str) -> None:
         if self._leases is not None and self._leases.drop(worker):

@@ -173,7 +173,7 @@ def _work(
         rows, replicated = _assembled(run, told, model, client)
         order = order_of(run, task)
         worker = Worker(task, model, order, rows, replicated=replicated, seeds_units=not is_thread)
-        _loop(control, worker, rows, name=name)
+        _loop(control, worker, rows, name=name, joined=told["joined"])
     finally:
         client.close()
 
@@ -201,12 +201,12 @@ def _assembled(
     return rows, replicated
 
 
-def _loop(control: ControlClient, worker: Worker, rows: RowSource, *, name: str) -> None:
+def _loop(control: ControlClient, worker: Worker, rows: RowSource, *, name: str, joined: int) -> None:
     held: list[UnitReport] = []
     finished: list[dict[str, Any]] = []
     asked = time.perf_counter()
     while True:
-        answer = control.ask("next", worker=name, finished=finished, held=len(held))
+        answer = control.ask("next", worker=name, finished=finished, held=len(held), joined=joined)
         finished = []
         if answer.get("end"):
             return

@@ -55,6 +55,20 @@ def test_what_comes_back_was_lost_whether_a_launcher_says_so_or_not() -> None:
     assert [host for what, host in events if what == "server up"] == ["10.0.0.7", "10.0.0.7", "10.0.0.8"]
 
 
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_question_that_outlives_its_worker_is_given_no_unit(is_back: bool) -> None:
+    """Whoever comes back under the name beats for it, and nobody would ever do the unit."""
+    coordinator = _coordinator()
+    joined = coordinator.answer("join", {"name": "w"})["joined"]
+    coordinator.lost("w")
+    fields = {"worker": "w", "finished": [], "held": 0}
+    if is_back:
+        back = coordinator.answer("join", {"name": "w"})["joined"]
+    assert coordinator.answer("next", {**fields, "joined": joined}) == {"end": True}
+    if is_back:
+        assert coordinator.answer("next", {**fields, "joined": back})["unit"] == 0
+
+
 def test_reports_reach_the_driver_once_and_figures_are_kept() -> None:
     coordinator = _coordinator()
     assert _next(coordinator)["unit"] == 0
