@@ -1,4 +1,4 @@
-"""Writes docs/reference from the code itself: run.toml and plan.toml keys, the error tree, the command line's own help.
+"""Writes docs/reference from the code itself: keys of run.toml, plan.toml, runs on servers; errors; the CLI's help.
 
     python scripts/reference.py [FOLDER]     (default: docs/reference)
 
@@ -12,12 +12,12 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import typer
 import typer.testing
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from weft.cli.main import app
-from weft.cli.server import server_app
 from weft.core.config import dump
 from weft.core.errors import InputError, RunError, WeftError, error_classes
 from weft.core.plan import Plan
@@ -48,7 +48,8 @@ def pages() -> dict[str, str]:
         "server-run.md": document_page(
             ServerRun,
             "run.toml of parameter servers",
-            "What `weft server train` trains, on how many servers and workers. A document with [server] is one.",
+            "What `weft server train` trains, on how many servers and workers. Every key, with the value it has when\n"
+            "left out; a document with a `[server]` table is such a run ([the guide](../guides/parameter-server.md)).",
         ),
         "errors.md": errors_page(),
         "cli.md": cli_page(),
@@ -63,20 +64,20 @@ def document_page(kind: type[BaseModel], name: str, opening: str) -> str:
     for key, field in kind.model_fields.items():
         section = section_of(field)
         if section is not None:
-            lines += section_lines(key, section)
+            lines += section_lines(section, key)
     if kind is RunSpec:
         lines += ["", "## The embedded default", "", "What `weft train` alone trains, with every key spelt out.", ""]
         lines += ["```toml", dump(RunSpec.default()).rstrip(), "```"]
     return "\n".join(lines) + "\n"
 
 
-def section_lines(name: str, section: type[BaseModel]) -> list[str]:
-    """A table and the tables inside it."""
-    inner = {key: section_of(field) for key, field in section.model_fields.items()}
-    plain = {key: field for key, field in section.model_fields.items() if inner[key] is None}
-    lines = ["", f"## [{name}]", "", *section_doc(section), *key_table(plain)]
-    for key, kind in inner.items():
-        lines += section_lines(f"{name}.{key}", kind) if kind is not None else []
+def section_lines(section: type[BaseModel], key: str, defaults: BaseModel | None = None) -> list[str]:
+    """The section's own keys, then the tables inside it; `defaults`: what the table around it has there."""
+    inside = {name: field for name, field in section.model_fields.items() if section_of(field) is not None}
+    plain = {name: field for name, field in section.model_fields.items() if name not in inside}
+    lines = ["", f"## [{key}]", "", *section_doc(section), *key_table(plain, defaults)]
+    for name, field in inside.items():
+        lines += section_lines(section_of(field) or section, f"{key}.{name}", field.get_default())
     return lines
 
 
@@ -91,9 +92,10 @@ def section_doc(section: type[BaseModel]) -> list[str]:
     return [own.strip(), ""] if own else []
 
 
-def key_table(fields: dict[str, FieldInfo]) -> list[str]:
+def key_table(fields: dict[str, FieldInfo], defaults: BaseModel | None = None) -> list[str]:
     rows = [
-        f"| `{key}` | {escape(kind_of(field.annotation))} | {default_of(field)} | {escape(meaning_of(field))} |"
+        f"| `{key}` | {escape(kind_of(field.annotation))} | {told(default_of(key, field, defaults))} | "
+        f"{escape(meaning_of(field))} |"
         for key, field in fields.items()
     ]
     return ["| key | kind | default | meaning |", "| --- | --- | --- | --- |", *rows]
@@ -114,8 +116,11 @@ def kind_of(annotation: Any) -> str:
     return " or ".join(kind_of(one) for one in arguments if one is not type(None))
 
 
-def default_of(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True)
+def default_of(key: str, field: FieldInfo, defaults: BaseModel | None) -> Any:
+    return field.get_default(call_default_factory=True) if defaults is None else getattr(defaults, key)
+
+
+def told(value: Any) -> str:
     if value is None:
         return "none"
     text = str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, str) else str(value)
@@ -156,16 +161,20 @@ def cli_page() -> str:
     lines += ["| `WEFT_DEBUG=1` | shows stack traces and the warnings of other libraries |"]
     lines += ["| `WEFT_CALIBRATION` | measurements that replace the catalogue's figures in `weft plan` |"]
     lines += ["| `XDG_CACHE_HOME` | where tokenised data is kept, in a folder `weft`; default `~/.cache` |"]
-    groups = [["server", command.callback.__name__] for command in server_app.registered_commands]
-    for arguments in (
-        [],
-        *([command.name or command.callback.__name__] for command in app.registered_commands),
-        ["server"],
-        *groups,
-    ):
+    for arguments in [[], *verbs(app)]:
         title = " ".join(["weft", *arguments])
         lines += ["", f"## {title}", "", "```text", help_text(arguments), "```"]
     return "\n".join(lines) + "\n"
+
+
+def verbs(of: typer.Typer) -> list[list[str]]:
+    """Every verb, and every verb of a verb, as words."""
+    found = [[command.name or command.callback.__name__] for command in of.registered_commands if command.callback]
+    for group in of.registered_groups:
+        inner = group.typer_instance
+        if inner is not None:
+            found += [[str(inner.info.name), *words] for words in [[], *verbs(inner)]]
+    return found
 
 
 def help_text(arguments: list[str]) -> str:

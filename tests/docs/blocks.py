@@ -2,8 +2,8 @@
 
 All pages tell one story in one folder: README first, then docs/start, then the guides, each in `PAGES` order.
 
-    ```toml      checked as run.toml, plan.toml, a device or measurements of devices; `# name.toml` in its first line
-                 makes it a file of that folder
+    ```toml      checked as run.toml (of ranks or servers), plan.toml, a device or measurements of devices;
+                 `# name.toml` in its first line makes it a file of that folder
     ```python    run as a script; `# name.py` in its first line makes it a file too
     ```bash      run line by line in that folder; a line that an earlier page ran is not run again
     ```bash no-run, ```text     shown, never run; the line before a no-run block says why

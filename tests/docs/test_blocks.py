@@ -38,14 +38,14 @@ def test_toml_is_a_run_a_plan_that_this_version_executes_or_hardware(block: Bloc
     tables = tomllib.loads(block.body)
     if set(tables) <= {"version", *PLAN_SECTIONS}:
         require_executable(Plan.from_tables(tables, source=block.where))
+    elif "server" in tables:
+        ServerRun.from_tables(tables, source=block.where)
     elif "peak_flops" in tables:
         catalogue.check_table("devices", tables, source=block.where, partial=False)
     elif set(tables) <= {"measured", *calibration.KINDS}:
         path = tmp_path / "measured.toml"
         path.write_text(block.body, encoding="utf-8")
         assert any(calibration.read(path).tables.values())
-    elif "server" in tables:
-        ServerRun.from_tables(tables, source=block.where)
     else:
         RunSpec.from_tables(tables, source=block.where)
 

@@ -15,7 +15,9 @@ from weft.cli.main import app
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = read_blocks("README.md")
 FIRST, SECOND = (command_lines(block)[0] for block in BLOCKS if block.info == "bash" and block.line < 30)
-VERBS = {command.callback.__name__ for command in app.registered_commands if command.callback is not None} | {"server"}
+VERBS = {command.callback.__name__ for command in app.registered_commands if command.callback is not None} | {
+    str(group.typer_instance.info.name) for group in app.registered_groups if group.typer_instance is not None
+}
 _BAR = re.compile(r"\[[█▓▒░· >]*\] *")
 _NUMBER = re.compile(r"\d[\d.,]*( (K|M|MiB|GiB)|ms|s|m\d+s)?")
 

@@ -17,7 +17,13 @@ from weft.cli.main import main
 from weft.core.quiet import quiet_libraries
 
 # torch._dynamo: DTensor imports it on first use.
-WARM = ("torch._dynamo", "torch.utils.tensorboard", "transformers.models.llama.modeling_llama", "weft.train.worker")
+WARM = (
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "transformers.models.llama.modeling_llama",
+    "weft.train.worker",
+    "weft.server.job",
+)
 
 
 def run(words: list[str], output: TextIO) -> int:

@@ -110,7 +110,9 @@ def bench(
 @server_app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="The run folder of a run that has ended.")],
-    out: Annotated[Path, typer.Option(help="The folder to make: one .npz a table, and tables.json.")],
+    out: Annotated[
+        Path, typer.Option(help="The folder to make: keys and rows as .npy, dense parameters as safetensors.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON on stdout.")] = False,
 ) -> None:
     """Take the tables out of a run: keys and rows, whatever the number of servers was."""

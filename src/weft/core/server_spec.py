@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator
 
 from weft.core.config import Section, dump, parse, read_toml
 from weft.core.table_spec import Eviction, RowInit, RowOptimizer
@@ -44,21 +44,40 @@ class ClickDataSpec(Section):
     eval_fraction: float = Field(default=0.1, gt=0, lt=1, description="share of samples held out")
 
 
+_SPARSE = RowOptimizer(learning_rate=0.02)
+_DENSE = RowOptimizer(kind="adam", learning_rate=3e-3)
+
+
+def _over(default: RowOptimizer, given: Any) -> Any:
+    """Keys that are left out have this run's default: a learning rate alone must not make adam an adagrad."""
+    return {**default.model_dump(), **given} if isinstance(given, dict) else given
+
+
 class SparseSpec(Section):
     """The table of embedding rows."""
 
-    optimizer: RowOptimizer = RowOptimizer(learning_rate=0.02)
+    optimizer: RowOptimizer = _SPARSE
     init: RowInit = RowInit()
     admit_after: int = Field(default=1, ge=1, description="pushes before a key gets a row")
     eviction: Eviction = Eviction()
     tier: Literal["memory", "mapped"] = Field(default="memory", description="memory | mapped")
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        return _over(_SPARSE, given)
 
 
 class DenseSpec(Section):
     place: Literal["servers", "replicated"] = Field(
         default="servers", description="servers | replicated (with all-reduce among workers)"
     )
-    optimizer: RowOptimizer = RowOptimizer(kind="adam", learning_rate=3e-3)
+    optimizer: RowOptimizer = _DENSE
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        return _over(_DENSE, given)
 
 
 class ServerTrainSpec(Section):
@@ -92,11 +111,12 @@ class ServerSpec(Section):
     lease_s: float = Field(default=10.0, gt=0, description="a silent worker's share goes to another after this time")
     server_timeout_s: float = Field(default=60.0, gt=0, description="how long a lost server is waited for")
 
-    @model_validator(mode="after")
-    def _bound(self) -> ServerSpec:
-        if isinstance(self.staleness, int) and self.staleness < 0:
-            raise ValueError("staleness is 0 or more, or 'free'")
-        return self
+    @field_validator("staleness", mode="before")
+    @classmethod
+    def _bound(cls, given: Any) -> Any:
+        if given != FREE and (not isinstance(given, int) or given < 0):
+            raise ValueError("a whole number of steps, 0 or more, or 'free'")
+        return given
 
     @property
     def gate(self) -> int | None:

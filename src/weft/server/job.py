@@ -55,6 +55,7 @@ def run_job(
     address: str | None = None,
     build: Build | None = None,
     quiet: bool = False,
+    draws_report: bool = True,
 ) -> dict[str, Any]:
     """Train; returns the ledger. `address`: of a Ray cluster. `build`: see `Trainer`."""
     started_s = time.perf_counter()
@@ -76,7 +77,10 @@ def run_job(
     with _Stage(run, folder, build=build, address=address) as stage, StopFlag() as stop:
         driver = _Driver(run, folder, stage, task, quiet=quiet)
         try:
-            return driver.drive(stop, is_resumed=resume, started_s=started_s)
+            ledger = driver.drive(stop, is_resumed=resume, started_s=started_s)
+            if draws_report:  # weft verify has fifty runs that nobody will look at
+                driver.tell_report()
+            return ledger
         finally:
             driver.close()
 
@@ -303,5 +307,7 @@ class _Driver:
         )
         self._folder.write_json("ledger.json", ledger)
         self._display.summary(ledger)
-        self._display.line(f"run folder {self._folder.path}; open {write_report(self._folder.path)}")
         return ledger
+
+    def tell_report(self) -> None:
+        self._display.line(f"run folder {self._folder.path}; open {write_report(self._folder.path)}")

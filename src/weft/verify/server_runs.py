@@ -73,7 +73,7 @@ def changed(run: ServerRun, section: str, **fields: Any) -> ServerRun:
 
 
 def train(run: ServerRun, out: Path, *, resume: bool = False) -> Found:
-    run_job(run, out, resume=resume, quiet=True)
+    run_job(run, out, resume=resume, quiet=True, draws_report=False)
     return found_in(out)
 
 
