@@ -90,7 +90,7 @@ def join(run: Annotated[Path, typer.Argument(help="The run folder of a run that 
 
 @server_app.command()
 def bench(
-    rows: Annotated[int, typer.Option(min=70_000, help="Rows of the table.")] = 4_000_000,
+    rows: Annotated[int, typer.Option(min=300_000, help="Rows of the table.")] = 4_000_000,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians.")] = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
 ) -> None:

@@ -10,6 +10,7 @@ It computes no gradient. The order:
 from __future__ import annotations
 
 import secrets
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from weft.core.errors import BadValueError, ServerLostError
+from weft.core.errors import BadValueError, ServerLostError, WeftError
 from weft.core.server_spec import ServerRun
+from weft.core.table_spec import Eviction
 from weft.report import write_report
 from weft.server.boundaries import Boundaries
 from weft.server.clicks.task import prepare_data
@@ -72,8 +74,13 @@ def run_job(
     if resume and server_folders(folder.servers_path):
         reshard(folder.servers_path, run.server.servers)
     folder.create(run)
-    prepare_data(run, out)
-    task = open_task(run, out.absolute(), build=build)
+    try:
+        prepare_data(run, out)
+        task = open_task(run, out.absolute(), build=build)
+    except WeftError:
+        if not resume:  # else the mended command would find its folder in the way
+            shutil.rmtree(out, ignore_errors=True)
+        raise
     with _Stage(run, folder, build=build, address=address) as stage, StopFlag() as stop:
         driver = _Driver(run, folder, stage, task, quiet=quiet)
         try:
@@ -186,6 +193,7 @@ class _Driver:
         self._await_servers()
         model = build_seeded(self._task, seed=self._run.train.seed)
         self._tables = [spec.name for spec in table_specs(model)]
+        self._evicted = [spec.name for spec in table_specs(model) if spec.eviction != Eviction()]
         for spec in [*table_specs(model), dense_spec(self._run.dense.optimizer)]:
             self._client.create(spec)
         self._evaluator = Evaluator(self._task, model, self._client)
@@ -275,9 +283,17 @@ class _Driver:
         if record is not None:
             self._write(record)
         if is_end or self._boundaries.is_snapshot(step):
+            self._shrink()
             self._client.snapshot(incremental=not is_end and not self._boundaries.is_full(step))
         self._timeline.append({"step": step, "train_s": self._train_s, "servers": self._client.stats()})
         self._folder.write_json("server.json", self._figures())
+
+    def _shrink(self) -> None:
+        """Where tables have a rule of eviction, while nobody trains: what goes does not depend on who is faster."""
+        for name in self._evicted:
+            dropped = self._client.shrink(name)
+            if dropped:
+                self._display.line(f"{dropped:,} rows of {name} were dropped")
 
     def _write(self, record: ServerStepRecord) -> None:
         self._records.append(record)

@@ -6,6 +6,8 @@ A task is built alike in the driver and in every worker, so it must follow from 
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -68,6 +70,8 @@ def open_task(run: ServerRun, out: Path, *, build: Build | None = None) -> Task:
 def find_factory(name: str) -> Build:
     """'module:function' as the function."""
     module, _, function = name.partition(":")
+    if os.getcwd() not in sys.path:  # the children of a run have it, the `weft` script has not
+        sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:

@@ -114,6 +114,13 @@ class ProcessLauncher:
                 f"{who} was killed by {signal.Signals(-code).name}, and replicated dense parameters need all workers",
                 hint='dense.place = "servers" goes on without it; --resume starts again from the last snapshot',
             )
+        if child.role == "server" and self._launch.spec.durability == "none":
+            # Units that it had and its last snapshot has not would never be leased again: everybody would wait.
+            raise kind(
+                f"{who} was killed by {signal.Signals(-code).name}, and without a log what it learnt since its last"
+                " snapshot is gone",
+                hint='--resume goes on from the last snapshot; server.durability = "process" survives this',
+            )
         if self._num_restarts >= self._launch.spec.max_restarts:
             raise kind(
                 f"{who} was killed by {signal.Signals(-code).name}, and {self._num_restarts} restarts are used up",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from weft.core.errors import BadValueError, DataError, ModelError, RunFolderError, WorkerError
 from weft.core.server_spec import ServerRun
+from weft.core.table_spec import Eviction
 from weft.server.embedding import ShardedEmbedding
 from weft.server.job import run_job
 from weft.server.step_record import ServerStepRecord
@@ -158,6 +159,26 @@ class _BagModel(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         return self.out(self.bag(words)).squeeze(1) + self.wide(words).sum((1, 2))
+
+
+def test_rows_are_evicted_where_a_rule_says_so(tmp_path: Path) -> None:
+    free, capped = _run(steps=8), _run(steps=8)
+    sparse = capped.sparse.model_copy(update={"eviction": Eviction(max_rows=20)})
+    capped = capped.model_copy(update={"sparse": sparse})
+    rows = {}
+    for name, run in (("free", free), ("capped", capped)):
+        run_job(run, tmp_path / name, quiet=True)
+        tables = json.loads((tmp_path / name / "server.json").read_text())["servers"][0]["tables"]
+        rows[name] = {table["name"]: table["rows"] for table in tables}
+    assert rows["capped"]["embedding"] == 20 < rows["free"]["embedding"]
+    assert rows["capped"]["dense"] == rows["free"]["dense"]
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    run = _run(data={"source": str(tmp_path / "missing.csv"), "categorical": 5, "numeric": 2})
+    with pytest.raises(DataError):
+        run_job(run, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_trainer_takes_a_task_of_ones_own(tmp_path: Path) -> None:
