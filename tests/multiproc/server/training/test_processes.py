@@ -157,6 +157,17 @@ def test_too_many_deaths_end_the_run_with_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_without_a_log_a_dead_server_ends_the_run(tmp_path: Path) -> None:
+    """Started again it would lack units that nobody does a second time, and all would wait."""
+    driver = _Driver(tmp_path, "run", steps=100_000, durability="none")
+    driver.wait_for_step(2)
+    os.kill(driver.children("server")[0], signal.SIGKILL)
+    errors = driver.wait()
+    assert driver.process.returncode == 3
+    assert "error [W811]: server 0 was killed by SIGKILL, and without a log" in errors
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "geo"])
 def test_the_other_modes_survive_a_killed_worker(tmp_path: Path, mode: str) -> None:
     driver = _Driver(tmp_path, "run", steps=40, mode=mode, geo_steps=5)
