@@ -28,6 +28,7 @@ from weft.server.client import Client
 from weft.server.coordinator import Coordinator
 from weft.server.main import TOKEN_VARIABLE
 from weft.server.node.spec import NodeSpec
+from weft.server.wire import handshake as handshake_module
 from weft.server.wire.control import ControlClient, ControlServer
 from weft.server.wire.endpoint import Endpoint
 
@@ -199,8 +200,8 @@ def test_a_hung_server_is_told_in_time_and_counts_once_when_it_wakes(
     server: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _push(server.client(), 0)  # its first push is slow: kernels are read from their cache
-    for name in ("_LEAST_SILENCE_S", "HANDSHAKE_S"):
-        monkeypatch.setattr(client_module, name, 1.5)
+    monkeypatch.setattr(client_module, "_LEAST_SILENCE_S", 1.5)
+    monkeypatch.setattr(handshake_module, "HANDSHAKE_S", 1.5)
     client = server.client(timeout_s=1.5, client_id=2)
     os.kill(server.processes[0].pid, signal.SIGSTOP)
     start = time.monotonic()
