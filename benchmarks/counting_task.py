@@ -47,13 +47,14 @@ class CountingTask(ClickTask):
     def __init__(self, run: ServerRun) -> None:
         super().__init__(run, open_log(run, Path()), build_model=lambda: CountingModel(run))
         self._step_weight = run.train.global_batch if run.server.is_aggregated else None
+        self._parts = run.server.workers if run.server.mode == "async" else 1
 
     def wanted(self, batch: ClickBatch) -> dict[str, NDArray[np.int64]]:
         return dict.fromkeys((TABLE, COUNTS), batch.keys.reshape(-1))
 
     def loss_sum(self, model: nn.Module, batch: ClickBatch) -> Tensor:
         rows = model.counts(torch.from_numpy(batch.keys))
-        scale = self._step_weight or len(batch)
+        scale = self._step_weight or len(batch) * self._parts
         return super().loss_sum(model, batch) - scale * (rows - rows.detach()).sum()
 
 

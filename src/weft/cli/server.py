@@ -129,20 +129,11 @@ def export(
 
 def resolve(path: Path | None, settings: list[str]) -> ServerRun:
     """The run of a file, or the embedded default, with settings put in."""
-    import difflib
-
+    from weft.cli.resolve import require_known_sections
     from weft.core.config import apply_settings, read_toml
-    from weft.core.errors import UnknownKeyError
     from weft.core.server_spec import SECTIONS, ServerRun
 
-    for setting in settings:
-        section = setting.partition("=")[0].partition(".")[0].strip()
-        if "=" in setting and section not in SECTIONS:
-            near = difflib.get_close_matches(section, SECTIONS, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UnknownKeyError(
-                f"--set: there is no section {section!r}", hint=f"{hint}sections: {', '.join(SECTIONS)}"
-            )
+    require_known_sections(settings, known=SECTIONS)
     tables = apply_settings(read_toml(path) if path is not None else {}, settings)
     return ServerRun.from_tables(tables, source=str(path) if path is not None else "the embedded default")
 

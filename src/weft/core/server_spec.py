@@ -6,12 +6,11 @@ and the mode belong to what is trained. A document with a [server] table is a Se
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import Field, field_validator
 
-from weft.core.config import Section, dump, parse, read_toml
+from weft.core.config import Document, Section, sections_of
 from weft.core.table_spec import Eviction, RowInit, RowOptimizer
 
 FREE = "free"  # no bound on staleness
@@ -39,13 +38,14 @@ class ClickDataSpec(Section):
     samples: int = Field(default=500_000, ge=1, description="of the generated log")
     categorical: int = Field(default=26, ge=1, description="categorical fields")
     numeric: int = Field(default=13, ge=0, description="numeric fields")
-    vocabulary: int = Field(default=100_000, ge=2, description="of the generated log: values of a categorical field")
+    vocabulary: int = Field(default=1000, ge=2, description="of the generated log: values of a categorical field")
     zipf: float = Field(default=1.1, gt=0, description="of the generated log: how unequal values are")
     eval_fraction: float = Field(default=0.1, gt=0, lt=1, description="share of samples held out")
 
 
-_SPARSE = RowOptimizer(learning_rate=0.02)
-_DENSE = RowOptimizer(kind="adam", learning_rate=3e-3)
+# Without an accumulator the first gradient of a rare row, which is mostly noise, would be a whole learning rate.
+_SPARSE = RowOptimizer(learning_rate=0.06, initial_accumulator=1e-4)
+_DENSE = RowOptimizer(kind="adam", learning_rate=5e-3)
 
 
 def _over(default: RowOptimizer, given: Any) -> Any:
@@ -145,7 +145,7 @@ class ServerLoggingSpec(Section):
     tensorboard: bool = Field(default=True, description="write TensorBoard files beside metrics.jsonl")
 
 
-class ServerRun(Section):
+class ServerRun(Document):
     """The whole run."""
 
     model: ClickModelSpec = ClickModelSpec()
@@ -158,20 +158,5 @@ class ServerRun(Section):
     checkpoint: ServerCheckpointSpec = ServerCheckpointSpec()
     logging: ServerLoggingSpec = ServerLoggingSpec()
 
-    @staticmethod
-    def from_tables(tables: dict[str, Any], *, source: str = "run") -> ServerRun:
-        return parse(ServerRun, tables, source=source)
 
-    @staticmethod
-    def from_file(path: str | Path) -> ServerRun:
-        return ServerRun.from_tables(read_toml(Path(path)), source=str(path))
-
-    def to_toml(self) -> str:
-        return dump(self)
-
-
-SECTIONS: tuple[str, ...] = tuple(
-    name
-    for name, field in ServerRun.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-)
+SECTIONS = sections_of(ServerRun)

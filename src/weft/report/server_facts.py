@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.units import format_count
-from weft.report.facts import counted
+from weft.report.facts import counted, steps_phrase
 from weft.report.folder import number, rows, table
 from weft.report.server_folder import ServerRunFolder, ServerStep, staleness_counts, train_seconds
 
@@ -89,12 +89,6 @@ def verdict(facts: ServerFacts) -> str:
     if facts.samples_per_s is not None:
         parts.append(f"{format_count(facts.samples_per_s)} samples/s")
     return " · ".join(part for part in parts if part)
-
-
-def steps_phrase(facts: ServerFacts) -> str:
-    if facts.steps_asked is None or facts.steps_asked == facts.steps_done:
-        return counted(facts.steps_done, "step")
-    return f"{facts.steps_done:,} of {facts.steps_asked:,} steps"
 
 
 def gate_of(folder: ServerRunFolder) -> int | None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from weft.core.units import format_bytes, format_count, format_seconds
 from weft.report import server_tables, shell
 from weft.report.chart import Chart
+from weft.report.facts import steps_phrase
 from weft.report.folder import RUN, table
 from weft.report.markup import NOTHING, Markup, facts_list, join, section, tag, text
 from weft.report.server_bars import draw_histogram, draw_hot_keys, draw_servers, draw_workers
 from weft.report.server_curves import draw_beside, draw_server_curves
-from weft.report.server_facts import ServerFacts, gather_server_facts, run_names, steps_phrase, verdict
+from weft.report.server_facts import ServerFacts, gather_server_facts, run_names, verdict
 from weft.report.server_folder import ServerRunFolder, read_server_folder
 from weft.report.server_load import hot_keys, server_loads, update_word, waiting_share, worker_loads
 from weft.report.shell import chart_box, chart_boxes, document, tile

@@ -31,7 +31,8 @@ from weft.server.node.server import Server
 from weft.server.node.spec import NodeSpec
 from weft.server.table.table import Table
 from weft.server.wire.endpoint import Endpoint
-from weft.server.wire.frame import Frame, FrameReader, Op, Section, send_frame
+from weft.server.wire.frame import Frame, Op, Section, send_frame
+from weft.server.wire.reader import FrameReader
 from weft.server.wire.sockets import connect, tune
 
 Kind = Literal["pull", "push"]
@@ -205,7 +206,8 @@ def unique_keys(generator: np.random.Generator, rows: int, size: int) -> NDArray
 
 
 def filled_table(rows: int) -> Table:
-    table = Table(bench_spec(), reserve_rows=rows + 1)
+    # Room to spare, as a server's table has: one that is full looks every pushed key up before it changes anything.
+    table = Table(bench_spec(), reserve_rows=rows + 2 * max(SIZES))
     step = 1 << 18
     for start in range(0, rows, step):
         keys = np.arange(start, min(rows, start + step), dtype=np.int64)

@@ -23,6 +23,10 @@ class Boundaries:
     def is_snapshot(self, step: int) -> bool:
         return bool(self._snapshot_every) and step % self._snapshot_every == 0
 
+    def is_shrink(self, step: int) -> bool:
+        """As planned, never where somebody stopped the run: it would go on from other rows than the whole run had."""
+        return self.is_snapshot(step) or step == self._steps
+
     def is_full(self, step: int) -> bool:
         """The first snapshot, and every `full_every`-th after it."""
         return (step // max(1, self._snapshot_every) - 1) % self._full_every == 0

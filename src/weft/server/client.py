@@ -8,22 +8,23 @@ Not for several threads: give each a client of its own.
 from __future__ import annotations
 
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import ServerLostError, TableError, WeftError, WireError, error_from_dict
 from weft.core.table_spec import TableSpec
+from weft.server.row_memory import RowMemory
 from weft.server.table.coalesce import coalesce
 from weft.server.table.hashing import NUM_BUCKETS, split
 from weft.server.wire.endpoint import Endpoint
-from weft.server.wire.frame import NO_UNIT, UNITS, Frame, FrameReader, Op, Section, control, send_frame
+from weft.server.wire.frame import NO_UNIT, UNITS, Frame, Op, Section, control, send_frame
 from weft.server.wire.handshake import connect_known
+from weft.server.wire.reader import FrameReader
 
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
@@ -34,7 +35,6 @@ _LEAST_SILENCE_S = 10.0  # a shorter one would take a server that waits for one 
 _RETRY_S = 0.05
 _FRESH = 2**63  # the version of a push that no pull belongs to: never stale
 _SLOTS = 1 << 16
-_SMALL = 1 << 15  # floats: what the allocator has at hand anyway
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Client:
         self._links = [_Link(index, find, token, timeout_s) for index in range(num_servers)]
         self._buckets = server_of_bucket(num_servers)
         self._client_id, self._sequence = client_id, 0
-        self._memory = _Memory()
+        self._memory = RowMemory()
         self._specs: dict[str, TableSpec] = {}
         self._numbers: dict[str, list[int]] = {}
 
@@ -71,23 +71,15 @@ class Client:
 
     def pull(self, wanted: Mapping[str, Keys], *, unit: int | None = None) -> Pulled:
         """Rows in the order of the keys. `unit`: waits until its step may read; None reads at once."""
-        plans = {name: self._plan(name, keys) for name, keys in wanted.items()}
-        places = [
-            {name: self._memory.rows(plan.count(server), plan.dim) for name, plan in plans.items()}
-            for server in range(len(self._links))
-        ]
+        plans = [self._plan(name, keys) for name, keys in wanted.items()]
         asked = NO_UNIT if unit is None else unit
         exchanges = [
-            _Exchange(
-                frame=Frame(op=Op.PULL, sections=self._sections(plans, server), unit=asked),
-                into=list(places[server].values()),
-            )
+            _Exchange(Frame(Op.PULL, [plan.section(server) for plan in plans], unit=asked), self._places(plans, server))
             for server in range(len(self._links))
         ]
         answers = self._exchange(exchanges)
-        rows = {name: plan.merged([place[name] for place in places]) for name, plan in plans.items()}
-        waited_for = max((exchange.waited_for for exchange in exchanges), default=-1)
-        return Pulled(rows=rows, versions=tuple(answer.version for answer in answers), waited_for=waited_for)
+        versions, waited_for = [answer.version for answer in answers], [each.waited_for for each in exchanges]
+        return Pulled(rows=_merged(plans, exchanges), versions=tuple(versions), waited_for=max(waited_for, default=-1))
 
     def push(
         self,
@@ -111,19 +103,14 @@ class Client:
         `units`: what the differences were learnt from. A server that has all of them adds nothing; one that has some
         refuses, as differences cannot be taken apart: WorkerError.
         """
-        plans = {name: self._plan(name, keys) for name, (keys, _) in deltas.items()}
-        places = [
-            {name: self._memory.rows(plan.count(server), plan.dim) for name, plan in plans.items()}
-            for server in range(len(self._links))
-        ]
+        plans = [self._plan(name, keys) for name, (keys, _) in deltas.items()]
         frames = self._frames(Op.EXCHANGE, deltas, unique=True)
         if units:
             listed = Section(table=UNITS, keys=np.array(units, np.int64))
-            frames = [replace(frame, sections=[*frame.sections, listed]) for frame in frames]
-        self._exchange(
-            [_Exchange(frame=frame, into=list(place.values())) for frame, place in zip(frames, places, strict=True)]
-        )
-        return {name: plan.merged([place[name] for place in places]) for name, plan in plans.items()}
+            frames = [frame._replace(sections=[*frame.sections, listed]) for frame in frames]
+        exchanges = [_Exchange(frame, self._places(plans, server)) for server, frame in enumerate(frames)]
+        self._exchange(exchanges)
+        return _merged(plans, exchanges)
 
     def assign(self, table: str, keys: Keys, values: Rows, *, only_absent: bool = True) -> None:
         frames = self._frames(Op.ASSIGN, {table: (keys, values)}, unique=True, weight=1.0 if only_absent else 0.0)
@@ -176,17 +163,16 @@ class Client:
     ) -> list[Frame]:
         """One frame a server, an empty one too: a server counts units by what it is told."""
         self._sequence += 1
-        plans, values = {}, {}
+        plans = []
         for name, (keys, rows) in given.items():
             if rows is not None:
                 rows = self._checked(name, keys, rows)
                 keys, rows = (keys, rows) if unique else coalesce(_as_keys(keys), rows)
-            plans[name] = self._plan(name, keys)
-            values[name] = None if rows is None else plans[name].ordered(rows)
+            plans.append(self._plan(name, keys, rows))
         return [
             Frame(
                 op=op,
-                sections=self._sections(plans, server, values),
+                sections=[plan.section(server) for plan in plans],
                 client=self._client_id,
                 sequence=self._sequence,
                 version=_FRESH if versions is None else versions[server],
@@ -195,24 +181,16 @@ class Client:
             for server in range(len(self._links))
         ]
 
-    def _sections(
-        self, plans: Mapping[str, _Plan], server: int, values: Mapping[str, Rows | None] | None = None
-    ) -> list[Section]:
-        found = []
-        for name, plan in plans.items():
-            rows = None if values is None else values[name]
-            part = plan.part(server)
-            own = None if rows is None else rows[part]
-            found.append(Section(table=self._numbers_of(name)[server], keys=plan.keys[part], values=own))
-        return found
+    def _places(self, plans: Sequence[_Plan], server: int) -> list[Rows]:
+        """Room for the rows that this server answers with."""
+        return [self._memory.rows(plan.starts[server + 1] - plan.starts[server], plan.dim) for plan in plans]
 
-    def _plan(self, name: str, keys: Keys) -> _Plan:
-        dim = self._spec(name).dim
-        keys = _as_keys(keys)
+    def _plan(self, name: str, keys: Keys, values: Rows | None = None) -> _Plan:
+        dim, numbers, keys = self._spec(name).dim, self._numbers[name], _as_keys(keys)
         if len(self._links) == 1:
-            return _Plan(keys=keys, dim=dim, order=None, starts=np.array([0, keys.size]))
+            return _Plan(name, numbers, dim, keys, values, None, [0, keys.size])
         order, starts = split(keys, self._buckets, len(self._links))
-        return _Plan(keys=keys[order], dim=dim, order=order, starts=starts)
+        return _Plan(name, numbers, dim, keys[order], None if values is None else values[order], order, starts.tolist())
 
     def _checked(self, name: str, keys: Keys, rows: Rows) -> Rows:
         found = np.ascontiguousarray(rows, np.float32)
@@ -251,23 +229,23 @@ class Client:
         return answers
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """Keys in order of their servers, and the way back."""
+class _Plan(NamedTuple):
+    """Keys of one table, and what is sent with them, in order of their servers; and the way back."""
 
-    keys: Keys
+    name: str
+    numbers: Sequence[int]  # of the table, on each server
     dim: int
+    keys: Keys
+    values: Rows | None
     order: Keys | None  # None: as given
-    starts: Keys
+    starts: Sequence[int]  # of each server's keys, and their end
 
     def part(self, server: int) -> slice:
-        return slice(int(self.starts[server]), int(self.starts[server + 1]))
+        return slice(self.starts[server], self.starts[server + 1])
 
-    def count(self, server: int) -> int:
-        return int(self.starts[server + 1] - self.starts[server])
-
-    def ordered(self, rows: Rows) -> Rows:
-        return rows if self.order is None else rows[self.order]
+    def section(self, server: int) -> Section:
+        part = self.part(server)
+        return Section(self.numbers[server], self.keys[part], None if self.values is None else self.values[part])
 
     def merged(self, parts: Sequence[Rows]) -> Rows:
         if self.order is None:
@@ -278,27 +256,12 @@ class _Plan:
         return found
 
 
-class _Memory:
-    """Room for answers, used again once nobody else refers to it: fresh pages cost as much as the copy into them."""
-
-    _KEPT = 8
-
-    def __init__(self) -> None:
-        self._blocks: list[Rows] = []
-
-    def rows(self, count: int, dim: int) -> Rows:
-        size = count * dim
-        if size < _SMALL:
-            return np.empty((count, dim), np.float32)
-        for block in self._blocks:
-            # the list, the loop's name and the call's argument: a view that somebody has is one more
-            if size <= block.size <= 2 * size and sys.getrefcount(block) == 3:
-                return block[:size].reshape(count, dim)
-        self._blocks = [*self._blocks[1 - self._KEPT :], np.empty(size + size // 8, np.float32)]
-        return self._blocks[-1][:size].reshape(count, dim)
+def _merged(plans: Sequence[_Plan], exchanges: Sequence[_Exchange]) -> dict[str, Rows]:
+    """The answers' rows in the order in which keys were given."""
+    return {plan.name: plan.merged([each.into[place] for each in exchanges]) for place, plan in enumerate(plans)}
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Exchange:
     """A question, and where the rows of its answer go."""
 
@@ -338,6 +301,9 @@ class _Link:
                     self._connect(deadline)
                     send_frame(self._open(), exchange.frame)
                 return self._answer(exchange)
+            except WireError:  # the rest of what came would be taken for the next answer
+                self.close()
+                raise
             except OSError as error:
                 self.close()
                 exchange.is_sent = False
@@ -348,7 +314,7 @@ class _Link:
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
-            self._connection = None
+            self._connection, self._reader = None, FrameReader()
 
     def _answer(self, exchange: _Exchange) -> Frame:
         while True:

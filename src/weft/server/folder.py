@@ -5,24 +5,25 @@ Only the driver writes here, the servers' own folders and the log files of child
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from weft.core.errors import RunFolderError
 from weft.core.server_spec import ServerRun
 from weft.server.step_record import ServerStepRecord
+from weft.train.metrics_file import MetricsFile
+from weft.train.run_folder import read_json, write_json
+from weft.train.tensorboard import TensorBoard
 
 
 class ServerFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.run_path = path / "run.toml"
-        self.metrics_path = path / "metrics.jsonl"
-        self.tensorboard_path = path / "tensorboard"
+        self.metrics = MetricsFile(path / "metrics.jsonl", ServerStepRecord.from_dict)
         self.logs_path = path / "logs"
         self.servers_path = path / "servers"
-        self._tensorboard: Any = None
+        self._tensorboard = TensorBoard(path / "tensorboard")
 
     def create(self, run: ServerRun) -> None:
         try:
@@ -42,57 +43,23 @@ class ServerFolder:
                     hint="give the folder that a run wrote",
                 )
 
-    def drop_metrics_after(self, step: int) -> list[ServerStepRecord]:
-        """Keep the lines up to `step`; a line cut short by a crash goes too."""
-        kept = [record for record in self.read_metrics() if record.step <= step]
-        draft = self.metrics_path.with_suffix(".tmp")
-        draft.write_text("".join(json.dumps(record.as_dict()) + "\n" for record in kept), encoding="utf-8")
-        draft.replace(self.metrics_path)
-        return kept
-
-    def read_metrics(self) -> list[ServerStepRecord]:
-        if not self.metrics_path.exists():
-            return []
-        records = []
-        for line in self.metrics_path.read_text(encoding="utf-8").splitlines():
-            try:
-                records.append(ServerStepRecord.from_dict(json.loads(line)))
-            except (json.JSONDecodeError, TypeError):
-                continue
-        return records
-
     def append_metrics(self, record: ServerStepRecord, *, tensorboard: bool) -> None:
-        with self.metrics_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record.as_dict()) + "\n")
+        self.metrics.append(record)
         if tensorboard:
-            self._write_tensorboard(record)
+            self._tensorboard.write(record.step, _scalars(record))
 
     def write_json(self, name: str, fields: dict[str, Any]) -> None:
-        draft = self.path / f"{name}.tmp"
-        draft.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-        draft.replace(self.path / name)
+        write_json(self.path / name, fields)
 
     def read_json(self, name: str) -> dict[str, Any]:
-        path = self.path / name
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return found
+        return read_json(self.path / name)
 
     def close(self) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-
-    def _write_tensorboard(self, record: ServerStepRecord) -> None:
-        if self._tensorboard is None:  # after the first step: importing TensorBoard takes a second
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge = record.step if record.step > 1 else None
-            self._tensorboard = SummaryWriter(str(self.tensorboard_path), purge_step=purge)
-        for tag, value in _scalars(record).items():
-            self._tensorboard.add_scalar(tag, value, record.step)
+        self._tensorboard.close()
 
 
-def _scalars(record: ServerStepRecord) -> dict[str, float]:
-    values = {
+def _scalars(record: ServerStepRecord) -> dict[str, float | None]:
+    return {
         "train/loss": record.loss,
         "train/learning_rate": record.learning_rate,
         "train/staleness": record.staleness_mean,
@@ -102,4 +69,3 @@ def _scalars(record: ServerStepRecord) -> dict[str, float]:
         "evaluation/loss": record.eval_loss,
         "evaluation/auc": record.auc,
     }
-    return {tag: value for tag, value in values.items() if value is not None}

@@ -215,7 +215,7 @@ class _Driver:
         """Where the data goes on: below this every server has every unit."""
         shares = self._run.server.workers
         first = min(int(stats["units"]) for stats in self._client.stats()) if is_resumed else 0
-        self._records = self._folder.drop_metrics_after(first // shares)
+        self._records = self._folder.metrics.drop_after(first // shares)
         if is_resumed:
             self._display.line(f"going on after step {first // shares} of {self._run.train.steps}")
             self._evaluations = [
@@ -252,7 +252,7 @@ class _Driver:
             self._stage.look()
             if done < hold:
                 continue
-            self._at_boundary(hold // shares, is_end=hold >= end)
+            self._at_boundary(hold // shares, is_end=hold >= end, is_trained=hold > first)
             if hold >= end:
                 return "stopped" if is_stopping and end < run.train.steps * shares else "finished"
             hold = min(end, self._boundaries.after(hold // shares) * shares)
@@ -272,8 +272,10 @@ class _Driver:
                 self._write(record)
         return done
 
-    def _at_boundary(self, step: int, *, is_end: bool) -> None:
+    def _at_boundary(self, step: int, *, is_end: bool, is_trained: bool) -> None:
         record, self._pending = self._pending, None
+        if is_trained and self._boundaries.is_shrink(step):
+            self._shrink()  # first: what is evaluated is what is saved
         if is_end or self._boundaries.is_evaluation(step):
             figures = self._evaluator.evaluate()
             self._evaluations.append({"step": step, **figures})
@@ -283,7 +285,6 @@ class _Driver:
         if record is not None:
             self._write(record)
         if is_end or self._boundaries.is_snapshot(step):
-            self._shrink()
             self._client.snapshot(incremental=not is_end and not self._boundaries.is_full(step))
         self._timeline.append({"step": step, "train_s": self._train_s, "servers": self._client.stats()})
         self._folder.write_json("server.json", self._figures())

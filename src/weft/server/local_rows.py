@@ -17,14 +17,21 @@ import numpy as np
 from weft.core.errors import WorkerError
 from weft.core.table_spec import Eviction, RowInit, RowOptimizer, TableSpec
 from weft.server.client import Client
+from weft.server.rates import local_optimizer
 from weft.server.server_rows import Gradients
 from weft.server.session import Keys, Rows
 from weft.server.table.table import Table
 
 
 class LocalRows:
-    def __init__(self, client: Client, specs: Iterable[TableSpec], *, exchange_every: int, cache_rows: int) -> None:
-        self._client, self._specs = client, list(specs)
+    def __init__(
+        self, client: Client, specs: Iterable[TableSpec], *, exchange_every: int, cache_rows: int, shares: int = 1
+    ) -> None:
+        """`shares`: the workers over which servers average; 1 where they sum."""
+        self._client = client
+        self._specs = [
+            spec.model_copy(update={"optimizer": local_optimizer(spec.optimizer, shares=shares)}) for spec in specs
+        ]
         self._caches = self._fresh()
         self._exchange_every = exchange_every
         self._cache_rows = cache_rows

@@ -37,8 +37,9 @@ class RowSource(Protocol):
 
 
 class ServerRows:
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: Client, *, parts: int = 1) -> None:
+        """`parts`: pushes that make a step where each is applied by itself (`rates.py`); 1 where servers sum them."""
+        self._client, self._parts = client, parts
         self._unit = 0
         self._versions: tuple[int, ...] | None = None
 
@@ -52,6 +53,7 @@ class ServerRows:
         return pulled.rows
 
     def finish(self, gradients: Gradients, *, weight: float) -> tuple[int, ...]:
+        weight *= self._parts
         pushed = self._client.push(gradients, unit=self._unit, weight=weight, versions=self._versions, unique=True)
         return pushed.staleness
 

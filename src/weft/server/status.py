@@ -56,7 +56,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         raise RunFolderError(
             f"{run_dir} is not the folder of a run on servers", hint="give the folder that a run wrote"
         )
-    records = folder.read_metrics()
+    records = folder.metrics.read()
     told = {"run_dir": str(run_dir), "steps": records[-1].step if records else 0}
     last = records[-1].as_dict() if records else {}
     live = _asked(run_dir)

@@ -185,13 +185,15 @@ def _assembled(
     specs = [*table_specs(model), dense_spec(run.dense.optimizer)]
     for spec in specs:
         client.create(spec)
-    rows: RowSource = ServerRows(client)
+    workers, is_averaged = run.server.workers, run.server.geo_merge == "average"
+    rows: RowSource = ServerRows(client, parts=1 if run.server.is_aggregated else workers)
     if run.server.mode == "geo":
         rows = LocalRows(
             client,
             specs,
             exchange_every=run.server.geo_steps,
             cache_rows=run.server.geo_cache_rows,
+            shares=workers if is_averaged else 1,
         )
     replicated = None
     if run.dense.place == "replicated":

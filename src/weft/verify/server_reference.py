@@ -1,6 +1,8 @@
-"""One process, plain torch: what a run on parameter servers must equal. It shares no kernel, server or socket with it.
+"""One process, plain torch: what a run on parameter servers must equal. It shares no update, server or socket with it.
 
-Rows lie in ordinary matrices, optimizers are the textbook's formulas, a step takes the whole global batch at once.
+A row's first values are read from a `Table` of its own, so a wrong first value would be wrong on both sides
+(tests/unit/server/table/test_initial.py checks those). Rows lie in ordinary matrices, optimizers are the textbook's
+formulas, a step takes the whole global batch at once.
 `Reference.follow` makes updates in a given order of pulls and pushes, which is what an asynchronous run does.
 """
 
@@ -174,7 +176,8 @@ class Reference:
                 continue
             version, gradients, weight = read.pop(event.unit)
             beyond = max(0, num_applied - version - (order.shares - 1)) / order.shares
-            self._apply(gradients, weight=weight, lr_scale=(1 + beyond) ** -discount)
+            # A push is one share of a step: P of them have the weight of one update of sync.
+            self._apply(gradients, weight=weight, shares=order.shares, lr_scale=(1 + beyond) ** -discount)
             num_applied += 1
 
     def _gradients(self, indices: Keys) -> tuple[float, Gradients]:
@@ -191,9 +194,11 @@ class Reference:
         gradients[DENSE_TABLE] = (self._blocks.keys, self._blocks.gradients())
         return loss.item(), gradients
 
-    def _apply(self, gradients: Gradients, *, weight: float, lr_scale: float) -> None:
+    def _apply(self, gradients: Gradients, *, weight: float, lr_scale: float, shares: int = 1) -> None:
         for name, (keys, rows) in gradients.items():
-            self.tables[name].update(keys, torch.from_numpy(rows) / weight, lr_scale=lr_scale)
+            table = self.tables[name]
+            rate = lr_scale / shares**0.5 if table.spec.optimizer.kind == "adam" else lr_scale
+            table.update(keys, torch.from_numpy(rows) / (weight * shares), lr_scale=rate)
 
     def _read(self, wanted: Mapping[str, Keys]) -> Mapping[str, Rows]:
         return {name: np.array(self.tables[name].read(keys)) for name, keys in wanted.items()}

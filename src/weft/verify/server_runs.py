@@ -86,7 +86,7 @@ def found_in(out: Path) -> Found:
         for table in state.tables:
             records = table.records(0, table.num_slots)
             parts.setdefault(table.spec.name, []).append((np.array(records["key"]), np.array(records["values"])))
-    losses = tuple(record.loss for record in folder.read_metrics())
+    losses = tuple(record.loss for record in folder.metrics.read())
     return Found(losses=losses, tables={name: _in_order(pairs) for name, pairs in parts.items()})
 
 
@@ -150,7 +150,7 @@ class _Scheduled:
             self.client.create(spec)
         blocks = DenseBlocks(model)
         self.client.assign(DENSE_TABLE, blocks.keys, blocks.rows())
-        self._rows = _HeldRows(self.client)
+        self._rows = _HeldRows(self.client, parts=run.server.workers)
         self._worker = Worker(task, model, order_of(run, task), self._rows)
 
     def pull(self, unit: int) -> None:

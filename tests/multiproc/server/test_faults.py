@@ -113,6 +113,13 @@ def _push(client: Client, unit: int) -> None:
     client.push({"t": (KEYS, MINUS_ONES)}, unit=unit, unique=True)
 
 
+def _stop(pid: int) -> None:
+    """SIGSTOP, waited for: the kernel stops a process's threads one by one, and one of them may still answer."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path("/proc", str(pid), "task")
+    wait_for(lambda: all(stat.read_text().rpartition(") ")[2][0] == "T" for stat in threads.glob("*/stat")))
+
+
 def _endpoints(out: Path) -> list[Endpoint]:
     live = json.loads((out / "live.json").read_text())
     control = ControlClient(Endpoint(live["host"], live["port"]), token=live["token"])
@@ -203,7 +210,7 @@ def test_a_hung_server_is_told_in_time_and_counts_once_when_it_wakes(
     monkeypatch.setattr(client_module, "_LEAST_SILENCE_S", 1.5)
     monkeypatch.setattr(handshake_module, "HANDSHAKE_S", 1.5)
     client = server.client(timeout_s=1.5, client_id=2)
-    os.kill(server.processes[0].pid, signal.SIGSTOP)
+    _stop(server.processes[0].pid)
     start = time.monotonic()
     with pytest.raises(ServerLostError, match=r"^server 0 did not come back within 1.5 s: it does not answer$"):
         _push(client, 1)
@@ -218,7 +225,7 @@ def test_a_hung_server_is_told_in_time_and_counts_once_when_it_wakes(
 def test_a_run_with_a_hung_server_ends_with_one_sentence(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "run", run_tables("sync", steps=100_000, server_timeout_s=3.0))
     driver.wait_for_step(3)
-    os.kill(driver.children("server")[0].pid, signal.SIGSTOP)
+    _stop(driver.children("server")[0].pid)
     start = time.monotonic()
     assert driver.process.wait(60) == 3
     assert time.monotonic() - start < 30

@@ -114,4 +114,4 @@ def test_a_key_that_is_left_out_keeps_the_default_of_its_table() -> None:
         {"dense": {"optimizer": {"learning_rate": 0.1}}, "sparse": {"optimizer": {"kind": "ftrl"}}}
     )
     assert (run.dense.optimizer.kind, run.dense.optimizer.learning_rate) == ("adam", 0.1)
-    assert (run.sparse.optimizer.kind, run.sparse.optimizer.learning_rate) == ("ftrl", 0.02)
+    assert (run.sparse.optimizer.kind, run.sparse.optimizer.learning_rate) == ("ftrl", 0.06)

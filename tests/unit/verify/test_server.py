@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from weft.server.node import reshard as resharding
 from weft.server.node import state as states
 from weft.server.node.applied import Applied
 from weft.server.node.state import State
+from weft.server.server_rows import ServerRows
 from weft.server.table.table import Table
 from weft.verify.server import OPTIMIZERS, ServerSession
 from weft.verify.server_runs import schedule, shrunk
@@ -52,7 +52,7 @@ def _weights_ignored(patch: pytest.MonkeyPatch) -> None:
         State,
         "_change",
         lambda self, frame, section, number, *, is_replay: change(
-            self, replace(frame, weight=1.0), section, number, is_replay=is_replay
+            self, frame._replace(weight=1.0), section, number, is_replay=is_replay
         ),
     )
 
@@ -74,11 +74,20 @@ def _no_discount(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(State, "lr_scale_of", lambda self, frame: (0, frame.lr_scale))
 
 
+def _share_as_a_step(patch: pytest.MonkeyPatch) -> None:
+    """Each push of async as large as a whole step."""
+    patch.setattr(ServerRows, "_parts", property(lambda self: 1, lambda self, parts: None), raising=False)
+
+
+def _adam_as_fast(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(states, "push_rate", lambda optimizer, *, shares: 1.0)
+
+
 def _late_by_one(patch: pytest.MonkeyPatch) -> None:
     """Staleness counted from the wrong pull."""
     real = State.lr_scale_of
     patch.setattr(
-        State, "lr_scale_of", lambda self, frame: real(self, replace(frame, version=max(0, frame.version - 1)))
+        State, "lr_scale_of", lambda self, frame: real(self, frame._replace(version=max(0, frame.version - 1)))
     )
 
 
@@ -125,6 +134,8 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "another rate": (_epsilon_for_rate, "sync, adagrad"),
     "no discount": (_no_discount, "async, free"),
     "late by one": (_late_by_one, "async, free"),
+    "a share as a step": (_share_as_a_step, "async, free"),
+    "adam as fast": (_adam_as_fast, "async, free"),
     "difference twice": (_difference_sent_twice, "geo, K = 1"),
     "state left behind": (_state_left_behind, "resume"),
     "units forgotten": (_units_forgotten, "resume"),

@@ -21,7 +21,7 @@ from weft.server.clicks.samples import ClickBatch, field_keys, log_scale
 _SMALLEST_VOCABULARY = 10
 _NUM_PAIRS = 6
 _LATENT_DIM = 2
-_MAIN, _PAIRS, _NUMERIC, _BIAS = 1.2, 2.0, 0.8, -1.0  # deviations of the parts of the logit, and its centre
+_MAIN, _PAIRS, _NUMERIC, _BIAS = 1.2, 1.0, 0.8, -1.0  # deviations of the parts of the logit, and its centre
 _MISSING_SHARE = 0.1  # of numeric values
 _MEAN_COUNTS = (1.0, 3.0, 10.0, 40.0)  # of numeric fields, in turn
 # Counters of the draws: categorical field f is f, numeric field j is _NUMERIC_DRAW + j.

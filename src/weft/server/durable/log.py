@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from weft.core.errors import CheckpointError, LogError
 from weft.server.durable.checksum import checksum
 from weft.server.durable.segments import SEGMENT_BYTES, open_segment, retire, segments
+from weft.server.durable.synced import sync_path
 
 _MAGIC = 0x57AF_10C5
 _HEAD = struct.Struct("<IIIIQQQ")  # magic, kind, head bytes, padding, body bytes, number, checksum
@@ -47,6 +48,11 @@ class Log:
         self.written_bytes = 0  # since the last `retire`
         for _, stale in [segment for segment in segments(folder) if segment[0] >= first]:
             stale.unlink()  # behind a record that did not count: it would follow the new ones as if it were theirs
+        if sync:  # records of a process that was killed before its sync: from now on they are acknowledged
+            for _, path in segments(folder):
+                sync_path(path)
+        self._is_synced = sync
+        self._file_in_use = threading.Lock()  # a sync must not find its file closed, or another under its number
         self._file, self._at = self._new_segment()
         self._syncs = _Syncs(self) if sync else None
 
@@ -78,25 +84,31 @@ class Log:
         retire(self._folder, before=before)
 
     def sync(self) -> None:
-        os.fdatasync(self._file)
+        with self._file_in_use:
+            os.fdatasync(self._file)
 
     def close(self) -> None:
         if self._syncs is not None:
             self._syncs.stop()
-        os.close(self._file)
+        with self._file_in_use:
+            os.close(self._file)
 
     def _roll(self) -> None:
         try:
-            if self._syncs is not None:
+            if self._is_synced:
                 self.sync()  # a later sync would reach the new file only
             fresh, at = self._new_segment()
         except OSError as error:
             raise self._failed(error) from None
-        os.close(self._file)
-        self._file, self._at = fresh, at
+        with self._file_in_use:
+            os.close(self._file)
+            self._file, self._at = fresh, at
 
     def _new_segment(self) -> tuple[int, int]:
-        return open_segment(self._folder, self.next_number), 0
+        file = open_segment(self._folder, self.next_number)
+        if self._is_synced:
+            sync_path(self._folder)  # or the new file's name may not survive the machine
+        return file, 0
 
     def _failed(self, error: OSError) -> LogError:
         return LogError(

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from weft.core.errors import CheckpointError, LogError
 from weft.server.durable.checksum import checksum
+from weft.server.durable.synced import sync_path
 
 FOLDER = "snapshots"
 _MANIFEST = "manifest.json"
@@ -84,12 +85,12 @@ class SnapshotWriter:
         with _told():
             (self._draft / _MANIFEST).write_text(json.dumps(told), encoding="utf-8")
             for path in (*self._draft.iterdir(), self._draft):
-                _sync(path)
+                sync_path(path)
             target = self.folder / FOLDER / f"{self.number:020d}"
             if target.exists():  # the same state again: nothing was logged since
                 shutil.rmtree(target)
             self._draft.rename(target)
-            _sync(target.parent)
+            sync_path(target.parent)
 
 
 def chain(folder: Path) -> list[Snapshot]:
@@ -130,14 +131,6 @@ def _write_all(file: int, raw: NDArray[np.uint8]) -> None:
     left = raw.data
     while left.nbytes:
         left = left[os.write(file, left) :]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

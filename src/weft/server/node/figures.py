@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+
+class Busy:
+    """Seconds inside `with`; one thread at a time, who has the server's lock."""
+
+    def __init__(self) -> None:
+        self.total_s, self._since = 0.0, 0.0
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.total_s += time.perf_counter() - self._since
 
 
 @dataclass
@@ -18,19 +29,11 @@ class Figures:
     pulls: int = 0
     pushes: int = 0
     repeated: int = 0  # pushes that had been applied before
-    busy_s: float = 0.0  # inside tables and the log
+    busy: Busy = field(default_factory=Busy)  # inside tables and the log
     waited_s: float = 0.0  # pulls in front of the gate
     staleness: Counter[int] = field(default_factory=Counter)
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.busy_s += time.perf_counter() - start
-
     def as_dict(self) -> dict[str, Any]:
-        plain = {key: value for key, value in vars(self).items() if key not in ("staleness", "started_s")}
+        plain = {key: value for key, value in vars(self).items() if key not in ("staleness", "started_s", "busy")}
         histogram = {str(tau): count for tau, count in sorted(self.staleness.items())}
-        return {**plain, "up_s": time.monotonic() - self.started_s, "staleness": histogram}
+        return {**plain, "busy_s": self.busy.total_s, "up_s": time.monotonic() - self.started_s, "staleness": histogram}

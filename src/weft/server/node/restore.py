@@ -19,7 +19,7 @@ from weft.server.node.spec import NodeSpec
 from weft.server.node.state import State
 from weft.server.table.record import META_DTYPE
 from weft.server.table.table import Table, record_dtype
-from weft.server.wire.frame import Frame, frame_of
+from weft.server.wire.frame import Frame, logged_frame
 
 LOG = "log"
 _SPEC = "node.json"
@@ -39,7 +39,7 @@ def restore(folder: Path, spec: NodeSpec, *, with_log: bool = True, is_live: boo
         _load(state, snapshots)
     if with_log and (folder / LOG).is_dir():
         for record in replay(folder / LOG, after=number):
-            state.apply(frame_of(record.head, record.body), record.number, is_replay=True)
+            state.apply(logged_frame(record.head, record.body), record.number, is_replay=True)
             number = record.number
     if not is_live:
         state.settle()
@@ -124,4 +124,4 @@ def share_pieces(state: State) -> list[NDArray[np.uint8]]:
 
 def _share(piece: NDArray[np.uint8]) -> Frame:
     end = 8 + int(piece[:8].view(np.int64)[0])
-    return frame_of(piece[8:end].tobytes(), np.array(piece[end:]))
+    return logged_frame(piece[8:end].tobytes(), np.array(piece[end:]))

@@ -14,8 +14,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,13 @@ from weft.server.node.spec import NodeSpec
 from weft.server.node.state import MAX_NUMBER, State, create_frame
 from weft.server.table.table import Table
 from weft.server.wire.endpoint import Endpoint
-from weft.server.wire.frame import NO_UNIT, Frame, FrameReader, Op, Section, control, send_frame
+from weft.server.wire.frame import NO_UNIT, Frame, Op, Section, control, send_frame
 from weft.server.wire.listener import Listener
+from weft.server.wire.reader import FrameReader
 
 TOLD_EVERY_S = 5.0  # a waiting client hears why
 _DEFECT_HINT = "this was not foreseen; the folder has every acknowledged update, a restart replays them"
+_REQUEST_HINT = "nothing was changed and the server goes on; whoever asks may speak another version of weft"
 LOG_LIMIT_BYTES = 1 << 30  # a longer log is made needless by a snapshot of its own accord
 
 
@@ -59,7 +60,9 @@ class Server:
         self._defect = ""
         self._log, self._state, self._last = _opened(folder, spec)
         self._snapshots = (
-            None if folder is None else Snapshots(folder, self._state, self._log, self._changed, lambda: self._last)
+            None
+            if folder is None
+            else Snapshots(folder, self._state, self._log, self._changed, lambda: self._last, self._settle)
         )
         if self._snapshots is not None and adopt(self._state, spec):
             self._snapshots.take(incremental=False)
@@ -92,9 +95,9 @@ class Server:
                 answer = control(Op.ERROR, error.as_dict())
             except OSError:
                 raise
-            except Exception as error:  # a defect: told in full, or its client would ask again and again
-                self._defect = f"server {self.index} failed: {type(error).__name__}: {error}"
-                answer = control(Op.ERROR, RunError(self._defect, hint=_DEFECT_HINT).as_dict())
+            except Exception as error:  # told in full, or its client would ask again and again; others are served
+                told = f"server {self.index} could not answer: {type(error).__name__}: {error}"
+                answer = control(Op.ERROR, RunError(told, hint=_REQUEST_HINT).as_dict())
             send_frame(connection, answer)
 
     def _answer(self, frame: Frame, connection: socket.socket, rows: _Rows) -> Frame:
@@ -111,6 +114,8 @@ class Server:
         raise WireError(f"operation {frame.op} is not for servers")
 
     def _await_gate(self, unit: int, connection: socket.socket) -> None:
+        if self._state.is_open(unit) and not self._is_stopping:  # a step that is finished stays so: no lock
+            return
         start = time.perf_counter()
         while True:
             with self._changed:
@@ -124,8 +129,8 @@ class Server:
 
     def _read(self, sections: Sequence[Section], rows: _Rows, *, reader: int = NO_UNIT) -> Frame:
         found = []
-        with self._changed, self.figures.busy():
-            self._state.settle(reader=reader)
+        with self._changed, self.figures.busy:
+            self._settle(reader=reader)
             version = len(self._state.units)
             for number, section in enumerate(sections):
                 table = self._state.table(section.table)
@@ -138,25 +143,53 @@ class Server:
 
     def _change(self, frame: Frame) -> Frame:
         """In the log, then applied: once, however often it is sent."""
-        with self._changed, self.figures.busy():
+        with self._changed, self.figures.busy:
             self._require_alive()
-            self._state.require_fitting(frame.tables, with_values=frame.op != Op.DELETE)
+            self._state.require_fitting(frame)
             if not self._state.is_new(frame):
                 self.figures.repeated += 1
-                return Frame(op=Op.OK, version=len(self._state.units))
-            staleness, lr_scale = self._state.lr_scale_of(frame)
-            logged = replace(frame, lr_scale=float(np.float32(lr_scale)))
-            number = self._append(logged)
-            self._state.apply(logged, number)
-            self.figures.pushes += 1
-            self.figures.pushed_rows += sum(section.keys.size for section in frame.tables)
-            if frame.unit != NO_UNIT:
-                self.figures.staleness[staleness] += 1
-                self._changed.notify_all()
+                number, staleness = self._last, 0  # the first one's record is this one or an earlier one
+            else:
+                number, staleness = self._change_once(frame)
+            version = len(self._state.units)
+        self._wait_synced(number)
+        self._shorten_log()
+        return Frame(op=Op.OK, version=version, sequence=staleness)
+
+    def _change_once(self, frame: Frame) -> tuple[int, int]:
+        """The number of its record, and its staleness."""
+        self._state.require_room(frame)
+        staleness, lr_scale = self._state.lr_scale_of(frame)
+        number = self._append_and_apply(frame._replace(lr_scale=float(np.float32(lr_scale))))
+        self.figures.pushes += 1
+        self.figures.pushed_rows += sum(section.keys.size for section in frame.tables)
+        if frame.unit != NO_UNIT:
+            self.figures.staleness[staleness] += 1
+            self._changed.notify_all()
+        return number, staleness
+
+    def _wait_synced(self, number: int) -> None:
+        """Before anything is acknowledged, and outside the lock: pushes that come meanwhile share the next sync."""
         if self._log is not None:
             self._log.wait_synced(number)
-            self._shorten_log()
-        return Frame(op=Op.OK, version=len(self._state.units), sequence=staleness)
+
+    def _append_and_apply(self, frame: Frame) -> int:
+        number = self._append(frame)
+        self._make(lambda: self._state.apply(frame, number))
+        return number
+
+    def _settle(self, *, reader: int = NO_UNIT) -> None:
+        """Before anything is read: a complete step's update, which is in the log, is made by now."""
+        self._require_sound()
+        self._make(lambda: self._state.settle(reader=reader))
+
+    def _make(self, change: Callable[[], None]) -> None:
+        """What is in the log already: if it fails, memory lacks what the log has, and nothing may follow it."""
+        try:
+            change()
+        except Exception as error:
+            self._defect = f"server {self.index} failed: {type(error).__name__}: {error}"
+            raise RunError(self._defect, hint=_DEFECT_HINT) from error
 
     def _append(self, frame: Frame) -> int:
         if self._last >= MAX_NUMBER:
@@ -182,12 +215,12 @@ class Server:
 
     def _range(self, frame: Frame) -> Frame:
         """Keys and rows of the slots from the first key up to the second."""
+        if len(frame.sections) != 1 or frame.sections[0].keys.size != 2:
+            raise WireError("a range of slots is of one table and has two ends")
         section = frame.sections[0]
         table = self._state.table(section.table)
-        if section.keys.size != 2:
-            raise WireError("a range of slots has two ends")
         with self._changed:
-            self._state.settle()
+            self._settle()
             records = table.records(*(int(end) for end in section.keys))
             slots = table.num_slots
         keys, values = np.array(records["key"]), np.array(records["values"]).reshape(-1, table.spec.dim)
@@ -239,22 +272,27 @@ class Server:
             self._require_alive()
             number = self._state.number_of(spec)
             if number is None:
+                self._state.require_possible(spec)
                 frame = create_frame(spec)
-                body = np.frombuffer(frame.text, np.uint8)
-                self._state.apply(frame, self._append(replace(frame, body=body)))
+                self._append_and_apply(frame._replace(body=np.frombuffer(frame.text, np.uint8)))
                 number = len(self._state.tables) - 1
-            return number
+            record = self._last
+        self._wait_synced(record)
+        return number
 
     def _shrink(self, number: int) -> int:
         """What goes is decided now and logged by key, so that replay drops the very same rows."""
         with self._changed:
-            self._state.settle()
+            self._require_alive()
+            self._settle()
             table = self._state.tables[number]
             keys = table.victims(table.spec.eviction, clock=self._last)
             if keys.size:
                 frame = Frame(op=Op.DELETE, sections=[Section(table=number, keys=keys)], body=keys.view(np.uint8))
-                self._state.apply(frame, self._append(frame))
-            return int(keys.size)
+                self._append_and_apply(frame)
+            record = self._last
+        self._wait_synced(record)
+        return int(keys.size)
 
     def _snapshot(self, *, incremental: bool) -> int:
         if self._snapshots is None:
@@ -271,10 +309,13 @@ class Server:
         return sum(table.nbytes for table in self._state.tables)
 
     def _require_alive(self) -> None:
-        if self._defect:  # memory may lack what the log has
-            raise RunError(self._defect, hint=_DEFECT_HINT)
+        self._require_sound()
         if self._is_stopping:
             raise ServerLostError("the server stops")
+
+    def _require_sound(self) -> None:
+        if self._defect:  # a snapshot would make the log needless that alone has everything
+            raise RunError(self._defect, hint=_DEFECT_HINT)
 
 
 class _Rows:

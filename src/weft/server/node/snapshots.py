@@ -27,6 +27,7 @@ class Snapshots:
     log: Log | None
     lock: Any  # the server's
     last: Callable[[], int]  # the number of the last change
+    settle: Callable[[], None]  # raises where memory lacks what the log has: that log must not go
     _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
     _last: int | None = None  # the number of the last one, of this process; an incremental one adds to it
 
@@ -35,7 +36,7 @@ class Snapshots:
         with self._one_at_a_time:
             base, self._last = (self._last if incremental else None), None  # after a failure the next one is whole
             with self.lock:
-                self.state.settle()
+                self.settle()
                 number = self.last()
                 head, shares = self.state.head(), share_pieces(self.state)
                 candidates = [table.candidates() for table in self.state.tables]

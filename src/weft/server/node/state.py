@@ -11,8 +11,8 @@ It has no lock and no socket: whoever owns it calls from one thread at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.config import parse
-from weft.core.errors import TableError, WorkerError
+from weft.core.errors import TableError, WireError, WorkerError
 from weft.core.table_spec import TableSpec
 from weft.server.node.applied import Applied
 from weft.server.node.spec import NodeSpec
+from weft.server.rates import push_rate
 from weft.server.table.coalesce import coalesce
 from weft.server.table.table import Table
-from weft.server.wire.frame import NO_UNIT, Frame, Op, Section
+from weft.server.wire.frame import NO_BODY, NO_UNIT, UNITS, Frame, Op, Section
 
 MAX_NUMBER = 2**32 - 1  # rows remember numbers in 32 bits
 
@@ -65,19 +66,34 @@ class State:
                 return number
         return None
 
-    def require_fitting(self, sections: Sequence[Section], *, with_values: bool) -> None:
+    def require_possible(self, spec: TableSpec) -> None:
+        """Before a table's record is logged: one that cannot be made would end every replay."""
+        Table(spec, folder=self.folder)
+
+    def require_fitting(self, frame: Frame) -> None:
         """Before a frame is logged: what cannot be applied must never be in the log."""
-        for section in sections:
+        _require_form(frame)
+        for section in frame.tables:
             table = self.table(section.table)
-            if with_values and section.shape[1:] != (table.spec.dim, section.keys.size, section.keys.size):
+            if frame.op != Op.DELETE and section.shape[1:] != (table.spec.dim, section.keys.size, section.keys.size):
                 _, dim, num_keys, num_rows = section.shape
                 raise TableError(
                     f"table {table.spec.name!r} has rows of {table.spec.dim} columns; {num_rows} rows of {dim} columns"
                     f" came for {num_keys} keys",
                     hint="push what was pulled: one gradient of the row's width for each key",
                 )
-            if with_values:
-                table.require_room(section.keys)
+
+    def require_room(self, frame: Frame) -> None:
+        """Rows for the frame, beside those of acknowledged shares whose update is still to be made."""
+        if frame.op == Op.DELETE:
+            return
+        wanted: dict[int, list[NDArray[np.int64]]] = {section.table: [] for section in frame.tables}
+        for each in (frame, *self.shares.values(), *(self.pending.shares if self.pending else ())):
+            for section in each.sections:
+                if section.table in wanted:
+                    wanted[section.table].append(section.keys)
+        for number, batches in wanted.items():
+            self.table(number).require_room(batches)
 
     def is_new(self, frame: Frame) -> bool:
         """Whether the frame was not applied before: by its units, else by its client's sequence number."""
@@ -115,7 +131,7 @@ class State:
         self.pending = None
         weight = sum(share.weight for share in step.shares)
         for section in _summed(step.shares) if weight else ():
-            self._change(replace(step.last, weight=weight), section, step.number, is_replay=step.is_replay)
+            self._change(step.last._replace(weight=weight), section, step.number, is_replay=step.is_replay)
 
     def apply(self, frame: Frame, number: int, *, is_replay: bool = False) -> None:
         self.settle()
@@ -153,7 +169,7 @@ class State:
             self.open_table(spec)
 
     def _delete(self, frame: Frame, number: int, *, is_replay: bool) -> None:
-        for section in frame.sections:
+        for section in frame.tables:
             table, keys = self.table(section.table), section.keys
             if is_replay:
                 keys = keys[table.last_seen(keys) < number]
@@ -182,28 +198,38 @@ class State:
             keys, values = keys[is_due], values[is_due]
         if frame.op == Op.PUSH:
             scale = 1.0 / frame.weight if frame.weight else 0.0
-            table.push(keys, values, lr_scale=frame.lr_scale, gradient_scale=scale, clock=number)
+            table.push(
+                keys, values, lr_scale=frame.lr_scale * self._rate_of(frame, table), gradient_scale=scale, clock=number
+            )
         elif frame.op == Op.EXCHANGE:
-            table.add(keys, values * self._merge_scale(table), clock=number)
+            # All of a difference, or the part that makes an average: see `server/rates.py`.
+            scale = 1.0 if self.spec.merge == "sum" else 1.0 / self.spec.shares
+            table.add(keys, values * np.float32(scale), clock=number)
         else:
             table.assign(keys, values, only_absent=frame.weight == 1.0, clock=number)
 
-    def _merge_scale(self, table: Table) -> np.float32:
-        """What a worker's difference counts for: all of it, or the part that makes an average.
-
-        SGD on a share of the samples steps further by the number of shares, Adam as far: their plain average is right.
-        A worker's own sums of squares hold its share of them, so an adaptive step is too long by the root alone.
-        """
-        if self.spec.merge == "sum":
-            return np.float32(1.0)
-        by_squares = table.spec.optimizer.kind in ("adagrad", "rowwise_adagrad", "ftrl")
-        return np.float32(self.spec.shares ** (-0.5 if by_squares else -1.0))
+    def _rate_of(self, frame: Frame, table: Table) -> float:
+        """An update of a whole step has the table's rate; one of a share may have less."""
+        is_share = frame.unit != NO_UNIT and self.spec.gate != 0
+        return push_rate(table.spec.optimizer, shares=self.spec.shares) if is_share else 1.0
 
     def _remember(self, frame: Frame) -> None:
         for unit in frame.units:
             self.units.add(unit)
         if not frame.units and frame.client:
             self.clients[frame.client] = frame.sequence
+
+
+def _require_form(frame: Frame) -> None:
+    """A change has no text; a push may have a unit, an exchange may list units, and nothing else has any."""
+    listed = [section for section in frame.sections if section.table == UNITS]
+    is_right = not frame.text and frame.unit >= NO_UNIT
+    if frame.unit != NO_UNIT:
+        is_right &= frame.op == Op.PUSH
+    if listed:
+        is_right &= frame.op == Op.EXCHANGE and len(listed) == 1 and listed[0].values is None
+    if not is_right:
+        raise WireError(f"a change of the kind {frame.op.name} has parts that do not belong to it")
 
 
 def require_same(there: TableSpec, asked: TableSpec) -> None:
@@ -227,7 +253,7 @@ def detached(frame: Frame) -> Frame:
         )
         for section in frame.sections
     ]
-    return replace(frame, sections=sections, body=np.empty(0, np.uint8))
+    return frame._replace(sections=sections, body=NO_BODY)
 
 
 def _summed(shares: Iterable[Frame]) -> list[Section]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ class Records:
         admit_after: int,
     ) -> None:
         """`push_rows` for all keys, with room made on the way."""
-        self.require_room(keys)
+        self.require_room([keys])
         done = 0
         while True:
             done += push_rows(
@@ -170,10 +171,11 @@ class Records:
             self._use_index(len(old) + len(old) // 2)
             move_entries(old, self.index)
 
-    def require_room(self, keys: NDArray[np.int64]) -> None:
+    def require_room(self, batches: Sequence[NDArray[np.int64]]) -> None:
         """Before anything is changed: half a push could be neither repeated nor taken back."""
-        if self.num_rows + keys.size <= self.max_rows:
+        if self.num_rows + sum(keys.size for keys in batches) <= self.max_rows:
             return
+        keys = np.concatenate(batches)
         num_new = np.unique(keys[self.locate(keys) < 0]).size
         if self.num_rows + num_new > self.max_rows:
             raise TableError(

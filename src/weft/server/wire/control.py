@@ -9,9 +9,10 @@ from typing import Any
 
 from weft.core.errors import ServerLostError, WeftError, WireError, error_from_dict
 from weft.server.wire.endpoint import Endpoint
-from weft.server.wire.frame import FrameReader, Op, control, send_frame
+from weft.server.wire.frame import Op, control, send_frame
 from weft.server.wire.handshake import connect_known
 from weft.server.wire.listener import Listener
+from weft.server.wire.reader import FrameReader
 
 Handler = Callable[[str, dict[str, Any]], dict[str, Any]]
 

@@ -14,15 +14,14 @@ import json
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import WireError
-from weft.server.wire.sockets import receive, receive_into, send
+from weft.server.wire.sockets import send
 
 MAGIC = b"WEFT"
 VERSION = 1
@@ -33,6 +32,8 @@ UNITS = 2**32 - 1  # instead of a table's number: the section's keys are the uni
 
 _HEADER = struct.Struct("<4sBBHQqQQQff")
 _SECTION = struct.Struct("<IIII")
+HEADER_BYTES, SECTION_BYTES = _HEADER.size, _SECTION.size  # multiples of 8: a body that follows them is aligned
+NO_KEYS, NO_BODY = np.empty(0, np.int64), np.empty(0, np.uint8)
 
 
 class Op(IntEnum):
@@ -48,12 +49,11 @@ class Op(IntEnum):
     ERROR = 66  # a WeftError as JSON
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
+class Section(NamedTuple):  # a tuple is made in a third of a frozen dataclass's time, and each request makes several
     """Rows of one table: a question has keys alone, its answer rows alone, a push has both."""
 
     table: int
-    keys: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    keys: NDArray[np.int64] = NO_KEYS
     values: NDArray[np.float32] | None = None
 
     @property
@@ -62,12 +62,11 @@ class Section:
         return self.table, dim, self.keys.size, rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class Frame:
+class Frame(NamedTuple):
     op: Op
     sections: Sequence[Section] = ()
     text: bytes = b""  # instead of sections: JSON
-    body: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))  # of a received frame, in one piece
+    body: NDArray[np.uint8] = NO_BODY  # of a received frame, in one piece
     unit: int = NO_UNIT
     client: int = 0
     sequence: int = 0
@@ -97,7 +96,7 @@ class Frame:
         body_bytes = len(self.text)
         for number, section in enumerate(self.sections):
             _SECTION.pack_into(head, _HEADER.size + number * _SECTION.size, *section.shape)
-            body_bytes += _body_bytes(section.shape)
+            body_bytes += body_bytes_of(section.shape)
         numbers = (self.unit, self.client, self.sequence, self.version, self.weight, self.lr_scale)
         _HEADER.pack_into(head, 0, MAGIC, VERSION, self.op, len(self.sections), body_bytes, *numbers)
         return head
@@ -112,6 +111,19 @@ class Frame:
         return fields
 
 
+class Head(NamedTuple):
+    """A received frame's header."""
+
+    op: Op
+    num_sections: int
+    body_bytes: int
+    numbers: Sequence[Any]  # a Frame's, from `unit` on
+
+    def frame(self) -> Frame:
+        """Of an answer whose rows are where they were wanted."""
+        return Frame(self.op, (), b"", NO_BODY, *self.numbers)
+
+
 def control(op: Op, fields: dict[str, Any]) -> Frame:
     return Frame(op=op, text=json.dumps(fields).encode())
 
@@ -120,59 +132,27 @@ def send_frame(connection: socket.socket, frame: Frame) -> None:
     send(connection, frame.parts())
 
 
-@dataclass
-class FrameReader:
-    """Reads frames of one connection into memory that it uses again: what a frame holds is valid until the next."""
-
-    _head: bytearray = field(default_factory=lambda: bytearray(_HEADER.size))
-    _memory: NDArray[np.uint8] = field(default_factory=lambda: np.empty(1 << 16, np.uint8))
-
-    def read(self, connection: socket.socket, *, into: Sequence[NDArray[np.float32]] = ()) -> Frame:
-        """`into`: where the rows of an answer go, of just their shapes; else they lie in this reader's memory."""
-        receive_into(connection, self._head)
-        op, num_sections, body_bytes, numbers = _parse_header(self._head)
-        shapes = list(_SECTION.iter_unpack(receive(connection, num_sections * _SECTION.size)))
-        if num_sections:
-            return self._with_sections(connection, op, shapes, body_bytes, numbers, into)
-        return Frame(op=op, text=receive(connection, body_bytes), **numbers)
-
-    def _with_sections(
-        self,
-        connection: socket.socket,
-        op: Op,
-        shapes: Sequence[tuple[int, ...]],
-        body_bytes: int,
-        numbers: dict[str, Any],
-        into: Sequence[NDArray[np.float32]],
-    ) -> Frame:
-        if sum(map(_body_bytes, shapes)) != body_bytes:
-            raise WireError("a frame's sections do not add up to its length")
-        if into:
-            for target in _fitting(into, shapes):
-                receive_into(connection, target)
-            return Frame(op=op, **numbers)
-        memory = self._room_for(body_bytes)
-        receive_into(connection, memory)
-        return Frame(op=op, sections=_sections(shapes, memory), body=memory, **numbers)
-
-    def _room_for(self, size: int) -> NDArray[np.uint8]:
-        if self._memory.size < size:
-            self._memory = np.empty(size + size // 4, np.uint8)
-        return self._memory[:size]
-
-
-def frame_of(head: bytes, body: NDArray[np.uint8]) -> Frame:
+def logged_frame(head: bytes, body: NDArray[np.uint8]) -> Frame:
     """The frame that `Frame.head` and its body were written from."""
-    op, num_sections, body_bytes, numbers = _parse_header(head[: _HEADER.size])
-    if body_bytes != body.size:
+    found = parse_head(head[:HEADER_BYTES])
+    if found.body_bytes != body.size:
         raise WireError("a frame's body does not have its length")
-    shapes = list(_SECTION.iter_unpack(head[_HEADER.size :]))
-    if not num_sections:
-        return Frame(op=op, text=body.tobytes(), **numbers)
-    return Frame(op=op, sections=_sections(shapes, body), body=body, **numbers)
+    return frame_of(found, shapes_of(head[HEADER_BYTES:]), body)
 
 
-def _body_bytes(shape: tuple[int, ...]) -> int:
+def frame_of(head: Head, shapes: Sequence[tuple[int, ...]], body: NDArray[np.uint8]) -> Frame:
+    """The sections are views of the body."""
+    if not head.num_sections:
+        return Frame(head.op, (), body.tobytes(), NO_BODY, *head.numbers)
+    return Frame(head.op, _sections(shapes, body), b"", body, *head.numbers)
+
+
+def shapes_of(raw: Any) -> list[tuple[int, ...]]:
+    return list(_SECTION.iter_unpack(raw))
+
+
+def body_bytes_of(shape: tuple[int, ...]) -> int:
+    """Of one section."""
     _, dim, num_keys, num_rows = shape
     return 8 * num_keys + 4 * num_rows * dim
 
@@ -189,20 +169,13 @@ def _sections(shapes: Sequence[tuple[int, ...]], memory: NDArray[np.uint8]) -> l
     return found
 
 
-def _fitting(into: Sequence[NDArray[np.float32]], shapes: Sequence[tuple[int, ...]]) -> Sequence[NDArray[np.float32]]:
-    found = [(num_rows, dim) for _, dim, num_keys, num_rows in shapes if not num_keys]
-    if found != [target.shape for target in into]:
-        raise WireError("the answer's rows do not have the shape that was asked for")
-    return into
-
-
-def _parse_header(head: bytes | bytearray) -> tuple[Op, int, int, dict[str, Any]]:
-    magic, version, op, num_sections, body_bytes, *numbers = _HEADER.unpack(head)
+def parse_head(raw: Any) -> Head:
+    """The fixed header; what is not one is refused before memory is taken for what follows."""
+    magic, version, op, num_sections, body_bytes, *numbers = _HEADER.unpack(raw)
     if magic != MAGIC:
         raise WireError("what came is not a frame of weft")
     if version != VERSION:
         raise WireError(f"the peer speaks version {version} of the protocol, this is version {VERSION}")
     if body_bytes > MAX_BODY_BYTES or num_sections > MAX_SECTIONS or op not in Op._value2member_map_:
         raise WireError(f"a frame of {body_bytes} bytes, {num_sections} sections, operation {op} is refused")
-    names = ("unit", "client", "sequence", "version", "weight", "lr_scale")
-    return Op(op), num_sections, body_bytes, dict(zip(names, numbers, strict=True))
+    return Head(Op(op), num_sections, body_bytes, numbers)

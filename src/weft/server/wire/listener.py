@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 from weft.core.errors import WeftError
 from weft.server.wire.endpoint import Endpoint
-from weft.server.wire.frame import FrameReader, Op, control, send_frame
+from weft.server.wire.frame import Op, control, send_frame
 from weft.server.wire.handshake import HANDSHAKE_S, admit
+from weft.server.wire.reader import FrameReader
 from weft.server.wire.sockets import tune
 
 Serve = Callable[[socket.socket, FrameReader], None]  # until it raises ConnectionError

@@ -32,15 +32,20 @@ def connect(endpoint: Endpoint, *, timeout_s: float) -> socket.socket:
     return connection
 
 
+def receive_some(connection: socket.socket, target: memoryview) -> int:
+    """What has come, up to the target's length; waits for the first of it."""
+    count = connection.recv_into(target, min(target.nbytes, _PIECE))
+    if not count:
+        raise ConnectionError("the peer has closed the connection")
+    return count
+
+
 def receive_into(connection: socket.socket, target: Any) -> None:
     """Fills `target`, a writable C-contiguous buffer; raises ConnectionError where the peer ends before."""
     whole = memoryview(target)
     left = whole.cast("B") if whole.nbytes else whole  # a view of nothing cannot be cast
     while left.nbytes:
-        count = connection.recv_into(left, min(left.nbytes, _PIECE))
-        if not count:
-            raise ConnectionError("the peer has closed the connection")
-        left = left[count:]
+        left = left[receive_some(connection, left) :]
 
 
 def receive(connection: socket.socket, size: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,3 +135,51 @@ def test_a_spare_does_not_take_the_last_of_the_disk(tmp_path: Path, monkeypatch:
         fill(tmp_path, [3000, 3000, 3000])
         segments_module.retire(tmp_path, before=3)
         assert bool(list(tmp_path.glob("spare-*"))) == is_kept
+
+
+def test_what_a_killed_process_left_unsynced_is_synced_before_the_log_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, [100, 3000, 2000])  # written, never synced
+    left, synced = [path for _, path in segments(tmp_path)], []
+    monkeypatch.setattr(log_module, "sync_path", synced.append)
+    Log(tmp_path, first=4, sync=False).close()
+    assert synced == []
+    log = Log(tmp_path, first=4, sync=True)
+    assert synced == [*left, tmp_path], "the old records, then the new file's name"
+    log.close()
+
+
+def test_a_log_that_was_rolled_while_it_synced_loses_no_acknowledgement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log(tmp_path, first=1, sync=True, segment_bytes=SMALL)
+    is_syncing, may_sync, plain = threading.Event(), threading.Event(), os.fdatasync
+
+    def slow(file: int) -> None:
+        is_syncing.set()
+        assert may_sync.wait(10)
+        plain(file)
+
+    monkeypatch.setattr(log_module.os, "fdatasync", slow)
+    log.append(2, b"head 1", np.zeros(3000, np.uint8))
+    failures: list[LogError] = []
+
+    def wait() -> None:
+        try:
+            log.wait_synced(1)
+        except LogError as error:
+            failures.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert is_syncing.wait(10)
+    monkeypatch.setattr(log, "_is_synced", False)  # the roll's own sync would only wait for the same file
+    rolling = threading.Thread(target=log.append, args=(2, b"head 2", np.zeros(3000, np.uint8)))
+    rolling.start()
+    rolling.join(0.2)
+    may_sync.set()
+    waiting.join(10)
+    rolling.join(10)
+    log.close()
+    assert not failures

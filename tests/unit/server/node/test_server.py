@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import wait_for
 
 from weft.core.errors import CheckpointError, LogError, RunError, ServerLostError, TableError, TokenError, WorkerError
 from weft.core.table_spec import Eviction, RowInit, RowOptimizer, TableSpec
@@ -122,6 +123,53 @@ def test_a_push_is_applied_once_by_sequence_and_by_unit(cluster: Any, monkeypatc
         client.push({"t": (KEYS, ones(4))}, unit=0)
     assert np.all(read(client) == -2)
     assert [server["repeated"] for server in client.stats()] == [2, 2]
+
+
+def test_on_disk_a_repeated_push_waits_for_the_sync_of_the_first(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = cluster(durability="disk")
+    client, other = started.client(), started.client()
+    for each in (client, other):
+        each.create(table())
+    may_sync, synced, plain = threading.Event(), [], log_module.os.fdatasync
+
+    def slow(file: int) -> None:
+        assert may_sync.wait(10)
+        plain(file)
+        synced.append(file)
+
+    monkeypatch.setattr(log_module.os, "fdatasync", slow)
+    acknowledged: list[int] = []
+
+    def push(by: Client) -> None:
+        by.push({"t": (KEYS, ones(4))}, unit=0)
+        acknowledged.append(len(synced))
+
+    pushes = []
+    for each in (client, other):  # the second is what a worker sends whose acknowledgement was lost
+        pushes.append(threading.Thread(target=push, args=(each,), daemon=True))
+        pushes[-1].start()
+        wait_for(lambda: _counted(started) == len(pushes))
+    pushes[1].join(0.2)
+    assert acknowledged == []
+    may_sync.set()
+    for each in pushes:
+        each.join(10)
+    assert len(acknowledged) == 2
+    assert min(acknowledged) > 0
+
+
+def _counted(started: Cluster) -> int:
+    figures = started.servers[0].figures
+    return figures.pushes + figures.repeated
+
+
+@pytest.mark.parametrize("verb", ["create", "shrink"])
+def test_on_disk_tables_and_shrinks_are_synced_before_they_are_told(cluster: Any, verb: str) -> None:
+    client = (started := cluster(durability="disk")).client()
+    client.create(table(eviction=Eviction(max_rows=1)))
+    client.push({"t": (KEYS, ones(4))})
+    client.create(table("u")) if verb == "create" else client.shrink("t")
+    assert started.servers[0]._log._syncs._done == client.stats()[0]["log_number"]
 
 
 def test_a_step_is_the_weighted_mean_in_order_of_shares(cluster: Any) -> None:
@@ -517,15 +565,27 @@ def test_resharding_what_is_not_between_units_is_refused_or_goes_back(cluster: A
     assert client.stats()[0]["units"] == 2
 
 
-@pytest.mark.parametrize(("kind", "part"), [("sgd", 1 / 4), ("adam", 1 / 4), ("adagrad", 1 / 2), ("ftrl", 1 / 2)])
-def test_an_average_takes_the_part_that_the_optimizer_calls_for(cluster: Any, kind: str, part: float) -> None:
+@pytest.mark.parametrize(("gate", "part"), [(None, 1 / 2), (0, 1)])
+def test_adams_rate_is_less_for_a_share_and_replay_knows_it(cluster: Any, gate: int | None, part: float) -> None:
+    started = cluster(num_servers=2, shares=4, gate=gate)
+    client = started.client()
+    client.create(table(kind="adam"))
+    for unit in range(4):
+        client.push({"t": (KEYS, ones(4))}, unit=unit)
+    started.restart()
+    # Adam's step of an unchanging gradient is its rate; sync makes one of the four.
+    assert np.allclose(read(client), -part * (1 if gate == 0 else 4), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adagrad", "ftrl"])
+def test_an_average_takes_each_workers_part(cluster: Any, kind: str) -> None:
     started = cluster(num_servers=2, shares=4, merge="average")
     client = started.client()
     client.create(table(kind=kind))
     for _ in range(2):
         client.exchange({"t": (KEYS, ones(4))})
         started.restart()
-    assert np.allclose(read(client), 2 * part)
+    assert np.allclose(read(client), 2 / 4)
 
 
 def test_rows_that_somebody_still_has_are_never_written_over(cluster: Any) -> None:

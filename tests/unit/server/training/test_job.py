@@ -174,6 +174,60 @@ def test_rows_are_evicted_where_a_rule_says_so(tmp_path: Path) -> None:
     assert rows["capped"]["dense"] == rows["free"]["dense"]
 
 
+class _StopAfter:
+    """Stands in for the signal: asks for a stop once so many steps are written."""
+
+    lines, path = 0, Path()
+
+    def __enter__(self) -> _StopAfter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    @property
+    def requested(self) -> bool:
+        metrics = self.path / "metrics.jsonl"
+        return metrics.exists() and len(metrics.read_text().splitlines()) >= self.lines
+
+
+def _evicting(**rule: int) -> ServerRun:
+    run = _run(steps=12, workers=2, servers=2)
+    return run.model_copy(update={"sparse": run.sparse.model_copy(update={"eviction": Eviction(**rule)})})
+
+
+@pytest.mark.parametrize("rule", [{"max_rows": 20}, {"min_count": 3}, {"max_age": 3}])
+def test_a_stop_adds_no_eviction_so_that_a_resumed_run_has_the_bits_of_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: dict[str, int]
+) -> None:
+    run = _evicting(**rule)
+    whole = _train(tmp_path / "whole", run)
+    with monkeypatch.context() as patch:
+        patch.setattr("weft.server.job.StopFlag", _StopAfter)
+        patch.setattr(_StopAfter, "lines", 4)
+        patch.setattr(_StopAfter, "path", tmp_path / "cut")
+        stopped = _train(tmp_path / "cut", run)
+    assert len(stopped) in (5, 6), "between two snapshots"
+    resumed = _train(tmp_path / "cut", run, resume=True)
+    assert _curve(resumed) == _curve(whole)
+    assert resumed[-1]["auc"] == whole[-1]["auc"]
+    assert _tables(tmp_path / "cut") == _tables(tmp_path / "whole")
+
+
+def _tables(folder: Path) -> list[Any]:
+    servers = json.loads((folder / "server.json").read_text())["servers"]
+    return [(table["name"], table["rows"]) for server in servers for table in server["tables"]]
+
+
+def test_what_is_evaluated_is_what_is_saved(tmp_path: Path) -> None:
+    run = _evicting(max_rows=5)
+    last = _train(tmp_path / "a", run)[-1]
+    again = run.model_copy(update={"evaluation": run.evaluation.model_copy(update={"every": 12})})
+    run_job(again, tmp_path / "a", resume=True, quiet=True)  # nothing is left to train: it evaluates what was saved
+    evaluation = json.loads((tmp_path / "a" / "server.json").read_text())["evaluations"][-1]
+    assert (evaluation["step"], evaluation["auc"]) == (12, last["auc"])
+
+
 def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     run = _run(data={"source": str(tmp_path / "missing.csv"), "categorical": 5, "numeric": 2})
     with pytest.raises(DataError):

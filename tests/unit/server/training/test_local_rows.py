@@ -71,6 +71,22 @@ def test_local_steps_reach_the_servers_as_one_difference() -> None:
     np.testing.assert_array_equal(local.read({"t": _keys(2)})["t"], [[-4.0, -4.0]])
 
 
+def test_where_servers_average_a_worker_steps_further() -> None:
+    """Its sums of squares are those of one share: rate times the root of 4, accumulator times 4."""
+    servers = _Servers()
+    adagrad = RowOptimizer(kind="adagrad", learning_rate=0.5, initial_accumulator=2.0)
+    local = LocalRows(
+        servers,  # type: ignore[arg-type]
+        [SPEC.model_copy(update={"optimizer": adagrad})],
+        exchange_every=1,
+        cache_rows=100,
+        shares=4,
+    )
+    _step(local, _keys(1), 1.0)
+    local.settle()
+    np.testing.assert_allclose(servers.rows[1], -0.5 * 2 / np.sqrt(4 * 2.0 + 1), rtol=1e-6)
+
+
 def test_a_row_not_in_the_last_exchange_is_read_again() -> None:
     servers = _Servers()
     local = _local(servers)
