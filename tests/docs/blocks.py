@@ -28,6 +28,7 @@ GUIDES = (
     "layouts",
     "tensor-parallel",
     "pipeline",
+    "speed",
     "plan",
     "dryrun",
     "resume-and-checkpoints",

@@ -42,3 +42,10 @@ SAME_LOGITS_REL = 5e-5
 SAME_LOWBIT_WEIGHT_ABS = 1e-6
 SAME_LOWBIT_MOMENT_REL = 1e-5
 FLIPPED_CODES_SHARE = 0.01
+
+# AdamW with bfloat16 moments against float64, fifty steps: a stored moment is off by at most one step of the format
+# (2^-7 relative), of random sign, and the next updates mix about ten such errors; a weight sums fifty errors that
+# mostly cancel. Weights rounded themselves walk: the root of the number of steps, times half a step of the format.
+LOW_MOMENT_REL = 2.0**-7
+LOW_UPDATE_REL = 2.0**-7
+LOW_WEIGHT_STEP = 2.0**-8

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from weft.cli.bench import bench_app
 from weft.cli.dryrun import dryrun
 from weft.cli.export import export
 from weft.cli.plan import plan
@@ -35,6 +36,7 @@ app.command()(train)
 app.command()(verify)
 app.command()(export)
 app.command()(report)
+app.add_typer(bench_app)
 app.add_typer(server_app)
 
 

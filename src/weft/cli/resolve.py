@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +86,8 @@ def resolve_resumed(
     return run, tables, _require_ranks(tables, num_ranks)
 
 
-def require_known_sections(settings: list[str]) -> None:
-    """A setting of neither document is a misspelt section."""
-    known = (*runs.SECTIONS, *plans.SECTIONS)
+def require_known_sections(settings: list[str], *, known: Sequence[str] = (*runs.SECTIONS, *plans.SECTIONS)) -> None:
+    """A setting of none of the documents is a misspelt section."""
     for setting in settings:
         section = setting.partition("=")[0].partition(".")[0].strip()
         if section not in known and "=" in setting:

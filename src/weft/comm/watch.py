@@ -34,6 +34,11 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._listeners = listeners
         self._on_error, self._on_failure = on_error, on_failure
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs as it is, unseen; without this it would not be compiled at all while someone watches."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # else it would be seen twice, once with global shapes

@@ -10,7 +10,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -24,7 +24,31 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
 
-Document = TypeVar("Document", bound=BaseModel)
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+class Document(Section):
+    """A whole file of tables: its printed form parses back."""
+
+    @classmethod
+    def from_tables(cls, tables: dict[str, Any], *, source: str = "run") -> Self:
+        return parse(cls, tables, source=source)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        return cls.from_tables(read_toml(Path(path)), source=str(path))
+
+    def to_toml(self) -> str:
+        return dump(self)
+
+
+def sections_of(kind: type[BaseModel]) -> tuple[str, ...]:
+    """The names of a document's tables."""
+    return tuple(
+        name
+        for name, field in kind.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    )
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -43,7 +67,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def parse(kind: type[Document], tables: Mapping[str, Any], *, source: str) -> Document:
+def parse(kind: type[Kind], tables: Mapping[str, Any], *, source: str) -> Kind:
     """`tables` as a `kind`; the first thing wrong with them becomes one sentence."""
     try:
         return kind.model_validate(tables)

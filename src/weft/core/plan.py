@@ -6,15 +6,14 @@ Ranks = dp_replicate x dp_shard x cp x tp x pp.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from weft.core import axes
-from weft.core.config import Section, dump, parse, read_toml
+from weft.core.config import Document, Section, sections_of
 from weft.core.errors import NotBuiltError, PlanError
-from weft.core.precision import COMPONENTS, DType, PrecisionPolicy, Preset, policy_of
+from weft.core.precision import COMPONENTS, LOW_STATES, DType, PrecisionPolicy, Preset, not_executed, resolve
 
 Degree = Field(default=1, ge=1, description="a whole number of ranks, at least 1")
 Component = Field(default=None, description="where it differs from the preset: float32 | bfloat16 | float16")
@@ -121,9 +120,12 @@ class Precision(Section):
     loss: DType | None = Component
     router: DType | None = Component
 
+    @property
+    def given(self) -> dict[str, DType]:
+        return {name: getattr(self, name) for name in COMPONENTS if getattr(self, name) is not None}
+
     def policy(self) -> PrecisionPolicy:
-        given = {name: getattr(self, name) for name in COMPONENTS if getattr(self, name) is not None}
-        return policy_of(self.preset).model_copy(update=given)
+        return resolve(self.preset, self.given)
 
 
 class Activations(Section):
@@ -142,7 +144,24 @@ class Compile(Section):
     enabled: bool = Field(default=False, description="torch.compile of the blocks")
 
 
-class Plan(Section):
+class Kernels(Section):
+    """Forms of the same computation that differ in speed and memory."""
+
+    loss: Literal["whole", "fused"] = Field(
+        default="whole", description="logits as one tensor: whole | head and loss together, logits in stretches: fused"
+    )
+
+
+Float8Choice = Literal["none", "auto", "all"]
+
+
+class Float8(Section):
+    """Which linear layers of the blocks multiply in float8; weights, norms, head and loss keep their precision."""
+
+    linears: Float8Choice = Field(default="none", description="none | auto (those large enough to gain by it) | all")
+
+
+class Plan(Document):
     """The whole layout."""
 
     version: Literal[1] = Field(default=1, description="of this file format")
@@ -154,6 +173,8 @@ class Plan(Section):
     activations: Activations = Activations()
     offload: Offload = Offload()
     compile: Compile = Compile()
+    kernels: Kernels = Kernels()
+    float8: Float8 = Float8()
 
     @model_validator(mode="before")
     @classmethod
@@ -168,18 +189,25 @@ class Plan(Section):
             return {**tables, "data_parallel": {**dp, "zero": 3}}
         return tables
 
-    @staticmethod
-    def from_tables(tables: dict[str, Any], *, source: str = "plan") -> Plan:
-        plan = parse(Plan, tables, source=source)
+    @classmethod
+    def from_tables(cls, tables: dict[str, Any], *, source: str = "plan") -> Self:
+        plan = super().from_tables(tables, source=source)
         require_consistent(plan, source=source)
         return plan
 
-    @staticmethod
-    def from_file(path: str | Path) -> Plan:
-        return Plan.from_tables(read_toml(Path(path)), source=str(path))
-
-    def to_toml(self) -> str:
-        return dump(self)
+    @model_validator(mode="before")
+    @classmethod
+    def _low_parts_mean_bf16(cls, tables: Any) -> Any:
+        """float8 products and bfloat16 states stand beside bf16: without a preset they mean it; named ones stay."""
+        if not isinstance(tables, dict):
+            return tables
+        precision, float8 = tables.get("precision", {}), tables.get("float8", {})
+        if not isinstance(precision, dict) or not isinstance(float8, dict) or "preset" in precision:
+            return tables
+        is_low = any(precision.get(name) == "bfloat16" for name in LOW_STATES)
+        if is_low or float8.get("linears") in ("auto", "all"):
+            return {**tables, "precision": {**precision, "preset": "bf16"}}
+        return tables
 
     @property
     def num_ranks(self) -> int:
@@ -256,7 +284,7 @@ def require_consistent(plan: Plan, *, source: str = "plan") -> None:
 def require_executable(plan: Plan) -> None:
     """What this version's engine cannot carry out yet is refused by name, never ignored."""
     default = Plan()
-    policy, preset = plan.precision.policy(), policy_of(plan.precision.preset)
+    policy = plan.precision.policy()
     refused: list[tuple[bool, str]] = [
         (
             plan.mesh.pp > 1 and plan.pipeline.never_drains and plan.data_parallel.zero > 0,
@@ -277,18 +305,60 @@ def require_executable(plan: Plan) -> None:
             "activation recompute under dataparallel",
         ),
         (plan.offload != default.offload, "offload ([offload])"),
-        (plan.compile.enabled, "compilation ([compile])"),
+        *((plan.compile.enabled and has, f"compiled blocks with {what}") for has, what in _not_compiled(plan)),
+        (
+            plan.kernels.loss == "fused" and (plan.mesh.tp > 1 or plan.mesh.pp > 1 or _is_threaded(plan)),
+            "a fused loss (kernels.loss) with tensor parallelism, a pipeline or dataparallel",
+        ),
+        *((plan.float8.linears != "none" and has, f"float8 with {what}") for has, what in _not_float8(plan)),
     ]
-    refused += [
-        (getattr(policy, name) != getattr(preset, name), f"precision.{name} = {getattr(policy, name)!r}")
-        for name in COMPONENTS
-    ]
+    unbuilt = not_executed(plan.precision.preset, plan.precision.given)
+    refused += [(True, f"precision.{name} = {getattr(policy, name)!r}") for name in unbuilt]
+    refused += [(has, f"precision.{name} = 'bfloat16' with {what}") for has, name, what in _not_low(plan)]
     for is_refused, what in refused:
         if is_refused:
             raise NotBuiltError(
                 f"this version of weft does not execute {what}",
                 hint="the README's feature table says what works; remove that key from the plan",
             )
+
+
+def _not_compiled(plan: Plan) -> list[tuple[bool, str]]:
+    """What compiled blocks do not go with yet."""
+    return [
+        (plan.mesh.tp > 1, "tensor parallelism"),
+        (plan.mesh.pp > 1, "a pipeline"),
+        (_is_threaded(plan), "dataparallel"),
+        (plan.activations.policy == "selective", "selective recompute"),
+    ]
+
+
+def _not_float8(plan: Plan) -> list[tuple[bool, str]]:
+    return [
+        (plan.mesh.tp > 1, "tensor parallelism"),
+        (plan.mesh.pp > 1, "a pipeline"),
+        (_is_threaded(plan), "dataparallel"),
+        (plan.precision.policy().weights != "bfloat16", "other weights than bfloat16 (precision.preset = 'bf16')"),
+    ]
+
+
+def _not_low(plan: Plan) -> list[tuple[bool, str, str]]:
+    """What states and weights at rest in bfloat16 do not go with yet."""
+    policy = plan.precision.policy()
+    is_master_free = policy.master_weights == "bfloat16"
+    return [
+        (
+            policy.has_low_states and plan.mesh.pp > 1 and plan.pipeline.never_drains,
+            "master_weights" if is_master_free else "optimizer_state",
+            plan.pipeline.schedule,
+        ),
+        (is_master_free and plan.mesh.tp > 1, "master_weights", "tensor parallelism"),
+        (is_master_free and plan.mesh.pp > 1, "master_weights", "a pipeline"),
+    ]
+
+
+def _is_threaded(plan: Plan) -> bool:
+    return plan.data_parallel.strategy == "dataparallel"
 
 
 def default_plan_tables(tables: dict[str, Any], *, num_ranks: int) -> dict[str, Any]:
@@ -308,8 +378,4 @@ def settle_precision(tables: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     return {**tables, "precision": {**precision, "preset": "bf16"}}
 
 
-SECTIONS: tuple[str, ...] = tuple(
-    name
-    for name, field in Plan.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-)
+SECTIONS = sections_of(Plan)

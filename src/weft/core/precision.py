@@ -5,10 +5,15 @@
 | fp32   | float32                   | float32        | float32             | float32         | float32 |
 | bf16   | bfloat16                  | float32        | float32             | float32         | float32 |
 | fp16   | float16, loss scaled      | float32        | float32             | float32         | float32 |
+
+Beside bf16 two components may be lower, both rounded stochastically: optimizer_state = "bfloat16" halves the moments;
+master_weights = "bfloat16" keeps no float32 copy of the weights, and then gradients are bfloat16 too, since torch gives
+a parameter's gradient the parameter's format. What travels stays float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -35,10 +40,23 @@ class PrecisionPolicy(BaseModel):
 
     @property
     def is_mixed(self) -> bool:
+        """Whether weights are cast to be computed with."""
         return self.weights != self.master_weights
+
+    @property
+    def is_low(self) -> bool:
+        """Whether weights are computed with in 16 bits."""
+        return self.weights != "float32"
+
+    @property
+    def has_low_states(self) -> bool:
+        """Whether the update itself rounds: moments or weights at rest in bfloat16."""
+        return "bfloat16" in (self.optimizer_state, self.master_weights)
 
 
 COMPONENTS = tuple(name for name in PrecisionPolicy.model_fields if name != "loss_scaling")
+
+LOW_STATES = ("optimizer_state", "master_weights")  # what may be bfloat16 beside the preset bf16
 
 _COMPUTE: dict[Preset, DType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -58,3 +76,20 @@ def policy_of(preset: Preset) -> PrecisionPolicy:
         router=compute,
         loss_scaling=preset == "fp16",
     )
+
+
+def resolve(preset: Preset, given: Mapping[str, DType]) -> PrecisionPolicy:
+    """The preset with the components that differ from it, and what follows from these."""
+    implied: dict[str, DType] = {}
+    if given.get("master_weights") == "bfloat16":
+        implied["gradients"] = "bfloat16"
+    return policy_of(preset).model_copy(update={**implied, **given})
+
+
+def not_executed(preset: Preset, given: Mapping[str, DType]) -> list[str]:
+    """Components that this version's engine does not carry out as asked."""
+    policy = resolve(preset, given)
+    built = resolve(
+        preset, {name: "bfloat16" for name in LOW_STATES if preset == "bf16" and given.get(name) == "bfloat16"}
+    )
+    return [name for name in COMPONENTS if getattr(policy, name) != getattr(built, name)]

@@ -111,3 +111,15 @@ class PeakRecord:
             "peak_at": {"phase": self.phase, "module": self.module, "operator": self.operator},
             "largest": [dataclasses.asdict(holder) for holder in self.largest],
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TechniqueRecord:
+    """One way to be faster or smaller: whether it was on in this run, and why, or why not."""
+
+    technique: str
+    on: bool
+    why: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)

@@ -5,12 +5,11 @@ It says nothing about devices (see plan): the same run.toml gives the same curve
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
-from weft.core.config import Section, dump, parse, read_toml
+from weft.core.config import Document, Section, sections_of
 
 
 class ModelSpec(Section):
@@ -76,7 +75,7 @@ class TrainSpec(Section):
     final_learning_rate_ratio: float = Field(
         default=0.1, ge=0, le=1, description="the last learning rate over the peak (cosine, linear), 0 to 1"
     )
-    seed: int = Field(default=0, ge=0, description="of initial weights, data order and dropout")
+    seed: int = Field(default=0, ge=0, description="of initial weights, data order, dropout and stochastic rounding")
     frozen: list[str] = Field(default_factory=list, description="glob patterns of parameter names that never change")
     collective_timeout_s: float = Field(default=300.0, gt=0, description="seconds before a silent peer is an error")
 
@@ -113,7 +112,7 @@ class LedgerSpec(Section):
     )
 
 
-class RunSpec(Section):
+class RunSpec(Document):
     """The whole run."""
 
     model: ModelSpec
@@ -125,19 +124,8 @@ class RunSpec(Section):
     ledger: LedgerSpec = LedgerSpec()
 
     @staticmethod
-    def from_tables(tables: dict[str, Any], *, source: str = "run") -> RunSpec:
-        return parse(RunSpec, tables, source=source)
-
-    @staticmethod
-    def from_file(path: str | Path) -> RunSpec:
-        return RunSpec.from_tables(read_toml(Path(path)), source=str(path))
-
-    @staticmethod
     def default() -> RunSpec:
         return RunSpec.from_tables(DEFAULT_RUN, source="the embedded default")
-
-    def to_toml(self) -> str:
-        return dump(self)
 
 
 # The main job on a laptop: real text, nothing to download, done in about two minutes on two cores.
@@ -156,8 +144,4 @@ DEFAULT_RUN: dict[str, Any] = {
     "train": {"steps": 200, "global_batch": 8, "learning_rate": 1e-3, "optimizer": "adamw", "seed": 0},
 }
 
-SECTIONS: tuple[str, ...] = tuple(
-    name
-    for name, field in RunSpec.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-)
+SECTIONS = sections_of(RunSpec)

@@ -21,9 +21,11 @@ from weft.engine.dp.strategy import Strategy
 class FakeReplicated(Strategy):
     """What the dry run puts in place of `engine.dp.ddp.Replicated`."""
 
-    def __init__(self, model: nn.Module, *, group: dist.ProcessGroup, find_unused_parameters: bool) -> None:
+    def __init__(
+        self, model: nn.Module, *, group: dist.ProcessGroup, find_unused_parameters: bool, wire: torch.dtype
+    ) -> None:
         super().__init__(model)
-        self._group = group
+        self._group, self._wire = group, wire
         self._is_last = True
         self._may_be_unused = find_unused_parameters
         self._filled: list[int] = []
@@ -55,7 +57,10 @@ class FakeReplicated(Strategy):
             parameter.grad = bucket[place : place + parameter.numel()].view_as(parameter)
             self._filled[index] += 1
             if self._filled[index] == len(places):
-                dist.all_reduce(bucket, group=self._group)
+                sent = bucket.to(self._wire)
+                dist.all_reduce(sent, group=self._group)
+                if sent is not bucket:
+                    bucket.copy_(sent)
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[tuple[torch.Tensor, dict[int, int]]]:

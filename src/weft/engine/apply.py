@@ -1,39 +1,42 @@
 """The one screen where a plan meets a model. The order is the subtlest fact of the system, so it is all here.
 
 1. freeze          before wrapping: strategies look at requires_grad
-2. place           a module with values: to the device, rank 0's values to all
+2. place           a module with values: to the device, rank 0's values to all; parameters in the format they rest in
 3. split           where the pipeline cuts: asks the model's own forward, so before anything is around it
 4. cut             tensor parallelism: parameters become this rank's parts, layers go around modules
 5. keep            this rank's stages: other parameters are gone before any memory is spent
 6. shard           fully_shard, blocks then root, still on meta (ZeRO, HSDP): a shard of a part
 7. materialise     each rank allocates and fills only its own parts
 8. cast            compute dtype for unsharded strategies (sharded ones cast when they gather)
-9. recompute       around the cast, which is repeated too; inside the hooks that gather and reduce, which are not
-10. number         dropout by block, outside of what is repeated
-11. replicate      DDP, after values exist: its buckets are real memory
-12. stage          entries and exits of this rank's stages, outside of all hooks
+9. compile         the blocks' own forwards, inside everything that is around them; a head takes its loss along
+10. recompute      around the cast, which is repeated too; inside the hooks that gather and reduce, which are not
+11. number         dropout by block, outside of what is repeated
+12. replicate      DDP, after values exist: its buckets are real memory
+13. stage          entries and exits of this rank's stages, outside of all hooks
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from weft.core.plan import Plan
-from weft.engine.dp.ddp import Replicated
-from weft.engine.dp.sharded import Sharded, shard_units
+from weft.engine.compiled import apply_compile
+from weft.engine.dp.choose import choose_strategy
+from weft.engine.dp.sharded import shard_units
 from weft.engine.dp.strategy import Strategy
-from weft.engine.dp.summed import Summed
-from weft.engine.dp.threads import Threaded, require_gpus
+from weft.engine.dp.threads import require_gpus
+from weft.engine.float8 import apply_float8
 from weft.engine.freeze import freeze
+from weft.engine.head_loss import HeadLoss, fuse_loss
 from weft.engine.materialise import materialise, place_real_model
 from weft.engine.mesh import Topology
 from weft.engine.pp.apply import build_pipeline, cut_pipeline, keep_own_stages
 from weft.engine.pp.face import PipelineFace
-from weft.engine.precision import apply_compute_dtype, torch_dtype
+from weft.engine.precision import apply_compute_dtype, store_weights, torch_dtype
 from weft.engine.randomness import number_blocks
 from weft.engine.recompute import apply_recompute
 from weft.engine.tp.apply import apply_tensor_parallel
@@ -50,6 +53,9 @@ class Applied:
     strategy: Strategy
     tensors: TensorFace
     pipeline: PipelineFace
+    head_loss: HeadLoss | None  # None: the objective takes the loss of logits
+    float8: dict[str, bool]  # linear layers of the blocks, and whether they multiply in float8
+    notes: tuple[str, ...] = ()  # what was asked and does not apply to this model
 
 
 def apply_plan(
@@ -69,6 +75,7 @@ def apply_plan(
         require_gpus(precision)
     freeze(model, frozen)
     place_real_model(model, device=device)
+    store_weights(model, precision)
     pipeline_cut = cut_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
     face = TensorFace()
     if topology.tp_degree > 1:
@@ -76,40 +83,24 @@ def apply_plan(
     own = layout
     if pipeline_cut is not None:
         own = keep_own_stages(model, layout, pipeline_cut, dtype=torch_dtype(precision.weights), device=device)
-        face = _of_stages(face, own)
+        face = face.of_stages(own)
     if dp.zero > 0:
         require_blocks(own)
         shard_units(model, own, mesh=topology.dp_mesh, stage=dp.zero, precision=precision)
     materialise(model, own, weights, device=device, parts=face.parts)
     if dp.zero == 0:
         apply_compute_dtype(model, own, precision)
+    float8 = apply_float8(model, own, plan.float8.linears, device=device)
+    notes = apply_compile(model, own, device=device) if plan.compile.enabled else ()
+    head_loss, why_not = fuse_loss(model, is_asked=plan.kernels.loss == "fused" and not has_own_objective)
     apply_recompute(model, own, plan.activations.policy)
     number_blocks(model, layout)
-    strategy = _strategy(model, plan, topology)
+    strategy = choose_strategy(model, plan, topology)
     pipeline = PipelineFace()
     if pipeline_cut is not None:
         strategy.keep_apart([pipeline_cut.split.stages[stage] for stage in pipeline_cut.own])
         pipeline = build_pipeline(model, layout, own, pipeline_cut, topology, device=device)
-    return Applied(layout=own, strategy=strategy, tensors=face, pipeline=pipeline)
-
-
-def _of_stages(face: TensorFace, layout: ModelLayout) -> TensorFace:
-    """What tensor parallelism cut of the parameters that are here, by their names here."""
-    here = {layout.copies.get(name, name): name for name in layout.unit_of}
-    parts = {here[name]: part for name, part in face.parts.items() if name in here}
-    return replace(
-        face, parts=parts, layout=face.layout.within({*layout.unit_of, *layout.ties}) if face.layout else None
+    told = (*notes, *why_not)
+    return Applied(
+        layout=own, strategy=strategy, tensors=face, pipeline=pipeline, head_loss=head_loss, float8=float8, notes=told
     )
-
-
-def _strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strategy:
-    dp = plan.data_parallel
-    if dp.zero > 0:
-        return Sharded(model, stage=dp.zero, replicas=topology.replicas_beside_shards)
-    if dp.strategy == "dataparallel":
-        return Threaded(model)
-    if topology.dp_degree == 1:
-        return Strategy(model)
-    if topology.pp_degree > 1:
-        return Summed(model, group=topology.dp_group)
-    return Replicated(model, group=topology.dp_group, find_unused_parameters=dp.find_unused_parameters)

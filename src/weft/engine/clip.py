@@ -51,13 +51,21 @@ def global_norm(
     # Every rank walks the groups in the same order: the order of a collective is part of its meaning.
     for axis_names, copies in sorted(groups):
         gradients = groups[axis_names, copies]
-        square = torch.nn.utils.get_total_norm(gradients).to(device=device, dtype=torch.float32).square() / copies
+        square = _total_norm(gradients).to(device=device, dtype=torch.float32).square() / copies
         for axis in axis_names:
             sum_over(square, topology.group(axis))
         total = total + square
     if topology.pp_degree > 1 and not of_stage:  # every stage has parameters of its own
         sum_over(total, topology.group(axes.PP))
     return total.sqrt()
+
+
+def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In float32 at least: torch gives the norm of a bfloat16 tensor in bfloat16, three digits of it."""
+    if any(gradient.dtype == torch.bfloat16 for gradient in gradients):
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        return torch.stack(norms).square().sum().sqrt()
+    return torch.nn.utils.get_total_norm(gradients)
 
 
 def _owned(gradient: torch.Tensor, sharded: tuple[str, ...], part: Part | None) -> list[tuple[Owned, torch.Tensor]]:

@@ -17,17 +17,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.comm.groups import ensure_group, sum_over
-from weft.core.errors import NotBuiltError
 from weft.core.plan import Plan, require_consistent, require_executable
 from weft.core.records import DtypeRecord, EvalRecord, ParameterRecord, StepRecord
 from weft.core.terms import TimeTerm
+from weft.engine.adamw_low import AdamWLow, LowStates
 from weft.engine.apply import apply_plan
 from weft.engine.clip import clip_factor, global_norm, scale_gradients
 from weft.engine.delayed import DelayedUpdates
 from weft.engine.dtypes import DtypeWatch
 from weft.engine.mesh import build_topology
 from weft.engine.objective import Batch, Objective, objective_for
-from weft.engine.optim import OptimizerFactory, OptimizerPolicy, build_optimizer, create_state, set_learning_rate
+from weft.engine.optim import OptimizerFactory, OptimizerPolicy, create_state, make_optimizer, set_learning_rate
 from weft.engine.ownership import Parts, parameter_records
 from weft.engine.pending import PendingStep
 from weft.engine.pp.endless import EndlessWalk
@@ -76,28 +76,25 @@ class Engine:
         )
         self.layout, self.strategy = applied.layout, applied.strategy
         self.tensors, self.pipeline = applied.tensors, applied.pipeline
+        self.head_loss, self.float8 = applied.head_loss, applied.float8
+        self.notes = (*applied.layout.notes, *applied.notes)  # what the user should know of this model and plan
         self.parts: Parts = self.tensors.parts
-        self.objective = objective or objective_for(model, self.tensors.token_loss)
+        self.objective = objective or objective_for(model, self.tensors.token_loss, applied.head_loss)
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.parameters = list(self.trained.values())
+        self._seed = seed
         self.optimizer = self._build_optimizer(optimizer)
         self.loss_scale = LossScale(enabled=plan.precision.policy().loss_scaling)
         self.steps_done = 0
         self.is_updating = False  # after the last backward of a step, until its end
         # Called with every reduced gradient, unscaled and before clipping, when set. For looking, not for changing.
         self.on_gradients: Callable[[dict[str, torch.Tensor]], None] | None = None
-        self._seed = seed
         self.clip_norm = clip_norm
         self._is_random = uses_randomness(model)
         walk = self.pipeline.walk
         self.delayed = DelayedUpdates(self, walk) if isinstance(walk, EndlessWalk) else None
-        groups = self.tensors.groups
-        self._dtypes = DtypeWatch(
-            model,
-            self.layout,
-            plan.precision.policy(),
-            activation_groups={str(group.group_name) for group in groups},
-        )
+        names = {str(group.group_name) for group in self.tensors.groups}
+        self._dtypes = DtypeWatch(model, self.layout, plan.precision.policy(), activation_groups=names)
         model.train()
 
     # --- training -----------------------------------------------------------------------------------------------
@@ -218,7 +215,11 @@ class Engine:
                 return norm, True
             scale_gradients(self.parameters, torch.full_like(norm, 1.0 / scale))
         if self.clip_norm > 0:
-            scale_gradients(self.parameters, clip_factor(norm, self.clip_norm))
+            factor = clip_factor(norm, self.clip_norm)
+            if isinstance(self.optimizer, AdamWLow):
+                self.optimizer.gradient_factor = factor  # its kernel multiplies as it reads: no pass of its own
+            else:
+                scale_gradients(self.parameters, factor)
         self.optimizer.step()
         return norm, False
 
@@ -333,20 +334,12 @@ class Engine:
 
     def share_of(self, global_batch: Batch) -> dict[str, torch.Tensor]:
         """This rank's rows of a batch that every rank holds whole."""
-        topology = self.topology
-        return share_of_rows(global_batch, rank=topology.dp_rank, degree=topology.dp_degree)
+        return share_of_rows(global_batch, rank=self.topology.dp_rank, degree=self.topology.dp_degree)
 
     def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:
-        if isinstance(given, str):
-            given = OptimizerPolicy(kind=given)  # type: ignore[arg-type]
-        if isinstance(given, OptimizerPolicy):
-            if given.kind == "adamw8bit" and self.tensors.grid is not None:
-                raise NotBuiltError(
-                    "8-bit moments are kept by whole rows, which tensor parallelism cuts",
-                    hint="use train.optimizer = 'adamw', or mesh.tp = 1",
-                )
-            return build_optimizer(self.parameters, given)
-        return given([{"params": self.parameters}])
+        policy, copies = self.plan.precision.policy(), self.layout.copies
+        low = LowStates.of(self.trained, policy, seed=self._seed, parts=self.parts, copies=copies)
+        return make_optimizer(self.parameters, given, low=low, is_cut=self.tensors.grid is not None)
 
     def _to_device(self, batch: Batch) -> dict[str, torch.Tensor]:
         return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}

@@ -6,6 +6,7 @@ An objective never takes a mean: a mean of means over uneven ranks or micro-batc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -29,25 +30,37 @@ class Objective(Protocol):
         ...
 
 
+class LossInside(Protocol):
+    """A model that was changed so that inside `given(labels)` calling it gives its summed loss."""
+
+    def given(self, labels: torch.Tensor) -> AbstractContextManager[None]: ...
+
+
 TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits, labels) -> the summed loss
 
 
 class CausalLanguageModel:
     """Next-token cross-entropy. Labels are already shifted and carry -100 where there is no loss.
 
-    `token_loss` knows how logits are cut, where they are; None is for whole ones.
+    `token_loss` knows how logits are cut, where they are; None is for whole ones. `inside`: the model takes the loss.
     """
 
-    token_loss: TokenLoss | None = None
+    token_loss: TokenLoss | None = None  # of the class: a user's own subclass need not call the constructor
+    inside: LossInside | None = None
 
-    def __init__(self, token_loss: TokenLoss | None = None) -> None:
+    def __init__(self, token_loss: TokenLoss | None = None, inside: LossInside | None = None) -> None:
         self.token_loss = token_loss
+        self.inside = inside
 
     def weight(self, batch: Batch) -> torch.Tensor:
         return (batch["labels"] != IGNORED).sum()
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        logits = _logits(model(**_inputs(batch), use_cache=False))
+        if self.inside is not None:
+            with self.inside.given(batch["labels"]):
+                loss: torch.Tensor = model(**_inputs(batch), use_cache=False)
+                return loss
+        logits = logits_of(model(**_inputs(batch), use_cache=False))
         return (self.token_loss or token_loss_sum)(logits, batch["labels"])
 
 
@@ -55,13 +68,16 @@ class TokenClassifier(CausalLanguageModel):
     """The same loss for a plain module that maps input_ids to logits."""
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        return (self.token_loss or token_loss_sum)(_logits(model(batch["input_ids"])), batch["labels"])
+        return (self.token_loss or token_loss_sum)(logits_of(model(batch["input_ids"])), batch["labels"])
 
 
-def objective_for(model: nn.Module, token_loss: TokenLoss | None = None) -> Objective:
+def objective_for(model: nn.Module, token_loss: TokenLoss | None = None, inside: LossInside | None = None) -> Objective:
     """Hugging Face models take names and caches; plain modules take the ids."""
-    is_hf = hasattr(model, "config") and hasattr(model, "_init_weights")
-    return CausalLanguageModel(token_loss) if is_hf else TokenClassifier(token_loss)
+    return CausalLanguageModel(token_loss, inside) if is_hugging_face(model) else TokenClassifier(token_loss)
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    return hasattr(model, "config") and hasattr(model, "_init_weights")
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -73,8 +89,9 @@ def _inputs(batch: Batch) -> dict[str, torch.Tensor]:
     return {key: value for key, value in batch.items() if key != "labels"}
 
 
-def _logits(output: Any) -> torch.Tensor:
-    logits = output if isinstance(output, torch.Tensor) else output.logits
-    if not isinstance(logits, torch.Tensor):
+def logits_of(output: Any) -> Any:
+    """A tensor, or what stands for one (see `head_loss`)."""
+    logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+    if logits is None:
         raise TypeError("the model's output has no logits tensor")
     return logits

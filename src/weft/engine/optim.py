@@ -2,6 +2,7 @@
 
 Matrices decay, vectors (norms, biases) do not. The kernel is the same on every device and layout, so that a dry run on
 another device needs what the real one needs: adam and adamw fused, sgd parameter by parameter, unless one is named.
+With states or weights in bfloat16 adamw is `adamw_low`.
 Temporaries of an update: fused none; foreach one tensor for each parameter of the larger group (the matrices).
 """
 
@@ -19,6 +20,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from weft.core.errors import BadValueError, NotBuiltError
 from weft.core.run_spec import TrainSpec
+from weft.engine.adamw_low import AdamWLow, LowStates
 
 Kind = Literal["adamw", "adam", "sgd", "adamw8bit"]
 Kernel = Literal["auto", "fused", "foreach"]
@@ -50,15 +52,55 @@ class OptimizerPolicy:
         )
 
 
-def build_optimizer(parameters: Sequence[nn.Parameter], policy: OptimizerPolicy) -> Optimizer:
-    """The optimizer of `policy` over the trainable parameters."""
+def make_optimizer(
+    parameters: Sequence[nn.Parameter],
+    given: OptimizerPolicy | OptimizerFactory | str,
+    *,
+    low: LowStates | None,
+    is_cut: bool,
+) -> Optimizer:
+    """What an engine is given, as an optimizer; `is_cut`: tensor-parallel ranks hold parts of rows."""
+    if isinstance(given, str):
+        given = OptimizerPolicy(kind=given)  # type: ignore[arg-type]
+    if isinstance(given, OptimizerPolicy):
+        if given.kind == "adamw8bit" and is_cut:
+            raise NotBuiltError(
+                "8-bit moments are kept by whole rows, which tensor parallelism cuts",
+                hint="use train.optimizer = 'adamw', or mesh.tp = 1",
+            )
+        return build_optimizer(parameters, given, low=low)
+    if low is not None:
+        raise BadValueError(
+            "bfloat16 states and weights are those of weft's own adamw, and an optimizer was given",
+            hint="give an OptimizerPolicy, or leave precision at its preset",
+        )
+    return given([{"params": list(parameters)}])
+
+
+def build_optimizer(
+    parameters: Sequence[nn.Parameter], policy: OptimizerPolicy, *, low: LowStates | None = None
+) -> Optimizer:
+    """The optimizer of `policy` over the trainable parameters; `low` where the precision rounds in the update."""
     groups = decay_groups(parameters, policy.weight_decay)
-    if policy.kind == "sgd":
+    if policy.kind == "sgd" and low is None:
         return SGD(groups, lr=policy.learning_rate, momentum=policy.momentum, **_sgd_kernel(parameters, policy.kernel))
     adam: dict[str, Any] = {"lr": policy.learning_rate, "betas": policy.betas, "eps": policy.epsilon}
+    if low is not None:
+        _require_adamw(policy)
+        return AdamWLow(groups, states=low, **adam)
     if policy.kind == "adamw8bit":
         return _adamw8bit(groups, policy, adam)
     return (AdamW if policy.kind == "adamw" else Adam)(groups, **_adam_kernel(parameters, policy.kernel), **adam)
+
+
+def _require_adamw(policy: OptimizerPolicy) -> None:
+    hint = "use train.optimizer = 'adamw' with optimizer_kernel = 'auto', or leave precision at its preset"
+    if policy.kind != "adamw":
+        raise BadValueError(f"bfloat16 states and weights are adamw's, and the optimizer is {policy.kind}", hint=hint)
+    if policy.kernel != "auto":
+        raise BadValueError(
+            f"adamw with bfloat16 states or weights has a kernel of its own, not {policy.kernel!r}", hint=hint
+        )
 
 
 def _adamw8bit(groups: list[dict[str, Any]], policy: OptimizerPolicy, adam: dict[str, Any]) -> Optimizer:

@@ -26,9 +26,22 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def store_weights(model: nn.Module, policy: PrecisionPolicy) -> None:
+    """Parameters at rest in `policy.master_weights`, tied ones still one; buffers keep their own format."""
+    dtype = torch_dtype(policy.master_weights)
+    stored: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_floating_point() or dtype == torch.float32:
+                continue
+            if parameter not in stored:
+                stored[parameter] = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+            module._parameters[key] = stored[parameter]
+
+
 def apply_compute_dtype(model: nn.Module, layout: ModelLayout, policy: PrecisionPolicy) -> None:
-    """Every unit computes in `policy.weights`; a no-op when that is the masters' dtype."""
-    if policy.is_mixed:
+    """Every unit computes in `policy.weights` and is given its inputs so; masters of that dtype are their own casts."""
+    if policy.is_low:
         for unit in layout.units:
             module = model if unit == ROOT else model.get_submodule(unit)
             put_around(module, _CastUnit(model, layout, unit, torch_dtype(policy.weights)))

@@ -59,6 +59,7 @@ class Columns:
     offload_optimizer: Ints
     offload_parameters: Ints
     compiled: Ints
+    fused_loss: Ints
     vertical_sync: Ints
     deal: Ints  # index into `deals`
     deals: tuple[tuple[int, ...], ...] = ((),)  # blocks of each stage, where a person chose them; (): by cost
@@ -179,6 +180,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         offload_optimizer=column(("none", "cpu", "nvme").index(plan.offload.optimizer) for plan in plans),
         offload_parameters=column(int(plan.offload.parameters != "none") for plan in plans),
         compiled=column(int(plan.compile.enabled) for plan in plans),
+        fused_loss=column(int(plan.kernels.loss == "fused") for plan in plans),
         vertical_sync=column(int(plan.pipeline.vertical_sync) for plan in plans),
         deal=column(deals.index(plan.pipeline.blocks or ()) for plan in plans),
         deals=deals,
@@ -216,6 +218,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "parameters": "cpu" if at("offload_parameters") else "none",
         },
         "compile": {"enabled": bool(at("compiled"))},
+        "kernels": {"loss": "fused" if at("fused_loss") else "whole"},
     }
     return Plan.from_tables(tables, source="the planner")
 

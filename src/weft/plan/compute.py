@@ -28,6 +28,7 @@ RING_ATTENTION = 1.15  # a ring computes attention in pieces and joins them
 MOVED_EAGER, MOVED_COMPILED = 12.0, 2.5
 LAUNCH_EAGER_S, LAUNCH_COMPILED_S = 1.5e-3, 0.2e-3  # a block's forward
 LOSS_PASSES = 7  # times the float32 logits are read or written, forward and backward
+FUSED_LOSS_PASSES = 3  # times the logits are, in their own format: read for the sum, read and written for the gradient
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def block_seconds(view: View) -> BlockSeconds:
         )
     vocab = request.shape.vocab_size / columns.tp
     head = linear_s(device, request, rows=tokens, inner=request.shape.hidden_size, outer=vocab)
-    loss = LOSS_PASSES * 4 * tokens * vocab / _bandwidth(device)
+    a_logit = np.where(columns.fused_loss > 0, FUSED_LOSS_PASSES * byte_sizes(request).activation, LOSS_PASSES * 4)
+    loss = a_logit * tokens * vocab / _bandwidth(device)
     least = np.where(columns.compiled > 0, LAUNCH_COMPILED_S, LAUNCH_EAGER_S) * stage.blocks.sum(axis=1)
     launch = 3 * np.maximum(least - (matmul + attention + pointwise), 0.0)
     if request.is_cpu:
@@ -89,22 +91,24 @@ def linear_s(device: Device, request: Request, *, rows: Floats, inner: Floats | 
     return np.maximum(flops / np.maximum(rate, 1.0), moved / _bandwidth(device))
 
 
-def model_flops(request: Request) -> float:
-    """Of a step, as MFU counts them: 6 for each weight a token meets, and attention's products over the keys seen."""
+def model_flops(request: Request, *, sees_all_keys: bool = False) -> float:
+    """Of a step, as MFU counts them: 6 for each weight a token meets, and attention's products over the keys seen;
+    `sees_all_keys` counts the masked ones too, as most published figures do."""
     shape, workload = request.shape, request.workload
     per_token = 6.0 * shape.vocab_size * shape.hidden_size
     for block, count in zip(shape.kinds, shape.kind_counts, strict=True):
         per_token += 3.0 * count * block.linear_flops_per_token
         if block.attention is not None:
-            per_token += 3.0 * count * attention_flops_per_token(block, workload.sequence_length)
+            length = workload.sequence_length
+            per_token += 3.0 * count * attention_flops_per_token(block, length, sees_all_keys=sees_all_keys)
     return per_token * workload.tokens
 
 
-def attention_flops_per_token(block: BlockShape, sequence_length: int) -> float:
+def attention_flops_per_token(block: BlockShape, sequence_length: int, *, sees_all_keys: bool = False) -> float:
     attention = block.attention
     if attention is None:
         return 0.0
-    keys = mean_keys(attention, sequence_length)
+    keys = float(sequence_length) if sees_all_keys else mean_keys(attention, sequence_length)
     return 2.0 * keys * attention.num_heads * (attention.head_dim + attention.value_dim)
 
 

@@ -76,8 +76,13 @@ def instants_of(parts: Parts) -> dict[str, Terms]:
 
 def _at_loss(parts: Parts) -> Terms:
     columns = parts.view.columns
-    # ZeRO-3 gives its root back when the forward ends, and the loss comes after that
-    gathered = np.where(columns.zero == 3, 0.0, _kept_gathered(parts.view))
+    # ZeRO-3 gives its root back when the forward ends, and the loss comes after that; unless it is fused with the head:
+    # then the root is here, and the last block's as they came over the wire, which are held until the next gather
+    share = parts.view.share
+    inside = np.where(
+        columns.fused_loss > 0, (share.root.padded + share.largest_padded) * parts.view.sizes.compute, 0.0
+    )
+    gathered = np.where(columns.zero == 3, inside, _kept_gathered(parts.view))
     none = np.zeros(len(columns))
     # between micro-batches `fully_shard` holds on to the input of its last reduce-scatter, the root's; a rank with
     # several stages has passed another one since

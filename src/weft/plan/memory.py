@@ -22,6 +22,7 @@ from weft.plan.view import View
 MATMUL_WORKSPACE_BYTES = 64 * MIB  # 32 MiB for each of the two threads that multiply (measured on Hopper)
 COMMUNICATOR_BYTES = 400 * MIB  # a communicator's own buffers: 0.3 to 0.7 GB are reported, one for each axis in use
 FRAGMENTATION = 0.02  # of what comes and goes within a step (measured 0 to 4%)
+FUSED_STRETCH_ELEMENTS = 2**29  # a fused loss takes its own in stretches of at most so many
 LOSS_STRETCH_ELEMENTS = 2**26  # loss parallel takes its logits in stretches of about so many
 LOSS_BYTES = 12  # float32 log-probabilities, their gradient, and the gradient of the logits
 
@@ -98,6 +99,9 @@ def _parts(view: View) -> Parts:
     final = np.where(stage.holds_head, view.tokens * shape.hidden_size * (4 + 2 * view.sizes.activation), 0.0)
     if shape.caps_logits:  # its tanh is kept beside what the loss keeps
         logits = logits + numbers * view.sizes.activation
+    is_fused = (view.columns.fused_loss > 0) & stage.holds_head
+    logits = np.where(is_fused, _stretch(view) * view.sizes.activation, logits)
+    final = final + np.where(is_fused, _fused_gradients(view), 0.0)
     earlier = gradients_of_earlier(view)
     flight = flight_of(view, one_bytes=one, logits=numbers, gradient_bytes=earlier)
     others = np.maximum(flight.on_last_stage - 1, 0.0)
@@ -117,12 +121,27 @@ def _parts(view: View) -> Parts:
         recomputed=recomputed,
         logits=logits + held,
         held_logits=held,
-        num_logits=numbers,
+        num_logits=np.where(is_fused, 0.0, numbers),
         earlier_gradients=np.where(flight.has_gradients | has_buckets(view), earlier, 0.0),
         has_gradients=flight.has_gradients,
         num_blocks=stage.blocks.sum(axis=1),
         widest=_widest(shape),
     )
+
+
+def _stretch(view: View) -> Floats:
+    """Logits that a fused loss has at a time: rows in stretches of about one size."""
+    vocab = view.shape.vocab_size
+    count = np.ceil(view.tokens / max(1, FUSED_STRETCH_ELEMENTS // vocab))
+    return np.asarray(np.ceil(view.tokens / np.maximum(count, 1)) * vocab, dtype=np.float64)
+
+
+def _fused_gradients(view: View) -> Floats:
+    """Of the head and of its input, there with the loss: the head's in float32 where rows come in stretches."""
+    vocab, width = view.shape.vocab_size, view.shape.hidden_size
+    several = view.tokens * vocab > FUSED_STRETCH_ELEMENTS
+    a_weight = np.where(several, 4, view.sizes.activation)
+    return np.asarray(vocab * width * a_weight + view.tokens * width * view.sizes.activation, dtype=np.float64)
 
 
 def _resident(view: View) -> Terms:
@@ -156,11 +175,14 @@ def _activations(view: View) -> tuple[Floats, Floats, Floats]:
             bytes_of(kept, block, columns, tokens=tokens, keys=keys) for kept in (everything, partly, input_only)
         )
         selected = np.minimum(selected, whole)
-        kept = np.select([columns.recomputes("full"), columns.recomputes("selective")], [inputs, selected], whole)
+        # a compiled block keeps what its products read and give, and computes what lies between them again
+        is_partly = columns.recomputes("selective") | (columns.compiled > 0)
+        kept = np.select([columns.recomputes("full"), is_partly], [inputs, selected], whole)
         count = stage.blocks[:, index]
         total = total + kept * count
         last = np.where(count > 0, np.maximum(last, kept), last)
-        again = np.where(count > 0, np.maximum(again, whole - kept), again)
+        brought_back = np.where(columns.compiled > 0, selected, whole) - kept
+        again = np.where(count > 0, np.maximum(again, brought_back), again)
     return total, last, again
 
 

@@ -36,6 +36,7 @@ SEARCHED = frozenset(
         *("data_parallel.zero", "tensor_parallel.mode", "tensor_parallel.sequence_parallel"),
         *("tensor_parallel.loss_parallel", "pipeline.schedule", "pipeline.microbatches", "pipeline.virtual_stages"),
         *("activations.policy", "activations.offload", "offload.optimizer", "offload.parameters", "compile.enabled"),
+        "kernels.loss",
     )
 )
 
@@ -186,6 +187,7 @@ def _columns(table: Ints, freedom: Freedom, *, takes_stream: bool) -> Columns:
         offload_activations=np.full(size, int(_is_away("activations.offload", freedom)), dtype=np.int64),
         offload_parameters=np.full(size, int(_is_away("offload.parameters", freedom)), dtype=np.int64),
         compiled=switch("compile.enabled", np.zeros(size, dtype=np.int64)),
+        fused_loss=np.full(size, int(freedom.fixed.get("kernels.loss") == "fused"), dtype=np.int64),
         vertical_sync=np.zeros(size, dtype=np.int64),
         deal=np.zeros(size, dtype=np.int64),
     )  # fmt: skip

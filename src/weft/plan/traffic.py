@@ -87,7 +87,7 @@ def _data_parallel(view: View) -> list[TrafficRow]:
     backward_times = np.where(is_zero3, m, 0.0) * is_sharded
     reduce_times = np.where(columns.zero >= 2, m, 1.0) * is_sharded
     replicas = np.where(columns.zero > 0, columns.dp_replicate, columns.dp * columns.cp).astype(np.float64)
-    held = np.where(columns.zero > 0, share.total.shard * sizes.communication, share.total.whole * sizes.gradient)
+    held = np.where(columns.zero > 0, share.total.shard, share.total.whole) * sizes.communication
     return [
         TrafficRow(axes.DP_SHARD, "all_gather", "forward", gathered * forward_times, gathered_units * forward_times),
         TrafficRow(axes.DP_SHARD, "all_gather", "backward", gathered * backward_times, gathered_units * backward_times),

@@ -168,6 +168,7 @@ def _variant(request: Request, plan: Plan, *, mesh: dict[str, int], zero: int) -
         "precision": plan.precision.model_dump(exclude_none=True),
         "activations": plan.activations.model_dump(),
         "compile": plan.compile.model_dump(),
+        "kernels": plan.kernels.model_dump(),
     }
     other = Plan.from_tables(tables)
     return estimate(request, other) if bool(legal_rows(request, columns_of([other]))[0][0]) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from weft.core import axes
 from weft.core.errors import InputError
@@ -88,7 +89,17 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def steps_phrase(facts: Facts) -> str:
+class _Steps(Protocol):
+    """What facts of any kind of run say about its steps."""
+
+    @property
+    def steps_done(self) -> int: ...
+    @property
+    def steps_asked(self) -> int | None: ...
+
+
+def steps_phrase(facts: _Steps) -> str:
+    """'200 steps', or '120 of 200 steps' where the run did not come to its end."""
     if facts.steps_asked is None or facts.steps_asked == facts.steps_done:
         return counted(facts.steps_done, "step")
     return f"{facts.steps_done:,} of {facts.steps_asked:,} steps"

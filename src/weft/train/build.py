@@ -74,7 +74,7 @@ def build_workbench(
         training=training,
         evaluation=evaluation,
         model_config=config,
-        notes=(*engine.layout.notes, *weight_notes),
+        notes=(*engine.notes, *weight_notes),
     )
 
 

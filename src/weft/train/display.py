@@ -41,6 +41,9 @@ class Display(Progressing):
             f"{run['status']} at step {run['steps']}: {loss}; {rate}, peak {format_bytes(memory['peak_bytes'])} a rank,"
             f" {format_seconds(run['elapsed_s'])}"
         )
+        techniques = ledger.get("fast_path", [])
+        if any(row["on"] for row in techniques if row["technique"] == "compiled blocks"):
+            self.line("fast path: " + techniques_phrase(techniques))
 
     def pipeline(self, figures: dict[str, Any]) -> None:
         """One line: how much of its ranks' time the pipeline did not compute."""
@@ -53,6 +56,13 @@ class Display(Progressing):
         self.console.print(cost_table(ledger))
         for remark in ledger.get("remarks", []):
             self.line(f"note: {remark}")
+
+
+def techniques_phrase(rows: list[dict[str, Any]]) -> str:
+    """What was on, and what was not with its reason."""
+    on = ", ".join(row["technique"] for row in rows if row["on"])
+    off = "; ".join(f"no {row['technique']} ({row['why']})" for row in rows if not row["on"])
+    return f"{on}; {off}" if off else on
 
 
 def step_figures(record: StepRecord) -> str:

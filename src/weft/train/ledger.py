@@ -20,6 +20,7 @@ import torch.distributed as dist
 from weft.core.records import StepRecord
 from weft.core.terms import MemoryTerm, TimeTerm
 from weft.engine.engine import Engine
+from weft.engine.fast_path import fast_path
 from weft.engine.lowbit import quantised_parts
 from weft.engine.ownership import local
 from weft.train.costs import collective_rows, memory_rows, row, time_rows, total_row, traffic_rows
@@ -52,12 +53,15 @@ def memory_terms(engine: Engine) -> dict[MemoryTerm, int]:
 
 
 def measured_terms(measured: Measured) -> dict[str, int] | None:
-    """The terms at the peak. What a GPU's allocator had beyond the tensors is kernels' own: workspaces."""
+    """The terms at the peak. What a GPU's allocator had beyond the tensors is kernels' own: workspaces.
+
+    Where blocks are compiled it is what they keep: nobody sees inside them."""
     if measured.peak is None:
         return None
     hidden_bytes = max(0, measured.allocated_bytes - measured.peak.peak_bytes)
-    temporaries = measured.peak.terms.get(MemoryTerm.TEMPORARIES, 0) + hidden_bytes
-    return {**measured.peak.terms, **({str(MemoryTerm.TEMPORARIES): temporaries} if temporaries else {})}
+    term = MemoryTerm.ACTIVATIONS if measured.is_compiled else MemoryTerm.TEMPORARIES
+    found = measured.peak.terms.get(term, 0) + hidden_bytes
+    return {**measured.peak.terms, **({str(term): found} if found else {})}
 
 
 def gather_memory(engine: Engine, measured: Measured | None = None) -> list[dict[str, Any]]:
@@ -145,6 +149,7 @@ def build_ledger(
         "prediction": {"device": prediction.device, "fits": prediction.estimate.fits} if prediction else None,
         "remarks": [*remarks, *(prediction.notes if prediction else ())],
         "warnings": list(warnings),
+        "fast_path": [record.as_dict() for record in fast_path(engine)],
         "dtypes": [asdict(record) for record in engine.dtypes()],
         "coverage": [asdict(record) for record in engine.coverage()],
         "checkpoints": checkpoints,

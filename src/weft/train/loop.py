@@ -19,6 +19,7 @@ from weft.core.errors import NumbersError
 from weft.core.records import StepRecord
 from weft.core.run_spec import RunSpec
 from weft.core.terms import TimeTerm
+from weft.engine.compiled import RecompileWatch
 from weft.engine.pending import PendingStep
 from weft.train.build import Workbench
 from weft.train.display import Display
@@ -77,12 +78,15 @@ class TrainingLoop:
         self._last_saved = self.engine.steps_done
         self._clock_s = time.perf_counter()
         self._last_measured = 0
+        self._recompiles = RecompileWatch() if self.engine.plan.compile.enabled else None
 
     def run(self) -> LoopOutcome:
         try:
             return self._run()
         finally:
             self.measuring.finish()
+            if self._recompiles is not None:
+                self._recompiles.close()
 
     def _run(self) -> LoopOutcome:
         pending: PendingStep | None = None
@@ -115,8 +119,15 @@ class TrainingLoop:
             self._last_measured = step
         with phase(f"step {step}"), self.measuring.step():
             pending = self.engine.step_nowait(batch, learning_rate=rate, vote_stop=self.stop.requested)
+        self._tell_recompiled(step)
         self.samples += self.run_spec.train.global_batch
         return pending
+
+    def _tell_recompiled(self, step: int) -> None:
+        """The first step compiles; any other that does is slow, and somebody should know why."""
+        causes = self._recompiles.take() if self._recompiles is not None else []
+        if causes and self.outcome.steps > 0:
+            self.display.line(f"warning: blocks were compiled again in step {step}: {'; '.join(causes)}")
 
     def _finish_step(self, pending: PendingStep) -> bool:
         """Numbers to the log; returns whether some rank wants to stop."""

@@ -31,6 +31,7 @@ class Measured:
     flops: int
     allocated_bytes: int  # the device allocator's peak within the step; 0 on a CPU
     before_bytes: int  # its peak before the measured steps: building and loading
+    is_compiled: bool = False  # blocks are, so that what happens inside them is seen by the allocator alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,7 @@ class Measuring:
             flops=meter.flops,
             allocated_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
             before_bytes=self._before_bytes,
+            is_compiled=self._engine.plan.compile.enabled,
         )
         if meter.is_complete:
             self.finish()

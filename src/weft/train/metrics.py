@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from weft.core.records import StepRecord
 from weft.train.run_folder import RunFolder
+from weft.train.tensorboard import TensorBoard
 
 
 class MetricsWriter:
@@ -13,36 +12,23 @@ class MetricsWriter:
 
     def __init__(self, folder: RunFolder, *, is_writing: bool, tensorboard: bool, earlier: list[StepRecord]) -> None:
         self.records = list(earlier)
-        self._folder = folder
-        self._is_writing = is_writing
-        self._tensorboard_wanted = tensorboard and is_writing
-        self._tensorboard: Any = None
+        self._file = folder.metrics if is_writing else None
+        self._tensorboard = TensorBoard(folder.tensorboard_path) if tensorboard and is_writing else None
 
     def write(self, record: StepRecord) -> None:
         self.records.append(record)
-        if not self._is_writing:
-            return
-        self._folder.append_metrics(record)
-        if self._tensorboard_wanted:
-            self._write_tensorboard(record)
+        if self._file is not None:
+            self._file.append(record)
+        if self._tensorboard is not None:
+            self._tensorboard.write(record.step, _scalars(record))
 
     def close(self) -> None:
         if self._tensorboard is not None:
             self._tensorboard.close()
 
-    def _write_tensorboard(self, record: StepRecord) -> None:
-        if self._tensorboard is None:  # after the first step: importing TensorBoard takes a second
-            from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(
-                str(self._folder.tensorboard_path), purge_step=record.step if self.records[:-1] else None
-            )
-        for tag, value in _scalars(record).items():
-            self._tensorboard.add_scalar(tag, value, record.step)
-
-
-def _scalars(record: StepRecord) -> dict[str, float]:
-    values = {
+def _scalars(record: StepRecord) -> dict[str, float | None]:
+    return {
         "train/loss": record.loss,
         "train/grad_norm": record.grad_norm,
         "train/learning_rate": record.learning_rate,
@@ -52,4 +38,3 @@ def _scalars(record: StepRecord) -> dict[str, float]:
         "train/loss_scale": record.loss_scale,
         "evaluation/loss": record.eval_loss,
     }
-    return {tag: value for tag, value in values.items() if value is not None}

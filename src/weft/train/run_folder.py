@@ -1,7 +1,6 @@
 """The folder of a run: run.toml, plan.toml, metrics.jsonl, ledger.json, report.html, checkpoints/, tensorboard/.
 
-Only rank 0 writes here, checkpoints excepted. A line of metrics.jsonl is final once written; a resume drops the lines
-of steps that will be run again.
+Only rank 0 writes here, checkpoints excepted.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from weft.core.errors import RunFolderError
 from weft.core.plan import Plan
 from weft.core.records import StepRecord
 from weft.core.run_spec import RunSpec
+from weft.train.metrics_file import MetricsFile
 
 
 class RunFolder:
@@ -21,7 +21,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.metrics_path = path / "metrics.jsonl"
+        self.metrics = MetricsFile(path / "metrics.jsonl", StepRecord.from_dict)
         self.ledger_path = path / "ledger.json"
         self.checkpoints_path = path / "checkpoints"
         self.tensorboard_path = path / "tensorboard"
@@ -38,37 +38,24 @@ class RunFolder:
                 f"the run folder {self.path} cannot be written: {error}", hint="choose another --out"
             ) from None
 
-    def drop_metrics_after(self, step: int) -> list[StepRecord]:
-        """Keep the lines up to `step`; a line cut short by a crash is dropped too."""
-        kept = [record for record in self.read_metrics() if record.step <= step]
-        text = "".join(json.dumps(record.as_dict()) + "\n" for record in kept)
-        draft = self.metrics_path.with_suffix(".tmp")
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(self.metrics_path)
-        return kept
-
-    def append_metrics(self, record: StepRecord) -> None:
-        with self.metrics_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record.as_dict()) + "\n")
-
-    def read_metrics(self) -> list[StepRecord]:
-        if not self.metrics_path.exists():
-            return []
-        records = []
-        for line in self.metrics_path.read_text(encoding="utf-8").splitlines():
-            try:
-                records.append(StepRecord.from_dict(json.loads(line)))
-            except (json.JSONDecodeError, TypeError):
-                continue
-        return records
-
     def write_ledger(self, ledger: dict[str, Any]) -> None:
-        draft = self.ledger_path.with_suffix(".tmp")
-        draft.write_text(json.dumps(ledger, indent=1) + "\n", encoding="utf-8")
-        draft.replace(self.ledger_path)
+        write_json(self.ledger_path, ledger)
 
     def read_ledger(self) -> dict[str, Any]:
-        return json.loads(self.ledger_path.read_text(encoding="utf-8")) if self.ledger_path.exists() else {}
+        return read_json(self.ledger_path)
+
+
+def write_json(path: Path, fields: dict[str, Any]) -> None:
+    """Whole or not at all: whoever reads meanwhile finds the file as it was."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    draft.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Empty where there is no file."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
 
 
 def require_free(path: Path) -> None:

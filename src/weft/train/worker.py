@@ -86,7 +86,7 @@ def _train(
     )
     samples = _resume(job, process, bench.engine, store, display)
     resumed_from = bench.engine.steps_done or None
-    earlier = folder.drop_metrics_after(bench.engine.steps_done) if process.is_main else []
+    earlier = folder.metrics.drop_after(bench.engine.steps_done) if process.is_main else []
     metrics = MetricsWriter(
         folder, is_writing=process.is_main, tensorboard=job.run.logging.tensorboard, earlier=earlier
     )

@@ -22,6 +22,7 @@ from weft.verify.evidence import Evidence
 from weft.verify.exercise import plan_precision
 from weft.verify.facts import check_collectives, check_dtypes, check_initial, check_replicas, check_rows
 from weft.verify.layouts import coordinates_of
+from weft.verify.low_update import LowUpdate, check_updates
 from weft.verify.reference import Course, Exercise, Tensors
 from weft.verify.references import References
 from weft.verify.tolerances import CODE_ROUNDOFF, TERM_DRAWS, UNIT_ROUNDOFF, envelope, scalar_drift, tensor_drift
@@ -74,6 +75,7 @@ class Comparison:
             check_scalars("loss", truth.losses, same.losses, found.losses, rule=1, least=parting.losses),
             self._gradients(truth, same, dtype=self.plan.precision.policy().weights)[0],
             check_scalars("gradient norm", truth.norms, same.norms, found.norms, rule=2, least=parting.norms),
+            *self._rounded_updates(),
             self._first_update(truth, same),
             self._weights(truth, same)[0],
             self._states(truth, same),
@@ -112,6 +114,19 @@ class Comparison:
             )
             for key, low in same.items()
         }
+
+    def _rounded_updates(self) -> list[Check]:
+        precision, exercise = plan_precision(self.plan, self.train), self.exercise
+        if not (precision.rounds_moments or precision.rounds_weights):
+            return []
+        how = LowUpdate(
+            train=self.train,
+            clip_norm=exercise.clip_norm,
+            rates=exercise.rates,
+            rounds_moments=precision.rounds_moments,
+            rounds_weights=precision.rounds_weights,
+        )
+        return [check_updates(how, self.found.initial, self.found.updates)]
 
     def _first_update(self, right: Course, near: Course) -> Check:
         check, _ = check_tensors(
@@ -218,7 +233,9 @@ class Comparison:
         """Of the coarsest format that takes part."""
         precision = plan_precision(self.plan, self.train)
         compute = UNIT_ROUNDOFF[str(precision.compute).removeprefix("torch.")]
-        return max(compute, CODE_ROUNDOFF) if precision.has_8bit_moments else compute
+        codes = CODE_ROUNDOFF if precision.has_8bit_moments else 0.0
+        products = UNIT_ROUNDOFF["float8_e4m3fn"] if precision.float8 != "none" else 0.0
+        return max(compute, codes, products)
 
     def _describe(self, rank: int) -> str:
         return coordinates_of(self.plan, rank)

@@ -19,14 +19,18 @@ from weft.comm.observer import CollectiveObserver
 from weft.core import axes
 from weft.core.boxes import Box
 from weft.core.records import DtypeRecord, ParameterRecord
+from weft.engine.adamw_low import AdamWLow
 from weft.engine.engine import Engine
 from weft.engine.objective import Batch
 from weft.engine.ownership import boxes_of
 from weft.engine.state import MODEL, OPTIMIZER, as_part
 from weft.verify.eight_bit import decode_moments
+from weft.verify.low_update import Update
 from weft.verify.pipeline_promise import PipelineFacts
 from weft.verify.reference import Course, Tensors
 from weft.verify.tensor_promise import TensorFacts
+
+LOW_UPDATES = 2  # that are kept where they round: the first has no moments before it
 
 
 @dataclass(kw_only=True)
@@ -43,6 +47,7 @@ class Evidence(Course):
     tensors: TensorFacts | None = None  # under tensor parallelism
     owners: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # rows of dim 0 by rank
     digests: dict[str, list[int]] = field(default_factory=dict)  # of every whole tensor at the end, by rank
+    updates: list[Update] = field(default_factory=list)  # the first ones, where the update itself rounds
 
 
 def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], evaluation: Sequence[Batch]) -> Evidence:
@@ -59,8 +64,11 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
     )
 
     def keep(gradients: Mapping[str, torch.Tensor]) -> None:
-        if not evidence.first_gradients:
-            evidence.first_gradients = _whole_of(engine, gradients)
+        is_kept = isinstance(engine.optimizer, AdamWLow) and len(evidence.updates) < LOW_UPDATES
+        if not evidence.first_gradients or is_kept:
+            whole_gradients = _whole_of(engine, gradients)
+            evidence.first_gradients = evidence.first_gradients or whole_gradients
+            evidence.updates += [Update(gradients=whole_gradients)] if is_kept else []
 
     engine.on_gradients = keep
     last = len(batches) - 1
@@ -74,6 +82,8 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
             record = engine.step(batch, learning_rate=rate)
         evidence.losses.append(record.loss)
         evidence.norms.append(record.grad_norm)
+        if step < min(LOW_UPDATES, last) and isinstance(engine.optimizer, AdamWLow):
+            _keep_update(evidence.updates[step], engine, record.grad_norm)
         if step == 0:
             engine.settle()
             evidence.first_weights = _whole_of(engine, dict(engine.model.named_parameters()))
@@ -86,6 +96,11 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
     evidence.optimizer = decode_moments(_part(state, OPTIMIZER))
     evidence.digests = _digests(state, device=engine.device)
     return evidence
+
+
+def _keep_update(update: Update, engine: Engine, norm: float) -> None:
+    state = _over_stages(engine, {key: whole(value, engine) for key, value in engine.state().items()})
+    update.norm, update.weights, update.states = norm, _part(state, MODEL), _part(state, OPTIMIZER)
 
 
 def whole(tensor: torch.Tensor, engine: Engine | None = None) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -163,12 +163,23 @@ def plan_precision(plan: Plan, train: TrainSpec) -> Precision:
     """The plan's own precision for one process."""
     policy = plan.precision.policy()
     scale = LOSS_SCALE if policy.loss_scaling else 1.0
+    is_master_free = policy.master_weights == "bfloat16"
     return Precision(
         compute=getattr(torch, policy.weights),
-        master=getattr(torch, policy.master_weights),
+        master=torch.float32 if is_master_free else getattr(torch, policy.master_weights),
         loss_scale=scale,
         has_8bit_moments=train.optimizer == "adamw8bit",
+        float8=plan.float8.linears,
+        rounds_moments=policy.optimizer_state == "bfloat16",
+        rounds_weights=is_master_free,
     )
+
+
+def at_rest(exercise: Exercise, precision: Precision) -> Exercise:
+    """The exercise from the values that the plan's weights begin with: the truth is not to begin elsewhere."""
+    if not precision.rounds_weights:
+        return exercise
+    return replace(exercise, initial={name: value.bfloat16() for name, value in exercise.initial.items()})
 
 
 def plan_cut(plan: Plan, train: TrainSpec) -> Cut:

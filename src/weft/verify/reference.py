@@ -2,9 +2,10 @@
 
 For each step: summed token loss over the token count, backward, 2-norm of all gradients, clip, torch's own optimizer.
 `compute` is the dtype of forward and backward; masters, gradients and optimizer live in `master`. Rows are processed in
-chunks, as the plan cuts them: in low precision a matrix product over other rows rounds otherwise. Three definitions are
-taken from the engine: dropout masks by (seed, step, global row); which moments an 8-bit optimizer rounds; and that in
-low precision a block is given its inputs (rotary angles among them) in the compute format.
+chunks, as the plan cuts them: in low precision a matrix product over other rows rounds otherwise. Four definitions are
+taken from the engine: dropout masks by (seed, step, global row); which moments an 8-bit optimizer rounds; the bits that
+round to bfloat16 by (seed, name, step, element); and that in low precision a block is given its inputs (rotary angles
+among them) in the compute format.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from weft.core.plan import Float8Choice
 from weft.core.run_spec import TrainSpec
 from weft.engine.randomness import number_blocks, seeded_forward, uses_randomness
 from weft.models.layout import describe
 from weft.verify.eight_bit import round_moments
+from weft.verify.float8_reference import multiply_in_float8
+from weft.verify.low_update import round_low
 
 Tensors = dict[str, torch.Tensor]
 Batch = Mapping[str, torch.Tensor]
@@ -36,6 +40,9 @@ class Precision:
     master: torch.dtype
     loss_scale: float = 1.0  # what the loss is multiplied by before low-precision backward, and gradients divided by
     has_8bit_moments: bool = False
+    float8: Float8Choice = "none"  # linear layers that multiply in float8
+    rounds_moments: bool = False  # to bfloat16, after every update
+    rounds_weights: bool = False  # the same, and gradients: no copy in `master` outlives an update
 
     @property
     def is_low(self) -> bool:
@@ -109,6 +116,11 @@ def run_reference(build: Callable[[], nn.Module], exercise: Exercise, precision:
             optimizer.step()
             if precision.has_8bit_moments:
                 round_moments(optimizer, trainable.values())
+            if precision.rounds_moments or precision.rounds_weights:
+                round_low(
+                    optimizer, trainable, seed=exercise.train.seed,
+                    moments=precision.rounds_moments, weights=precision.rounds_weights,
+                )  # fmt: skip
         optimizer.zero_grad()
         course.losses.append(loss)
         course.norms.append(norm)
@@ -186,6 +198,8 @@ def _backward(
     )  # fmt: skip
     for master in trainable.values():
         _gradient(master).div_(precision.loss_scale)
+        if precision.rounds_weights:
+            _gradient(master).copy_(_gradient(master).bfloat16())
     return total / count
 
 
@@ -244,6 +258,7 @@ def prepare(model: nn.Module, precision: Precision, cut: Cut) -> tuple[nn.Module
     layout = describe(model)
     model = _cast(model, precision)
     number_blocks(model, layout)
+    multiply_in_float8(model, precision.float8)
     if not (cut.unties and precision.is_low):
         return model, {}
     for alias in layout.ties:

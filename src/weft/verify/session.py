@@ -29,7 +29,15 @@ from weft.train.rate import learning_rate_at
 from weft.verify.checks import check_same_bits, check_scalars
 from weft.verify.comparison import Comparison
 from weft.verify.evidence import Evidence, collect
-from weft.verify.exercise import LOSS_SCALE, Subject, evaluation_batches, training_batches, whole_exercise
+from weft.verify.exercise import (
+    LOSS_SCALE,
+    Subject,
+    at_rest,
+    evaluation_batches,
+    plan_precision,
+    training_batches,
+    whole_exercise,
+)
 from weft.verify.layouts import plan_name
 from weft.verify.prediction import check_prediction
 from weft.verify.reference import Exercise
@@ -115,11 +123,12 @@ class Session:
         return self._library.references("exercise", self.subject, self._exercise, plan, tight=True)
 
     def _comparison(self, plan: Plan, references: References, found: Evidence) -> Comparison:
+        train = self.subject.run.train
         return Comparison(
             plan=plan,
-            train=self.subject.run.train,
+            train=train,
             steps=self.steps,
-            exercise=self._library.exercise("exercise", self._exercise),
+            exercise=at_rest(self._library.exercise("exercise", self._exercise), plan_precision(plan, train)),
             references=references,
             found=found,
         )

@@ -26,7 +26,16 @@ RULES = {
 }
 
 # The checks that follow one run step by step: a wrong update of step 1 is the cause of a wrong loss of step 2.
-BY_STEP = ("loss", "gradients", "gradient norm", "first update", "weights", "optimizer state", "evaluation")
+BY_STEP = (
+    "loss",
+    "gradients",
+    "gradient norm",
+    "rounded updates",
+    "first update",
+    "weights",
+    "optimizer state",
+    "evaluation",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

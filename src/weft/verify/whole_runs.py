@@ -109,7 +109,7 @@ class WholeRuns:
         folder = self._train(run, plan, self._new_folder())
         if not self._process.is_main:
             return Check.passed("finite data", "")
-        records = RunFolder(folder).read_metrics()
+        records = RunFolder(folder).metrics.read()
         expected, found = [rows * length, tail * length], [record.tokens for record in records]
         if found != expected:
             finding = Finding(rule=3, expected=f"tokens a step {expected}", found=str(found))
@@ -220,7 +220,7 @@ class WholeRuns:
         return Check.passed(name, detail, margin=max(margin, check.margin))
 
     def _skipped(self, folder: Path) -> frozenset[int]:
-        records = RunFolder(folder).read_metrics() if self._process.is_main else []
+        records = RunFolder(folder).metrics.read() if self._process.is_main else []
         return frozenset(index for index, record in enumerate(records) if record.skipped)
 
     def _export(self, folder: Path, straight: Course) -> Check:
@@ -232,7 +232,7 @@ class WholeRuns:
         export_run(folder, out)
         named = dict(AutoModelForCausalLM.from_pretrained(str(out), dtype=torch.float32).named_parameters())
         for key, parameter in named.items():
-            if key not in straight.weights or not torch.equal(parameter.detach(), straight.weights[key]):
+            if key not in straight.weights or not torch.equal(parameter.detach(), straight.weights[key].float()):
                 finding = Finding(rule=5, parameter=key, expected="the trained values", found="other values")
                 return Check.failed("export", finding)
         return Check.passed("export", f"{len(named)} parameters reload with equal bits")
@@ -274,7 +274,7 @@ class WholeRuns:
         """Losses, norms and final tensors of a run folder; empty on ranks but 0."""
         if not self._process.is_main:
             return Course()
-        records = RunFolder(folder).read_metrics()
+        records = RunFolder(folder).metrics.read()
         tensors = dict(read_tensors(step_path(folder / "checkpoints", self._steps)))
         return Course(
             losses=[record.loss for record in records],

@@ -22,6 +22,8 @@ LLAMA = {
 }  # fmt: skip
 GPT2 = {"type": "gpt2", "config": {"n_embd": 512, "n_layer": 2, "n_head": 8, "n_positions": 512, "vocab_size": 8192}}
 BF16 = {"precision": {"preset": "bf16"}}
+LOW = {"precision": {"preset": "bf16", "optimizer_state": "bfloat16"}}
+MASTER_FREE = {"precision": {**LOW["precision"], "master_weights": "bfloat16"}}
 
 
 def run_of(model: dict[str, Any], **train: Any) -> RunSpec:
@@ -55,7 +57,19 @@ def test_collectives_are_those_of_the_stage(zero: int, expected: dict[tuple[str,
 
 @pytest.mark.parametrize(
     ("zero", "microbatches", "precision"),
-    [(0, 1, {}), (0, 2, BF16), (1, 2, {}), (2, 2, BF16), (3, 1, BF16), (3, 2, {}), (3, 2, BF16)],
+    [
+        (0, 1, {}),
+        (0, 2, BF16),
+        (1, 2, {}),
+        (2, 2, BF16),
+        (3, 1, BF16),
+        (3, 2, {}),
+        (3, 2, BF16),
+        (0, 1, LOW),
+        (2, 2, LOW),
+        (0, 2, MASTER_FREE),
+        (3, 2, MASTER_FREE),
+    ],
 )
 def test_the_planner_agrees_term_by_term(zero: int, microbatches: int, precision: dict[str, Any]) -> None:
     run, plan = run_of(LLAMA), plan_of(zero, 8, microbatches=microbatches, **precision)
@@ -68,6 +82,26 @@ def test_the_planner_agrees_term_by_term(zero: int, microbatches: int, precision
     wire = {(row["axis"], row["collective"], row["phase"]): row["bytes"] for row in found.traffic}
     guessed = {(row["axis"], row["collective"], row["phase"]): row["bytes"] for row in predicted.traffic}
     assert guessed == pytest.approx(wire, rel=1e-6)
+
+
+@pytest.mark.parametrize(("zero", "microbatches", "precision"), [(0, 2, {}), (2, 2, BF16), (3, 1, BF16), (3, 2, BF16)])
+def test_the_planner_agrees_where_the_loss_is_fused(zero: int, microbatches: int, precision: dict[str, Any]) -> None:
+    run = run_of(LLAMA)
+    plan = plan_of(zero, 8, microbatches=microbatches, **precision, kernels={"loss": "fused"})
+    found, predicted = dry_run(run, plan), estimate_plan(run, plan, "8xH100-80GB")
+    inside = predicted.memory_bytes - predicted.memory_terms["framework"]
+    assert inside == pytest.approx(found.peak_bytes, rel=0.02)
+    whole = dry_run(run, plan_of(zero, 8, microbatches=microbatches, **precision))
+    assert found.peak_bytes < 0.95 * whole.peak_bytes
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_compiled_blocks_keep_less_and_the_planner_says_how_much(zero: int) -> None:
+    run, tables = run_of(LLAMA), {**BF16, "kernels": {"loss": "fused"}}
+    plan = plan_of(zero, 8, **tables, compile={"enabled": True})
+    found, predicted = dry_run(run, plan), estimate_plan(run, plan, "8xH100-80GB")
+    assert predicted.memory_bytes - predicted.memory_terms["framework"] == pytest.approx(found.peak_bytes, rel=0.05)
+    assert found.peak_bytes < 0.95 * dry_run(run, plan_of(zero, 8, **tables)).peak_bytes
 
 
 def test_a_world_of_thousands() -> None:
@@ -97,11 +131,12 @@ def test_dropout_fp16_and_frozen_parameters_run() -> None:
 def test_nothing_is_left_behind() -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from weft.engine import apply, engine
+    from weft.engine import engine
+    from weft.engine.dp import choose
 
-    before = (DeviceMesh.__init__, apply.Replicated, engine.read_is_finite)
+    before = (DeviceMesh.__init__, choose.Replicated, engine.read_is_finite)
     dry_run(run_of(LLAMA), plan_of(0, 8))
-    assert (DeviceMesh.__init__, apply.Replicated, engine.read_is_finite) == before
+    assert (DeviceMesh.__init__, choose.Replicated, engine.read_is_finite) == before
     assert not dist.is_initialized()
 
 
@@ -114,6 +149,13 @@ def test_eight_bit_states_take_a_quarter() -> None:
     plan = plan_of(3, 4, **BF16)
     whole, eight = (dry_run(run_of(GPT2, optimizer=name), plan) for name in ("adamw", "adamw8bit"))
     assert eight.terms["optimizer_state"] == pytest.approx(whole.terms["optimizer_state"] * (1 + 4 / 256) / 4, rel=0.03)
+
+
+def test_weights_without_masters_take_half_and_so_do_their_states() -> None:
+    whole, low = (dry_run(run_of(LLAMA), plan_of(3, 4, **precision)) for precision in (BF16, MASTER_FREE))
+    for term in ("weights", "optimizer_state"):
+        assert low.terms[term] == pytest.approx(whole.terms[term] / 2, rel=2e-3), term  # blocks of 512 B
+    assert low.moments["resuming_bytes"] == pytest.approx(4 * low.terms["weights"], rel=0.01)
 
 
 def test_a_module_and_an_operator_are_named_where_most_is_alive() -> None:

@@ -50,6 +50,31 @@ def test_bf16_is_one_run_under_every_strategy() -> None:
     assert exact != expected
 
 
+def low_curves(rank: int, world: int) -> dict[tuple[str, str], tuple[list[float], list[Any]]]:
+    """Of states, and then weights too, at rest in bfloat16."""
+    found = {}
+    for master in ("float32", "bfloat16"):
+        precision = {"preset": "bf16", "optimizer_state": "bfloat16", "master_weights": master}
+        for name in ("DDP", "ZeRO-2", "ZeRO-3") if world > 1 else ("single",):
+            engine = build_engine("llama", {**PLANS.get(name, {}), "precision": precision})
+            losses = [loss for loss, _ in train_steps(engine, 4)]
+            found[master, name] = (
+                losses,
+                [(row.component, row.asked, row.found) for row in engine.dtypes() if not row.ok],
+            )
+    return found
+
+
+def test_states_and_weights_in_bfloat16_are_one_run_under_every_strategy() -> None:
+    """Rounded by the element's place in the whole: shards have the bits of replicas, and no other."""
+    single, per_rank = run_ranks(low_curves, 1)[0], run_ranks(low_curves, 2, timeout_s=120.0)
+    assert per_rank[0] == per_rank[1]
+    for (master, name), (losses, wrong) in per_rank[0].items():
+        assert not wrong, (master, name)
+        assert losses == per_rank[0][master, "DDP"][0], (master, name)
+        assert losses == pytest.approx(single[master, "single"][0], abs=BF16_SAME_LOSS_ABS), (master, name)
+
+
 class Loud(CausalLanguageModel):
     """Rank 1's loss explodes in step 2: its float16 gradients overflow, the other rank's do not."""
 

@@ -22,9 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft.engine.apply
 import weft.engine.clip
+import weft.engine.cross_entropy
 import weft.engine.dp.ddp
 import weft.engine.dp.sharded
 import weft.engine.engine
+import weft.engine.float8
+import weft.engine.head_loss
 import weft.engine.objective
 import weft.engine.optim
 import weft.engine.recompute
@@ -363,10 +366,50 @@ def noise_in_the_forward() -> Any:
 
         return logits
 
-    return replaced(weft.engine.objective, "_logits", make)
+    return replaced(weft.engine.objective, "logits_of", make)
 
 
 _NOISE = torch.Generator().manual_seed(0)
+
+
+# --- a loss fused with its head, products in float8 -------------------------------------------------------------------
+
+
+def capped_logits_without_their_slope() -> Any:
+    """The gradient goes straight through the tanh."""
+
+    def make(original: Any) -> Any:
+        def piece(logits: torch.Tensor, labels: torch.Tensor, cap: Any, *, wants_gradient: bool) -> torch.Tensor:
+            values = cap.of(logits.float())
+            loss = original(logits, labels, cap, wants_gradient=False)
+            if wants_gradient:
+                whole = torch.softmax(values, dim=-1) - F.one_hot(labels.clamp(min=0), values.shape[-1])
+                logits.copy_(whole * (labels != -100)[:, None])
+            return loss
+
+        return piece
+
+    return replaced(weft.engine.cross_entropy, "_piece", make)
+
+
+def fused_loss_of_labels_that_do_not_count() -> Any:
+    def make(original: Any) -> Any:
+        return lambda logits, labels, cap, **rest: original(logits, labels.clamp(min=0), cap, **rest)
+
+    return replaced(weft.engine.head_loss, "cross_entropy_", make)
+
+
+def gradients_on_the_scale_of_the_forward() -> Any:
+    """A product of the backward takes its left operand's scale for both."""
+
+    def make(original: Any) -> Any:
+        def multiply(left: Any, right: Any, left_scale: Any, right_scale: Any, dtype: Any, *, is_fast: bool) -> Any:
+            other = right_scale if is_fast else left_scale
+            return original(left, right, left_scale, other, dtype, is_fast=is_fast)
+
+        return multiply
+
+    return replaced(weft.engine.float8, "_multiply", make)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------

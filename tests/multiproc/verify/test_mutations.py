@@ -117,6 +117,19 @@ GROUPS: dict[str, Group] = {
             Bug(mutate=bugs.gradients_kept_in_bfloat16, check="same precision", words=("gradients",), step=1),
         ),
     ),
+    "fused loss": Group(
+        plan={**zero(3), "kernels": {"loss": "fused"}},
+        model="gemma2",
+        bugs=(
+            Bug(mutate=bugs.capped_logits_without_their_slope, check="gradients", step=1),
+            Bug(mutate=bugs.fused_loss_of_labels_that_do_not_count, check="loss", step=1),
+        ),
+    ),
+    "float8": Group(
+        plan={**zero(2, preset="bf16"), "float8": {"linears": "all"}},
+        model="llama-wide",
+        bugs=(Bug(mutate=bugs.gradients_on_the_scale_of_the_forward, check="gradients", step=1),),
+    ),
     "fp16": Group(
         plan=zero(1, preset="fp16"),
         train={"optimizer": "sgd"},
@@ -130,7 +143,7 @@ GROUPS: dict[str, Group] = {
 }
 
 
-LONG = ("resumed", "hybrid", "dropout, recomputed", "bf16, recomputed")
+LONG = ("resumed", "hybrid", "dropout, recomputed", "bf16, recomputed", "float8")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,12 @@ def wrong(verdicts: list[Tables]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("case", HEALTHY)
+RARE = ("8-bit moments", "adam, frozen, experts", "documents apart, dropout")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in RARE else case for case in HEALTHY]
+)
 def test_a_healthy_run_raises_no_alarm(case: str, corpus: Path, tmp_path: Path) -> None:
     model, tables, train, data = HEALTHY[case]
     run = small_run(str(corpus), model=model, train=train, data=data)

@@ -79,8 +79,21 @@ def test_contradictions_are_refused_with_a_hint(tables: dict[str, dict[str, obje
         {"activations": {"policy": "full", "offload": "cpu"}},
         {"activations": {"policy": "full"}, "data_parallel": {"strategy": "dataparallel"}},
         {"offload": {"optimizer": "cpu"}},
-        {"compile": {"enabled": True}},
-        {"precision": {"preset": "bf16", "optimizer_state": "bfloat16"}},
+        {"compile": {"enabled": True}, "mesh": {"tp": 2}},
+        {"compile": {"enabled": True}, "mesh": {"pp": 2}},
+        {"kernels": {"loss": "fused"}, "mesh": {"tp": 2}},
+        {"float8": {"linears": "auto"}, "precision": {"preset": "fp16"}},
+        {"precision": {"preset": "fp32", "optimizer_state": "bfloat16"}},
+        {"precision": {"preset": "bf16", "optimizer_state": "float16"}},
+        {"precision": {"preset": "bf16", "master_weights": "bfloat16", "gradients": "float32"}},
+        {"precision": {"preset": "bf16", "communication": "bfloat16"}},
+        {"precision": {"preset": "bf16", "master_weights": "bfloat16"}, "mesh": {"tp": 2}},
+        {"precision": {"preset": "bf16", "master_weights": "bfloat16"}, "mesh": {"pp": 2}},
+        {
+            "precision": {"preset": "bf16", "optimizer_state": "bfloat16"},
+            "mesh": {"pp": 2},
+            "pipeline": {"schedule": "pipedream"},
+        },
     ],
 )
 def test_what_is_not_built_is_refused_by_name(tables: dict[str, dict[str, object]]) -> None:
@@ -165,3 +178,17 @@ def test_settings_are_toml_literals_or_words(setting: str, expected: object) -> 
 def test_malformed_settings_are_refused(setting: str) -> None:
     with pytest.raises(BadValueError):
         apply_settings({"a": {"c": 0}}, [setting])
+
+
+@pytest.mark.parametrize(
+    ("tables", "preset"),
+    [
+        ({"float8": {"linears": "auto"}}, "bf16"),
+        ({"precision": {"optimizer_state": "bfloat16"}}, "bf16"),
+        ({"precision": {"master_weights": "bfloat16"}}, "bf16"),
+        ({"float8": {"linears": "auto"}, "precision": {"preset": "fp32"}}, "fp32"),
+        ({"float8": {"linears": "none"}}, "fp32"),
+    ],
+)
+def test_low_parts_mean_bf16_unless_a_preset_is_named(tables: dict[str, dict[str, object]], preset: str) -> None:
+    assert Plan.from_tables(tables).precision.preset == preset

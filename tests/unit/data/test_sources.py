@@ -183,7 +183,11 @@ def test_the_standard_library_is_real_text_without_tests() -> None:
     num_bytes = sum(len(text) for text in texts)
     assert 5_000_000 < num_bytes < 30_000_000
     assert len(texts) > 300
-    names = [Path(entry[0]).relative_to(Path(os.__file__).resolve().parent).parts for entry in source.identity()[1]]
+    root = Path(os.__file__).resolve().parent
+    paths = [Path(entry[0]) for entry in source.identity()[1]]
+    # some systems keep one file of it elsewhere, behind a link
+    names = [path.relative_to(root).parts for path in paths if path.is_relative_to(root)]
+    assert len(names) >= len(paths) - 1
     assert ("json", "decoder.py") in names
     assert names == sorted(names, key="/".join)
     assert not {"test", "tests", "idle_test", "site-packages", "__pycache__"} & {

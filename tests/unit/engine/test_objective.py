@@ -106,3 +106,12 @@ def test_dataparallel_warns_and_asks_for_gpus(monkeypatch: pytest.MonkeyPatch) -
     with pytest.warns(DataParallelSlownessWarning, match="DDP"):
         wrapped = Threaded(nn.Linear(2, 2))
     assert isinstance(wrapped.module, nn.DataParallel)
+
+
+def test_a_subclass_need_not_call_the_constructor() -> None:
+    class Own(CausalLanguageModel):
+        def __init__(self) -> None:
+            self.factor = 2.0
+
+    assert Own().token_loss is None
+    assert Own().inside is None

@@ -26,6 +26,14 @@ def test_resuming_holds_weights_states_and_gradients() -> None:
     assert found["loading_bytes"] == (LLAMA_8B // 8 + table) * 4
 
 
+def test_sizes_follow_the_precision() -> None:
+    low = {"preset": "bf16", "optimizer_state": "bfloat16", "master_weights": "bfloat16"}
+    plan = Plan.from_tables({**SHARDED, "precision": low})
+    found = moments_of(replace(request_of(), precision=plan.precision.policy()), plan)
+    assert found["resuming_bytes"] == LLAMA_8B // 8 * (2 + 4 + 2)
+    assert found["saving_host_bytes_per_node"] == LLAMA_8B * (2 + 4)
+
+
 def offloaded(**tables: object) -> Columns:
     return columns_of([Plan.from_tables({**SHARDED, "offload": {"optimizer": "cpu"}, **tables})])
 

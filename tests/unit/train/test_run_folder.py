@@ -30,16 +30,16 @@ def test_the_two_documents_parse_back(tmp_path: Path) -> None:
 def test_a_torn_last_line_and_later_steps_are_dropped(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in range(1, 6):
-        folder.append_metrics(record(step, eval_loss=0.5))
-    with folder.metrics_path.open("a") as file:
+        folder.metrics.append(record(step, eval_loss=0.5))
+    with folder.metrics.path.open("a") as file:
         file.write('{"step": 6, "loss": 0.1')  # the process died here
-    assert [kept.step for kept in folder.read_metrics()] == [1, 2, 3, 4, 5]
-    kept = folder.drop_metrics_after(3)
+    assert [kept.step for kept in folder.metrics.read()] == [1, 2, 3, 4, 5]
+    kept = folder.metrics.drop_after(3)
     assert kept == [record(step, eval_loss=0.5) for step in (1, 2, 3)]
-    folder.append_metrics(record(4))
-    assert folder.read_metrics() == [*kept, record(4)]
-    assert len(folder.metrics_path.read_text().splitlines()) == 4
-    assert RunFolder(tmp_path / "new").read_metrics() == []
+    folder.metrics.append(record(4))
+    assert folder.metrics.read() == [*kept, record(4)]
+    assert len(folder.metrics.path.read_text().splitlines()) == 4
+    assert RunFolder(tmp_path / "new").metrics.read() == []
 
 
 def test_the_ledger_parses_back_and_leaves_no_draft(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_metrics_go_to_both_places_on_the_writing_rank_only(tmp_path: Path) -> N
     writer.write(record(2, eval_loss=0.3))
     writer.close()
     assert [kept.step for kept in writer.records] == [1, 2]
-    assert [kept.step for kept in folder.read_metrics()] == [2]
+    assert [kept.step for kept in folder.metrics.read()] == [2]
     assert any(folder.tensorboard_path.iterdir())
     silent = RunFolder(tmp_path / "silent")
     other = MetricsWriter(silent, is_writing=False, tensorboard=True, earlier=[])

@@ -26,7 +26,9 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # torch's own sizes
 class Replicated(Strategy):
     """torch's DDP around the model."""
 
-    def __init__(self, model: nn.Module, *, group: dist.ProcessGroup, find_unused_parameters: bool) -> None:
+    def __init__(
+        self, model: nn.Module, *, group: dist.ProcessGroup, find_unused_parameters: bool, wire: torch.dtype
+    ) -> None:
         with _buckets_from_the_start():
             module = DistributedDataParallel(
                 model,
@@ -37,7 +39,7 @@ class Replicated(Strategy):
             )
         # before the reducer is wrapped: the hook wants torch's own
         self._buckets: dict[int, torch.Tensor] = {}
-        module.register_comm_hook(_HookState(group=group, buckets=self._buckets), _sum_over_ranks)
+        module.register_comm_hook(_HookState(group=group, buckets=self._buckets, wire=wire), _sum_over_ranks)
         module.reducer = _FixedBuckets(module.reducer)  # type: ignore[assignment]
         super().__init__(module)
         self._may_be_unused = find_unused_parameters
@@ -63,21 +65,29 @@ class Replicated(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class _HookState:
-    """What DDP hands to its communication hook: where to sum, and where to note the buffers that come by."""
+    """What DDP hands to its communication hook: where to sum and in which format, and where to note the buffers."""
 
     group: dist.ProcessGroup
     buckets: dict[int, torch.Tensor]
+    wire: torch.dtype
 
 
 def _sum_over_ranks(
     state: _HookState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch's stubs lack it
 ) -> torch.futures.Future[torch.Tensor]:
-    state.buckets[bucket.index()] = bucket.buffer()
-    work = dist.all_reduce(bucket.buffer(), group=state.group, async_op=True)
+    buffer: torch.Tensor = bucket.buffer()
+    state.buckets[bucket.index()] = buffer
+    sent = buffer.to(state.wire)  # itself, but where weights at rest, and so gradients, are lower than what travels
+    work = dist.all_reduce(sent, group=state.group, async_op=True)
     if work is None:
         raise RuntimeError("an asynchronous all-reduce gave no handle")
-    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
+
+    def result(future: torch.futures.Future[object]) -> torch.Tensor:
+        future.value()  # raises what went wrong; a group that is not there gives no tensors, and summed in place
+        return buffer if sent is buffer else buffer.copy_(sent)
+
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(result)
     return summed
 
 

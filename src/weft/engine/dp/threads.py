@@ -22,7 +22,7 @@ def require_gpus(precision: PrecisionPolicy) -> None:
             "strategy = 'dataparallel' spreads one process over several GPUs, and there is none here",
             hint="drop the strategy key; on CPU use --nproc N, which runs DDP",
         )
-    if precision.is_mixed:
+    if precision.is_low:
         raise NotBuiltError("dataparallel runs in fp32 only", hint="use precision.preset = 'fp32', or DDP")
 
 

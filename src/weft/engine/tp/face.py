@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from weft.core.plan import TensorParallel
 from weft.engine.tp.gradients import sum_partial_gradients
 from weft.engine.tp.grid import Grid
 from weft.engine.tp.zones import Zones
+from weft.models.layout import ModelLayout
 from weft.models.tensor_layout import TensorLayout
 
 TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits, labels) -> summed loss
@@ -48,6 +49,13 @@ class TensorFace:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         return list(self.grid.groups.values()) if self.grid is not None else []
+
+    def of_stages(self, layout: ModelLayout) -> TensorFace:
+        """What was cut of the parameters that are here, in a pipeline, by their names here."""
+        here = {layout.copies.get(name, name): name for name in layout.unit_of}
+        parts = {here[name]: part for name, part in self.parts.items() if name in here}
+        own = self.layout.within({*layout.unit_of, *layout.ties}) if self.layout else None
+        return replace(self, parts=parts, layout=own)
 
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Those of which ranks have only shares."""

@@ -1,0 +1,104 @@
+"""`torch.compile` of what is repeated: every block's own forward, and small layers outside the blocks.
+
+The compiled forward is the innermost part of a block: hooks that gather and reduce, casts and recompute stay outside,
+so one graph serves all blocks that are alike. A step's later micro-batches and steps have the shapes of the first, so
+shapes are constants (`dynamic=False`); a batch of another shape compiles once more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch._functorch.config as partitioner  # no public form: tests/unit/engine/test_compiled.py fails when it moves
+from torch import nn
+from torch._logging._internal import log_state, set_logs
+
+from weft.core.errors import DeviceError
+from weft.engine.around import Forward, replace_own
+from weft.engine.randomness import uses_randomness
+from weft.models.layout import ModelLayout
+
+BACKEND = "inductor"
+# What a product reads (act(gate) * up, a normalised input) is cheap to make again in the kernel that needs its parts
+# anyway. By default it is kept: 21 KB a token and block of Llama-3.2-1B, a third of all that is.
+KEEPS_LESS = {"ban_recompute_materialized_backward": False}
+_PLAIN = (nn.Linear, nn.Embedding)  # one product or lookup: nothing to fuse
+
+
+def apply_compile(model: nn.Module, layout: ModelLayout, *, device: torch.device) -> tuple[str, ...]:
+    """Compile the forwards of all blocks, and of the layers with weights that stand alone (a final norm).
+
+    Returns what there is to say: a model that drops or jitters stays as it is, since its masks are drawn row by row.
+    """
+    if uses_randomness(model):
+        return ("the blocks are not compiled: the model has dropout, whose masks depend on the row, not on the layout",)
+    _require_compiler(device)
+    for name in layout.blocks:
+        replace_own(model.get_submodule(name), _Compiled)
+    for module in _alone(model, layout):
+        replace_own(module, _Compiled)
+    return ()
+
+
+def _require_compiler(device: torch.device) -> None:
+    """Where it is missing the first step would end inside the compiler."""
+    program = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and BACKEND == "inductor" and shutil.which(program) is None:
+        raise DeviceError(
+            f"compiled blocks on a CPU need a C++ compiler, and there is no {program}",
+            hint="install one (CXX names it), or set compile.enabled = false",
+        )
+
+
+class _Compiled:
+    """Compiles at its first call, and for a new shape; then calls what was compiled."""
+
+    def __init__(self, own: Forward) -> None:
+        self._call: Any = torch.compile(own, backend=BACKEND, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with partitioner.patch(KEEPS_LESS):
+            return self._call(*args, **kwargs)
+
+
+def _alone(model: nn.Module, layout: ModelLayout) -> Iterator[nn.Module]:
+    inside = {id(part) for name in layout.blocks for part in model.get_submodule(name).modules()}
+    for module in model.modules():
+        is_leaf = next(module.children(), None) is None and next(module.parameters(), None) is not None
+        if is_leaf and id(module) not in inside and not isinstance(module, _PLAIN):
+            yield module
+
+
+class RecompileWatch(logging.Handler):
+    """Hears why compiled code is compiled once more. Torch tells it to a logger of this name alone:
+    tests/unit/engine/test_compiled.py fails when it moves."""
+
+    LOGGER = "torch._dynamo.guards.__recompiles"
+
+    def __init__(self) -> None:
+        super().__init__(level=logging.DEBUG)
+        self._causes: list[str] = []
+        was_on = log_state.is_artifact_enabled("recompiles")  # type: ignore[no-untyped-call]
+        set_logs(recompiles=True)  # does nothing where TORCH_LOGS is set: then somebody else listens
+        self._logger = logging.getLogger(self.LOGGER)
+        silent: list[logging.Handler] = [logging.NullHandler()]
+        self._after = (self._logger.handlers, self._logger.propagate) if was_on else (silent, False)
+        self._logger.handlers, self._logger.propagate = [self], False  # else all of it is printed too
+
+    def emit(self, record: logging.LogRecord) -> None:
+        lines = [line.strip(" -") for line in record.getMessage().splitlines()]
+        self._causes.append(lines[-1].partition(": ")[2] or lines[-1])
+
+    def take(self) -> list[str]:
+        """The causes since it was asked last."""
+        causes, self._causes = list(dict.fromkeys(self._causes)), []
+        return causes
+
+    def close(self) -> None:
+        self._logger.handlers, self._logger.propagate = self._after
+        super().close()

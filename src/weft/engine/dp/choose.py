@@ -1,0 +1,28 @@
+"""Which strategy carries out a plan's data parallelism."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from weft.core.plan import Plan
+from weft.engine.dp.ddp import Replicated
+from weft.engine.dp.sharded import Sharded
+from weft.engine.dp.strategy import Strategy
+from weft.engine.dp.summed import Summed
+from weft.engine.dp.threads import Threaded
+from weft.engine.mesh import Topology
+from weft.engine.precision import torch_dtype
+
+
+def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strategy:
+    dp = plan.data_parallel
+    if dp.zero > 0:
+        return Sharded(model, stage=dp.zero, replicas=topology.replicas_beside_shards)
+    if dp.strategy == "dataparallel":
+        return Threaded(model)
+    if topology.dp_degree == 1:
+        return Strategy(model)
+    if topology.pp_degree > 1:
+        return Summed(model, group=topology.dp_group)
+    wire = torch_dtype(plan.precision.policy().communication)
+    return Replicated(model, group=topology.dp_group, find_unused_parameters=dp.find_unused_parameters, wire=wire)

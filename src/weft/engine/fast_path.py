@@ -1,0 +1,58 @@
+"""Which of the ways to be fast an engine has on, told after its first step. It decides nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.core.records import TechniqueRecord
+from weft.engine.randomness import uses_randomness
+
+if TYPE_CHECKING:
+    from weft.engine.engine import Engine
+
+
+def fast_path(engine: Engine) -> list[TechniqueRecord]:
+    return [_blocks(engine), _loss(engine), _optimizer(engine), _attention(engine), _float8(engine)]
+
+
+def _blocks(engine: Engine) -> TechniqueRecord:
+    if not engine.plan.compile.enabled:
+        return TechniqueRecord(technique="compiled blocks", on=False, why="compile.enabled is false")
+    if uses_randomness(engine.model):
+        return TechniqueRecord(technique="compiled blocks", on=False, why="the model has dropout")
+    count = len(engine.layout.blocks)
+    return TechniqueRecord(technique="compiled blocks", on=count > 0, why=f"{count} blocks")
+
+
+def _loss(engine: Engine) -> TechniqueRecord:
+    head = engine.head_loss
+    if head is None:
+        asked = engine.plan.kernels.loss == "fused"
+        why = "; ".join(engine.notes) if asked else "kernels.loss is 'whole'"
+        return TechniqueRecord(technique="fused head and loss", on=False, why=why)
+    if head.made_whole:
+        return TechniqueRecord(
+            technique="fused head and loss", on=False, why=f"the model's code needs its logits whole: {head.made_whole}"
+        )
+    return TechniqueRecord(technique="fused head and loss", on=True, why="logits exist in stretches")
+
+
+def _optimizer(engine: Engine) -> TechniqueRecord:
+    group = engine.optimizer.param_groups[0]
+    is_on = bool(group.get("fused"))
+    return TechniqueRecord(
+        technique="fused optimizer", on=is_on, why=type(engine.optimizer).__name__ + ("" if is_on else ", not fused")
+    )
+
+
+def _attention(engine: Engine) -> TechniqueRecord:
+    kind = str(getattr(getattr(engine.model, "config", None), "_attn_implementation", None) or "the module's own")
+    return TechniqueRecord(technique="fused attention", on=kind not in ("eager", "the module's own"), why=kind)
+
+
+def _float8(engine: Engine) -> TechniqueRecord:
+    chosen = sum(engine.float8.values())
+    if engine.plan.float8.linears == "none":
+        return TechniqueRecord(technique="float8 products", on=False, why="float8.linears is 'none'")
+    why = f"{chosen} of {len(engine.float8)} linear layers of the blocks"
+    return TechniqueRecord(technique="float8 products", on=chosen > 0, why=why)

@@ -1,0 +1,128 @@
+"""Products in float8: chosen linear layers quantise what they multiply, one scale a tensor, in forward and backward.
+
+    y = x w^T      x, w in e4m3 (448 at most)         scale = 448 / largest magnitude, of this very tensor
+    dx = g w       g in e5m2 (57344 at most), w as before
+    dw = g^T x     g, x as before; all sums in float32, all results in the dtype of x
+
+Weights, norms, routers, the head and the loss keep their precision. Quantising costs passes over the operands, so a
+layer is taken only where the product is long enough to pay for them: with many rows M, inputs K and outputs N, products
+are M K N and passes M (K + N), so what counts is 1 / (1/K + 1/N). Measured on an H200, break-even is between 1024
+(2048 x 2048: 0.6 of the speed of bf16) and 1638 (2048 x 8192: 1.15).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.errors import DeviceError
+from weft.core.plan import Float8Choice
+from weft.models.layout import ModelLayout
+
+WORTH_IT = 1300.0  # of 1 / (1/K + 1/N)
+FIRST_CAPABILITY = (8, 9)
+_DIVISOR = 16  # what the hardware asks of every dimension
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def apply_float8(
+    model: nn.Module, layout: ModelLayout, choice: Float8Choice, *, device: torch.device
+) -> dict[str, bool]:
+    """Every linear layer of the blocks by name, and whether it multiplies in float8 from now on; none if none is asked.
+
+    A layer's own sizes decide: micro-batches have more rows than layers have columns, where speed matters.
+    """
+    chosen = chosen_linears(model, layout, choice)
+    if any(chosen.values()):
+        _require_float8(device)
+    for name, is_chosen in chosen.items():
+        if is_chosen:  # the same parameters under the same names, with another forward
+            model.get_submodule(name).__class__ = Float8Linear
+    return chosen
+
+
+def _require_float8(device: torch.device) -> None:
+    """A GPU without such units would fail in the first product; a CPU multiplies what was rounded."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
+        raise DeviceError(
+            f"{torch.cuda.get_device_name(device)} has no float8 products",
+            hint="they came with Ada and Hopper (capability 8.9); set float8.linears = 'none'",
+        )
+
+
+def chosen_linears(model: nn.Module, layout: ModelLayout, choice: Float8Choice) -> dict[str, bool]:
+    """As `apply_float8` would choose; nothing is changed."""
+    if choice == "none":
+        return {}
+    return {name: _fits(linear) and (choice == "all" or _pays(linear)) for name, linear in _linears(model, layout)}
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer whose three products are in float8."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.reshape(-1, input.shape[-1])
+        out: Tensor = _Product.apply(rows, self.weight)  # type: ignore[no-untyped-call]
+        out = out.view(*input.shape[:-1], -1)
+        return out if self.bias is None else out + self.bias
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor) -> Tensor:
+        rows, weight = given
+        x, x_scale = quantise(rows, E4M3)
+        w, w_scale = quantise(weight, E4M3)
+        ctx.save_for_backward(x, x_scale, w, w_scale)
+        return _multiply(x, w.t(), x_scale, w_scale, rows.dtype, is_fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor, Tensor]:
+        x, x_scale, w, w_scale = ctx.saved_tensors
+        (gradient,) = arriving
+        g, g_scale = quantise(gradient, E5M2)
+        d_rows = _multiply(g, _columns_first(w), g_scale, w_scale, gradient.dtype, is_fast=False)
+        d_weight = _multiply(g.t().contiguous(), _columns_first(x), g_scale, x_scale, gradient.dtype, is_fast=False)
+        return d_rows, d_weight
+
+
+def quantise(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`values` in `dtype`, and what they must be multiplied by to be themselves again; a tensor of zeros stays one."""
+    most = torch.finfo(dtype).max
+    scale = most / values.abs().amax().float().clamp(min=1e-12)
+    return (values.float() * scale).clamp(-most, most).to(dtype), scale.reciprocal()
+
+
+def _columns_first(matrix: Tensor) -> Tensor:
+    """The same matrix, laid out by columns: what the hardware asks of a right operand."""
+    return matrix.t().contiguous().t()
+
+
+def _multiply(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, *, is_fast: bool
+) -> Tensor:
+    """`is_fast` sums partly in lower precision: right for activations, too rough for gradients."""
+    if left.is_cuda:
+        # private until torch names it otherwise: tests/gpu/test_float8_gpu.py fails when it moves
+        return torch._scaled_mm(
+            left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=is_fast
+        )
+    return ((left.float() * left_scale) @ (right.float() * right_scale)).to(dtype)
+
+
+def _linears(model: nn.Module, layout: ModelLayout) -> Iterator[tuple[str, nn.Linear]]:
+    for block in layout.blocks:
+        for name, module in model.get_submodule(block).named_modules():
+            if type(module) is nn.Linear:
+                yield f"{block}.{name}", module
+
+
+def _fits(linear: nn.Linear) -> bool:
+    return linear.in_features % _DIVISOR == 0 and linear.out_features % _DIVISOR == 0
+
+
+def _pays(linear: nn.Linear) -> bool:
+    return 1 / (1 / linear.in_features + 1 / linear.out_features) >= WORTH_IT

@@ -1,0 +1,56 @@
+"""`MetricsFile`: metrics.jsonl, one record a line, of whatever kind of record a run makes.
+
+A line is final once written; a resume drops the lines of steps that will be run again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+
+class Stepped(Protocol):
+    """A record of one step, that is JSON there and back."""
+
+    @property
+    def step(self) -> int: ...
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+Record = TypeVar("Record", bound=Stepped)
+
+
+class MetricsFile(Generic[Record]):
+    def __init__(self, path: Path, parse: Callable[[dict[str, Any]], Record]) -> None:
+        self.path, self._parse = path, parse
+
+    def read(self) -> list[Record]:
+        """A line cut short by a crash is left out."""
+        if not self.path.exists():
+            return []
+        records = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                records.append(self._parse(json.loads(line)))
+            except (json.JSONDecodeError, TypeError):
+                continue
+        return records
+
+    def append(self, record: Record) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(_line(record))
+
+    def drop_after(self, step: int) -> list[Record]:
+        """Keep the lines up to `step`."""
+        kept = [record for record in self.read() if record.step <= step]
+        draft = self.path.with_suffix(".tmp")
+        draft.write_text("".join(map(_line, kept)), encoding="utf-8")
+        draft.replace(self.path)
+        return kept
+
+
+def _line(record: Stepped) -> str:
+    return json.dumps(record.as_dict()) + "\n"

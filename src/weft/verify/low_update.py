@@ -1,0 +1,145 @@
+"""States and weights at rest in bfloat16, plainly: what one update must leave, and the one-process run that rounds so.
+
+Which bits round an element is a definition taken from the engine, as dropout masks are; AdamW and rounding are written
+here once more. A plan's update is judged from the plan's own gradients and states before it, so nothing that parted
+earlier blurs it: the update is computed in float64 and rounded by the known bits, and the plan must have these bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from weft.core.run_spec import TrainSpec
+from weft.engine.adamw_low_bits import for_second_moment, for_weight, key_of, random_bits, words_of
+from weft.verify.tolerances import LOW_FLIPPED_SHARE, LOW_STEP, SUM_ROUNDINGS, UNIT_ROUNDOFF
+from weft.verify.verdict import Check, Finding
+
+Tensors = dict[str, Tensor]
+NAME = "rounded updates"
+KINDS = ("exp_avg", "exp_avg_sq", "weight")
+
+
+@dataclass(kw_only=True)
+class Update:
+    """One update of a plan, gathered: gradients as they came, their norm, and what it left."""
+
+    gradients: Tensors = field(default_factory=dict)
+    norm: float = 0.0
+    weights: Tensors = field(default_factory=dict)
+    states: Tensors = field(default_factory=dict)  # by "<parameter>.<key>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowUpdate:
+    """What the update is computed with."""
+
+    train: TrainSpec
+    clip_norm: float
+    rates: Sequence[float]
+    rounds_moments: bool
+    rounds_weights: bool
+
+
+def round_low(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], *, seed: int, moments: bool, weights: bool
+) -> None:
+    """After torch's own AdamW, in float32: its moments, and the weights, as if written to bfloat16 and read back."""
+    for name, parameter in parameters.items():
+        state = optimizer.state[parameter]
+        bits = bits_of(seed, name, int(state["step"]), parameter.shape).to(parameter.device)
+        if moments:
+            state["exp_avg"].copy_(state["exp_avg"].bfloat16())
+            state["exp_avg_sq"].copy_(rounded(state["exp_avg_sq"], for_second_moment(bits)))
+        if weights:
+            parameter.detach().copy_(rounded(parameter.detach(), for_weight(bits)))
+
+
+def bits_of(seed: int, name: str, step: int, shape: torch.Size) -> Tensor:
+    return random_bits(words_of(key_of(seed, name), step), torch.arange(shape.numel()).view(shape))
+
+
+def rounded(values: Tensor, bits: Tensor) -> Tensor:
+    """Away from zero where the bits that bfloat16 has no room for, and the random ones, come to one of its steps."""
+    whole = values.view(torch.int32)
+    dropped = whole & 0xFFFF
+    towards_zero = whole - dropped
+    away = torch.where(dropped + bits >= 2**16, towards_zero + 2**16, towards_zero)
+    return away.view(torch.float32)
+
+
+def check_updates(how: LowUpdate, initial: Tensors, updates: Sequence[Update]) -> Check:
+    """Every element of the first updates, from the gradients and states that the plan itself had."""
+    before = Update(weights=initial)
+    worst = 0.0
+    for step, update in enumerate(updates, start=1):
+        flips = dict.fromkeys(KINDS, 0)
+        sizes = dict.fromkeys(KINDS, 0)
+        for name, gradient in update.gradients.items():
+            right = _right(how, name, gradient, before, step, update.norm)
+            for kind, (expected, terms) in right.items():
+                found = update.weights[name] if kind == "weight" else update.states[f"{name}.{kind}"]
+                finding = _far(found, expected, terms)
+                if finding is not None:
+                    return Check.failed(NAME, replace(finding, step=step, parameter=f"{name} {kind}"))
+                flips[kind] += int((found.double() != expected).sum()) if found.dtype == torch.bfloat16 else 0
+                sizes[kind] += found.numel()
+        for kind in KINDS:
+            share = flips[kind] / max(1, sizes[kind])
+            if share > LOW_FLIPPED_SHARE:
+                expected_text = f"{kind} rounded by the bits of (seed, name, step, element)"
+                found_text = f"{share:.1%} of the elements rounded otherwise"
+                return Check.failed(NAME, Finding(rule=6, step=step, expected=expected_text, found=found_text))
+            worst = max(worst, share / LOW_FLIPPED_SHARE)
+        before = update
+    return Check.passed(NAME, f"the first {len(updates)}, element by element", margin=worst)
+
+
+def _right(
+    how: LowUpdate, name: str, gradient: Tensor, before: Update, step: int, norm: float
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Moments and weight after the update, as float64 numbers, and how large the terms are that they are sums of."""
+    train, rate = how.train, how.rates[step - 1]
+    (beta1, beta2), given = train.betas, gradient.double()
+    if how.clip_norm > 0:
+        given = given * min(1.0, how.clip_norm / (norm + 1e-6))
+    zero = torch.zeros((), dtype=torch.float64)
+    kept = before.states.get(f"{name}.exp_avg", zero).double() * beta1
+    mean, mean_terms = kept + (1 - beta1) * given, kept.abs() + (1 - beta1) * given.abs()
+    square = before.states.get(f"{name}.exp_avg_sq", zero).double() * beta2 + (1 - beta2) * given**2
+    decay = train.weight_decay if gradient.ndim >= 2 else 0.0
+    slope = rate / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + train.epsilon)
+    began = before.weights[name].double() * (1 - rate * decay)
+    weight, weight_terms = began - slope * mean, began.abs() + slope * mean_terms
+    bits = bits_of(train.seed, name, step, gradient.shape)
+    if how.rounds_moments:
+        mean, square = mean.float().bfloat16(), rounded(square.float(), for_second_moment(bits))
+    if how.rounds_weights:
+        weight = rounded(weight.float(), for_weight(bits))
+    return {
+        "exp_avg": (mean.double(), mean_terms),
+        "exp_avg_sq": (square.double(), square.double()),
+        "weight": (weight.double(), weight_terms),
+    }
+
+
+def _far(found: Tensor, right: Tensor, terms: Tensor) -> Finding | None:
+    """The first element further off than a sum in float32 may be, and one step of bfloat16 where it rests so."""
+    gap = (found.double() - right).abs()
+    allowed = SUM_ROUNDINGS * UNIT_ROUNDOFF["float32"] * terms
+    if found.dtype == torch.bfloat16:
+        allowed = allowed + LOW_STEP * right.abs()
+    wrong = (~(gap <= allowed)).nonzero()
+    if not wrong.numel():
+        return None
+    index = tuple(int(part) for part in wrong[0])
+    return Finding(
+        rule=6,
+        coordinates=f"element {list(index)}, of {len(wrong)} such",
+        expected=f"{right[index].item():.6g} within {allowed[index].item():.1e}",
+        found=f"{found[index].item():.6g}",
+    )

@@ -1,0 +1,130 @@
+"""The fast path on a real GPU: its kernels against float64, compiled blocks and a fused loss against eager ones, the
+default, and what a whole run says of it. Run by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu_engines import CUDA, engine_on, losses, worst
+from tolerances import BF16_SAME_LOSS_ABS, GPU_FP32_LOSS_ABS
+
+import weft.engine.head_loss as head_loss
+from weft.engine.cross_entropy import Cap, cross_entropy_
+from weft.engine.dp.copy_in import install_copy_in
+from weft.engine.float8 import E4M3, _columns_first, _multiply, quantise
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore"),  # the compiler's own: deprecated imports, advice, tracing
+]
+FAST = {"compile": {"enabled": True}, "kernels": {"loss": "fused"}}
+
+
+@pytest.mark.parametrize("cap", [Cap(), Cap(before=0.5), Cap(before=1 / 30, after=30.0, is_capped=True)])
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("vocab_size", [257, 5000, 128256])
+def test_the_triton_cross_entropy(cap: Cap, dtype: torch.dtype, allowed: float, vocab_size: int) -> None:
+    torch.manual_seed(vocab_size)
+    logits = (torch.randn(300, vocab_size, device=CUDA) * 3).to(dtype)
+    labels = torch.randint(0, vocab_size, (300,), device=CUDA)
+    labels[::7] = -100
+    leaf = logits.double().requires_grad_()
+    loss = F.cross_entropy(cap.of(leaf), labels, ignore_index=-100, reduction="sum")
+    loss.backward()
+    found = cross_entropy_(logits, labels, cap, wants_gradient=True)
+    assert found.item() == pytest.approx(loss.item(), rel=1e-5)
+    assert leaf.grad is not None
+    assert ((logits.double() - leaf.grad).norm() / leaf.grad.norm()).item() <= allowed
+
+
+def test_a_head_in_stretches_accumulates_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = []
+    for elements in (2**40, 64 * 1000):
+        monkeypatch.setattr(head_loss, "STRETCH_ELEMENTS", elements)
+        torch.manual_seed(0)
+        hidden = torch.randn(1, 500, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(1000, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.randint(0, 1000, (1, 500), device=CUDA)
+        head_loss.LateLogits(hidden, weight, None).loss_sum(labels).backward()
+        assert weight.grad is not None
+        gradients.append(weight.grad.float())
+    assert ((gradients[0] - gradients[1]).norm() / gradients[0].norm()).item() < 4e-3
+
+
+def test_float8_products_are_those_of_their_operands() -> None:
+    torch.manual_seed(0)
+    left, right = (torch.randn(256, 128, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    a, a_scale = quantise(left, E4M3)
+    b, b_scale = quantise(right, E4M3)
+    expected = (a.double() * a_scale) @ (b.double() * b_scale).t()
+    for operand in (b.t(), _columns_first(b.t())):
+        found = _multiply(a, operand, a_scale, b_scale, torch.bfloat16, is_fast=False)
+        assert ((found.double() - expected).norm() / expected.norm()).item() < 4e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-tied", "mixtral"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_compiled_blocks_and_a_fused_loss_train_as_eager_ones(family: str, zero: int) -> None:
+    tables: dict[str, Any] = {"data_parallel": {"zero": zero}, "pipeline": {"microbatches": 2}}
+    assert worst(losses(engine_on(CUDA, family, tables)), losses(engine_on(CUDA, family, {**tables, **FAST}))) <= (
+        GPU_FP32_LOSS_ABS
+    )
+    low = {**tables, "precision": {"preset": "bf16"}}
+    assert worst(losses(engine_on(CUDA, family, low)), losses(engine_on(CUDA, family, {**low, **FAST}))) <= (
+        BF16_SAME_LOSS_ABS * 2
+    )
+
+
+def test_a_run_says_what_was_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "weft", "train", "--out", str(out), "--set", "train.steps=6"]
+    fast = ["compile.enabled=true", "kernels.loss=fused", "ledger.dry_run=false"]
+    options = [part for setting in fast for part in ("--set", setting)]
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    ledger = json.loads((out / "ledger.json").read_text())
+    on = {row["technique"]: row["on"] for row in ledger["fast_path"]}
+    assert on["compiled blocks"]
+    assert on["fused head and loss"]
+    assert "fast path: compiled blocks" in ended.stderr
+    terms = ledger["memory"]["terms"]
+    assert terms["activations"]["measured"] > 0
+
+
+def test_verify_judges_the_fast_path(tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(
+        '[model]\ntype = "llama"\nconfig = { hidden_size = 64, intermediate_size = 128, num_hidden_layers = 2, '
+        "num_attention_heads = 4, num_key_value_heads = 2 }\n[data]\nsequence_length = 32\n[train]\nsteps = 20\n"
+        "global_batch = 8\nlearning_rate = 0.01\n"
+    )
+    fast = ["precision.preset=bf16", "compile.enabled=true", "kernels.loss=fused"]
+    for settings in (fast, [*fast, "float8.linears=all"]):
+        options = [part for setting in settings for part in ("--set", setting)]
+        command = [sys.executable, "-m", "weft", "verify", str(run), "--json", *options]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        verdict = json.loads(ended.stdout.strip().splitlines()[-1])
+        assert verdict.get("ok"), [check for check in verdict.get("checks", [verdict]) if not check.get("ok")]
+
+
+def test_gradients_are_laid_out_as_torch_lays_them_out() -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    install_copy_in()
+    torch.manual_seed(0)
+    gradients = [
+        torch.randn(shape, device=CUDA, dtype=torch.bfloat16) for shape in ((64, 33), (8,), (4096, 5), (16, 2, 3))
+    ]
+    total = sum(gradient.numel() for gradient in gradients)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected, found = (torch.full((total,), float("nan"), device=CUDA, dtype=dtype) for _ in range(2))
+        torch._chunk_cat(gradients, dim=0, num_chunks=8, out=expected.view(8, -1))
+        collectives.foreach_reduce_scatter_copy_in(gradients, found, 8)
+        assert torch.equal(expected, found)

@@ -1,0 +1,94 @@
+"""`weft bench step`: figures of one rank, alone or of many, beside a plain loop; a CPU tells no kernels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from weft.cli.main import app
+from weft.core.errors import NotBuiltError
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.train.bench import Bench, measure_engine, measure_plain
+from weft.train.kernel_classes import class_of
+
+MODEL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64,
+}  # fmt: skip
+
+
+def bench_of(plan: dict[str, Any]) -> Bench:
+    layout = Plan.from_tables(plan)
+    tables = {
+        "model": {"type": "llama", "config": MODEL},
+        "data": {"sequence_length": 16},
+        "train": {"global_batch": 2 * layout.mesh.dp_degree},
+    }
+    return Bench(run=RunSpec.from_tables(tables), plan=layout, device=torch.device("cpu"), steps=3, warmup=1)
+
+
+@pytest.mark.parametrize("plan", [{}, {"mesh": {"dp_shard": 8}}, {"mesh": {"dp_replicate": 4}}])
+def test_a_rank_of_any_number_is_measured_alone(plan: dict[str, Any]) -> None:
+    bench = bench_of(plan)
+    timed, techniques, notes = measure_engine(bench)
+    assert timed.tokens_per_s == pytest.approx(bench.tokens / timed.step_s)
+    assert bench.tokens == 32
+    assert len(timed.steps_s) == 3
+    assert 3.0 < timed.loss_first < 5.5, "random tokens of 64: log 64 is 4.2"
+    assert [row.technique for row in techniques][:2] == ["compiled blocks", "fused head and loss"]
+    assert notes == ()
+    assert not dist.is_initialized() or dist.get_world_size() == 1, "the world that was not there is gone"
+
+
+def test_the_plain_loop_has_the_same_rows() -> None:
+    plain = measure_plain(bench_of({"mesh": {"dp_shard": 8}}))
+    assert plain.tokens_per_s > 0
+    assert not plain.failed
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_ranks_that_wait_for_each_other_are_refused(axis: str) -> None:
+    with pytest.raises(NotBuiltError, match="one rank of a data-parallel plan"):
+        measure_engine(bench_of({"mesh": {axis: 2}}))
+
+
+def test_the_verb_prints_json_and_writes_the_dated_page(tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    config = ", ".join(f"{key} = {value}" for key, value in MODEL.items())
+    run.write_text(
+        f'[model]\ntype = "llama"\nconfig = {{ {config} }}\n[data]\nsequence_length = 16\n[train]\nglobal_batch = 8\n'
+    )
+    page = tmp_path / "results" / "step.md"
+    options = ["--set", "mesh.dp_shard=4", "--steps", "2", "--warmup", "1", "--out", str(page), "--json"]
+    result = CliRunner().invoke(app, ["bench", "step", str(run), *options, "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout.strip().splitlines()[-1])
+    assert answer["plan"]["mesh"]["dp_shard"] == 4
+    assert answer["plain"]["tokens_per_s"] > 0
+    text = page.read_text()
+    assert "| weft | " in text
+    assert "| plain HF | " in text
+    assert "| compiled blocks | no | compile.enabled is false |" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matrix products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("triton_poi_fused_mul_silu_4", "compiled"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("_rows", "loss"),
+        ("void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>", "copies"),
+        ("something_new", "other"),
+    ],
+)
+def test_kernels_by_class(name: str, kind: str) -> None:
+    assert class_of(name) == kind
