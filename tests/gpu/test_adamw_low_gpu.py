@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from low_adamw import gradient, low_optimizer, require_near_float64
 from tiny import FAMILIES, global_batch
-from tolerances import BF16_SAME_LOSS_ABS, LOW_MOMENT_REL, LOW_UPDATE_REL, LOW_WEIGHT_STEP, SAMPLING_SIGMAS
+from tolerances import BF16_SAME_LOSS_ABS, SAMPLING_SIGMAS
 from torch import nn
 
-from weft.core.boxes import Part, Run, cut_part, whole_part
+from weft.core.boxes import Run, cut_part
 from weft.core.plan import Plan
-from weft.engine.adamw_low import AdamWLow, LowStates, Place
-from weft.engine.adamw_low_bits import key_of
-from weft.engine.adamw_low_spans import spans_of
 from weft.engine.engine import Engine
-from weft.engine.optim import decay_groups
 from weft.models.build import build_config, build_skeleton
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
@@ -25,7 +20,6 @@ pytestmark = pytest.mark.gpu
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 BF16, F32 = torch.bfloat16, torch.float32
-ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 SHAPES = {"matrix": (300, 257), "vector": (1031,)}
 # The two forms round float32 sums and products in other places: an element whose random bits are within that of the
 # threshold goes the other way, and stays there. Expected: a few in 2^16 an update.
@@ -38,50 +32,17 @@ def start(device: torch.device, weights: torch.dtype) -> dict[str, nn.Parameter]
     return {name: nn.Parameter(value.to(device, weights)) for name, value in drawn.items()}
 
 
-def optimizer(
-    parameters: dict[str, nn.Parameter], moments: torch.dtype, *, part: Part | None = None, **adam: Any
-) -> AdamWLow:
-    places = {}
-    for name, value in parameters.items():
-        own = part or whole_part(value.shape, copies=1)
-        places[value] = Place(key=key_of(0, name), spans=tuple(spans_of(own.boxes, own.shape)))
-    groups = decay_groups(list(parameters.values()), 0.1)
-    return AdamWLow(groups, states=LowStates(dtype=moments, places=places), **{**ADAM, **adam})
-
-
-def gradient(shape: Any, step: int, index: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + index)
-    return 1e-3 * (torch.randn(shape, generator=generator) + 0.5)
-
-
 @pytest.mark.parametrize("weights", [F32, BF16], ids=["master", "master-free"])
 @pytest.mark.parametrize("moments", [F32, BF16], ids=["float32-moments", "bfloat16-moments"])
 def test_fifty_steps_stay_near_float64(weights: torch.dtype, moments: torch.dtype) -> None:
-    parameters = start(CUDA, weights)
-    exact = [nn.Parameter(value.detach().double()) for value in parameters.values()]
-    before = [value.detach().clone() for value in exact]
-    low = optimizer(parameters, moments)
-    right = torch.optim.AdamW(decay_groups(exact, 0.1), **ADAM)
-    for step in range(50):
-        for index, (name, twin) in enumerate(zip(parameters, exact, strict=True)):
-            own = gradient(twin.shape, step, index).to(CUDA, weights)
-            parameters[name].grad, twin.grad = own, own.double()
-        low.step()
-        right.step()
-    for value, twin, began in zip(parameters.values(), exact, before, strict=True):
-        moved = (twin - began).norm()
-        walk = 50**0.5 * LOW_WEIGHT_STEP * twin.norm() if weights == BF16 else 0.0
-        assert (value.double() - twin).norm() <= LOW_UPDATE_REL * moved + walk
-        for key in ("exp_avg", "exp_avg_sq"):
-            expected = right.state[twin][key]
-            assert (low.state[value][key].double() - expected).norm() <= LOW_MOMENT_REL * expected.norm()
+    require_near_float64(start(CUDA, weights), moments)
 
 
 @pytest.mark.parametrize("weights", [F32, BF16], ids=["master", "master-free"])
 def test_the_bits_are_those_of_the_plain_form(weights: torch.dtype) -> None:
     """Also with a factor, and where the steps before have gone apart in a few elements."""
     here, there = start(CPU, weights), start(CUDA, weights)
-    plain, triton = optimizer(here, BF16), optimizer(there, BF16)
+    plain, triton = low_optimizer(here, BF16), low_optimizer(there, BF16)
     for step in range(3):
         for index, name in enumerate(here):
             here[name].grad = gradient(SHAPES[name], step, index).to(weights)
@@ -108,10 +69,10 @@ def test_a_part_rounds_as_the_whole_does() -> None:
         own[box.local_index] = whole["matrix"].detach()[box.global_index]
         own_gradient[box.local_index] = gradients[box.global_index]
     whole["matrix"].grad = gradients
-    optimizer(whole, BF16).step()
+    low_optimizer(whole, BF16).step()
     piece = nn.Parameter(own)
     piece.grad = own_gradient
-    optimizer({"matrix": piece}, BF16, part=part).step()
+    low_optimizer({"matrix": piece}, BF16, part=part).step()
     for box in part.boxes:
         assert torch.equal(piece.detach()[box.local_index], whole["matrix"].detach()[box.global_index])
 
@@ -119,7 +80,7 @@ def test_a_part_rounds_as_the_whole_does() -> None:
 def test_rounding_keeps_the_mean() -> None:
     """A million weights of one value take a step far below what the format can hold: the mean takes it all the same."""
     parameter = nn.Parameter(torch.full((1024, 1024), 1.0, dtype=BF16, device=CUDA))
-    low = optimizer({"w": parameter}, BF16, lr=1e-4)
+    low = low_optimizer({"w": parameter}, BF16, lr=1e-4)
     low.param_groups[0]["weight_decay"] = 0.0
     parameter.grad = torch.ones_like(parameter)
     low.step()

@@ -38,9 +38,11 @@ def step(
     """Time the training step of rank 0 of a plan, alone: tokens/s, MFU, peak memory, kernels by class."""
     from weft.cli.resolve import require_known_sections, resolve_model, resolve_plan
     from weft.core.plan import Plan, settle_precision
+    from weft.core.quiet import quiet_libraries
 
     given = settings or []
     require_known_sections(given)
+    quiet_libraries()
     import torch
 
     from weft.train.bench import Bench, measure_engine, measure_plain

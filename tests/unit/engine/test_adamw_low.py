@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from low_adamw import ADAM, gradient, low_optimizer, require_near_float64
 from new_storages import NewStorages
 from tiny import build_engine, train_steps
-from tolerances import BF16_LOSS_ABS, LOW_MOMENT_REL, LOW_UPDATE_REL, LOW_WEIGHT_STEP, SAMPLING_SIGMAS
+from tolerances import BF16_LOSS_ABS, SAMPLING_SIGMAS
 from torch import nn
 
 from weft.comm.groups import ensure_group
-from weft.core.boxes import Run, cut_part, whole_part
+from weft.core.boxes import Run, cut_part
 from weft.core.errors import BadValueError, CheckpointError
 from weft.core.plan import Plan
 from weft.engine.adamw_low import AdamWLow, LowStates, Place
@@ -24,18 +25,6 @@ from weft.engine.mesh import build_topology
 from weft.engine.optim import OptimizerPolicy, build_optimizer, create_state, decay_groups
 
 BF16, F32 = torch.bfloat16, torch.float32
-ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
-
-
-def low_optimizer(parameters: dict[str, nn.Parameter], dtype: torch.dtype, *, seed: int = 0, **adam: Any) -> AdamWLow:
-    places = {
-        value: Place(
-            key=key_of(seed, name), spans=tuple(spans_of(whole_part(value.shape, copies=1).boxes, value.shape))
-        )
-        for name, value in parameters.items()
-    }
-    states = LowStates(dtype=dtype, places=places)
-    return AdamWLow(decay_groups(list(parameters.values()), 0.1), states=states, **{**ADAM, **adam})
 
 
 def given(dtype: torch.dtype) -> dict[str, nn.Parameter]:
@@ -44,40 +33,16 @@ def given(dtype: torch.dtype) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(value.to(dtype)) for name, value in values.items()}
 
 
-def gradient(shape: torch.Size, step: int, index: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + index)
-    return 1e-3 * (torch.randn(shape, generator=generator) + 0.5)
-
-
 @pytest.mark.parametrize("weights", [F32, BF16], ids=["master", "master-free"])
 @pytest.mark.parametrize("moments", [F32, BF16], ids=["float32-moments", "bfloat16-moments"])
 def test_fifty_steps_stay_near_float64(weights: torch.dtype, moments: torch.dtype) -> None:
-    parameters = given(weights)
-    exact = [nn.Parameter(value.detach().double()) for value in parameters.values()]
-    before = [value.detach().clone() for value in exact]
-    low = low_optimizer(parameters, moments)
-    right = torch.optim.AdamW(decay_groups(exact, 0.1), **ADAM)  # type: ignore[arg-type]
-    for step in range(50):
-        for index, (name, twin) in enumerate(zip(parameters, exact, strict=True)):
-            parameters[name].grad = gradient(twin.shape, step, index).to(weights)
-            twin.grad = parameters[name].grad.double()  # type: ignore[union-attr]
-        low.step()
-        right.step()
-    for value, twin, began in zip(parameters.values(), exact, before, strict=True):
-        moved = (twin - began).norm()
-        walk = 50**0.5 * LOW_WEIGHT_STEP * twin.norm() if weights == BF16 else 0.0
-        assert (value.double() - twin).norm() <= LOW_UPDATE_REL * moved + walk
-        for key in ("exp_avg", "exp_avg_sq"):
-            expected = right.state[twin][key]
-            assert low.state[value][key].dtype == moments
-            assert (low.state[value][key].double() - expected).norm() <= LOW_MOMENT_REL * expected.norm()
-        assert low.state[value]["step"] == 50
+    require_near_float64(given(weights), moments)
 
 
 def test_with_float32_throughout_it_is_torchs_adamw() -> None:
     parameters = given(F32)
     others = [nn.Parameter(value.detach().clone()) for value in parameters.values()]
-    low, right = low_optimizer(parameters, F32), torch.optim.AdamW(decay_groups(others, 0.1), **ADAM)  # type: ignore[arg-type]
+    low, right = low_optimizer(parameters, F32), torch.optim.AdamW(decay_groups(others, 0.1), **ADAM)
     for step in range(5):
         for index, (value, twin) in enumerate(zip(parameters.values(), others, strict=True)):
             value.grad = twin.grad = gradient(twin.shape, step, index)

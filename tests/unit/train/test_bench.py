@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,13 @@ def test_ranks_that_wait_for_each_other_are_refused(axis: str) -> None:
         measure_engine(bench_of({"mesh": {axis: 2}}))
 
 
-def test_the_verb_prints_json_and_writes_the_dated_page(tmp_path: Path) -> None:
+def _chatty_plain(bench: Bench) -> Any:
+    warnings.warn("a library's remark", stacklevel=1)
+    return measure_plain(bench)
+
+
+def test_the_verb_prints_json_and_writes_the_dated_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.train.bench.measure_plain", _chatty_plain)  # would end the test if it were let through
     run = tmp_path / "run.toml"
     config = ", ".join(f"{key} = {value}" for key, value in MODEL.items())
     run.write_text(
