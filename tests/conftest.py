@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "multiproc"))
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+settings.register_profile("weft", deadline=None)  # a busy machine is no error
+settings.load_profile("weft")
 
 # A shell ignores interrupts for what it starts in the background, and children inherit that: tests that send one
 # to themselves or to a launcher would wait for ever when the suite itself runs in the background.

@@ -128,3 +128,17 @@ def test_gradients_are_laid_out_as_torch_lays_them_out() -> None:
         torch._chunk_cat(gradients, dim=0, num_chunks=8, out=expected.view(8, -1))
         collectives.foreach_reduce_scatter_copy_in(gradients, found, 8)
         assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_step_is_told_to_the_gpu_without_waiting_for_it(zero: int) -> None:
+    engine = engine_on(CUDA, "llama", {"data_parallel": {"zero": zero}, "precision": {"preset": "bf16"}, **FAST})
+    tokens = torch.randint(0, 257, (512, 64))  # 256 KiB: a copy of less never waits
+    batch = {"input_ids": tokens, "labels": tokens}
+    engine.step(batch)
+    torch.cuda._sleep(4_000_000_000)  # two seconds
+    slept = torch.cuda.Event()
+    slept.record()
+    pending = engine.step_nowait(batch)
+    assert not slept.query(), "something in the step waits for the GPU"
+    pending.resolve()

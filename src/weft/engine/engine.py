@@ -342,6 +342,9 @@ class Engine:
         return make_optimizer(self.parameters, given, low=low, is_cut=self.tensors.grid is not None)
 
     def _to_device(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Without waiting: a copy out of memory that is not pinned waits for all that the GPU still has to do."""
+        if self.device.type == "cuda":
+            batch = {key: value if value.is_cuda else value.pin_memory() for key, value in batch.items()}
         return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
     def _split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:

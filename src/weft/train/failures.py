@@ -164,5 +164,6 @@ def is_out_of_memory(error: Exception) -> bool:
     """A GPU's allocator, the CPU's, or Python itself had no more."""
     import torch
 
-    is_cpu_allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    # its words differ by machine: "can't allocate memory", and on ARM "not enough memory"
+    is_cpu_allocator = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     return is_cpu_allocator or isinstance(error, (torch.OutOfMemoryError, MemoryError))

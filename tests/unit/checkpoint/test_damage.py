@@ -93,7 +93,7 @@ def link(path: Path, place: float, bit: int) -> None:
 DAMAGES = [flip, flip, flip, cut, remove, grow, zero, take_the_old_one, take_another, link]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     damage=st.sampled_from(DAMAGES),
     file=st.integers(0, 3),

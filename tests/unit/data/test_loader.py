@@ -56,7 +56,7 @@ CASES = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     position=st.integers(0, 10**6),
     quarter=st.integers(1, 4),
@@ -86,7 +86,7 @@ def test_shares_of_any_degree_make_the_same_batch(
         assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     done=st.integers(0, 40),
     before=st.sampled_from([2, 4, 8]),
@@ -109,7 +109,7 @@ def test_a_resumed_run_sees_the_samples_it_would_have_seen(
         assert torch.equal(torch.cat([first[name], then[name]]), rows)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(quarter=st.integers(1, 3), epochs=st.integers(1, 3), **CASES)
 def test_finite_data_gives_every_row_once_an_epoch_and_fills_up_with_zero_weight(
     lengths: list[int], sequence_length: int, seed: int, quarter: int, epochs: int

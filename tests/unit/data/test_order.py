@@ -14,13 +14,13 @@ def whole(size: int, *, seed: int, epoch: int = 0) -> np.ndarray:
     return permute(np.arange(size), size=size, seed=seed, epoch=epoch)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**70), epoch=st.integers(0, 2**40))
 def test_is_a_permutation(size: int, seed: int, epoch: int) -> None:
     assert np.array_equal(np.sort(whole(size, seed=seed, epoch=epoch)), np.arange(size))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(size=st.integers(50, 2000), seed=st.integers(0, 2**70), epoch=st.integers(0, 2**40))
 def test_differs_across_seeds_and_epochs(size: int, seed: int, epoch: int) -> None:
     base = whole(size, seed=seed, epoch=epoch)
@@ -29,7 +29,7 @@ def test_differs_across_seeds_and_epochs(size: int, seed: int, epoch: int) -> No
         assert np.count_nonzero(base == other) <= 12
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(size=st.integers(1, 500), seed=st.integers(0, 2**32), data=st.data())
 def test_an_element_does_not_depend_on_its_neighbours(size: int, seed: int, data: st.DataObject) -> None:
     picked = data.draw(st.lists(st.integers(0, size - 1), max_size=20))

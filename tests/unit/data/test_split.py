@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weft.data.split import held_out_documents, split_documents
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(num_documents=st.integers(1, 300), fraction=st.floats(0, 0.999))
 def test_at_least_one_and_never_all(num_documents: int, fraction: float) -> None:
     held_out = held_out_documents(num_documents, fraction=fraction)
@@ -41,7 +41,7 @@ def test_a_larger_fraction_only_adds_and_more_documents_move_none() -> None:
     assert np.array_equal(longer[longer < 5000], few)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lengths=st.lists(st.integers(2, 9), min_size=1, max_size=40), fraction=st.floats(0, 0.9), data=st.data())
 def test_splits_read_their_documents_in_order(lengths: list[int], fraction: float, data: st.DataObject) -> None:
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

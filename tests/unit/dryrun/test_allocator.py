@@ -207,7 +207,7 @@ def as_events(steps: list[tuple[int, int, int]]) -> list[Event]:
     return [Event(*step) for step in steps]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(steps=STEPS, expandable=st.booleans())
 def test_reserved_covers_allocated_and_never_shrinks(steps: list[tuple[int, int, int]], expandable: bool) -> None:
     events = as_events(steps)
@@ -218,7 +218,7 @@ def test_reserved_covers_allocated_and_never_shrinks(steps: list[tuple[int, int,
     assert reserved == sorted(reserved)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(steps=STEPS)
 def test_allocated_is_what_was_asked_rounded(steps: list[tuple[int, int, int]]) -> None:
     live: dict[int, int] = {}
@@ -233,7 +233,7 @@ def test_allocated_is_what_was_asked_rounded(steps: list[tuple[int, int, int]]) 
     assert 0 <= slack <= MIB * 11  # ten keys, and one being replaced
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(steps=STEPS)
 def test_the_same_trace_again_reserves_nothing_more(steps: list[tuple[int, int, int]]) -> None:
     """Once all is free a growing segment is one block, so a step that repeats lands where it was.
@@ -245,7 +245,7 @@ def test_the_same_trace_again_reserves_nothing_more(steps: list[tuple[int, int, 
     assert simulate(events * 2, expandable_segments=True).peak_reserved_bytes == once.peak_reserved_bytes
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(steps=STEPS, expandable=st.booleans(), capacity_mib=st.integers(20, 200))
 def test_a_capacity_is_never_passed(steps: list[tuple[int, int, int]], expandable: bool, capacity_mib: int) -> None:
     capacity = capacity_mib * MIB

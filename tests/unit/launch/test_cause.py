@@ -53,7 +53,7 @@ def test_among_equals_the_earlier_one() -> None:
     assert find_cause([late, RAISED]) is RAISED
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(cause=st.sampled_from([BAD_INPUT, KILLED, RAISED, ABORTED, SILENT]), data=st.data())
 def test_peers_that_lost_connection_or_were_killed_by_us_never_hide_the_cause(
     cause: RankEnd, data: st.DataObject

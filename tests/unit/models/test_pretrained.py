@@ -293,7 +293,7 @@ bound = st.none() | st.integers(-7, 7)
 
 
 @given(shape=st.lists(st.integers(0, 5), max_size=3), bounds=st.lists(st.tuples(bound, bound), max_size=3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_full_index_means_the_same(shape: list[int], bounds: list[tuple[int | None, int | None]]) -> None:
     tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
     index = tuple(slice(low, high) for low, high in bounds[: len(shape)])

@@ -150,7 +150,7 @@ def test_a_plan_counts_for_the_first_rule_it_breaks() -> None:
 
 
 @given(request=requests(), data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_legal_row_has_no_reason_against_it_and_an_illegal_one_has(request: Request, data: st.DataObject) -> None:
     candidates = enumerate_plans(request, Freedom())
     legal, refused = legal_rows(request, candidates)
@@ -161,7 +161,7 @@ def test_a_legal_row_has_no_reason_against_it_and_an_illegal_one_has(request: Re
 
 
 @given(request=requests(), data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_legal_plan_makes_a_consistent_plan_file(request: Request, data: st.DataObject) -> None:
     columns = legal_plans(request)
     for row in np.unique(data.draw(st.lists(st.integers(0, max(len(columns) - 1, 0)), max_size=8))):

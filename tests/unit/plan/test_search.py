@@ -46,7 +46,7 @@ def sound(request: Request, found: Estimate) -> None:
 
 
 @given(request=requests())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_whatever_is_offered_is_legal_adds_up_and_is_accounted_for(request: Request) -> None:
     answer = search(request, precision=BF16)
     accounted(answer)

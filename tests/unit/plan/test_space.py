@@ -23,7 +23,7 @@ def table(columns: Columns) -> np.ndarray[Any, Any]:
 
 
 @given(request=requests())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_every_candidate_fills_the_cluster_and_none_comes_twice(request: Request) -> None:
     columns = enumerate_plans(request, Freedom())
     assert (columns.num_ranks == request.cluster.num_devices).all()

@@ -280,7 +280,6 @@ def test_a_cube_gathers_inputs_and_weights_and_scatters_outputs() -> None:
 
 
 @given(zero=st.sampled_from([1, 2, 3]), shards=st.integers(2, 16), vocab=st.integers(8, 700), m=st.integers(1, 4))
-@settings(deadline=None)
 def test_what_ranks_send_is_what_ranks_need(zero: int, shards: int, vocab: int, m: int) -> None:
     """All ranks of an all-gather send together what each lacks: the shards of the others, padding included."""
     request = request_of(tiny_llama(vocab_size=vocab), "1024x8xH100-80GB", global_batch=shards * m, sequence_length=8)
@@ -299,7 +298,6 @@ def test_what_ranks_send_is_what_ranks_need(zero: int, shards: int, vocab: int, 
     m=st.integers(1, 8),
     kind=st.sampled_from([("1f1b", 1), ("gpipe", 1), ("looped_bfs", 2), ("looped_bfs", 4), ("zbv", 2)]),
 )
-@settings(deadline=None)
 def test_sends_along_a_pipeline_are_as_many_as_boundaries(pp: int, m: int, kind: tuple[str, int]) -> None:
     """Over all ranks, forward and backward: m streams for each boundary between two ranks; what is sent is received."""
     schedule, v = kind
@@ -314,7 +312,7 @@ def test_sends_along_a_pipeline_are_as_many_as_boundaries(pp: int, m: int, kind:
 
 
 @given(request=requests())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_rows_are_finite_and_non_negative_and_idle_axes_are_silent(request: Request) -> None:
     columns = legal_plans(request)
     if not len(columns):
@@ -337,7 +335,7 @@ def test_rows_are_finite_and_non_negative_and_idle_axes_are_silent(request: Requ
 
 
 @given(request=requests(), data=st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_every_microbatch_costs_tensor_traffic_alike(request: Request, data: st.DataObject) -> None:
     """Twice the micro-batches of half the size move the same activations: bytes follow tokens, but for the update."""
     columns = legal_plans(request)

@@ -62,7 +62,7 @@ def test_walking_a_ledger_never_fails() -> None:
     assert [number(value) for value in (1, 2.5, True, None, "3", math.inf, math.nan)] == [1.0, 2.5, *[None] * 5]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 12), max_size=40))
 def test_what_is_kept_always_grows_and_ends_with_the_last_line(steps: list[int]) -> None:
     metrics = _replay(lines(*steps), _parse_step)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weft.report.markup import grid, join, script_json, section, tag, text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(alphabet=st.sampled_from("<>&\"'/!-script\u2028é"), max_size=40))
 def test_no_string_leaves_its_quotes(value: str) -> None:
     assert not set(text(value)) & set("<>\"'")

@@ -11,7 +11,7 @@ from weft.report.series import smooth, smooth_width, thin
 CURVES = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=300)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(CURVES, st.integers(0, 20))
 def test_smoothing_keeps_both_ends_and_stays_within_the_curve(values: list[float], width: int) -> None:
     smoothed = smooth(list(enumerate(values)), width=width)
@@ -36,7 +36,7 @@ def test_smoothing_is_the_mean_of_the_window() -> None:
     ]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(CURVES, st.integers(4, 80))
 def test_thinning_keeps_order_ends_and_extremes(values: list[float], limit: int) -> None:
     points = [(float(x), y) for x, y in enumerate(values)]

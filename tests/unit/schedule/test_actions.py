@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.errors import BadValueError
@@ -17,7 +17,6 @@ def test_the_printed_form_is_stage_kind_microbatch() -> None:
     assert str(Action(Kind.I, 2, 1)) == "2I1"
 
 
-@settings(deadline=None)
 @given(ACTIONS)
 def test_the_printed_form_parses_back(action: Action) -> None:
     assert Action.parse(str(action)) == action

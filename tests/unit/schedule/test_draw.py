@@ -41,7 +41,7 @@ def test_one_tiny_action_does_not_stretch_the_drawing() -> None:
     assert len(re.findall(r"F\d", grid)) == 8
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(requests())
 def test_every_action_that_takes_time_is_drawn_once(asked: Asked) -> None:
     schedule = asked.schedule

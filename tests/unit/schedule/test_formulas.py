@@ -54,13 +54,13 @@ def test_closed_forms_equal_the_simulation_in_the_whole_box(name: str) -> None:
         compare(asked)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(requests())
 def test_closed_forms_equal_the_simulation_beyond_it(asked: Asked) -> None:
     compare(asked)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(requests([name for name in NAMES if name not in formulas.EQUAL_COSTS_ONLY]), COSTS)
 def test_closed_forms_hold_for_any_costs_that_are_equal_over_stages(asked: Asked, costs: tuple[int, int, int]) -> None:
     keys = dict(zip(("forward_s", "backward_input_s", "backward_weight_s"), costs, strict=True))
@@ -100,7 +100,6 @@ def test_possible_is_what_is_not_refused(name: str) -> None:
         assert formulas.is_possible(name, **asked.counts) == possible[index]
 
 
-@settings(deadline=None)
 @given(p=st.integers(1, 64), m=st.integers(1, 512))
 def test_published_bubbles(p: int, m: int) -> None:
     """GPipe and 1F1B (p-1)/(m+p-1); naive (p-1)/p; ZB-H1 (p-1)(F+I-W) for m >= p and W the shortest part."""
@@ -113,7 +112,6 @@ def test_published_bubbles(p: int, m: int) -> None:
         assert formulas.idle_s("zero_bubble", **counts, **costs) == (p - 1) * (5 + 4 - 3)
 
 
-@settings(deadline=None)
 @given(p=st.integers(1, 32), rounds=st.integers(1, 16), v=st.integers(1, 8))
 def test_published_bubble_of_interleaving(p: int, rounds: int, v: int) -> None:
     counts = {"num_ranks": p, "num_microbatches": p * rounds, "virtual_stages": v}
@@ -149,7 +147,6 @@ def test_the_classic_saving_is_three_eighths() -> None:
     assert formulas.peak_saving(num_ranks=4, num_microbatches=8) == 0.5
 
 
-@settings(deadline=None)
 @given(p=st.integers(1, 20), m=st.integers(1, 40))
 def test_savings_are_those_of_the_stages(p: int, m: int) -> None:
     counts = {"num_ranks": p, "num_microbatches": m}

@@ -48,7 +48,7 @@ def most_alive(timeline: Timeline, stage: int, freed_by: tuple[Kind, Kind]) -> i
     return most
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(requests())
 def test_counts_equal_the_lifetimes_on_the_clock(asked: Asked) -> None:
     schedule = asked.schedule
@@ -58,7 +58,7 @@ def test_counts_equal_the_lifetimes_on_the_clock(asked: Asked) -> None:
     assert counted.by_stage_until_weight == tuple(most_alive(timeline, s, (Kind.B, Kind.W)) for s in stages)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(requests())
 def test_a_rank_never_holds_more_than_its_stages_peaks(asked: Asked) -> None:
     schedule, counted = asked.schedule, count_in_flight(asked.schedule)

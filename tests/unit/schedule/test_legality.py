@@ -29,7 +29,7 @@ def test_every_small_schedule_is_legal(name: str) -> None:
     assert [(one, reasons) for one in asked if (reasons := check_schedule(one.schedule))] == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(requests())
 def test_larger_schedules_are_legal(asked: Asked) -> None:
     assert check_schedule(asked.schedule) == []
@@ -72,7 +72,7 @@ def test_a_weight_backward_cannot_run_before_its_input_backward() -> None:
         simulate(with_rank(split, 0, "0F0 0W0 0I0"))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(requests(), st.data())
 def test_no_action_can_be_dropped_or_doubled(asked: Asked, data: st.DataObject) -> None:
     schedule = asked.schedule

@@ -11,7 +11,7 @@ from weft.schedule import Schedule, WeightRule, generate
 from weft.schedule.schedule import loop_placement, v_placement
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(requests())
 def test_the_printed_form_parses_back(asked: Asked) -> None:
     assert Schedule.parse(asked.schedule.to_text()) == asked.schedule

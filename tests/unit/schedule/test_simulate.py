@@ -81,7 +81,7 @@ def earliest_ends(schedule: Schedule, costs: StageCosts) -> dict[Action, float]:
     return ends
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(timed())
 def test_simulation_equals_the_longest_path(case: tuple[Schedule, StageCosts]) -> None:
     schedule, costs = case
@@ -116,7 +116,7 @@ def test_neighbours_on_one_rank_send_nothing() -> None:
     assert starts[Action(Kind.F, 1, 0)] == starts[Action(Kind.F, 0, 0)] + 11
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(requests(), st.sampled_from([0.5, 2, 1024]))
 def test_time_scales_with_the_costs(asked: Asked, factor: float) -> None:
     plain = simulate(asked.schedule)
@@ -126,7 +126,7 @@ def test_time_scales_with_the_costs(asked: Asked, factor: float) -> None:
     assert scaled.bubble_share == plain.bubble_share
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(timed())
 def test_no_step_beats_the_busiest_rank_nor_the_way_of_one_microbatch(case: tuple[Schedule, StageCosts]) -> None:
     schedule, costs = case

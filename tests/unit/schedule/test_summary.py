@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from weft.schedule import StageCosts, formulas, generate, simulate, summary
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(requests())
 def test_the_summary_is_of_the_long_run(asked: Asked) -> None:
     name, p, m, v = asked

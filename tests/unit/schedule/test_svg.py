@@ -23,7 +23,7 @@ def bars(svg: str) -> dict[str, ElementTree.Element]:
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(requests())
 def test_every_action_has_its_bar(asked: Asked) -> None:
     timeline = simulate(asked.schedule)

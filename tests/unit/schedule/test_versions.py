@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.schedule import (
@@ -18,7 +18,6 @@ from weft.schedule import (
 )
 
 
-@settings(deadline=None)
 @given(p=st.integers(1, 8), m=st.integers(1, 12))
 def test_pipedream_keeps_p_minus_s_versions(p: int, m: int) -> None:
     schedule = generate("pipedream", num_ranks=p, num_microbatches=m)
@@ -32,7 +31,6 @@ def test_pipedream_reads_the_newest_weights_at_its_forward() -> None:
     assert versions_read(schedule) == [[0, 0, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
 
 
-@settings(deadline=None)
 @given(p=st.integers(1, 8))
 def test_vertical_sync_reads_one_version_on_all_stages_and_keeps_p(p: int) -> None:
     schedule = generate("pipedream", num_ranks=p, num_microbatches=4 * p, num_steps=1)
@@ -43,7 +41,6 @@ def test_vertical_sync_reads_one_version_on_all_stages_and_keeps_p(p: int) -> No
     assert weight_versions(synced) == (p,) * p
 
 
-@settings(deadline=None)
 @given(p=st.integers(1, 8), more=st.integers(0, 8), steps=st.integers(2, 5))
 def test_2bw_keeps_two_versions_and_is_one_step_behind(p: int, more: int, steps: int) -> None:
     schedule = generate("pipedream_2bw", num_ranks=p, num_microbatches=p + more, num_steps=steps)

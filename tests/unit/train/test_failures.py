@@ -39,7 +39,12 @@ def test_errors_become_errors_of_the_tree() -> None:
     other = as_weft_error(ValueError("boom\nmore"))
     assert (type(other), other.message) == (RankError, "ValueError: boom")
     assert as_weft_error(KeyError()).message == "KeyError: (no message)"
-    for memory in (torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), _cpu_allocator_error()):
+    elsewhere = [  # the real one below has one of these wordings
+        RuntimeError(f"[enforce fail] DefaultCPUAllocator: {words}: you tried to allocate 8 bytes.")
+        for words in ("can't allocate memory", "not enough memory")
+    ]
+    memories = [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), _cpu_allocator_error(), *elsewhere]
+    for memory in memories:
         assert type(as_weft_error(memory)) is MemoryLimitError
 
 

@@ -92,7 +92,7 @@ def test_the_first_slurm_host(nodelist: str, host: str | None) -> None:
     assert first_slurm_host(nodelist) == host
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(alphabet="an0-9[],", max_size=20))
 def test_any_nodelist_gives_a_host_without_brackets_or_nothing(nodelist: str) -> None:
     host = first_slurm_host(nodelist)

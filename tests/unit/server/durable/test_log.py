@@ -49,7 +49,7 @@ def test_records_come_back_over_segments_and_restarts(tmp_path: Path, sync: bool
     assert found(tmp_path, after=5) == [6, 7, 8]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cut=st.integers(0, 700))
 def test_a_tail_that_was_cut_short_is_left_out(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     folder = tmp_path_factory.mktemp("log")
@@ -119,7 +119,7 @@ def test_a_full_disk_is_an_error_and_the_next_write_counts(tmp_path: Path, monke
     assert found(tmp_path) == [1, 2]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(content=st.binary(min_size=1, max_size=100), place=st.integers(0, 99), bit=st.integers(0, 7))
 def test_a_checksum_sees_every_bit(content: bytes, place: int, bit: int) -> None:
     other = bytearray(content)

@@ -124,7 +124,7 @@ FIXTURE_ONCE = [HealthCheck.function_scoped_fixture]
 
 
 @given(operations=OPERATIONS, admit_after=st.sampled_from([1, 1, 2, 3]))
-@settings(max_examples=150, deadline=None, suppress_health_check=FIXTURE_ONCE)
+@settings(max_examples=150, suppress_health_check=FIXTURE_ONCE)
 def test_any_sequence_equals_a_dictionary(
     operations: list[tuple[str, list[tuple[int, int]]]], admit_after: int
 ) -> None:
@@ -133,7 +133,7 @@ def test_any_sequence_equals_a_dictionary(
 
 @pytest.mark.slow
 @given(operations=OPERATIONS, admit_after=st.sampled_from([1, 1, 2, 3]))
-@settings(max_examples=10_000, deadline=None, suppress_health_check=[*FIXTURE_ONCE, HealthCheck.too_slow])
+@settings(max_examples=10_000, suppress_health_check=[*FIXTURE_ONCE, HealthCheck.too_slow])
 def test_many_sequences_equal_a_dictionary(
     operations: list[tuple[str, list[tuple[int, int]]]], admit_after: int
 ) -> None:

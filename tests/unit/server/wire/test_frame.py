@@ -23,7 +23,7 @@ def through_a_socket(frame: Frame, reader: FrameReader | None = None) -> Frame:
         return (reader or FrameReader()).read(right)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     shapes=st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 5), st.integers(0, 20)), max_size=4),
     unit=st.integers(-1, 2**62),
