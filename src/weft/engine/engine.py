@@ -23,6 +23,7 @@ from weft.core.terms import TimeTerm
 from weft.engine.adamw_low import AdamWLow, LowStates
 from weft.engine.apply import apply_plan
 from weft.engine.clip import clip_factor, global_norm, scale_gradients
+from weft.engine.cpu_products import mend_products
 from weft.engine.delayed import DelayedUpdates
 from weft.engine.dtypes import DtypeWatch
 from weft.engine.mesh import build_topology
@@ -31,7 +32,7 @@ from weft.engine.optim import OptimizerFactory, OptimizerPolicy, create_state, m
 from weft.engine.ownership import Parts, parameter_records
 from weft.engine.pending import PendingStep
 from weft.engine.pp.endless import EndlessWalk
-from weft.engine.precision import LossScale, read_is_finite
+from weft.engine.precision import LossScale, read_is_finite, torch_dtype
 from weft.engine.randomness import seeded_forward, uses_randomness
 from weft.engine.rows import cut_rows, num_rows, share_of_rows
 from weft.engine.state import MODEL, OPTIMIZER, state_tensors
@@ -61,6 +62,8 @@ class Engine:
         require_executable(plan)
         self.plan = plan
         self.device = torch.device(device) if device is not None else default_device()
+        if self.device.type == "cpu":
+            mend_products(torch_dtype(plan.precision.policy().weights))
         ensure_group(device_type=self.device.type)
         self.topology = build_topology(plan, device_type=self.device.type)
         self.model = model
