@@ -16,10 +16,7 @@ from torch.library import Library, get_kernel
 _LOW = (torch.bfloat16, torch.float16)
 # Operator to how many of its results, from the first on, have the operands' format; the others are float32.
 _OPERATORS = {
-    "mm": 1,
-    "addmm": 1,
-    "bmm": 1,
-    "baddbmm": 1,
+    **{f"{name}{form}": 1 for name in ("mm", "addmm", "bmm", "baddbmm") for form in ("", ".out")},
     "_scaled_dot_product_flash_attention_for_cpu": 1,  # private: tests/unit/engine/test_cpu_products.py fails if moved
     "_scaled_dot_product_flash_attention_for_cpu_backward": 3,
 }
@@ -56,6 +53,8 @@ def _through_float32(name: str, num_low: int) -> Any:
             return kernel.call_boxed(keys, *args, **kwargs)
         wide = {key: _widened(value) for key, value in kwargs.items()}
         result = kernel.call_boxed(keys, *map(_widened, args), **wide)
+        if _is_low(kwargs.get("out")):
+            return kwargs["out"].copy_(result)
         if isinstance(result, torch.Tensor):
             return result.to(low)
         return tuple(value.to(low) if index < num_low else value for index, value in enumerate(result))

@@ -36,6 +36,10 @@ for low, wide in (
 ):
     assert low.dtype == BF16
     assert torch.equal(low, wide.bfloat16())
+into = torch.empty(48, 48, dtype=BF16)
+with torch.no_grad():
+    assert torch.mm(x, y, out=into) is into
+    assert torch.equal(into, (X @ Y).bfloat16())
 half = x.detach().half()
 assert torch.equal(half @ half, (half.float() @ half.float()).half())
 for left, right in zip(torch.autograd.grad((x @ y).sum(), (x, y)), torch.autograd.grad((X @ Y).sum(), (X, Y))):

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft import zoo
 from weft.core.run_spec import ModelSpec
+from weft.engine.cpu_products import mend_products
 from weft.engine.recompute import apply_recompute
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import describe
@@ -61,6 +62,7 @@ def built(kind: str, config: dict[str, Any], *, layers: int) -> nn.Module:
             buffer.copy_(buffers[name])
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
+    mend_products(torch.bfloat16)
     return model
 
 
