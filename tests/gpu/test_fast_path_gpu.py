@@ -58,6 +58,19 @@ def test_a_head_in_stretches_accumulates_in_float32(monkeypatch: pytest.MonkeyPa
     assert ((gradients[0] - gradients[1]).norm() / gradients[0].norm()).item() < 4e-3
 
 
+def test_a_scale_is_not_rounded_to_the_gradients_format() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(1, 500, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(1000, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(0, 1000, (1, 500), device=CUDA)
+    norms = []
+    for scale in (1.0, 1 / 240):
+        loss = head_loss.LateLogits(hidden, weight, None).loss_sum(labels) * torch.tensor(scale, device=CUDA)
+        found = torch.autograd.grad(loss, (hidden, weight))
+        norms.append([value.double().norm().item() / scale for value in found])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)  # rounded first it would be 3.4e-3
+
+
 def test_float8_products_are_those_of_their_operands() -> None:
     torch.manual_seed(0)
     left, right = (torch.randn(256, 128, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
