@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from gloo_ranks import run_ranks
 from metered_ranks import metered_in_rank
+from samples import by_default
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
@@ -55,7 +56,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_default(["ZeRO-2, bf16", "HSDP, selective recompute"], CASES))
 def test_real_ranks_need_and_send_what_the_dry_run_says(name: str) -> None:
     model, tables, train = CASES[name]
     settings = {"model": model, "data": {"sequence_length": 128}, "train": {"global_batch": 12, **train}}

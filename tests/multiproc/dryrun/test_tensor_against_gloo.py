@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from gloo_ranks import run_ranks
 from metered_ranks import metered_in_rank
+from samples import by_default
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
@@ -112,7 +113,7 @@ def compare(model_type: str, tables: dict[str, Any]) -> None:
     require_told(dry, run, plan)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_default(["repeated heads, whole logits"], CASES))
 def test_ranks_send_what_the_dry_run_and_the_planner_say(name: str) -> None:
     compare(*CASES[name])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gloo_ranks import run_ranks
+from samples import by_default
 from tiny import build_engine, global_batch
 
 from weft.comm.observer import CollectiveObserver
@@ -22,18 +23,18 @@ def counts(rank: int, world: int, mesh: dict[str, int], zero: int) -> dict[str, 
     return dict(seen.counts)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "zero", "expected"),
-    [
-        ({"dp_shard": 2}, 1, {"all_gather": 7, "reduce_scatter": 7}),
-        ({"dp_shard": 2}, 2, {"all_gather": 7, "reduce_scatter": 28}),
-        ({"dp_shard": 2}, 3, {"all_gather": 56, "reduce_scatter": 28}),
-        ({"dp_shard": 2, "dp_replicate": 2}, 1, {"all_gather": 7, "reduce_scatter": 7, "all_reduce": 7}),
-        ({"dp_shard": 2, "dp_replicate": 2}, 2, {"all_gather": 7, "reduce_scatter": 28, "all_reduce": 7}),
-        ({"dp_shard": 2, "dp_replicate": 2}, 3, {"all_gather": 56, "reduce_scatter": 28, "all_reduce": 7}),
-        ({"dp_replicate": 2}, 0, {"all_reduce": 1}),  # one bucket holds this model
-    ],
-)
+COUNTS: list[tuple[dict[str, int], int, dict[str, int]]] = [
+    ({"dp_shard": 2}, 1, {"all_gather": 7, "reduce_scatter": 7}),
+    ({"dp_shard": 2}, 2, {"all_gather": 7, "reduce_scatter": 28}),
+    ({"dp_shard": 2}, 3, {"all_gather": 56, "reduce_scatter": 28}),
+    ({"dp_shard": 2, "dp_replicate": 2}, 1, {"all_gather": 7, "reduce_scatter": 7, "all_reduce": 7}),
+    ({"dp_shard": 2, "dp_replicate": 2}, 2, {"all_gather": 7, "reduce_scatter": 28, "all_reduce": 7}),
+    ({"dp_shard": 2, "dp_replicate": 2}, 3, {"all_gather": 56, "reduce_scatter": 28, "all_reduce": 7}),
+    ({"dp_replicate": 2}, 0, {"all_reduce": 1}),  # one bucket holds this model
+]
+
+
+@pytest.mark.parametrize(("mesh", "zero", "expected"), by_default([COUNTS[0], COUNTS[5], COUNTS[6]], COUNTS))
 def test_collectives_per_step(mesh: dict[str, int], zero: int, expected: dict[str, int]) -> None:
     world = mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1)
     found = run_ranks(counts, world, mesh, zero)[0]

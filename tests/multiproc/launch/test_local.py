@@ -69,6 +69,7 @@ def test_a_rank_that_leaves_without_a_word_is_the_cause(tmp_path: Path) -> None:
         start("exit", tmp_path)
 
 
+@pytest.mark.slow
 def test_three_kills_three_restarts_and_a_good_end(tmp_path: Path) -> None:
     lines: list[str] = []
     start("kill-3", tmp_path, max_restarts=3, lines=lines)

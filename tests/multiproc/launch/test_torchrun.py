@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 RANK_SCRIPT = Path(__file__).with_name("rank_script.py")
 
 
@@ -27,6 +29,7 @@ def test_every_rank_reports_the_failing_ranks_message(tmp_path: Path) -> None:
     assert told == ["error [W701]: rank 1 failed in step 3: ValueError: boom"] * 2
 
 
+@pytest.mark.slow
 def test_its_restarts_work_although_it_keeps_one_store(tmp_path: Path) -> None:
     done = torchrun("kill-1", tmp_path, max_restarts=1)
     assert done.returncode == 0, done.stderr

@@ -125,6 +125,7 @@ def resume_both(rank: int, world: int, cache: str, folder: str, corpus: str, las
         train_here(Path(folder, "straight"), Path(corpus), ENDLESS, plan=DDP_X2)
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_ranks_agree_on_one_folder_of_their_own_choice(
     corpus: Path, cache: Path, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from gloo_ranks import run_ranks
+from samples import by_default
 from tiny_run import GPT2, Settings, checkpoint_steps, curve, metrics, rewind, state_digest, train_here
 from tolerances import SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL
 
@@ -63,7 +64,7 @@ def require_the_same_run(folder: Path) -> None:
     assert checkpoint_steps(folder / "resumed") == [HALF, 12]
 
 
-@pytest.mark.parametrize("case", ONE_RANK_CASES)
+@pytest.mark.parametrize("case", by_default(["adamw", "8-bit adamw", "dropout"], ONE_RANK_CASES))
 def test_one_rank_goes_on_bit_by_bit(case: str, corpus: Path, cache: Path, tmp_path: Path) -> None:
     settings, plan = ONE_RANK_CASES[case]
     three_runs(tmp_path, corpus, settings, plan)

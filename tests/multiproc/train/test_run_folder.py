@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from samples import by_default
 from tiny_run import (
     PATIENCE_S,
     checkpoint_steps,
@@ -121,7 +122,7 @@ def test_tensorboard_has_the_losses(command: tuple[Path, subprocess.CompletedPro
     assert found == [(line["step"], pytest.approx(line["loss"])) for line in metrics(command[0])]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", by_default([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_saves_the_step_and_ends_with_zero(
     number: signal.Signals, corpus: Path, cache: Path, tmp_path: Path
 ) -> None:

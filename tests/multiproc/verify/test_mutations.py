@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from samples import by_default
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode leaves a test's own folder out
 
@@ -143,12 +144,7 @@ GROUPS: dict[str, Group] = {
 }
 
 
-LONG = ("resumed", "hybrid", "dropout, recomputed", "bf16, recomputed", "float8")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in GROUPS]
-)
+@pytest.mark.parametrize("name", by_default(["sharded", "bf16"], GROUPS))
 def test_every_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_path: Path) -> None:
     require_caught(GROUPS[name], corpus, tmp_path)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from gloo_ranks import run_ranks
+from samples import by_default
 from verify_ranks import MODELS, Tables, small_run, verdicts_in_rank
 
 SHARDED, REPLICATED = {"dp_shard": 2}, {"dp_replicate": 2}
@@ -49,12 +50,7 @@ def wrong(verdicts: list[Tables]) -> list[str]:
     ]
 
 
-RARE = ("8-bit moments", "adam, frozen, experts", "documents apart, dropout")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in RARE else case for case in HEALTHY]
-)
+@pytest.mark.parametrize("case", by_default(["bf16, cut, recomputed"], HEALTHY))
 def test_a_healthy_run_raises_no_alarm(case: str, corpus: Path, tmp_path: Path) -> None:
     model, tables, train, data = HEALTHY[case]
     run = small_run(str(corpus), model=model, train=train, data=data)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
+from samples import by_default
 from tiny import build_engine, train_steps
 from tolerances import SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL
 
@@ -61,13 +62,10 @@ def curves(rank: int, world: int, family: str) -> dict[str, Curve]:
     return found
 
 
-# by default two families, each on one number of ranks: repeated key-value heads on four, dropout on two
-BY_DEFAULT = {("qwen3-tied", 4), ("gpt2", 2)}
-CASES = [
-    pytest.param(family, world, marks=() if (family, world) in BY_DEFAULT else pytest.mark.slow)
-    for family in ("llama", "qwen3-tied", "gpt2", "mixtral")
-    for world in (2, 4)
-]
+CASES = by_default(
+    [("qwen3-tied", 4)],  # repeated key-value heads
+    [(family, world) for family in ("llama", "qwen3-tied", "gpt2", "mixtral") for world in (2, 4)],
+)
 
 
 @pytest.mark.parametrize(("family", "world"), CASES)

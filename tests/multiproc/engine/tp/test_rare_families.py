@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 from benchmark_folder import benchmarks_importable
+from samples import by_default
 
 with benchmarks_importable():
     import tensor_families
 
 # CTRL gives its attention the same hidden states three times; XGLM drops out weights of [rows x heads, …]; experts of
 # LongCat-Flash stay whole, so that with sequence parallel ranks use different ones
-FAMILIES = ("ctrl", "xglm", pytest.param("longcat_flash", marks=pytest.mark.slow))
+FAMILIES = by_default(["xglm"], ["ctrl", "xglm", "longcat_flash"])
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
