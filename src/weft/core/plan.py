@@ -130,9 +130,34 @@ class Precision(Section):
 
 class Activations(Section):
     policy: Literal["none", "full", "selective", "budget"] = Field(
-        default="none", description="what is computed again in the backward: none | full | selective | budget"
+        default="none",
+        description="what is computed again in the backward: none | full | selective | budget (no more than memory asks)",
+    )
+    mixture: tuple[int, int] | None = Field(
+        default=None,
+        description="budget: blocks computed again [fully, selectively], as [4, 12]; absent or []: chosen for the device",
     )
     offload: Literal["none", "cpu"] = Field(default="none", description="where kept activations wait: none | cpu")
+
+    @field_validator("mixture", mode="before")
+    @classmethod
+    def _mixture_is_two_counts(cls, mixture: Any) -> Any:
+        """Checked as a whole, like `pipeline.blocks`."""
+        if not isinstance(mixture, list | tuple):
+            return mixture
+        if mixture and (len(mixture) != 2 or any(type(number) is not int or number < 0 for number in mixture)):
+            raise ValueError("a mixture is two whole numbers of blocks, [fully, selectively], each at least 0")
+        return tuple(mixture) or None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether which blocks are computed again is still to be chosen, for the memory of a device."""
+        return self.policy == "budget" and self.mixture is None
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether some block is computed again selectively."""
+        return self.policy == "selective" or (self.mixture is not None and self.mixture[1] > 0)
 
 
 class Offload(Section):
@@ -251,6 +276,13 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
                 "remove vertical_sync, or use pipeline.schedule = 'pipedream'",
             )
         )
+    if plan.activations.mixture is not None and plan.activations.policy != "budget":
+        reasons.append(
+            (
+                f"activations.mixture is for policy = 'budget', and the policy is {plan.activations.policy!r}",
+                "set activations.policy = 'budget', or activations.mixture = []",
+            )
+        )
     reasons += _check_blocks(plan)
     pool = mesh.dp_shard * mesh.cp * mesh.tp
     if pool % mesh.ep:
@@ -298,7 +330,6 @@ def require_executable(plan: Plan) -> None:
         (plan.mesh.cp > 1, "context parallelism (mesh.cp > 1)"),
         (plan.mesh.ep > 1, "expert parallelism (mesh.ep > 1)"),
         (plan.pipeline.virtual_stages > 1 and plan.mesh.pp == 1, "virtual pipeline stages without a pipeline"),
-        (plan.activations.policy == "budget", "a budget of recompute (activations.policy = 'budget')"),
         (plan.activations.offload != default.activations.offload, "activation offload (activations.offload)"),
         (
             plan.activations != default.activations and plan.data_parallel.strategy == "dataparallel",
@@ -329,7 +360,7 @@ def _not_compiled(plan: Plan) -> list[tuple[bool, str]]:
         (plan.mesh.tp > 1, "tensor parallelism"),
         (plan.mesh.pp > 1, "a pipeline"),
         (_is_threaded(plan), "dataparallel"),
-        (plan.activations.policy == "selective", "selective recompute"),
+        (plan.activations.is_selective, "selective recompute"),
     ]
 
 
@@ -368,6 +399,28 @@ def default_plan_tables(tables: dict[str, Any], *, num_ranks: int) -> dict[str, 
     zero = tables.get("data_parallel", {}).get("zero", 0)
     axis = axes.DP_SHARD if zero else axes.DP_REPLICATE
     return {**tables, "mesh": {axis: num_ranks}}
+
+
+def require_mixture(plan: Plan, *, num_blocks: int) -> None:
+    """A budget is for the blocks there are, and settled before a model is laid out: the engine knows no costs."""
+    if plan.activations.is_open:
+        raise PlanError(
+            "activations.policy = 'budget' leaves open which blocks are computed again",
+            hint="weft train, dryrun and bench choose by the device's memory; else name activations.mixture = [full, "
+            "selective]",
+        )
+    again = sum(plan.activations.mixture or ())
+    if again > num_blocks:
+        raise PlanError(
+            f"activations.mixture = {list(plan.activations.mixture or ())} is {again} blocks, and the model has "
+            f"{num_blocks}",
+            hint=f"name two numbers that add up to at most {num_blocks}, or [] to have them chosen",
+        )
+
+
+def with_mixture(plan: Plan, mixture: tuple[int, int]) -> Plan:
+    """The plan with its budget settled."""
+    return plan.model_copy(update={"activations": plan.activations.model_copy(update={"mixture": mixture})})
 
 
 def settle_precision(tables: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:

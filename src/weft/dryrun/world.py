@@ -35,6 +35,7 @@ import weft.engine.pp.apply as pipeline
 import weft.engine.pp.mail as mail
 import weft.engine.pp.stages as stages
 import weft.engine.randomness as randomness
+from weft.core.plan import Activations
 from weft.dryrun.kernels import Kernel, gpu_attention
 from weft.dryrun.replicas import FakeReplicated
 from weft.dryrun.streams import CurrentStream
@@ -85,7 +86,7 @@ def _fill_tables() -> None:
 
 def _keep_as_compiled(model: nn.Module, layout: ModelLayout, **_: torch.device) -> tuple[str, ...]:
     if not randomness.uses_randomness(model):
-        apply_recompute(model, layout, "selective")
+        apply_recompute(model, layout, Activations(policy="selective"))
     return ()
 
 

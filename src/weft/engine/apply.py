@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from weft.core.plan import Plan
+from weft.core.plan import Plan, require_mixture
 from weft.engine.compiled import apply_compile
 from weft.engine.dp.choose import choose_strategy
 from weft.engine.dp.sharded import shard_units
@@ -71,6 +71,7 @@ def apply_plan(
 ) -> Applied:
     """`model`, laid out as `plan` says, behind the faces of its kinds of parallelism."""
     precision, dp = plan.precision.policy(), plan.data_parallel
+    require_mixture(plan, num_blocks=len(layout.blocks))
     if dp.strategy == "dataparallel":
         require_gpus(precision)
     freeze(model, frozen)
@@ -93,7 +94,7 @@ def apply_plan(
     float8 = apply_float8(model, own, plan.float8.linears, device=device)
     notes = apply_compile(model, own, device=device) if plan.compile.enabled else ()
     head_loss, why_not = fuse_loss(model, is_asked=plan.kernels.loss == "fused" and not has_own_objective)
-    apply_recompute(model, own, plan.activations.policy)
+    apply_recompute(model, layout, plan.activations, own=own.blocks)
     number_blocks(model, layout)
     strategy = choose_strategy(model, plan, topology)
     pipeline = PipelineFace()

@@ -5,6 +5,7 @@
 | none      | what autograd keeps                                            | nothing                     |
 | full      | its inputs                                                     | everything                  |
 | selective | its inputs, the products of matrices with weights, attention   | norms, activations, rotary… |
+| budget    | each block as one of the three: `activations.mixture` says how many, core/mixture.py which   |
 
 Attention that writes its scores out is no kept product: scores are what selective recompute is there to lose.
 Gathering (ZeRO-3) and reducing are hooks, outside what is repeated; casts to low precision and dropout are inside.
@@ -14,21 +15,21 @@ The numbers are those without recompute, bit for bit where the kernels are deter
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from weft.core.errors import NoBlocksError
+from weft.core.mixture import block_policies
+from weft.core.plan import Activations
 from weft.engine.around import Forward, put_around
 from weft.engine.deferred import deferring_again
 from weft.engine.randomness import replayed
 from weft.models.layout import ModelLayout
-
-Policy = Literal["none", "full", "selective", "budget"]
 
 # Operators by packet. bmm and baddbmm are missing on purpose: they are the two products of written-out attention.
 _PRODUCTS = frozenset(
@@ -38,18 +39,25 @@ _ATTENTION = ("aten._scaled_dot_product_", "aten._flash_attention_forward", "ate
 _COLLECTIVES = "_c10d_functional."  # sending twice costs more than keeping
 
 
-def apply_recompute(model: nn.Module, layout: ModelLayout, policy: Policy) -> None:
-    """Every block under `policy`, around what is around its forward already."""
-    if policy == "none":
+def apply_recompute(
+    model: nn.Module, layout: ModelLayout, activations: Activations, *, own: Collection[str] | None = None
+) -> None:
+    """Blocks of the whole model's `layout` as `activations` says, around what is around their forwards already.
+
+    `own`: those this rank has, of a pipeline. A block's place in the whole model decides, not its place on the rank.
+    """
+    if activations.policy == "none":
         return
     if not layout.blocks:
         raise NoBlocksError(
             "the model has no repeated blocks, so there is nothing to compute again",
             hint="name them: Engine(..., blocks=['encoder.layers']), or use activations.policy = 'none'",
         )
-    for name in layout.blocks:
-        block = model.get_submodule(name)
-        put_around(block, _Recomputed(block, is_selective=policy == "selective"))
+    policies = block_policies(activations.policy, activations.mixture, num_blocks=len(layout.blocks))
+    for name, policy in zip(layout.blocks, policies, strict=True):
+        if policy != "none" and (own is None or name in own):
+            block = model.get_submodule(name)
+            put_around(block, _Recomputed(block, is_selective=policy == "selective"))
 
 
 def is_kept(operator: Any) -> bool:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft import zoo
+from weft.core.plan import Activations
 from weft.core.run_spec import ModelSpec
 from weft.engine.cpu_products import mend_products
 from weft.engine.recompute import apply_recompute
@@ -110,7 +111,7 @@ class LiveBytes(TorchDispatchMode):
 def alive_bytes_of_a_block(kind: str, config: dict[str, Any], policy: Any) -> int:
     model = built(kind, config, layers=3)
     layout = describe(model)
-    apply_recompute(model, layout, policy)
+    apply_recompute(model, layout, Activations(policy=policy))
     marks: list[int] = []
     with LiveBytes() as live:  # type: ignore[no-untyped-call]
         for tensor in (*model.parameters(), *model.buffers()):
