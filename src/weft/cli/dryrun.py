@@ -71,7 +71,8 @@ class Question:
     """A run under a plan, the devices it is for, and the planner's view of it where it has one."""
 
     run: RunSpec
-    plan: Plan
+    asked: Plan  # as it was given
+    plan: Plan  # with the blocks of a budget chosen
     device: str | None  # as it was given
     cluster: Cluster | None  # None: no device was named, so nothing has to fit
     request: Request | None
@@ -86,8 +87,10 @@ class Question:
         require_executable(plan)
         require_divisible(run, plan)
         devices = devices_of(device or ANY_GPU, num_ranks=plan.num_ranks)
+        asked, plan = plan, _settled(run, plan, devices if device is not None else None)
         return Question(
             run=run,
+            asked=asked,
             plan=plan,
             device=device,
             cluster=hardware.cluster(devices) if device is not None else None,
@@ -132,6 +135,8 @@ class Answer:
         answer["other_ranks"] = [{"rank": one.rank, "peak_bytes": one.peak_bytes} for one in self.others]
         answer["culprit"] = culprit(self.found.peak)
         answer["largest_saving"] = self.saving.as_dict() if self.saving else None
+        if self.question.plan.activations.mixture is not None:
+            answer["mixture"] = list(self.question.plan.activations.mixture)
         answer["changes"] = [change.as_dict() for change in self.changes]
         fit = self.fit
         return answer | {
@@ -228,6 +233,18 @@ def devices_of(device: str, *, num_ranks: int) -> str:
             except BadValueError:  # more than a node holds
                 continue
     return device
+
+
+def _settled(run: RunSpec, plan: Plan, devices: str | None) -> Plan:
+    from weft.core.errors import PlanError
+    from weft.plan.ask import settle_budget
+
+    if plan.activations.is_open and devices is None:
+        raise PlanError(
+            "a budget of recompute is for the memory of a device, and none is named",
+            hint="--device H200, or name the blocks: --set activations.mixture=[full,selective]",
+        )
+    return settle_budget(run, plan, devices) if devices is not None else plan
 
 
 def _request(run: RunSpec, plan: Plan, devices: str) -> Request | None:

@@ -85,7 +85,7 @@ def largest_fitting(rows: list[Row]) -> Any:
 
 def changed(question: Question, key: str, value: Any) -> Question:
     """The same question with one key changed."""
-    run, plan = question.run, question.plan
+    run, plan = question.run, question.asked  # a budget is chosen anew for every value
     if key == MICROBATCH:
         key, value = "train.global_batch", value * plan.mesh.dp_degree * plan.pipeline.microbatches
     setting = [f"{key}={json.dumps(value)}"]

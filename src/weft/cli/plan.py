@@ -160,13 +160,14 @@ def _estimate_one(question: Question, path: Path, settings: list[str]) -> Answer
     from weft.core.config import apply_settings, read_toml
     from weft.core.plan import Plan
     from weft.plan.ask import require_legal
+    from weft.plan.budget import settled
     from weft.plan.estimate import estimate
     from weft.plan.search import Answer
 
     began_s = time.perf_counter()
     tables = apply_settings(read_toml(path), settings)
     tables["precision"] = question.precision
-    chosen = Plan.from_tables(tables, source=str(path))
+    chosen = settled(question.request, Plan.from_tables(tables, source=str(path)))
     require_legal(question.request, chosen, source=str(path))
     found = estimate(question.request, chosen)
     elapsed_s = time.perf_counter() - began_s

@@ -1,6 +1,6 @@
 """Recompute by budget, block by block: the one rule for which blocks are computed again, and how.
 
-A mixture is (full, selective): so many blocks are computed again fully, so many selectively; the others keep everything.
+A mixture is (full, selective): so many blocks are computed again fully, so many selectively; the rest keep everything.
 Of L blocks with n = full + selective, the first i hold
 
     computed again   ceil(i n / L)        of these, fully   ceil(again full / n)
@@ -12,6 +12,7 @@ is still kept, and would bring back at once what was not kept of it.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, Literal
 
 BlockPolicy = Literal["none", "full", "selective"]
@@ -35,6 +36,6 @@ def block_policies(policy: str, mixture: tuple[int, int] | None, *, num_blocks: 
         for block in range(num_blocks + 1)
     ]
     found: list[BlockPolicy] = []
-    for (fully, partly), (fully_after, partly_after) in zip(ends[:-1], ends[1:], strict=True):
+    for (fully, partly), (fully_after, partly_after) in pairwise(ends):
         found.append("full" if fully_after > fully else "selective" if partly_after > partly else "none")
     return tuple(found)

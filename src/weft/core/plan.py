@@ -131,11 +131,11 @@ class Precision(Section):
 class Activations(Section):
     policy: Literal["none", "full", "selective", "budget"] = Field(
         default="none",
-        description="what is computed again in the backward: none | full | selective | budget (no more than memory asks)",
+        description="what is computed again in the backward: none | full | selective | budget (what memory asks for)",
     )
     mixture: tuple[int, int] | None = Field(
         default=None,
-        description="budget: blocks computed again [fully, selectively], as [4, 12]; absent or []: chosen for the device",
+        description="of a budget: blocks computed again [fully, selectively], as [4, 12]; absent or []: by the device",
     )
     offload: Literal["none", "cpu"] = Field(default="none", description="where kept activations wait: none | cpu")
 

@@ -20,6 +20,7 @@ from weft.plan.stages import PLACES
 from weft.plan.view import View, view_at
 
 GB = 1e9
+SAYS = {"none": "kept", "selective": "computed again selectively", "full": "computed again"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,7 @@ def _gathered(view: View, found: Estimate) -> str:
 
 
 def _activations(view: View, found: Estimate) -> list[Line]:
-    """A line a kind of block, and one for what is recomputed or already freed at the peak."""
+    """A line a kind of block and what becomes of it, and one for what is recomputed or already freed at the peak."""
     columns, c, hidden = view.columns, view.sizes.activation, view.shape.hidden_size
     keys = np.full(1, float(view.request.workload.sequence_length))
     flying = float(view.stage.in_flight[0])
@@ -163,12 +164,16 @@ def _activations(view: View, found: Estimate) -> list[Line]:
             "selective": kept_selectively(block, compute_bytes=c, writes_scores=writes_scores, hidden_size=hidden),
             "full": kept_fully(compute_bytes=c, hidden_size=hidden),
         }
-        policy = "selective" if found.plan.activations.policy == "budget" else found.plan.activations.policy
-        a_block = float(bytes_of(kept[policy], block, columns, tokens=view.tokens, keys=keys)[0])
-        tokens = int(view.tokens[0])
-        formula = f"{tokens:,} tokens x {a_block / tokens:,.0f} B x {count} {block.kind} blocks"
-        formula += f" x {flying:g} micro-batches in flight" if flying != 1 else ""
-        lines.append(Line(term=Term.ACTIVATIONS, formula=formula, bytes=a_block * count * flying))
+        tokens, again = int(view.tokens[0]), view.stage.again
+        full, selective = int(again.full[0, index]), int(again.selective[0, index])
+        for policy, blocks in (("none", count - full - selective), ("selective", selective), ("full", full)):
+            if not blocks:
+                continue
+            a_block = float(bytes_of(kept[policy], block, columns, tokens=view.tokens, keys=keys)[0])
+            formula = f"{tokens:,} tokens x {a_block / tokens:,.0f} B x {blocks} {block.kind} blocks"
+            formula += f" ({SAYS[policy]})" if found.plan.activations.policy == "budget" else ""
+            formula += f" x {flying:g} micro-batches in flight" if flying != 1 else ""
+            lines.append(Line(term=Term.ACTIVATIONS, formula=formula, bytes=a_block * blocks * flying))
     rest = found.memory_terms[Term.ACTIVATIONS] - sum(line.bytes for line in lines)
     between = ", what passes between stages" if found.plan.mesh.pp > 1 else ""
     what = f"the final norm{between}, and parts computed again" if rest >= 0 else "freed by the backward so far"

@@ -12,12 +12,13 @@ from typing import Any, cast
 
 from weft import hardware, zoo
 from weft.core.config import parse, read_toml
-from weft.core.errors import BadValueError, ConfigFileError, MeshError, ModelError, PlanError
+from weft.core.errors import BadValueError, ConfigFileError, MeshError, ModelError, PlanError, WeftError
 from weft.core.model_shape import ModelShape
 from weft.core.plan import Plan, Precision, check_consistent
 from weft.core.precision import PrecisionPolicy
 from weft.core.run_spec import RunSpec
 from weft.core.vocabulary import BYTE_VOCABULARY, padded
+from weft.plan.budget import settled
 from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.request import OptimizerKind, Request, Workload
@@ -119,8 +120,23 @@ def estimate_plan(
         precision=plan.precision.model_dump(exclude_none=True),
     )
     request = replace(question.request, tp_may_leave_node=True)
+    plan = settled(request, plan)
     require_legal(request, plan)
     return estimate(request, plan, place=place)
+
+
+def settle_budget(model: Model, plan: Plan, devices: str) -> Plan:
+    """`plan` with the blocks of its budget chosen for these devices, where it leaves them open."""
+    if not plan.activations.is_open:
+        return plan
+    try:
+        question = ask(model, devices, precision=plan.precision.model_dump(exclude_none=True))
+    except WeftError as error:
+        raise PlanError(
+            f"the blocks of a budget cannot be chosen here: {error.message}",
+            hint="name them: activations.mixture = [full, selective]",
+        ) from error
+    return settled(replace(question.request, tp_may_leave_node=True), plan)
 
 
 def require_legal(request: Request, plan: Plan, *, source: str = "the plan") -> None:

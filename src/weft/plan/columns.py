@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
+from weft.core.errors import PlanError
 from weft.core.plan import Pipeline, Plan, TensorParallel
 from weft.core.tensor_grid import tensor_depth
 
@@ -22,7 +23,8 @@ Bools = npt.NDArray[np.bool_]
 
 SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotation)
 TP_MODES: tuple[str, ...] = get_args(TensorParallel.model_fields["mode"].annotation)
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "full", "budget")
+MIXED = RECOMPUTE.index("budget")
 LOOPED = ("interleaved_1f1b", "looped_bfs")  # a rank holds every pp-th stage
 V_SHAPED = ("zbv", "dualpipev")  # a rank holds a stage of each leg of the V, so rank 0 holds the first and the last
 
@@ -52,6 +54,8 @@ class Columns:
     schedule: Ints  # index into SCHEDULES
     virtual_stages: Ints
     recompute: Ints  # index into RECOMPUTE
+    full_blocks: Ints  # of a budget's mixture; 0 under the other policies
+    selective_blocks: Ints
     tp_mode: Ints  # index into TP_MODES
     sequence_parallel: Ints
     loss_parallel: Ints
@@ -155,11 +159,12 @@ class Columns:
 
 
 def columns_of(plans: Sequence[Plan]) -> Columns:
-    """Plans as columns; a budget policy counts as selective, the nearest formula there is."""
+    """Plans as columns. A budget is settled first (see budget): without a mixture there is nothing to estimate."""
 
     def column(values: Iterable[int]) -> Ints:
         return np.fromiter(values, dtype=np.int64, count=len(plans))
 
+    mixtures = [_mixture(plan) for plan in plans]
     deals = tuple(dict.fromkeys([(), *(plan.pipeline.blocks or () for plan in plans)]))
     return Columns(
         dp_replicate=column(plan.mesh.dp_replicate for plan in plans),
@@ -172,7 +177,9 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         microbatches=column(plan.pipeline.microbatches for plan in plans),
         schedule=column(SCHEDULES.index(plan.pipeline.schedule) for plan in plans),
         virtual_stages=column(plan.pipeline.virtual_stages for plan in plans),
-        recompute=column(_recompute_index(plan) for plan in plans),
+        recompute=column(RECOMPUTE.index(plan.activations.policy) for plan in plans),
+        full_blocks=column(full for full, _ in mixtures),
+        selective_blocks=column(selective for _, selective in mixtures),
         tp_mode=column(TP_MODES.index(plan.tensor_parallel.mode) for plan in plans),
         sequence_parallel=column(int(plan.tensor_parallel.sequence_parallel) for plan in plans),
         loss_parallel=column(int(plan.tensor_parallel.loss_parallel) for plan in plans),
@@ -211,6 +218,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
         "precision": precision,
         "activations": {
             "policy": RECOMPUTE[at("recompute")],
+            "mixture": (at("full_blocks"), at("selective_blocks")) if at("recompute") == MIXED else (),
             "offload": "cpu" if at("offload_activations") else "none",
         },
         "offload": {
@@ -223,6 +231,10 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
     return Plan.from_tables(tables, source="the planner")
 
 
-def _recompute_index(plan: Plan) -> int:
-    policy = plan.activations.policy
-    return RECOMPUTE.index("selective" if policy == "budget" else policy)
+def _mixture(plan: Plan) -> tuple[int, int]:
+    if plan.activations.is_open:
+        raise PlanError(
+            "a budget of recompute is estimated by its mixture, and it has none yet",
+            hint="name activations.mixture = [full, selective], or the devices it is for",
+        )
+    return plan.activations.mixture or (0, 0)

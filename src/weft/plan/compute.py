@@ -60,16 +60,11 @@ def block_seconds(view: View) -> BlockSeconds:
     matmul, attention, pointwise, again = (np.zeros(len(columns)) for _ in range(4))
     for index, block in enumerate(request.shape.kinds):
         count = stage.blocks[:, index]
-        products = count * _linears_s(request, columns, block, tokens)
-        scores = count * _attention_s(request, columns, block, tokens)
+        products, scores = _linears_s(request, columns, block, tokens), _attention_s(request, columns, block, tokens)
         moved, kept_partly = _pointwise_s(request, columns, block, tokens)
-        matmul, attention, pointwise = matmul + products, attention + scores, pointwise + count * moved
-        full = products + scores + count * moved
-        again = again + np.select(
-            [columns.recomputes("full"), columns.recomputes("selective")],
-            [full, count * moved * kept_partly],
-            np.zeros(len(columns)),
-        )
+        matmul, attention, pointwise = matmul + count * products, attention + count * scores, pointwise + count * moved
+        again = again + stage.again.full[:, index] * (products + scores + moved)
+        again = again + stage.again.selective[:, index] * moved * kept_partly
     vocab = request.shape.vocab_size / columns.tp
     head = linear_s(device, request, rows=tokens, inner=request.shape.hidden_size, outer=vocab)
     a_logit = np.where(columns.fused_loss > 0, FUSED_LOSS_PASSES * byte_sizes(request).activation, LOSS_PASSES * 4)

@@ -71,11 +71,11 @@ def grid_traffic(view: View) -> Iterator[Sent]:
 def _steps(grid: _Grid) -> Iterator[Sent]:
     view = grid.view
     microbatches = view.columns.microbatches.astype(np.float64)
-    again = microbatches * ~view.columns.recomputes("none")
+    again = view.stage.again.full + view.stage.again.selective
     for index, block in enumerate(view.shape.kinds):
         count = view.stage.blocks[:, index]
         yield from _in_phase(_block(grid, block, is_forward=True), "forward", microbatches * count)
-        yield from _in_phase(_block(grid, block, is_forward=True), "backward", again * count)
+        yield from _in_phase(_block(grid, block, is_forward=True), "backward", microbatches * again[:, index])
         yield from _in_phase(_block(grid, block, is_forward=False), "backward", microbatches * count)
     yield from _in_phase(_table(grid, is_forward=True), "forward", microbatches * view.stage.holds_embedding)
     yield from _in_phase(_table(grid, is_forward=False), "backward", microbatches * view.stage.holds_embedding)

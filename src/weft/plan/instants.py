@@ -13,6 +13,8 @@
     sum      all gradients, and a bucket of them on its way between the replicas of a pipeline
     update   all gradients, no activations, the optimizer's temporaries
 
+A budget adds the backward of the last block that is computed again, fully and selectively, wherever it lies.
+
 Terms are disjoint and add up. What is there at every instant, and what is kept, is put together in `memory`.
 The sharding semantics are those of `fully_shard`: a unit a block and one for the rest, the next unit gathered ahead.
 """
@@ -25,6 +27,7 @@ import numpy as np
 
 from weft.core.terms import MemoryTerm as Term
 from weft.plan.columns import Bools, Floats
+from weft.plan.kept import KeptBlocks
 from weft.plan.view import View
 
 MIB = 2**20
@@ -43,8 +46,7 @@ class Parts:
     kept: Floats  # activations of all blocks and micro-batches in flight
     kept_at_loss: Floats  # of them, while a loss is computed: then not all can be of a rank's largest stage
     final: Floats  # of the final norm, until the head's backward is done
-    kept_block: Floats  # of the block whose backward comes first
-    recomputed: Floats  # what recomputation brings back for one block
+    blocks: KeptBlocks  # of one micro-batch, block by block
     logits: Floats
     held_logits: Floats  # of other micro-batches in flight
     num_logits: Floats
@@ -66,11 +68,25 @@ def instants_of(parts: Parts) -> dict[str, Terms]:
         "end of the last block but one": _at_block_end(parts, done=np.minimum(1.0, last)),
         "backward of the second block": _in_backward(parts, done=np.maximum(last - 1, 0)),
         "end of the second block": _at_block_end(parts, done=np.maximum(last - 1, 0)),
-        "gathering the first block": _at_first_block(parts, _in_backward(parts, done=last)),
+        "gathering the first block": _at_first_block(parts, done=last),
         "backward of the first block": _in_backward(parts, done=last),
         "gradient of the token table": _at_table(parts),
         "sum over replicas": _at_sum(parts),
         "update": _at_update(parts),
+        **_in_mixture(parts),
+    }
+
+
+def _in_mixture(parts: Parts) -> dict[str, Terms]:
+    """Of a budget: the first of the blocks that bring something back need not be among the last two."""
+    again = parts.blocks.again
+    if not np.any(again.is_mixed):
+        return {}
+    fully, selectively = again.above_last("full"), again.above_last("selective")
+    return {
+        "backward of the last block computed again": _in_backward(parts, done=fully),
+        "end of the last block computed again": _at_block_end(parts, done=fully),
+        "backward of the last block computed again selectively": _in_backward(parts, done=selectively),
     }
 
 
@@ -130,7 +146,7 @@ def _in_backward(parts: Parts, *, done: Floats) -> Terms:
     gathered = _kept_gathered(parts.view) + np.where(is_zero3, unit + np.where(is_last, 0.0, unit), 0.0)
     block_cast = np.where((columns.zero == 0) & sizes.is_mixed, share.largest_block * sizes.compute, 0.0)
     # casts are freed block by block; recomputation makes that of the block at work anew
-    gathered = gathered + np.where(columns.recomputes("none"), -done, 1.0) * block_cast
+    gathered = gathered + (parts.blocks.is_again(done) - parts.blocks.casts_freed(done)) * block_cast
     before = parts.earlier_gradients
     per_block = (share.total.whole - share.root.whole) / blocks
     per_block_shard = (share.total.shard - share.root.shard) / blocks
@@ -139,13 +155,12 @@ def _in_backward(parts: Parts, *, done: Floats) -> Terms:
     grown = np.maximum(before, np.where(parts.has_gradients, before, reduced))
     reduce_input = np.where(is_first | (columns.zero == 0), 0.0, share.largest_padded * sizes.communication)
     own_gradient = share.largest_block * sizes.compute
-    flying = done * parts.kept_block
     wide = 2 * view.tokens * sizes.activation * parts.widest / columns.tp
     waiting = np.where(columns.zero > 0, head_gradient, 0.0)  # the root is reduced last
     temporaries = wide + own_gradient / 3 + view.stream_bytes + waiting + _entry_gradients(view) + _received(view)
     return _instant(
         parts,
-        kept=np.maximum(parts.kept - flying, 0.0) + parts.recomputed,
+        kept=np.maximum(parts.kept - parts.blocks.freed(done), 0.0) + parts.blocks.brought_back(done),
         gathered=np.maximum(gathered, 0.0),
         gradients=np.where(columns.zero == 0, np.maximum(grown, head_gradient), grown),
         logits=parts.held_logits,
@@ -174,7 +189,7 @@ def _at_block_end(parts: Parts, *, done: Floats) -> Terms:
     own = np.where(waits, view.share.largest_block * view.sizes.compute + _head_gradient(view), 0.0)
     return {
         **begun,
-        Term.ACTIVATIONS: np.maximum(parts.kept - (done + 1) * parts.kept_block, 0.0),
+        Term.ACTIVATIONS: np.maximum(parts.kept - parts.blocks.freed(done + 1), 0.0),
         Term.TEMPORARIES: own + stream + _row_sums(view),
     }
 
@@ -193,15 +208,15 @@ def _head_gradient(view: View) -> Floats:
     return np.where(view.stage.holds_head, head * nbytes, 0.0)
 
 
-def _at_first_block(parts: Parts, backward: Terms) -> Terms:
+def _at_first_block(parts: Parts, *, done: Floats) -> Terms:
     """What arrived and what it is laid out as are both there; nothing is recomputed yet. ZeRO-3 only."""
-    view = parts.view
+    view, backward = parts.view, _in_backward(parts, done=done)
     unit = view.share.largest_padded * view.sizes.compute
     arriving = unit + _head_gradient(view) + view.stream_bytes
     is_zero3 = view.columns.zero == 3
     return {
         **backward,
-        Term.ACTIVATIONS: np.where(is_zero3, backward[Term.ACTIVATIONS] - parts.recomputed, 0.0),
+        Term.ACTIVATIONS: np.where(is_zero3, backward[Term.ACTIVATIONS] - parts.blocks.brought_back(done), 0.0),
         Term.TEMPORARIES: np.where(is_zero3, arriving, 0.0),
     }
 
@@ -284,7 +299,9 @@ def _kept_gathered(view: View) -> Floats:
     casts = np.zeros(len(columns))
     if sizes.is_mixed:
         # the cast is part of a block's forward: recomputed with it, not kept
-        held = np.where(columns.recomputes("none"), share.total.whole, share.root.whole)
+        again = view.stage.again
+        share_kept = 1 - (again.num_full + again.num_selective) / np.maximum(again.held, 1)
+        held = share.root.whole + share_kept * (share.total.whole - share.root.whole)
         casts = (held - _unused_cast(view)) * sizes.compute
     kept = np.select(
         [columns.zero == 0, columns.zero == 3],

@@ -106,9 +106,10 @@ def line_traffic(view: View) -> Iterator[Sent]:
 def _blocks(view: View, *, sequence: bool) -> Iterator[Sent]:
     for index, block in enumerate(view.shape.kinds):
         times = view.stage.blocks[:, index] * view.columns.microbatches
+        times_again = (view.stage.again.full + view.stage.again.selective)[:, index] * view.columns.microbatches
         for again in (False, True):
             passed = _forward(view, block, sequence=sequence, again=again)
-            repeated = times * (~view.columns.recomputes("none") if again else 1.0)
+            repeated = times_again if again else times
             phase = "backward" if again else "forward"
             yield from ((name, phase, nbytes * repeated, count * repeated) for name, nbytes, count in passed)
         passed = _backward(view, block, sequence=sequence)

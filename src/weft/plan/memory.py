@@ -13,10 +13,10 @@ import numpy as np
 
 from weft.core.model_shape import ModelShape
 from weft.core.terms import MemoryTerm as Term
-from weft.plan.activations import bytes_of, kept_by, kept_fully, kept_selectively
 from weft.plan.columns import Floats, Ints
 from weft.plan.flight import LOG_PROBABILITY_BYTES, edge_bytes, flight_of, waiting_bytes
 from weft.plan.instants import MIB, Parts, Terms, gradients_of_earlier, has_buckets, instants_of
+from weft.plan.kept import kept_blocks
 from weft.plan.view import View
 
 MATMUL_WORKSPACE_BYTES = 64 * MIB  # 32 MiB for each of the two threads that multiply (measured on Hopper)
@@ -61,8 +61,7 @@ def _host_bytes(view: View) -> Floats:
     weights = np.where(columns.offload_parameters > 0, held * sizes.master, 0.0)
     kept = np.zeros(len(columns))
     if np.any(columns.offload_activations):
-        one, _, _ = _activations(view)
-        kept = one * view.stage.in_flight * columns.offload_activations
+        kept = kept_blocks(view).total * view.stage.in_flight * columns.offload_activations
     return (optimizer + weights + kept) * view.request.cluster.devices_per_node
 
 
@@ -88,7 +87,8 @@ def _estimate_stage(view: View) -> tuple[Terms, tuple[str, ...], Ints]:
 
 def _parts(view: View) -> Parts:
     shape, stage = view.shape, view.stage
-    one, kept_block, recomputed = _activations(view)
+    blocks = kept_blocks(view)
+    one = blocks.total
     is_cut = (view.columns.loss_parallel > 0) & (view.columns.tp > 1) & shape.has_cut_head
     vocab = np.ceil(shape.vocab_size / np.where(is_cut, view.columns.tp, 1))
     numbers = np.where(stage.holds_head, view.tokens * vocab, 0.0)
@@ -107,7 +107,7 @@ def _parts(view: View) -> Parts:
     others = np.maximum(flight.on_last_stage - 1, 0.0)
     kept = one * flight.whole + edge_bytes(view, flight) + waiting_bytes(view) + others * final
     # offloaded activations leave two blocks on the device: the one in use and the one being fetched
-    kept = np.where(view.columns.offload_activations > 0, 2 * kept_block, kept)
+    kept = np.where(view.columns.offload_activations > 0, 2 * blocks.largest, kept)
     elsewhere = np.where(view.columns.offload_activations > 0, 0.0, one * (stage.in_flight - stage.at_loss))
     kept_logit = np.where(is_cut, view.sizes.activation, LOG_PROBABILITY_BYTES)
     held = numbers * (others * kept_logit + stage.waiting * view.sizes.activation)
@@ -117,8 +117,7 @@ def _parts(view: View) -> Parts:
         kept=kept,
         kept_at_loss=kept - elsewhere,
         final=final,
-        kept_block=kept_block,
-        recomputed=recomputed,
+        blocks=blocks,
         logits=logits + held,
         held_logits=held,
         num_logits=np.where(is_fused, 0.0, numbers),
@@ -156,34 +155,6 @@ def _resident(view: View) -> Terms:
         Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, 0.0, held * sizes.optimizer),
         Term.WEIGHT_VERSIONS: (versions - 1) * share.total.whole * sizes.master,
     }
-
-
-def _activations(view: View) -> tuple[Floats, Floats, Floats]:
-    """(kept of a micro-batch by all blocks, by the last one of them, brought back by recomputing one)."""
-    request, columns, stage, tokens = view.request, view.columns, view.stage, view.tokens
-    shape, c = view.shape, view.sizes.activation
-    keys = np.full(len(columns), float(request.workload.sequence_length))
-    total, last, again = np.zeros(len(columns)), np.zeros(len(columns)), np.zeros(len(columns))
-    for index, block in enumerate(shape.kinds):
-        writes_scores = block.attention is not None and request.writes_scores(block.attention)
-        everything, partly = (
-            kept(block, compute_bytes=c, writes_scores=writes_scores, hidden_size=shape.hidden_size)
-            for kept in (kept_by, kept_selectively)
-        )
-        input_only = kept_fully(compute_bytes=c, hidden_size=shape.hidden_size)
-        whole, selected, inputs = (
-            bytes_of(kept, block, columns, tokens=tokens, keys=keys) for kept in (everything, partly, input_only)
-        )
-        selected = np.minimum(selected, whole)
-        # a compiled block keeps what its products read and give, and computes what lies between them again
-        is_partly = columns.recomputes("selective") | (columns.compiled > 0)
-        kept = np.select([columns.recomputes("full"), is_partly], [inputs, selected], whole)
-        count = stage.blocks[:, index]
-        total = total + kept * count
-        last = np.where(count > 0, np.maximum(last, kept), last)
-        brought_back = np.where(columns.compiled > 0, selected, whole) - kept
-        again = np.where(count > 0, np.maximum(again, brought_back), again)
-    return total, last, again
 
 
 def _widest(shape: ModelShape) -> int:

@@ -145,6 +145,10 @@ def _blocks_add_up(request: Request, columns: Columns) -> Bools:
     return (columns.deal > 0) & wrong
 
 
+def _mixture_is_of_the_model(request: Request, columns: Columns) -> Bools:
+    return columns.full_blocks + columns.selective_blocks > request.shape.num_layers
+
+
 def _virtual_stages_suit(request: Request, columns: Columns) -> Bools:
     looped = np.isin(columns.schedule, [SCHEDULES.index(name) for name in LOOPED])
     v = columns.virtual_stages
@@ -244,6 +248,12 @@ RULES: tuple[Rule, ...] = (
         "pipeline.blocks does not deal all blocks of the model to the stages",
         _blocks_add_up,
         lambda request, columns: _numbers_of_blocks(request, columns),
+    ),
+    Rule(
+        "mixture",
+        "activations.mixture names more blocks than the model has",
+        _mixture_is_of_the_model,
+        lambda request, columns: f"two numbers that add up to at most {request.shape.num_layers}; [] has them chosen",
     ),
     Rule("virtual_stages", "the schedule does not go with that many stages a rank", _virtual_stages_suit),
     Rule("microbatches", "the schedule does not go with that many micro-batches", _microbatches_suit),

@@ -49,7 +49,8 @@ def check_fixed(fixed: Mapping[str, object]) -> list[tuple[str, str]]:
         if key not in SEARCHED and not key.startswith("precision.")
     ]
     if fixed.get("activations.policy") == "budget":
-        reasons.append(("the search does not know activations.policy = 'budget'", "none | selective | full"))
+        hint = "fix none, selective or full; or put a budget into a plan.toml and estimate that with --plan"
+        reasons.append(("the search does not choose blocks (activations.policy = 'budget')", hint))
     return reasons
 
 
@@ -189,6 +190,7 @@ def _columns(table: Ints, freedom: Freedom, *, takes_stream: bool) -> Columns:
         compiled=switch("compile.enabled", np.zeros(size, dtype=np.int64)),
         fused_loss=np.full(size, int(freedom.fixed.get("kernels.loss") == "fused"), dtype=np.int64),
         vertical_sync=np.zeros(size, dtype=np.int64),
+        full_blocks=np.zeros(size, dtype=np.int64), selective_blocks=np.zeros(size, dtype=np.int64),
         deal=np.zeros(size, dtype=np.int64),
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from weft.core.model_shape import ModelShape
 from weft.core.plan import Plan
 from weft.core.stages import deal_shape
+from weft.plan.again import Again, Stretch
 from weft.plan.columns import V_SHAPED, Bools, Columns, Floats, PipelineKey
 from weft.schedule import formulas
 
@@ -41,6 +43,7 @@ class Stage:
     waiting: Floats  # those whose weights' gradients are still to come then, in the same units
     head_in_flight: Floats  # micro-batches in flight on the last stage; 0 on ranks without it
     versions: Floats  # weight versions kept, the current one included
+    again: Again  # which of the blocks are computed again
 
 
 def rank_at(shape: ModelShape, plan: Plan, place: Place) -> int:
@@ -73,6 +76,7 @@ def stage_of(shape: ModelShape, columns: Columns, *, place: Seen) -> Stage:
         waiting=facts[:, 6],
         head_in_flight=facts[:, 7],
         versions=facts[:, 8],
+        again=Again.of(columns, table, order=shape.order, stretches=[_stretches(shape, key, place) for key in unique]),
     )
 
 
@@ -121,6 +125,16 @@ def _stage_row(
     weighed = (_weighed(whole, held_by), _weighed(whole, held_by, on_last=int(has_last)))
     under_way = (*weighed, (held - whole) / len(chunks), float(stages[num_chunks - 1] if has_last else 0))
     return counts, 0 in chunks, has_last, float(len(chunks)), float(whole), *under_way, float(versions)
+
+
+@lru_cache(maxsize=65536)
+def _stretches(shape: ModelShape, key: PipelineKey, place: Seen) -> tuple[Stretch, ...]:
+    """Which of the model's blocks the rank holds, as they lie together."""
+    if key.num_ranks == 1:
+        return ((0, shape.num_layers),)
+    chunks = _chunks(key, _rank_at(shape, key._replace(microbatches=0), place))
+    ends = [0, *accumulate(key.deal or deal_shape(shape, key.num_ranks * len(chunks)))]
+    return tuple((ends[chunk], ends[chunk + 1]) for chunk in chunks)
 
 
 def _weighed(slots: int, stages: list[tuple[int, int]], *, on_last: int = 0) -> float:

@@ -17,12 +17,20 @@ def describe(plan: Plan) -> str:
     ]
     rest = [f"{plan.pipeline.microbatches} micro-batches"] if plan.pipeline.microbatches > 1 else []
     if plan.activations.policy != "none":
-        rest.append(f"{plan.activations.policy} recompute")
+        rest.append(_recompute(plan))
     if plan.offload.optimizer != "none":
         rest.append(f"optimizer on {plan.offload.optimizer}")
     if plan.offload.parameters != "none":
         rest.append("weights on the host")
     return ", ".join([" x ".join(parts) or "one device", *rest])
+
+
+def _recompute(plan: Plan) -> str:
+    mixture = plan.activations.mixture
+    if mixture is None:
+        return f"{plan.activations.policy} recompute"
+    counted = [f"{count} {name}" for count, name in zip(mixture, ("full", "selective"), strict=True) if count]
+    return f"recompute of {' + '.join(counted)} blocks" if counted else "no block recomputed"
 
 
 def _mode(plan: Plan) -> str:

@@ -1,0 +1,73 @@
+"""Recompute by budget: which mixture of blocks buys the bytes that are missing at the least time.
+
+Every mixture (full, selective) of the model's L blocks is estimated, as columns: (L + 1)(L + 2) / 2 plans that differ
+in nothing else. Of those that fit, the fastest; none is computed again where that fits; all are where nothing does, and
+the plan then does not fit like any other. Compiled blocks are kept or computed again fully.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from weft.core.plan import Plan, with_mixture
+from weft.plan.columns import MIXED, Bools, Columns, Ints, columns_of
+from weft.plan.memory import estimate_memory
+from weft.plan.request import Request
+from weft.plan.step_time import estimate_time
+from weft.plan.view import views_of
+
+CHUNK = 4_000  # mixtures estimated at a time
+
+
+def settled(request: Request, plan: Plan) -> Plan:
+    """The plan with the blocks of its budget chosen for the request's devices; any other as it is."""
+    return with_mixture(plan, choose_mixture(request, plan)) if plan.activations.is_open else plan
+
+
+def choose_mixture(request: Request, plan: Plan, *, budget_bytes: float | None = None) -> tuple[int, int]:
+    """Blocks to compute again, (fully, selectively), so that `plan` fits `budget_bytes`, or the request's own."""
+    budget = request.budget_bytes if budget_bytes is None else budget_bytes
+    mixtures = every_mixture(request.shape.num_layers, may_select=not plan.compile.enabled)
+    columns = _columns(plan, mixtures)
+    if np.any(_fits(request, columns.take(np.arange(1)), budget)):
+        return 0, 0
+    fits = np.concatenate([_fits(request, columns.take(rows), budget) for rows in _chunks(np.arange(len(mixtures)))])
+    fitting = np.flatnonzero(fits)
+    if not len(fitting):
+        return request.shape.num_layers, 0
+    step_s = np.concatenate([estimate_time(views_of(request, columns.take(rows))).total for rows in _chunks(fitting)])
+    # of mixtures that are as fast, the one that repeats less
+    order = np.lexsort((mixtures[fitting].sum(axis=1), mixtures[fitting, 0], step_s))
+    full, selective = mixtures[fitting[order[0]]]
+    return int(full), int(selective)
+
+
+def every_mixture(num_blocks: int, *, may_select: bool = True) -> Ints:
+    """[mixtures, 2]: all (full, selective) of so many blocks; the first is (0, 0)."""
+    found = [
+        (full, selective)
+        for full in range(num_blocks + 1)
+        for selective in range(num_blocks - full + 1 if may_select else 1)
+    ]
+    return np.asarray(found, dtype=np.int64)
+
+
+def _columns(plan: Plan, mixtures: Ints) -> Columns:
+    same = columns_of([with_mixture(plan, (0, 0))]).take(np.zeros(len(mixtures), dtype=np.int64))
+    return replace(
+        same,
+        recompute=np.full(len(mixtures), MIXED, dtype=np.int64),
+        full_blocks=mixtures[:, 0],
+        selective_blocks=mixtures[:, 1],
+    )
+
+
+def _fits(request: Request, columns: Columns, budget_bytes: float) -> Bools:
+    memory = estimate_memory(views_of(request, columns))
+    return (memory.total <= budget_bytes) & (memory.host <= request.cluster.host_memory_bytes)
+
+
+def _chunks(rows: Ints) -> list[Ints]:
+    return [rows[begin : begin + CHUNK] for begin in range(0, len(rows), CHUNK)]
