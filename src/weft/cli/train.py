@@ -55,6 +55,10 @@ def train(
     resolved = Plan.from_tables(job.plan_tables)
     require_executable(resolved)
     require_divisible(job.run, resolved)
+    if resolved.activations.is_open:
+        from weft.train.settle import settle_job
+
+        job = settle_job(job)
     is_main = outside is None or _given_rank() == 0
     carry_out = _run_beside_dry_run if is_main and job.run.ledger.dry_run else _run
     carry_out(job, num_ranks=num_ranks, is_one_of_many=outside is not None, max_restarts=max_restarts)

@@ -33,6 +33,7 @@ from weft.train.pipeline_watch import PipelineWatch
 from weft.train.process import Process, StopFlag, join, leave, phase
 from weft.train.rank_environment import read_local_size
 from weft.train.run_folder import RunFolder, require_free
+from weft.train.settle import agreed, settle_plan
 
 _PATH_BYTES = 4096  # the longest path a system takes
 
@@ -43,6 +44,7 @@ def run_job(job: Job) -> dict[str, Any]:
     device_type = choose_device_type(job.device)
     plan = job.plan(device_type=device_type)
     require_executable(plan)
+    plan = settle_plan(job.run, plan, on_gpu=device_type == "cuda")
     process = join(device_type=device_type, timeout_s=job.run.train.collective_timeout_s)
     try:
         with StopFlag() as stop:
@@ -70,6 +72,7 @@ def _train(
 ) -> dict[str, Any]:
     device = torch.device(device_type, process.local_rank) if device_type == "cuda" else torch.device("cpu")
     folder = RunFolder(_agree_on_folder(job, process, device=device))
+    plan = agreed(plan, device=device)
     if process.is_main:
         folder.create(job.run, plan)
     is_speaking = process.is_main and not job.quiet
@@ -159,6 +162,10 @@ def _introduce(display: Display, bench: Workbench, plan: Plan, process: Process)
         f"{name}, {parameters:,} parameters, {num_blocks} blocks;"
         f" {plan.strategy_name}, {ranks} on {bench.engine.device.type}, {plan.precision.preset}"
     )
+    if plan.activations.mixture is not None:
+        full, selective = plan.activations.mixture
+        kept = num_blocks - full - selective
+        display.line(f"recompute by budget: {full} blocks fully, {selective} selectively, {kept} kept as they are")
     for note in bench.notes:
         display.line(f"note: {note}")
 

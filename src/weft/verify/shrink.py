@@ -30,7 +30,8 @@ def shrink(run: RunSpec, plan: Plan, *, vocab_size: int) -> tuple[RunSpec, list[
     """The small run, and what was changed, in words."""
     config = build_config(run.model, vocab_size=vocab_size).get_text_config()
     stages, dealt = plan.mesh.pp * plan.pipeline.virtual_stages, sum(plan.pipeline.blocks or ())
-    depth = _depth(config, least=max(2, stages, dealt))
+    sorts = 3 if plan.activations.policy == "budget" else 2  # of blocks: kept, computed again fully, selectively
+    depth = _depth(config, least=max(sorts, stages, dealt))
     factor = _width_factor(config, tp=plan.mesh.tp)
     while factor >= 1:
         overrides = {**depth, **_narrow(config, factor, tp=plan.mesh.tp)}

@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from weft.comm.observer import SMALL_ELEMENTS
+from weft.core.mixture import block_policies
 from weft.core.plan import Plan
 from weft.engine.engine import Engine
 from weft.engine.ownership import boxes_of
@@ -38,9 +39,10 @@ class TensorFacts:
 
     layout: TensorLayout | None
     is_loss_cut: bool
-    num_blocks: int
+    num_repeated: int  # of this rank's blocks: those that are computed again
     is_partly_frozen: bool
     shared_sums: int  # all-reduces of gradients that ranks have only shares of
+    kept: tuple[str, ...] = ()  # blocks that are not, beside others that are
     passes: Mapping[str, int] = field(default_factory=dict)  # of regions that several blocks share, by name
     begins: bool = True  # the stream of sequence parallel begins on this rank's stages
     ends: bool = True
@@ -50,10 +52,12 @@ class TensorFacts:
     def of(engine: Engine) -> TensorFacts | None:
         if engine.tensors.grid is None:
             return None
+        kept = _kept(engine)
         return TensorFacts(
             layout=None if _is_looped(engine) else engine.tensors.layout,
             is_loss_cut=engine.tensors.token_loss is not None,
-            num_blocks=len(engine.layout.blocks),
+            num_repeated=len(engine.layout.blocks) - len(kept),
+            kept=kept,
             is_partly_frozen=any(not parameter.requires_grad for parameter in engine.model.parameters()),
             shared_sums=_shared_sums(engine) * engine.pipeline.updates_per_step,
             passes=_passes(engine),
@@ -62,24 +66,31 @@ class TensorFacts:
             stages=len(engine.pipeline.walk.stages.own) if engine.pipeline.walk is not None else 1,
         )
 
+    def is_repeated(self, module: str) -> bool:
+        """Whether a module's forward is computed again."""
+        return self.num_repeated > 0 and not f"{module}.".startswith(tuple(f"{block}." for block in self.kept))
+
 
 def promised_by_tensors(facts: TensorFacts, layout: TensorLayout, plan: Plan, *, used: Collection[str]) -> Promise:
     """(least, most) of every collective over the tp axis. `used`: the parameters that got a gradient."""
-    is_stream, is_repeated = plan.tensor_parallel.sequence_parallel, plan.activations.policy != "none"
-    tally = _Tally(is_repeated=is_repeated, may_lack_backward=facts.is_partly_frozen)
+    is_stream = plan.tensor_parallel.sequence_parallel
+    tally = _Tally(may_lack_backward=facts.is_partly_frozen)
     for region in layout.regions:
+        tally.is_repeated = facts.is_repeated(region.name)
         if _is_used(region, used):
             for _ in range(facts.passes.get(region.name, 1)):
                 _region(tally, region, is_stream=is_stream)
     if is_stream:
-        for _ in (name for name in layout.mixers if _has_used(f"{name}.", used)):
+        for name in (name for name in layout.mixers if _has_used(f"{name}.", used)):
+            tally.is_repeated = facts.is_repeated(name)
             tally.in_block(ALL_GATHER, 1)
             tally.backward(REDUCE_SCATTER, 1)
+        tally.is_repeated = facts.num_repeated > 0
         tally.exits(ALL_GATHER, int(facts.ends))
         tally.backward(ALL_GATHER, int(facts.begins))
-    if is_repeated:  # the last thing a block sends, nothing of its backward waits for
-        out = REDUCE_SCATTER if is_stream else ALL_REDUCE
-        tally.least[out] = max(0, tally.least[out] - facts.num_blocks)
+    # the last thing a block sends, nothing of its backward waits for
+    out = REDUCE_SCATTER if is_stream else ALL_REDUCE
+    tally.least[out] = max(0, tally.least[out] - facts.num_repeated)
     _ends(tally, layout, is_loss_cut=facts.is_loss_cut, stages=facts.stages)
     cuts = plan.pipeline.microbatches
     promise = {name: (tally.least[name] * cuts, tally.most[name] * cuts) for name in tally.most}
@@ -96,11 +107,15 @@ def added(first: Promise, second: Promise) -> Promise:
 class _Tally:
     """Least and most of each collective in one micro-batch."""
 
-    def __init__(self, *, is_repeated: bool, may_lack_backward: bool) -> None:
+    def __init__(self, *, may_lack_backward: bool) -> None:
         self.least: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
-        self._times = 2 if is_repeated else 1
+        self.is_repeated = False  # the forward of the block at hand
         self._may_lack_backward = may_lack_backward
+
+    @property
+    def _times(self) -> int:
+        return 2 if self.is_repeated else 1
 
     def forward(self, name: str, count: int) -> None:
         self.least[name] += count
@@ -158,6 +173,15 @@ def _ends(tally: _Tally, layout: TensorLayout, *, is_loss_cut: bool, stages: int
             tally.forward(ALL_REDUCE, 2)  # the largest logit; then the sum and the label's logit
         else:
             tally.forward(ALL_GATHER, 1)
+
+
+def _kept(engine: Engine) -> tuple[str, ...]:
+    """This rank's blocks that recompute leaves alone."""
+    walk, activations = engine.pipeline.walk, engine.plan.activations
+    blocks = engine.layout.blocks if walk is None else walk.stages.split.blocks
+    policies = block_policies(activations.policy, activations.mixture, num_blocks=len(blocks))
+    left_alone = {name for name, policy in zip(blocks, policies, strict=True) if policy == "none"}
+    return tuple(name for name in engine.layout.blocks if name in left_alone)
 
 
 def _is_looped(engine: Engine) -> bool:

@@ -27,6 +27,7 @@ from weft.verify.layouts import plan_name
 from weft.verify.request import Request
 from weft.verify.session import Session
 from weft.verify.shrink import shrink
+from weft.verify.small_mixture import shrink_mixture
 from weft.verify.verdict import Verdict
 
 _PATH_BYTES = 1024
@@ -73,8 +74,8 @@ def _verify_all(
             dist.barrier()
     sessions: dict[str, Session] = {}
     verdicts = []
-    for plan in plans:
-        run, changes = _small_run(request, plan)
+    for asked in plans:
+        run, plan, changes = _small_run(request, asked)
         key = run.to_toml()
         if key not in sessions:
             sessions[key] = Session(run, process, steps=request.steps, scratch=scratch, device=device)
@@ -90,11 +91,11 @@ def _verify_all(
     return verdicts
 
 
-def _small_run(request: Request, plan: Plan) -> tuple[RunSpec, list[str]]:
-    if request.as_is:
-        return request.run, []
-    corpus = open_corpus(request.run.data)
-    return shrink(request.run, plan, vocab_size=corpus.vocab_size)
+def _small_run(request: Request, plan: Plan) -> tuple[RunSpec, Plan, list[str]]:
+    vocab_size = open_corpus(request.run.data).vocab_size
+    run, changes = (request.run, []) if request.as_is else shrink(request.run, plan, vocab_size=vocab_size)
+    plan, mixed = shrink_mixture(plan, whole=request.run, small=run, vocab_size=vocab_size)
+    return run, plan, [*changes, *mixed]
 
 
 def _agree_on_path(folder: Path, process: Process) -> Path:

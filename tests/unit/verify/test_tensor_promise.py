@@ -31,7 +31,7 @@ LAYOUT = TensorLayout(
     regions=tuple(dense(name) for name in "abcd"), embedding="table", head="head", hidden_size=8, replicated={}
 )
 USED = {f"{name}.up.weight" for name in "abcd"} | {"e.up"}
-FACTS = TensorFacts(layout=LAYOUT, is_loss_cut=True, num_blocks=2, is_partly_frozen=False, shared_sums=1)
+FACTS = TensorFacts(layout=LAYOUT, is_loss_cut=True, num_repeated=0, is_partly_frozen=False, shared_sums=1)
 
 
 def promise(*, layout: TensorLayout = LAYOUT, used: set[str] = USED, **given: Any) -> dict[str, tuple[int, int]]:
@@ -40,7 +40,6 @@ def promise(*, layout: TensorLayout = LAYOUT, used: set[str] = USED, **given: An
         "mesh": {"tp": 2},
         "tensor_parallel": {"loss_parallel": given.get("is_loss_cut", True), **switches},
         "pipeline": {"microbatches": given.pop("microbatches", 1)},
-        "activations": {"policy": given.pop("policy", "none")},
     }
     return promised_by_tensors(dataclasses.replace(FACTS, **given), layout, Plan.from_tables(tables), used=used)
 
@@ -72,9 +71,19 @@ def test_a_region_without_gradients_takes_no_part() -> None:
 
 
 def test_recompute_repeats_forwards_but_for_what_a_block_ends_with() -> None:
-    assert promise(sequence_parallel=False, policy="full") == {"all_reduce": (15, 17)}
+    assert promise(sequence_parallel=False, num_repeated=2) == {"all_reduce": (15, 17)}
     # entries are gathered again: 4; the last exit of a block is not awaited, nor is the end of the stream
-    assert promise(policy="full") == {"all_gather": (14, 15), "reduce_scatter": (10, 12), "all_reduce": (5, 5)}
+    assert promise(num_repeated=2) == {"all_gather": (14, 15), "reduce_scatter": (10, 12), "all_reduce": (5, 5)}
+
+
+def test_blocks_that_a_budget_keeps_are_not_repeated() -> None:
+    # of four exits two are repeated, one of them the last thing its block sends
+    assert promise(sequence_parallel=False, num_repeated=1, kept=("a", "b")) == {"all_reduce": (14, 15)}
+    assert promise(num_repeated=1, kept=("a", "b")) == {
+        "all_gather": (12, 13),
+        "reduce_scatter": (9, 10),
+        "all_reduce": (5, 5),
+    }
 
 
 def test_what_is_frozen_may_lack_a_backward() -> None:
