@@ -37,6 +37,7 @@ NAMES = {
 DOES = {
     "pipeline.microbatches": "smaller micro-batches",
     "activations.policy": "recomputing activations",
+    "activations.mixture": "recomputing more blocks",
     "data_parallel.zero": "sharding more",
     "mesh.dp_replicate": "sharding over all ranks",
     "train.optimizer": "8-bit optimizer states",

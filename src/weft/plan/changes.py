@@ -19,6 +19,7 @@ import numpy as np
 from weft.core.errors import NotBuiltError, PlanError
 from weft.core.plan import SECTIONS, Plan, require_executable
 from weft.core.units import format_bytes
+from weft.plan.budget import choose_mixture
 from weft.plan.columns import columns_of
 from weft.plan.estimate import estimate_columns
 from weft.plan.request import Request
@@ -55,8 +56,7 @@ def smallest_changes(
 ) -> list[Change]:
     """Changes that fit `budget_bytes` (the request's own, if none is given), the least slowdown first."""
     budget = request.budget_bytes if budget_bytes is None else budget_bytes
-    singles = list(_single_keys(request, plan))
-    for candidates in (singles, list(_pairs(singles)), list(_more_devices(request, plan, singles))):
+    for candidates in _rounds(request, plan, budget):
         found = [change for change in _estimated(request, plan, candidates, trained_only) if change.fits(budget)]
         if found:
             return [one.change for one in _one_a_kind(found)[:top]]
@@ -111,12 +111,18 @@ class _Found:
         return self.host_fits and self.change.memory_bytes <= budget_bytes
 
 
+def _rounds(request: Request, plan: Plan, budget_bytes: float) -> Iterator[list[Keys]]:
+    """What is tried, and when nothing of it fits what is tried next."""
+    singles = list(_single_keys(request, plan))
+    yield [*singles, *_budgets(request, plan, [{}], budget_bytes)]
+    yield [*_pairs(singles), *_budgets(request, plan, singles, budget_bytes)]
+    yield list(_more_devices(request, plan, singles))
+
+
 def _single_keys(request: Request, plan: Plan) -> Iterator[Keys]:
     """Each candidate alone. Keys that only make sense together are one."""
     yield from ({"pipeline.microbatches": count} for count in _more_microbatches(request, plan))
-    order = ("none", "selective", "full")
-    have = plan.activations.policy
-    yield from ({"activations.policy": policy} for policy in order[order.index(have) + 1 :] if have in order)
+    yield from _more_recompute(plan)
     yield from _higher_stages(plan)
     if request.workload.optimizer in ("adam", "adamw"):
         own_kernel = {} if request.workload.optimizer_kernel == "auto" else {"train.optimizer_kernel": "auto"}
@@ -125,6 +131,31 @@ def _single_keys(request: Request, plan: Plan) -> Iterator[Keys]:
         yield {"precision.preset": "bf16"}
     if plan.offload.optimizer == "none":
         yield {"offload.optimizer": "cpu"}
+
+
+def _more_recompute(plan: Plan) -> Iterator[Keys]:
+    """Of all blocks alike; blocks one by one are `_budgets`."""
+    order, have = ("none", "selective", "full"), plan.activations.policy
+    if have == "budget":
+        yield {"activations.policy": "full", "activations.mixture": []}
+    else:
+        yield from ({"activations.policy": policy} for policy in order[order.index(have) + 1 :])
+
+
+def _budgets(request: Request, plan: Plan, beside: Sequence[Keys], budget_bytes: float) -> Iterator[Keys]:
+    """Beside each of these keys, no more recompute than fits; where it is not simply that of all blocks alike."""
+    for keys in beside:
+        if any(key.startswith("activations.") for key in keys):
+            continue
+        try:
+            changed_request, changed = with_keys(request, plan, keys)
+        except PlanError:
+            continue
+        mixture = choose_mixture(changed_request, changed, budget_bytes=budget_bytes)
+        if max(mixture) in (0, request.shape.num_layers):
+            continue
+        policy = {} if plan.activations.policy == "budget" else {"activations.policy": "budget"}
+        yield {**keys, **policy, "activations.mixture": list(mixture)}
 
 
 def _more_microbatches(request: Request, plan: Plan) -> list[int]:
@@ -218,7 +249,10 @@ def _say_speed(slower: float) -> str:
 
 
 def _one_a_kind(found: list[_Found]) -> list[_Found]:
-    """The fastest first; of several values for the same keys only the fastest. More devices: as few as will do."""
+    """The fastest first; of several values for the same keys only the fastest. More devices: as few as will do.
+
+    Which blocks are computed again is no key of its own beside how.
+    """
 
     def rank(one: _Found) -> tuple[int, float, int]:
         return one.num_devices, one.change.step_s, len(one.change.keys)
@@ -226,8 +260,9 @@ def _one_a_kind(found: list[_Found]) -> list[_Found]:
     seen: set[frozenset[str]] = set()
     chosen = []
     for one in sorted(found, key=rank):
-        if frozenset(one.change.keys) not in seen:
-            seen.add(frozenset(one.change.keys))
+        kind = frozenset("activations.policy" if key == "activations.mixture" else key for key in one.change.keys)
+        if kind not in seen:
+            seen.add(kind)
             chosen.append(one)
     return chosen
 

@@ -49,7 +49,8 @@ def run_of(model: str) -> RunSpec:
 
 def plan_of(
     schedule: str, *, pp: int = 2, stages: int = 1, cuts: int = 8, dp: int = 1, zero: int = 0, tp: int = 1,
-    stream: bool = True, recompute: str = "none", blocks: tuple[int, ...] = (), **tables: Any,
+    stream: bool = True, recompute: str = "none", mixture: tuple[int, ...] = (), blocks: tuple[int, ...] = (),
+    **tables: Any,
 ) -> Plan:  # fmt: skip
     return Plan.from_tables(
         {
@@ -57,7 +58,7 @@ def plan_of(
             "data_parallel": {"zero": zero},
             "tensor_parallel": {"sequence_parallel": stream},
             "pipeline": {"schedule": schedule, "virtual_stages": stages, "microbatches": cuts, "blocks": blocks},
-            "activations": {"policy": recompute},
+            "activations": {"policy": recompute, "mixture": mixture},
             **tables,
         }
     )
@@ -117,6 +118,21 @@ CAMPAIGN: dict[str, tuple[str, Plan, Place]] = {
     },
     "GPT-2, last": ("gpt2", plan_of("1f1b", **BF16), "last"),
     "recompute, first": ("llama", plan_of("gpipe", recompute="full", **BF16), "first"),
+    **{
+        f"{schedule}, budget {mixture}, ZeRO-{zero}, {place}": (
+            "llama",
+            plan_of(schedule, stages=stages, dp=2, zero=zero, recompute="budget", mixture=mixture, **BF16),
+            place,
+        )
+        for schedule, stages, zero in (("gpipe", 1, 0), ("1f1b", 1, 3), ("interleaved_1f1b", 2, 1), ("zbv", 2, 0))
+        for mixture in ((3, 0), (2, 4), (0, 5))
+        for place in ("first", "last")
+    },
+    "1f1b, tp 2, budget, first": (
+        "llama",
+        plan_of("1f1b", tp=2, cuts=4, recompute="budget", mixture=(2, 3), **BF16),
+        "first",
+    ),
     "tied, ZeRO-3, last": ("tied", plan_of("1f1b", dp=2, zero=3), "last"),
 }
 

@@ -257,3 +257,25 @@ def test_a_key_that_the_search_does_not_look_at_is_refused(key: str) -> None:
     assert found.code == 2
     assert "error [W103]" in found.err
     assert "hint:" in found.err
+
+
+def test_a_budget_is_chosen_for_the_devices_and_written(tmp_path: Path) -> None:
+    path, out = tmp_path / "plan.toml", tmp_path / "chosen.toml"
+    mesh = "[mesh]\ndp_shard = 8\n[precision]\npreset = 'bf16'\n"
+    path.write_text(mesh + "[activations]\npolicy = 'budget'\n")
+    asked = ("plan", "llama-3-8b", *EIGHT, "--global-batch", "16", "--sequence-length", "8192", "--plan", str(path))
+    found = answer(*asked, "--out", str(out))["plans"][0]
+    assert found["fits"]
+    mixture = found["plan"]["activations"]["mixture"]
+    assert 0 < mixture[0] < sum(mixture) <= 32
+    assert Plan.from_file(out).activations.mixture == tuple(mixture)
+    assert answer(*asked[:-1], str(out))["plans"][0]["memory"] == found["memory"]
+
+
+def test_a_mixture_for_another_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text("[mesh]\ndp_shard = 8\n[activations]\npolicy = 'budget'\nmixture = [30, 30]\n")
+    found = told(*ASKED, "--plan", str(path))
+    assert found.code == 2
+    assert "error [W201]" in found.err
+    assert "at most 32" in found.err

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weft.core.config import apply_settings
 from weft.core.errors import BadValueError, ConfigFileError, NotBuiltError, PlanError, UnknownKeyError
-from weft.core.plan import Plan, default_plan_tables, require_executable
+from weft.core.plan import Plan, default_plan_tables, require_executable, require_mixture
 
 degrees = st.sampled_from([1, 2, 4, 8])
 
@@ -60,6 +60,8 @@ def test_a_sharding_mesh_without_a_stage_is_zero_3_and_a_named_stage_is_kept() -
         {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 0}},
         {"data_parallel": {"strategy": "dataparallel", "zero": 2}},
         {"mesh": {"dp_shard": 3, "ep": 2}},
+        {"activations": {"policy": "full", "mixture": [2, 2]}},
+        {"activations": {"mixture": [0, 0]}},
     ],
 )
 def test_contradictions_are_refused_with_a_hint(tables: dict[str, dict[str, object]]) -> None:
@@ -75,8 +77,9 @@ def test_contradictions_are_refused_with_a_hint(tables: dict[str, dict[str, obje
         {"mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream"}, "precision": {"preset": "fp16"}},
         {"mesh": {"pp": 2, "tp": 4}, "tensor_parallel": {"mode": "2d"}},
         {"mesh": {"cp": 2}},
-        {"activations": {"policy": "budget"}},
         {"activations": {"policy": "full", "offload": "cpu"}},
+        {"activations": {"policy": "budget", "mixture": [1, 1]}, "compile": {"enabled": True}},
+        {"activations": {"policy": "budget"}, "data_parallel": {"strategy": "dataparallel"}},
         {"activations": {"policy": "full"}, "data_parallel": {"strategy": "dataparallel"}},
         {"offload": {"optimizer": "cpu"}},
         {"compile": {"enabled": True}, "mesh": {"tp": 2}},
@@ -102,7 +105,8 @@ def test_what_is_not_built_is_refused_by_name(tables: dict[str, dict[str, object
 
 
 def test_everything_the_engine_has_is_executable() -> None:
-    recomputed = [{"activations": {"policy": policy}} for policy in ("full", "selective")]
+    recomputed = [{"activations": {"policy": policy}} for policy in ("full", "selective", "budget")]
+    recomputed += [{"activations": {"policy": "budget", "mixture": [2, 0]}, "compile": {"enabled": True}}]
     hsdp = {"dp_shard": 2, "dp_replicate": 2}
     meshes = [{"mesh": hsdp}, {"mesh": {"tp": 2}}, {"mesh": {"pp": 2, **hsdp}}]
     for tables in ({}, *meshes, {"precision": {"preset": "fp16"}}, *recomputed):
@@ -192,3 +196,27 @@ def test_malformed_settings_are_refused(setting: str) -> None:
 )
 def test_low_parts_mean_bf16_unless_a_preset_is_named(tables: dict[str, dict[str, object]], preset: str) -> None:
     assert Plan.from_tables(tables).precision.preset == preset
+
+
+@pytest.mark.parametrize("mixture", [[1], [1, 2, 3], [-1, 2], [1.5, 2], [True, 1], "2", 3])
+def test_a_mixture_is_two_counts(mixture: object) -> None:
+    with pytest.raises(BadValueError, match=r"activations\.mixture") as caught:
+        Plan.from_tables({"activations": {"policy": "budget", "mixture": mixture}})
+    assert "fully, selectively" in caught.value.hint
+
+
+def test_a_mixture_is_printed_and_an_empty_one_is_open() -> None:
+    plan = Plan.from_tables({"activations": {"policy": "budget", "mixture": [2, 3]}})
+    assert Plan.from_tables(tomllib.loads(plan.to_toml())) == plan
+    assert not plan.activations.is_open
+    assert Plan.from_tables({"activations": {"policy": "budget", "mixture": []}}).activations.is_open
+
+
+def test_a_mixture_is_for_the_blocks_there_are() -> None:
+    plan = Plan.from_tables({"activations": {"policy": "budget", "mixture": [2, 3]}})
+    require_mixture(plan, num_blocks=5)
+    with pytest.raises(PlanError, match="is 5 blocks, and the model has 4") as caught:
+        require_mixture(plan, num_blocks=4)
+    assert "at most 4" in caught.value.hint
+    with pytest.raises(PlanError, match="leaves open"):
+        require_mixture(Plan.from_tables({"activations": {"policy": "budget"}}), num_blocks=4)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft.engine.recompute as recompute
-from weft.core.errors import NoBlocksError
+from weft.core.errors import NoBlocksError, PlanError
 from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec
 from weft.engine.around import put_around
@@ -34,16 +34,19 @@ MODELS = {
         type="gemma2",
         config={**LLAMA, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8},
     ),
+    "four": ModelSpec(type="llama", config={**LLAMA, "num_hidden_layers": 4}),
     # noise that is neither dropout nor attention dropout
     "jitter": ModelSpec(type="mixtral", config={**MIXTRAL, "router_jitter_noise": 0.3}),
 }
 
 
-def engine_of(family: str, policy: str, *, preset: str = "fp32", zero: int = 0, count: int = 2) -> Engine:
+def engine_of(
+    family: str, policy: str, *, mixture: tuple[int, ...] = (), preset: str = "fp32", zero: int = 0, count: int = 2
+) -> Engine:
     config = build_config(MODELS[family], vocab_size=257)
     skeleton = build_skeleton(config)
     plan = {
-        "activations": {"policy": policy},
+        "activations": {"policy": policy, "mixture": mixture},
         "precision": {"preset": preset},
         "data_parallel": {"zero": zero},
         "pipeline": {"microbatches": count},
@@ -85,6 +88,23 @@ def test_gradients_have_the_bits_of_no_recompute(family: str, preset: str) -> No
         assert_same_bits(expected, gradients(engine_of(family, policy, preset=preset)))
 
 
+@pytest.mark.parametrize(
+    ("family", "mixture", "zero"),
+    [("four", (1, 1), 0), ("four", (2, 1), 3), ("four", (0, 0), 0), ("gpt2-four", (1, 2), 0), ("mixtral", (0, 1), 0)],
+)
+def test_a_budget_has_the_bits_of_no_recompute(family: str, mixture: tuple[int, int], zero: int) -> None:
+    """GPT-2 drops 0.1 in blocks that are computed again and in those that are not."""
+    expected = gradients(engine_of(family, "none", zero=zero))
+    assert_same_bits(expected, gradients(engine_of(family, "budget", mixture=mixture, zero=zero)))
+
+
+@pytest.mark.parametrize(("mixture", "sentence"), [((), "leaves open"), ((3, 2), "is 5 blocks, and the model has 4")])
+def test_a_budget_that_is_open_or_too_large_is_refused(mixture: tuple[int, ...], sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence) as caught:
+        engine_of("four", "budget", mixture=mixture)
+    assert caught.value.hint
+
+
 @pytest.mark.parametrize(("policy", "preset"), [("full", "bf16"), ("selective", "fp16")])
 def test_sharded_units_are_gathered_around_what_is_repeated(policy: str, preset: str) -> None:
     expected = gradients(engine_of("gpt2", "none", preset=preset, zero=3))
@@ -103,8 +123,8 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators(policy: str) -> Counter[str]:
-    engine = engine_of("llama", policy, count=1)
+def operators(policy: str, *, family: str = "llama", mixture: tuple[int, ...] = ()) -> Counter[str]:
+    engine = engine_of(family, policy, mixture=mixture, count=1)
     with Operators() as seen:  # type: ignore[no-untyped-call]
         engine.step(small_batch())
     return seen.counts
@@ -118,6 +138,15 @@ def test_full_runs_a_block_twice_and_selective_only_what_is_cheap() -> None:
     assert 6 * LAYERS <= full["aten.mm"] - plain["aten.mm"] <= 7 * LAYERS
     assert selective["aten.mm"] == plain["aten.mm"]
     assert full["aten.silu"] == selective["aten.silu"] == 2 * plain["aten.silu"] == 2 * LAYERS
+
+
+def test_a_budget_runs_its_blocks_again_and_no_other() -> None:
+    plain = operators("none", family="four")
+    attention, silu = "aten._scaled_dot_product_flash_attention_for_cpu", "aten.silu"
+    for full, selective in ((1, 2), (2, 0), (0, 3), (4, 0), (0, 0)):
+        found = operators("budget", family="four", mixture=(full, selective))
+        assert found[attention] - plain[attention] == full
+        assert found[silu] - plain[silu] == full + selective
 
 
 def test_every_operator_that_is_kept_exists() -> None:

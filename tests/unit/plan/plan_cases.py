@@ -73,7 +73,7 @@ def plan_with(**keys: Any) -> Plan:
         "tensor_parallel": ("mode", "sequence_parallel", "loss_parallel"),
         "pipeline": ("schedule", "microbatches", "virtual_stages", "blocks"),
         "precision": ("preset",),
-        "activations": ("policy",),
+        "activations": ("policy", "mixture"),
         "offload": ("optimizer", "parameters"),
         "compile": ("enabled",),
     }

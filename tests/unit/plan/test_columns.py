@@ -33,15 +33,13 @@ def test_every_schedule_and_mode_of_a_plan_file_has_its_index() -> None:
         {"policy": "selective", "offload_activations": "cpu", "optimizer": "nvme", "parameters": "cpu"},
         {"enabled": True, "pp": 2, "schedule": "pipedream_2bw"},
         {"pp": 4, "blocks": [5, 5, 5, 1]},
+        {"policy": "budget", "mixture": [3, 8]},
+        {"policy": "budget", "mixture": [0, 0]},
     ],
 )
 def test_a_plan_comes_back_from_its_columns(keys: dict[str, object]) -> None:
     plan = plan_with(preset="bf16", **keys)
     assert plan_at(columns_of([plan]), 0, precision={"preset": "bf16"}) == plan
-
-
-def test_a_budget_counts_as_selective() -> None:
-    assert plan_at(columns_with({"policy": "budget"}), 0, precision={}).activations.policy == "selective"
 
 
 @given(request=requests(), data=st.data())

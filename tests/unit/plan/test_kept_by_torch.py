@@ -7,6 +7,7 @@ With recompute, what is alive after one block more than after the one before: no
 from __future__ import annotations
 
 import weakref
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -109,10 +110,15 @@ class LiveBytes(TorchDispatchMode):
 
 
 def alive_bytes_of_a_block(kind: str, config: dict[str, Any], policy: Any) -> int:
-    model = built(kind, config, layers=3)
+    return alive_bytes_of_blocks(kind, config, Activations(policy=policy), layers=3)[2]
+
+
+def alive_bytes_of_blocks(kind: str, config: dict[str, Any], activations: Activations, *, layers: int) -> list[int]:
+    """What is alive after each block more than after the one before; of the first, with what comes before it."""
+    model = built(kind, config, layers=layers)
     layout = describe(model)
-    apply_recompute(model, layout, Activations(policy=policy))
-    marks: list[int] = []
+    apply_recompute(model, layout, activations)
+    marks = [0]
     with LiveBytes() as live:  # type: ignore[no-untyped-call]
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.detach()  # views of weights are no block's
@@ -120,7 +126,7 @@ def alive_bytes_of_a_block(kind: str, config: dict[str, Any], policy: Any) -> in
             model.get_submodule(name).register_forward_hook(lambda *_: marks.append(sum(live.sizes.values())))
         outputs = model(input_ids=torch.randint(0, 64, (ROWS, LENGTH)), use_cache=False)
     del outputs
-    return marks[2] - marks[1]
+    return [after - before for before, after in pairwise(marks)]
 
 
 def bytes_kept(kept: Kept) -> float:
@@ -153,3 +159,21 @@ def test_a_recomputed_block_keeps_what_the_formula_says(kind: str) -> None:
     partly = kept_selectively(block, compute_bytes=2, writes_scores=writes_scores, hidden_size=hidden)
     assert bytes_kept(partly) == alive_bytes_of_a_block(kind, config, "selective")
     assert bytes_kept(kept_fully(compute_bytes=2, hidden_size=hidden)) == alive_bytes_of_a_block(kind, config, "full")
+
+
+def test_blocks_of_a_budget_save_what_their_own_formulas_say() -> None:
+    """Of three: full, selective, none. Together: what a block keeps of its output counts with the next one."""
+    config = RECOMPUTED["llama"]
+    shape = zoo.shape_from_type("llama", {**config, "num_hidden_layers": 3})
+    block, hidden = shape.kinds[0], shape.hidden_size
+    mixed, whole = (
+        sum(alive_bytes_of_blocks("llama", config, activations, layers=3))
+        for activations in (Activations(policy="budget", mixture=(1, 1)), Activations())
+    )
+    everything, partly = (
+        kept(block, compute_bytes=2, writes_scores=False, hidden_size=hidden) for kept in (kept_by, kept_selectively)
+    )
+    input_only = kept_fully(compute_bytes=2, hidden_size=hidden)
+    assert whole - mixed == pytest.approx(
+        bytes_kept(everything - partly) + bytes_kept(everything - input_only), rel=0.02
+    )

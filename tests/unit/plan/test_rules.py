@@ -53,6 +53,7 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("stages", MOE, {"pp": 4, "dp_replicate": 2, "microbatches": 8, "schedule": "zbv", "virtual_stages": 2}),
     ("blocks", LLAMA, {"pp": 8, "microbatches": 8, "blocks": [4, 4, 4, 4, 4, 4, 4, 3]}),
     ("blocks", LLAMA, {"pp": 8, "microbatches": 8, "blocks": [16, 16]}),
+    ("mixture", LLAMA, {"dp_replicate": 8, "policy": "budget", "mixture": [20, 13]}),
     ("virtual_stages", LLAMA, {"pp": 8, "microbatches": 8, "virtual_stages": 2}),
     ("virtual_stages", LLAMA, {"pp": 8, "microbatches": 8, "schedule": "interleaved_1f1b"}),
     ("virtual_stages", LLAMA, {"pp": 8, "microbatches": 8, "schedule": "zbv"}),

@@ -80,6 +80,7 @@ def layouts(world: int) -> dict[str, dict[str, Any]]:
         "zbv x DDP": tables("zbv", mesh={"dp_replicate": 2}),
         **shards,
         "1f1b x tp 2": tables("1f1b", mesh={"tp": 2}),
+        "1f1b x tp 2, budget": tables("1f1b", mesh={"tp": 2}, activations={"policy": "budget", "mixture": [1, 2]}),
         "zbv x tp 2, recompute": tables("zbv", mesh={"tp": 2}, activations={"policy": "full"}),
     }
 
@@ -95,7 +96,7 @@ def curves(rank: int, world: int, family: str, names: list[str]) -> dict[str, tu
     return found
 
 
-SAMPLE = ["1f1b x DDP", "1f1b x ZeRO-2", "interleaved_1f1b x ZeRO-3", "zbv x ZeRO-1", "1f1b x tp 2"]
+SAMPLE = ["1f1b x DDP", "1f1b x ZeRO-2", "interleaved_1f1b x ZeRO-3", "zbv x ZeRO-1", "1f1b x tp 2, budget"]
 CASES = {
     "llama, sample": ("llama", SAMPLE),
     "llama": ("llama", [name for name in layouts(4) if name not in SAMPLE]),
