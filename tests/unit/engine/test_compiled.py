@@ -45,6 +45,7 @@ def is_compiled(engine: Engine) -> tuple[bool, str]:
         ("llama", {}),
         ("llama", {"data_parallel": {"zero": 3}}),
         ("llama", {"activations": {"policy": "full"}, "pipeline": {"microbatches": 2}}),
+        ("llama", {"activations": {"policy": "budget", "mixture": [2, 0]}}),
         ("qwen3-tied", {"precision": {"preset": "bf16"}}),
         ("qwen3-tied", {"precision": {"preset": "bf16"}, "data_parallel": {"zero": 2}, "kernels": {"loss": "fused"}}),
     ],
