@@ -338,8 +338,8 @@ def require_executable(plan: Plan) -> None:
         (plan.offload != default.offload, "offload ([offload])"),
         *((plan.compile.enabled and has, f"compiled blocks with {what}") for has, what in _not_compiled(plan)),
         (
-            plan.kernels.loss == "fused" and (plan.mesh.tp > 1 or plan.mesh.pp > 1 or _is_threaded(plan)),
-            "a fused loss (kernels.loss) with tensor parallelism, a pipeline or dataparallel",
+            plan.kernels.loss == "fused" and (plan.mesh.tp > 1 or _is_threaded(plan)),
+            "a fused loss (kernels.loss) with tensor parallelism or dataparallel",
         ),
         *((plan.float8.linears != "none" and has, f"float8 with {what}") for has, what in _not_float8(plan)),
     ]

@@ -1,8 +1,11 @@
-"""Which of the ways to be fast an engine has on, told after its first step. It decides nothing."""
+"""Which of the ways to be fast an engine has on, told after its first step. It decides nothing. Collective."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from weft.core.records import TechniqueRecord
 from weft.engine.randomness import uses_randomness
@@ -30,11 +33,22 @@ def _loss(engine: Engine) -> TechniqueRecord:
         asked = engine.plan.kernels.loss == "fused"
         why = "; ".join(engine.notes) if asked else "kernels.loss is 'whole'"
         return TechniqueRecord(technique="fused head and loss", on=False, why=why)
-    if head.made_whole:
+    made_whole = _made_whole(engine, head.made_whole)
+    if made_whole:
         return TechniqueRecord(
-            technique="fused head and loss", on=False, why=f"the model's code needs its logits whole: {head.made_whole}"
+            technique="fused head and loss", on=False, why=f"the model's code needs its logits whole: {made_whole}"
         )
     return TechniqueRecord(technique="fused head and loss", on=True, why="logits exist in stretches")
+
+
+def _made_whole(engine: Engine, asked: str) -> str:
+    """What asked for whole logits; in a pipeline only the last stage's ranks have seen it."""
+    walk = engine.pipeline.walk
+    if walk is None:
+        return asked
+    count = torch.tensor([float(bool(asked))], device=engine.device)
+    dist.all_reduce(count, group=walk.line.down)
+    return asked or ("on the last stage" if count.item() else "")
 
 
 def _optimizer(engine: Engine) -> TechniqueRecord:

@@ -34,12 +34,12 @@ class Flight:
     has_gradients: Bools
 
 
-def flight_of(view: View, *, one_bytes: Floats, logits: Floats, gradient_bytes: Floats) -> Flight:
-    """`one_bytes`: activations of one micro-batch; `logits`: how many it has here; `gradient_bytes`: all gradients."""
+def flight_of(view: View, *, one_bytes: Floats, loss_bytes: Floats, gradient_bytes: Floats) -> Flight:
+    """A micro-batch has `one_bytes` of activations and its loss keeps `loss_bytes`; `gradient_bytes`: all gradients."""
     columns, stage = view.columns, view.stage
     several = columns.microbatches > 1
     is_full = several & (columns.pp > 1) & (stage.in_flight + stage.waiting >= columns.microbatches)
-    is_before = is_full & (one_bytes + logits * LOG_PROBABILITY_BYTES > gradient_bytes)
+    is_before = is_full & (one_bytes + loss_bytes > gradient_bytes)
     less = (is_full & ~is_before).astype(np.float64)
     return Flight(
         whole=stage.in_flight - less / stage.num_stages,

@@ -101,9 +101,11 @@ def _parts(view: View) -> Parts:
         logits = logits + numbers * view.sizes.activation
     is_fused = (view.columns.fused_loss > 0) & stage.holds_head
     logits = np.where(is_fused, _stretch(view) * view.sizes.activation, logits)
-    final = final + np.where(is_fused, _fused_gradients(view), 0.0)
+    ready = np.where(is_fused, _fused_gradients(view), 0.0)
+    final = final + ready
     earlier = gradients_of_earlier(view)
-    flight = flight_of(view, one_bytes=one, logits=numbers, gradient_bytes=earlier)
+    loss_bytes = np.where(is_fused, ready, numbers * LOG_PROBABILITY_BYTES)
+    flight = flight_of(view, one_bytes=one, loss_bytes=loss_bytes, gradient_bytes=earlier)
     others = np.maximum(flight.on_last_stage - 1, 0.0)
     kept = one * flight.whole + edge_bytes(view, flight) + waiting_bytes(view) + others * final
     # offloaded activations leave two blocks on the device: the one in use and the one being fetched
@@ -111,6 +113,7 @@ def _parts(view: View) -> Parts:
     elsewhere = np.where(view.columns.offload_activations > 0, 0.0, one * (stage.in_flight - stage.at_loss))
     kept_logit = np.where(is_cut, view.sizes.activation, LOG_PROBABILITY_BYTES)
     held = numbers * (others * kept_logit + stage.waiting * view.sizes.activation)
+    held = np.where(is_fused, 0.0, held)  # gradients wait instead, of the head and its input: part of `final`
     return Parts(
         view=view,
         rest=_resident(view),

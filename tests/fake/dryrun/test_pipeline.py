@@ -19,6 +19,7 @@ from weft.plan.stages import Place, rank_at
 
 CLOSE = 0.04  # of the peak
 BF16 = {"precision": {"preset": "bf16"}}
+FUSED = {"kernels": {"loss": "fused"}}
 _SIZES = {
     "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 4096,
@@ -68,6 +69,8 @@ CASES: dict[str, tuple[str, Plan, Place]] = {
     "1f1b, tied, last": ("tied", plan_of("1f1b", **BF16), "last"),
     "zbv, by hand, first": ("llama", plan_of("zbv", stages=2, blocks=(4, 2, 1, 1), **BF16), "first"),
     "zero bubble, ZeRO-1, first": ("llama", plan_of("zero_bubble", dp=2, zero=1, cuts=4), "first"),
+    # gradients of the head wait with every micro-batch, and no logits do
+    "GPipe, fused loss, last": ("llama", plan_of("gpipe", pp=4, **BF16, **FUSED), "last"),
     # several stages a rank: the root is kept and reduced once; nothing is gathered ahead for another stage
     "looped BFS, ZeRO-1, first": ("llama", plan_of("looped_bfs", stages=2, dp=2, zero=1, cuts=4), "first"),
     "interleaved, GPT-2, ZeRO-3, first": (
@@ -116,6 +119,16 @@ CAMPAIGN: dict[str, tuple[str, Plan, Place]] = {
         for schedule in ("zbv", "interleaved_1f1b", "looped_bfs")
         for zero in (1, 2, 3)
     },
+    **{
+        f"{schedule}, fused loss, ZeRO-{zero}, {place}": (
+            "llama",
+            plan_of(schedule, stages=stages, dp=2, zero=zero, cuts=4, **BF16, **FUSED),
+            place,
+        )
+        for schedule, stages, zero in (("1f1b", 1, 0), ("zero_bubble", 1, 1), ("zbv", 2, 1), ("interleaved_1f1b", 2, 3))
+        for place in ("first", "last")
+    },
+    "1f1b, tied, fused loss, last": ("tied", plan_of("1f1b", **FUSED), "last"),
     "GPT-2, last": ("gpt2", plan_of("1f1b", **BF16), "last"),
     "recompute, first": ("llama", plan_of("gpipe", recompute="full", **BF16), "first"),
     **{

@@ -11,7 +11,7 @@ import torch
 from mutations import replaced
 
 import weft.engine.engine
-from weft.engine import delayed, randomness
+from weft.engine import delayed, head_loss, randomness
 from weft.engine.deferred import Deferred
 from weft.engine.pp.endless import EndlessWalk
 from weft.engine.pp.mail import Mail, Message
@@ -203,3 +203,15 @@ def stages_agree_after_every_step() -> Any:
         return train
 
     return replaced(Walk, "train", make)
+
+
+def head_left_to_the_second_half() -> Any:
+    """A split backward takes the head's gradient for one that waits, and nothing waits for it."""
+
+    def make(original: Any) -> Any:
+        def apply(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+            return original(hidden, weight if Deferred.active is None else weight.detach(), *rest)  # type: ignore[no-any-return]
+
+        return apply
+
+    return replaced(head_loss._FusedLoss, "apply", make)

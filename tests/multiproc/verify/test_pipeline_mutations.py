@@ -46,6 +46,10 @@ GROUPS: dict[str, Group] = {
         plan=cut("zero_bubble"),
         bugs=(Bug(mutate=bugs.weights_gradients_lost, check="gradients", step=1),),
     ),
+    "split backward, fused loss": Group(
+        plan={**cut("zero_bubble"), "kernels": {"loss": "fused"}},
+        bugs=(Bug(mutate=bugs.head_left_to_the_second_half, check="gradients", words=("lm_head",), step=1),),
+    ),
     "stashed": Group(
         plan=cut("pipedream"),
         bugs=(

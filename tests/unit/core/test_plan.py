@@ -109,7 +109,8 @@ def test_everything_the_engine_has_is_executable() -> None:
     recomputed += [{"activations": {"policy": "budget", "mixture": [2, 0]}, "compile": {"enabled": True}}]
     hsdp = {"dp_shard": 2, "dp_replicate": 2}
     meshes = [{"mesh": hsdp}, {"mesh": {"tp": 2}}, {"mesh": {"pp": 2, **hsdp}}]
-    for tables in ({}, *meshes, {"precision": {"preset": "fp16"}}, *recomputed):
+    fused = [{"kernels": {"loss": "fused"}, "mesh": mesh} for mesh in ({"pp": 2}, hsdp)]
+    for tables in ({}, *meshes, *fused, {"precision": {"preset": "fp16"}}, *recomputed):
         require_executable(Plan.from_tables(tables))
 
 

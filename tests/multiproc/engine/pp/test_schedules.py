@@ -15,6 +15,8 @@ from gloo_ranks import run_ranks
 from tiny import build_engine, global_batch, train_steps
 from tolerances import SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL, SAME_STEP_REL
 
+import weft.engine.head_loss as head_loss
+from weft.engine.fast_path import fast_path
 from weft.schedule import count_in_flight, generate
 
 STEPS = 4
@@ -66,6 +68,65 @@ def test_every_schedule_has_the_bits_of_one_process(family: str) -> None:
         schedule = generate(name, num_ranks=2, num_microbatches=CUTS, virtual_stages=stages)
         planned = dict(enumerate(count_in_flight(schedule).by_stage_until_weight))
         assert {stage: most for _, _, held in found for stage, most in held.items()} == planned, name
+
+
+def fused_gradients(rank: int, world: int, family: str, plans: dict[str, Any]) -> dict[str, tuple[Arrays, float]]:
+    head_loss.STRETCH_ELEMENTS = 257 * 40  # 64 tokens a micro-batch: two stretches
+    head_loss._ROWS = 1
+    found = {}
+    for name, plan in plans.items():
+        gradients, loss, _ = first_gradients(rank, world, family, {**plan, "kernels": {"loss": "fused"}})
+        found[name] = gradients, loss
+    return found
+
+
+SPLIT = ["zero_bubble", "zbv"]
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("llama", SPLIT),
+        pytest.param("llama", list(SCHEDULES), marks=pytest.mark.slow),
+        pytest.param("qwen3-four", list(SCHEDULES), marks=pytest.mark.slow),  # tied
+    ],
+)
+def test_a_fused_loss_gives_the_last_stage_its_gradients(family: str, names: list[str]) -> None:
+    """Those of the head come with the loss: also where the other weights' wait for the second half of a backward."""
+    cut: dict[str, Any] = {"pipeline": {"microbatches": CUTS}}
+    ((whole, whole_loss, _),) = run_ranks(first_gradients, 1, family, cut)
+    expected, loss = run_ranks(fused_gradients, 1, family, {"": cut})[0][""]
+    assert loss == pytest.approx(whole_loss, rel=SAME_STEP_REL)
+    by_rank = run_ranks(fused_gradients, 2, family, {name: tables(name) for name in names}, timeout_s=120)
+    for name in names:
+        found = [of_rank[name] for of_rank in by_rank]
+        assert {value for _, value in found} == {loss}, name
+        gradients = {key: value for tensors, _ in found for key, value in tensors.items()}
+        for key, value in expected.items():
+            close = SAME_STEP_REL * abs(value).max()
+            np.testing.assert_allclose(value, whole[key], rtol=SAME_STEP_REL, atol=10 * close)
+            if "embed" in key or name in BACKWARDS_REVERSED:
+                np.testing.assert_allclose(gradients[key], value, rtol=SAME_STEP_REL, atol=close)
+            else:
+                assert np.array_equal(gradients[key], value), (name, key)
+
+
+def whole_where_asked(rank: int, world: int) -> list[tuple[bool, str]]:
+    engine = build_engine("llama", {**tables("1f1b"), "kernels": {"loss": "fused"}})
+    assert engine.head_loss is not None
+    found = []
+    for asked in ("", "[]" if rank == 1 else ""):
+        engine.head_loss.made_whole = asked
+        found += [(row.on, row.why) for row in fast_path(engine) if row.technique == "fused head and loss"]
+    return found
+
+
+def test_the_first_rank_tells_what_only_the_last_stage_has_seen() -> None:
+    first, last = run_ranks(whole_where_asked, 2)
+    assert first[0][0]
+    assert last[0][0]
+    assert first[1] == (False, "the model's code needs its logits whole: on the last stage")
+    assert last[1] == (False, "the model's code needs its logits whole: []")
 
 
 def layouts(world: int) -> dict[str, dict[str, Any]]:
