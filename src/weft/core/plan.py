@@ -337,9 +337,9 @@ def require_executable(plan: Plan) -> None:
         ),
         (plan.offload != default.offload, "offload ([offload])"),
         *((plan.compile.enabled and has, f"compiled blocks with {what}") for has, what in _not_compiled(plan)),
-        (
-            plan.kernels.loss == "fused" and (plan.mesh.tp > 1 or _is_threaded(plan)),
-            "a fused loss (kernels.loss) with tensor parallelism or dataparallel",
+        *(
+            (plan.kernels.loss == "fused" and has, f"a fused loss (kernels.loss) with {what}")
+            for has, what in _not_fused(plan)
         ),
         *((plan.float8.linears != "none" and has, f"float8 with {what}") for has, what in _not_float8(plan)),
     ]
@@ -361,6 +361,15 @@ def _not_compiled(plan: Plan) -> list[tuple[bool, str]]:
         (plan.mesh.pp > 1, "a pipeline"),
         (_is_threaded(plan), "dataparallel"),
         (plan.activations.is_selective, "selective recompute"),
+    ]
+
+
+def _not_fused(plan: Plan) -> list[tuple[bool, str]]:
+    """What a head with its loss does not go with yet."""
+    tensor = plan.tensor_parallel
+    return [
+        (plan.mesh.tp > 1 and tensor.mode != "1d", f"tensor_parallel.mode = {tensor.mode!r}"),
+        (_is_threaded(plan), "dataparallel"),
     ]
 
 

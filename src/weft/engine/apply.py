@@ -93,7 +93,8 @@ def apply_plan(
         apply_compute_dtype(model, own, precision)
     float8 = apply_float8(model, own, plan.float8.linears, device=device)
     notes = apply_compile(model, own, device=device) if plan.compile.enabled else ()
-    head_loss, why_not = fuse_loss(model, is_asked=plan.kernels.loss == "fused" and not has_own_objective)
+    is_fused = plan.kernels.loss == "fused" and not has_own_objective
+    head_loss, why_not = fuse_loss(model, is_asked=is_fused, own=face.head, token_loss=face.token_loss)
     apply_recompute(model, layout, plan.activations, own=own.blocks)
     number_blocks(model, layout)
     strategy = choose_strategy(model, plan, topology)

@@ -6,14 +6,17 @@ taken inside the model's forward, while a sharded head is still gathered:
 
     for each stretch of rows:  z = h W^T;  z <- d(sum of losses)/dz, in place;  dh = z W;  dW += z^T h (float32)
 
-so gradients are ready with the loss, and the backward only multiplies them by what arrives.
+so gradients are ready with the loss, and the backward only multiplies them by what arrives. A head that is cut by
+vocabulary has a slice of z on each rank, and so a share of dh; the rest is its `Slice`'s (`engine/tp/stretch_loss.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +24,7 @@ from torch import nn
 
 from weft.engine.around import Forward, put_around
 from weft.engine.cross_entropy import Cap, cross_entropy_
-from weft.engine.objective import is_hugging_face, logits_of, token_loss_sum
+from weft.engine.objective import TokenLoss, is_hugging_face, logits_of, token_loss_sum
 
 STRETCH_ELEMENTS = 2**29  # of logits at a time: 1 GiB in bfloat16
 _PIECE = 2**24  # of a gradient at a time in float32: 64 MiB
@@ -29,12 +32,35 @@ _ROWS = 64  # stretches are multiples of so many rows: products of odd sizes are
 _UNCHANGED = ("float", "to", "contiguous", "clone")  # the loss is taken in float32 anyway, from what the head gives
 
 
-class HeadLoss:
-    """Puts itself around a model and its head; `given(labels)` makes calling the model give its summed loss."""
+class Slice(Protocol):
+    """What a rank with a part of the vocabulary does otherwise."""
 
-    def __init__(self, model: nn.Module, head: nn.Linear) -> None:
-        self._head = head
+    @property
+    def most_tokens(self) -> int:
+        """Of the largest part: ranks take the same stretches."""
+        ...
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Around the head's input, of which each rank has a share of the gradient."""
+        ...
+
+    def take_loss(
+        self, logits: torch.Tensor, labels: torch.Tensor, cap: Cap, *, wants_gradient: bool
+    ) -> torch.Tensor: ...
+
+
+class HeadLoss:
+    """Puts itself around a model and its head; `given(labels)` makes calling the model give its summed loss.
+
+    `own`: of a head that is cut, and `token_loss` then takes the loss of what its forward gives."""
+
+    def __init__(
+        self, model: nn.Module, head: nn.Linear, own: Slice | None = None, token_loss: TokenLoss | None = None
+    ) -> None:
+        self._head, self.own = head, own
+        self._token_loss = token_loss or token_loss_sum
         self._labels: torch.Tensor | None = None
+        self._asked: list[str] = []
         self.made_whole = ""  # what a model's code asked of its logits that needs them whole; the last time
         put_around(head, self._around_head)
         put_around(model, self._around_model)
@@ -50,27 +76,32 @@ class HeadLoss:
     def _around_head(self, forward: Forward, hidden: torch.Tensor) -> Any:
         if self._labels is None or hidden.shape[:-1] != self._labels.shape:
             return forward(hidden)
-        return LateLogits(hidden, self._head.weight, self._head.bias)
+        late = LateLogits(hidden, self._head.weight, self._head.bias, own=self.own)
+        late.make, self._asked = functools.partial(forward, hidden), late.asked
+        return late
 
     def _around_model(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         labels = self._labels
         if labels is None:
             return forward(*args, **kwargs)
+        self._asked = []
         logits = logits_of(forward(*args, **kwargs))
-        if not isinstance(logits, LateLogits):
-            return token_loss_sum(logits, labels)
-        self.made_whole = logits.asked
-        return logits.loss_sum(labels)
+        self.made_whole = ", ".join(dict.fromkeys(self._asked))
+        if isinstance(logits, LateLogits):
+            return logits.loss_sum(labels, self._token_loss)
+        return self._token_loss(logits, labels)
 
 
-def fuse_loss(model: nn.Module, *, is_asked: bool) -> tuple[HeadLoss | None, tuple[str, ...]]:
+def fuse_loss(
+    model: nn.Module, *, is_asked: bool, own: Slice | None = None, token_loss: TokenLoss | None = None
+) -> tuple[HeadLoss | None, tuple[str, ...]]:
     """The model's head with its loss, where that is asked and possible; and why it is not."""
     if not is_asked:
         return None, ()
     head, why_not = find_head(model) if is_hugging_face(model) else (None, "the model is no Hugging Face one")
     if head is None:
         return None, (f"the loss is not fused with the head: {why_not}",)
-    return HeadLoss(model, head), ()
+    return HeadLoss(model, head, own, token_loss), ()
 
 
 def find_head(model: nn.Module) -> tuple[nn.Linear | None, str]:
@@ -87,32 +118,43 @@ class LateLogits:
     """hidden W^T + b, scaled and capped, not computed. What is not foreseen here happens on the whole tensor."""
 
     def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cap: Cap | None = None
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        own: Slice | None = None,
     ) -> None:
-        self._hidden, self._weight, self._bias = hidden, weight, bias
-        self._cap = cap or Cap()
+        self._hidden, self._weight, self._bias, self._own = hidden, weight, bias, own
+        self._cap = Cap()
         self._whole: torch.Tensor | None = None
-        self.asked = ""  # what made it whole
+        self.make: Callable[[], torch.Tensor] = lambda: F.linear(hidden, weight, bias)
+        self.asked: list[str] = []  # what made it whole, or what it was before a scale or cap
 
-    def loss_sum(self, labels: torch.Tensor) -> torch.Tensor:
+    def loss_sum(self, labels: torch.Tensor, token_loss: TokenLoss = token_loss_sum) -> torch.Tensor:
+        """`token_loss` is for logits as `make` gives them."""
         if self._whole is not None:
-            return token_loss_sum(self._whole, labels)
-        rows, wants = self._hidden.flatten(0, -2), torch.is_grad_enabled()
-        loss: torch.Tensor = _FusedLoss.apply(rows, self._weight, self._bias, labels.flatten(), self._cap, wants)  # type: ignore[no-untyped-call]
+            return token_loss(self._whole, labels)
+        hidden = self._hidden if self._own is None else self._own.enter(self._hidden)
+        rows, wants = hidden.flatten(0, -2), torch.is_grad_enabled()
+        given = (rows, self._weight, self._bias, labels.flatten(), self._cap, self._own, wants)
+        loss: torch.Tensor = _FusedLoss.apply(*given)  # type: ignore[no-untyped-call]
         return loss
 
     def whole(self, asked: str) -> torch.Tensor:
         """As if the head had been called. Kept: code may write into it."""
         if self._whole is None:
-            self.asked = asked
-            self._whole = self._cap.of(F.linear(self._hidden, self._weight, self._bias))
+            self.asked.append(asked)
+            self._whole = self._cap.of(self.make())
         return self._whole
 
     def _then(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """What a tensor's method of this name gives."""
         cap = None if self._whole is not None else self._cap.then(name, *args) if not kwargs else None
         if cap is not None:
-            return LateLogits(self._hidden, self._weight, self._bias, cap)
+            late = copy.copy(self)
+            late._cap = cap
+            return late
         if self._whole is None and name in _UNCHANGED:
             return self
         return getattr(self.whole(name), name)(*args, **kwargs)
@@ -138,12 +180,24 @@ class LateLogits:
     def __getitem__(self, index: Any) -> Any:
         return self.whole("[]")[index]
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.whole("[]=")[index] = value
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
         if args and isinstance(args[0], cls) and hasattr(torch.Tensor, name):
             return args[0]._then(name, *args[1:], **(kwargs or {}))
         return func(*_whole(args, name), **_whole(kwargs or {}, name))
+
+
+def _on_whole(name: str) -> Any:
+    return lambda self, *args: getattr(self.whole(name.strip("_")), name)(*args)
+
+
+# Python looks operators up on the class: without these a model that adds a number would end in a TypeError
+for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "rtruediv", "lt", "le", "gt", "ge"):
+    setattr(LateLogits, f"__{_name}__", _on_whole(f"__{_name}__"))
 
 
 def _whole(value: Any, asked: str) -> Any:
@@ -160,16 +214,17 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> torch.Tensor:
-        hidden, weight, bias, labels, cap, wants = given
+        hidden, weight, bias, labels, cap, own, wants = given
+        take_loss = cross_entropy_ if own is None else own.take_loss
         wants_hidden, wants_weight, wants_bias = (wants and needed for needed in ctx.needs_input_grad[:3])
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         d_weight: torch.Tensor | None = None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
-        stretches = stretches_of(hidden.shape[0], weight.shape[0])
+        stretches = stretches_of(hidden.shape[0], weight.shape[0] if own is None else own.most_tokens)
         for rows in stretches:
             logits = F.linear(hidden[rows], weight, bias)
-            loss += cross_entropy_(logits, labels[rows], cap, wants_gradient=wants)
+            loss += take_loss(logits, labels[rows], cap, wants_gradient=wants)
             if d_hidden is not None:
                 torch.mm(logits, weight, out=d_hidden[rows])
             if wants_weight:
@@ -188,7 +243,7 @@ class _FusedLoss(torch.autograd.Function):
             None if gradient is None else _scaled(gradient, scale, dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return (*gradients, None, None, None)
+        return (*gradients, None, None, None, None)
 
 
 def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

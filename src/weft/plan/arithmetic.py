@@ -14,6 +14,7 @@ from weft.core.terms import MemoryTerm as Term
 from weft.plan.activations import bytes_of, kept_by, kept_fully, kept_selectively
 from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
+from weft.plan.fused_loss import num_stretches
 from weft.plan.memory import COMMUNICATOR_BYTES, FRAGMENTATION, LOSS_BYTES
 from weft.plan.request import Request, byte_sizes
 from weft.plan.stages import PLACES
@@ -184,14 +185,7 @@ def _activations(view: View, found: Estimate) -> list[Line]:
 
 def _others(view: View, found: Estimate) -> list[Line]:
     terms, device = found.memory_terms, view.request.cluster.device
-    is_cut = bool(view.columns.loss_parallel[0]) and int(view.columns.tp[0]) > 1 and view.shape.has_cut_head
-    vocab = view.shape.vocab_size / (int(view.columns.tp[0]) if is_cut else 1)
-    copies = (
-        f"{2 * view.sizes.activation} B (logits and their gradient) + float32 of one stretch"
-        if is_cut
-        else f"{LOSS_BYTES} B (three float32 copies)"
-    )
-    logits = f"{int(view.tokens[0]):,} tokens x {vocab:,.0f} words x {copies}"
+    logits = _logits(view)
     outside = f"{device.overhead_bytes / 2**20:,.0f} MiB context + {COMMUNICATOR_BYTES / 2**20:.0f} MiB a communicator"
     formulas = {
         Term.LOGITS: logits if terms[Term.LOGITS] else "freed before this moment",
@@ -200,3 +194,17 @@ def _others(view: View, found: Estimate) -> list[Line]:
         Term.FRAMEWORK: f"{outside} + {FRAGMENTATION:.0%} of what comes and goes",
     }
     return [Line(term=term, formula=formula, bytes=terms[term]) for term, formula in formulas.items()]
+
+
+def _logits(view: View) -> str:
+    is_fused, has_slices = bool(view.columns.fused_loss[0]), int(view.columns.tp[0]) > 1 and view.shape.has_cut_head
+    is_cut = has_slices and (is_fused or bool(view.columns.loss_parallel[0]))
+    vocab = view.shape.vocab_size / (int(view.columns.tp[0]) if is_cut else 1)
+    rows = f"{int(view.tokens[0]):,} tokens x {vocab:,.0f} words"
+    if is_fused:
+        stretches = int(num_stretches(view)[0])
+        piece = " + float32 of a piece" if is_cut else ""
+        return f"{rows} x {view.sizes.activation} B{f' / {stretches} stretches' if stretches > 1 else ''}{piece}"
+    if is_cut:
+        return f"{rows} x {2 * view.sizes.activation} B (logits and their gradient) + float32 of one stretch"
+    return f"{rows} x {LOSS_BYTES} B (three float32 copies)"

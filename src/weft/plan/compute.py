@@ -19,6 +19,7 @@ from weft.core.cluster import Device
 from weft.core.model_shape import BlockShape, LinearShape
 from weft.plan.activations import bytes_of, kept_by, kept_selectively, mean_keys
 from weft.plan.columns import Columns, Floats
+from weft.plan.fused_loss import is_cut
 from weft.plan.request import Request, byte_sizes
 from weft.plan.view import View
 
@@ -28,6 +29,7 @@ RING_ATTENTION = 1.15  # a ring computes attention in pieces and joins them
 MOVED_EAGER, MOVED_COMPILED = 12.0, 2.5
 LAUNCH_EAGER_S, LAUNCH_COMPILED_S = 1.5e-3, 0.2e-3  # a block's forward
 LOSS_PASSES = 7  # times the float32 logits are read or written, forward and backward
+CUT_LOSS_BYTES = 36  # a logit, of a fused loss of a cut head: two passes of several kernels (counted, not measured)
 FUSED_LOSS_PASSES = 3  # times the logits are, in their own format: read for the sum, read and written for the gradient
 
 
@@ -67,7 +69,8 @@ def block_seconds(view: View) -> BlockSeconds:
         again = again + stage.again.selective[:, index] * moved * kept_partly
     vocab = request.shape.vocab_size / columns.tp
     head = linear_s(device, request, rows=tokens, inner=request.shape.hidden_size, outer=vocab)
-    a_logit = np.where(columns.fused_loss > 0, FUSED_LOSS_PASSES * byte_sizes(request).activation, LOSS_PASSES * 4)
+    fused = np.where(is_cut(view), CUT_LOSS_BYTES, FUSED_LOSS_PASSES * byte_sizes(request).activation)
+    a_logit = np.where(columns.fused_loss > 0, fused, LOSS_PASSES * 4)
     loss = a_logit * tokens * vocab / _bandwidth(device)
     least = np.where(columns.compiled > 0, LAUNCH_COMPILED_S, LAUNCH_EAGER_S) * stage.blocks.sum(axis=1)
     launch = 3 * np.maximum(least - (matmul + attention + pointwise), 0.0)

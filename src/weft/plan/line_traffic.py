@@ -13,6 +13,7 @@ Per micro-batch, t tokens of h numbers, for each region (attention, an MLP, expe
 | token table          | forward all_reduce [t, h]    | the same                                           |
 | head                 | backward all_reduce [t, h]   | the same                                           |
 | loss                 | forward all_reduce [t], [2, t] float32; or all_gather of logits | the same        |
+| … fused              | forward all_reduce [t], [2, t] float32, in stretches            | the same        |
 
 Recompute, full or selective, sends what a block's forward sends once more, in the backward: but for the last exit,
 where nothing after it is kept (no norm, no dropout, no gate), since recomputing stops with the last tensor kept.
@@ -28,6 +29,7 @@ import numpy as np
 
 from weft.core.model_shape import BlockShape
 from weft.plan.columns import TP_MODES, Floats
+from weft.plan.fused_loss import num_stretches
 from weft.plan.links import gather_bytes, reduce_bytes
 from weft.plan.tensors import is_wide, tensors_of
 from weft.plan.view import View
@@ -169,12 +171,13 @@ def _ends(view: View) -> Iterator[Sent]:
     head: Floats = np.where(stage.holds_head & shape.has_cut_head, times, 0.0)
     yield "all_reduce", "forward", _reduced(view, _numbers(view, width)) * table, table
     yield "all_reduce", "backward", _reduced(view, _numbers(view, width)) * head, head
-    is_cut = view.columns.loss_parallel > 0
+    is_fused = view.columns.fused_loss > 0
+    is_cut = (view.columns.loss_parallel > 0) | is_fused
     yield (
         "all_reduce",
         "forward",
         _reduced(view, _numbers(view, 3 * FLOAT32_BYTES)) * head * is_cut,
-        2 * head * is_cut,
+        2 * head * is_cut * np.where(is_fused, num_stretches(view), 1.0),
     )
     padded = np.ceil(shape.vocab_size / view.columns.tp) * view.columns.tp * view.sizes.activation
     yield "all_gather", "forward", _gathered(view, view.tokens * padded) * head * ~is_cut, head * ~is_cut

@@ -13,6 +13,7 @@ import numpy as np
 
 from weft.core.model_shape import ModelShape
 from weft.core.terms import MemoryTerm as Term
+from weft.plan import fused_loss
 from weft.plan.columns import Floats, Ints
 from weft.plan.flight import LOG_PROBABILITY_BYTES, edge_bytes, flight_of, waiting_bytes
 from weft.plan.instants import MIB, Parts, Terms, gradients_of_earlier, has_buckets, instants_of
@@ -22,7 +23,6 @@ from weft.plan.view import View
 MATMUL_WORKSPACE_BYTES = 64 * MIB  # 32 MiB for each of the two threads that multiply (measured on Hopper)
 COMMUNICATOR_BYTES = 400 * MIB  # a communicator's own buffers: 0.3 to 0.7 GB are reported, one for each axis in use
 FRAGMENTATION = 0.02  # of what comes and goes within a step (measured 0 to 4%)
-FUSED_STRETCH_ELEMENTS = 2**29  # a fused loss takes its own in stretches of at most so many
 LOSS_STRETCH_ELEMENTS = 2**26  # loss parallel takes its logits in stretches of about so many
 LOSS_BYTES = 12  # float32 log-probabilities, their gradient, and the gradient of the logits
 
@@ -100,8 +100,8 @@ def _parts(view: View) -> Parts:
     if shape.caps_logits:  # its tanh is kept beside what the loss keeps
         logits = logits + numbers * view.sizes.activation
     is_fused = (view.columns.fused_loss > 0) & stage.holds_head
-    logits = np.where(is_fused, _stretch(view) * view.sizes.activation, logits)
-    ready = np.where(is_fused, _fused_gradients(view), 0.0)
+    logits = np.where(is_fused, fused_loss.loss_bytes(view), logits)
+    ready = np.where(is_fused, fused_loss.gradient_bytes(view), 0.0)
     final = final + ready
     earlier = gradients_of_earlier(view)
     loss_bytes = np.where(is_fused, ready, numbers * LOG_PROBABILITY_BYTES)
@@ -129,21 +129,6 @@ def _parts(view: View) -> Parts:
         num_blocks=stage.blocks.sum(axis=1),
         widest=_widest(shape),
     )
-
-
-def _stretch(view: View) -> Floats:
-    """Logits that a fused loss has at a time: rows in stretches of about one size."""
-    vocab = view.shape.vocab_size
-    count = np.ceil(view.tokens / max(1, FUSED_STRETCH_ELEMENTS // vocab))
-    return np.asarray(np.ceil(view.tokens / np.maximum(count, 1)) * vocab, dtype=np.float64)
-
-
-def _fused_gradients(view: View) -> Floats:
-    """Of the head and of its input, there with the loss: the head's in float32 where rows come in stretches."""
-    vocab, width = view.shape.vocab_size, view.shape.hidden_size
-    several = view.tokens * vocab > FUSED_STRETCH_ELEMENTS
-    a_weight = np.where(several, 4, view.sizes.activation)
-    return np.asarray(vocab * width * a_weight + view.tokens * width * view.sizes.activation, dtype=np.float64)
 
 
 def _resident(view: View) -> Terms:

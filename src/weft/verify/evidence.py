@@ -60,7 +60,6 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
         units=len(engine.layout.units),
         pipeline=PipelineFacts.of(engine),
         owners=_owners(engine),
-        tensors=TensorFacts.of(engine),
     )
 
     def keep(gradients: Mapping[str, torch.Tensor]) -> None:
@@ -90,6 +89,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
         if step in (0, last):  # after the first: what an evaluation leaves behind must not change the steps that follow
             evidence.eval_losses.append(engine.evaluate(evaluation).loss)
     engine.on_gradients = None
+    evidence.tensors = TensorFacts.of(engine, batches[last])
     evidence.dtypes = engine.dtypes()
     state = _over_stages(engine, {key: whole(value, engine) for key, value in engine.state().items()})
     evidence.weights = _part(state, MODEL)

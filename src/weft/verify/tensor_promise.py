@@ -7,6 +7,7 @@
 | … of experts           | its routing weights enter as well  |                                |
 | token table            | all_reduce                         |                                |
 | head                   | all_gather of logits, or the loss: 2 all_reduce | all_reduce        |
+| … fused with its loss  | 2 all_reduce a stretch of logits   | all_reduce                     |
 | ends of the stream     | all_gather (last block)            | all_gather (first block)       |
 
 Once a step: an all_reduce for each group of ranks that share gradients. Recompute repeats a block's forward, all but
@@ -23,7 +24,10 @@ from weft.comm.observer import SMALL_ELEMENTS
 from weft.core.mixture import block_policies
 from weft.core.plan import Plan
 from weft.engine.engine import Engine
+from weft.engine.head_loss import stretches_of
+from weft.engine.objective import Batch
 from weft.engine.ownership import boxes_of
+from weft.engine.rows import cut_rows
 from weft.engine.tp.gradients import ALONE_ELEMENTS
 from weft.models.tensor_finder import text_config
 from weft.models.tensor_layout import Region, TensorLayout
@@ -39,6 +43,7 @@ class TensorFacts:
 
     layout: TensorLayout | None
     is_loss_cut: bool
+    fused_sums: int | None  # all-reduces of a loss that is fused with a head that is cut, in a step; None: it is not
     num_repeated: int  # of this rank's blocks: those that are computed again
     is_partly_frozen: bool
     shared_sums: int  # all-reduces of gradients that ranks have only shares of
@@ -49,13 +54,15 @@ class TensorFacts:
     stages: int = 1  # that this rank has: the token table, where it is, is read for each of them
 
     @staticmethod
-    def of(engine: Engine) -> TensorFacts | None:
+    def of(engine: Engine, batch: Batch) -> TensorFacts | None:
+        """`batch`: one of this rank's. After a step, which shows whether a model's code lets its logits be late."""
         if engine.tensors.grid is None:
             return None
         kept = _kept(engine)
         return TensorFacts(
             layout=None if _is_looped(engine) else engine.tensors.layout,
             is_loss_cut=engine.tensors.token_loss is not None,
+            fused_sums=_fused_sums(engine, batch),
             num_repeated=len(engine.layout.blocks) - len(kept),
             kept=kept,
             is_partly_frozen=any(not parameter.requires_grad for parameter in engine.model.parameters()),
@@ -91,10 +98,11 @@ def promised_by_tensors(facts: TensorFacts, layout: TensorLayout, plan: Plan, *,
     # the last thing a block sends, nothing of its backward waits for
     out = REDUCE_SCATTER if is_stream else ALL_REDUCE
     tally.least[out] = max(0, tally.least[out] - facts.num_repeated)
-    _ends(tally, layout, is_loss_cut=facts.is_loss_cut, stages=facts.stages)
+    _ends(tally, layout, facts)
     cuts = plan.pipeline.microbatches
     promise = {name: (tally.least[name] * cuts, tally.most[name] * cuts) for name in tally.most}
-    return added(promise, {ALL_REDUCE: (facts.shared_sums, facts.shared_sums)})
+    sums = facts.shared_sums + (facts.fused_sums or 0)
+    return added(promise, {ALL_REDUCE: (sums, sums)})
 
 
 def added(first: Promise, second: Promise) -> Promise:
@@ -164,14 +172,14 @@ def _region(tally: _Tally, region: Region, *, is_stream: bool) -> None:
         tally.backward(ALL_REDUCE, 1, 2)
 
 
-def _ends(tally: _Tally, layout: TensorLayout, *, is_loss_cut: bool, stages: int) -> None:
+def _ends(tally: _Tally, layout: TensorLayout, facts: TensorFacts) -> None:
     if layout.embedding is not None:
-        tally.forward(ALL_REDUCE, stages)
+        tally.forward(ALL_REDUCE, facts.stages)
     if layout.head is not None:
         tally.backward(ALL_REDUCE, 1)
-        if is_loss_cut:
+        if facts.is_loss_cut and facts.fused_sums is None:
             tally.forward(ALL_REDUCE, 2)  # the largest logit; then the sum and the label's logit
-        else:
+        elif facts.fused_sums is None:
             tally.forward(ALL_GATHER, 1)
 
 
@@ -182,6 +190,17 @@ def _kept(engine: Engine) -> tuple[str, ...]:
     policies = block_policies(activations.policy, activations.mixture, num_blocks=len(blocks))
     left_alone = {name for name, policy in zip(blocks, policies, strict=True) if policy == "none"}
     return tuple(name for name in engine.layout.blocks if name in left_alone)
+
+
+def _fused_sums(engine: Engine, batch: Batch) -> int | None:
+    fused = engine.head_loss
+    if fused is None or fused.own is None or fused.made_whole:
+        return None
+    if not engine.pipeline.has_loss:
+        return 0
+    sizes = [part["labels"].numel() for part in cut_rows(batch, engine.plan.pipeline.microbatches, must_be_equal=False)]
+    stretches = [len(stretches_of(size, fused.own.most_tokens)) for size in sizes]
+    return 2 * sum(stretches)  # the largest of the ranks; then the sum and the label's logit
 
 
 def _is_looped(engine: Engine) -> bool:

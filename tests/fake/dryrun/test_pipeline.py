@@ -128,6 +128,14 @@ CAMPAIGN: dict[str, tuple[str, Plan, Place]] = {
         for schedule, stages, zero in (("1f1b", 1, 0), ("zero_bubble", 1, 1), ("zbv", 2, 1), ("interleaved_1f1b", 2, 3))
         for place in ("first", "last")
     },
+    **{
+        f"1f1b, tp 2, fused loss, {'SP' if stream else 'no SP'}": (
+            "tied",
+            plan_of("1f1b", tp=2, stream=stream, **FUSED),
+            "last",
+        )
+        for stream in (True, False)
+    },
     "1f1b, tied, fused loss, last": ("tied", plan_of("1f1b", **FUSED), "last"),
     "GPT-2, last": ("gpt2", plan_of("1f1b", **BF16), "last"),
     "recompute, first": ("llama", plan_of("gpipe", recompute="full", **BF16), "first"),

@@ -18,6 +18,7 @@ import weft.engine.tp.cross_entropy
 import weft.engine.tp.cut
 import weft.engine.tp.face
 import weft.engine.tp.lines
+import weft.engine.tp.stretch_loss
 from weft.checkpoint.parts import PartTensor
 from weft.checkpoint.store import CheckpointStore
 from weft.core import axes
@@ -26,6 +27,7 @@ from weft.data.loader import Loader
 from weft.engine.tp import collectives
 from weft.engine.tp.face import TensorFace
 from weft.engine.tp.lines import _Head, _Passage, _Row, _Stream, _Table
+from weft.engine.tp.stretch_loss import HeadSlice
 from weft.engine.tp.zones import Zones
 
 # --- into regions and out of them -------------------------------------------------------------------------------------
@@ -233,12 +235,40 @@ def loss_of_the_next_token() -> Any:
     )
 
 
-def loss_with_the_largest_of_own_logits() -> Any:
-    def alone(logits: torch.Tensor, _group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        top = logits.amax(-1)
-        return logits - top.unsqueeze(-1), top
+class _NoLargest:
+    """`torch.distributed`, which forgets to compare the ranks' largest."""
 
-    return replaced(weft.engine.tp.cross_entropy, "_less_the_largest", lambda _: alone)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: Any = dist.ReduceOp.SUM, group: Any) -> None:
+        if op != dist.ReduceOp.MAX:
+            dist.all_reduce(tensor, op=op, group=group)
+
+
+def loss_with_the_largest_of_own_logits() -> Any:
+    return replaced(weft.engine.tp.cross_entropy, "dist", lambda _: _NoLargest())
+
+
+def fused_loss_with_the_largest_of_own_logits() -> Any:
+    return replaced(weft.engine.tp.stretch_loss, "dist", lambda _: _NoLargest())
+
+
+def fused_head_input_not_summed() -> Any:
+    """Each rank goes on with its share of the gradient."""
+    return replaced(HeadSlice, "enter", lambda _: lambda self, hidden: hidden)
+
+
+def fused_gradient_of_the_own_softmax() -> Any:
+    """A slice's probabilities add up to one."""
+
+    def make(original: Any) -> Any:
+        def write(*args: Any, shares: torch.Tensor, ones: torch.Tensor) -> None:
+            original(*args, shares=(shares > 0).to(shares), ones=ones)
+
+        return write
+
+    return replaced(weft.engine.tp.stretch_loss, "_write_gradients", make)
 
 
 def loss_counted_by_every_rank() -> Any:

@@ -46,6 +46,15 @@ GROUPS: dict[str, Group] = {
             Bug(mutate=bugs.evaluated_tokens_counted_by_every_rank, check="evaluation", step=1),
         ),
     ),
+    "fused head and loss": Group(
+        plan={**cut(stream=True), "kernels": {"loss": "fused"}},
+        model="llama-odd",
+        bugs=(
+            Bug(mutate=bugs.fused_loss_with_the_largest_of_own_logits, check="loss", step=1),
+            Bug(mutate=bugs.fused_head_input_not_summed, check="gradients", step=1),
+            Bug(mutate=bugs.fused_gradient_of_the_own_softmax, check="gradients", words=("lm_head",), step=1),
+        ),
+    ),
     "saved": Group(
         plan=cut(stream=True),
         bugs=(

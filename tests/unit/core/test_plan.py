@@ -84,7 +84,8 @@ def test_contradictions_are_refused_with_a_hint(tables: dict[str, dict[str, obje
         {"offload": {"optimizer": "cpu"}},
         {"compile": {"enabled": True}, "mesh": {"tp": 2}},
         {"compile": {"enabled": True}, "mesh": {"pp": 2}},
-        {"kernels": {"loss": "fused"}, "mesh": {"tp": 2}},
+        {"kernels": {"loss": "fused"}, "mesh": {"tp": 4}, "tensor_parallel": {"mode": "2d"}},
+        {"kernels": {"loss": "fused"}, "data_parallel": {"strategy": "dataparallel"}},
         {"float8": {"linears": "auto"}, "precision": {"preset": "fp16"}},
         {"precision": {"preset": "fp32", "optimizer_state": "bfloat16"}},
         {"precision": {"preset": "bf16", "optimizer_state": "float16"}},
@@ -109,7 +110,7 @@ def test_everything_the_engine_has_is_executable() -> None:
     recomputed += [{"activations": {"policy": "budget", "mixture": [2, 0]}, "compile": {"enabled": True}}]
     hsdp = {"dp_shard": 2, "dp_replicate": 2}
     meshes = [{"mesh": hsdp}, {"mesh": {"tp": 2}}, {"mesh": {"pp": 2, **hsdp}}]
-    fused = [{"kernels": {"loss": "fused"}, "mesh": mesh} for mesh in ({"pp": 2}, hsdp)]
+    fused = [{"kernels": {"loss": "fused"}, "mesh": mesh} for mesh in ({"pp": 2, "tp": 2}, hsdp)]
     for tables in ({}, *meshes, *fused, {"precision": {"preset": "fp16"}}, *recomputed):
         require_executable(Plan.from_tables(tables))
 

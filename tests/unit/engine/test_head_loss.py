@@ -162,6 +162,8 @@ def test_what_is_foreseen_stays_late(change: Any) -> None:
         lambda logits: logits[..., :5, :],
         lambda logits: torch.cat([logits, logits], dim=1),
         lambda logits: logits * torch.full((), 2.0),
+        lambda logits: logits + 1.0,
+        lambda logits: 1.0 - logits,
         lambda logits: logits.softmax(dim=-1),
     ],
 )
@@ -174,8 +176,11 @@ def test_anything_else_happens_to_the_whole_tensor(change: Any) -> None:
 def test_what_is_written_into_them_counts() -> None:
     logits, tensor = late()
     logits.mul_(3.0)
+    logits[..., 4] = -1e4
+    tensor = tensor * 3.0
+    tensor[..., 4] = -1e4
     labels = torch.tensor([[1, 2, 3, 0, 8, 3]])
-    assert logits.loss_sum(labels).item() == pytest.approx(token_loss_sum(tensor * 3.0, labels).item())
+    assert logits.loss_sum(labels).item() == pytest.approx(token_loss_sum(tensor, labels).item())
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 7), (64, 320), (1000, 320), (129, 22400), (5, 10**6)])
@@ -190,6 +195,23 @@ def test_a_model_without_such_a_head_says_so() -> None:
     assert find_head(nn.Linear(2, 2)) == (None, "the model names no output embeddings")
 
 
-def test_layouts_that_cut_the_head_are_refused() -> None:
-    with pytest.raises(NotBuiltError, match="fused loss"):
-        build_engine("llama", {**FUSED, "mesh": {"tp": 2}})
+def test_layouts_that_cut_the_head_on_a_grid_are_refused() -> None:
+    with pytest.raises(NotBuiltError, match=r"fused loss .* tensor_parallel.mode = '2d'"):
+        build_engine("llama", {**FUSED, "mesh": {"tp": 4}, "tensor_parallel": {"mode": "2d"}})
+
+
+def test_what_asked_for_whole_logits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what the model gives back is a plain tensor then."""
+    engine = engine_of("llama", FUSED)
+    right = engine.evaluate(global_batch(0)).loss
+    own = type(engine.model).forward
+
+    def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = own(self, *args, **kwargs)
+        output.logits = output.logits + 0.0
+        return output
+
+    monkeypatch.setattr(engine.model.forward, "own", reading.__get__(engine.model))
+    assert engine.evaluate(global_batch(0)).loss == pytest.approx(right, rel=SAME_STEP_REL)
+    (technique,) = [row for row in fast_path(engine) if row.technique == "fused head and loss"]
+    assert (technique.on, technique.why) == (False, "the model's code needs its logits whole: add")

@@ -12,9 +12,10 @@ from weft.core.plan import TensorParallel
 from weft.engine.mesh import Topology
 from weft.engine.tp.cut import cut_parameters, line_parts, repeats
 from weft.engine.tp.face import TensorFace
-from weft.engine.tp.grid import Grid, build_grid
+from weft.engine.tp.grid import WHOLE, Grid, build_grid
 from weft.engine.tp.grids import apply_grids
-from weft.engine.tp.lines import apply_lines, vocabulary_loss
+from weft.engine.tp.lines import apply_lines, num_tokens, vocabulary_loss
+from weft.engine.tp.stretch_loss import HeadSlice
 from weft.engine.tp.zones import Zones
 from weft.models.layout import ModelLayout
 from weft.models.tensor_finder import find_tensor_layout
@@ -78,14 +79,27 @@ def _lines(
     zones = Zones(place=grid.rank, degree=grid.degree, sequence_parallel=policy.sequence_parallel)
     is_loss_cut = policy.loss_parallel and tensors.head is not None and not keep_logits_whole
     apply_lines(model, layout, tensors, grid, zones, loss_parallel=is_loss_cut)
+    head = _head_slice(model, layout, tensors, parts, grid) if tensors.head is not None else None
     return TensorFace(
         grid=grid,
         parts=parts,
         reasons=tensors.replicated,
         layout=tensors,
         zones=zones,
-        token_loss=vocabulary_loss(grid, first_token=_first_token(parts, tensors, layout)) if is_loss_cut else None,
+        token_loss=vocabulary_loss(grid, first_token=head.first_token) if head is not None and is_loss_cut else None,
+        head=head,
         owns_loss=grid.rank == 0,
+    )
+
+
+def _head_slice(
+    model: nn.Module, layout: ModelLayout, tensors: TensorLayout, parts: dict[str, Part], grid: Grid
+) -> HeadSlice:
+    vocabulary = num_tokens(model, str(tensors.head))
+    return HeadSlice(
+        first_token=_first_token(parts, tensors, layout),
+        most_tokens=-(-vocabulary // grid.degree),
+        group=grid.group(WHOLE),
     )
 
 

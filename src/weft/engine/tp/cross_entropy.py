@@ -34,13 +34,13 @@ def vocabulary_loss_sum(logits: Tensor, labels: Tensor, *, first_token: int, gro
 class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first_token: int, group: dist.ProcessGroup) -> Tensor:
-        place, is_here = _own_labels(labels, first_token, logits.shape[-1])
+        place, is_here = own_labels(labels, first_token, logits.shape[-1])
         own_top, own_log = _largest_and_log_sum(logits)
         top = own_top.clone()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
         own_log += own_top - top  # now the logarithm of this slice's term of the sum
-        target = (_at(logits, place) - top).masked_fill(~is_here, 0.0)
-        target = target.masked_fill(_outside(labels, first_token + logits.shape[-1], group), torch.nan)
+        target = (at_place(logits, place) - top).masked_fill(~is_here, 0.0)
+        target = target.masked_fill(outside(labels, first_token + logits.shape[-1], group), torch.nan)
         sums = torch.stack([own_log.exp(), target])
         dist.all_reduce(sums, group=group)
         log_sum, target = sums[0].log_(), sums[1]
@@ -54,29 +54,29 @@ class _VocabularyLoss(torch.autograd.Function):
         scale = torch.where(labels == IGNORED, torch.zeros_like(grad), grad)
         factor = (own_log - log_sum).exp_().mul_(scale).unsqueeze(-1)
         gradient = torch.empty_like(logits)
-        for part in _stretches(logits):
+        for part in pieces(logits):
             torch.mul(_softmax(logits[part]), factor[part], out=gradient[part])
         if logits.shape[-1]:
-            place, is_here = _own_labels(labels, ctx.first_token, logits.shape[-1])
+            place, is_here = own_labels(labels, ctx.first_token, logits.shape[-1])
             # less one at the label, in float32: a difference from what is rounded already would be rounded twice
-            hit = (_at(logits, place) - top - log_sum).exp_().sub_(1.0).mul_(scale).to(logits.dtype)
-            hit = torch.where(is_here, hit, _at(gradient, place))
+            hit = (at_place(logits, place) - top - log_sum).exp_().sub_(1.0).mul_(scale).to(logits.dtype)
+            hit = torch.where(is_here, hit, at_place(gradient, place))
             gradient.scatter_(-1, place.unsqueeze(-1), hit.unsqueeze(-1))
         return gradient, None, None, None
 
 
 def _largest_and_log_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Of each token the largest own logit x_v, and log(sum exp(x_v - largest)); minus infinity of no logits."""
-    top = logits.new_full(logits.shape[:1], -torch.inf, dtype=_wide(logits))
+    top = logits.new_full(logits.shape[:1], -torch.inf, dtype=wide(logits))
     log_sum = torch.full_like(top, -torch.inf)
-    for part in _stretches(logits):
+    for part in pieces(logits):
         top[part] = logits[part].amax(-1)
         # the largest logit less itself is nothing: its log-probability is the sum's logarithm alone
-        log_sum[part] = -torch.log_softmax(logits[part], -1, dtype=_wide(logits)).amax(-1)
+        log_sum[part] = -torch.log_softmax(logits[part], -1, dtype=wide(logits)).amax(-1)
     return top, log_sum
 
 
-def _stretches(logits: Tensor) -> Iterator[slice]:
+def pieces(logits: Tensor) -> Iterator[slice]:
     """Tokens whose logits are about `STRETCH_ELEMENTS` numbers; none where this rank has no vocabulary."""
     tokens, size = logits.shape
     step = max(1, STRETCH_ELEMENTS // max(size, 1))
@@ -84,27 +84,27 @@ def _stretches(logits: Tensor) -> Iterator[slice]:
 
 
 def _softmax(logits: Tensor) -> Tensor:
-    return torch.softmax(logits, -1, dtype=_wide(logits))
+    return torch.softmax(logits, -1, dtype=wide(logits))
 
 
-def _wide(logits: Tensor) -> torch.dtype:
+def wide(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _own_labels(labels: Tensor, first_token: int, size: int) -> tuple[Tensor, Tensor]:
+def own_labels(labels: Tensor, first_token: int, size: int) -> tuple[Tensor, Tensor]:
     """Where each label lies in the slice (anywhere, if it does not), and whether it does."""
     place = labels - first_token
     is_here = (place >= 0) & (place < size)
     return place.clamp(0, max(size - 1, 0)), is_here
 
 
-def _at(values: Tensor, place: Tensor) -> Tensor:
+def at_place(values: Tensor, place: Tensor) -> Tensor:
     if not values.shape[-1]:
         return values.new_zeros(values.shape[:-1])
     return values.gather(-1, place.unsqueeze(-1)).squeeze(-1)
 
 
-def _outside(labels: Tensor, end: int, group: dist.ProcessGroup) -> Tensor:
+def outside(labels: Tensor, end: int, group: dist.ProcessGroup) -> Tensor:
     """Labels that no rank has. Without this they would count as a logit of zero instead of failing the step."""
     rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
     below = (labels < 0) & (labels != IGNORED) if rank == 0 else torch.zeros_like(labels, dtype=torch.bool)

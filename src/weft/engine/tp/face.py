@@ -15,6 +15,7 @@ from weft.core.errors import TensorParallelError
 from weft.core.plan import TensorParallel
 from weft.engine.tp.gradients import sum_partial_gradients
 from weft.engine.tp.grid import Grid
+from weft.engine.tp.stretch_loss import HeadSlice
 from weft.engine.tp.zones import Zones
 from weft.models.layout import ModelLayout
 from weft.models.tensor_layout import TensorLayout
@@ -36,6 +37,7 @@ class TensorFace:
     layout: TensorLayout | None = None  # what was cut, where what a step sends follows from it (one dimension)
     zones: Zones | None = None
     token_loss: TokenLoss | None = None  # None: logits are whole
+    head: HeadSlice | None = None  # this rank's, for a loss that is fused with it (one dimension); None: it is whole
     row_chunks: int = 1
     row_chunk: int = 0
     label_chunk: int = 0

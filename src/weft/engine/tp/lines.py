@@ -48,7 +48,7 @@ def apply_lines(
     if tensors.head is not None:
         put_around(
             model.get_submodule(tensors.head),
-            _Head(grid, vocabulary=_rows(model, tensors.head), whole=not loss_parallel),
+            _Head(grid, vocabulary=num_tokens(model, tensors.head), whole=not loss_parallel),
         )
     for name in layout.blocks:
         put_around(model.get_submodule(name), _from_the_start(zones))
@@ -256,7 +256,7 @@ def _apply_stream(model: nn.Module, layout: ModelLayout, tensors: TensorLayout, 
     put_around(model.get_submodule(layout.blocks[-1]), stream.end)
 
 
-def _rows(model: nn.Module, name: str) -> int:
+def num_tokens(model: nn.Module, name: str) -> int:
     """Tokens of the whole vocabulary: a linear remembers them though its weight is cut."""
     return int(model.get_submodule(name).out_features)  # type: ignore[arg-type]
 

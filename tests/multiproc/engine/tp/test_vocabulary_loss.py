@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from gloo_ranks import run_ranks
 from torch.testing import assert_close
 
 from weft.comm.observer import CollectiveObserver
 from weft.core.boxes import even_run
+from weft.engine import head_loss
+from weft.engine.head_loss import LateLogits
 from weft.engine.objective import token_loss_sum
 from weft.engine.tp import cross_entropy
 from weft.engine.tp.cross_entropy import vocabulary_loss_sum
+from weft.engine.tp.stretch_loss import HeadSlice
 
 ROWS, LENGTH = 4, 5
 VOCABULARIES = (9, 8, 4, 2)  # over three ranks: 3 3 3, 3 3 2, 2 2 0, 1 1 0
@@ -27,6 +34,70 @@ def on_slices(rank: int, world: int) -> dict[str, int]:
     cross_entropy.STRETCH_ELEMENTS = 12  # stretches of a few tokens, the last one shorter
     compare(rank, world, 9, torch.float32)
     return dict(seen.counts)
+
+
+def on_stretches(rank: int, world: int) -> dict[str, int]:
+    """The head with it: whatever a model does to its logits."""
+    for vocabulary in VOCABULARIES:
+        for change in CHANGES.values():
+            compare_fused(rank, world, vocabulary, change)
+    compare_fused(rank, world, 9, CHANGES["nothing"], dtype=torch.bfloat16)
+    misuse_fused(rank, world)
+    head_loss.STRETCH_ELEMENTS, head_loss._ROWS = 27, 1  # 9 rows of the largest slice: three stretches
+    cross_entropy.STRETCH_ELEMENTS = 12  # and pieces of these
+    compare_fused(rank, world, 8, CHANGES["a cap"])
+    with CollectiveObserver() as seen:
+        compare_fused(rank, world, 9, CHANGES["nothing"])
+    return dict(seen.counts)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda logits: logits,
+    "a scale": lambda logits: logits * 0.5,
+    "a cap": lambda logits: torch.tanh(logits / 3.0) * 3.0,
+}
+
+
+def compare_fused(
+    rank: int, world: int, vocabulary: int, change: Callable[[Any], Any], dtype: torch.dtype = torch.float32
+) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    hidden, weight, bias = (
+        torch.randn(*size, generator=generator) for size in ((4, 5, 6), (vocabulary, 6), (vocabulary,))
+    )
+    labels = batch(vocabulary, dtype)[1]
+    run = even_run(vocabulary, degree=world, place=rank)
+    mine = slice(run.begin, run.begin + run.size)
+    whole = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight, bias)]
+    own = [tensor.to(dtype).detach().clone().requires_grad_() for tensor in (hidden, weight[mine], bias[mine])]
+    expected = token_loss_sum(change(F.linear(*whole)), labels)
+    found = change(LateLogits(*own, own=slice_of(rank, world, vocabulary))).loss_sum(labels)
+    loose = {"rtol": 0.03, "atol": 0.03} if dtype == torch.bfloat16 else {}
+    assert_close(found, expected, **loose)
+    (expected * 0.25).backward()
+    (found * 0.25).backward()
+    for kept, (right, part) in zip(own, zip(whole, (slice(None), mine, mine), strict=True), strict=True):
+        assert right.grad is not None
+        assert kept.grad is not None
+        assert_close(kept.grad, right.grad[part], **loose)
+    with torch.no_grad():
+        assert_close(
+            change(LateLogits(*own, own=slice_of(rank, world, vocabulary))).loss_sum(labels), expected, **loose
+        )
+
+
+def slice_of(rank: int, world: int, vocabulary: int) -> HeadSlice:
+    begin = even_run(vocabulary, degree=world, place=rank).begin
+    return HeadSlice(first_token=begin, most_tokens=-(-vocabulary // world), group=dist.group.WORLD)
+
+
+def misuse_fused(rank: int, world: int) -> None:
+    run = even_run(9, degree=world, place=rank)
+    labels = batch(9, torch.float32)[1]
+    for wrong in (9, -1):
+        labels[-1, -1] = wrong
+        late = LateLogits(torch.ones(4, 5, 6), torch.ones(run.size, 6), None, own=slice_of(rank, world, 9))
+        assert late.loss_sum(labels).isnan()
 
 
 def batch(vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,3 +139,8 @@ def misuse(rank: int, world: int) -> None:
 def test_slices_of_the_vocabulary_give_the_whole_loss() -> None:
     found = run_ranks(on_slices, 3)
     assert found == [{"all_reduce": 2}] * 3
+
+
+def test_a_fused_head_and_loss_in_slices_are_those_of_a_whole_head() -> None:
+    # three stretches of two sums (one is of 7 numbers), with gradients and without; the input's gradient, once
+    assert run_ranks(on_stretches, 3) == [{"small_all_reduce": 3 + 3, "all_reduce": 3 + 3 + 1}] * 3
