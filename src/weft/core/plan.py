@@ -105,6 +105,11 @@ class Pipeline(Section):
         """Whether updates are made while later micro-batches are under way: other mathematics, on purpose."""
         return self.schedule in ("pipedream", "pipedream_2bw")
 
+    @property
+    def splits_backwards(self) -> bool:
+        """Whether gradients of weights come apart from those of inputs."""
+        return self.schedule in ("zero_bubble", "zbv", "dualpipev")
+
 
 class Precision(Section):
     """A preset, and dtypes of single components where they differ from it."""
@@ -358,7 +363,7 @@ def _not_compiled(plan: Plan) -> list[tuple[bool, str]]:
     """What compiled blocks do not go with yet."""
     return [
         (plan.mesh.tp > 1, "tensor parallelism"),
-        (plan.mesh.pp > 1, "a pipeline"),
+        _in_halves(plan),
         (_is_threaded(plan), "dataparallel"),
         (plan.activations.is_selective, "selective recompute"),
     ]
@@ -376,7 +381,7 @@ def _not_fused(plan: Plan) -> list[tuple[bool, str]]:
 def _not_float8(plan: Plan) -> list[tuple[bool, str]]:
     return [
         (plan.mesh.tp > 1, "tensor parallelism"),
-        (plan.mesh.pp > 1, "a pipeline"),
+        _in_halves(plan),
         (_is_threaded(plan), "dataparallel"),
         (plan.precision.policy().weights != "bfloat16", "other weights than bfloat16 (precision.preset = 'bf16')"),
     ]
@@ -395,6 +400,12 @@ def _not_low(plan: Plan) -> list[tuple[bool, str, str]]:
         (is_master_free and plan.mesh.tp > 1, "master_weights", "tensor parallelism"),
         (is_master_free and plan.mesh.pp > 1, "master_weights", "a pipeline"),
     ]
+
+
+def _in_halves(plan: Plan) -> tuple[bool, str]:
+    """Schedules that put a product's weight gradient off: a product inside a graph, or in float8, cannot be."""
+    is_split = plan.mesh.pp > 1 and plan.pipeline.splits_backwards
+    return is_split, f"pipeline.schedule = {plan.pipeline.schedule!r}, whose backwards come in halves"
 
 
 def _is_threaded(plan: Plan) -> bool:

@@ -24,7 +24,11 @@ def _blocks(engine: Engine) -> TechniqueRecord:
     if uses_randomness(engine.model):
         return TechniqueRecord(technique="compiled blocks", on=False, why="the model has dropout")
     count = len(engine.layout.blocks)
-    return TechniqueRecord(technique="compiled blocks", on=count > 0, why=f"{count} blocks")
+    return TechniqueRecord(technique="compiled blocks", on=count > 0, why=f"{count} blocks{_here(engine)}")
+
+
+def _here(engine: Engine) -> str:
+    return " of this rank's stages" if engine.pipeline.walk is not None else ""
 
 
 def _loss(engine: Engine) -> TechniqueRecord:
@@ -68,5 +72,5 @@ def _float8(engine: Engine) -> TechniqueRecord:
     chosen = sum(engine.float8.values())
     if engine.plan.float8.linears == "none":
         return TechniqueRecord(technique="float8 products", on=False, why="float8.linears is 'none'")
-    why = f"{chosen} of {len(engine.float8)} linear layers of the blocks"
+    why = f"{chosen} of {len(engine.float8)} linear layers of the blocks{_here(engine)}"
     return TechniqueRecord(technique="float8 products", on=chosen > 0, why=why)

@@ -52,7 +52,7 @@ GROUPS: dict[str, Group] = {
         bugs=(
             Bug(mutate=bugs.fused_loss_with_the_largest_of_own_logits, check="loss", step=1),
             Bug(mutate=bugs.fused_head_input_not_summed, check="gradients", step=1),
-            Bug(mutate=bugs.fused_gradient_of_the_own_softmax, check="gradients", words=("lm_head",), step=1),
+            Bug(mutate=bugs.fused_gradient_of_the_own_softmax, check="gradients", step=1),
         ),
     ),
     "saved": Group(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from weft.core.config import apply_settings
 from weft.core.errors import BadValueError, ConfigFileError, NotBuiltError, PlanError, UnknownKeyError
-from weft.core.plan import Plan, default_plan_tables, require_executable, require_mixture
+from weft.core.plan import Pipeline, Plan, default_plan_tables, require_executable, require_mixture
+from weft.schedule import Kind, generate
 
 degrees = st.sampled_from([1, 2, 4, 8])
 
@@ -83,7 +85,8 @@ def test_contradictions_are_refused_with_a_hint(tables: dict[str, dict[str, obje
         {"activations": {"policy": "full"}, "data_parallel": {"strategy": "dataparallel"}},
         {"offload": {"optimizer": "cpu"}},
         {"compile": {"enabled": True}, "mesh": {"tp": 2}},
-        {"compile": {"enabled": True}, "mesh": {"pp": 2}},
+        {"compile": {"enabled": True}, "mesh": {"pp": 2}, "pipeline": {"schedule": "zero_bubble"}},
+        {"float8": {"linears": "auto"}, "mesh": {"pp": 2}, "pipeline": {"schedule": "dualpipev"}},
         {"kernels": {"loss": "fused"}, "mesh": {"tp": 4}, "tensor_parallel": {"mode": "2d"}},
         {"kernels": {"loss": "fused"}, "data_parallel": {"strategy": "dataparallel"}},
         {"float8": {"linears": "auto"}, "precision": {"preset": "fp16"}},
@@ -111,7 +114,8 @@ def test_everything_the_engine_has_is_executable() -> None:
     hsdp = {"dp_shard": 2, "dp_replicate": 2}
     meshes = [{"mesh": hsdp}, {"mesh": {"tp": 2}}, {"mesh": {"pp": 2, **hsdp}}]
     fused = [{"kernels": {"loss": "fused"}, "mesh": mesh} for mesh in ({"pp": 2, "tp": 2}, hsdp)]
-    for tables in ({}, *meshes, *fused, {"precision": {"preset": "fp16"}}, *recomputed):
+    fast = [{"compile": {"enabled": True}, "mesh": {"pp": 2}}, {"float8": {"linears": "auto"}, "mesh": {"pp": 2}}]
+    for tables in ({}, *meshes, *fused, *fast, {"precision": {"preset": "fp16"}}, *recomputed):
         require_executable(Plan.from_tables(tables))
 
 
@@ -222,3 +226,11 @@ def test_a_mixture_is_for_the_blocks_there_are() -> None:
     assert "at most 4" in caught.value.hint
     with pytest.raises(PlanError, match="leaves open"):
         require_mixture(Plan.from_tables({"activations": {"policy": "budget"}}), num_blocks=4)
+
+
+@pytest.mark.parametrize("name", sorted(get_args(Pipeline.model_fields["schedule"].annotation)))
+def test_which_schedules_split_backwards_is_said_as_they_do(name: str) -> None:
+    stages = 2 if name in ("interleaved_1f1b", "looped_bfs", "zbv", "dualpipev") else 1
+    schedule = generate(name, num_ranks=2, num_microbatches=4, virtual_stages=stages)
+    has_halves = any(action.kind is Kind.I for actions in schedule.ranks for action in actions)
+    assert Pipeline(schedule=name).splits_backwards == has_halves  # type: ignore[arg-type]

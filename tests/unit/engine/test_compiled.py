@@ -108,7 +108,11 @@ def test_a_model_with_dropout_stays_as_it_is_and_says_so() -> None:
 
 @pytest.mark.parametrize(
     "tables",
-    [{"mesh": {"tp": 2}}, {"mesh": {"pp": 2}}, {"activations": {"policy": "selective"}}],
+    [
+        {"mesh": {"tp": 2}},
+        *({"mesh": {"pp": 2}, "pipeline": {"schedule": name}} for name in ("zero_bubble", "zbv", "dualpipev")),
+        {"activations": {"policy": "selective"}},
+    ],
 )
 def test_what_is_not_compiled_yet_is_refused(tables: dict[str, Any]) -> None:
     with pytest.raises(NotBuiltError, match="compiled blocks"):

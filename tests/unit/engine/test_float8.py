@@ -81,7 +81,7 @@ def test_the_break_even_is_between_the_measured_shapes() -> None:
 
 @pytest.mark.parametrize(
     "tables",
-    [{"precision": {"preset": "fp32"}}, {"mesh": {"tp": 2}}, {"mesh": {"pp": 2}}],
+    [{"precision": {"preset": "fp32"}}, {"mesh": {"tp": 2}}, {"mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}}],
 )
 def test_what_it_does_not_go_with_is_refused(tables: dict[str, Any]) -> None:
     with pytest.raises(NotBuiltError, match="float8"):

@@ -5,16 +5,20 @@ Composed with data and tensor parallelism, a pipeline has the curve of one proce
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
 from tiny import build_engine, global_batch, train_steps
 from tolerances import SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL, SAME_STEP_REL
+from torch._dynamo.utils import counters
 
+import weft.engine.compiled as compiled
 import weft.engine.head_loss as head_loss
 from weft.engine.fast_path import fast_path
 from weft.schedule import count_in_flight, generate
@@ -80,6 +84,16 @@ def fused_gradients(rank: int, world: int, family: str, plans: dict[str, Any]) -
     return found
 
 
+def told_of_whole_logits(rank: int, world: int) -> list[tuple[bool, str]]:
+    engine = build_engine("llama", {**tables("1f1b"), "kernels": {"loss": "fused"}})
+    assert engine.head_loss is not None
+    found = []
+    for asked in ("", "[]" if rank == 1 else ""):
+        engine.head_loss.made_whole = asked
+        found += [(row.on, row.why) for row in fast_path(engine) if row.technique == "fused head and loss"]
+    return found
+
+
 SPLIT = ["zero_bubble", "zbv"]
 
 
@@ -111,18 +125,47 @@ def test_a_fused_loss_gives_the_last_stage_its_gradients(family: str, names: lis
                 assert np.array_equal(gradients[key], value), (name, key)
 
 
-def whole_where_asked(rank: int, world: int) -> list[tuple[bool, str]]:
-    engine = build_engine("llama", {**tables("1f1b"), "kernels": {"loss": "fused"}})
-    assert engine.head_loss is not None
-    found = []
-    for asked in ("", "[]" if rank == 1 else ""):
-        engine.head_loss.made_whole = asked
-        found += [(row.on, row.why) for row in fast_path(engine) if row.technique == "fused head and loss"]
+def compiled_gradients(
+    rank: int, world: int, family: str, plans: dict[str, Any]
+) -> dict[str, tuple[Arrays, float, int]]:
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # of torch's own tracing
+    compiled.BACKEND = "aot_eager"
+    found = {}
+    for name, plan in plans.items():
+        torch._dynamo.reset()
+        counters.clear()
+        gradients, loss, _ = first_gradients(rank, world, family, {**plan, "compile": {"enabled": True}})
+        assert not counters["graph_break"]
+        found[name] = gradients, loss, counters["stats"]["unique_graphs"]
     return found
 
 
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("llama", ["interleaved_1f1b"]),
+        pytest.param("llama", ["naive", "gpipe", "1f1b", "looped_bfs"], marks=pytest.mark.slow),
+        pytest.param("qwen3-four", ["1f1b", "interleaved_1f1b"], marks=pytest.mark.slow),  # tied
+    ],
+)
+def test_compiled_blocks_of_all_stages_share_a_graph_and_have_the_gradients_of_eager_ones(
+    family: str, names: list[str]
+) -> None:
+    ((expected, loss, _),) = run_ranks(first_gradients, 1, family, {"pipeline": {"microbatches": CUTS}})
+    by_rank = run_ranks(compiled_gradients, 2, family, {name: tables(name) for name in names}, timeout_s=180)
+    for name in names:
+        found = [of_rank[name] for of_rank in by_rank]
+        assert [graphs for _, _, graphs in found] == [1, 2], "one for the blocks, one for the last norm"
+        assert [value for _, value, _ in found] == pytest.approx([loss, loss], rel=SAME_STEP_REL), name
+        gradients = {key: value for tensors, _, _ in found for key, value in tensors.items()}
+        for key, value in expected.items():
+            close = SAME_STEP_REL * abs(value).max()
+            np.testing.assert_allclose(gradients[key], value, rtol=SAME_STEP_REL, atol=close)
+
+
+@pytest.mark.slow
 def test_the_first_rank_tells_what_only_the_last_stage_has_seen() -> None:
-    first, last = run_ranks(whole_where_asked, 2)
+    first, last = run_ranks(told_of_whole_logits, 2)
     assert first[0][0]
     assert last[0][0]
     assert first[1] == (False, "the model's code needs its logits whole: on the last stage")
