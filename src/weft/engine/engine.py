@@ -34,7 +34,7 @@ from weft.engine.pending import PendingStep
 from weft.engine.pp.endless import EndlessWalk
 from weft.engine.precision import LossScale, read_is_finite, torch_dtype
 from weft.engine.randomness import seeded_forward, uses_randomness
-from weft.engine.rows import cut_rows, num_rows, share_of_rows
+from weft.engine.rows import cut_rows, num_rows, share_of_rows, to_device
 from weft.engine.state import MODEL, OPTIMIZER, state_tensors
 from weft.engine.timer import StepTimer
 from weft.models.initial import WeightSource
@@ -112,7 +112,7 @@ class Engine:
         if learning_rate is not None:
             set_learning_rate(self.optimizer, learning_rate)
         with self._dtypes.watching(self._dtypes.is_incomplete):
-            loss_sum, weight = self._forward_backward(self._to_device(batch), timer)
+            loss_sum, weight = self._forward_backward(to_device(batch, self.device), timer)
             if self.delayed is None:  # else updates were made on the way
                 norm, skipped = self._finish()
         timer.mark(TimeTerm.OPTIMIZER)
@@ -249,7 +249,7 @@ class Engine:
         self.model.eval()
         try:
             for batch in [batches] if isinstance(batches, Mapping) else batches:
-                on_device = self._to_device(batch)
+                on_device = to_device(batch, self.device)
                 counts = self.tensors.owns_weight and self.pipeline.has_loss
                 totals[1] += self.objective.weight(on_device).to(self.device) * counts
                 totals[0] += self._evaluated(self._split(on_device)) * self.tensors.owns_loss
@@ -343,12 +343,6 @@ class Engine:
         policy, copies = self.plan.precision.policy(), self.layout.copies
         low = LowStates.of(self.trained, policy, seed=self._seed, parts=self.parts, copies=copies)
         return make_optimizer(self.parameters, given, low=low, is_cut=self.tensors.grid is not None)
-
-    def _to_device(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Without waiting: a copy out of memory that is not pinned waits for all that the GPU still has to do."""
-        if self.device.type == "cuda":
-            batch = {key: value if value.is_cuda else value.pin_memory() for key, value in batch.items()}
-        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
     def _split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
         # a grid deals the rows of a micro-batch out once more

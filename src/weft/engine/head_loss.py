@@ -252,7 +252,9 @@ def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
     if gradient.dtype == torch.float32:
         return (gradient * scale).to(dtype)
     result = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
-    for piece, given in zip(result.view(-1).split(_PIECE), gradient.reshape(-1).split(_PIECE), strict=True):
+    for piece, given in zip(
+        torch.split(result.view(-1), _PIECE), torch.split(gradient.reshape(-1), _PIECE), strict=True
+    ):
         piece.copy_(given.float().mul_(scale))
     return result
 
