@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from samples import by_default
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
@@ -79,7 +80,6 @@ CASES: dict[str, tuple[str, Plan, Place]] = {
         "first",
     ),
 }
-SLOW = ("1f1b, tied, last", "zero bubble, ZeRO-1, first", "looped BFS, ZeRO-1, first")
 _SCHEDULES = {
     "naive": 1, "gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "looped_bfs": 2, "zero_bubble": 1, "zbv": 2,
     "dualpipev": 2,
@@ -182,7 +182,7 @@ def compare(model: str, plan: Plan, place: Place) -> None:
     assert found.peak_bytes == sum(found.terms.values())
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+@pytest.mark.parametrize("name", by_default(["zbv, by hand, first", "interleaved, GPT-2, ZeRO-3, first"], CASES))
 def test_the_planner_agrees_on_a_rank_of_a_pipeline(name: str) -> None:
     compare(*CASES[name])
 

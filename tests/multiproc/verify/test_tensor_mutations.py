@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from samples import by_default
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode leaves a test's own folder out
 
@@ -121,9 +122,7 @@ GROUPS: dict[str, Group] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "sample" else pytest.param(name, marks=pytest.mark.slow) for name in GROUPS]
-)
+@pytest.mark.parametrize("name", by_default(["sample"], GROUPS))
 def test_every_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_path: Path) -> None:
     require_caught(GROUPS[name], corpus, tmp_path)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
+from samples import by_default
 from tiny import build_engine, global_batch, train_steps
 from tolerances import SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL, SAME_STEP_REL
 from torch._dynamo.utils import counters
@@ -210,9 +211,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [case if "sample" in case else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", by_default([case for case in CASES if "sample" in case], CASES))
 def test_pipelines_compose(case: str) -> None:
     family, names = CASES[case]
     (single,) = run_ranks(curves, 1, family, ["single"])
