@@ -43,11 +43,11 @@ class TensorFacts:
 
     layout: TensorLayout | None
     is_loss_cut: bool
-    fused_sums: int | None  # all-reduces of a loss that is fused with a head that is cut, in a step; None: it is not
     num_repeated: int  # of this rank's blocks: those that are computed again
     is_partly_frozen: bool
     shared_sums: int  # all-reduces of gradients that ranks have only shares of
     kept: tuple[str, ...] = ()  # blocks that are not, beside others that are
+    fused_sums: int | None = None  # all-reduces of a loss fused with a head that is cut, in a step; None: it is not
     passes: Mapping[str, int] = field(default_factory=dict)  # of regions that several blocks share, by name
     begins: bool = True  # the stream of sequence parallel begins on this rank's stages
     ends: bool = True

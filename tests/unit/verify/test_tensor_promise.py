@@ -51,6 +51,13 @@ def test_without_a_stream_everything_is_all_reduced() -> None:
     assert promise(sequence_parallel=False, is_loss_cut=False) == {"all_reduce": (11, 11), "all_gather": (1, 1)}
 
 
+def test_a_fused_loss_sends_two_sums_a_stretch_and_gathers_no_logits() -> None:
+    cut = promise(sequence_parallel=False)["all_reduce"][0]
+    for is_loss_cut in (True, False):
+        found = promise(sequence_parallel=False, is_loss_cut=is_loss_cut, fused_sums=6)
+        assert found == {"all_reduce": (cut - 2 + 6,) * 2}
+
+
 def test_with_a_stream_regions_gather_and_scatter() -> None:
     assert promise() == {"all_gather": (10, 10), "reduce_scatter": (8, 8), "all_reduce": (5, 5)}
 
