@@ -50,7 +50,7 @@ class StepMeter:
         self._engine = engine
         self._on_error = on_error
         self._weights = list(engine.model.parameters())
-        self._modules = ModuleWatch(engine.model)
+        self._modules = ModuleWatch(engine.model, closed=engine.layout.blocks if engine.plan.compile.enabled else ())
         self._tracker = MemoryTracker(
             device_type=engine.device.type,
             look=self._look,

@@ -8,19 +8,24 @@ tensors instead, which keep recomputed activations alive: the peak it would expl
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 
 class ModuleWatch:
-    """`current()` inside `watching()` is the name of the innermost module of `model` at work, "" for none."""
+    """`current()` inside `watching()` is the name of the innermost module of `model` at work, "" for none.
 
-    def __init__(self, model: nn.Module) -> None:
+    Nothing is known of the insides of `closed` modules, by name: a hook there would become part of what is compiled,
+    which would break the graph and stay so when the hook is gone.
+    """
+
+    def __init__(self, model: nn.Module, *, closed: Collection[str] = ()) -> None:
+        insides = tuple(f"{name}." for name in closed)
+        self._modules = [module for name, module in model.named_modules() if not name.startswith(insides)]
         self._names = {id(module): name for name, module in model.named_modules()}
         self._stack: list[str] = []
         self._numbers: list[int] = []  # of autograd nodes, rising
@@ -28,10 +33,10 @@ class ModuleWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        hooks = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
+        hooks = []
+        for module in self._modules:  # before others' hooks: what those do is the module's
+            hooks.append(module.register_forward_pre_hook(self._enter, prepend=True))
+            hooks.append(module.register_forward_hook(self._leave, prepend=True, always_call=True))
         try:
             yield
         finally:

@@ -16,6 +16,7 @@ import weft.engine.compiled as compiled
 from weft.core.errors import DeviceError, NotBuiltError
 from weft.engine.engine import Engine
 from weft.engine.fast_path import fast_path
+from weft.engine.meter import StepMeter
 
 # torch's own tracing asks non-leaf tensors for gradients, and hides that warning only where warnings are no errors
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -63,6 +64,20 @@ def test_blocks_that_are_alike_share_a_graph() -> None:
     engine = build_engine("llama", {**COMPILED, "data_parallel": {"zero": 3}})
     losses(engine)
     assert counters["stats"]["unique_graphs"] == 2, "one for the six blocks, one for the last norm"
+    assert not counters["graph_break"]
+
+
+def test_a_measured_step_leaves_the_graph_whole() -> None:
+    """Blocks are compiled in the first step, which a run measures: what listens there must not become a part of it."""
+    engine = build_engine("llama", COMPILED)
+    meter = StepMeter(engine)
+    for step in range(2):
+        with meter.measuring():
+            meter.next_step()
+            engine.step(global_batch(step))
+    assert meter.is_complete
+    losses(engine)
+    assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
 
 
