@@ -100,14 +100,20 @@ def _at_loss(parts: Parts) -> Terms:
     )
     gathered = np.where(columns.zero == 3, inside, _kept_gathered(parts.view))
     none = np.zeros(len(columns))
-    # between micro-batches `fully_shard` holds on to the input of its last reduce-scatter, the root's; a rank with
-    # several stages has passed another one since
-    is_held = (columns.zero >= 2) & parts.has_gradients & (parts.view.stage.num_stages == 1)
-    held = np.where(is_held, parts.view.share.root.padded * parts.view.sizes.communication, 0.0)
+    held = _held_reduce_input(parts)
     return _instant(
         parts, kept=parts.kept_at_loss + parts.final, gathered=gathered, gradients=parts.earlier_gradients,
         logits=parts.logits, buffers=held, temporaries=none,
     )  # fmt: skip
+
+
+def _held_reduce_input(parts: Parts) -> Floats:
+    """Between micro-batches `fully_shard` holds on to the input of its last reduce-scatter, the root's, until the next.
+
+    A rank with several stages has passed another one since.
+    """
+    is_held = (parts.view.columns.zero >= 2) & parts.has_gradients & (parts.view.stage.num_stages == 1)
+    return np.where(is_held, parts.view.share.root.padded * parts.view.sizes.communication, 0.0)
 
 
 def _at_head(parts: Parts) -> Terms:
@@ -153,7 +159,8 @@ def _in_backward(parts: Parts, *, done: Floats) -> Terms:
     reduced = np.where(columns.zero >= 2, per_block_shard, per_block) * sizes.gradient * done
     head_gradient = _head_gradient(view)
     grown = np.maximum(before, np.where(parts.has_gradients, before, reduced))
-    reduce_input = np.where(is_first | (columns.zero == 0), 0.0, share.largest_padded * sizes.communication)
+    reduce_input = np.where(columns.zero == 0, 0.0, share.largest_padded * sizes.communication)
+    reduce_input = np.where(is_first, _held_reduce_input(parts), reduce_input)
     own_gradient = share.largest_block * sizes.compute
     wide = 2 * view.tokens * sizes.activation * parts.widest / columns.tp
     waiting = np.where(columns.zero > 0, head_gradient, 0.0)  # the root is reduced last
