@@ -130,7 +130,7 @@ def test_verify_judges_the_fast_path(tmp_path: Path) -> None:
 def test_gradients_are_laid_out_as_torch_lays_them_out() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
-    install_copy_in()
+    install_copy_in("own")
     torch.manual_seed(0)
     gradients = [
         torch.randn(shape, device=CUDA, dtype=torch.bfloat16) for shape in ((64, 33), (8,), (4096, 5), (16, 2, 3))

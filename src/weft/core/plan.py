@@ -180,6 +180,10 @@ class Kernels(Section):
     loss: Literal["whole", "fused"] = Field(
         default="whole", description="logits as one tensor: whole | head and loss together, logits in stretches: fused"
     )
+    gradient_copy: Literal["own", "torch"] = Field(
+        default="own",
+        description="gradients on their way into a reduce-scatter, on a GPU: own (at memory's speed) | torch",
+    )
 
 
 Float8Choice = Literal["none", "auto", "all"]

@@ -26,6 +26,7 @@ from torch import nn
 from weft.core.plan import Plan, require_mixture
 from weft.engine.compiled import apply_compile
 from weft.engine.dp.choose import choose_strategy
+from weft.engine.dp.copy_in import install_copy_in
 from weft.engine.dp.sharded import shard_units
 from weft.engine.dp.strategy import Strategy
 from weft.engine.dp.threads import require_gpus
@@ -87,6 +88,7 @@ def apply_plan(
         face = face.of_stages(own)
     if dp.zero > 0:
         require_blocks(own)
+        install_copy_in(plan.kernels.gradient_copy)
         shard_units(model, own, mesh=topology.dp_mesh, stage=dp.zero, precision=precision)
     materialise(model, own, weights, device=device, parts=face.parts)
     if dp.zero == 0:

@@ -9,13 +9,14 @@ import torch.distributed as dist
 
 from weft.core.records import TechniqueRecord
 from weft.engine.randomness import uses_randomness
+from weft.engine.triton_here import has_triton
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
 
 
 def fast_path(engine: Engine) -> list[TechniqueRecord]:
-    return [_blocks(engine), _loss(engine), _optimizer(engine), _attention(engine), _float8(engine)]
+    return [_blocks(engine), _loss(engine), _optimizer(engine), _attention(engine), _float8(engine), _copies(engine)]
 
 
 def _blocks(engine: Engine) -> TechniqueRecord:
@@ -74,3 +75,13 @@ def _float8(engine: Engine) -> TechniqueRecord:
         return TechniqueRecord(technique="float8 products", on=False, why="float8.linears is 'none'")
     why = f"{chosen} of {len(engine.float8)} linear layers of the blocks{_here(engine)}"
     return TechniqueRecord(technique="float8 products", on=chosen > 0, why=why)
+
+
+def _copies(engine: Engine) -> TechniqueRecord:
+    if engine.plan.data_parallel.zero == 0:
+        why = "nothing is sharded"
+    elif engine.plan.kernels.gradient_copy == "torch":
+        why = "kernels.gradient_copy is 'torch'"
+    else:
+        why = "" if engine.device.type == "cuda" and has_triton() else "it needs a GPU and Triton"
+    return TechniqueRecord(technique="own gradient copies", on=not why, why=why or "rows that divide over the ranks")

@@ -7,7 +7,7 @@ parameter, whose rows divide; else torch's own does it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,9 +19,9 @@ from weft.engine.triton_here import has_triton
 _torch_copy_in: Any = collectives.foreach_reduce_scatter_copy_in
 
 
-def install_copy_in() -> None:
+def install_copy_in(kind: Literal["own", "torch"]) -> None:
     """For every sharded model of this process; the numbers are the same."""
-    collectives.foreach_reduce_scatter_copy_in = copy_in  # type: ignore[assignment]
+    collectives.foreach_reduce_scatter_copy_in = copy_in if kind == "own" else _torch_copy_in  # type: ignore[assignment]
 
 
 def copy_in(gradients: list[torch.Tensor], buffer: torch.Tensor, world_size: int) -> None:

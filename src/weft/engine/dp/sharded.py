@@ -27,7 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from weft.core.precision import PrecisionPolicy
-from weft.engine.dp.copy_in import install_copy_in
 from weft.engine.dp.strategy import Strategy
 from weft.engine.dp.summed import sum_bucket
 from weft.engine.ownership import local
@@ -59,7 +58,6 @@ def shard_units(
         mixed = MixedPrecisionPolicy(
             param_dtype=torch_dtype(precision.weights), reduce_dtype=torch_dtype(precision.communication)
         )
-    install_copy_in()
     reshard = not STAGES[stage].keep_gathered
     for module in (*(model.get_submodule(name) for name in layout.blocks), model):
         fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
