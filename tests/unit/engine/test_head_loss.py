@@ -82,9 +82,12 @@ class MixedProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [value for value in tree_leaves((args, kwargs or {})) if isinstance(value, torch.Tensor)]
-        dtypes = {value.dtype for value in tensors if value.is_floating_point()}
-        if any(word in str(func) for word in ("mul", "div")) and len(dtypes) > 1:
-            self.found.append(f"{func} of {dtypes}")
+        floats = [value for value in tensors if value.is_floating_point()]
+        scalars, others = (
+            {value.dtype for value in floats if (value.ndim == 0) == is_scalar} for is_scalar in (True, False)
+        )
+        if any(word in str(func) for word in ("mul", "div")) and others and scalars - others:
+            self.found.append(f"{func} of {others} by {scalars}")
         return func(*args, **(kwargs or {}))
 
 

@@ -174,6 +174,7 @@ def test_blocks_of_a_budget_save_what_their_own_formulas_say() -> None:
         kept(block, compute_bytes=2, writes_scores=False, hidden_size=hidden) for kept in (kept_by, kept_selectively)
     )
     input_only = kept_fully(compute_bytes=2, hidden_size=hidden)
+    stream = 2 * ROWS * LENGTH * hidden  # one that the model's own code still holds is not bought by keeping an input
     assert whole - mixed == pytest.approx(
-        bytes_kept(everything - partly) + bytes_kept(everything - input_only), rel=0.02
+        bytes_kept(everything - partly) + bytes_kept(everything - input_only), abs=stream, rel=0
     )
