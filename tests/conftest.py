@@ -1,5 +1,6 @@
 """Puts the tests' own modules on the path: `from gloo_ranks import run_ranks`, `from tiny import FAMILIES`."""
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent / "multiproc"))
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-settings.register_profile("weft", deadline=None)  # a busy machine is no error
+# The same examples every time, so that a change is judged by what it changed; WEFT_TEST_RANDOM=1 looks for new ones.
+# No deadline: a busy machine is no error.
+settings.register_profile("weft", deadline=None, derandomize=not os.environ.get("WEFT_TEST_RANDOM"))
 settings.load_profile("weft")
 
 # A shell ignores interrupts for what it starts in the background, and children inherit that: tests that send one
