@@ -34,6 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from weft.comm.observer import CollectiveObserver
 from weft.core.errors import WeftError
 from weft.engine.engine import Engine
+from weft.engine.objective import Batch
 from weft.verify.evidence import _whole_of
 from weft.verify.tensor_promise import TensorFacts, promised_by_tensors
 from weft.zoo import tensor_exceptions
@@ -76,14 +77,14 @@ def _train(model_type: str, tables: Facts) -> Facts:
         "losses": [record.loss for record in records] + [engine.evaluate(shares[0]).loss],
         "norms": [record.grad_norm for record in records],
         "gradients": gradients,
-        "unpromised": _unpromised(engine, seen.counts, used=gradients),
+        "unpromised": _unpromised(engine, seen.counts, batch=shares[0], used=gradients),
         "coverage": [(row.name, _elements(row.shape), "tp" in row.sharded_axes, row.reason) for row in rows],
     }
 
 
-def _unpromised(engine: Engine, counts: Mapping[str, int], *, used: Collection[str]) -> str:
+def _unpromised(engine: Engine, counts: Mapping[str, int], *, batch: Batch, used: Collection[str]) -> str:
     """How the collectives of a step differ from what weft verify holds them to."""
-    facts = TensorFacts.of(engine)
+    facts = TensorFacts.of(engine, batch)
     if facts is None or facts.layout is None:
         return ""
     promise = promised_by_tensors(facts, facts.layout, engine.plan, used=used)

@@ -100,6 +100,7 @@ def test_a_killed_rank_ends_the_job_and_nothing_committed_is_lost(
     assert state_digest(run) == state_digest(straight)
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_launcher_saves_and_ends_with_zero(corpus: Path, cache: Path, tmp_path: Path) -> None:
     write_run(tmp_path / "run.toml", corpus, ENDLESS)
     run = tmp_path / "run"

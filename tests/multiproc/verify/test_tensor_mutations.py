@@ -31,13 +31,13 @@ GROUPS: dict[str, Group] = {
             Bug(mutate=bugs.norms_not_summed_over_the_stream, check="gradients", words=("layernorm",), step=1),
             Bug(mutate=bugs.norm_counts_cut_parameters_once, check="gradient norm", step=1),
             Bug(mutate=bugs.loss_of_the_next_token, check="loss", step=1),
-            Bug(mutate=bugs.slice_of_another_rank, check="loss", step=1),
-            Bug(mutate=bugs.input_sent_twice, check="collectives", words=("all_reduce",)),
         ),
     ),
     "stream": Group(
         plan=cut(stream=True),
         bugs=(
+            Bug(mutate=bugs.slice_of_another_rank, check="loss", step=1),
+            Bug(mutate=bugs.input_sent_twice, check="collectives", words=("all_reduce",)),
             Bug(mutate=bugs.stream_begins_without_gather_in_backward, check="gradients", words=("embed",), step=1),
             Bug(mutate=bugs.stream_ends_with_a_sum_in_backward, check="gradients", step=1),
             Bug(mutate=bugs.table_of_the_next_rank, check="loss", step=1),
