@@ -59,6 +59,7 @@ def compare(tables: dict[str, Any]) -> None:
         assert dry.peak_bytes == pytest.approx(real[rank]["peak_bytes"], rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_of_a_pipeline_send_what_the_dry_run_says(name: str) -> None:
     compare(CASES[name])

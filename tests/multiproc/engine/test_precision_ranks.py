@@ -139,6 +139,7 @@ def small_gradients(rank: int, world: int) -> dict[str, float]:
     return norms
 
 
+@pytest.mark.slow
 def test_small_gradients_survive_many_micro_batches_in_every_strategy() -> None:
     """Each entry sums 1 + 256/256 on each of two ranks; in bfloat16 the 256 small ones would all be lost."""
     expected = 4.0 * 6**0.5  # four entries of the first layer and two of the second

@@ -40,7 +40,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("plan", by_default(PLANS[:2], PLANS), ids=["DDP", "ZeRO-3", "HSDP ZeRO-1"])
+@pytest.mark.parametrize("plan", by_default(PLANS[1:2], PLANS), ids=["DDP", "ZeRO-3", "HSDP ZeRO-1"])
 def test_resuming_on_the_same_layout_gives_the_same_bits(plan: dict[str, Any], tmp_path: Path) -> None:
     for expected, found in run_ranks(resume, 4, plan, str(tmp_path), timeout_s=120.0):
         assert found == expected

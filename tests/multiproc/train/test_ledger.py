@@ -105,6 +105,7 @@ def test_the_switch_leaves_the_columns_out(corpus: Path, cache: Path, tmp_path: 
     assert ledger["memory"]["peak_at"]["measured"] is None
 
 
+@pytest.mark.slow
 def test_the_dry_run_joins_the_ledger(corpus: Path, cache: Path, tmp_path: Path) -> None:
     write_run(tmp_path / "run.toml", corpus, {**SHORT, "model": LLAMA, "ledger.dry_run": True})
     zero = ("--nproc", "2", "--set", "data_parallel.zero=3", "--json")

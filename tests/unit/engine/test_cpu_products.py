@@ -7,9 +7,11 @@ import sys
 
 import pytest
 import torch
-from tiny import build_engine
+from tiny import FAMILIES, build_engine
 
 from weft.engine import cpu_products
+from weft.models.build import build_config, build_skeleton
+from weft.verify.reference import Cut, Precision, prepare
 
 CHECK = """
 import torch
@@ -87,3 +89,13 @@ def test_an_engine_mends_what_its_cpu_lacks(has_them: bool, preset: str, monkeyp
     monkeypatch.setattr(cpu_products, "install", lambda: mended.append(preset))
     build_engine("llama", {"precision": {"preset": preset}})
     assert mended == ([] if has_them or preset == "fp32" else [preset])
+
+
+def test_the_reference_of_verify_has_the_same_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    mended: list[str] = []
+    monkeypatch.setattr(cpu_products, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(cpu_products, "install", lambda: mended.append("bf16"))
+    model = build_skeleton(build_config(FAMILIES["llama"], vocab_size=257)).to_empty(device="cpu")
+    for compute in (torch.float32, torch.bfloat16):
+        prepare(model, Precision(compute=compute, master=torch.float32), Cut(chunk_rows=1))
+    assert mended == ["bf16"]
