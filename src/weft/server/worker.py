@@ -10,6 +10,7 @@ before, somebody else does them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from weft.core.errors import NumbersError, WeftError, WorkerError
+from weft.core.errors import NumbersError, ServerLostError, WeftError, WorkerError
 from weft.core.server_spec import ServerRun
 from weft.core.table_spec import DENSE_TABLE
 from weft.server.clicks.order import SampleOrder
@@ -147,7 +148,10 @@ def run_worker(
     try:
         with beats:
             _work(control, told, token=token, name=name, build=build, is_thread=is_thread)
-        control.ask("leave", worker=name)
+        with contextlib.suppress(
+            ServerLostError
+        ):  # who was the last to hear of the end may find nobody to take leave of
+            control.ask("leave", worker=name)
     except Exception as error:
         cause = error if isinstance(error, WeftError) else _as_worker_error(error)
         _tell(control, name, cause, is_guest=is_guest)

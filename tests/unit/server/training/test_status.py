@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from weft.core.errors import RunFolderError
 from weft.core.server_spec import ServerRun
+from weft.server import worker
 from weft.server.job import run_job
 from weft.server.status import LIVE, join_live, read_status
+from weft.server.wire.control import ControlServer
 
 TABLES = {
     "data": {"samples": 2000, "vocabulary": 50, "categorical": 4, "numeric": 2},
@@ -52,3 +55,17 @@ def test_a_live_run_answers_and_takes_one_worker_more(tmp_path: Path) -> None:
 def test_nobody_joins_a_run_that_has_ended(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="no run is going on"):
         join_live(tmp_path)
+
+
+def test_a_worker_that_finds_nobody_to_take_leave_of_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has ended, and its coordinator with it, between the worker's last question and its leave."""
+
+    def answer(verb: str, fields: dict[str, Any]) -> dict[str, Any]:
+        return {"run": {"server": {"lease_s": 60.0}}}
+
+    def work(*_: Any, **__: Any) -> None:
+        coordinator.stop()
+
+    coordinator = ControlServer(answer, token="t")
+    monkeypatch.setattr(worker, "_work", work)
+    worker.run_worker(coordinator.start(), token="t", name="guest", is_guest=True)
