@@ -11,20 +11,17 @@ A type is `right`, `refused` (weft said why), `not built` (not even eager), `fai
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import logging
 import platform
-import signal
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import tiny_families as tiny
 import torch
 import transformers
+from families_train import time_limit
 from tiny_families import Facts
 from torch._dynamo.utils import counters
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -35,19 +32,6 @@ from weft.engine.fast_path import fast_path
 
 NUM_LAYERS, LIMIT_S = 10, 120
 FAST = {"compile": {"enabled": True}, "kernels": {"loss": "fused"}}
-
-
-@contextlib.contextmanager
-def time_limit() -> Iterator[None]:
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"took more than {LIMIT_S} s")
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(LIMIT_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
 
 
 def course(model_type: str, num_layers: int, tables: Facts) -> Facts:
@@ -84,7 +68,7 @@ def judge(model_type: str) -> Facts:
     truth: Facts = {}
     for num_layers in (NUM_LAYERS, 2):
         try:
-            with time_limit():
+            with time_limit(LIMIT_S):
                 truth = course(model_type, num_layers, {})
             break
         except Exception as error:  # whatever it is, the next type is asked
@@ -92,7 +76,7 @@ def judge(model_type: str) -> Facts:
     if not truth:
         return row
     try:
-        with time_limit():
+        with time_limit(LIMIT_S):
             found = course(model_type, num_layers, FAST)
     except WeftError as error:
         return {**row, "verdict": "refused", "why": str(error)}

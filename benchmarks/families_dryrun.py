@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import transformers
-from families_train import EXTRA, _limit, shrunk
+from families_train import EXTRA, shrunk, time_limit
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -76,7 +76,7 @@ def try_type(model_type: str) -> Outcome:
     first = Outcome(model_type=model_type, kind="failed")
     for size in ("default", "tiny"):
         try:
-            with _limit(LIMIT_S):
+            with time_limit(LIMIT_S):
                 found, predicted = _dry_run(model_type, size)
             return Outcome(
                 model_type=model_type, kind="ran", size=size, peak_bytes=found.peak_bytes, predicted_bytes=predicted,

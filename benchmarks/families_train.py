@@ -125,7 +125,7 @@ def try_type(model_type: str) -> Outcome:
     """Two steps of one tiny model."""
     began_s = time.perf_counter()
     try:
-        with _limit(LIMIT_S):
+        with time_limit(LIMIT_S):
             facts = _train(model_type)
         return Outcome(model_type=model_type, kind="trained", seconds=time.perf_counter() - began_s, **facts)
     except WeftError as error:
@@ -177,7 +177,7 @@ def _is_causal(engine: Engine, ids: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _limit(seconds: int) -> Iterator[None]:
+def time_limit(seconds: int) -> Iterator[None]:
     def late(*_: object) -> None:
         raise TimeoutError(f"not done in {seconds} s")
 

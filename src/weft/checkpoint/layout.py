@@ -15,6 +15,8 @@ import shutil
 import uuid
 from pathlib import Path
 
+from weft.core.synced import sync_path
+
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _TEMPORARY, _BAD = ".tmp-", ".bad-"
 
@@ -39,34 +41,25 @@ def list_steps(root: Path) -> list[int]:
     return sorted((step for step, name in steps if name == step_path(root, step).name), reverse=True)
 
 
-def fsync_directory(path: Path) -> None:
-    """Without this a power cut can lose a rename or a new file that was itself synced."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def make_root(root: Path) -> None:
     """The folder that holds all checkpoints of a run, itself durable."""
     if not root.is_dir():
         root.mkdir(parents=True)
-        fsync_directory(root.parent)
+        sync_path(root.parent)
 
 
 def commit(temporary: Path, final: Path) -> None:
     """Make a finished directory the checkpoint of its step. A non-empty `final` makes the rename fail, by design."""
-    fsync_directory(temporary)
+    sync_path(temporary)
     os.rename(temporary, final)
-    fsync_directory(final.parent)
+    sync_path(final.parent)
 
 
 def quarantine(path: Path) -> Path:
     """Move a damaged checkpoint out of the way without destroying the evidence."""
     bad = path.with_name(f"{_BAD}{path.name}-{uuid.uuid4().hex[:8]}")
     os.rename(path, bad)
-    fsync_directory(path.parent)
+    sync_path(path.parent)
     return bad
 
 
@@ -74,7 +67,7 @@ def remove_step(root: Path, step: int) -> None:
     """Delete a committed checkpoint. Renamed first: a death half-way must not leave a torn `step-` directory."""
     doomed = temporary_path(root, step)
     os.rename(step_path(root, step), doomed)
-    fsync_directory(root)
+    sync_path(root)
     shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -8,33 +8,37 @@ import torch
 
 from weft.core.terms import TimeTerm
 
+Mark = float | torch.cuda.Event
+
 
 class StepTimer:
     """`mark(term)` ends a stretch that was spent on `term`; `seconds` by term, once the device has passed all marks."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._marks: list[tuple[TimeTerm | None, float | torch.cuda.Event]] = [(None, self._now())]
+        self._device = device
+        self._marks: list[tuple[TimeTerm | None, Mark]] = [(None, now(device))]
 
     def mark(self, term: TimeTerm) -> None:
-        self._marks.append((term, self._now()))
+        self._marks.append((term, now(self._device)))
 
     def seconds(self) -> dict[TimeTerm, float]:
         found: dict[TimeTerm, float] = {}
         for (_, begin), (term, end) in zip(self._marks, self._marks[1:], strict=False):
             if term is not None:
-                found[term] = found.get(term, 0.0) + _between(begin, end)
+                found[term] = found.get(term, 0.0) + seconds_between(begin, end)
         return found
 
-    def _now(self) -> float | torch.cuda.Event:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+
+def now(device: torch.device) -> Mark:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
-def _between(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Once the device has passed both."""
     if isinstance(begin, float) and isinstance(end, float):
         return end - begin
     if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):

@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from weft.core.errors import RunFolderError, TokenizerError, WeightsError
+from weft.core.synced import sync_path
 from weft.models.conversion import SavePlan
 from weft.models.pretrained import declared_ties, saved_tensors, tie_groups, unique_names
 from weft.models.shard_writer import ShardWriter
@@ -192,23 +193,14 @@ def _committed_folder(out: Path) -> Iterator[Path]:
         yield folder
         folder.chmod(0o777 & ~_umask())  # mkdtemp makes folders that only their owner may read
         for file in folder.iterdir():
-            _to_disk(file)
-        _to_disk(folder)
+            sync_path(file)
+        sync_path(folder)
         _require_free(out)
         folder.replace(out)
-        _to_disk(out.parent)
+        sync_path(out.parent)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _to_disk(path: Path) -> None:
-    """A rename may reach the disk before the bytes do: after a power cut the folder would be whole in name only."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _umask() -> int:

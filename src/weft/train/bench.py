@@ -32,6 +32,7 @@ from weft.core.run_spec import RunSpec
 from weft.engine.engine import Engine
 from weft.engine.fast_path import fast_path
 from weft.engine.optim import OptimizerPolicy
+from weft.engine.timer import now, seconds_between
 from weft.models.build import build_config, build_skeleton
 from weft.plan.compute import model_flops
 from weft.train.build import weight_source
@@ -197,12 +198,12 @@ def _timed(
     gc.collect()
     if bench.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(bench.device)
-    marks, last = [_mark(bench.device)], first
+    marks, last = [now(bench.device)], first
     for number in range(bench.steps):
         last = step(batches[(bench.warmup + number) % NUM_BATCHES])
-        marks.append(_mark(bench.device))
+        marks.append(now(bench.device))
     _wait(bench.device)
-    steps_s = tuple(_seconds(begin, end) for begin, end in itertools.pairwise(marks))
+    steps_s = tuple(seconds_between(begin, end) for begin, end in itertools.pairwise(marks))
     peaks = _peaks(bench.device)
     kernels = kernel_times(lambda: step(batches[0]), bench.device)
     middle_s = statistics.median(steps_s)
@@ -234,20 +235,6 @@ def _flops_per_token(bench: Bench, config: Any) -> tuple[float, float] | None:
     dtype = bench.plan.precision.policy().weights
     peak = request.cluster.device.peak_flops.get(dtype)
     return (model_flops(request, sees_all_keys=True) / request.workload.tokens, peak) if peak else None
-
-
-def _mark(device: torch.device) -> float | torch.cuda.Event:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _seconds(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(begin, float) or isinstance(end, float):
-        return float(end) - float(begin)  # type: ignore[arg-type]
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 def _peaks(device: torch.device) -> tuple[int, int]:

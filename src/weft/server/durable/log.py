@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import CheckpointError, LogError
+from weft.core.synced import sync_path
 from weft.server.durable.checksum import checksum
 from weft.server.durable.segments import SEGMENT_BYTES, open_segment, retire, segments
-from weft.server.durable.synced import sync_path
 
 _MAGIC = 0x57AF_10C5
 _HEAD = struct.Struct("<IIIIQQQ")  # magic, kind, head bytes, padding, body bytes, number, checksum

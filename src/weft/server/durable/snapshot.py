@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import CheckpointError, LogError
+from weft.core.synced import sync_path
 from weft.server.durable.checksum import checksum
-from weft.server.durable.synced import sync_path
 
 FOLDER = "snapshots"
 _MANIFEST = "manifest.json"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 
 def sync_path(path: Path) -> None:
+    """Before a rename: it may reach the disk earlier than the bytes do. After one: or a power cut may lose it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
