@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from blocks import Block, all_pages, read_blocks
 
+from weft.core.executable import require_executable
 from weft.core.plan import SECTIONS as PLAN_SECTIONS
-from weft.core.plan import Plan, require_executable
+from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.server_spec import ServerRun
 from weft.hardware import calibration, catalogue

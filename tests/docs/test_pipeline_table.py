@@ -7,7 +7,8 @@ import re
 import pytest
 from blocks import ROOT
 
-from weft.core.plan import Plan, require_executable
+from weft.core.executable import require_executable
+from weft.core.plan import Plan
 from weft.schedule import NAMES, summary
 
 TEXT = (ROOT / "docs" / "guides" / "pipeline.md").read_text(encoding="utf-8")

@@ -82,7 +82,7 @@ class Question:
         """Refuses what cannot be run before any process starts."""
         from weft import hardware
         from weft.core.batching import require_divisible
-        from weft.core.plan import require_executable
+        from weft.core.executable import require_executable
 
         require_executable(plan)
         require_divisible(run, plan)

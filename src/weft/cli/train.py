@@ -36,7 +36,8 @@ def train(
     """Train a model. With no arguments: a small Llama on Python's own source, on this machine."""
     from weft.cli.resolve import require_known_sections, resolve_plan, resolve_run
     from weft.core.batching import require_divisible
-    from weft.core.plan import Plan, require_executable
+    from weft.core.executable import require_executable
+    from weft.core.plan import Plan
     from weft.train.job import Job
     from weft.train.rank_environment import given_ranks
     from weft.train.run_folder import RunFolder, require_free

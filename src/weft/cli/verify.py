@@ -39,7 +39,8 @@ def verify(
         _verify_server(run, steps=steps, as_is=as_is, settings=settings or [], as_json=as_json, unfit=(plan, nproc))
     from weft.cli.resolve import require_known_sections, resolve_plan, resolve_run
     from weft.core.batching import require_divisible
-    from weft.core.plan import Plan, require_executable
+    from weft.core.executable import require_executable
+    from weft.core.plan import Plan
     from weft.verify.request import Request, every_plan
     from weft.verify.verdict import Matrix
 

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from weft.core import vocabulary
 from weft.core.batching import require_divisible
 from weft.core.errors import MeshError, NotBuiltError, PipelineError
-from weft.core.plan import Plan, require_executable
+from weft.core.executable import require_executable
+from weft.core.plan import Plan
 from weft.core.records import PeakRecord
 from weft.core.run_spec import RunSpec
 from weft.core.terms import MemoryTerm as Term

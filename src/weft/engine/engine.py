@@ -17,7 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.comm.groups import ensure_group, sum_over
-from weft.core.plan import Plan, require_consistent, require_executable
+from weft.core.executable import require_executable
+from weft.core.plan import Plan, require_consistent
 from weft.core.records import DtypeRecord, EvalRecord, ParameterRecord, StepRecord
 from weft.core.terms import TimeTerm
 from weft.engine.adamw_low import AdamWLow, LowStates

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from weft.core.errors import NotBuiltError, PlanError
-from weft.core.plan import SECTIONS, Plan, require_executable
+from weft.core.executable import require_executable
+from weft.core.plan import SECTIONS, Plan
 from weft.core.units import format_bytes
 from weft.plan.budget import choose_mixture
 from weft.plan.columns import columns_of

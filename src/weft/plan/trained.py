@@ -6,7 +6,7 @@ What the engine refuses is declared in core.plan; nothing here looks at the engi
 from __future__ import annotations
 
 from weft.core.errors import NotBuiltError
-from weft.core.plan import require_executable
+from weft.core.executable import require_executable
 from weft.plan.estimate import Estimate
 from weft.plan.search import Answer, search
 from weft.plan.space import Freedom

@@ -26,7 +26,8 @@ from weft import hardware
 from weft.comm.loopback import install_loopback, loopback_world
 from weft.core.batching import require_divisible
 from weft.core.errors import NotBuiltError
-from weft.core.plan import Plan, require_executable
+from weft.core.executable import require_executable
+from weft.core.plan import Plan
 from weft.core.records import TechniqueRecord
 from weft.core.run_spec import RunSpec
 from weft.engine.engine import Engine

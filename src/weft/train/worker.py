@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from weft.checkpoint import CheckpointStore
 from weft.core.errors import DeviceError
-from weft.core.plan import Plan, require_executable
+from weft.core.executable import require_executable
+from weft.core.plan import Plan
 from weft.engine.engine import Engine
 from weft.report import write_report
 from weft.train.account import Account

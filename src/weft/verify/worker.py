@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from weft.core.batching import require_divisible
 from weft.core.errors import PipelineError, TensorParallelError
-from weft.core.plan import Plan, require_executable
+from weft.core.executable import require_executable
+from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.data import open_corpus
 from weft.train.job import DeviceChoice

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from weft.core.config import apply_settings
 from weft.core.errors import BadValueError, ConfigFileError, NotBuiltError, PlanError, UnknownKeyError
-from weft.core.plan import Pipeline, Plan, default_plan_tables, require_executable, require_mixture
+from weft.core.executable import require_executable
+from weft.core.plan import Pipeline, Plan, default_plan_tables, require_mixture
 from weft.schedule import Kind, generate
 
 degrees = st.sampled_from([1, 2, 4, 8])

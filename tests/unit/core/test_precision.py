@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.core.plan import Plan, require_executable
+from weft.core.executable import require_executable
+from weft.core.plan import Plan
 from weft.core.precision import policy_of, resolve
 
 

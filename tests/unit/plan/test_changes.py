@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plan_cases import GIB, plan_with, request_of, requests, tiny_llama
 
-from weft.core.plan import Plan, require_executable
+from weft.core.executable import require_executable
+from weft.core.plan import Plan
 from weft.plan.ask import require_legal
 from weft.plan.changes import Change, fewest_devices, largest_saving, say_keys, smallest_changes, with_keys
 from weft.plan.estimate import estimate

@@ -1,0 +1,101 @@
+"""What this version's engine does not carry out of a plan yet: refused by name, never ignored."""
+
+from __future__ import annotations
+
+from weft.core.errors import NotBuiltError
+from weft.core.plan import Plan
+from weft.core.precision import not_executed
+
+
+def require_executable(plan: Plan) -> None:
+    """What this version's engine cannot carry out yet is refused by name, never ignored."""
+    default = Plan()
+    policy = plan.precision.policy()
+    refused: list[tuple[bool, str]] = [
+        (
+            plan.mesh.pp > 1 and plan.pipeline.never_drains and plan.data_parallel.zero > 0,
+            f"{plan.pipeline.schedule} with sharded weights (data_parallel.zero > 0)",
+        ),
+        (
+            plan.mesh.pp > 1 and plan.pipeline.never_drains and policy.loss_scaling,
+            f"{plan.pipeline.schedule} with a loss scale (precision fp16)",
+        ),
+        (plan.mesh.pp > 1 and plan.tensor_parallel.mode != "1d" and plan.mesh.tp > 1, "a pipeline of grids"),
+        (plan.mesh.cp > 1, "context parallelism (mesh.cp > 1)"),
+        (plan.mesh.ep > 1, "expert parallelism (mesh.ep > 1)"),
+        (plan.pipeline.virtual_stages > 1 and plan.mesh.pp == 1, "virtual pipeline stages without a pipeline"),
+        (plan.activations.offload != default.activations.offload, "activation offload (activations.offload)"),
+        (
+            plan.activations != default.activations and plan.data_parallel.strategy == "dataparallel",
+            "activation recompute under dataparallel",
+        ),
+        (plan.offload != default.offload, "offload ([offload])"),
+        *((plan.compile.enabled and has, f"compiled blocks with {what}") for has, what in _not_compiled(plan)),
+        *(
+            (plan.kernels.loss == "fused" and has, f"a fused loss (kernels.loss) with {what}")
+            for has, what in _not_fused(plan)
+        ),
+        *((plan.float8.linears != "none" and has, f"float8 with {what}") for has, what in _not_float8(plan)),
+    ]
+    unbuilt = not_executed(plan.precision.preset, plan.precision.given)
+    refused += [(True, f"precision.{name} = {getattr(policy, name)!r}") for name in unbuilt]
+    refused += [(has, f"precision.{name} = 'bfloat16' with {what}") for has, name, what in _not_low(plan)]
+    for is_refused, what in refused:
+        if is_refused:
+            raise NotBuiltError(
+                f"this version of weft does not execute {what}",
+                hint="the README's feature table says what works; remove that key from the plan",
+            )
+
+
+def _not_compiled(plan: Plan) -> list[tuple[bool, str]]:
+    """What compiled blocks do not go with yet."""
+    return [
+        (plan.mesh.tp > 1, "tensor parallelism"),
+        _in_halves(plan),
+        (_is_threaded(plan), "dataparallel"),
+        (plan.activations.is_selective, "selective recompute"),
+    ]
+
+
+def _not_fused(plan: Plan) -> list[tuple[bool, str]]:
+    """What a head with its loss does not go with yet."""
+    tensor = plan.tensor_parallel
+    return [
+        (plan.mesh.tp > 1 and tensor.mode != "1d", f"tensor_parallel.mode = {tensor.mode!r}"),
+        (_is_threaded(plan), "dataparallel"),
+    ]
+
+
+def _not_float8(plan: Plan) -> list[tuple[bool, str]]:
+    return [
+        (plan.mesh.tp > 1, "tensor parallelism"),
+        _in_halves(plan),
+        (_is_threaded(plan), "dataparallel"),
+        (plan.precision.policy().weights != "bfloat16", "other weights than bfloat16 (precision.preset = 'bf16')"),
+    ]
+
+
+def _not_low(plan: Plan) -> list[tuple[bool, str, str]]:
+    """What states and weights at rest in bfloat16 do not go with yet."""
+    policy = plan.precision.policy()
+    is_master_free = policy.master_weights == "bfloat16"
+    return [
+        (
+            policy.has_low_states and plan.mesh.pp > 1 and plan.pipeline.never_drains,
+            "master_weights" if is_master_free else "optimizer_state",
+            plan.pipeline.schedule,
+        ),
+        (is_master_free and plan.mesh.tp > 1, "master_weights", "tensor parallelism"),
+        (is_master_free and plan.mesh.pp > 1, "master_weights", "a pipeline"),
+    ]
+
+
+def _in_halves(plan: Plan) -> tuple[bool, str]:
+    """Schedules that put a product's weight gradient off: a product inside a graph, or in float8, cannot be."""
+    is_split = plan.mesh.pp > 1 and plan.pipeline.splits_backwards
+    return is_split, f"pipeline.schedule = {plan.pipeline.schedule!r}, whose backwards come in halves"
+
+
+def _is_threaded(plan: Plan) -> bool:
+    return plan.data_parallel.strategy == "dataparallel"
