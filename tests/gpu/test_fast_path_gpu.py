@@ -68,7 +68,7 @@ def test_a_scale_is_not_rounded_to_the_gradients_format() -> None:
         loss = head_loss.LateLogits(hidden, weight, None).loss_sum(labels) * torch.tensor(scale, device=CUDA)
         found = torch.autograd.grad(loss, (hidden, weight))
         norms.append([value.double().norm().item() / scale for value in found])
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)  # rounded first it would be 3.4e-3
+    assert norms[1] == pytest.approx(norms[0], rel=5e-4)  # rounded first it would be 3.4e-3
 
 
 def test_float8_products_are_those_of_their_operands() -> None:
