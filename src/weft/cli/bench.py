@@ -37,7 +37,7 @@ def step(
 ) -> None:
     """Time the training step of rank 0 of a plan, alone: tokens/s, MFU, peak memory, kernels by class."""
     from weft.cli.resolve import require_known_sections, resolve_model, resolve_plan
-    from weft.core.plan import Plan, settle_precision
+    from weft.core.open_choices import plan_on
     from weft.core.quiet import quiet_libraries
 
     given = settings or []
@@ -51,7 +51,7 @@ def step(
 
     kind = choose_device_type(device.value)
     tables = resolve_plan(plan, given, num_ranks=None)[0]
-    layout = Plan.from_tables(settle_precision(tables, on_gpu=kind == "cuda"), source=str(plan or "the plan"))
+    layout = plan_on(tables, on_gpu=kind == "cuda", source=str(plan or "the plan"))
     spec = resolve_model(run, given, rows=layout.mesh.dp_degree * layout.pipeline.microbatches)
     layout = settle_plan(spec, layout, on_gpu=kind == "cuda")
     question = Bench(run=spec, plan=layout, device=torch.device(kind), steps=steps, warmup=warmup)

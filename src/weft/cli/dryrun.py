@@ -43,13 +43,13 @@ def dryrun(
 ) -> None:
     """Run the very training step of a rank on fake tensors: peak memory by term, traffic, and whether it fits."""
     from weft.cli.resolve import require_known_sections, resolve_model, resolve_plan
-    from weft.core.plan import Plan, settle_precision
+    from weft.core.open_choices import plan_on
 
     given = settings or []
     require_known_sections(given)
     tables = resolve_plan(plan, given, num_ranks=None)[0]
     is_cpu = device is not None and device.upper().startswith("CPU")
-    layout = Plan.from_tables(settle_precision(tables, on_gpu=not is_cpu), source=str(plan or "the plan"))
+    layout = plan_on(tables, on_gpu=not is_cpu, source=str(plan or "the plan"))
     spec = resolve_model(run, given, rows=layout.mesh.dp_degree * layout.pipeline.microbatches)
     question = Question.of(spec, layout, device)
     if sweep is not None:

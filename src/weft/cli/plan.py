@@ -83,7 +83,7 @@ def plan(
     from weft.plan.trained import BUILT
 
     fixed = fixed_keys(settings or [])
-    tables = _precision(plan_path, fixed, precision)
+    tables = _precision(plan_path, fixed, precision, devices)
     question = ask(
         model,
         devices,
@@ -141,13 +141,15 @@ def _require_model(model: str | None, devices: str | None) -> tuple[str, str]:
     return model, devices
 
 
-def _precision(plan_path: Path | None, fixed: dict[str, Any], preset: str | None) -> dict[str, Any]:
+def _precision(plan_path: Path | None, fixed: dict[str, Any], preset: str | None, devices: str) -> dict[str, Any]:
     """[precision] of the plan file, of --set, of --precision; bf16 where none says."""
-    from weft.core.plan import Plan
+    from weft.core.config import read_toml
+    from weft.core.open_choices import plan_on
 
     tables: dict[str, Any] = {"preset": preset or "bf16"}
     if plan_path is not None:
-        tables = Plan.from_file(plan_path).precision.model_dump(exclude_none=True)
+        plan = plan_on(read_toml(plan_path), on_gpu="cpu" not in devices.lower(), source=str(plan_path))
+        tables = plan.precision.model_dump(exclude_none=True)
         if preset is not None:
             tables["preset"] = preset
     tables |= {key.partition(".")[2]: value for key, value in fixed.items() if key.startswith("precision.")}
@@ -158,16 +160,15 @@ def _estimate_one(question: Question, path: Path, settings: list[str]) -> Answer
     import time
 
     from weft.core.config import apply_settings, read_toml
-    from weft.core.plan import Plan
+    from weft.core.open_choices import plan_on
     from weft.plan.ask import require_legal
     from weft.plan.budget import settled
     from weft.plan.estimate import estimate
     from weft.plan.search import Answer
 
     began_s = time.perf_counter()
-    tables = apply_settings(read_toml(path), settings)
-    tables["precision"] = question.precision
-    chosen = settled(question.request, Plan.from_tables(tables, source=str(path)))
+    tables = {**apply_settings(read_toml(path), settings), "precision": question.precision}
+    chosen = settled(question.request, plan_on(tables, on_gpu=not question.request.is_cpu, source=str(path)))
     require_legal(question.request, chosen, source=str(path))
     found = estimate(question.request, chosen)
     elapsed_s = time.perf_counter() - began_s

@@ -48,6 +48,16 @@ def require_executable(plan: Plan) -> None:
             )
 
 
+def why_not_compiled(plan: Plan) -> str:
+    """What of the plan compiled blocks do not go with yet, or nothing."""
+    return next((what for has, what in _not_compiled(plan) if has), "")
+
+
+def why_not_fused(plan: Plan) -> str:
+    """What of the plan a head with its loss does not go with yet, or nothing."""
+    return next((what for has, what in _not_fused(plan) if has), "")
+
+
 def _not_compiled(plan: Plan) -> list[tuple[bool, str]]:
     """What compiled blocks do not go with yet."""
     return [

@@ -174,6 +174,13 @@ class ModelShape:
         return len(self.order)
 
     @cached_property
+    def has_dropout(self) -> bool:
+        """Such a model's blocks are not compiled: their masks are drawn row by row."""
+        rates = [block.dropout for block in self.kinds]
+        rates += [block.attention.dropout for block in self.kinds if block.attention is not None]
+        return max(self.dropout, *rates) > 0
+
+    @cached_property
     def kind_counts(self) -> tuple[int, ...]:
         counts = Counter(self.order)
         return tuple(counts[index] for index in range(len(self.kinds)))

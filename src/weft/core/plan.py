@@ -353,12 +353,4 @@ def with_mixture(plan: Plan, mixture: tuple[int, int]) -> Plan:
     return plan.model_copy(update={"activations": plan.activations.model_copy(update={"mixture": mixture})})
 
 
-def settle_precision(tables: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-    """`tables` with the one choice a plan may leave open: a GPU computes in bf16 unless told otherwise."""
-    precision, dp = tables.get("precision", {}), tables.get("data_parallel", {})
-    if not on_gpu or "preset" in precision or dp.get("strategy") == "dataparallel":
-        return tables
-    return {**tables, "precision": {**precision, "preset": "bf16"}}
-
-
 SECTIONS = sections_of(Plan)

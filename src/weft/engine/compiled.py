@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch._functorch.config as partitioner  # no public form: tests/unit/engine/test_compiled.py fails when it moves
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException  # no public form: the same test
 from torch._logging._internal import log_state, set_logs
 
 from weft.core.errors import DeviceError
@@ -56,14 +57,38 @@ def _require_compiler(device: torch.device) -> None:
 
 
 class _Compiled:
-    """Compiles at its first call, and for a new shape; then calls what was compiled."""
+    """Compiles at its first call, and for a new shape; then calls what was compiled.
+
+    What the compiler cannot do it runs as it stands: the numbers are the same, and the run says why it is slower.
+    """
 
     def __init__(self, own: Forward) -> None:
+        self._own = own
         self._call: Any = torch.compile(own, backend=BACKEND, dynamic=False)
+        self.failure = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with partitioner.patch(KEEPS_LESS):
-            return self._call(*args, **kwargs)
+        if self.failure:
+            return self._own(*args, **kwargs)
+        try:
+            with partitioner.patch(KEEPS_LESS):
+                return self._call(*args, **kwargs)
+        except TorchDynamoException as error:  # of compiling: both directions are compiled before anything runs
+            self.failure = _first_sentence(error)
+        return self._own(*args, **kwargs)
+
+
+def failures(model: nn.Module) -> list[str]:
+    """Why parts of `model` run as they stand though they were to be compiled, each cause once."""
+    own = (getattr(module.forward, "own", None) for module in model.modules())
+    return list(dict.fromkeys(part.failure for part in own if isinstance(part, _Compiled) and part.failure))
+
+
+def _first_sentence(error: Exception) -> str:
+    """The compiler's own words without its advice on log settings."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = " ".join(lines[:2]) if lines and lines[0].endswith("raised:") else (lines or [type(error).__name__])[0]
+    return told[:200]
 
 
 def _alone(model: nn.Module, layout: ModelLayout) -> Iterator[nn.Module]:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from weft.core.executable import why_not_compiled, why_not_fused
 from weft.core.records import TechniqueRecord
+from weft.engine.compiled import failures
 from weft.engine.randomness import uses_randomness
 from weft.engine.triton_here import has_triton
 
@@ -21,9 +23,14 @@ def fast_path(engine: Engine) -> list[TechniqueRecord]:
 
 def _blocks(engine: Engine) -> TechniqueRecord:
     if not engine.plan.compile.enabled:
-        return TechniqueRecord(technique="compiled blocks", on=False, why="compile.enabled is false")
+        other = why_not_compiled(engine.plan)
+        why = f"not built with {other}" if other else "compile.enabled is false"
+        return TechniqueRecord(technique="compiled blocks", on=False, why=why)
     if uses_randomness(engine.model):
         return TechniqueRecord(technique="compiled blocks", on=False, why="the model has dropout")
+    failed = failures(engine.model)
+    if failed:
+        return TechniqueRecord(technique="compiled blocks", on=False, why=f"the compiler failed: {failed[0]}")
     count = len(engine.layout.blocks)
     return TechniqueRecord(technique="compiled blocks", on=count > 0, why=f"{count} blocks{_here(engine)}")
 
@@ -36,7 +43,9 @@ def _loss(engine: Engine) -> TechniqueRecord:
     head = engine.head_loss
     if head is None:
         asked = engine.plan.kernels.loss == "fused"
-        why = "; ".join(engine.notes) if asked else "kernels.loss is 'whole'"
+        other = why_not_fused(engine.plan)
+        left_out = f"not built with {other}" if other else "kernels.loss is 'whole'"
+        why = "; ".join(engine.notes) if asked else left_out
         return TechniqueRecord(technique="fused head and loss", on=False, why=why)
     made_whole = _made_whole(engine, head.made_whole)
     if made_whole:

@@ -17,7 +17,7 @@ import numpy as np
 from weft.plan.activations import bytes_of, kept_by, kept_fully, kept_selectively
 from weft.plan.again import Again
 from weft.plan.columns import Bools, Floats
-from weft.plan.view import View
+from weft.plan.view import View, is_compiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def kept_blocks(view: View) -> KeptBlocks:
         )
         selected = np.minimum(selected, whole)
         # a compiled block keeps what its products read and give, and computes what lies between them again
-        as_it_is = np.where(columns.compiled > 0, selected, whole)
+        as_it_is = np.where(is_compiled(view.request, columns), selected, whole)
         count, full, selective = stage.blocks[:, index], again.full[:, index], again.selective[:, index]
         total = total + (count - full - selective) * as_it_is + selective * selected + full * inputs
         of_block = (as_it_is, selected, inputs, as_it_is - selected, as_it_is - inputs)

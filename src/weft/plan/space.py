@@ -14,6 +14,7 @@ import numpy as np
 from weft.plan.columns import LOOPED, RECOMPUTE, SCHEDULES, TP_MODES, V_SHAPED, Columns, Ints
 from weft.plan.request import Request
 
+SPLIT = ("zero_bubble", "zbv", "dualpipev")  # gradients of weights apart from those of inputs
 SYNCHRONOUS = ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev", "gpipe", "looped_bfs", "naive")
 MAX_PIPELINE = 128
 
@@ -65,7 +66,7 @@ def enumerate_plans(request: Request, freedom: Freedom) -> Columns:
         one_d = ways[ways[:, 3] == 0]
         tables += [_product(mine[mine[:, 3] == 1], one_d), _product(mine[mine[:, 3] > 1], ways)]
     table = _with_microbatches(request, np.concatenate(tables), freedom)
-    return _columns(table, freedom, takes_stream=request.shape.has_straight_stream)
+    return _columns(table, freedom, request)
 
 
 def _meshes(request: Request, freedom: Freedom) -> Iterator[tuple[int, ...]]:
@@ -172,8 +173,9 @@ def _product(left: Ints, right: Ints) -> Ints:
     return np.concatenate([np.repeat(left, len(right), axis=0), np.tile(right, (len(left), 1))], axis=1)
 
 
-def _columns(table: Ints, freedom: Freedom, *, takes_stream: bool) -> Columns:
-    one_d = (table[:, 10] == 0) & (table[:, 3] > 1) & takes_stream
+def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
+    one_d = (table[:, 10] == 0) & (table[:, 3] > 1) & request.shape.has_straight_stream
+    compiled, fused = _fast_path(table, freedom, request)
     size = len(table)
 
     def switch(key: str, default: Ints) -> Ints:
@@ -187,12 +189,24 @@ def _columns(table: Ints, freedom: Freedom, *, takes_stream: bool) -> Columns:
         loss_parallel=switch("tensor_parallel.loss_parallel", (table[:, 3] > 1).astype(np.int64)),
         offload_activations=np.full(size, int(_is_away("activations.offload", freedom)), dtype=np.int64),
         offload_parameters=np.full(size, int(_is_away("offload.parameters", freedom)), dtype=np.int64),
-        compiled=switch("compile.enabled", np.zeros(size, dtype=np.int64)),
-        fused_loss=np.full(size, int(freedom.fixed.get("kernels.loss") == "fused"), dtype=np.int64),
+        compiled=switch("compile.enabled", compiled),
+        fused_loss=fused,
         vertical_sync=np.zeros(size, dtype=np.int64),
         full_blocks=np.zeros(size, dtype=np.int64), selective_blocks=np.zeros(size, dtype=np.int64),
         deal=np.zeros(size, dtype=np.int64),
     )  # fmt: skip
+
+
+def _fast_path(table: Ints, freedom: Freedom, request: Request) -> tuple[Ints, Ints]:
+    """Whether blocks are compiled, and head and loss fused, where nothing is said: core.open_choices, for columns."""
+    is_gpu = not request.is_cpu
+    is_split = (table[:, 4] > 1) & np.isin(table[:, 7], [SCHEDULES.index(name) for name in SPLIT])
+    selects = table[:, 9] == RECOMPUTE.index("selective")
+    compiled = is_gpu & (table[:, 3] == 1) & ~is_split & ~selects & (not request.shape.has_dropout)
+    asked = freedom.fixed.get("kernels.loss")
+    is_open = asked is None and bool(freedom.fixed.get("compile.enabled", True))
+    fused = is_gpu & is_open & ((table[:, 3] == 1) | (table[:, 10] == 0)) | (asked == "fused")
+    return compiled.astype(np.int64), np.broadcast_to(fused, len(table)).astype(np.int64)
 
 
 def _is_away(key: str, freedom: Freedom) -> bool:

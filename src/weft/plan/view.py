@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.core.model_shape import ModelShape
-from weft.plan.columns import Columns, Floats, Ints
+from weft.plan.columns import Bools, Columns, Floats, Ints
 from weft.plan.parameters import Share, share_of
 from weft.plan.request import ByteSizes, Request, byte_sizes
 from weft.plan.stages import PLACES, Seen, Stage, stage_of
@@ -35,6 +35,11 @@ class View:
         """One residual stream of a micro-batch."""
         cut = np.where(self.columns.sequence_parallel > 0, self.columns.tp, 1)
         return np.asarray(self.tokens * self.sizes.activation * self.shape.hidden_size / cut, dtype=np.float64)
+
+
+def is_compiled(request: Request, columns: Columns) -> Bools:
+    """Whose blocks really are compiled, of those whose plan says so."""
+    return (columns.compiled > 0) & (not request.shape.has_dropout)
 
 
 def views_of(request: Request, columns: Columns) -> list[View]:

@@ -1,7 +1,7 @@
 """`Job`: one training run as every rank is told it - what, how, where, and whether to go on from a checkpoint.
 
-It travels to the ranks as a JSON file. The plan travels as tables: what it leaves open (precision on a GPU) is
-resolved by the rank, which knows its device.
+It travels to the ranks as a JSON file. The plan travels as tables: what it leaves open (precision and kernels on a
+GPU) is resolved by the rank, which knows its device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.core.plan import Plan, settle_precision
+from weft.core.open_choices import plan_on
+from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -43,7 +44,7 @@ class Job:
 
     def plan(self, *, device_type: str) -> Plan:
         """The plan with every open choice made."""
-        return Plan.from_tables(settle_precision(self.plan_tables, on_gpu=device_type == "cuda"))
+        return plan_on(self.plan_tables, on_gpu=device_type == "cuda")
 
     def to_json(self) -> str:
         return json.dumps(

@@ -19,7 +19,7 @@ from weft.core.errors import NumbersError
 from weft.core.records import StepRecord
 from weft.core.run_spec import RunSpec
 from weft.core.terms import TimeTerm
-from weft.engine.compiled import RecompileWatch
+from weft.engine.compiled import RecompileWatch, failures
 from weft.engine.pending import PendingStep
 from weft.train.build import Workbench
 from weft.train.display import Display
@@ -128,6 +128,8 @@ class TrainingLoop:
         causes = self._recompiles.take() if self._recompiles is not None else []
         if causes and self.outcome.steps > 0:
             self.display.line(f"warning: blocks were compiled again in step {step}: {'; '.join(causes)}")
+        for cause in failures(self.engine.model) if self._recompiles is not None and self.outcome.steps == 0 else ():
+            self.display.line(f"warning: blocks run as they stand, slower, since the compiler failed: {cause}")
 
     def _finish_step(self, pending: PendingStep) -> bool:
         """Numbers to the log; returns whether some rank wants to stop."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from weft.core.batching import require_divisible
 from weft.core.errors import PipelineError, TensorParallelError
 from weft.core.executable import require_executable
+from weft.core.open_choices import plan_on
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.data import open_corpus
@@ -36,11 +37,11 @@ _PATH_BYTES = 1024
 
 def run_request(request: Request, *, progress: Callable[[str, str], None] | None = None) -> list[Verdict]:
     """Verify every plan of the request; the verdicts are meaningful on rank 0. Collective."""
-    plans = [Plan.from_tables(tables) for tables in request.plans]
+    device_type = _device_type(request.device)
+    plans = [plan_on(tables, on_gpu=device_type == "cuda") for tables in request.plans]
     for plan in plans:
         require_executable(plan)
         require_divisible(request.run, plan)  # shrinking must not make a run legal
-    device_type = _device_type(request.device)
     process = join(device_type=device_type, timeout_s=request.run.train.collective_timeout_s)
     try:
         with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:

@@ -152,3 +152,24 @@ def test_without_a_compiler_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(DeviceError, match="there is no no-such-compiler"):
         build_engine("llama", COMPILED)
+
+
+def test_what_the_compiler_cannot_do_runs_as_it_stands_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("no kernel for this operator\nset a variable for more")
+
+    monkeypatch.setattr(compiled, "BACKEND", refuse)
+    eager, engine = build_engine("llama", {}), build_engine("llama", COMPILED)
+    assert losses(engine) == losses(eager)
+    on, why = is_compiled(engine)
+    assert not on
+    assert "no kernel for this operator" in why
+    assert "variable" not in why
+
+
+def test_an_error_of_the_model_is_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build_engine("llama", COMPILED)
+    block = engine.model.get_submodule(engine.layout.blocks[0])
+    monkeypatch.setattr(block.mlp, "forward", lambda rows: rows @ rows)
+    with pytest.raises(RuntimeError, match="mat1 and mat2|size|shape"):
+        engine.step(global_batch(0))

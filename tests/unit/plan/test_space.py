@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from plan_cases import columns_with, legal_plans, request_of, requests, tiny_llama, tiny_mixtral
 
+from weft.core.open_choices import plan_on
 from weft.core.plan import Plan
 from weft.plan.columns import Columns, plan_at
 from weft.plan.request import Request
@@ -131,3 +132,25 @@ def test_an_impossible_wish_leaves_nothing() -> None:
 def _at(plan: Plan, key: str) -> Any:
     section, _, name = key.partition(".")
     return getattr(getattr(plan, section), name)
+
+
+def test_the_search_leaves_open_what_training_would_settle_alike() -> None:
+    """core.open_choices over columns: a plan found means the same to every verb. Dropout only the model knows."""
+    for freedom in (Freedom(), Freedom(fixed={"compile.enabled": False}), Freedom(fixed={"kernels.loss": "whole"})):
+        columns = legal_plans(LLAMA, freedom)
+        for row in np.random.default_rng(0).choice(len(columns), size=150, replace=False):
+            plan = plan_at(columns, int(row), precision={"preset": "bf16"})
+            tables = plan.model_dump(mode="json", exclude_none=True, exclude={"compile": True, "kernels": True})
+            for key, value in freedom.fixed.items():
+                section, name = key.split(".")
+                tables[section] = {name: value}
+            assert plan_on(tables, on_gpu=True) == plan
+
+
+def test_blocks_are_compiled_by_themselves_on_gpus_and_without_dropout() -> None:
+    assert legal_plans(LLAMA).compiled.any()
+    on_cpu = request_of(tiny_llama(), "8xCPU", global_batch=64, sequence_length=512, preset="fp32")
+    assert not legal_plans(on_cpu).compiled.any()
+    assert not legal_plans(on_cpu).fused_loss.any()
+    dropping = tiny_llama(attention_dropout=0.1)
+    assert not legal_plans(request_of(dropping, "8xH100-80GB", global_batch=64)).compiled.any()
