@@ -42,6 +42,7 @@ def test_dropout_does_not_depend_on_the_cut() -> None:
     assert worst(whole, cut) <= GPU_FP32_LOSS_ABS
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of the compiler's own imports
 def test_adamw8bit_compiles_and_saves(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     engine = engine_on(CUDA, "llama", {"data_parallel": {"zero": 3}}, kind="adamw8bit")

@@ -15,14 +15,19 @@ from tiny import FAMILIES
 
 pytestmark = pytest.mark.gpu
 
+FP32, EAGER = {"precision": {"preset": "fp32"}}, {"compile": {"enabled": False}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "fp32": ("llama", {}),
-    "fp32 ZeRO-3, tied": ("qwen3-tied", {"data_parallel": {"zero": 3}, "pipeline": {"microbatches": 2}}),
-    "bf16": ("llama", {"precision": {"preset": "bf16"}, "pipeline": {"microbatches": 2}}),
-    "bf16 ZeRO-3": ("llama", {"precision": {"preset": "bf16"}, "data_parallel": {"zero": 3}}),
-    "bf16 ZeRO-2, experts": ("mixtral", {"precision": {"preset": "bf16"}, "data_parallel": {"zero": 2}}),
+    "what a GPU takes by itself": ("llama", {}),
+    "the same with experts": ("mixtral", {"pipeline": {"microbatches": 2}}),
+    "the same, tied, ZeRO-3": ("qwen3-tied", {"data_parallel": {"zero": 3}, "pipeline": {"microbatches": 2}}),
+    "the same with float8": ("llama", {"data_parallel": {"zero": 2}, "float8": {"linears": "all"}}),
+    "fp32": ("llama", {**FP32, **EAGER}),
+    "fp32 ZeRO-3, tied": ("qwen3-tied", {**FP32, **EAGER, "data_parallel": {"zero": 3}}),
+    "bf16": ("llama", {**EAGER, "pipeline": {"microbatches": 2}}),
+    "bf16 ZeRO-3": ("llama", {**EAGER, "data_parallel": {"zero": 3}}),
+    "bf16 ZeRO-2, experts": ("mixtral", {**EAGER, "data_parallel": {"zero": 2}}),
     "fp16": ("llama", {"precision": {"preset": "fp16"}}),
-    "fp32, dropout": ("gpt2", {"pipeline": {"microbatches": 2}}),
+    "fp32, dropout": ("gpt2", {**FP32, "pipeline": {"microbatches": 2}}),
 }
 
 

@@ -29,6 +29,7 @@ from weft.engine.delayed import DelayedUpdates
 from weft.engine.dtypes import DtypeWatch
 from weft.engine.mesh import build_topology
 from weft.engine.objective import Batch, Objective, objective_for
+from weft.engine.one_document import told_of_documents
 from weft.engine.optim import OptimizerFactory, OptimizerPolicy, create_state, make_optimizer, set_learning_rate
 from weft.engine.ownership import Parts, parameter_records
 from weft.engine.pending import PendingStep
@@ -189,7 +190,7 @@ class Engine:
         """The summed loss of this rank's rows; in a grid those of a part of the micro-batch. Ends early on a stage that
         is not the last (`StageDone`)."""
         module = self.pipeline.called(self.strategy.module, stage)
-        with self.tensors.explained(self.model, self.plan.tensor_parallel):
+        with self.tensors.explained(self.model, self.plan.tensor_parallel), told_of_documents(microbatch):
             return self.objective.loss_sum(module, self.tensors.rows_of(microbatch))
 
     def show_gradients(self) -> None:
