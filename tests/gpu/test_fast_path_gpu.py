@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from gpu_engines import CUDA, engine_on, losses, worst
 from tolerances import BF16_SAME_LOSS_ABS, GPU_FP32_LOSS_ABS
 
+import weft.engine.attention_kernel as attention
 import weft.engine.head_loss as head_loss
+from weft.engine.attention_kernel import Shape
 from weft.engine.cross_entropy import Cap, cross_entropy_
 from weft.engine.dp.copy_in import install_copy_in
 from weft.engine.float8 import E4M3, _columns_first, _multiply, quantise
@@ -159,3 +161,13 @@ def test_a_step_is_told_to_the_gpu_without_waiting_for_it(zero: int) -> None:
     pending = engine.step_nowait(batch)
     assert not slept.query(), "something in the step waits for the GPU"
     pending.resolve()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_attention_kernels_are_timed(head_dim: int) -> None:
+    shape = Shape(rows=1, heads=16, kv_heads=4, length=2048, head_dim=head_dim, dtype="bfloat16")
+    times = {name: attention._seconds(shape, CUDA, name) for name in (attention.TORCHS_OWN, *attention.KERNELS)}
+    assert 0 < times[attention.TORCHS_OWN] < 1
+    assert sum(0 < seconds < 1 for seconds in times.values()) >= 2, times
+    chosen = attention.fastest(shape, CUDA)
+    assert times[attention.TORCHS_OWN] / times.get(chosen, 1) > 1 or chosen == attention.TORCHS_OWN

@@ -171,14 +171,23 @@ class Offload(Section):
 
 
 class Compile(Section):
-    enabled: bool = Field(default=False, description="torch.compile of the blocks")
+    enabled: bool = Field(
+        default=False, description="torch.compile of the blocks; left out on a GPU: true wherever it is built"
+    )
 
 
 class Kernels(Section):
     """Forms of the same computation that differ in speed and memory."""
 
     loss: Literal["whole", "fused"] = Field(
-        default="whole", description="logits as one tensor: whole | head and loss together, logits in stretches: fused"
+        default="whole",
+        description="logits as one tensor: whole | head and loss together, logits in stretches: fused; left out on a "
+        "GPU: fused, unless compile.enabled = false",
+    )
+    attention: Literal["auto", "torch"] = Field(
+        default="auto",
+        description="fused attention on a GPU: auto (the fastest kernel at the run's shape, timed once) | torch (its "
+        "own choice)",
     )
     gradient_copy: Literal["own", "torch"] = Field(
         default="own",

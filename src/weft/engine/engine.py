@@ -23,6 +23,7 @@ from weft.core.records import DtypeRecord, EvalRecord, ParameterRecord, StepReco
 from weft.core.terms import TimeTerm
 from weft.engine.adamw_low import AdamWLow, LowStates
 from weft.engine.apply import apply_plan
+from weft.engine.attention_kernel import AttentionKernel
 from weft.engine.clip import clip_factor, global_norm, scale_gradients
 from weft.engine.cpu_products import mend_products
 from weft.engine.delayed import DelayedUpdates
@@ -96,6 +97,7 @@ class Engine:
         self.on_gradients: Callable[[dict[str, torch.Tensor]], None] | None = None
         self.clip_norm = clip_norm
         self._is_random = uses_randomness(model)
+        self.attention = AttentionKernel(model, plan, self.device)
         walk = self.pipeline.walk
         self.delayed = DelayedUpdates(self, walk) if isinstance(walk, EndlessWalk) else None
         names = {str(group.group_name) for group in self.tensors.groups}
@@ -153,6 +155,7 @@ class Engine:
     def _forward_backward(self, batch: Batch, timer: StepTimer) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the summed loss over the global weight; returns this rank's sum and the global weight."""
         microbatches = self._split(batch)
+        self.attention.settle(microbatches[0])
         chunks = [num_rows(part) // self.tensors.row_chunks for part in microbatches]  # grids deal rows out once more
         begins = itertools.accumulate(map(num_rows, microbatches), initial=self.topology.dp_rank * num_rows(batch))
         first_rows = [begin + self.tensors.row_chunk * chunk for begin, chunk in zip(begins, chunks, strict=False)]
@@ -190,7 +193,8 @@ class Engine:
         """The summed loss of this rank's rows; in a grid those of a part of the micro-batch. Ends early on a stage that
         is not the last (`StageDone`)."""
         module = self.pipeline.called(self.strategy.module, stage)
-        with self.tensors.explained(self.model, self.plan.tensor_parallel), told_of_documents(microbatch):
+        about = self.tensors.explained(self.model, self.plan.tensor_parallel)
+        with about, told_of_documents(microbatch), self.attention.preferred():
             return self.objective.loss_sum(module, self.tensors.rows_of(microbatch))
 
     def show_gradients(self) -> None:

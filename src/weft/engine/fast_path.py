@@ -75,7 +75,9 @@ def _optimizer(engine: Engine) -> TechniqueRecord:
 
 def _attention(engine: Engine) -> TechniqueRecord:
     kind = str(getattr(getattr(engine.model, "config", None), "_attn_implementation", None) or "the module's own")
-    return TechniqueRecord(technique="fused attention", on=kind not in ("eager", "the module's own"), why=kind)
+    is_on = kind not in ("eager", "the module's own")
+    why = f"{kind}, {engine.attention.chosen}" if is_on else kind
+    return TechniqueRecord(technique="fused attention", on=is_on, why=why)
 
 
 def _float8(engine: Engine) -> TechniqueRecord:

@@ -171,5 +171,5 @@ def test_an_error_of_the_model_is_the_models(monkeypatch: pytest.MonkeyPatch) ->
     engine = build_engine("llama", COMPILED)
     block = engine.model.get_submodule(engine.layout.blocks[0])
     monkeypatch.setattr(block.mlp, "forward", lambda rows: rows @ rows)
-    with pytest.raises(RuntimeError, match="mat1 and mat2|size|shape"):
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2|size|shape"):
         engine.step(global_batch(0))
