@@ -200,8 +200,7 @@ class Engine:
     def show_gradients(self) -> None:
         if self.on_gradients is None:
             return
-        named = self.model.named_parameters()
-        scale = self.loss_scale.value
+        named, scale = self.model.named_parameters(), self.loss_scale.value
         self.on_gradients({name: parameter.grad / scale for name, parameter in named if parameter.grad is not None})
 
     def gradient_norm(self, *, of_stage: bool = False) -> torch.Tensor:
@@ -279,9 +278,8 @@ class Engine:
     # --- state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Every tensor of model and optimizer under its logical name, sharing memory with the live ones.
-
-        A pipeline that does not drain starts anew from here, as it will where this state is loaded."""
+        """Every tensor of model and optimizer under its logical name, sharing memory with the live ones. A pipeline that
+        does not drain starts anew from here, as it will where this state is loaded."""
         if self.delayed is not None:
             self.delayed.restart()
         create_state(self.optimizer, self.parameters)
@@ -314,10 +312,7 @@ class Engine:
         return int(loaded.step)
 
     def close(self) -> None:
-        """Give the process groups that this engine made back; it cannot train any more. Collective; twice is once.
-
-        Their threads and sockets end with the last reference to the engine.
-        """
+        """Give the process groups that this engine made back; it cannot train any more. Collective; twice is once."""
         self.settle()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # what still travels needs its group
