@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -16,11 +18,12 @@ from weft.core import vocabulary
 from weft.core.batching import require_divisible
 from weft.core.errors import MeshError, NotBuiltError, PipelineError
 from weft.core.executable import require_executable
-from weft.core.plan import Plan
+from weft.core.plan import Compile, Plan
 from weft.core.records import PeakRecord
 from weft.core.run_spec import RunSpec
 from weft.core.terms import MemoryTerm as Term
 from weft.dryrun.allocator import Event, least_capacity, simulate
+from weft.dryrun.compiler import compiler_without_code, why_not_followed
 from weft.dryrun.kernels import LIBRARY_WORKSPACES_BYTES, Kernel, workspace_bytes
 from weft.dryrun.record import DryRun
 from weft.dryrun.world import FakeWorld, fake_world
@@ -47,18 +50,41 @@ def dry_run(run: RunSpec, plan: Plan, *, rank: int = 0, on_gpu: bool = True, att
     if not 0 <= rank < plan.num_ranks:
         raise MeshError(f"there is no rank {rank} among {plan.num_ranks}", hint=f"ranks are 0 to {plan.num_ranks - 1}")
     kernel = attention if on_gpu else None
-    with fake_world(num_ranks=plan.num_ranks, rank=rank, attention=kernel) as world:
+    try:
+        return _of_rank(run, plan, kernel, began_s, rank=rank)
+    except Exception as error:
+        why = why_not_followed(error) if plan.compile.enabled else ""
+        if not why:
+            raise
+        found = _of_rank(run, _stand_in(run, plan), kernel, began_s, rank=rank)
+        note = (
+            f"the compiler could not follow this model's blocks ({why}): selective recompute stands for what they keep"
+        )
+        return replace(found, notes=(*found.notes, note))
+
+
+def _of_rank(run: RunSpec, plan: Plan, kernel: Kernel | None, began_s: float, *, rank: int) -> DryRun:
+    compiler = compiler_without_code() if plan.compile.enabled else nullcontext()
+    with compiler, fake_world(num_ranks=plan.num_ranks, rank=rank, attention=kernel) as world:
         stage = Stage(run, plan)
         try:
             with world.mode:
                 return _measure(stage, world, began_s, rank=rank)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise _needs_values(stage, error) from error
-        except PipelineError as error:
-            cause = error.__cause__
+        except Exception as error:
+            cause = error.__cause__ if isinstance(error, PipelineError) else error
             if isinstance(cause, DataDependentOutputException | DynamicOutputShapeException):
                 raise _needs_values(stage, cause) from error
             raise
+
+
+def _stand_in(run: RunSpec, plan: Plan) -> Plan:
+    """The plan with eager blocks that keep about what compiled ones do; those computed again fully stay so."""
+    policy, full = plan.activations.policy, (plan.activations.mixture or (0, 0))[0]
+    num_blocks = len(describe(Stage(run, plan).skeleton).blocks)
+    mixed = {"policy": "budget", "mixture": (full, num_blocks - full)}
+    change = {} if policy == "full" else mixed if policy == "budget" else {"policy": "selective"}
+    activations = plan.activations.model_copy(update=change)
+    return plan.model_copy(update={"activations": activations, "compile": Compile(enabled=False)})
 
 
 def _needs_values(stage: Stage, error: DataDependentOutputException | DynamicOutputShapeException) -> NotBuiltError:

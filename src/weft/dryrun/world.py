@@ -20,14 +20,13 @@ import torch.distributed.device_mesh as device_mesh
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 import torch.distributed.tensor._sharding_prop as sharding
 import torch.nn.functional as F
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import weft.engine.apply as apply
 import weft.engine.dp.choose as choose
 import weft.engine.engine as engine
+import weft.engine.float8 as float8
 import weft.engine.head_loss as head_loss
 import weft.engine.mesh as mesh
 import weft.engine.ownership as ownership
@@ -35,12 +34,9 @@ import weft.engine.pp.apply as pipeline
 import weft.engine.pp.mail as mail
 import weft.engine.pp.stages as stages
 import weft.engine.randomness as randomness
-from weft.core.plan import Activations
 from weft.dryrun.kernels import Kernel, gpu_attention
 from weft.dryrun.replicas import FakeReplicated
 from weft.dryrun.streams import CurrentStream
-from weft.engine.recompute import apply_recompute
-from weft.models.layout import ModelLayout
 from weft.models.pipeline_split import split_model
 
 _MESH_METHODS = ("__init__", "__getitem__", "_flatten", "_unflatten", "_create_sub_mesh", "get_local_rank",
@@ -84,12 +80,6 @@ def _fill_tables() -> None:
     subclass_8bit.get_qmap_unsigned()
 
 
-def _keep_as_compiled(model: nn.Module, layout: ModelLayout, **_: torch.device) -> tuple[str, ...]:
-    if not randomness.uses_randomness(model):
-        apply_recompute(model, layout, Activations(policy="selective"))
-    return ()
-
-
 def _sum_inside_product(
     total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, *, is_only: bool
 ) -> torch.Tensor:
@@ -104,6 +94,8 @@ def _gpu_patches(kernel: Kernel) -> list[Any]:
     return [
         # a GPU's product adds to what is there; a CPU's is a tensor of its own
         mock.patch.object(head_loss, "_add_product", _sum_inside_product),
+        # a CPU multiplies float8 in float32, on copies
+        mock.patch.object(float8, "_multiply", float8.multiply_on_gpu),
         mock.patch.object(F, "scaled_dot_product_attention", attend),
         mock.patch.object(randomness, "_attend", attend),
     ]
@@ -125,8 +117,6 @@ def _patches() -> list[Any]:
         mock.patch.object(pipeline, "split_model", _outside(split_model)),
         # DDP's reducer is C++ that reads memory
         mock.patch.object(choose, "Replicated", FakeReplicated),
-        # a compiler wants real devices; what compiled blocks keep is nearly what selective recompute does
-        mock.patch.object(apply, "apply_compile", _keep_as_compiled),
         # fully_shard cuts a parameter into as many parts as there are ranks, and keeps two
         mock.patch.object(fsdp_param, "_chunk_with_empty", _Chunks),
         # torch multiplies by groups in any precision, but knows the shapes of bfloat16 only

@@ -106,11 +106,17 @@ def _multiply(
 ) -> Tensor:
     """`is_fast` sums partly in lower precision: right for activations, too rough for gradients."""
     if left.is_cuda:
-        # private until torch names it otherwise: tests/gpu/test_float8_gpu.py fails when it moves
-        return torch._scaled_mm(
-            left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=is_fast
-        )
+        return multiply_on_gpu(left, right, left_scale, right_scale, dtype, is_fast=is_fast)
     return ((left.float() * left_scale) @ (right.float() * right_scale)).to(dtype)
+
+
+def multiply_on_gpu(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, *, is_fast: bool
+) -> Tensor:
+    # private until torch names it otherwise: tests/gpu/test_float8_gpu.py fails when it moves
+    return torch._scaled_mm(
+        left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=is_fast
+    )
 
 
 def _linears(model: nn.Module, layout: ModelLayout) -> Iterator[tuple[str, nn.Linear]]:

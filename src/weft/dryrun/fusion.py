@@ -1,0 +1,307 @@
+"""A compiled graph as memory sees it: what its kernels write, in what order, and how long that lives.
+
+Inductor writes a kernel of its own for what is computed element by element, and calls a library for the rest. So
+
+    in memory      inputs, results of libraries, what a library reads, what the graph gives
+    nowhere        all between: it stays in registers, and is computed again in every kernel that needs it
+    one kernel     results of one size that read the same memory, unless one waits for another's on the way
+    overwritten    what only one result still needs, where that has its size, format and order
+
+Values are not computed: results of kernels are empty, libraries are called as they stand. Which kernels are one is what
+Inductor chooses in plain cases (tests/fake/dryrun/test_fusion.py); its search for the order with the least peak is not
+repeated, kernels come as soon as their turn in the graph allows.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+# Beside what torch itself calls pointwise: copies, pieces, lookups, constants, and sums along rows, which end a kernel
+# but are small.
+_GENERATED = frozenset(
+    {
+        "aten.clone", "aten._to_copy", "aten.copy", "aten.cat", "aten.constant_pad_nd", "aten.slice_scatter",
+        "aten.select_scatter", "aten.index", "aten.gather", "aten.embedding", "aten.full", "aten.full_like",
+        "aten.empty", "aten.zeros", "aten.ones", "aten.arange", "aten.scalar_tensor", "aten.sum", "aten.mean",
+        "aten.amax", "aten.amin", "aten.any", "aten.all", "aten.prod", "prims.convert_element_type", "prims.iota",
+    }
+)  # fmt: skip
+
+
+@dataclass(eq=False)
+class Kernel:
+    """`gives` are written together, each with what it reads of memory."""
+
+    place: int
+    gives: dict[Node, set[Node]]
+    call: Node | None = None  # of a library
+    overwrites: list[Node] = field(default_factory=list)
+    frees: list[Node] = field(default_factory=list)
+
+    @property
+    def reads(self) -> set[Node]:
+        return set().union(*self.gives.values()) - self.gives.keys()
+
+    @property
+    def size(self) -> int:
+        return _tensor(next(iter(self.gives))).numel()
+
+
+class ProgramError(Exception):
+    """A graph that these rules do not cover."""
+
+
+class Program:
+    """What a backend returns for a graph: called with a list of inputs, which it empties."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self._boxed_call = True  # how torch is told so
+        self._module = module
+        nodes = list(module.graph.nodes)
+        self._inputs = [node for node in nodes if node.op == "placeholder"]
+        self._constants = [node for node in nodes if node.op == "get_attr"]
+        self._outputs = nodes[-1].args[0]
+        self.kernels = _or_refused(kernels_of, module.graph)
+        read = {node for kernel in self.kernels for node in kernel.reads} | _given(module.graph)
+        self._unused = [node for node in self._inputs if node not in read]
+
+    def __call__(self, given: list[Any]) -> Any:
+        return _or_refused(self._run, given)
+
+    def _run(self, given: list[Any]) -> Any:
+        values: dict[Node, Any] = dict(zip(self._inputs, given, strict=True))
+        given.clear()
+        for node in self._unused:
+            del values[node]
+        values |= {node: getattr(self._module, str(node.target)) for node in self._constants}
+        for kernel in self.kernels:
+            for node in kernel.overwrites:
+                del values[node]
+            if kernel.call is None:
+                values |= {node: _empty(node) for node in kernel.gives}
+            else:
+                _call(kernel, values)
+            for node in kernel.frees:
+                values.pop(node, None)
+        return map_arg(self._outputs, lambda node: _value(node, values))
+
+
+def _or_refused(function: Callable[[Any], Any], given: Any) -> Any:
+    try:
+        return function(given)
+    except Exception as error:
+        raise ProgramError(f"{type(error).__name__}: {error}") from error
+
+
+def kernels_of(graph: Graph) -> list[Kernel]:
+    """In the order in which they run, each with what it is the last to need."""
+    written = _written(graph)
+    kernels = list(_single(graph, written))
+    _join(kernels)
+    ordered = _ordered(kernels)
+    _end_lives(ordered, kept=_given(graph))
+    return ordered
+
+
+# --- what is in memory ------------------------------------------------------------------------------------------------
+
+
+def _is_generated(node: Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    return torch.Tag.pointwise in target.tags or str(target.overloadpacket) in _GENERATED
+
+
+def _is_view(node: Node) -> bool:
+    """Whether it is another look at what lies in memory: results of libraries have a memory of their own."""
+    if node.target is operator.getitem:
+        base = node.args[0]
+        return isinstance(base, Node) and _is_view(base)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema = node.target._schema
+    return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
+
+
+def _written(graph: Graph) -> set[Node]:
+    """Every value that is ever in memory."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            found.add(node)
+        elif node.op == "output" or (_is_called(node) and node.target is not operator.getitem):
+            found.update(_bases(node.all_input_nodes))
+        if _is_called(node):
+            found.add(node)
+    return found
+
+
+def _is_called(node: Node) -> bool:
+    """A library's result, or a part of it."""
+    return node.op not in ("placeholder", "get_attr", "output") and not _is_view(node) and not _is_generated(node)
+
+
+def _bases(nodes: Iterable[Node]) -> Iterator[Node]:
+    for node in nodes:
+        yield from _bases(node.all_input_nodes[:1]) if _is_view(node) else (node,)
+
+
+def _given(graph: Graph) -> set[Node]:
+    return set(_bases(graph.output_node().all_input_nodes))
+
+
+def _reads(node: Node, written: set[Node]) -> set[Node]:
+    """What lies in memory of all that `node` is computed from."""
+    found: set[Node] = set()
+    seen: set[Node] = set()
+    todo = list(node.all_input_nodes)
+    while todo:
+        one = todo.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if one in written:
+            found.add(one)
+        else:
+            todo += one.all_input_nodes
+    return found
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _single(graph: Graph, written: set[Node]) -> Iterator[Kernel]:
+    for place, node in enumerate(graph.nodes):
+        if node not in written or node.op in ("placeholder", "get_attr"):
+            continue
+        if _is_generated(node):
+            yield Kernel(place=place, gives={node: _reads(node, written)})
+        elif node.target is not operator.getitem:
+            parts = [user for user in node.users if user.target is operator.getitem]
+            yield Kernel(place=place, gives=dict.fromkeys(parts or [node], _reads(node, written)), call=node)
+
+
+def _join(kernels: list[Kernel]) -> None:
+    """Kernels that read the same become one, those that share most first, then those that are nearest."""
+    generated = [kernel for kernel in kernels if kernel.call is None]
+    while True:
+        pairs = [pair for pair in combinations(generated, 2) if _shared_bytes(*pair)]
+        pairs.sort(key=lambda pair: (-_shared_bytes(*pair), pair[1].place - pair[0].place))
+        pair = next((pair for pair in pairs if not _wait(kernels, *pair)), None)
+        if pair is None:
+            return
+        first, second = pair
+        first.gives |= second.gives
+        generated.remove(second)
+        kernels.remove(second)
+
+
+def _shared_bytes(first: Kernel, second: Kernel) -> int:
+    """Of memory that both read, or one writes and the other reads; 0 where they have different sizes."""
+    if first.size != second.size:
+        return 0
+    shared = (first.reads | first.gives.keys()) & (second.reads | second.gives.keys())
+    return sum(_tensor(node).nbytes for node in shared)
+
+
+def _wait(kernels: list[Kernel], first: Kernel, second: Kernel) -> bool:
+    """Whether one needs what others make of the other's results: as one kernel they would wait for themselves."""
+    maker = {node: kernel for kernel in kernels for node in kernel.gives}
+    for start, end in ((first, second), (second, first)):
+        todo = [maker[node] for node in end.reads if node in maker and maker[node] is not start]
+        seen: set[Kernel] = set()
+        while todo:
+            kernel = todo.pop()
+            if kernel is start:
+                return True
+            if kernel not in seen:
+                seen.add(kernel)
+                todo += [maker[node] for node in kernel.reads if node in maker]
+    return False
+
+
+def _ordered(kernels: list[Kernel]) -> list[Kernel]:
+    """The first of the graph that has all it reads comes next."""
+    maker = {node: kernel for kernel in kernels for node in kernel.gives}
+    waits = {kernel: {maker[node] for node in kernel.reads if node in maker} for kernel in kernels}
+    followers: dict[Kernel, list[Kernel]] = {kernel: [] for kernel in kernels}
+    for kernel, needed in waits.items():
+        for one in needed:
+            followers[one].append(kernel)
+    ready = [(kernel.place, kernel) for kernel in kernels if not waits[kernel]]
+    heapq.heapify(ready)
+    found = []
+    while ready:
+        _, kernel = heapq.heappop(ready)
+        found.append(kernel)
+        for follower in followers[kernel]:
+            waits[follower].discard(kernel)
+            if not waits[follower]:
+                heapq.heappush(ready, (follower.place, follower))
+    return found
+
+
+def _end_lives(kernels: list[Kernel], *, kept: set[Node]) -> None:
+    made = {node for kernel in kernels for node in kernel.gives}
+    last = {node: kernel for kernel in kernels for node in (*kernel.gives, *kernel.reads)}
+    replaced: set[Node] = set()
+    for node, kernel in last.items():
+        if node in kept or node.op == "get_attr":
+            continue
+        new = _replacement(kernel, node, replaced) if node in made else None  # an input is another's
+        if new is not None:
+            replaced.add(new)
+        (kernel.frees if new is None else kernel.overwrites).append(node)
+
+
+def _replacement(kernel: Kernel, node: Node, taken: set[Node]) -> Node | None:
+    """The result that may lie where `node` does. A library writes beside what it reads."""
+    readers = [given for given, reads in kernel.gives.items() if node in reads]
+    if kernel.call is not None or len(readers) != 1 or readers[0] in taken:
+        return None
+    old, new = _tensor(node), _tensor(readers[0])
+    is_alike = old.shape == new.shape and old.stride() == new.stride()
+    is_plain = old.numel() == new.numel() and old.is_contiguous() and new.is_contiguous()
+    return readers[0] if old.dtype == new.dtype and (is_alike or is_plain) else None
+
+
+# --- running it -------------------------------------------------------------------------------------------------------
+
+
+def _tensor(node: Node) -> torch.Tensor:
+    tensor: torch.Tensor = node.meta["val"]
+    return tensor
+
+
+def _empty(node: Node) -> torch.Tensor:
+    like = _tensor(node)
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+def _value(node: Node, values: dict[Node, Any]) -> Any:
+    if node in values:
+        return values[node]
+    return _apply(node, values)  # a view
+
+
+def _apply(node: Node, values: dict[Node, Any]) -> Any:
+    function: Callable[..., Any] = node.target  # type: ignore[assignment]
+    args, kwargs = map_arg((node.args, node.kwargs), lambda one: _value(one, values))
+    return function(*args, **kwargs)
+
+
+def _call(kernel: Kernel, values: dict[Node, Any]) -> None:
+    assert kernel.call is not None
+    result = _apply(kernel.call, values)
+    for node in kernel.gives:
+        values[node] = result if node is kernel.call else result[node.args[1]]
