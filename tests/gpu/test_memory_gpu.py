@@ -36,9 +36,14 @@ RUN = RunSpec.from_tables({"model": MODEL, "data": {"sequence_length": 2048}, "t
 BF16 = {"precision": {"preset": "bf16"}}
 
 
-def measured(plan: Plan) -> tuple[int, StepMeter]:
+def of_vocabulary(vocab_size: int) -> RunSpec:
+    config = {**MODEL["config"], "vocab_size": vocab_size}
+    return RUN.model_copy(update={"model": RUN.model.model_copy(update={"config": config})})
+
+
+def measured(plan: Plan, run: RunSpec = RUN) -> tuple[int, StepMeter]:
     """The allocator's peak of a step, and what the meter says of the next ones."""
-    stage = Stage(RUN, plan, device=torch.device("cuda", 0))
+    stage = Stage(run, plan, device=torch.device("cuda", 0))
     stage.build()
     for _ in range(2):
         stage.step()
@@ -65,6 +70,17 @@ def test_the_dry_run_is_the_allocators_peak(zero: int, policy: str) -> None:
     assert meter.is_complete
     assert meter.peak.as_dict()["peak_at"] == predicted.peak.as_dict()["peak_at"]
     assert meter.peak.peak_bytes == pytest.approx(predicted.peak_bytes, abs=2**28)  # workspaces hide from the meter
+
+
+@pytest.mark.parametrize("vocab_size", [1024, 32000])  # most is needed by a block's backward, or by the loss
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_the_dry_run_of_compiled_blocks_is_the_allocators_peak(policy: str, vocab_size: int) -> None:
+    tables = {"compile": {"enabled": True}, "kernels": {"loss": "fused"}, "activations": {"policy": policy}, **BF16}
+    run = of_vocabulary(vocab_size)
+    plan = Plan.from_tables({"data_parallel": {"zero": 2}, **tables})
+    predicted = dry_run(run, plan)
+    assert measured(plan, run)[0] == pytest.approx(predicted.peak_bytes, rel=0.01)
+    assert predicted.notes == ()
 
 
 def test_recompute_gives_the_same_losses() -> None:

@@ -50,7 +50,8 @@ def why_not_followed(error: Exception) -> str:
     cause = error.__cause__ if isinstance(error, PipelineError) else error
     if not isinstance(cause, TorchDynamoException | ProgramError):
         return ""
-    return str(cause).strip().partition("\n")[0] or type(cause).__name__
+    lines = [line.strip() for line in str(cause).splitlines()]
+    return next((line for line in lines if line and not line.endswith(":")), type(cause).__name__)
 
 
 def _inductor() -> Callable[..., Any]:
