@@ -39,7 +39,8 @@ def compiler_without_code() -> Iterator[None]:
         torch.compile(torch.rsqrt, backend="eager")(torch.ones(1))
         torch.compiler.reset()
         try:
-            with mock.patch.object(compiled, "BACKEND", _backend):
+            # a real compiler may do what these rules do not cover: then another stand-in is nearer than eager blocks
+            with mock.patch.object(compiled, "BACKEND", _backend), mock.patch.object(compiled, "FORGIVEN", ()):
                 yield
         finally:
             torch.compiler.reset()

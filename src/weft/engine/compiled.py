@@ -28,6 +28,7 @@ BACKEND = "inductor"
 # What a product reads (act(gate) * up, a normalised input) is cheap to make again in the kernel that needs its parts
 # anyway. By default it is kept: 21 KB a token and block of Llama-3.2-1B, a third of all that is.
 KEEPS_LESS = {"ban_recompute_materialized_backward": False}
+FORGIVEN: tuple[type[Exception], ...] = (TorchDynamoException,)  # the compiler's own errors; the model's it passes on
 _PLAIN = (nn.Linear, nn.Embedding)  # one product or lookup: nothing to fuse
 
 
@@ -73,7 +74,7 @@ class _Compiled:
         try:
             with partitioner.patch(KEEPS_LESS):
                 return self._call(*args, **kwargs)
-        except TorchDynamoException as error:  # of compiling: both directions are compiled before anything runs
+        except FORGIVEN as error:  # both directions are compiled before anything runs
             self.failure = _first_sentence(error)
         return self._own(*args, **kwargs)
 

@@ -278,8 +278,8 @@ class Engine:
     # --- state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Every tensor of model and optimizer under its logical name, sharing memory with the live ones. A pipeline that
-        does not drain starts anew from here, as it will where this state is loaded."""
+        """Every tensor of model and optimizer under its logical name, sharing memory with the live ones. A pipeline
+        that does not drain starts anew from here, as it will where this state is loaded."""
         if self.delayed is not None:
             self.delayed.restart()
         create_state(self.optimizer, self.parameters)

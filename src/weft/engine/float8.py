@@ -113,7 +113,7 @@ def _multiply(
 def multiply_on_gpu(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, *, is_fast: bool
 ) -> Tensor:
-    # private until torch names it otherwise: tests/gpu/test_float8_gpu.py fails when it moves
+    # private until torch names it otherwise: tests/gpu/test_fast_path_gpu.py fails when it moves
     return torch._scaled_mm(
         left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=is_fast
     )

@@ -82,14 +82,21 @@ def test_a_block_keeps_what_a_real_one_does(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_recompute_keeps_less_than_compiled_blocks_do() -> None:
+    none, full = (dried(activations={"policy": policy}) for policy in ("none", "full"))
+    assert full.peak_bytes < none.peak_bytes
+    assert none.notes == ()
+
+
+@pytest.mark.slow
+def test_blocks_of_a_mixture_keep_what_lies_between() -> None:
     none, half, full = (
         dried(activations=activations, config={"num_hidden_layers": 4})
         for activations in ({"policy": "none"}, {"policy": "budget", "mixture": [2, 0]}, {"policy": "full"})
     )
     assert full.peak_bytes < half.peak_bytes < none.peak_bytes
-    assert none.notes == ()
 
 
+@pytest.mark.slow
 def test_attention_stays_that_of_the_gpu() -> None:
     holders = [holder for holder in dried().peak.largest if holder.term == "activations"]
     assert "aten._scaled_dot_product_cudnn_attention" in {holder.operator for holder in holders}
@@ -103,6 +110,7 @@ def test_what_is_computed_is_counted_as_without_a_compiler() -> None:
     assert found.terms["activations"] < 0.8 * eager.terms["activations"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "config", "tables"),
     [
@@ -119,6 +127,7 @@ def test_it_needs_less_than_eager_blocks(family: str, config: dict[str, Any], ta
     assert found.notes == eager.notes
 
 
+@pytest.mark.slow
 def test_a_model_with_dropout_is_not_compiled() -> None:
     drops = {"attention_dropout": 0.1}
     assert dried(config=drops).terms == dried(config=drops, compile={"enabled": False}).terms
@@ -126,7 +135,12 @@ def test_a_model_with_dropout_is_not_compiled() -> None:
 
 @pytest.mark.parametrize(
     "tables",
-    [{}, {"mesh": {"pp": 2}, "data_parallel": {"zero": 0}, "pipeline": {"microbatches": 4}}],
+    [
+        {},
+        pytest.param(
+            {"mesh": {"pp": 2}, "data_parallel": {"zero": 0}, "pipeline": {"microbatches": 4}}, marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_where_the_compiler_cannot_follow_selective_recompute_stands_for_it(
     monkeypatch: pytest.MonkeyPatch, tables: dict[str, Any]
@@ -142,6 +156,7 @@ def test_where_the_compiler_cannot_follow_selective_recompute_stands_for_it(
     assert found.terms == dried(**eager, activations={"policy": "selective"}).terms
 
 
+@pytest.mark.slow
 def test_what_stands_for_it_is_computed_again_where_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.dryrun.fusion.kernels_of", lambda _graph: 1 / 0)
     for policy, mixture, eager in (("full", None, None), ("budget", [1, 0], [1, 1])):
@@ -150,6 +165,7 @@ def test_what_stands_for_it_is_computed_again_where_the_plan_says_so(monkeypatch
         assert found.terms == expected.terms
 
 
+@pytest.mark.slow
 def test_nothing_compiled_is_left_behind() -> None:
     """Neither for the next dry run nor for code that is compiled for real."""
     first = dried()
