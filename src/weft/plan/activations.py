@@ -123,6 +123,15 @@ def kept_selectively(block: BlockShape, *, compute_bytes: int, writes_scores: bo
     return total
 
 
+def kept_compiled(block: BlockShape, *, compute_bytes: int, writes_scores: bool, hidden_size: int) -> Kept:
+    """Of a compiled block: nearly as selectively, but scores that are written out are a product's too, and kept."""
+    kept = kept_selectively(block, compute_bytes=compute_bytes, writes_scores=writes_scores, hidden_size=hidden_size)
+    if block.attention is None or not writes_scores:
+        return kept
+    scores = Kept(scores=float(compute_bytes * block.attention.num_heads))
+    return kept + (scores if block.cuts("attention") else scores.uncut)
+
+
 def kept_fully(*, compute_bytes: int, hidden_size: int) -> Kept:
     """With the whole block computed again: its input."""
     return Kept(stream=float(compute_bytes * hidden_size))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.plan.activations import bytes_of, kept_by, kept_fully, kept_selectively
+from weft.plan.activations import bytes_of, kept_by, kept_compiled, kept_fully, kept_selectively
 from weft.plan.again import Again
 from weft.plan.columns import Bools, Floats
 from weft.plan.view import View, is_compiled
@@ -83,17 +83,18 @@ def kept_blocks(view: View) -> KeptBlocks:
     largest = [np.zeros(len(columns)) for _ in range(5)]
     for index, block in enumerate(shape.kinds):
         writes_scores = block.attention is not None and view.request.writes_scores(block.attention)
-        everything, partly = (
+        everything, partly, in_graph = (
             kept(block, compute_bytes=c, writes_scores=writes_scores, hidden_size=shape.hidden_size)
-            for kept in (kept_by, kept_selectively)
+            for kept in (kept_by, kept_selectively, kept_compiled)
         )
         input_only = kept_fully(compute_bytes=c, hidden_size=shape.hidden_size)
-        whole, selected, inputs = (
-            bytes_of(kept, block, columns, tokens=tokens, keys=keys) for kept in (everything, partly, input_only)
+        whole, selected, compiled, inputs = (
+            bytes_of(kept, block, columns, tokens=tokens, keys=keys)
+            for kept in (everything, partly, in_graph, input_only)
         )
         selected = np.minimum(selected, whole)
         # a compiled block keeps what its products read and give, and computes what lies between them again
-        as_it_is = np.where(is_compiled(view.request, columns), selected, whole)
+        as_it_is = np.where(is_compiled(view.request, columns), np.minimum(compiled, whole), whole)
         count, full, selective = stage.blocks[:, index], again.full[:, index], again.selective[:, index]
         total = total + (count - full - selective) * as_it_is + selective * selected + full * inputs
         of_block = (as_it_is, selected, inputs, as_it_is - selected, as_it_is - inputs)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_peaks import MEASURED, case_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -182,3 +183,9 @@ def test_nothing_compiled_is_left_behind() -> None:
     attend = torch.compile(lambda query: F.scaled_dot_product_attention(query, query, query), backend=note)
     assert torch.equal(attend(query), F.scaled_dot_product_attention(query, query, query))
     assert F.scaled_dot_product_attention in called
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_peak_is_the_one_an_h200_had(name: str) -> None:
+    assert dry_run(*case_of(name)).peak_bytes == pytest.approx(MEASURED[name], rel=1e-3)

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 from benchmark_folder import benchmarks_importable
+from compiled_peaks import MEASURED, case_of
+
+from weft.plan.ask import estimate_plan
 
 with benchmarks_importable():
     import plan_memory
@@ -40,3 +43,12 @@ def test_a_predicted_peak_is_the_measured_one(case: Any) -> None:
     inside = (guess.memory_bytes - guess.memory_terms["framework"]) / 2**30
     allowed = 0.035 if case.name == PEAK_IN_EXPERTS else 0.01
     assert inside == pytest.approx(MEASURED_GIB[case.name], rel=allowed)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_compiled_blocks_with_a_fused_loss_are_roughly_foreseen(name: str) -> None:
+    """What a compiler keeps is its own affair; the backward of soft-capped scores takes more than is counted."""
+    run, plan = case_of(name)
+    guess = estimate_plan(run, plan, f"{plan.num_ranks}xH200")
+    inside = guess.memory_bytes - guess.memory_terms["framework"]
+    assert inside == pytest.approx(MEASURED[name], rel=0.06 if "gemma2" in name else 0.035)
