@@ -8,7 +8,7 @@ Inductor writes a kernel of its own for what is computed element by element, and
     overwritten    what only one result still needs, where that has its size, format and order
 
 Values are not computed: results of kernels are empty, libraries are called as they stand. Which kernels are one is what
-Inductor chooses in plain cases (tests/fake/dryrun/test_fusion.py); its search for the order with the least peak is not
+Inductor chooses in plain cases (tests/unit/dryrun/test_fusion.py); its search for the order with the least peak is not
 repeated, kernels come as soon as their turn in the graph allows.
 """
 
@@ -18,7 +18,6 @@ import heapq
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ _GENERATED = frozenset(
         "aten.amax", "aten.amin", "aten.any", "aten.all", "aten.prod", "prims.convert_element_type", "prims.iota",
     }
 )  # fmt: skip
+MOST_NEIGHBOURS = 64  # with which one reader of a tensor is compared; the number is Inductor's
 
 
 @dataclass(eq=False)
@@ -89,7 +89,9 @@ class Program:
             if kernel.call is None:
                 values |= {node: _empty(node) for node in kernel.gives}
             else:
-                _call(kernel, values)
+                result = _apply(kernel.call, values)
+                values |= {node: result if node is kernel.call else result[node.args[1]] for node in kernel.gives}
+                del result
             for node in kernel.frees:
                 values.pop(node, None)
         return map_arg(self._outputs, lambda node: _value(node, values))
@@ -193,17 +195,58 @@ def _single(graph: Graph, written: set[Node]) -> Iterator[Kernel]:
 
 def _join(kernels: list[Kernel]) -> None:
     """Kernels that read the same become one, those that share most first, then those that are nearest."""
-    generated = [kernel for kernel in kernels if kernel.call is None]
-    while True:
-        pairs = [pair for pair in combinations(generated, 2) if _shared_bytes(*pair)]
-        pairs.sort(key=lambda pair: (-_shared_bytes(*pair), pair[1].place - pair[0].place))
-        pair = next((pair for pair in pairs if not _wait(kernels, *pair)), None)
-        if pair is None:
-            return
-        first, second = pair
-        first.gives |= second.gives
-        generated.remove(second)
-        kernels.remove(second)
+    maker = {node: kernel for kernel in kernels for node in kernel.gives}
+    own = {kernel: 1 << index for index, kernel in enumerate(kernels)}  # sets as bits: graphs have thousands of these
+    before: dict[Kernel, int] = {}
+    for kernel in kernels:  # as in the graph, so makers come first
+        before[kernel] = 0
+        for one in _makers(kernel, maker):
+            before[kernel] |= before[one] | own[one]
+
+    def waits(first: Kernel, second: Kernel) -> bool:
+        """Whether one needs what others make of the other's results: as one kernel they would wait for themselves."""
+        return any(
+            before[one] & own[start]
+            for start, end in ((first, second), (second, first))
+            for one in _makers(end, maker)
+            if one is not start
+        )
+
+    is_changed = True
+    while is_changed:
+        is_changed = False
+        for first, second in _pairs(kernels):
+            if first not in own or second not in own or waits(first, second):
+                continue
+            first.gives |= second.gives
+            maker |= dict.fromkeys(second.gives, first)
+            own[first] |= own.pop(second)
+            before[first] = (before[first] | before.pop(second)) & ~own[first]
+            for kernel, earlier in before.items():
+                if earlier & own[first]:
+                    before[kernel] |= before[first] | own[first]
+            is_changed = True
+        kernels[:] = own
+
+
+def _makers(kernel: Kernel, maker: dict[Node, Kernel]) -> set[Kernel]:
+    return {maker[node] for node in kernel.reads if node in maker} - {kernel}
+
+
+def _pairs(kernels: list[Kernel]) -> list[tuple[Kernel, Kernel]]:
+    """Those that could be one, best first; of many that read the same, each with the next few, as in Inductor."""
+    users: dict[Node, list[Kernel]] = {}
+    for kernel in kernels:
+        for node in (*kernel.reads, *kernel.gives) if kernel.call is None else ():
+            users.setdefault(node, []).append(kernel)
+    found = {
+        (first, second): _shared_bytes(first, second)
+        for group in users.values()
+        for index, first in enumerate(group)
+        for second in group[index + 1 : index + 1 + MOST_NEIGHBOURS]
+    }
+    pairs = [pair for pair, shared in found.items() if shared]
+    return sorted(pairs, key=lambda pair: (-found[pair], pair[1].place - pair[0].place, pair[0].place))
 
 
 def _shared_bytes(first: Kernel, second: Kernel) -> int:
@@ -212,22 +255,6 @@ def _shared_bytes(first: Kernel, second: Kernel) -> int:
         return 0
     shared = (first.reads | first.gives.keys()) & (second.reads | second.gives.keys())
     return sum(_tensor(node).nbytes for node in shared)
-
-
-def _wait(kernels: list[Kernel], first: Kernel, second: Kernel) -> bool:
-    """Whether one needs what others make of the other's results: as one kernel they would wait for themselves."""
-    maker = {node: kernel for kernel in kernels for node in kernel.gives}
-    for start, end in ((first, second), (second, first)):
-        todo = [maker[node] for node in end.reads if node in maker and maker[node] is not start]
-        seen: set[Kernel] = set()
-        while todo:
-            kernel = todo.pop()
-            if kernel is start:
-                return True
-            if kernel not in seen:
-                seen.add(kernel)
-                todo += [maker[node] for node in kernel.reads if node in maker]
-    return False
 
 
 def _ordered(kernels: list[Kernel]) -> list[Kernel]:
@@ -253,7 +280,7 @@ def _ordered(kernels: list[Kernel]) -> list[Kernel]:
 
 def _end_lives(kernels: list[Kernel], *, kept: set[Node]) -> None:
     made = {node for kernel in kernels for node in kernel.gives}
-    last = {node: kernel for kernel in kernels for node in (*kernel.gives, *kernel.reads)}
+    last = {node: kernel for kernel in kernels for node in (*kernel.gives, *sorted(kernel.reads, key=str))}
     replaced: set[Node] = set()
     for node, kernel in last.items():
         if node in kept or node.op == "get_attr":
@@ -298,10 +325,3 @@ def _apply(node: Node, values: dict[Node, Any]) -> Any:
     function: Callable[..., Any] = node.target  # type: ignore[assignment]
     args, kwargs = map_arg((node.args, node.kwargs), lambda one: _value(one, values))
     return function(*args, **kwargs)
-
-
-def _call(kernel: Kernel, values: dict[Node, Any]) -> None:
-    assert kernel.call is not None
-    result = _apply(kernel.call, values)
-    for node in kernel.gives:
-        values[node] = result if node is kernel.call else result[node.args[1]]
