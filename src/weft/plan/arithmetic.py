@@ -11,14 +11,14 @@ import numpy as np
 
 from weft.core.plan import Plan
 from weft.core.terms import MemoryTerm as Term
-from weft.plan.activations import bytes_of, kept_by, kept_fully, kept_selectively
+from weft.plan.activations import bytes_of, kept_by, kept_compiled, kept_fully, kept_selectively
 from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.fused_loss import num_stretches
 from weft.plan.memory import COMMUNICATOR_BYTES, FRAGMENTATION, LOSS_BYTES
 from weft.plan.request import Request, byte_sizes
 from weft.plan.stages import PLACES
-from weft.plan.view import View, view_at
+from weft.plan.view import View, is_compiled, view_at
 
 GB = 1e9
 SAYS = {"none": "kept", "selective": "computed again selectively", "full": "computed again"}
@@ -160,8 +160,9 @@ def _activations(view: View, found: Estimate) -> list[Line]:
         if not count:
             continue
         writes_scores = block.attention is not None and view.request.writes_scores(block.attention)
+        as_it_is = kept_compiled if is_compiled(view.request, columns)[0] else kept_by
         kept = {
-            "none": kept_by(block, compute_bytes=c, writes_scores=writes_scores, hidden_size=hidden),
+            "none": as_it_is(block, compute_bytes=c, writes_scores=writes_scores, hidden_size=hidden),
             "selective": kept_selectively(block, compute_bytes=c, writes_scores=writes_scores, hidden_size=hidden),
             "full": kept_fully(compute_bytes=c, hidden_size=hidden),
         }

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan_cases import columns_with, one, tiny_llama, tiny_mixtral
+from plan_cases import columns_with, one, plan_with, request_of, tiny_llama, tiny_mixtral
 
 from weft import zoo
 from weft.core.model_shape import BlockShape
-from weft.plan.activations import Kept, bytes_of, kept_by, kept_fully, kept_selectively, mean_keys
+from weft.plan.activations import Kept, bytes_of, kept_by, kept_compiled, kept_fully, kept_selectively, mean_keys
+from weft.plan.arithmetic import explain_memory
 
 H, F, HEADS, KV_HEADS, DIM = 4096, 14_336, 32, 8, 128  # Llama-3 8B
 LLAMA = zoo.named("llama-3-8b").kinds[0]
@@ -164,3 +165,22 @@ def test_every_part_of_every_block_is_non_negative(name: str, c: int) -> None:
         ):
             assert min(vars(kept).values()) >= 0
             assert a_token(kept, block) > a_token(kept_fully(compute_bytes=c, hidden_size=shape.hidden_size), block)
+
+
+def test_a_compiled_block_keeps_the_scores_it_writes() -> None:
+    for model, more in (("gemma-2-9b", 1), ("llama-3-8b", 0)):
+        (block, *_) = zoo.named(model).kinds
+        assert block.attention is not None
+        given = {"compute_bytes": 2, "writes_scores": more == 1, "hidden_size": zoo.named(model).hidden_size}
+        found = kept_compiled(block, **given) - kept_selectively(block, **given)
+        assert found == Kept(scores=more * 2.0 * block.attention.num_heads)
+
+
+def test_what_is_explained_of_compiled_blocks_is_what_they_keep() -> None:
+    request = request_of("llama-3-8b", "8xH200", global_batch=8, sequence_length=4096)
+    of_blocks = {}
+    for enabled in (False, True):
+        plan = plan_with(dp_shard=8, zero=3, enabled=enabled)
+        _, lines = explain_memory(request, plan)
+        of_blocks[enabled] = sum(line.bytes for line in lines if "dense blocks" in line.formula)
+    assert of_blocks[True] < 0.6 * of_blocks[False]
