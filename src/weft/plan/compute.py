@@ -21,7 +21,7 @@ from weft.plan.activations import bytes_of, kept_by, kept_selectively, mean_keys
 from weft.plan.columns import Columns, Floats
 from weft.plan.fused_loss import is_cut
 from weft.plan.request import Request, byte_sizes
-from weft.plan.view import View, is_compiled
+from weft.plan.view import View
 
 ATTENTION_SHARE = 0.6
 ATTENTION_BACKWARD = 2.5
@@ -72,7 +72,7 @@ def block_seconds(view: View) -> BlockSeconds:
     fused = np.where(is_cut(view), CUT_LOSS_BYTES, FUSED_LOSS_PASSES * byte_sizes(request).activation)
     a_logit = np.where(columns.fused_loss > 0, fused, LOSS_PASSES * 4)
     loss = a_logit * tokens * vocab / _bandwidth(device)
-    least = np.where(is_compiled(request, columns), LAUNCH_COMPILED_S, LAUNCH_EAGER_S) * stage.blocks.sum(axis=1)
+    least = np.where(columns.compiled > 0, LAUNCH_COMPILED_S, LAUNCH_EAGER_S) * stage.blocks.sum(axis=1)
     launch = 3 * np.maximum(least - (matmul + attention + pointwise), 0.0)
     if request.is_cpu:
         launch = np.zeros(len(columns))
@@ -156,7 +156,7 @@ def _pointwise_s(request: Request, columns: Columns, block: BlockShape, tokens: 
     keys = np.zeros(len(columns))
     whole = bytes_of(kept, block, columns, tokens=tokens, keys=keys)
     selected = np.minimum(bytes_of(partly, block, columns, tokens=tokens, keys=keys), whole)
-    passes = np.where(is_compiled(request, columns), MOVED_COMPILED, MOVED_EAGER) / 3
+    passes = np.where(columns.compiled > 0, MOVED_COMPILED, MOVED_EAGER) / 3
     return passes * whole / _bandwidth(request.cluster.device), (whole - selected) / np.maximum(whole, 1.0)
 
 

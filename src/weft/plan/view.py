@@ -38,7 +38,8 @@ class View:
 
 
 def is_compiled(request: Request, columns: Columns) -> Bools:
-    """Whose blocks really are compiled, of those whose plan says so."""
+    """Whose blocks keep what compiled ones do, of those whose plan says so. Times go by the plan: other trainers have
+    fused kernels with dropout too, and the search says compiled of no model that has it."""
     return (columns.compiled > 0) & (not request.shape.has_dropout)
 
 
