@@ -185,7 +185,7 @@ def changes_that_fit(question: Question, found: DryRun, predicted: Estimate | No
     fit = question.fit(found)
     if fit is None or fit.fits or predicted is None or question.request is None:
         return []
-    budget = round(fit.capacity_bytes * predicted.memory_bytes / fit.needed_bytes)
+    budget = round(fit.capacity_bytes * min(1.0, predicted.memory_bytes / fit.needed_bytes))
     return smallest_changes(question.request, question.plan, budget_bytes=budget)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from dry_run_cases import GIB, found_of, holder_of
 from tiny_run import call_weft
 
 from weft.cli import dryrun_sweep, dryrun_view
-from weft.cli.dryrun import devices_of
+from weft.cli.dryrun import changes_that_fit, devices_of
 from weft.cli.resolve import resolve_model
 from weft.core.errors import MeshError, ModelError, NotBuiltError, WeftError
 from weft.dryrun import many
@@ -350,3 +351,16 @@ def test_a_plan_that_leaves_precision_open_computes_as_training_would_there(
     (files / "open.toml").write_text("[mesh]\ndp_shard = 8\n", encoding="utf-8")
     call_weft("dryrun", "run.toml", "--plan", "open.toml", "--device", device)
     assert [job.plan.precision.preset for job in jobs] == [preset]
+
+
+@pytest.mark.parametrize(("foreseen", "budget"), [(150, 80), (100, 64), (125, 80)])
+def test_what_would_fit_is_never_more_than_the_device(
+    foreseen: int, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planner that counts too little gets as much less to fill; one that counts too much gets the device."""
+    fit = SimpleNamespace(fits=False, capacity_bytes=80, needed_bytes=125)
+    question: Any = SimpleNamespace(fit=lambda _found: fit, request=1, plan=2)
+    asked: list[int] = []
+    monkeypatch.setattr("weft.plan.changes.smallest_changes", lambda *_, budget_bytes: asked.append(budget_bytes) or [])
+    changes_that_fit(question, SimpleNamespace(), SimpleNamespace(memory_bytes=foreseen * 1.0))  # type: ignore[arg-type]
+    assert asked == [budget]
