@@ -25,15 +25,7 @@ from weft.verify.layouts import coordinates_of
 from weft.verify.low_update import LowUpdate, check_updates
 from weft.verify.reference import Course, Exercise, Tensors
 from weft.verify.references import References
-from weft.verify.tolerances import (
-    CODE_ROUNDOFF,
-    TERM_DRAWS,
-    UNIT_ROUNDOFF,
-    envelope,
-    norm_drift,
-    scalar_drift,
-    tensor_drift,
-)
+from weft.verify.tolerances import CODE_ROUNDOFF, TERM_DRAWS, UNIT_ROUNDOFF, envelope, scalar_drift, tensor_drift
 from weft.verify.verdict import Check, Coverage, Worst
 
 Drifts = Mapping[str, float] | None
@@ -82,15 +74,7 @@ class Comparison:
             check_dtypes(found.dtypes),
             check_scalars("loss", truth.losses, same.losses, found.losses, rule=1, least=parting.losses),
             self._gradients(truth, same, dtype=self.plan.precision.policy().weights)[0],
-            check_scalars(
-                "gradient norm",
-                truth.norms,
-                same.norms,
-                found.norms,
-                rule=2,
-                least=parting.norms,
-                drifts=[self._norm_drift(), *[0.0] * (len(truth.norms) - 1)],
-            ),
+            check_scalars("gradient norm", truth.norms, same.norms, found.norms, rule=2, least=parting.norms),
             *self._rounded_updates(),
             self._first_update(truth, same),
             self._weights(truth, same)[0],
@@ -207,20 +191,13 @@ class Comparison:
         """Where ranks round the terms of a sum, runs part at once; after an update the truth alone is a yardstick."""
         truth, same, found, parting = self.references.truth, self.references.same, self.found, self.references.parting
 
-        def scalar(what: str, key: str, *, besides: float = 0.0) -> Check:
+        def scalar(what: str, key: str) -> Check:
             right, low, near, value = (getattr(course, key)[:1] for course in (truth, same, reordered, found))
-            drifts = [drift + besides for drift in self._scalar_drifts(right, low)]
+            drifts = self._scalar_drifts(right, low)
             return check_scalars(what, low, near, value, rule=6, drifts=drifts, least=parting.losses)
 
         gradients, _ = self._gradients(same, reordered, drifts=self._gradient_drifts())
-        return [scalar("loss", "losses"), gradients, scalar("gradient norm", "norms", besides=self._norm_drift())]
-
-    def _norm_drift(self) -> float:
-        """Of the first norm, where the gradients it is of have other rounding errors than the reference's."""
-        if not self.references.parting.is_at_once:
-            return 0.0
-        truth, same = self.references.truth.first_gradients, self.references.same.first_gradients
-        return norm_drift([distance_of(truth[key], low) for key, low in same.items()])
+        return [scalar("loss", "losses"), gradients, scalar("gradient norm", "norms")]
 
     def _scalar_drifts(self, truth: list[float], same: list[float]) -> list[float]:
         roundoff = self._roundoff()

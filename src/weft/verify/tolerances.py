@@ -8,7 +8,6 @@ by chance; they follow from the number format alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,11 +54,6 @@ CODE_ROUNDOFF = 2.0**-9  # of an 8-bit moment, in the upper decade of its block
 # say nothing of float32, where the same plans are held to sums in another order and nothing else.
 TERM_DRAWS = 2.0  # of a first gradient's own rounding error, in multiples of what a flip after an update is allowed
 TERM_SHARE, TERM_LOSS, TERM_NORM, TERM_UPDATE = 2.0**-7, 2.0**-13, 2.0**-9, 0.25
-
-# Runs that part at once have other errors in their first gradients, and the norm of all moves with the part of them
-# that points along the gradients: all of it at most. In three runs of bf16 against the truth it was 0.15 to 0.38 of
-# 4e-3; in a fourth, on a GPU, next to nothing by chance, and a right run beside it was 0.2 away.
-NORM_SHARE = 0.5
 
 # Compiled blocks and a fused loss leave out roundings that one process makes between operators: the same allowance.
 
@@ -164,11 +158,6 @@ def tensor_bound(
 def scalar_drift(*, distance: float, size: float, roundoff: float) -> float:
     """How far two right runs of one low precision may part after an update; `distance` is that of one to the truth."""
     return FLIPPED_SHARE * distance + SCALAR_FLIP * roundoff * size
-
-
-def norm_drift(distances: Sequence[float]) -> float:
-    """How far the norm of all gradients may move besides; `distances` are those of one run's gradients to the truth."""
-    return NORM_SHARE * math.hypot(*distances)
 
 
 def tensor_drift(*, distance: float, norm: float, roundoff: float, routed_update: float = 0.0) -> float:
