@@ -14,13 +14,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import subprocess
-import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from trained import metrics_of
 
 from weft.verify.tolerances import UNIT_ROUNDOFF, envelope, rounded_terms, scalar_bound, scalar_drift
 
@@ -55,15 +53,7 @@ def train(name: str, *, steps: int, tiny: bool) -> list[float]:
     }  # fmt: skip
     if tiny:
         settings["compile.enabled"] = "false"
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "weft", "train", "--device", "cpu" if tiny else "cuda", "--out", f"{folder}/r"]
-        for key, value in settings.items():
-            command += ["--set", f"{key}={value}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{name}: {done.stderr[-800:]}")
-        lines = Path(folder, "r", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [record["loss"] for record in metrics_of(name, settings, "--device", "cpu" if tiny else "cuda")]
 
 
 def share_of_bound(truth: list[float], reference: list[float], losses: list[float]) -> tuple[float, int]:

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
+from trained import metrics_of
 
 BOUND = 1.03
 LAST = 20
@@ -38,15 +36,7 @@ def train(kind: str, *, rate: float, steps: int, microbatches: int, ranks: int) 
         "train.learning_rate": rate,
         "checkpoint.every": 0, "ledger.dry_run": "false", **KINDS[kind],
     }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "weft", "train", "--nproc", str(ranks), "--out", f"{folder}/run"]
-        for key, value in settings.items():
-            command += ["--set", f"{key}={value}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{kind}: {done.stderr[-400:]}")
-        lines = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
+    records = metrics_of(kind, settings, "--nproc", str(ranks))
     return statistics.fmean(record["loss"] for record in records[-LAST:]), records[-1]["eval_loss"]
 
 

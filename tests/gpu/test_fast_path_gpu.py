@@ -65,12 +65,13 @@ def test_a_scale_is_not_rounded_to_the_gradients_format() -> None:
     hidden = torch.randn(1, 500, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(1000, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.randint(0, 1000, (1, 500), device=CUDA)
-    norms = []
+    sums = []
     for scale in (1.0, 1 / 240):
         loss = head_loss.LateLogits(hidden, weight, None).loss_sum(labels) * torch.tensor(scale, device=CUDA)
         found = torch.autograd.grad(loss, (hidden, weight))
-        norms.append([value.double().norm().item() / scale for value in found])
-    assert norms[1] == pytest.approx(norms[0], rel=5e-4)  # rounded first it would be 3.4e-3
+        sums.append([value.double().abs().sum().item() / scale for value in found])
+    # rounded first it would be 3.4e-3; rounding the results is 1.1e-4 here, on a CPU too
+    assert sums[1] == pytest.approx(sums[0], rel=3e-4)
 
 
 def test_float8_products_are_those_of_their_operands() -> None:

@@ -43,15 +43,14 @@ def dryrun(
 ) -> None:
     """Run the very training step of a rank on fake tensors: peak memory by term, traffic, and whether it fits."""
     from weft.cli.resolve import require_known_sections, resolve_model, resolve_plan
-    from weft.core.open_choices import plan_on
+    from weft.core.plan import Plan
 
     given = settings or []
     require_known_sections(given)
-    tables = resolve_plan(plan, given, num_ranks=None)[0]
-    is_cpu = device is not None and device.upper().startswith("CPU")
-    layout = plan_on(tables, on_gpu=not is_cpu, source=str(plan or "the plan"))
+    tables, source = resolve_plan(plan, given, num_ranks=None)[0], str(plan or "the plan")
+    layout = Plan.from_tables(tables, source=source)
     spec = resolve_model(run, given, rows=layout.mesh.dp_degree * layout.pipeline.microbatches)
-    question = Question.of(spec, layout, device)
+    question = Question.of(spec, tables, device, source=source)
     if sweep is not None:
         from weft.cli.dryrun_sweep import carry_out
 
@@ -71,26 +70,29 @@ class Question:
     """A run under a plan, the devices it is for, and the planner's view of it where it has one."""
 
     run: RunSpec
-    asked: Plan  # as it was given
-    plan: Plan  # with the blocks of a budget chosen
+    asked: dict[str, Any]  # the plan's tables, as they were given
+    plan: Plan  # with nothing left open
     device: str | None  # as it was given
     cluster: Cluster | None  # None: no device was named, so nothing has to fit
     request: Request | None
 
     @staticmethod
-    def of(run: RunSpec, plan: Plan, device: str | None) -> Question:
+    def of(run: RunSpec, tables: dict[str, Any], device: str | None, *, source: str = "the plan") -> Question:
         """Refuses what cannot be run before any process starts."""
         from weft import hardware
         from weft.core.batching import require_divisible
         from weft.core.executable import require_executable
+        from weft.core.open_choices import plan_on
 
+        is_cpu = device is not None and device.upper().startswith("CPU")
+        plan = plan_on(tables, on_gpu=not is_cpu, source=source)
         require_executable(plan)
         require_divisible(run, plan)
         devices = devices_of(device or ANY_GPU, num_ranks=plan.num_ranks)
-        asked, plan = plan, _settled(run, plan, devices if device is not None else None)
+        plan = _settled(run, plan, devices if device is not None else None)
         return Question(
             run=run,
-            asked=asked,
+            asked=tables,
             plan=plan,
             device=device,
             cluster=hardware.cluster(devices) if device is not None else None,

@@ -23,7 +23,6 @@ from weft.core import plan as plans
 from weft.core import run_spec as runs
 from weft.core.config import apply_settings
 from weft.core.errors import BadValueError, InputError, UnknownKeyError, WeftError
-from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.units import format_bytes
 from weft.dryrun.fit import EXPANDABLE
@@ -85,15 +84,15 @@ def largest_fitting(rows: list[Row]) -> Any:
 
 def changed(question: Question, key: str, value: Any) -> Question:
     """The same question with one key changed."""
-    run, plan = question.run, question.asked  # a budget is chosen anew for every value
+    run, tables, plan = question.run, question.asked, question.plan
     if key == MICROBATCH:
         key, value = "train.global_batch", value * plan.mesh.dp_degree * plan.pipeline.microbatches
     setting = [f"{key}={json.dumps(value)}"]
     if key.partition(".")[0] in runs.SECTIONS:
         run = RunSpec.from_tables(apply_settings(run.model_dump(), setting), source="--sweep")
     else:
-        plan = Plan.from_tables(apply_settings(plan.model_dump(exclude_none=True), setting), source="--sweep")
-    return Question.of(run, plan, question.device)
+        tables = apply_settings(tables, setting)
+    return Question.of(run, tables, question.device, source="--sweep")  # what is left open is chosen for every value
 
 
 def next_values(rows: dict[int, Row], *, start: int, step: int, capacity_bytes: int) -> list[int]:

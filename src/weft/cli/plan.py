@@ -143,12 +143,14 @@ def _require_model(model: str | None, devices: str | None) -> tuple[str, str]:
 
 def _precision(plan_path: Path | None, fixed: dict[str, Any], preset: str | None, devices: str) -> dict[str, Any]:
     """[precision] of the plan file, of --set, of --precision; bf16 where none says."""
+    from weft import hardware
     from weft.core.config import read_toml
     from weft.core.open_choices import plan_on
 
     tables: dict[str, Any] = {"preset": preset or "bf16"}
     if plan_path is not None:
-        plan = plan_on(read_toml(plan_path), on_gpu="cpu" not in devices.lower(), source=str(plan_path))
+        is_cpu = hardware.cluster(devices).device.is_cpu
+        plan = plan_on(read_toml(plan_path), on_gpu=not is_cpu, source=str(plan_path))
         tables = plan.precision.model_dump(exclude_none=True)
         if preset is not None:
             tables["preset"] = preset

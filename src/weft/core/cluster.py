@@ -32,6 +32,10 @@ class Device:
     memory_share: float = 0.85  # of memory_bytes_per_s that simple kernels reach
     overhead_bytes: int = 0  # context and libraries, outside the allocator
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.name.lower().startswith("cpu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:

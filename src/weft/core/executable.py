@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from weft.core.errors import NotBuiltError
 from weft.core.plan import Plan
 from weft.core.precision import not_executed
@@ -30,22 +32,25 @@ def require_executable(plan: Plan) -> None:
             "activation recompute under dataparallel",
         ),
         (plan.offload != default.offload, "offload ([offload])"),
-        *((plan.compile.enabled and has, f"compiled blocks with {what}") for has, what in _not_compiled(plan)),
-        *(
-            (plan.kernels.loss == "fused" and has, f"a fused loss (kernels.loss) with {what}")
-            for has, what in _not_fused(plan)
-        ),
-        *((plan.float8.linears != "none" and has, f"float8 with {what}") for has, what in _not_float8(plan)),
     ]
     unbuilt = not_executed(plan.precision.preset, plan.precision.given)
     refused += [(True, f"precision.{name} = {getattr(policy, name)!r}") for name in unbuilt]
     refused += [(has, f"precision.{name} = 'bfloat16' with {what}") for has, name, what in _not_low(plan)]
-    for is_refused, what in refused:
+    general = "the README's feature table says what works; remove that key from the plan"
+    for is_refused, what, hint in [*((is_refused, what, general) for is_refused, what in refused), *_switched_on(plan)]:
         if is_refused:
-            raise NotBuiltError(
-                f"this version of weft does not execute {what}",
-                hint="the README's feature table says what works; remove that key from the plan",
-            )
+            raise NotBuiltError(f"this version of weft does not execute {what}", hint=hint)
+
+
+def _switched_on(plan: Plan) -> Iterator[tuple[bool, str, str]]:
+    """What has a switch: a plan may have it from the run it came from, and nobody have asked for it by name."""
+    for has, what in _not_compiled(plan):
+        yield plan.compile.enabled and has, f"compiled blocks with {what}", "set compile.enabled = false"
+    for has, what in _not_fused(plan):
+        is_refused = plan.kernels.loss == "fused" and has
+        yield is_refused, f"a fused loss (kernels.loss) with {what}", "set kernels.loss = 'whole'"
+    for has, what in _not_float8(plan):
+        yield plan.float8.linears != "none" and has, f"float8 with {what}", "set float8.linears = 'none'"
 
 
 def why_not_compiled(plan: Plan) -> str:

@@ -15,6 +15,7 @@ from weft.core.config import Document, Section, sections_of
 from weft.core.errors import PlanError
 from weft.core.precision import COMPONENTS, LOW_STATES, DType, PrecisionPolicy, Preset, resolve
 
+SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules whose backwards come in halves
 Degree = Field(default=1, ge=1, description="a whole number of ranks, at least 1")
 Component = Field(default=None, description="where it differs from the preset: float32 | bfloat16 | float16")
 
@@ -108,7 +109,7 @@ class Pipeline(Section):
     @property
     def splits_backwards(self) -> bool:
         """Whether gradients of weights come apart from those of inputs."""
-        return self.schedule in ("zero_bubble", "zbv", "dualpipev")
+        return self.schedule in SPLIT
 
 
 class Precision(Section):

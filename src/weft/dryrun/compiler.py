@@ -51,8 +51,7 @@ def why_not_followed(error: Exception) -> str:
     cause = error.__cause__ if isinstance(error, PipelineError) else error
     if not isinstance(cause, TorchDynamoException | ProgramError):
         return ""
-    lines = [line.strip() for line in str(cause).splitlines()]
-    return next((line for line in lines if line and not line.endswith(":")), type(cause).__name__)
+    return compiled.cause_of(cause)
 
 
 def _inductor() -> Callable[..., Any]:

@@ -30,7 +30,7 @@ KERNELS = {
 }
 TORCHS_OWN = "torch's own choice"
 CLEARLY = 1.05  # times as fast; below that a timing is noise, and a run would round otherwise for nothing
-WORTH_TIMING = 1e10  # multiplications of a forward: below, no kernel makes a step slow
+WORTH_TIMING = 1e9  # multiplications of a row: below, no kernel makes a step slow
 _TIMES = 5
 
 
@@ -46,8 +46,9 @@ class Shape:
     dtype: str
 
     @property
-    def multiplications(self) -> float:
-        return float(self.rows * self.heads * self.length * self.length * self.head_dim)
+    def is_worth_timing(self) -> bool:
+        """By what is alike on all ranks, which a number of rows need not be: all join in the choice, or none."""
+        return self.heads * self.length**2 * self.head_dim >= WORTH_TIMING
 
     def on(self, device: torch.device) -> str:
         """Where a choice is valid: this shape on such a device with this torch."""
@@ -70,7 +71,7 @@ class AttentionKernel:
             return
         self._is_open = False
         shape = shape_of(self._model, self._plan, microbatch)
-        if shape is not None and shape.multiplications >= WORTH_TIMING:
+        if shape is not None and shape.is_worth_timing:
             self.chosen = self._agreed(shape)
 
     def _agreed(self, shape: Shape) -> str:

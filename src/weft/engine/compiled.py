@@ -75,7 +75,7 @@ class _Compiled:
             with partitioner.patch(KEEPS_LESS):
                 return self._call(*args, **kwargs)
         except FORGIVEN as error:  # both directions are compiled before anything runs
-            self.failure = _first_sentence(error)
+            self.failure = cause_of(error)
         return self._own(*args, **kwargs)
 
 
@@ -85,11 +85,10 @@ def failures(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(part.failure for part in own if isinstance(part, _Compiled) and part.failure))
 
 
-def _first_sentence(error: Exception) -> str:
-    """The compiler's own words without its advice on log settings."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = " ".join(lines[:2]) if lines and lines[0].endswith("raised:") else (lines or [type(error).__name__])[0]
-    return told[:200]
+def cause_of(error: BaseException) -> str:
+    """What the compiler stumbled over, in a line: neither who says it nor its advice on log settings."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line and not line.endswith(":")), type(error).__name__)[:200]
 
 
 def _alone(model: nn.Module, layout: ModelLayout) -> Iterator[nn.Module]:

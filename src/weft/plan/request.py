@@ -45,7 +45,7 @@ class Request:
 
     @property
     def is_cpu(self) -> bool:
-        return self.cluster.device.name.lower().startswith("cpu")
+        return self.cluster.device.is_cpu
 
     def writes_scores(self, attention: AttentionShape) -> bool:
         """Whether attention probabilities go through memory. GPUs have no fused kernel for grouped float32 queries."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from weft.core.plan import SPLIT
 from weft.plan.columns import LOOPED, RECOMPUTE, SCHEDULES, TP_MODES, V_SHAPED, Columns, Ints
 from weft.plan.request import Request
 
-SPLIT = ("zero_bubble", "zbv", "dualpipev")  # gradients of weights apart from those of inputs
 SYNCHRONOUS = ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev", "gpipe", "looped_bfs", "naive")
 MAX_PIPELINE = 128
 

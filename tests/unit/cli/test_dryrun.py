@@ -223,6 +223,16 @@ def test_a_sweep_of_values_is_a_table(files: Path, measured_by: Stub) -> None:
     assert all(job.memory_only for job in jobs)
 
 
+def test_a_sweep_settles_what_is_left_open_for_each_value(files: Path, measured_by: Stub) -> None:
+    """Compiled blocks are taken where they are built, at each value: nobody asked for them with selective recompute."""
+    seen = measured_by(lambda _job: found_of())
+    sweep = "activations.policy=none,selective,full"
+    code, _, err = call_weft("dryrun", "run.toml", "--plan", "plan.toml", "--device", "H200", "--sweep", sweep)
+    assert code == 0, err
+    compiled = {job.plan.activations.policy: job.plan.compile.enabled for job in seen}
+    assert compiled == {"none": True, "selective": False, "full": True}
+
+
 def test_a_sweep_without_values_finds_the_largest(files: Path, measured_by: Stub) -> None:
     jobs = measured_by(of_tokens)
     options = ("--plan", "plan.toml", "--device", "H200", "--json")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weft.core.errors import UnknownKeyError
+from weft.core.errors import NotBuiltError, UnknownKeyError
 from weft.core.executable import require_executable
 from weft.core.open_choices import plan_on
 from weft.core.plan import Plan
@@ -45,8 +45,11 @@ def test_the_fast_path_is_on_where_it_is_built(tables: dict[str, Any], enabled: 
     require_executable(plan)
 
 
-def test_what_is_named_stays_even_where_it_is_not_built() -> None:
-    assert plan_on({"mesh": {"tp": 2}, "compile": {"enabled": True}}, on_gpu=True).compile.enabled
+def test_what_is_named_stays_and_is_refused_with_its_switch_where_it_is_not_built() -> None:
+    plan = plan_on({"mesh": {"tp": 2}, "compile": {"enabled": True}}, on_gpu=True)
+    with pytest.raises(NotBuiltError, match="compiled blocks with tensor parallelism") as caught:
+        require_executable(plan)
+    assert caught.value.hint == "set compile.enabled = false"
 
 
 def test_a_settled_plan_means_itself_on_any_device() -> None:

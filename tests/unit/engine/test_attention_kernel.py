@@ -3,6 +3,7 @@ kernels themselves run on a GPU (tests/gpu)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,10 @@ def test_nothing_is_timed_where_nothing_is_won(way: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(attention, "shape_of", lambda *_: LARGE)
     kernel.settle(global_batch(0))
     assert kernel.chosen == TORCHS_OWN
+
+
+def test_ranks_with_more_or_fewer_rows_agree_on_whether_to_choose() -> None:
+    """The choice is a collective: a rank that has none of the last rows must not stay away from it."""
+    assert {replace(LARGE, rows=rows).is_worth_timing for rows in (1, 3, 64)} == {True}
+    small = replace(LARGE, length=128)
+    assert {replace(small, rows=rows).is_worth_timing for rows in (1, 4096)} == {False}
