@@ -20,6 +20,7 @@ import weft.engine.head_loss as head_loss
 from weft.engine.attention_kernel import Shape
 from weft.engine.cross_entropy import Cap, cross_entropy_
 from weft.engine.dp.copy_in import install_copy_in
+from weft.engine.dp.float8_gather import quantise_shard
 from weft.engine.float8 import E4M3, _columns_first, _multiply, quantise
 
 pytestmark = [
@@ -126,6 +127,45 @@ def test_verify_judges_the_fast_path(tmp_path: Path) -> None:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
         verdict = json.loads(ended.stdout.strip().splitlines()[-1])
         assert verdict.get("ok"), [check for check in verdict.get("checks", [verdict]) if not check.get("ok")]
+
+
+@pytest.mark.parametrize("size", [(512, 1024), (7, 1001)])
+def test_shards_are_quantised_as_torch_does_it(size: tuple[int, int]) -> None:
+    shard = torch.randn(size, device=CUDA)
+    scale = torch.tensor([1.0, 448 / float(shard.bfloat16().abs().max()), 1e6], device=CUDA)
+    for one in scale:
+        found = quantise_shard(shard, one, torch.bfloat16)
+        expected = quantise_shard(shard.cpu(), one.cpu(), torch.bfloat16)
+        assert found.dtype == E4M3
+        assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+RANK_OF_8 = """
+import sys, torch
+from gpu_engines import CUDA, engine_on
+from weft.comm.loopback import install_loopback, loopback_world
+with loopback_world(num_ranks=8):
+    for gather in ("weights", "float8"):
+        engine = engine_on(CUDA, "llama", {
+            "mesh": {"dp_shard": 8}, "data_parallel": {"zero": int(sys.argv[1])}, "compile": {"enabled": True},
+            "precision": {"preset": "bf16"}, "float8": {"linears": "all", "gather": gather},
+        })
+        install_loopback(engine.model)
+        batches = [torch.randint(0, 257, (4, 64), generator=torch.Generator().manual_seed(step)) for step in range(4)]
+        print(engine.strategy.num_in_float8, *(engine.step({"input_ids": b, "labels": b}).loss for b in batches))
+"""
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_weights_that_travel_in_float8_are_the_same_weights(zero: int) -> None:
+    command = [sys.executable, "-c", RANK_OF_8, str(zero)]
+    support = Path(__file__).parents[1] / "support"
+    done = subprocess.run(command, cwd=support, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()[-2:]
+    assert len(lines) == 2, done.stderr[-2000:]
+    (none, *whole), (some, *found) = (line.split() for line in lines)
+    assert (none, int(some) > 0) == ("0", True)
+    assert found == whole
 
 
 def test_gradients_are_laid_out_as_torch_lays_them_out() -> None:

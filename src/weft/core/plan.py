@@ -203,6 +203,10 @@ class Float8(Section):
     """Which linear layers of the blocks multiply in float8; weights, norms, head and loss keep their precision."""
 
     linears: Float8Choice = Field(default="none", description="none | auto (those large enough to gain by it) | all")
+    gather: Literal["float8", "weights"] = Field(
+        default="float8",
+        description="how their weights travel where they are sharded: float8 (half the bytes) | weights (as all others)",
+    )
 
 
 class Plan(Document):

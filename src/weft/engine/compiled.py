@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch._functorch.config as partitioner  # no public form: tests/unit/engine/test_compiled.py fails when it moves
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException  # no public form: the same test
+import torch._dynamo.config as dynamo  # no public form: the same test
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # the same
 from torch._logging._internal import log_state, set_logs
 
 from weft.core.errors import DeviceError
@@ -28,7 +29,9 @@ BACKEND = "inductor"
 # What a product reads (act(gate) * up, a normalised input) is cheap to make again in the kernel that needs its parts
 # anyway. By default it is kept: 21 KB a token and block of Llama-3.2-1B, a third of all that is.
 KEEPS_LESS = {"ban_recompute_materialized_backward": False}
-FORGIVEN: tuple[type[Exception], ...] = (TorchDynamoException,)  # the compiler's own errors; the model's it passes on
+# The compiler's own errors; the model's it passes on. By default one graph too many is none, and nobody is told.
+FORGIVEN: tuple[type[Exception], ...] = (TorchDynamoException, FailOnRecompileLimitHit)
+TELLS_LIMITS = {"fail_on_recompile_limit_hit": True}
 _PLAIN = (nn.Linear, nn.Embedding)  # one product or lookup: nothing to fuse
 
 
@@ -40,6 +43,7 @@ def apply_compile(model: nn.Module, layout: ModelLayout, *, device: torch.device
     if uses_randomness(model):
         return ("the blocks are not compiled: the model has dropout, whose masks depend on the row, not on the layout",)
     _require_compiler(device)
+    torch.compiler.reset()  # graphs are kept by the model's code, eight at most: not those of engines before this one
     for name in layout.blocks:
         replace_own(model.get_submodule(name), _Compiled)
     for module in _alone(model, layout):
@@ -72,7 +76,7 @@ class _Compiled:
         if self.failure:
             return self._own(*args, **kwargs)
         try:
-            with partitioner.patch(KEEPS_LESS):
+            with partitioner.patch(KEEPS_LESS), dynamo.patch(TELLS_LIMITS):
                 return self._call(*args, **kwargs)
         except FORGIVEN as error:  # both directions are compiled before anything runs
             self.failure = cause_of(error)

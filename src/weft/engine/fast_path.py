@@ -85,6 +85,8 @@ def _float8(engine: Engine) -> TechniqueRecord:
     if engine.plan.float8.linears == "none":
         return TechniqueRecord(technique="float8 products", on=False, why="float8.linears is 'none'")
     why = f"{chosen} of {len(engine.float8)} linear layers of the blocks{_here(engine)}"
+    if engine.strategy.num_in_float8:
+        why += f", {engine.strategy.num_in_float8} of their weights gathered in float8"
     return TechniqueRecord(technique="float8 products", on=chosen > 0, why=why)
 
 

@@ -63,37 +63,49 @@ def chosen_linears(model: nn.Module, layout: ModelLayout, choice: Float8Choice) 
 class Float8Linear(nn.Linear):
     """A linear layer whose three products are in float8."""
 
+    # the weight in float8 and its scale, where it is gathered so: the parameter has no values then
+    gathered: Tensor | None = None
+    gathered_scale: Tensor | None = None
+
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, input.shape[-1])
-        out: Tensor = _Product.apply(rows, self.weight)  # type: ignore[no-untyped-call]
+        w, w_scale = self.gathered, self.gathered_scale
+        if w is None or w_scale is None:
+            w, w_scale = quantise(self.weight.detach(), E4M3)
+        out: Tensor = _Product.apply(rows, self.weight, w, w_scale)  # type: ignore[no-untyped-call]
         out = out.view(*input.shape[:-1], -1)
         return out if self.bias is None else out + self.bias
 
 
 class _Product(torch.autograd.Function):
+    """Of rows and a weight that was quantised before; the weight itself is who gets the gradient."""
+
     @staticmethod
     def forward(ctx: Any, *given: Tensor) -> Tensor:
-        rows, weight = given
+        rows, _, w, w_scale = given
         x, x_scale = quantise(rows, E4M3)
-        w, w_scale = quantise(weight, E4M3)
         ctx.save_for_backward(x, x_scale, w, w_scale)
         return _multiply(x, w.t(), x_scale, w_scale, rows.dtype, is_fast=True)
 
     @staticmethod
-    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, x_scale, w, w_scale = ctx.saved_tensors
         (gradient,) = arriving
         g, g_scale = quantise(gradient, E5M2)
         d_rows = _multiply(g, _columns_first(w), g_scale, w_scale, gradient.dtype, is_fast=False)
         d_weight = _multiply(g.t().contiguous(), _columns_first(x), g_scale, x_scale, gradient.dtype, is_fast=False)
-        return d_rows, d_weight
+        return d_rows, d_weight, None, None
 
 
 def quantise(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`values` in `dtype`, and what they must be multiplied by to be themselves again; a tensor of zeros stays one."""
-    most = torch.finfo(dtype).max
-    scale = most / values.abs().amax().float().clamp(min=1e-12)
+    most, scale = torch.finfo(dtype).max, scale_of(values.abs().amax(), dtype)
     return (values.float() * scale).clamp(-most, most).to(dtype), scale.reciprocal()
+
+
+def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """What takes the largest magnitude to the largest number of `dtype`."""
+    return torch.finfo(dtype).max / largest.float().clamp(min=1e-12)
 
 
 def _columns_first(matrix: Tensor) -> Tensor:

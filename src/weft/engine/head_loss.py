@@ -25,6 +25,7 @@ from torch import nn
 from weft.engine.around import Forward, put_around
 from weft.engine.cross_entropy import Cap, cross_entropy_
 from weft.engine.objective import TokenLoss, is_hugging_face, logits_of, token_loss_sum
+from weft.engine.triton_here import has_triton
 
 STRETCH_ELEMENTS = 2**29  # of logits at a time: 1 GiB in bfloat16
 _ROWS = 64  # stretches are multiples of so many rows: products of odd sizes are slow
@@ -246,11 +247,16 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """gradient * scale in float32, rounded once. A scale without dimensions has no say in the format of a product: a
-    GPU would round it to the gradient's first, and 240 labels would make all gradients 0.34% too large in bfloat16."""
-    if gradient.dtype == torch.float32:
-        return (gradient * scale).to(dtype)
-    return torch.mul(gradient, scale.reshape(1), out=torch.empty_like(gradient, dtype=dtype))
+    """gradient * scale in float32, rounded once and on the way out: a head's gradient is too large for a copy beside it.
+    A scale without dimensions has no say in the format of a product: a GPU would round it to the gradient's first, and
+    240 labels would make all gradients 0.34% too large in bfloat16."""
+    made = torch.empty_like(gradient, dtype=dtype)
+    if gradient.is_cuda and has_triton() and gradient.is_contiguous():
+        from weft.engine.head_loss_triton import scale_into
+
+        scale_into(made, gradient, scale)
+        return made
+    return torch.mul(gradient, scale.reshape(1), out=made)
 
 
 def stretches_of(num_rows: int, vocab_size: int) -> list[slice]:

@@ -43,6 +43,7 @@ class Evidence(Course):
     coverage: list[ParameterRecord] = field(default_factory=list)
     own: list[ParameterRecord] = field(default_factory=list)  # of the coverage, what rank 0's stages have
     units: int = 0
+    num_in_float8: int = 0  # weights that are gathered so
     pipeline: PipelineFacts | None = None
     tensors: TensorFacts | None = None  # under tensor parallelism
     owners: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # rows of dim 0 by rank
@@ -58,6 +59,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
         coverage=_coverage(engine),
         own=engine.coverage(),
         units=len(engine.layout.units),
+        num_in_float8=engine.strategy.num_in_float8,
         pipeline=PipelineFacts.of(engine),
         owners=_owners(engine),
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from weft.comm.observer import SMALL_ELEMENTS
 from weft.core.plan import Plan
 from weft.core.records import DtypeRecord
 from weft.verify.evidence import Evidence
@@ -147,6 +148,8 @@ def _promised_by_data(plan: Plan, found: Evidence) -> Promise:
     promise: Promise = (
         {"all_gather": (gathers, gathers), "reduce_scatter": (reduces, reduces + again)} if mesh.dp_shard > 1 else {}
     )
-    if mesh.dp_replicate > 1:
-        promise["all_reduce"] = (trained, trained)
+    reduced = trained if mesh.dp_replicate > 1 else 0
+    scaled = int(found.num_in_float8 > SMALL_ELEMENTS)  # the scales of all of them at once
+    if reduced + scaled:
+        promise["all_reduce"] = (reduced + scaled, reduced + scaled)
     return promise

@@ -6,6 +6,7 @@ from torch import nn
 
 from weft.core.plan import Plan
 from weft.engine.dp.ddp import Replicated
+from weft.engine.dp.float8_gather import gather_in_float8
 from weft.engine.dp.sharded import Sharded
 from weft.engine.dp.strategy import Strategy
 from weft.engine.dp.summed import Summed
@@ -17,7 +18,9 @@ from weft.engine.precision import torch_dtype
 def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strategy:
     dp = plan.data_parallel
     if dp.zero > 0:
-        return Sharded(model, stage=dp.zero, replicas=topology.replicas_beside_shards)
+        travels = plan.float8.gather == "float8"
+        float8 = gather_in_float8(model, plan.precision.policy()) if travels else None
+        return Sharded(model, stage=dp.zero, replicas=topology.replicas_beside_shards, float8=float8)
     if dp.strategy == "dataparallel":
         return Threaded(model)
     if topology.dp_degree == 1:

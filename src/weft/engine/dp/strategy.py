@@ -15,6 +15,8 @@ class Strategy:
 
     keeps_gradients_whole = False  # a shard's gradient waits unsharded until the last micro-batch
 
+    num_in_float8 = 0  # weights that are gathered so: their scales cost an all-reduce a step
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module  # what forward is called on
 

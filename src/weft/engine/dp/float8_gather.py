@@ -1,0 +1,177 @@
+"""Weights that multiply in float8 travel in float8: half the bytes of an all-gather, and a shard is quantised where it is.
+
+A tensor has one scale, from the largest magnitude of all shards: one small all-reduce before the first gather after an
+update serves all weights. Rounded to the compute format before they are quantised, shards are what the gathered weight
+would have become, bit by bit.
+
+What `fully_shard` then shows as the layer's parameter has a shape and takes a gradient, and no values: the layer has
+them in float8. A layer whose weight the model's own code reads is left out; should one be missed, it reads NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from weft.core.precision import PrecisionPolicy
+from weft.engine.float8 import E4M3, Float8Linear, scale_of
+from weft.engine.precision import torch_dtype
+from weft.engine.triton_here import has_triton
+
+
+def gather_in_float8(model: nn.Module, precision: PrecisionPolicy) -> Float8Gather | None:
+    """Every weight of a sharded `model` that can travel so will, from the next gather on; None where none can."""
+    layers: dict[nn.Parameter, list[Float8Linear]] = {}
+    others: set[nn.Parameter] = set()
+    is_read = _reads_weights(model)
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear) and not is_read(name) and _is_cut_evenly(module.weight):
+            layers.setdefault(module.weight, []).append(module)
+        else:
+            others.update(module.parameters(recurse=False))
+    found = {weight: sharers for weight, sharers in layers.items() if weight not in others}
+    return Float8Gather(found, precision) if found else None
+
+
+class Float8Gather:
+    """The scales of all such weights, and what `fully_shard` calls before and after it gathers one."""
+
+    def __init__(self, layers: dict[nn.Parameter, list[Float8Linear]], precision: PrecisionPolicy) -> None:
+        self._layers = list(layers.values())
+        self._shards = [_shard(weight) for weight in layers]
+        self._compute, self._wire = torch_dtype(precision.weights), torch_dtype(precision.communication)
+        self._group = _group(next(iter(layers)))
+        # every fourth float: cuBLAS takes no scale whose address is no multiple of 16 bytes
+        held = torch.ones(2, len(layers), 4, device=self._shards[0].device)
+        self._scales, self._back = held[0, :, 0], held[1, :, 0]
+        self._is_stale = True
+        for index, shard in enumerate(self._shards):
+            # fully_shard looks for these on the shard itself when it is first used: its form of a custom all-gather
+            shard.fsdp_pre_all_gather = functools.partial(self._before, index)  # type: ignore[attr-defined]
+            shard.fsdp_post_all_gather = functools.partial(self._after, index)  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def weights_may_change(self) -> None:
+        """Told after each step and evaluation: until the next gather weights are updated, loaded or written by hand."""
+        self._is_stale = True
+
+    @torch.no_grad()
+    def _settle_scales(self) -> None:
+        largest = torch.stack(torch._foreach_norm(self._shards, float("inf"))).float()
+        largest = largest.to(self._compute).to(self._wire)  # both formats hold it exactly
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        self._scales.copy_(scale_of(largest, E4M3))
+        self._back.copy_(self._scales.reciprocal())
+        self._is_stale = False
+
+    def _before(
+        self, index: int, mesh: object, size: object, stride: object, module: object, policy: object
+    ) -> tuple[tuple[Tensor], None]:
+        if self._is_stale:
+            self._settle_scales()
+        return (quantise_shard(self._shards[index], self._scales[index], self._compute),), None
+
+    def _after(
+        self,
+        index: int,
+        gathered: Sequence[Tensor],
+        metadata: object,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[_NoValues, tuple[()]] | None:
+        # as a parameter is: without it a compiled block keeps each of these twice, once for the products of its backward
+        torch._dynamo.mark_static_address(gathered[0], guard=False)
+        for layer in self._layers[index]:
+            layer.gathered, layer.gathered_scale = gathered[0], self._back[index]
+        return None if out is not None else (_NoValues(dtype, gathered[0].device), ())
+
+
+class _NoValues:
+    """Stands for the gathered weight where `fully_shard` gives it its shape."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], _types: object, args: Any = (), kwargs: Any = None) -> Tensor:
+        if func is not torch.as_strided:
+            raise NotImplementedError(f"{func} of a weight that was gathered in float8")
+        held, size = args[0], args[1]
+        return torch.full((), float("nan"), dtype=held.dtype, device=held.device).expand(size)
+
+
+def quantise_shard(shard: Tensor, scale: Tensor, compute: torch.dtype) -> Tensor:
+    """`shard` rounded to `compute`, times `scale`, in float8."""
+    made: Tensor = torch.ops.weft.quantise_shard(shard, scale, compute)
+    return made
+
+
+@torch.library.custom_op("weft::quantise_shard", mutates_args=())
+def _quantise_shard(shard: Tensor, scale: Tensor, compute: torch.dtype) -> Tensor:
+    if shard.is_cuda and has_triton():
+        from weft.engine.dp.float8_gather_triton import launch
+
+        return launch(shard, scale, compute)
+    most = torch.finfo(E4M3).max
+    return (shard.to(compute).float() * scale).clamp(-most, most).to(E4M3)
+
+
+@_quantise_shard.register_fake
+def _(shard: Tensor, scale: Tensor, compute: torch.dtype) -> Tensor:
+    return torch.empty_like(shard, dtype=E4M3)
+
+
+def _shard(weight: nn.Parameter) -> Tensor:
+    if not isinstance(weight, DTensor):
+        raise TypeError("the weight was not sharded")
+    # the very tensor that fully_shard looks at, which to_local() does not promise to give:
+    # tests/multiproc/engine/test_float8_gather.py fails when it moves
+    return weight._local_tensor
+
+
+def _is_cut_evenly(weight: nn.Parameter) -> bool:
+    """Else `fully_shard` pads, and puts another tensor in the shard's place."""
+    if not isinstance(weight, DTensor):
+        return False
+    axes = [at for at, placement in enumerate(weight.placements) if placement == Shard(0)]
+    ranks = [weight.device_mesh.size(at) for at in axes]
+    return len(axes) == 1 and ranks[0] > 1 and weight.shape[0] % ranks[0] == 0
+
+
+def _group(weight: nn.Parameter) -> dist.ProcessGroup:
+    if not isinstance(weight, DTensor):
+        raise TypeError("the weight was not sharded")
+    return weight.device_mesh.get_group(weight.placements.index(Shard(0)))
+
+
+def _reads_weights(model: nn.Module) -> Callable[[str], bool]:
+    """Whether the model's code names `<layer>.weight`: it may read it, where layers that are called never do."""
+    texts = _sources(type(module) for module in model.modules())
+
+    def is_read(name: str) -> bool:
+        word = re.compile(rf"\b{re.escape(name.rpartition('.')[2])}\.weight\b")
+        return texts is None or any(word.search(text) for text in texts)
+
+    return is_read
+
+
+def _sources(kinds: Iterable[type[nn.Module]]) -> list[str] | None:
+    """Of the files that the classes are written in, torch's own aside; None where one is not there to be read."""
+    names = {kind.__module__ for kind in kinds} - {Float8Linear.__module__}
+    try:
+        return [inspect.getsource(sys.modules[name]) for name in names if not name.startswith("torch.")]
+    except (OSError, TypeError, KeyError):
+        return None
