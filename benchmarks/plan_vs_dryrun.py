@@ -1,6 +1,9 @@
 """`weft plan`'s memory against the dry run's, term by term, over a sampled product of families and plans.
 
     python benchmarks/plan_vs_dryrun.py --cases 120 --out benchmarks/results/plan_vs_dryrun-DATE.md
+    python benchmarks/plan_vs_dryrun.py --compiled --cases 28 --out benchmarks/results/plan_vs_dryrun-compiled-DATE.md
+
+`--compiled`: what a GPU takes by itself, compiled blocks and a fused loss in bf16.
 
 Families x ZeRO x ranks x recompute x sequence x micro-batch x micro-batches x optimizer x precision, drawn by a seed.
 No GPU and no measurement here: it tests the formulas, not the world. Six layers of each family.
@@ -63,11 +66,12 @@ class Outcome:
         return sum(self.predicted.values()) / self.dry.peak_bytes - 1
 
 
-def draw(rng: random.Random, family: str) -> tuple[str, RunSpec, Plan]:
+def draw(rng: random.Random, family: str, *, is_compiled: bool) -> tuple[str, RunSpec, Plan]:
     ranks, zero = rng.choice([1, 4, 8, 64]), rng.choice([0, 1, 2, 3, 3])
     microbatches, rows, length = rng.choice([1, 1, 2, 4]), rng.choice([1, 2, 4]), rng.choice([512, 1024, 2048, 4096])
-    policy = rng.choice(["none", "none", "selective", "full"])
+    policy = rng.choice(["none", "none", "full"] if is_compiled else ["none", "none", "selective", "full"])
     optimizer, precision = rng.choice(["adamw", "adamw", "sgd", "adamw8bit"]), rng.choice(["bf16", "bf16", "fp32"])
+    precision = "bf16" if is_compiled else precision
     run = RunSpec.from_tables(
         {
             "model": {"type": family, "config": FAMILIES[family]},
@@ -82,21 +86,23 @@ def draw(rng: random.Random, family: str) -> tuple[str, RunSpec, Plan]:
             "pipeline": {"microbatches": microbatches},
             "precision": {"preset": precision},
             "activations": {"policy": policy},
+            "compile": {"enabled": is_compiled},
+            "kernels": {"loss": "fused" if is_compiled else "whole"},
         }
     )
     name = f"ZeRO-{zero} of {ranks}, {microbatches} x {rows}x{length}, {policy}, {optimizer}, {precision}"
     return name, run, plan
 
 
-def try_case(rng: random.Random, family: str) -> Outcome:
-    name, run, plan = draw(rng, family)
+def try_case(rng: random.Random, family: str, *, is_compiled: bool) -> Outcome:
+    name, run, plan = draw(rng, family, is_compiled=is_compiled)
     found = dry_run(run, plan)
     estimate = estimate_plan(run, plan, f"{plan.num_ranks}xH200")
     predicted = {term: nbytes for term, nbytes in estimate.memory_terms.items() if term != "framework"}
     return Outcome(family=family, name=name, dry=found, predicted=predicted)
 
 
-def table(outcomes: list[Outcome], refused: list[str], *, seed: int, total_s: float) -> str:
+def table(outcomes: list[Outcome], refused: list[str], *, command: str, total_s: float) -> str:
     sizes = sorted(abs(outcome.error) for outcome in outcomes)
     lines = [
         f"# The planner's memory against the dry run's, {datetime.date.today():%Y-%m-%d}",
@@ -106,7 +112,7 @@ def table(outcomes: list[Outcome], refused: list[str], *, seed: int, total_s: fl
         "a gather differently; their sum is what counts.",
         "",
         f"- torch {torch.__version__}, transformers {transformers.__version__}; {total_s:.0f} s on one core.",
-        f"- Command: `OMP_NUM_THREADS=1 python benchmarks/plan_vs_dryrun.py --cases {len(outcomes)} --seed {seed}`",
+        f"- Command: `OMP_NUM_THREADS=1 {command}`",
         f"- {len(outcomes)} cases: median {statistics.median(sizes):.2%}, 95th percentile"
         f" {sizes[int(0.95 * (len(sizes) - 1))]:.2%}, worst {sizes[-1]:.2%};"
         f" {sum(size <= 0.02 for size in sizes)} within 2%.",
@@ -144,6 +150,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cases", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compiled", action="store_true")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -153,7 +160,7 @@ def main() -> None:
     for index in range(given.cases):
         family = list(FAMILIES)[index % len(FAMILIES)]
         try:
-            outcome = try_case(rng, family)
+            outcome = try_case(rng, family, is_compiled=given.compiled)
         except WeftError as error:
             refused.append(f"{family}: {error}")
             continue
@@ -162,7 +169,9 @@ def main() -> None:
         off = {key: round(value / 2**20) for key, value in terms.items() if abs(value) > 0.01 * outcome.dry.peak_bytes}
         print(f"{outcome.error:+.2%} {family} {outcome.name} {off if abs(outcome.error) > 0.01 else ''}", flush=True)
         if given.out:
-            given.out.write_text(table(outcomes, refused, seed=given.seed, total_s=time.perf_counter() - began_s))
+            options = f"{'--compiled ' if given.compiled else ''}--cases {given.cases} --seed {given.seed}"
+            command = f"python benchmarks/plan_vs_dryrun.py {options}"
+            given.out.write_text(table(outcomes, refused, command=command, total_s=time.perf_counter() - began_s))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from torch import nn
 
 from weft.core.boxes import Run, cut_part
 from weft.core.plan import Plan
+from weft.engine.adamw_low import AdamWLow, LowStates
 from weft.engine.engine import Engine
+from weft.engine.optim import OptimizerPolicy, build_optimizer
 from weft.models.build import build_config, build_skeleton
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
@@ -113,3 +115,29 @@ def test_the_engine_trains_as_on_the_cpu(master: str, zero: int) -> None:
         expected, found = here.step(global_batch(step)).loss, there.step(global_batch(step)).loss
         assert found == pytest.approx(expected, abs=BF16_SAME_LOSS_ABS)
     assert all(record.ok for record in there.dtypes()), there.dtypes()
+
+
+def test_large_tensors_in_float32_take_it_for_torchs_fused_update() -> None:
+    config = build_config(FAMILIES["llama"], vocab_size=257)
+    skeleton = build_skeleton(config)
+    weights = InitialWeights(skeleton, describe(skeleton), seed=0, device=CPU)
+    plan = Plan.from_tables({"precision": {"preset": "bf16"}})
+    assert isinstance(Engine(build_skeleton(config), plan, weights=weights, device=CUDA).optimizer, torch.optim.AdamW)
+
+    shapes, kept = {"matrix": (4096, 2048), "vector": (2048,)}, {}
+    for kernel in ("auto", "fused"):
+        generator = torch.Generator().manual_seed(0)
+        named = {name: nn.Parameter(torch.randn(shape, generator=generator).to(CUDA)) for name, shape in shapes.items()}
+        low = LowStates.of(named, plan.precision.policy(), seed=0, parts={}, copies={})
+        assert low is not None
+        optimizer = build_optimizer(list(named.values()), OptimizerPolicy(kernel=kernel), low=low)  # type: ignore[arg-type]
+        assert isinstance(optimizer, AdamWLow) == (kernel == "auto")
+        for step in range(5):
+            for index, value in enumerate(named.values()):
+                value.grad = gradient(value.shape, step, index).to(CUDA) * (1.0 if kernel == "auto" else 0.25)
+            if isinstance(optimizer, AdamWLow):
+                optimizer.gradient_factor = torch.tensor(0.25, device=CUDA)
+            optimizer.step()
+        kept[kernel] = named
+    for name in shapes:
+        torch.testing.assert_close(kept["auto"][name], kept["fused"][name], rtol=1e-6, atol=1e-7)

@@ -205,7 +205,7 @@ class Float8(Section):
     linears: Float8Choice = Field(default="none", description="none | auto (those large enough to gain by it) | all")
     gather: Literal["float8", "weights"] = Field(
         default="float8",
-        description="how their weights travel where they are sharded: float8 (half the bytes) | weights (as all others)",
+        description="how sharded ones' weights travel: float8 (half the bytes) | weights (as all others do)",
     )
 
 

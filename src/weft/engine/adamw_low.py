@@ -1,4 +1,6 @@
-"""AdamW whose moments, and where asked the weights themselves, are bfloat16 in memory.
+"""AdamW whose moments, and where asked the weights themselves, are bfloat16 in memory; and on a GPU all in float32 too.
+
+That one is torch's fused update with the clipping inside: a pass less over the gradients, at the speed of memory.
 
 State has torch's names (`exp_avg`, `exp_avg_sq`, `step`), so checkpoints are those of any AdamW. Rounding follows from
 the run's seed, a parameter's name, its step and the element's place in the whole tensor: every layout rounds alike, and
@@ -7,7 +9,7 @@ a resumed run has the bits of the uninterrupted one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,9 @@ from weft.engine.adamw_low_spans import Span, spans_of
 from weft.engine.adamw_low_update import adamw_low_
 from weft.engine.ownership import Parts, boxes_of, local
 from weft.engine.precision import torch_dtype
+from weft.engine.triton_here import has_triton
+
+LARGE_ELEMENTS = 2**20  # of a tensor, on average
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +39,11 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class LowStates:
-    """The format of the moments, and every parameter's place."""
+    """The format of the moments, and every parameter's place; `rounds`: neither states nor weights are all float32."""
 
     dtype: torch.dtype
     places: Mapping[nn.Parameter, Place]
+    rounds: bool = True
 
     @staticmethod
     def of(
@@ -48,17 +54,25 @@ class LowStates:
         parts: Parts,
         copies: Mapping[str, str],
     ) -> LowStates | None:
-        """None where the policy keeps all of it in float32. `copies`: names of tied weights that another stage has too,
-        and rounds alike."""
-        if not policy.has_low_states:
+        """None where the policy keeps all of it in float32, unless it pays there too. `copies`: names of tied weights
+        that another stage has too, and rounds alike."""
+        if not policy.has_low_states and not _pays(list(parameters.values())):
             return None
         return LowStates(
             dtype=torch_dtype(policy.optimizer_state),
+            rounds=policy.has_low_states,
             places={
                 parameter: place_of(parameter, name=copies.get(name, name), seed=seed, parts=parts, here=name)
                 for name, parameter in parameters.items()
             },
         )
+
+
+def _pays(parameters: Sequence[nn.Parameter]) -> bool:
+    """On a GPU, where tensors are large: it is a kernel a tensor, and torch's a kernel for many."""
+    shards = [local(parameter.detach()) for parameter in parameters]
+    is_fit = all(shard.is_cuda and shard.dtype == torch.float32 and shard.is_contiguous() for shard in shards)
+    return is_fit and has_triton() and sum(shard.numel() for shard in shards) >= LARGE_ELEMENTS * len(shards) > 0
 
 
 def place_of(parameter: nn.Parameter, *, name: str, seed: int, parts: Parts, here: str) -> Place:
@@ -74,6 +88,10 @@ def place_of(parameter: nn.Parameter, *, name: str, seed: int, parts: Parts, her
 
 class AdamWLow(Optimizer):
     """See the module. `gradient_factor`, a 0-dim tensor, multiplies the gradients of the next step on the way."""
+
+    @property
+    def rounds(self) -> bool:
+        return self._states.rounds
 
     def __init__(
         self,

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo  # no public form: the same test
 import torch._functorch.config as partitioner  # no public form: tests/unit/engine/test_compiled.py fails when it moves
 from torch import nn
-import torch._dynamo.config as dynamo  # no public form: the same test
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # the same
 from torch._logging._internal import log_state, set_logs
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from weft.core.executable import why_not_compiled, why_not_fused
 from weft.core.records import TechniqueRecord
+from weft.engine.adamw_low import AdamWLow
 from weft.engine.compiled import failures
 from weft.engine.randomness import uses_randomness
 from weft.engine.triton_here import has_triton
@@ -67,7 +68,7 @@ def _made_whole(engine: Engine, asked: str) -> str:
 
 def _optimizer(engine: Engine) -> TechniqueRecord:
     group = engine.optimizer.param_groups[0]
-    is_on = bool(group.get("fused"))
+    is_on = bool(group.get("fused")) or isinstance(engine.optimizer, AdamWLow)
     return TechniqueRecord(
         technique="fused optimizer", on=is_on, why=type(engine.optimizer).__name__ + ("" if is_on else ", not fused")
     )

@@ -247,7 +247,7 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """gradient * scale in float32, rounded once and on the way out: a head's gradient is too large for a copy beside it.
+    """gradient * scale in float32, rounded once, on the way out: a head's gradient is too large for a copy beside it.
     A scale without dimensions has no say in the format of a product: a GPU would round it to the gradient's first, and
     240 labels would make all gradients 0.34% too large in bfloat16."""
     made = torch.empty_like(gradient, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The GPU's kernel of a scaled gradient: one read, one write. Torch's own, with another format out, has half the speed."""
+"""The GPU's kernel of a scaled gradient: one read, one write. Torch's own, into another format, has half the speed."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Matrices decay, vectors (norms, biases) do not. The kernel is the same on every device and layout, so that a dry run on
 another device needs what the real one needs: adam and adamw fused, sgd parameter by parameter, unless one is named.
-With states or weights in bfloat16 adamw is `adamw_low`.
+With states or weights in bfloat16 adamw is `adamw_low`; for large tensors on a GPU too, where it needs what fused does.
 Temporaries of an update: fused none; foreach one tensor for each parameter of the larger group (the matrices).
 """
 
@@ -69,7 +69,7 @@ def make_optimizer(
                 hint="use train.optimizer = 'adamw', or mesh.tp = 1",
             )
         return build_optimizer(parameters, given, low=low)
-    if low is not None:
+    if low is not None and low.rounds:
         raise BadValueError(
             "bfloat16 states and weights are those of weft's own adamw, and an optimizer was given",
             hint="give an OptimizerPolicy, or leave precision at its preset",
@@ -82,11 +82,14 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer of `policy` over the trainable parameters; `low` where the precision rounds in the update."""
     groups = decay_groups(parameters, policy.weight_decay)
+    if low is not None and not low.rounds and (policy.kind, policy.kernel) != ("adamw", "auto"):
+        low = None
     if policy.kind == "sgd" and low is None:
         return SGD(groups, lr=policy.learning_rate, momentum=policy.momentum, **_sgd_kernel(parameters, policy.kernel))
     adam: dict[str, Any] = {"lr": policy.learning_rate, "betas": policy.betas, "eps": policy.epsilon}
     if low is not None:
-        _require_adamw(policy)
+        if low.rounds:
+            _require_adamw(policy)
         return AdamWLow(groups, states=low, **adam)
     if policy.kind == "adamw8bit":
         return _adamw8bit(groups, policy, adam)

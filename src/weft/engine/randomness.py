@@ -54,7 +54,7 @@ def seeded_forward(
         return
     rows = _RowDropout(seed=_mix(seed, step), first_row=first_row, num_rows=num_rows, slices=slices)
     torch.manual_seed(rows.seed)
-    with rows, rows.by_name():
+    with rows.drawing():
         yield
 
 
@@ -76,7 +76,7 @@ class _Numbered:
 
 def replayed() -> AbstractContextManager[Any]:
     """What must be around a repetition, in backward, of the forward that is running now."""
-    return _RowDropout.active or nullcontext()
+    return _RowDropout.active.drawing() if _RowDropout.active is not None else nullcontext()
 
 
 # Random functions whose first argument has the rows in front. Called row by row, each with the row's own seed.
@@ -231,17 +231,18 @@ class _RowDropout(TorchFunctionMode):
         return torch.split(tensor, tensor.shape[0] // self.num_rows)
 
     @contextmanager
-    def by_name(self) -> Iterator[None]:
-        """Replaces the two main functions under their names too: torch turns the mode off inside its own composite
-        functions (nn.MultiheadAttention's)."""
-        saved = F.dropout, F.scaled_dot_product_attention
+    def drawing(self) -> Iterator[None]:
+        """The mode, with the two main functions replaced under their names too: torch turns modes off inside its own
+        composite functions (nn.MultiheadAttention's), and what stands in for these is no torch function."""
+        saved, before = (F.dropout, F.scaled_dot_product_attention), _RowDropout.active
         F.dropout, F.scaled_dot_product_attention = self._dropout, self._attention
         _RowDropout.active = self
         try:
-            yield
+            with self:
+                yield
         finally:
             F.dropout, F.scaled_dot_product_attention = saved
-            _RowDropout.active = None
+            _RowDropout.active = before
 
 
 _attend = F.scaled_dot_product_attention

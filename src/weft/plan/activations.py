@@ -124,11 +124,29 @@ def kept_selectively(block: BlockShape, *, compute_bytes: int, writes_scores: bo
 
 
 def kept_compiled(block: BlockShape, *, compute_bytes: int, writes_scores: bool, hidden_size: int) -> Kept:
-    """Of a compiled block: nearly as selectively, but scores that are written out are a product's too, and kept."""
-    kept = kept_selectively(block, compute_bytes=compute_bytes, writes_scores=writes_scores, hidden_size=hidden_size)
-    if block.attention is None or not writes_scores:
+    """Of a compiled block: nearly as selectively, but for what a backward reads and no product gave, or the other way.
+
+    What is only added to the stream is not read; what tokens' experts are given is; so are queries and keys once they
+    are rotated, beside a fused output that the values are views of or what their norms read. Attention with scores is
+    two products like others: the scores are kept, and what these read and give, keys and values repeated for each head.
+    """
+    c = compute_bytes
+    kept = kept_selectively(block, compute_bytes=c, writes_scores=writes_scores, hidden_size=hidden_size)
+    added = [linear for linear in block.linears if linear.style == "row" and linear.role in _only_added(block)]
+    kept = kept - Kept(gathered=float(sum(c * linear.out_features for linear in added)))
+    if block.moe is not None:
+        kept = kept + Kept(routed=float(c * block.moe.top_k * hidden_size))
+    attention = block.attention
+    if attention is None:
         return kept
-    scores = Kept(scores=float(compute_bytes * block.attention.num_heads))
+    if _keeps_fused_output(block) or any(norm.place in ("query", "key") for norm in block.norms):
+        rotated = _rotated(attention, c)
+        kept = kept + (rotated if block.cuts("attention") else rotated.uncut)
+    if not writes_scores:
+        return kept
+    repeated = attention.num_heads - attention.num_kv_heads
+    around = attention.num_heads * attention.value_dim + repeated * (attention.head_dim + attention.value_dim)
+    scores = Kept(scores=float(c * attention.num_heads), split=float(c * around))
     return kept + (scores if block.cuts("attention") else scores.uncut)
 
 
@@ -185,7 +203,7 @@ def _attention(block: BlockShape, c: int, writes_scores: bool, hidden_size: int)
     if attention.copies_output:
         kept = kept + Kept(split=float(c * value_out))
     if _keeps_fused_output(block):  # rotated copies, and values that are views of the whole fused output
-        kept = kept + Kept(split=float(c * query), key_value=float(c * attention.num_kv_heads * attention.head_dim))
+        kept = kept + _rotated(attention, c)
     if attention.is_latent:  # keys are put together head by head, so none is shared
         return kept + Kept(split=float(c * (query + value_out) + 4 * attention.num_heads))
     if writes_scores:
@@ -205,6 +223,21 @@ def _is_latent(linear: LinearShape, block: BlockShape) -> bool:
 def _score_bytes(attention: AttentionShape, c: int) -> int:
     """Probabilities in float32, their cast to the compute dtype where that is another, the tanh of a soft cap."""
     return (4 if c == 4 else 4 + c) + (c if attention.caps_scores else 0)
+
+
+def _rotated(attention: AttentionShape, c: int) -> Kept:
+    """Queries and keys."""
+    return Kept(
+        split=float(c * attention.num_heads * attention.head_dim),
+        key_value=float(c * attention.num_kv_heads * attention.head_dim),
+    )
+
+
+def _only_added(block: BlockShape) -> tuple[str, ...]:
+    """Roles whose last product goes into the stream as it is, and is read by nothing else in the block."""
+    if block.ends_in_norm:
+        return ()
+    return ("attention", "mlp") if block.is_parallel else ("mlp",)
 
 
 def _keeps_fused_output(block: BlockShape) -> bool:

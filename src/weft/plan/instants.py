@@ -1,4 +1,4 @@
-"""Thirteen instants of a step, each with what is alive then, term by term; the fullest of them is a rank's peak.
+"""Fourteen instants of a step, each with what is alive then, term by term; the fullest of them is a rank's peak.
 
     loss     everything in flight is kept, logits and their gradient exist
     head     the gradient of the logits waits while ZeRO-3 gathers the root again, for the head's backward
@@ -11,6 +11,7 @@
     bottom   the first block
     table    all gradients, and the token table's once more as it came, in the compute dtype
     sum      all gradients, and a bucket of them on its way between the replicas of a pipeline
+    root     all gradients but the root's, which are there as they came and as they are laid out for the wire (ZeRO)
     update   all gradients, no activations, the optimizer's temporaries
 
 A budget adds the backward of the last block that is computed again, fully and selectively, wherever it lies.
@@ -33,6 +34,7 @@ from weft.plan.view import View
 MIB = 2**20
 SUM_BUCKET_BYTES = 25 * MIB  # of gradients that replicas of a pipeline's rank sum together
 MAX_ROW_SUM_BYTES = 132 * MIB  # (measured on Hopper)
+QUANTISED_UPDATE_BYTES = 24  # an element of the largest tensor: its moments, and what comes between, six in float32
 
 Terms = dict[Term, Floats]
 
@@ -72,6 +74,7 @@ def instants_of(parts: Parts) -> dict[str, Terms]:
         "backward of the first block": _in_backward(parts, done=last),
         "gradient of the token table": _at_table(parts),
         "sum over replicas": _at_sum(parts),
+        "reducing the root": _at_root(parts),
         "update": _at_update(parts),
         **_in_mixture(parts),
     }
@@ -264,16 +267,46 @@ def _table_elements(view: View) -> Floats:
     return np.ceil(view.shape.vocab_size / cut) * (view.shape.embedding_parameters // view.shape.vocab_size)
 
 
+def _at_root(parts: Parts) -> Terms:
+    """Gradients of earlier micro-batches are there too, and until the last one so are weights that stay gathered. One rank
+    alone sends nothing: what came is gone, what would be sent, what would arrive and its quotient are there."""
+    view, columns, share, sizes = parts.view, parts.view.columns, parts.view.share, parts.view.sizes
+    several, none = parts.has_gradients, np.zeros(len(columns))
+    gradients = (share.total.shard - np.where(several, 0.0, share.root.shard)) * sizes.gradient
+    a_number = np.where((columns.zero == 1) & several, sizes.communication, sizes.compute)
+    is_alone = share.total.shard >= share.total.whole
+    wire = share.root.padded + np.where(several, share.root.shard, 0.0)
+    wire = np.where(is_alone, 3 * share.root.whole, wire)
+    gathered = np.where((columns.zero == 2) & several, _kept_gathered(view), 0.0)
+    return {
+        term: np.where(columns.zero > 0, values, 0.0)
+        for term, values in _instant(
+            parts, kept=none, gathered=gathered, gradients=gradients, logits=none, buffers=wire * sizes.communication,
+            temporaries=np.where(is_alone, 0.0, share.root.whole * a_number),
+        ).items()
+    }  # fmt: skip
+
+
 def _at_update(parts: Parts) -> Terms:
     columns, share, sizes = parts.view.columns, parts.view.share, parts.view.sizes
     held = np.where(columns.zero > 0, share.total.shard, share.total.whole)
     none = np.zeros(len(columns))
+    temporaries = held * sizes.update
+    if parts.view.request.workload.optimizer == "adamw8bit":
+        temporaries = QUANTISED_UPDATE_BYTES * _largest_tensor(parts.view) * held / np.maximum(share.total.whole, 1)
     # an optimizer on the host has its temporaries there
-    temporaries = np.where(columns.offload_optimizer > 0, 0.0, held * sizes.update)
+    temporaries = np.where(columns.offload_optimizer > 0, 0.0, temporaries)
     return _instant(
         parts, kept=none, gathered=none, gradients=held * sizes.gradient, logits=none, buffers=none,
         temporaries=temporaries,
     )  # fmt: skip
+
+
+def _largest_tensor(view: View) -> Floats:
+    """Elements, whole over the data-parallel ranks: a table, or a block's largest matrix."""
+    table = np.where(view.stage.holds_embedding | view.stage.holds_head, _table_elements(view), 0.0)
+    matrix = max((linear.num_parameters for kind in view.shape.kinds for linear in kind.linears), default=0)
+    return np.maximum(table, matrix / view.columns.tp)
 
 
 def _instant(

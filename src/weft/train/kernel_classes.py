@@ -15,10 +15,10 @@ from torch._C._autograd import DeviceType  # of the profiler's rows; it has no p
 CLASSES: tuple[tuple[str, str], ...] = (
     ("attention", r"flash|fmha|sdpa|attention"),
     ("matrix products", r"gemm|nvjet|cutlass|xmma|cublas|splitk|s16816|wgmma|bmm"),
-    ("optimizer", r"adam|multi_tensor|lpnorm"),
-    ("loss", r"^_rows|softmax|nll_loss|logsumexp|cross_entropy"),
-    ("compiled", r"^triton_|^_\w+_kernel|^_quantise"),
-    ("copies", r"^_copy|memcpy|memset|copy_|catarray|split_with_sizes|chunk_cat|direct_copy|fill"),
+    ("optimizer", r"adam|^_update|multi_tensor|lpnorm"),
+    ("loss", r"^_rows|^_scale|softmax|nll_loss|logsumexp|cross_entropy"),
+    ("compiled", r"^triton_|^_\w+_kernel"),
+    ("copies", r"^_copy|^_quantise|memcpy|memset|copy_|catarray|split_with_sizes|chunk_cat|direct_copy|fill"),
     ("elementwise", r"elementwise|reduce|vectorized|index|embedding|norm|sort|scan"),
 )
 _ANNOTATIONS = (

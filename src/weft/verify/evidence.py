@@ -65,7 +65,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
     )
 
     def keep(gradients: Mapping[str, torch.Tensor]) -> None:
-        is_kept = isinstance(engine.optimizer, AdamWLow) and len(evidence.updates) < LOW_UPDATES
+        is_kept = _rounds(engine) and len(evidence.updates) < LOW_UPDATES
         if not evidence.first_gradients or is_kept:
             whole_gradients = _whole_of(engine, gradients)
             evidence.first_gradients = evidence.first_gradients or whole_gradients
@@ -83,7 +83,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
             record = engine.step(batch, learning_rate=rate)
         evidence.losses.append(record.loss)
         evidence.norms.append(record.grad_norm)
-        if step < min(LOW_UPDATES, last) and isinstance(engine.optimizer, AdamWLow):
+        if step < min(LOW_UPDATES, last) and _rounds(engine):
             _keep_update(evidence.updates[step], engine, record.grad_norm)
         if step == 0:
             engine.settle()
@@ -98,6 +98,10 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
     evidence.optimizer = decode_moments(_part(state, OPTIMIZER))
     evidence.digests = _digests(state, device=engine.device)
     return evidence
+
+
+def _rounds(engine: Engine) -> bool:
+    return isinstance(engine.optimizer, AdamWLow) and engine.optimizer.rounds
 
 
 def _keep_update(update: Update, engine: Engine, norm: float) -> None:

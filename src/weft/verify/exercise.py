@@ -170,6 +170,7 @@ def plan_precision(plan: Plan, train: TrainSpec) -> Precision:
         loss_scale=scale,
         has_8bit_moments=train.optimizer == "adamw8bit",
         float8=plan.float8.linears,
+        divides_last=plan.kernels.loss == "fused",
         rounds_moments=policy.optimizer_state == "bfloat16",
         rounds_weights=is_master_free,
     )

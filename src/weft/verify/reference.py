@@ -10,6 +10,7 @@ among them) in the compute format.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,7 @@ class Precision:
     loss_scale: float = 1.0  # what the loss is multiplied by before low-precision backward, and gradients divided by
     has_8bit_moments: bool = False
     float8: Float8Choice = "none"  # linear layers that multiply in float8
+    divides_last: bool = False  # by the number of tokens: a loss that is fused with its head rounds the sum's gradient
     rounds_moments: bool = False  # to bfloat16, after every update
     rounds_weights: bool = False  # the same, and gradients: no copy in `master` outlives an update
 
@@ -226,11 +228,14 @@ def add_gradients(
         is_random=uses_randomness(model),
     ):
         loss_sum = token_losses(model, chunk)
-    (loss_sum * (precision.loss_scale / count)).backward()  # type: ignore[no-untyped-call]
+    # the tokens of a fresh model have one gradient at their labels, so its rounding does not average out; a power of
+    # two leaves it what it is
+    now = 2.0 ** math.floor(math.log2(count)) if precision.divides_last else float(count)
+    (loss_sum * (precision.loss_scale / now)).backward()  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
         master = trainable.get(aliases.get(name, name))
         if master is not None and parameter.grad is not None:
-            gradient = parameter.grad.to(precision.master)
+            gradient = parameter.grad.to(precision.master) * (now / count)
             master.grad = gradient if master.grad is None else master.grad + gradient
         parameter.grad = None
     return loss_sum.item()

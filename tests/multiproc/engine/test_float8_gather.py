@@ -25,7 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "ZeRO-1": {"data_parallel": {"zero": 1}},
     "a pipeline": {
-        "mesh": {"dp_shard": 2, "pp": 2}, "data_parallel": {"zero": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 2},
+        "mesh": {"dp_shard": 2, "pp": 2}, "data_parallel": {"zero": 2},
+        "pipeline": {"schedule": "1f1b", "microbatches": 2},
     },
     "replicas": {"mesh": {"dp_shard": 2, "dp_replicate": 2}},
 }  # fmt: skip

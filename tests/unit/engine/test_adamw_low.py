@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from weft.engine.adamw_low_spans import spans_of
 from weft.engine.adamw_low_update import PIECE_ELEMENTS
 from weft.engine.clip import global_norm
 from weft.engine.mesh import build_topology
-from weft.engine.optim import OptimizerPolicy, build_optimizer, create_state, decay_groups
+from weft.engine.optim import OptimizerPolicy, build_optimizer, create_state, decay_groups, make_optimizer
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -266,3 +267,39 @@ def test_the_norm_of_bfloat16_gradients_is_taken_in_float32() -> None:
     topology = build_topology(Plan(), device_type="cpu")
     norm = global_norm({"w": parameter}, topology, parts={}, device=torch.device("cpu"))
     assert norm.item() == pytest.approx(1000**0.5, rel=1e-6)  # bfloat16 has 31.625
+
+
+def test_all_in_float32_it_stands_for_torchs_adamw_alone() -> None:
+    """Where it pays (on a GPU); a kernel that was named, another optimizer or one of the user's own is as asked."""
+    parameters = given(F32)
+    values = list(parameters.values())
+    low = dataclasses.replace(low_optimizer(parameters, F32)._states, rounds=False)
+    own = build_optimizer(values, OptimizerPolicy(), low=low)
+    assert isinstance(own, AdamWLow)
+    assert not own.rounds
+    assert isinstance(build_optimizer(values, OptimizerPolicy(kernel="fused"), low=low), torch.optim.AdamW)
+    assert type(build_optimizer(values, OptimizerPolicy(kind="adam"), low=low)) is torch.optim.Adam
+    assert isinstance(build_optimizer(values, OptimizerPolicy(kind="sgd"), low=low), torch.optim.SGD)
+    mine = make_optimizer(values, lambda groups: torch.optim.SGD(groups, lr=0.1), low=low, is_cut=False)
+    assert isinstance(mine, torch.optim.SGD)
+
+
+def test_all_in_float32_a_cpu_keeps_torchs() -> None:
+    from weft.core.precision import resolve
+
+    large = {"w": nn.Parameter(torch.zeros(1024, 1024))}
+    assert LowStates.of(large, resolve("bf16", {}), seed=0, parts={}, copies={}) is None
+
+
+def test_all_in_float32_it_is_torchs_update() -> None:
+    ours, theirs = given(F32), given(F32)
+    own, fused = low_optimizer(ours, F32), torch.optim.AdamW(decay_groups(list(theirs.values()), 0.1), **ADAM)
+    for step in range(5):
+        for index, (mine, other) in enumerate(zip(ours.values(), theirs.values(), strict=True)):
+            mine.grad = gradient(mine.shape, step, index)
+            other.grad = mine.grad * 0.25
+        own.gradient_factor = torch.tensor(0.25)
+        own.step()
+        fused.step()
+    for mine, other in zip(ours.values(), theirs.values(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from weft.core.errors import NotBuiltError
 from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec
 from weft.engine.engine import Engine
-from weft.engine.randomness import seeded_forward, uses_randomness
+from weft.engine.randomness import replayed, seeded_forward, uses_randomness
 from weft.models.build import build_config, build_skeleton
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
@@ -171,6 +172,31 @@ def test_a_recomputed_block_replays_its_masks() -> None:
     plain, recomputed = gradients(False), gradients(True)
     assert len(plain) > 10
     assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_torchs_own_attention_module_is_replayed_too(need_weights: bool) -> None:
+    """Torch turns modes off inside it: replayed by the mode alone its masks were others in the backward."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(16, 2, dropout=0.5, batch_first=True)
+    x, found = torch.randn(ROWS, 4, 16), []
+
+    def attend(rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = attention(rows, rows, rows, need_weights=need_weights)[0]
+        return out
+
+    for is_recomputed in (False, True):
+        with seeded_forward(seed=0, step=0, first_row=0, num_rows=ROWS, is_random=True):
+            out = (
+                checkpoint(attend, x, use_reentrant=False, context_fn=lambda: (nullcontext(), replayed()))
+                if is_recomputed
+                else attend(x)
+            )
+        assert isinstance(out, torch.Tensor)
+        out.square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in attention.parameters() if parameter.grad is not None])
+        attention.zero_grad()
+    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -167,13 +167,21 @@ def test_every_part_of_every_block_is_non_negative(name: str, c: int) -> None:
             assert a_token(kept, block) > a_token(kept_fully(compute_bytes=c, hidden_size=shape.hidden_size), block)
 
 
-def test_a_compiled_block_keeps_the_scores_it_writes() -> None:
-    for model, more in (("gemma-2-9b", 1), ("llama-3-8b", 0)):
-        (block, *_) = zoo.named(model).kinds
-        assert block.attention is not None
-        given = {"compute_bytes": 2, "writes_scores": more == 1, "hidden_size": zoo.named(model).hidden_size}
-        found = kept_compiled(block, **given) - kept_selectively(block, **given)
-        assert found == Kept(scores=more * 2.0 * block.attention.num_heads)
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("llama-3-8b", Kept(gathered=-2.0 * H)),  # what the MLP gives is added, and read by nothing
+        # norms read what both parts give; scores, attention's output, keys and values for the 8 heads that share them
+        ("gemma-2-9b", Kept(scores=2.0 * 16, split=2.0 * (16 * 256 + 8 * 2 * 256))),
+        ("mixtral-8x7b", Kept(routed=2.0 * 2 * H)),  # the experts' inputs, and their outputs are weighed
+        ("phi-3-mini", Kept(gathered=-2.0 * 3072, split=2.0 * 3072, key_value=2.0 * 3072)),  # rotated queries and keys
+        ("gpt-neox-20b", Kept(gathered=-4.0 * 6144, split=2.0 * 6144, key_value=2.0 * 6144)),  # both parts are added
+    ],
+)
+def test_a_compiled_block_keeps_what_its_backward_reads(model: str, more: Kept) -> None:
+    (block, *_) = zoo.named(model).kinds
+    given = {"compute_bytes": 2, "writes_scores": more.scores > 0, "hidden_size": zoo.named(model).hidden_size}
+    assert kept_compiled(block, **given) - kept_selectively(block, **given) == more
 
 
 def test_what_is_explained_of_compiled_blocks_is_what_they_keep() -> None:

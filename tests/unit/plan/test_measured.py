@@ -46,9 +46,11 @@ def test_a_predicted_peak_is_the_measured_one(case: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_compiled_blocks_with_a_fused_loss_are_roughly_foreseen(name: str) -> None:
-    """What a compiler keeps is its own affair; the backward of soft-capped scores takes more than is counted."""
+def test_compiled_blocks_with_a_fused_loss_are_foreseen(name: str) -> None:
     run, plan = case_of(name)
     guess = estimate_plan(run, plan, f"{plan.num_ranks}xH200")
     inside = guess.memory_bytes - guess.memory_terms["framework"]
-    assert inside == pytest.approx(MEASURED[name], rel=0.06 if "gemma2" in name else 0.035)
+    if plan.float8.linears != "none":  # gathered weights are counted in bfloat16: too much, never too little
+        assert MEASURED[name] < inside < 1.1 * MEASURED[name]
+    else:
+        assert inside == pytest.approx(MEASURED[name], rel=0.01)

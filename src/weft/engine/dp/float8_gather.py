@@ -1,4 +1,4 @@
-"""Weights that multiply in float8 travel in float8: half the bytes of an all-gather, and a shard is quantised where it is.
+"""Weights that multiply in float8 travel in float8: half the bytes, and shards are quantised where they lie.
 
 A tensor has one scale, from the largest magnitude of all shards: one small all-reduce before the first gather after an
 update serves all weights. Rounded to the compute format before they are quantised, shards are what the gathered weight
@@ -31,8 +31,8 @@ from weft.engine.triton_here import has_triton
 
 def gather_in_float8(model: nn.Module, precision: PrecisionPolicy) -> Float8Gather | None:
     """Every weight of a sharded `model` that can travel so will, from the next gather on; None where none can."""
-    layers: dict[nn.Parameter, list[Float8Linear]] = {}
-    others: set[nn.Parameter] = set()
+    layers: dict[Tensor, list[Float8Linear]] = {}
+    others: set[Tensor] = set()
     is_read = _reads_weights(model)
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear) and not is_read(name) and _is_cut_evenly(module.weight):
@@ -46,7 +46,7 @@ def gather_in_float8(model: nn.Module, precision: PrecisionPolicy) -> Float8Gath
 class Float8Gather:
     """The scales of all such weights, and what `fully_shard` calls before and after it gathers one."""
 
-    def __init__(self, layers: dict[nn.Parameter, list[Float8Linear]], precision: PrecisionPolicy) -> None:
+    def __init__(self, layers: dict[Tensor, list[Float8Linear]], precision: PrecisionPolicy) -> None:
         self._layers = list(layers.values())
         self._shards = [_shard(weight) for weight in layers]
         self._compute, self._wire = torch_dtype(precision.weights), torch_dtype(precision.communication)
@@ -92,7 +92,7 @@ class Float8Gather:
         *,
         out: Tensor | None = None,
     ) -> tuple[_NoValues, tuple[()]] | None:
-        # as a parameter is: without it a compiled block keeps each of these twice, once for the products of its backward
+        # as a parameter is: else a compiled block keeps each of these twice, once for the products of its backward
         torch._dynamo.mark_static_address(gathered[0], guard=False)
         for layer in self._layers[index]:
             layer.gathered, layer.gathered_scale = gathered[0], self._back[index]
@@ -134,7 +134,7 @@ def _(shard: Tensor, scale: Tensor, compute: torch.dtype) -> Tensor:
     return torch.empty_like(shard, dtype=E4M3)
 
 
-def _shard(weight: nn.Parameter) -> Tensor:
+def _shard(weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         raise TypeError("the weight was not sharded")
     # the very tensor that fully_shard looks at, which to_local() does not promise to give:
@@ -142,7 +142,7 @@ def _shard(weight: nn.Parameter) -> Tensor:
     return weight._local_tensor
 
 
-def _is_cut_evenly(weight: nn.Parameter) -> bool:
+def _is_cut_evenly(weight: Tensor) -> bool:
     """Else `fully_shard` pads, and puts another tensor in the shard's place."""
     if not isinstance(weight, DTensor):
         return False
@@ -151,7 +151,7 @@ def _is_cut_evenly(weight: nn.Parameter) -> bool:
     return len(axes) == 1 and ranks[0] > 1 and weight.shape[0] % ranks[0] == 0
 
 
-def _group(weight: nn.Parameter) -> dist.ProcessGroup:
+def _group(weight: Tensor) -> dist.ProcessGroup:
     if not isinstance(weight, DTensor):
         raise TypeError("the weight was not sharded")
     return weight.device_mesh.get_group(weight.placements.index(Shard(0)))
