@@ -29,9 +29,7 @@ BACKEND = "inductor"
 # What a product reads (act(gate) * up, a normalised input) is cheap to make again in the kernel that needs its parts
 # anyway. By default it is kept: 21 KB a token and block of Llama-3.2-1B, a third of all that is.
 KEEPS_LESS = {"ban_recompute_materialized_backward": False}
-# The compiler's own errors; the model's it passes on. By default one graph too many is none, and nobody is told.
-FORGIVEN: tuple[type[Exception], ...] = (TorchDynamoException, FailOnRecompileLimitHit)
-TELLS_LIMITS = {"fail_on_recompile_limit_hit": True}
+FORGIVEN: tuple[type[Exception], ...] = (TorchDynamoException,)  # the compiler's own errors; the model's it passes on
 _PLAIN = (nn.Linear, nn.Embedding)  # one product or lookup: nothing to fuse
 
 
@@ -70,16 +68,21 @@ class _Compiled:
     def __init__(self, own: Forward) -> None:
         self._own = own
         self._call: Any = torch.compile(own, backend=BACKEND, dynamic=False)
+        self._is_off = False
         self.failure = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.failure:
+        if self._is_off:
             return self._own(*args, **kwargs)
+        # by default one graph too many is none, and nobody is told; told once, shapes that have a graph keep it
+        tells_limit = {"fail_on_recompile_limit_hit": not self.failure}
         try:
-            with partitioner.patch(KEEPS_LESS), dynamo.patch(TELLS_LIMITS):
+            with partitioner.patch(KEEPS_LESS), dynamo.patch(tells_limit):
                 return self._call(*args, **kwargs)
+        except FailOnRecompileLimitHit:
+            self.failure = f"one block has more than {dynamo.recompile_limit} shapes: later ones are not compiled"
         except FORGIVEN as error:  # both directions are compiled before anything runs
-            self.failure = cause_of(error)
+            self.failure, self._is_off = cause_of(error), True
         return self._own(*args, **kwargs)
 
 

@@ -268,8 +268,8 @@ def _table_elements(view: View) -> Floats:
 
 
 def _at_root(parts: Parts) -> Terms:
-    """Gradients of earlier micro-batches are there too, and until the last one so are weights that stay gathered. One rank
-    alone sends nothing: what came is gone, what would be sent, what would arrive and its quotient are there."""
+    """Gradients of earlier micro-batches are there too, and until the last one so are weights that stay gathered. A rank
+    alone sends nothing: what came is gone; what would be sent, what would arrive and its quotient are there."""
     view, columns, share, sizes = parts.view, parts.view.columns, parts.view.share, parts.view.sizes
     several, none = parts.has_gradients, np.zeros(len(columns))
     gradients = (share.total.shard - np.where(several, 0.0, share.root.shard)) * sizes.gradient
