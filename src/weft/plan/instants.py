@@ -268,7 +268,7 @@ def _table_elements(view: View) -> Floats:
 
 
 def _at_root(parts: Parts) -> Terms:
-    """Gradients of earlier micro-batches are there too, and until the last one so are weights that stay gathered. A rank
+    """Gradients of earlier micro-batches are there too, and until the last one weights that stay gathered. A rank
     alone sends nothing: what came is gone; what would be sent, what would arrive and its quotient are there."""
     view, columns, share, sizes = parts.view, parts.view.columns, parts.view.share, parts.view.sizes
     several, none = parts.has_gradients, np.zeros(len(columns))
