@@ -39,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class LowStates:
-    """The format of the moments, and every parameter's place; `rounds`: neither states nor weights are all float32."""
+    """The format of the moments, and every parameter's place; `rounds`: not all of it is float32."""
 
     dtype: torch.dtype
     places: Mapping[nn.Parameter, Place]
@@ -89,10 +89,6 @@ def place_of(parameter: nn.Parameter, *, name: str, seed: int, parts: Parts, her
 class AdamWLow(Optimizer):
     """See the module. `gradient_factor`, a 0-dim tensor, multiplies the gradients of the next step on the way."""
 
-    @property
-    def rounds(self) -> bool:
-        return self._states.rounds
-
     def __init__(
         self,
         groups: list[dict[str, Any]],
@@ -104,6 +100,7 @@ class AdamWLow(Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._states = states
+        self.rounds = states.rounds
         self.gradient_factor: Tensor | None = None
 
     @torch.no_grad()

@@ -4,10 +4,7 @@
     dx = g w       g in e5m2 (57344 at most), w as before
     dw = g^T x     g, x as before; all sums in float32, all results in the dtype of x
 
-Weights, norms, routers, the head and the loss keep their precision. Quantising costs passes over the operands, so a
-layer is taken only where the product is long enough to pay for them: with many rows M, inputs K and outputs N, products
-are M K N and passes M (K + N), so what counts is 1 / (1/K + 1/N). Measured on an H200, break-even is between 1024
-(2048 x 2048: 0.6 of the speed of bf16) and 1638 (2048 x 8192: 1.15).
+Weights, norms, routers, the head and the loss keep their precision. Which layers gain by it: `core/float8.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import DeviceError
+from weft.core.float8 import takes_float8
 from weft.core.plan import Float8Choice
 from weft.models.layout import ModelLayout
 
-WORTH_IT = 1300.0  # of 1 / (1/K + 1/N)
 FIRST_CAPABILITY = (8, 9)
-_DIVISOR = 16  # what the hardware asks of every dimension
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -57,7 +53,9 @@ def chosen_linears(model: nn.Module, layout: ModelLayout, choice: Float8Choice) 
     """As `apply_float8` would choose; nothing is changed."""
     if choice == "none":
         return {}
-    return {name: _fits(linear) and (choice == "all" or _pays(linear)) for name, linear in _linears(model, layout)}
+    return {
+        name: takes_float8(linear.in_features, linear.out_features, choice) for name, linear in _linears(model, layout)
+    }
 
 
 class Float8Linear(nn.Linear):
@@ -136,11 +134,3 @@ def _linears(model: nn.Module, layout: ModelLayout) -> Iterator[tuple[str, nn.Li
         for name, module in model.get_submodule(block).named_modules():
             if type(module) is nn.Linear:
                 yield f"{block}.{name}", module
-
-
-def _fits(linear: nn.Linear) -> bool:
-    return linear.in_features % _DIVISOR == 0 and linear.out_features % _DIVISOR == 0
-
-
-def _pays(linear: nn.Linear) -> bool:
-    return 1 / (1 / linear.in_features + 1 / linear.out_features) >= WORTH_IT

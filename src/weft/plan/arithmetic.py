@@ -135,7 +135,7 @@ def _gradients(view: View, found: Estimate, held: int) -> str:
 
 
 def _gathered(view: View, found: Estimate) -> str:
-    compute = view.sizes.compute
+    compute = f"{view.block_bytes[0]:.3g}"
     match found.plan.data_parallel.zero:
         case 0:
             return f"casts to {compute} B that the backward needs" if view.sizes.is_mixed else "nothing is gathered"

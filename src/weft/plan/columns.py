@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.core.errors import PlanError
-from weft.core.plan import Pipeline, Plan, TensorParallel
+from weft.core.plan import Float8Choice, Pipeline, Plan, TensorParallel
 from weft.core.tensor_grid import tensor_depth
 
 Ints = npt.NDArray[np.int64]
@@ -24,6 +24,7 @@ Bools = npt.NDArray[np.bool_]
 SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotation)
 TP_MODES: tuple[str, ...] = get_args(TensorParallel.model_fields["mode"].annotation)
 RECOMPUTE = ("none", "selective", "full", "budget")
+FLOAT8: tuple[Float8Choice, ...] = get_args(Float8Choice)
 MIXED = RECOMPUTE.index("budget")
 LOOPED = ("interleaved_1f1b", "looped_bfs")  # a rank holds every pp-th stage
 V_SHAPED = ("zbv", "dualpipev")  # a rank holds a stage of each leg of the V, so rank 0 holds the first and the last
@@ -64,6 +65,7 @@ class Columns:
     offload_parameters: Ints
     compiled: Ints
     fused_loss: Ints
+    float8: Ints  # index into FLOAT8: weights that travel so
     vertical_sync: Ints
     deal: Ints  # index into `deals`
     deals: tuple[tuple[int, ...], ...] = ((),)  # blocks of each stage, where a person chose them; (): by cost
@@ -188,10 +190,15 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         offload_parameters=column(int(plan.offload.parameters != "none") for plan in plans),
         compiled=column(int(plan.compile.enabled) for plan in plans),
         fused_loss=column(int(plan.kernels.loss == "fused") for plan in plans),
+        float8=column(FLOAT8.index(_travelling(plan)) for plan in plans),
         vertical_sync=column(int(plan.pipeline.vertical_sync) for plan in plans),
         deal=column(deals.index(plan.pipeline.blocks or ()) for plan in plans),
         deals=deals,
     )
+
+
+def _travelling(plan: Plan) -> Float8Choice:
+    return plan.float8.linears if plan.float8.gather == "float8" else "none"
 
 
 def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:

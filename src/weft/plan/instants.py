@@ -99,7 +99,7 @@ def _at_loss(parts: Parts) -> Terms:
     # then the root is here, and the last block's as they came over the wire, which are held until the next gather
     share = parts.view.share
     inside = np.where(
-        columns.fused_loss > 0, (share.root.padded + share.largest_padded) * parts.view.sizes.compute, 0.0
+        columns.fused_loss > 0, parts.view.gathered_bytes(root=share.root.padded, blocks=share.largest_padded), 0.0
     )
     gathered = np.where(columns.zero == 3, inside, _kept_gathered(parts.view))
     none = np.zeros(len(columns))
@@ -137,7 +137,8 @@ def _at_last_block(parts: Parts) -> Terms:
     """As they came over the wire and as they are laid out: both are there, beside all activations."""
     view = parts.view
     is_here = (view.columns.zero == 3) & (view.columns.pp > 1) & ~view.stage.holds_head
-    come = np.where(is_here, (view.share.root.padded + view.share.largest_padded) * view.sizes.compute, 0.0)
+    units = view.gathered_bytes(root=view.share.root.padded, blocks=view.share.largest_padded)
+    come = np.where(is_here, units, 0.0)
     return {
         **_at_loss(parts),
         Term.GATHERED: come,
@@ -151,7 +152,7 @@ def _in_backward(parts: Parts, *, done: Floats) -> Terms:
     blocks = np.maximum(parts.num_blocks, 1)
     is_first, is_last = done == 0, done >= parts.num_blocks - 1
     is_zero3 = columns.zero == 3
-    unit = share.largest_padded * sizes.compute
+    unit = share.largest_padded * view.block_bytes
     gathered = _kept_gathered(parts.view) + np.where(is_zero3, unit + np.where(is_last, 0.0, unit), 0.0)
     block_cast = np.where((columns.zero == 0) & sizes.is_mixed, share.largest_block * sizes.compute, 0.0)
     # casts are freed block by block; recomputation makes that of the block at work anew
@@ -221,7 +222,7 @@ def _head_gradient(view: View) -> Floats:
 def _at_first_block(parts: Parts, *, done: Floats) -> Terms:
     """What arrived and what it is laid out as are both there; nothing is recomputed yet. ZeRO-3 only."""
     view, backward = parts.view, _in_backward(parts, done=done)
-    unit = view.share.largest_padded * view.sizes.compute
+    unit = view.share.largest_padded * view.block_bytes
     arriving = unit + _head_gradient(view) + view.stream_bytes
     is_zero3 = view.columns.zero == 3
     return {
@@ -346,7 +347,7 @@ def _kept_gathered(view: View) -> Floats:
     kept = np.select(
         [columns.zero == 0, columns.zero == 3],
         [casts, share.root.padded * sizes.compute],
-        share.total.padded * sizes.compute,
+        view.gathered_bytes(root=share.root.padded, blocks=share.total.padded - share.root.padded),
     )
     # weights that live on the host come unit by unit whatever the stage
     return np.where(columns.offload_parameters > 0, share.root.padded * sizes.compute, kept)

@@ -191,6 +191,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         offload_parameters=np.full(size, int(_is_away("offload.parameters", freedom)), dtype=np.int64),
         compiled=switch("compile.enabled", compiled),
         fused_loss=fused,
+        float8=np.zeros(size, dtype=np.int64),
         vertical_sync=np.zeros(size, dtype=np.int64),
         full_blocks=np.zeros(size, dtype=np.int64), selective_blocks=np.zeros(size, dtype=np.int64),
         deal=np.zeros(size, dtype=np.int64),

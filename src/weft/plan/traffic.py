@@ -77,7 +77,8 @@ def _data_parallel(view: View) -> list[TrafficRow]:
     m = columns.microbatches.astype(np.float64)
     shards = columns.shards.astype(np.float64)
     is_sharded = (columns.zero > 0) & (shards > 1)
-    gathered = gather_bytes((share.total.padded + again * share.root.padded) * sizes.compute, shards)
+    blocks = share.total.padded - share.root.padded
+    gathered = gather_bytes(view.gathered_bytes(root=(1 + again) * share.root.padded, blocks=blocks), shards)
     # a tied table on a rank with both ends brings a gradient with each of them
     is_twice = (columns.zero >= 2) & (columns.pp > 1) & stage.holds_embedding & stage.holds_head & view.shape.tied_head
     twice = table_elements(view.shape, columns).padded * is_twice

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from weft.core.model_shape import ModelShape
-from weft.plan.columns import Bools, Columns, Floats, Ints
+from weft.core.float8 import takes_float8
+from weft.core.model_shape import BlockShape, ModelShape
+from weft.core.plan import Float8Choice
+from weft.plan.columns import FLOAT8, Bools, Columns, Floats, Ints
 from weft.plan.parameters import Share, share_of
 from weft.plan.request import ByteSizes, Request, byte_sizes
 from weft.plan.stages import PLACES, Seen, Stage, stage_of
@@ -35,6 +38,30 @@ class View:
         """One residual stream of a micro-batch."""
         cut = np.where(self.columns.sequence_parallel > 0, self.columns.tp, 1)
         return np.asarray(self.tokens * self.sizes.activation * self.shape.hidden_size / cut, dtype=np.float64)
+
+    @cached_property
+    def block_bytes(self) -> Floats:
+        """Of a block's weight as it is gathered, on average: some travel in float8."""
+        blocks = [self.shape.kinds[kind] for kind in self.shape.order]
+        whole = max(1, sum(block.num_parameters for block in blocks))
+        shares = [sum(_travelling(block, choice) for block in blocks) / whole for choice in FLOAT8]
+        share = np.asarray(shares)[self.columns.float8] * (self.columns.shards > 1)
+        return np.asarray(self.sizes.compute - (self.sizes.compute - 1) * share, dtype=np.float64)
+
+    def gathered_bytes(self, *, root: Floats, blocks: Floats) -> Floats:
+        """Of so many weights of the root and of blocks."""
+        return np.asarray(root * self.sizes.compute + blocks * self.block_bytes, dtype=np.float64)
+
+
+def _travelling(block: BlockShape, choice: Float8Choice) -> int:
+    """Numbers of a block that travel in float8; experts and transposed matrices are no linear layers."""
+    return sum(
+        linear.copies * linear.in_features * linear.out_features
+        for linear in block.linears
+        if linear.role not in ("expert", "router")
+        and not linear.is_transposed
+        and takes_float8(linear.in_features, linear.out_features, choice)
+    )
 
 
 def is_compiled(request: Request, columns: Columns) -> Bools:

@@ -84,6 +84,18 @@ def test_the_planner_agrees_term_by_term(zero: int, microbatches: int, precision
     assert guessed == pytest.approx(wire, rel=1e-6)
 
 
+@pytest.mark.parametrize(("zero", "gather"), [(2, "float8"), (3, "float8"), (2, "weights")])
+def test_the_planner_knows_what_weights_in_float8_weigh(zero: int, gather: str) -> None:
+    run, plan = run_of(LLAMA), plan_of(zero, 8, microbatches=2, **BF16, float8={"linears": "all", "gather": gather})
+    found, predicted = dry_run(run, plan), estimate_plan(run, plan, "8xH100-80GB")
+    wire, guessed = (
+        {phase: sum(row["bytes"] for row in rows if (row["collective"], row["phase"]) == ("all_gather", phase))
+         for phase in ("forward", "backward")}
+        for rows in (found.traffic, predicted.traffic)
+    )  # fmt: skip
+    assert guessed == pytest.approx(wire, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("zero", "microbatches", "mixture", "is_wide"),
     [(0, 1, (1, 1), False), (2, 2, (1, 0), False), (0, 1, (1, 1), True), (3, 1, (1, 1), True), (3, 1, (2, 0), True)],

@@ -9,6 +9,7 @@ import torch
 from tiny import build_engine, global_batch
 from torch import nn
 
+import weft.core.float8 as rule
 import weft.engine.float8 as float8
 from weft.core.errors import DeviceError, NotBuiltError
 from weft.engine.fast_path import fast_path
@@ -66,7 +67,7 @@ def test_a_model_trains_near_bfloat16_with_the_head_and_norms_untouched() -> Non
 
 
 def test_auto_takes_the_layers_that_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "WORTH_IT", 1 / (1 / 32 + 1 / 48))  # what a tiny MLP has, and its attention has not
+    monkeypatch.setattr(rule, "WORTH_IT", 1 / (1 / 32 + 1 / 48))  # what a tiny MLP has, and its attention has not
     engine = build_engine("llama", {**FLOAT8, "float8": {"linears": "auto"}})
     assert {name.rpartition(".")[2] for name, chosen in engine.float8.items() if chosen} == {
         "gate_proj", "up_proj", "down_proj",
@@ -74,9 +75,8 @@ def test_auto_takes_the_layers_that_gain(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_break_even_is_between_the_measured_shapes() -> None:
-    with torch.device("meta"):
-        square, wide = nn.Linear(2048, 2048), nn.Linear(2048, 8192)
-    assert [float8._pays(square), float8._pays(wide)] == [False, True]
+    assert [rule.takes_float8(2048, width, "auto") for width in (2048, 8192)] == [False, True]
+    assert [rule.takes_float8(2048, width, "all") for width in (2048, 2056)] == [True, False]
 
 
 @pytest.mark.parametrize(
