@@ -137,7 +137,7 @@ class StepUpdates:
         with at_rate(engine.optimizer, self._learning_rate):
             engine.optimizer.step()
         engine.look_at_dtypes()
-        engine.strategy.clear_gradients(engine.optimizer)
+        engine.strategy.after_update(engine.optimizer)
         engine.is_updating = False
         owner.add(self._step, sealed.square)
 

@@ -148,7 +148,7 @@ class Engine:
         self.show_gradients()
         norm, skipped = self._update()
         self.look_at_dtypes()
-        self.strategy.clear_gradients(self.optimizer)
+        self.strategy.after_update(self.optimizer)
         self.is_updating = False
         return norm, skipped
 

@@ -287,7 +287,7 @@ def weights_gathered_before_the_update() -> Any:
 
 
 def weights_stay_gathered_after_evaluation() -> Any:
-    return replaced(Sharded, "after_evaluation", lambda _: lambda self: None)
+    return replaced(Sharded, "drop_gathered", lambda _: lambda self: None)
 
 
 @contextmanager

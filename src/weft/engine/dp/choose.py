@@ -18,9 +18,10 @@ from weft.engine.precision import torch_dtype
 def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strategy:
     dp = plan.data_parallel
     if dp.zero > 0:
-        travels = plan.float8.linears != "none" and plan.float8.gather == "float8"
-        float8 = gather_in_float8(model, plan.precision.policy()) if travels else None
-        return Sharded(model, stage=dp.zero, replicas=topology.replicas_beside_shards, float8=float8)
+        sharded = Sharded(model, stage=dp.zero, replicas=topology.replicas_beside_shards)
+        if plan.float8.linears != "none" and plan.float8.gather == "float8":
+            sharded.float8 = gather_in_float8(model, plan.precision.policy())
+        return sharded
     if dp.strategy == "dataparallel":
         return Threaded(model)
     if topology.dp_degree == 1:

@@ -25,10 +25,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.optim import Optimizer
 
 from weft.core.precision import PrecisionPolicy
-from weft.engine.dp.float8_gather import Float8Gather
 from weft.engine.dp.strategy import Strategy
 from weft.engine.dp.summed import sum_bucket
 from weft.engine.ownership import local
@@ -72,17 +70,9 @@ def shard_units(
 class Sharded(Strategy):
     """A model whose units went through `shard_units`; `replicas` are those that `fully_shard` was not told of."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        stage: int,
-        replicas: dist.ProcessGroup | None = None,
-        float8: Float8Gather | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, stage: int, replicas: dist.ProcessGroup | None = None) -> None:
         super().__init__(model)
-        self._replicas, self._float8 = replicas, float8
-        self.num_in_float8 = len(float8) if float8 is not None else 0
+        self._replicas = replicas
         self.stage_policy = STAGES[stage]
         self.keeps_gradients_whole = not self.stage_policy.reduce_every_microbatch
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -156,16 +146,7 @@ class Sharded(Strategy):
             seen.update(own)
             yield own
 
-    def after_evaluation(self) -> None:
+    def drop_gathered(self) -> None:
         # A forward without a backward leaves kept units gathered; the next update would not reach those copies.
         for unit in self._units:
             unit.reshard()
-        self._weights_may_change()
-
-    def clear_gradients(self, optimizer: Optimizer) -> None:
-        super().clear_gradients(optimizer)
-        self._weights_may_change()
-
-    def _weights_may_change(self) -> None:
-        if self._float8 is not None:
-            self._float8.weights_may_change()

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from weft.engine.dp.float8_gather import Float8Gather
+
 
 class Strategy:
     """One device. Others override what differs."""
 
     keeps_gradients_whole = False  # a shard's gradient waits unsharded until the last micro-batch
-
-    num_in_float8 = 0  # weights that are gathered so: their scales cost an all-reduce a step
+    float8: Float8Gather | None = None  # of sharded weights that travel so
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module  # what forward is called on
@@ -45,11 +46,27 @@ class Strategy:
         """Gradients that no backward has reduced, over the ranks that see other rows."""
 
     def after_evaluation(self) -> None:
-        """Drop what an evaluation left gathered."""
+        self.drop_gathered()
+        self._weights_may_change()
+
+    def drop_gathered(self) -> None:
+        """What an evaluation left gathered."""
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        self.clear_gradients(optimizer)
+        self._weights_may_change()
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
-        """After the update."""
         optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def num_in_float8(self) -> int:
+        """Weights that travel so: their scales cost an all-reduce a step."""
+        return len(self.float8) if self.float8 is not None else 0
+
+    def _weights_may_change(self) -> None:
+        if self.float8 is not None:
+            self.float8.weights_may_change()
 
     def gradient_buckets(self) -> list[torch.Tensor]:
         """Memory set aside for gradients; empty where gradients are tensors of their own."""
