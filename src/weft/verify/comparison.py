@@ -30,7 +30,6 @@ from weft.verify.tolerances import (
     TERM_DRAWS,
     UNIT_ROUNDOFF,
     envelope,
-    norm_distance,
     scalar_drift,
     tensor_drift,
 )
@@ -207,19 +206,13 @@ class Comparison:
             return check_scalars(what, low, near, value, rule=6, drifts=drifts, least=parting.losses)
 
         gradients, _ = self._gradients(same, reordered, drifts=self._gradient_drifts())
-        norm = scalar("gradient norm", "norms", distance=TERM_DRAWS * self._norm_distance())
+        norm = scalar("gradient norm", "norms", distance=TERM_DRAWS * self.references.norm_error * truth.norms[0])
         return [scalar("loss", "losses"), gradients, norm]
 
     def _least_of_norms(self) -> tuple[float, float]:
         first, later = self.references.parting.norms
-        size = self.references.truth.norms[0]
-        is_other_draw = self.references.parting.is_at_once and size > 0  # else the same errors, and so the same norm
-        return max(first, self._norm_distance() / size if is_other_draw else 0.0), later
-
-    def _norm_distance(self) -> float:
-        """What rounding does to the first norm."""
-        truth, same = self.references.truth.first_gradients, self.references.same.first_gradients
-        return norm_distance([norm_of(truth[key]) for key in same], [norm_of(low) for low in same.values()])
+        is_other_draw = self.references.parting.is_at_once  # else the same errors, and so the same norm
+        return max(first, self.references.norm_error if is_other_draw else 0.0), later
 
     def _scalar_drifts(self, truth: list[float], same: list[float]) -> list[float]:
         roundoff = self._roundoff()

@@ -136,15 +136,16 @@ def envelope(
     return distances
 
 
-def norm_distance(truth: Sequence[float], same_precision: Sequence[float]) -> float:
-    """How far rounding moves the norm of a set of tensors, by what it does to each one's norm.
+def norm_distance(truth: Sequence[float], same_precision: Sequence[float], distances: Sequence[float]) -> float:
+    """How far rounding moves the norm of a set of tensors, by what it does to each one's norm, and to each.
 
-    Never less than the distance of the two norms, which is nothing by chance where one tensor's error undoes another's:
-    0.005% in a model whose tensors were off by 0.05 to 0.17% each, where another right draw was 0.07% away.
+    The distance of the two norms alone is nothing by chance where tensors' errors undo each other: 0.005% in a model
+    whose tensors were off by 0.05 to 0.17% each, where another right draw was 0.07% away. Nor is it taken for so little
+    that less would be allowed than the `distances` of the tensors: a norm is no further than what it is of.
     """
     whole, rounded = math.hypot(*truth), math.hypot(*same_precision)
     parts = (right * (low - right) / whole for right, low in zip(truth, same_precision, strict=True)) if whole else ()
-    return max(abs(rounded - whole), math.hypot(*parts))
+    return max(abs(rounded - whole), math.hypot(*parts), math.hypot(*distances) / SLACK)
 
 
 def tensor_bound(
