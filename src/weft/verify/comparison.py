@@ -25,14 +25,7 @@ from weft.verify.layouts import coordinates_of
 from weft.verify.low_update import LowUpdate, check_updates
 from weft.verify.reference import Course, Exercise, Tensors
 from weft.verify.references import References
-from weft.verify.tolerances import (
-    CODE_ROUNDOFF,
-    TERM_DRAWS,
-    UNIT_ROUNDOFF,
-    envelope,
-    scalar_drift,
-    tensor_drift,
-)
+from weft.verify.tolerances import CODE_ROUNDOFF, TERM_DRAWS, UNIT_ROUNDOFF, envelope, scalar_drift, tensor_drift
 from weft.verify.verdict import Check, Coverage, Worst
 
 Drifts = Mapping[str, float] | None
@@ -81,7 +74,7 @@ class Comparison:
             check_dtypes(found.dtypes),
             check_scalars("loss", truth.losses, same.losses, found.losses, rule=1, least=parting.losses),
             self._gradients(truth, same, dtype=self.plan.precision.policy().weights)[0],
-            check_scalars("gradient norm", truth.norms, same.norms, found.norms, rule=2, least=self._least_of_norms()),
+            check_scalars("gradient norm", truth.norms, same.norms, found.norms, rule=2, least=parting.norms),
             *self._rounded_updates(),
             self._first_update(truth, same),
             self._weights(truth, same)[0],
@@ -198,21 +191,13 @@ class Comparison:
         """Where ranks round the terms of a sum, runs part at once; after an update the truth alone is a yardstick."""
         truth, same, found, parting = self.references.truth, self.references.same, self.found, self.references.parting
 
-        def scalar(what: str, key: str, *, distance: float | None = None) -> Check:
+        def scalar(what: str, key: str) -> Check:
             right, low, near, value = (getattr(course, key)[:1] for course in (truth, same, reordered, found))
             drifts = self._scalar_drifts(right, low)
-            if distance is not None:
-                drifts = [scalar_drift(distance=distance, size=abs(low[0]), roundoff=self._roundoff())]
             return check_scalars(what, low, near, value, rule=6, drifts=drifts, least=parting.losses)
 
         gradients, _ = self._gradients(same, reordered, drifts=self._gradient_drifts())
-        norm = scalar("gradient norm", "norms", distance=TERM_DRAWS * self.references.norm_error * truth.norms[0])
-        return [scalar("loss", "losses"), gradients, norm]
-
-    def _least_of_norms(self) -> tuple[float, float]:
-        first, later = self.references.parting.norms
-        is_other_draw = self.references.parting.is_at_once  # else the same errors, and so the same norm
-        return max(first, self.references.norm_error if is_other_draw else 0.0), later
+        return [scalar("loss", "losses"), gradients, scalar("gradient norm", "norms")]
 
     def _scalar_drifts(self, truth: list[float], same: list[float]) -> list[float]:
         roundoff = self._roundoff()

@@ -6,17 +6,15 @@ layout may differ by.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from weft.core.plan import Plan
 from weft.engine.head_loss import find_head
-from weft.verify.checks import distance_of, norm_of
 from weft.verify.delayed_reference import Delay, run_delayed
 from weft.verify.exercise import Subject, at_rest, plan_cut, plan_precision
 from weft.verify.reference import TRUTH, Course, Cut, Exercise, Precision, run_reference
-from weft.verify.tolerances import Parting, norm_distance, rounded_terms
+from weft.verify.tolerances import Parting, rounded_terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +23,6 @@ class References:
     same: Course = field(default_factory=Course)
     reordered: Course | None = None  # in low precision only
     parting: Parting = field(default_factory=Parting)  # where ranks round the terms of a sum
-
-    @property
-    def norm_error(self) -> float:
-        """What rounding does to the first norm, relative to it."""
-        low = self.same.first_gradients
-        right = [self.truth.first_gradients[key] for key in low]
-        sizes, rounded = [norm_of(value) for value in right], [norm_of(value) for value in low.values()]
-        distances = [distance_of(*pair) for pair in zip(right, low.values(), strict=True)]
-        return norm_distance(sizes, rounded, distances) / (math.hypot(*sizes) or 1.0)
 
 
 class Library:

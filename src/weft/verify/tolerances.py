@@ -8,7 +8,6 @@ by chance; they follow from the number format alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,7 +52,7 @@ CODE_ROUNDOFF = 2.0**-9  # of an 8-bit moment, in the upper decade of its block
 # rounding is taken to do: of a roundoff in a first loss or norm; of the value in later ones; of the update in a weight.
 # Chosen after seeing single flips in models of 32 features (0.09 of the update of a tensor, 1% of a later norm); they
 # say nothing of float32, where the same plans are held to sums in another order and nothing else.
-TERM_DRAWS = 2.0  # of a first gradient's, or norm's, own error, in multiples of what a flip after an update is allowed
+TERM_DRAWS = 2.0  # of a first gradient's own rounding error, in multiples of what a flip after an update is allowed
 TERM_SHARE, TERM_LOSS, TERM_NORM, TERM_UPDATE = 2.0**-7, 2.0**-13, 2.0**-9, 0.25
 
 # Compiled blocks and a fused loss leave out roundings that one process makes between operators: the same allowance.
@@ -134,18 +133,6 @@ def envelope(
         distances.append(relative * size)
         relative = max(relative, least[1])
     return distances
-
-
-def norm_distance(truth: Sequence[float], same_precision: Sequence[float], distances: Sequence[float]) -> float:
-    """How far rounding moves the norm of a set of tensors, by what it does to each one's norm, and to each.
-
-    The distance of the two norms alone is nothing by chance where tensors' errors undo each other: 0.005% in a model
-    whose tensors were off by 0.05 to 0.17% each, where another right draw was 0.07% away. Nor is it taken for so little
-    that less would be allowed than the `distances` of the tensors: a norm is no further than what it is of.
-    """
-    whole, rounded = math.hypot(*truth), math.hypot(*same_precision)
-    parts = (right * (low - right) / whole for right, low in zip(truth, same_precision, strict=True)) if whole else ()
-    return max(abs(rounded - whole), math.hypot(*parts), math.hypot(*distances) / SLACK)
 
 
 def tensor_bound(
