@@ -41,11 +41,18 @@ def check_scalars(
     distances = envelope(truth, same, least=least)
     for step, right, rounded, value, distance, drift in zip(numbers, truth, same, found, distances, extra, strict=True):
         bound = scalar_bound(truth=right, same_precision=rounded, distance=distance, drift=drift)
-        difference = abs(value - right)
-        if not difference <= bound.allowed:  # NaN is never within a bound
-            return Check.failed(name, Finding(rule=rule, step=step, expected=_near(right, bound), found=f"{value:.9g}"))
-        worst, margin = max(worst, difference), max(margin, bound.share(difference))
+        check = check_scalar(name, right, value, bound, rule=rule, step=step)
+        if not check.ok:
+            return check
+        worst, margin = max(worst, abs(value - right)), max(margin, check.margin)
     return Check.passed(name, f"{len(truth)} values, largest difference {worst:.1e}", margin=margin)
+
+
+def check_scalar(name: str, right: float, value: float, bound: Bound, *, rule: int, step: int) -> Check:
+    difference = abs(value - right)
+    if not difference <= bound.allowed:  # NaN is never within a bound
+        return Check.failed(name, Finding(rule=rule, step=step, expected=_near(right, bound), found=f"{value:.9g}"))
+    return Check.passed(name, f"differs by {difference:.1e}", margin=bound.share(difference))
 
 
 def check_tensors(

@@ -10,7 +10,6 @@ among them) in the compute format.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from weft.engine.randomness import number_blocks, seeded_forward, uses_randomnes
 from weft.models.layout import describe
 from weft.verify.eight_bit import round_moments
 from weft.verify.float8_reference import multiply_in_float8
+from weft.verify.late_division import LateDivision
 from weft.verify.low_update import round_low
 
 Tensors = dict[str, torch.Tensor]
@@ -43,7 +43,7 @@ class Precision:
     loss_scale: float = 1.0  # what the loss is multiplied by before low-precision backward, and gradients divided by
     has_8bit_moments: bool = False
     float8: Float8Choice = "none"  # linear layers that multiply in float8
-    divides_last: bool = False  # by the number of tokens: a loss that is fused with its head rounds the sum's gradient
+    divides_last: bool = False  # by the number of tokens, behind the head: as a loss that is fused with it
     rounds_moments: bool = False  # to bfloat16, after every update
     rounds_weights: bool = False  # the same, and gradients: no copy in `master` outlives an update
 
@@ -95,6 +95,11 @@ class Exercise:
     prompt: frozenset[int] = frozenset()
 
 
+def has_experts(exercise: Exercise) -> bool:
+    """Whether a router chooses: a token whose experts score alike takes its whole gradient elsewhere."""
+    return any(".experts." in name for name in exercise.initial)
+
+
 def run_reference(build: Callable[[], nn.Module], exercise: Exercise, precision: Precision, cut: Cut) -> Course:
     """Train as `exercise` says; `build` gives a fresh model with real parameters, on the device that computes."""
     model, aliases = prepare(build(), precision, cut)
@@ -135,6 +140,23 @@ def run_reference(build: Callable[[], nn.Module], exercise: Exercise, precision:
     course.weights = on_host(masters)
     course.optimizer = on_host(states_of(optimizer, trainable))
     return course
+
+
+def one_update(exercise: Exercise, gradients: Tensors) -> Tensors:
+    """The weights that the first update makes of these gradients, in float64."""
+    masters = {
+        name: nn.Parameter(value.double(), requires_grad=name not in exercise.frozen)
+        for name, value in exercise.initial.items()
+    }
+    trainable = {name: master for name, master in masters.items() if master.requires_grad}
+    for name, master in trainable.items():
+        master.grad = gradients[name].double()
+    optimizer = plain_optimizer(list(trainable.values()), exercise.train, is_fused=False)
+    for group in optimizer.param_groups:
+        group["lr"] = exercise.rates[0]
+    clip_gradients(list(trainable.values()), exercise.clip_norm)
+    optimizer.step()
+    return on_host(masters)
 
 
 def states_of(optimizer: torch.optim.Optimizer, trainable: Mapping[str, nn.Parameter]) -> Tensors:
@@ -228,14 +250,15 @@ def add_gradients(
         is_random=uses_randomness(model),
     ):
         loss_sum = token_losses(model, chunk)
-    # the tokens of a fresh model have one gradient at their labels, so its rounding does not average out; a power of
-    # two leaves it what it is
-    now = 2.0 ** math.floor(math.log2(count)) if precision.divides_last else float(count)
-    (loss_sum * (precision.loss_scale / now)).backward()  # type: ignore[no-untyped-call]
+    late: LateDivision | None = getattr(model, "late_division", None)
+    scale = precision.loss_scale / count
+    if late is not None:
+        late.scale, scale = scale, 1.0
+    (loss_sum * scale).backward()  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
         master = trainable.get(aliases.get(name, name))
         if master is not None and parameter.grad is not None:
-            gradient = parameter.grad.to(precision.master) * (now / count)
+            gradient = parameter.grad.to(precision.master)
             master.grad = gradient if master.grad is None else master.grad + gradient
         parameter.grad = None
     return loss_sum.item()
@@ -265,6 +288,8 @@ def prepare(model: nn.Module, precision: Precision, cut: Cut) -> tuple[nn.Module
     model = _cast(model, precision)
     number_blocks(model, layout)
     multiply_in_float8(model, precision.float8)
+    if precision.divides_last:
+        model.late_division = LateDivision(model)  # type: ignore[assignment]
     if not (cut.unties and precision.is_low):
         return model, {}
     for alias in layout.ties:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from weft.core.plan import Plan
-from weft.engine.head_loss import find_head
 from weft.verify.delayed_reference import Delay, run_delayed
 from weft.verify.exercise import Subject, at_rest, plan_cut, plan_precision
-from weft.verify.reference import TRUTH, Course, Cut, Exercise, Precision, run_reference
-from weft.verify.tolerances import Parting, rounded_terms
+from weft.verify.late_division import is_fused
+from weft.verify.reference import TRUTH, Course, Cut, Exercise, Precision, has_experts, run_reference
+from weft.verify.tolerances import ALONG_SHARE, FLIPPED_ALONG, ROUTED_ALONG, Parting, rounded_terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class Library:
         self._is_main = is_main
         self._exercises: dict[str, Exercise] = {}
         self._courses: dict[tuple[str, Precision, Cut | None, Delay | None], Course] = {}
+        self._fuses: dict[str, bool] = {}
 
     def exercise(self, name: str, make: Callable[[], Exercise]) -> Exercise:
         """The exercise of that name, made at its first use."""
@@ -39,17 +40,33 @@ class Library:
             self._exercises[name] = make()
         return self._exercises[name]
 
+    def _precision(self, name: str, subject: Subject, exercise: Exercise, plan: Plan) -> Precision:
+        """The plan's; a loss that the engine cannot fuse divides as any other."""
+        precision = plan_precision(plan, subject.run.train)
+        if precision.divides_last and name not in self._fuses:
+            self._fuses[name] = is_fused(subject.build(), exercise.batches[0])
+        return replace(precision, divides_last=precision.divides_last and self._fuses[name])
+
+    def first_step(self, name: str, subject: Subject, make: Callable[[], Exercise], plan: Plan) -> Course:
+        """The first step alone, in the plan's precision and cut."""
+        exercise, cut = self.exercise(name, make), plan_cut(plan, subject.run.train)
+        precision = self._precision(name, subject, exercise, plan)
+        exercise = at_rest(exercise, precision)
+        one = replace(exercise, batches=exercise.batches[:1], rates=exercise.rates[:1], evaluation=())
+        key = (f"{name}, one step", precision, cut, None)
+        if key not in self._courses:
+            self._courses[key] = run_reference(subject.build, one, precision, cut)
+        return self._courses[key]
+
     def references(
         self, name: str, subject: Subject, make: Callable[[], Exercise], plan: Plan, *, tight: bool = False
     ) -> References:
         """`tight` asks for the reordered course too, where the precision is low."""
         if not self._is_main:
             return References()
-        train = subject.run.train
-        precision, cut = plan_precision(plan, train), plan_cut(plan, train)
-        if precision.divides_last and find_head(subject.skeleton())[0] is None:
-            precision = replace(precision, divides_last=False)
-        exercise = at_rest(self.exercise(name, make), precision)
+        exercise, cut = self.exercise(name, make), plan_cut(plan, subject.run.train)
+        precision = self._precision(name, subject, exercise, plan)
+        exercise = at_rest(exercise, precision)
         begins = "in bfloat16" if precision.rounds_weights else ""
         delay = Delay.of(plan, subject.skeleton())
 
@@ -66,17 +83,17 @@ class Library:
             truth=course(TRUTH, cut),
             same=course(precision, cut),
             reordered=course(precision, replace(cut, is_reordered=True)) if tight and precision.is_low else None,
-            parting=_parting(plan, precision),
+            parting=_parting(plan, precision, routes=has_experts(exercise)),
         )
 
 
-def _parting(plan: Plan, precision: Precision) -> Parting:
+def _parting(plan: Plan, precision: Precision, *, routes: bool) -> Parting:
     """Plans whose roundings in low precision are not those of one process from the first step on. Gradients at rest in
     bfloat16 are summed over micro-batches so: rounded terms, as those of tensor parallelism."""
+    along = ROUTED_ALONG if routes else ALONG_SHARE
     if precision.float8 != "none":  # another order of a float32 sum makes an operand round the other way
-        return rounded_terms("float8_e4m3fn")
-    is_float32 = precision.compute == precision.master
-    rounds_otherwise = plan.mesh.tp > 1 or plan.compile.enabled or plan.kernels.loss == "fused"
-    if (is_float32 or not rounds_otherwise) and not precision.rounds_weights:
-        return Parting()
-    return rounded_terms(str(precision.compute).removeprefix("torch."))
+        return rounded_terms("float8_e4m3fn", along=along)
+    is_float32, compute = precision.compute == precision.master, str(precision.compute).removeprefix("torch.")
+    if precision.rounds_weights or (not is_float32 and (plan.mesh.tp > 1 or plan.compile.enabled)):
+        return rounded_terms(compute, along=along)
+    return rounded_terms(compute, along=FLIPPED_ALONG) if not is_float32 and precision.divides_last else Parting()

@@ -42,6 +42,7 @@ from weft.verify.layouts import plan_name
 from weft.verify.prediction import check_prediction
 from weft.verify.reference import Exercise
 from weft.verify.references import Library, References
+from weft.verify.repeatable import repeatable
 from weft.verify.verdict import Check, Verdict, at_place
 from weft.verify.whole_runs import WholeRuns
 
@@ -108,14 +109,21 @@ class Session:
             return comparison.checks()
 
         def repeat() -> list[Check]:
-            detail = "the same run twice, equal bits"
-            return [check_same_bits("determinism", kept["found"], self.evidence(plan), rule=3, detail=detail)]
+            with repeatable(plan, self.device) as steady:
+                found = kept["found"] if steady is plan else self.evidence(steady)
+                again = self.evidence(steady)
+            detail = "the same run twice, equal bits" + ("" if steady is plan else "; attention written out")
+            return [check_same_bits("determinism", found, again, rule=3, detail=detail)]
+
+        def loop() -> list[Check]:
+            with repeatable(plan, self.device) as steady:
+                return self._whole_runs.check_loop(steady)
 
         yield "training against the reference", train
         yield "accumulation", lambda: self._accumulation(plan, kept["references"])
         yield "determinism", repeat
         yield "prediction", lambda: [self._prediction(plan)]
-        yield "the training loop, resume and export", lambda: self._whole_runs.check_loop(plan)
+        yield "the training loop, resume and export", loop
         yield "finite data", lambda: [self._whole_runs.check_finite_data(plan)]
 
     def references(self, plan: Plan) -> References:
@@ -165,21 +173,20 @@ class Session:
         """The first step of the same global batch, cut in other ways."""
         if plan.mesh.pp > 1 and plan.pipeline.schedule == "pipedream":
             return [Check.passed("accumulation", "every micro-batch is an update: another cut is another run")]
-        truth, same = references.truth, references.same
         rows = self.subject.run.train.global_batch // plan.mesh.dp_degree
         rows //= row_chunks(plan.tensor_parallel.mode, plan.mesh.tp)  # a grid deals every micro-batch out once more
         cuts = [count for count in range(1, rows + 1) if rows % count == 0 and count != plan.pipeline.microbatches]
         cuts = [count for count in cuts if not _no_schedule(plan, count)]
         # All ranks take all first steps before anything is judged: a rank that knows the answer must not leave early.
         steps = {count: self._first_step(plan, microbatches=count) for count in cuts[:OTHER_CUTS]}
+        truth, parting = references.truth, references.parting
         for count, (loss, norm) in steps.items() if self.process.is_main else ():
-            for what, right, rounded, value in (
-                ("loss", truth.losses, same.losses, loss),
-                ("norm", truth.norms, same.norms, norm),
+            same = self._library.first_step("exercise", self.subject, self._exercise, _recut(plan, count))
+            for what, right, rounded, value, least in (
+                ("loss", truth.losses, same.losses, loss, parting.losses),
+                ("norm", truth.norms, same.norms, norm, parting.norms),
             ):
-                check = check_scalars(
-                    "accumulation", right[:1], rounded[:1], [value], rule=1, least=references.parting.losses
-                )
+                check = check_scalars("accumulation", right[:1], rounded, [value], rule=1, least=least)
                 if check.finding is not None:
                     return [Check.failed("accumulation", at_place(check.finding, f"{what} with {count} micro-batches"))]
         names = " and ".join(str(count) for count in cuts[:OTHER_CUTS])
@@ -193,9 +200,7 @@ class Session:
             return check_prediction(engine, batches, self.subject.run, plan)
 
     def _first_step(self, plan: Plan, *, microbatches: int) -> tuple[float, float]:
-        tables = plan.model_dump(mode="json", exclude_none=True)
-        tables["pipeline"]["microbatches"] = microbatches
-        with self.engine(Plan.from_tables(tables)) as engine:
+        with self.engine(_recut(plan, microbatches)) as engine:
             share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
             record = engine.step(training_batches(self.subject, steps=self.steps, **share)[0])
             return record.loss, record.grad_norm
@@ -222,6 +227,12 @@ def require_enough_steps(plan: Plan, *, steps: int) -> None:
             f"{steps} steps do not fill {pipeline.schedule} over {plan.mesh.pp} ranks after the first evaluation",
             hint=f"verify it with --steps {least} or more",
         )
+
+
+def _recut(plan: Plan, microbatches: int) -> Plan:
+    tables = plan.model_dump(mode="json", exclude_none=True)
+    tables["pipeline"]["microbatches"] = microbatches
+    return Plan.from_tables(tables)
 
 
 def _no_schedule(plan: Plan, microbatches: int) -> list[str]:

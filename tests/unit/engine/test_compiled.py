@@ -148,6 +148,15 @@ def test_the_cause_of_another_compilation_is_heard() -> None:
     assert "size mismatch" in causes[0]
 
 
+def test_what_is_compiled_between_two_runs_of_a_process_is_not_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    compiled.RecompileWatch().close()
+    compiled.RecompileWatch().close()
+    engine = build_engine("llama", COMPILED)
+    losses(engine)
+    engine.step(global_batch(0, length=24))
+    assert "__recompiles" not in capfd.readouterr().err
+
+
 def test_without_a_compiler_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     monkeypatch.setenv("CXX", "no-such-compiler")

@@ -1,0 +1,56 @@
+"""How a loss that is fused with its head rounds, in plain operators: what the model does to its logits is done in
+float32, the gradient of the sum of losses goes through the head, and what leaves it is divided by the tokens (and
+multiplied by a loss scale) in float32 and rounded.
+
+The order matters in a fresh model: its labels have one gradient, about -1, so what rounding does to it is one error of
+all gradients, up to 0.2% in bfloat16, and another one after a division.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from weft.engine.head_loss import find_head, fuse_loss
+
+
+class LateDivision:
+    """Around the head of a model; `scale` is set before each backward of a sum of losses."""
+
+    def __init__(self, model: nn.Module) -> None:
+        head, _ = find_head(model)
+        assert head is not None, "a loss that is fused has a head"
+        self._head, self.scale = head, 1.0
+        head.forward = self._forward  # type: ignore[method-assign, assignment]
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight, bias = self._head.weight, self._head.bias
+        logits = F.linear(self._late(hidden), self._late(weight), None if bias is None else self._late(bias))
+        return logits.float()
+
+    def _late(self, value: torch.Tensor) -> torch.Tensor:
+        """`value`, of whose gradient the head's part is scaled."""
+        seen = value.view_as(value)
+        if seen.requires_grad:
+            seen.register_hook(self._scaled)  # type: ignore[no-untyped-call]
+        return seen
+
+    def _scaled(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (gradient.float() * self.scale).to(gradient.dtype)
+
+
+@torch.no_grad()
+def is_fused(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> bool:
+    """Whether an engine that is asked to fuses the loss of this model: some models' code needs the logits whole."""
+    fused, _ = fuse_loss(model.eval(), is_asked=True)
+    if fused is None:
+        return False
+    device = next(model.parameters()).device
+    row = {key: value[:1].to(device) for key, value in batch.items()}
+    labels = row.pop("labels")
+    with fused.given(labels):
+        model(**row, use_cache=False)
+    return not fused.made_whole
