@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.compiler import config as remembering
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weft.core.plan import Plan
@@ -86,7 +87,19 @@ class AttentionKernel:
 
     def preferred(self) -> AbstractContextManager[None]:
         """Forwards inside take the chosen kernel where it can, and torch's order where it cannot."""
-        return nullcontext() if self.chosen == TORCHS_OWN else _first(KERNELS[self.chosen])
+        if self.chosen == TORCHS_OWN:
+            return nullcontext()
+        first = KERNELS[self.chosen]
+        return taking(first, *(other for other in KERNELS.values() if other is not first), SDPBackend.MATH)
+
+
+@contextmanager
+def taking(*kernels: SDPBackend) -> Iterator[None]:
+    """Attention inside is one of these, the first that can. What torch remembers of a compiled block does not know it
+    by itself, and would come back with another kernel."""
+    tag = " ".join([remembering.cache_key_tag, "attention", *(kernel.name for kernel in kernels)])
+    with sdpa_kernel(list(kernels), set_priority=True), remembering.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+        yield
 
 
 def shape_of(model: nn.Module, plan: Plan, microbatch: Mapping[str, torch.Tensor]) -> Shape | None:
@@ -142,13 +155,6 @@ def _seconds(shape: Shape, device: torch.device, name: str) -> float:
     except RuntimeError:  # "No available kernel", or too little memory beside the model: then torch's order stays
         return float("inf")
     return min(times)
-
-
-@contextmanager
-def _first(kernel: SDPBackend) -> Iterator[None]:
-    others = [other for other in KERNELS.values() if other is not kernel]
-    with sdpa_kernel([kernel, *others, SDPBackend.MATH], set_priority=True):
-        yield
 
 
 # --- what was found before ------------------------------------------------------------------------------------------

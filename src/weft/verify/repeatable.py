@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch._functorch.config as functorch  # no public form: tests/gpu/test_fast_path_gpu.py fails when it moves
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from weft.core.plan import Plan
+from weft.engine.attention_kernel import taking
 
 
 @contextmanager
@@ -19,7 +19,6 @@ def repeatable(plan: Plan, device: torch.device) -> Iterator[Plan]:
     if device.type != "cuda":
         yield plan
         return
-    # What torch remembers of a compiled block does not say which attention it took: it is not asked.
     kernels = plan.kernels.model_copy(update={"attention": "torch"})  # timed ones would be taken all the same
-    with sdpa_kernel(SDPBackend.MATH), functorch.patch(enable_autograd_cache=False):
+    with taking(SDPBackend.MATH):
         yield plan.model_copy(update={"kernels": kernels})

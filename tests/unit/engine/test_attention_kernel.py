@@ -8,11 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny import build_engine, global_batch
+from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend
 
 import weft.engine.attention_kernel as attention
 from weft.core.plan import Plan
-from weft.engine.attention_kernel import KERNELS, TORCHS_OWN, AttentionKernel, Shape, fastest, remembered, shape_of
+from weft.engine.attention_kernel import (
+    KERNELS,
+    TORCHS_OWN,
+    AttentionKernel,
+    Shape,
+    fastest,
+    remembered,
+    shape_of,
+    taking,
+)
 
 CPU = torch.device("cpu")
 LARGE = Shape(rows=4, heads=32, kv_heads=8, length=4096, head_dim=64, dtype="bfloat16")
@@ -88,3 +100,22 @@ def test_ranks_with_more_or_fewer_rows_agree_on_whether_to_choose() -> None:
     assert {replace(LARGE, rows=rows).is_worth_timing for rows in (1, 3, 64)} == {True}
     small = replace(LARGE, length=128)
     assert {replace(small, rows=rows).is_worth_timing for rows in (1, 4096)} == {False}
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_compiled_block_is_not_remembered_with_another_kernel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Torch's cache of graphs would come back with the first one: it does not look at which kernels are allowed."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def misses() -> int:
+        torch.compiler.reset()
+        counters["aot_autograd"].clear()
+        values = torch.ones(1, 2, 8, 8, requires_grad=True)
+        torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True))(values).sum().backward()
+        return int(counters["aot_autograd"]["autograd_cache_miss"])
+
+    assert (misses(), misses()) == (1, 0)
+    with taking(SDPBackend.MATH):
+        assert misses() == 1
