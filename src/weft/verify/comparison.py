@@ -151,13 +151,21 @@ class Comparison:
         gradient is noise by the full rate either way, and of a norm's 32 weights one is a third of the update."""
         expected, rounded, share = right.first_weights, near.first_weights, self.references.parting.update
         if self.references.parting.is_at_once and not self._updates_otherwise:
-            expected = rounded = one_update(self.exercise, self.found.first_gradients)
+            expected = rounded = one_update(self.exercise, self._own_gradients())
             share = NOISE_SHARE
         check, _ = check_tensors(
             "first update", expected, rounded, self.found.first_weights, rule=2, dtype="float32", step=1,
             initial=right.initial, owners=self.found.owners, describe_rank=self._describe, noise_share=share,
         )  # fmt: skip
         return check
+
+    def _own_gradients(self) -> Tensors:
+        """The plan's first ones. What is missing, or of another shape, is a finding of its own: here the truth's."""
+        truth, found = self.references.truth.first_gradients, self.found.first_gradients
+        return {
+            key: found[key] if key in found and found[key].shape == value.shape else value
+            for key, value in truth.items()
+        }
 
     @property
     def _updates_otherwise(self) -> bool:
@@ -229,8 +237,8 @@ class Comparison:
         return [loss, gradients, self._first_norm_alike()]
 
     def _first_norm_alike(self) -> Check:
-        same, found = self.references.same, self.found
-        gaps = [distance_of(found.first_gradients[key], value) for key, value in same.first_gradients.items()]
+        same, found, own = self.references.same, self.found, self._own_gradients()
+        gaps = [distance_of(own[key], value) for key, value in same.first_gradients.items()]
         bound = parted_norm_bound(
             size=same.norms[0],
             gap=math.hypot(*gaps),

@@ -157,6 +157,17 @@ def test_what_is_compiled_between_two_runs_of_a_process_is_not_printed(capfd: py
     assert "__recompiles" not in capfd.readouterr().err
 
 
+def test_kernels_are_not_chosen_by_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two forms of a sum round differently: a run would not have the same bits again (tests/gpu shows that it has)."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda own, **given: asked.append(given["options"]) or own)
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    build_engine("llama", COMPILED)
+    assert asked
+    assert all(options["deterministic"] for options in asked)
+    assert not torch._inductor.config.deterministic, "torch's own default has changed: nothing is left to be asked for"
+
+
 def test_without_a_compiler_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     monkeypatch.setenv("CXX", "no-such-compiler")
