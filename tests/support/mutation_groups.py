@@ -20,10 +20,10 @@ LIMIT_S = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Bug:
-    """A mutation, the check that must name it, and words that the check's detail must hold."""
+    """A mutation, the check that must name it (or one of several), and words that the check's detail must hold."""
 
     mutate: Callable[[], Any]
-    check: str
+    check: str | tuple[str, ...]
     words: tuple[str, ...] = ()
     step: int | None = None
 
@@ -60,7 +60,7 @@ def complaint(bug: Bug, verdict: Tables) -> str | None:
     named = verdict["first_wrong"]
     detail = next(check["detail"] for check in verdict["checks"] if check["name"] == named)
     finding = next(check["finding"] for check in verdict["checks"] if check["name"] == named)
-    if named != bug.check:
+    if named not in ((bug.check,) if isinstance(bug.check, str) else bug.check):
         return f"blamed on {named!r}, not on {bug.check!r}: {detail}"
     missing = [word for word in bug.words if word not in detail]
     if missing:

@@ -89,7 +89,9 @@ def _data_parallel(view: View) -> list[TrafficRow]:
     reduce_times = np.where(columns.zero >= 2, m, 1.0) * is_sharded
     replicas = np.where(columns.zero > 0, columns.dp_replicate, columns.dp * columns.cp).astype(np.float64)
     held = np.where(columns.zero > 0, share.total.shard, share.total.whole) * sizes.communication
+    scales = reduce_bytes(view.num_in_float8 * sizes.communication, shards) * is_sharded  # together, once a step
     return [
+        TrafficRow(axes.DP_SHARD, "all_reduce", "forward", scales, (scales > 0).astype(np.float64)),
         TrafficRow(axes.DP_SHARD, "all_gather", "forward", gathered * forward_times, gathered_units * forward_times),
         TrafficRow(axes.DP_SHARD, "all_gather", "backward", gathered * backward_times, gathered_units * backward_times),
         TrafficRow(axes.DP_SHARD, "reduce_scatter", "backward", reduced * reduce_times, units * reduce_times),

@@ -44,24 +44,31 @@ class View:
         """Of a block's weight as it is gathered, on average: some travel in float8."""
         blocks = [self.shape.kinds[kind] for kind in self.shape.order]
         whole = max(1, sum(block.num_parameters for block in blocks))
-        shares = [sum(_travelling(block, choice) for block in blocks) / whole for choice in FLOAT8]
+        shares = [sum(size for block in blocks for size in _travelling(block, choice)) / whole for choice in FLOAT8]
         share = np.asarray(shares)[self.columns.float8] * (self.columns.shards > 1)
         return np.asarray(self.sizes.compute - (self.sizes.compute - 1) * share, dtype=np.float64)
+
+    @cached_property
+    def num_in_float8(self) -> Floats:
+        """Matrices of this rank that are gathered so; each has a scale."""
+        counts = np.asarray([[len(_travelling(kind, choice)) for choice in FLOAT8] for kind in self.shape.kinds])
+        return np.asarray((self.stage.blocks * counts[:, self.columns.float8].T).sum(axis=1), dtype=np.float64)
 
     def gathered_bytes(self, *, root: Floats, blocks: Floats) -> Floats:
         """Of so many weights of the root and of blocks."""
         return np.asarray(root * self.sizes.compute + blocks * self.block_bytes, dtype=np.float64)
 
 
-def _travelling(block: BlockShape, choice: Float8Choice) -> int:
-    """Numbers of a block that travel in float8; experts and transposed matrices are no linear layers."""
-    return sum(
-        linear.copies * linear.in_features * linear.out_features
+def _travelling(block: BlockShape, choice: Float8Choice) -> list[int]:
+    """Sizes of a block's matrices that travel in float8; experts and transposed matrices are no linear layers."""
+    return [
+        linear.in_features * linear.out_features
         for linear in block.linears
+        for _ in range(linear.copies)
         if linear.role not in ("expert", "router")
         and not linear.is_transposed
         and takes_float8(linear.in_features, linear.out_features, choice)
-    )
+    ]
 
 
 def is_compiled(request: Request, columns: Columns) -> Bools:
