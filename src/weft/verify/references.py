@@ -14,7 +14,7 @@ from weft.verify.delayed_reference import Delay, run_delayed
 from weft.verify.exercise import Subject, at_rest, plan_cut, plan_precision
 from weft.verify.late_division import is_fused
 from weft.verify.reference import TRUTH, Course, Cut, Exercise, Precision, has_experts, run_reference
-from weft.verify.tolerances import ALONG_SHARE, FLIPPED_ALONG, ROUTED_ALONG, Parting, rounded_terms
+from weft.verify.tolerances import ALONG_SHARE, ROUTED_ALONG, Parting, flipped_terms, rounded_terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,4 +96,4 @@ def _parting(plan: Plan, precision: Precision, *, routes: bool) -> Parting:
     is_float32, compute = precision.compute == precision.master, str(precision.compute).removeprefix("torch.")
     if precision.rounds_weights or (not is_float32 and (plan.mesh.tp > 1 or plan.compile.enabled)):
         return rounded_terms(compute, along=along)
-    return rounded_terms(compute, along=FLIPPED_ALONG) if not is_float32 and precision.divides_last else Parting()
+    return flipped_terms(compute) if not is_float32 and precision.divides_last else Parting()

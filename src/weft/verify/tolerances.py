@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Unit roundoff: half the gap between 1 and the next number of the format.
 UNIT_ROUNDOFF = {
@@ -137,6 +137,12 @@ def rounded_terms(compute: str, *, along: float) -> Parting:
         update=TERM_UPDATE,
         along=along,
     )
+
+
+def flipped_terms(compute: str) -> Parting:
+    """Of a fused loss alone: the roundings of one process, but for single ones that flip."""
+    parting = rounded_terms(compute, along=FLIPPED_ALONG)
+    return replace(parting, first_norm=parting.first)
 
 
 def parted_norm_bound(*, size: float, gap: float, along: float, parting: Parting, roundoff: float) -> Bound:
