@@ -162,7 +162,4 @@ def require_numba() -> None:
     from weft.core.errors import MissingExtraError
 
     if find_spec("numba") is None:
-        raise MissingExtraError(
-            "parameter servers need numba, which is not installed",
-            hint="pip install -c constraints.txt -e '.[server]'",
-        )
+        raise MissingExtraError("parameter servers need numba, which is not installed", extra="server")

@@ -39,6 +39,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+DISTRIBUTION = "weft-train"  # `weft` on PyPI is another project; the import name and the command are `weft`
+
 
 class WeftError(Exception):
     """One sentence, a code, a hint. `str(error)` is the sentence alone."""
@@ -162,6 +164,9 @@ class MissingExtraError(InputError):
     """An optional dependency is not installed."""
 
     code = "W403"
+
+    def __init__(self, message: str, *, hint: str = "", extra: str = "") -> None:
+        super().__init__(message, hint=hint or f"pip install '{DISTRIBUTION}[{extra}]'")
 
 
 class RunFolderError(InputError):

@@ -103,5 +103,5 @@ def _import_datasets() -> Any:
     try:
         import datasets
     except ImportError:
-        raise MissingExtraError("hf: sources need the datasets library", hint="pip install 'weft[data]'") from None
+        raise MissingExtraError("hf: sources need the datasets library", extra="data") from None
     return datasets

@@ -116,5 +116,5 @@ def _import_pyarrow() -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise MissingExtraError("parquet files need the pyarrow library", hint="pip install 'weft[data]'") from None
+        raise MissingExtraError("parquet files need the pyarrow library", extra="data") from None
     return pyarrow, pyarrow.parquet

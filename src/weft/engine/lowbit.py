@@ -27,7 +27,7 @@ def build_adamw8bit(groups: list[dict[str, Any]], *, lr: float, betas: tuple[flo
         import torchao.optim  # noqa: F401
     except ImportError:
         raise MissingExtraError(
-            "optimizer = 'adamw8bit' needs torchao, which is not installed", hint="pip install 'weft[lowbit]'"
+            "optimizer = 'adamw8bit' needs torchao, which is not installed", extra="lowbit"
         ) from None
     return RowwiseAdamW8bit(groups, lr=lr, betas=betas, eps=eps)
 

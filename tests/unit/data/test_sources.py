@@ -171,7 +171,7 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtraError, match="pyarrow") as caught:
         read(tmp_path / "t.parquet")
-    assert caught.value.hint == "pip install 'weft[data]'"
+    assert caught.value.hint == "pip install 'weft-train[data]'"
 
 
 # The standard library
@@ -294,4 +294,4 @@ def test_dataset_mistakes(saved_dataset: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match="datasets") as missing:
         read(f"hf:{saved_dataset}")
-    assert missing.value.hint == "pip install 'weft[data]'"
+    assert missing.value.hint == "pip install 'weft-train[data]'"

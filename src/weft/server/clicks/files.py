@@ -146,7 +146,7 @@ def _import_parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise MissingExtraError("reading parquet needs pyarrow", hint="pip install 'weft[data]'") from None
+        raise MissingExtraError("reading parquet needs pyarrow", extra="data") from None
     return pyarrow.parquet
 
 

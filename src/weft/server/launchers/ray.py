@@ -34,7 +34,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise MissingExtraError("the launcher 'ray' needs Ray", hint="pip install 'weft[ray]'") from None
+        raise MissingExtraError("the launcher 'ray' needs Ray", extra="ray") from None
     return ray
 
 

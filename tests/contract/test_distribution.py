@@ -1,0 +1,54 @@
+"""The distribution's name: `weft` on PyPI is another project, so install hints name ours, with extras that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+from weft.core.errors import DISTRIBUTION, MissingExtraError
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SOURCES = sorted((ROOT / "src" / "weft").rglob("*.py"))
+_FOREIGN = re.compile(r"(?:pip install|uv add|uv pip install)[^\n]*['\" ]weft(?![-\w/])")
+
+
+def _extras_asked() -> set[str]:
+    """The `extra=` of every MissingExtraError that the source raises."""
+    calls = (
+        node
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "MissingExtraError"
+    )
+    return {
+        ast.literal_eval(keyword.value)
+        for call in calls
+        for keyword in call.keywords
+        if keyword.arg == "extra" and isinstance(keyword.value, ast.Constant)
+    }
+
+
+def test_the_name_is_ours_and_the_command_stays() -> None:
+    assert PROJECT["name"] == DISTRIBUTION != "weft"
+    assert PROJECT["scripts"] == {"weft": "weft.cli.main:main"}
+
+
+def test_extras_that_errors_ask_for_exist() -> None:
+    asked = _extras_asked()
+    assert asked
+    assert asked <= set(PROJECT["optional-dependencies"])
+    assert MissingExtraError("x", extra="data").hint == f"pip install '{DISTRIBUTION}[data]'"
+
+
+def test_no_install_command_names_the_other_project() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "pyproject.toml"]
+    assert not [path for path in (*SOURCES, *pages) if _FOREIGN.search(path.read_text(encoding="utf-8"))]
+
+
+def test_the_pattern_sees_the_other_project() -> None:
+    assert _FOREIGN.search("pip install 'weft[ray]'")
+    assert _FOREIGN.search("pip install weft")
+    assert not _FOREIGN.search("pip install 'weft-train[ray]'")
