@@ -1,8 +1,9 @@
 """A rank ends with its launcher: no rank goes on writing into a run folder after its launcher was killed.
 
-It does nothing for ranks that torchrun or Slurm started (they set no WEFT_LAUNCHER_PID).
+The launcher is our own (it sets WEFT_LAUNCHER_PID) or torchrun's agent. Ranks of Slurm or of a script are left alone:
+there a parent may end before its ranks, and means no harm.
 
-    Linux: the kernel kills the child (PR_SET_PDEATHSIG); elsewhere a thread looks once a second
+    our own launcher on Linux: the kernel kills the child (PR_SET_PDEATHSIG); else a thread looks once a second
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 
-from weft.train.rank_environment import LAUNCHER_VARIABLE
+from weft.train.process_state import parent_of
+from weft.train.rank_environment import LAUNCHER_VARIABLE, is_torchrun_rank
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 1.0
 
 
 def end_with_launcher(environment: MutableMapping[str, str]) -> None:
-    """Arms the end of this process for the moment the launcher named in the environment is gone."""
+    """Arms the end of this process for the moment its launcher is gone."""
     # Taken out, so that a rank's own child processes do not look for a parent that is not theirs.
     launcher = environment.pop(LAUNCHER_VARIABLE, None)
     if launcher is None:
+        _end_with_torchrun(environment)
         return
     launcher_pid = int(launcher)
     if sys.platform == "linux" and os.getppid() == launcher_pid:
@@ -39,9 +42,26 @@ def end_with_launcher(environment: MutableMapping[str, str]) -> None:
 def watch_launcher(launcher_pid: int) -> None:
     """The portable way, and the way for a rank that runs inside a wrapper process (a profiler, say)."""
     is_parent = os.getppid() == launcher_pid
+    _end_when(lambda: os.getppid() != launcher_pid if is_parent else _is_gone(launcher_pid))
 
+
+def _end_with_torchrun(environment: Mapping[str, str]) -> None:
+    """By a thread and not by the kernel, whose signal comes when the parent's *thread* ends: an agent may start its
+    ranks from any."""
+    if not is_torchrun_rank(environment):
+        return
+    # torchrun makes what it starts the leader of a session: the rank, or a wrapper (a shell, a profiler) around it.
+    leader = os.getsid(0)
+    if leader == os.getpid():
+        agent = os.getppid()
+        _end_when(lambda: os.getppid() != agent)
+    elif (agent_of_leader := parent_of(leader)) is not None:
+        _end_when(lambda: parent_of(leader) != agent_of_leader)
+
+
+def _end_when(is_over: Callable[[], bool]) -> None:
     def watch() -> None:
-        while not (os.getppid() != launcher_pid if is_parent else _is_gone(launcher_pid)):
+        while not is_over():
             time.sleep(_POLL_S)
         _end()
 

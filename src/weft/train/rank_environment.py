@@ -71,6 +71,11 @@ def given_ranks(environment: Environment) -> int | None:
     return None
 
 
+def is_torchrun_rank(environment: Environment) -> bool:
+    """Whether an agent of torch elastic, ours or torchrun's, started this process as a rank."""
+    return "RANK" in environment and "TORCHELASTIC_RUN_ID" in environment
+
+
 def read_local_size(environment: Environment) -> int:
     """How many ranks share this host."""
     if "RANK" in environment:

@@ -1,0 +1,61 @@
+"""What the kernel says of a process of this host: its parent, whether it is stopped, how much it computes.
+
+It reads /proc and answers None, or nothing, where there is none.
+
+    pid and start time together name a process: a pid alone may be another's by now
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_STATES = {
+    "R": "it is running (state R)",
+    "S": "it is waiting (state S)",
+    "D": "it is waiting for a disk or device (state D)",
+    "T": "it is stopped (state T)",
+    "t": "it is stopped by a debugger (state t)",
+    "Z": "it has ended",
+    "X": "it has ended",
+}
+
+
+def state_of(pid: int) -> str | None:
+    """The kernel's letter: R, S, D, T (stopped), t (traced), Z (ended); None for a process that is not there."""
+    fields = _stat(pid)
+    return fields[0] if fields else None
+
+
+def parent_of(pid: int) -> int | None:
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
+def start_of(pid: int) -> int:
+    """When the process was started, in the kernel's ticks; 0 where that is unknown."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def describe_process(pid: int, *, start: int) -> str:
+    """What became of the process, as a clause; "" where the kernel cannot be asked."""
+    if not start or not Path("/proc/self/stat").exists():
+        return ""
+    if start_of(pid) != start:
+        return "it has ended"
+    return _STATES.get(state_of(pid) or "", "")
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat after the name, which may hold blanks and brackets: state is the first."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
