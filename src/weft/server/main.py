@@ -10,6 +10,7 @@ import sys
 import threading
 
 from weft.core.errors import WeftError
+from weft.server.wire.descriptors import raise_limit
 from weft.server.wire.endpoint import Endpoint
 from weft.train.launcher_death import end_with_launcher
 
@@ -19,6 +20,7 @@ TOKEN_VARIABLE = "WEFT_SERVER_TOKEN"
 def main(arguments: list[str]) -> int:
     role, host, port, name = arguments
     end_with_launcher(os.environ)
+    raise_limit()
     token = os.environ.pop(TOKEN_VARIABLE)
     coordinator = Endpoint(host, int(port))
     try:

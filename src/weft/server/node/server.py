@@ -250,8 +250,9 @@ class Server:
             units = self._state.units.as_dict()
             waiting = sorted(self._state.shares)
         told = {"index": self.index, "tables": tables, "units": units["watermark"], "units_above": units["above"]}
-        refused = {"refused": self._listener.num_refused, "log_number": self._last, "waiting_shares": waiting}
-        return {**told, **self.figures.as_dict(), **refused}
+        strangers = {"refused": self._listener.num_refused, "hung_up": self._listener.num_hung_up}
+        record = {"log_number": self._last, "waiting_shares": waiting}
+        return {**told, **self.figures.as_dict(), **strangers, **record}
 
     def hold(self, table: Table) -> None:
         """Takes a table that was filled elsewhere, in the place of its own; the log does not know what is in it."""

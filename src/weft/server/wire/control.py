@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,7 @@ class ControlClient:
         self._lock = threading.Lock()
         self._reader = FrameReader()
         try:
-            self._connection = connect_known(endpoint, token, peer=f"the coordinator at {endpoint}")
+            self._connection = _connect(endpoint, token)
         except OSError as error:
             raise ServerLostError(f"the coordinator at {endpoint} does not answer: {error}") from None
         self._connection.settimeout(timeout_s)
@@ -70,3 +71,15 @@ class ControlClient:
 
     def close(self) -> None:
         self._connection.close()
+
+
+def _connect(endpoint: Endpoint, token: str) -> socket.socket:
+    """A listener that strangers crowd may hang up on a newcomer: that is no answer, so it is asked again."""
+    for pause_s in (0.1, 0.3, 1.0):
+        try:
+            return connect_known(endpoint, token, peer=f"the coordinator at {endpoint}")
+        except (ConnectionRefusedError, TimeoutError):
+            raise
+        except ConnectionError:
+            time.sleep(pause_s)
+    return connect_known(endpoint, token, peer=f"the coordinator at {endpoint}")

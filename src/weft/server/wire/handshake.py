@@ -11,13 +11,14 @@ import hmac
 import secrets
 import socket
 import struct
+import time
 
 from weft.core.errors import TokenError, WireError
 from weft.server.wire.endpoint import Endpoint
 from weft.server.wire.frame import MAGIC, VERSION
 from weft.server.wire.sockets import connect, receive
 
-HANDSHAKE_S = 5.0  # a peer that says nothing holds a thread no longer
+HANDSHAKE_S = 5.0  # for all of it: a peer that says nothing, or a byte a second, holds a thread no longer
 _NONCE = 16
 _HELLO = struct.Struct(f"<4sB{_NONCE}s")
 _WELCOME = b"\x01"
@@ -53,13 +54,18 @@ def connect_known(endpoint: Endpoint, token: str, *, peer: str) -> socket.socket
 
 
 def admit(connection: socket.socket, token: str) -> None:
-    """The server's side; raises WireError or TokenError, after which the connection is closed."""
-    magic, version, theirs = _HELLO.unpack(receive(connection, _HELLO.size))
+    """The server's side; raises WireError, TokenError or TimeoutError, after which the connection is closed.
+
+    A peer that has passed may then be silent as long as it likes.
+    """
+    deadline = time.monotonic() + HANDSHAKE_S
+    magic, version, theirs = _HELLO.unpack(receive(connection, _HELLO.size, deadline=deadline))
     if magic != MAGIC or version != VERSION:
         raise WireError("the peer does not speak weft's protocol")
     mine = secrets.token_bytes(_NONCE)
     connection.sendall(mine + _proof(token, b"server", theirs + mine))
-    proof = receive(connection, hashlib.sha256().digest_size)
+    proof = receive(connection, hashlib.sha256().digest_size, deadline=deadline)
     if not hmac.compare_digest(proof, _proof(token, b"client", theirs + mine)):
         raise TokenError("a peer has another token")
     connection.sendall(_WELCOME)
+    connection.settimeout(None)

@@ -1,6 +1,9 @@
 """A listening socket with a thread a connection; who passes the handshake is given to `serve`.
 
 Whatever a peer sends, the listener goes on: garbage, a wrong token or a lost connection end that connection alone.
+Strangers, who have not proved yet that they have the token, are bounded in number and in time, and the oldest goes
+first: they can take neither the threads nor the descriptors that workers, the log and snapshots need. Who has passed
+is never hung up on, however long it is silent.
 """
 
 from __future__ import annotations
@@ -8,14 +11,19 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from weft.core.errors import WeftError
+from weft.server.wire.descriptors import is_in_reserve
 from weft.server.wire.endpoint import Endpoint
 from weft.server.wire.frame import Op, control, send_frame
-from weft.server.wire.handshake import HANDSHAKE_S, admit
+from weft.server.wire.handshake import admit
 from weft.server.wire.reader import FrameReader
 from weft.server.wire.sockets import tune
+
+MAX_PENDING = 64  # handshakes take a millisecond: a job of thousands of workers has few at a time
+_ACCEPT_RETRY_S = 0.05
 
 Serve = Callable[[socket.socket, FrameReader], None]  # until it raises ConnectionError
 
@@ -27,8 +35,10 @@ class Listener:
         self._wanted = (host, port)
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
+        self._pending: dict[socket.socket, None] = {}  # of the open ones, those without a handshake; oldest first
         self._socket: socket.socket | None = None
-        self.num_refused = 0  # peers that did not pass the handshake, or sent what is not a frame
+        self.num_refused = 0  # peers with another token, or that sent what is not a frame
+        self.num_hung_up = 0  # peers that left or said too little in time, or had to make room for others
 
     def start(self) -> Endpoint:
         host, port = self._wanted
@@ -42,8 +52,7 @@ class Listener:
             ends = [*self._open, *([self._socket] if self._socket else [])]
             self._socket = None
         for end in ends:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits on it
+            _wake(end)
             end.close()
 
     def _accept(self, listening: socket.socket) -> None:
@@ -53,28 +62,72 @@ class Listener:
             except OSError:
                 if self._socket is None:
                     return
-                continue  # out of file descriptors, or a peer that went away again: others may still come
-            with self._lock:
-                if self._socket is None:
-                    connection.close()
-                    return
-                self._open.add(connection)
-            threading.Thread(target=self._attend, args=(connection,), daemon=True).start()
+                # Out of descriptors, or a peer that went away again. Without a pause the loop would take a whole core.
+                self._hang_up_oldest()
+                time.sleep(_ACCEPT_RETRY_S)
+                continue
+            if not self._take(connection):
+                return
+
+    def _take(self, connection: socket.socket) -> bool:
+        """A thread for the newcomer, or no room for it; False when the listener has stopped."""
+        is_short = is_in_reserve(connection.fileno())
+        if (is_short or len(self._pending) >= MAX_PENDING) and not self._hang_up_oldest():
+            self.num_hung_up += 1  # all others are workers
+            connection.close()
+            return True
+        with self._lock:
+            if self._socket is None:
+                connection.close()
+                return False
+            self._open.add(connection)
+            self._pending[connection] = None
+        threading.Thread(target=self._attend, args=(connection,), daemon=True).start()
+        return True
+
+    def _hang_up_oldest(self) -> bool:
+        """Makes room for another stranger; False where there is none."""
+        with self._lock:
+            oldest = next(iter(self._pending), None)
+            if oldest is None:
+                return False
+            del self._pending[oldest]
+            _wake(oldest)
+            oldest.close()  # at once: threads that come late to it would let a flood through to the reserve
+        return True
 
     def _attend(self, connection: socket.socket) -> None:
+        is_known = False
         try:
             tune(connection)
-            connection.settimeout(HANDSHAKE_S)
             admit(connection, self._token)
-            connection.settimeout(None)
-            self._serve(connection, FrameReader())
+            is_known = self._admitted(connection)
+            if is_known:
+                self._serve(connection, FrameReader())
         except WeftError as error:
             self.num_refused += 1
             with contextlib.suppress(OSError):
                 send_frame(connection, control(Op.ERROR, error.as_dict()))
-        except OSError:
-            pass  # the peer went away: its own side says so
+        except OSError:  # the peer went away: its own side says so
+            self.num_hung_up += not is_known
         finally:
-            with self._lock:
-                self._open.discard(connection)
+            self._forget(connection)
             connection.close()
+
+    def _admitted(self, connection: socket.socket) -> bool:
+        """Whether the peer that has just proved itself had not been hung up on before."""
+        with self._lock:
+            is_pending = connection in self._pending
+            self._pending.pop(connection, None)
+        return is_pending
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(connection)
+            self._pending.pop(connection, None)
+
+
+def _wake(end: socket.socket) -> None:
+    """Ends what the thread of this socket waits for."""
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)

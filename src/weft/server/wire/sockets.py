@@ -6,6 +6,7 @@ Both calls drop the interpreter's lock, so threads of one server overlap.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -40,17 +41,29 @@ def receive_some(connection: socket.socket, target: memoryview) -> int:
     return count
 
 
-def receive_into(connection: socket.socket, target: Any) -> None:
-    """Fills `target`, a writable C-contiguous buffer; raises ConnectionError where the peer ends before."""
+def receive_into(connection: socket.socket, target: Any, *, deadline: float | None = None) -> None:
+    """Fills `target`, a writable C-contiguous buffer; raises ConnectionError where the peer ends before.
+
+    `deadline`, of the monotonic clock, is for all of it: a timeout of the socket alone begins anew with every byte.
+    """
     whole = memoryview(target)
     left = whole.cast("B") if whole.nbytes else whole  # a view of nothing cannot be cast
     while left.nbytes:
+        if deadline is not None:
+            connection.settimeout(_seconds_to(deadline))
         left = left[receive_some(connection, left) :]
 
 
-def receive(connection: socket.socket, size: int) -> bytes:
+def _seconds_to(deadline: float) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the peer took too long")
+    return left_s
+
+
+def receive(connection: socket.socket, size: int, *, deadline: float | None = None) -> bytes:
     target = bytearray(size)
-    receive_into(connection, target)
+    receive_into(connection, target, deadline=deadline)
     return bytes(target)
 
 
