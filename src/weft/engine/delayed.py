@@ -21,8 +21,8 @@ from torch import Tensor
 
 from weft.comm.groups import sum_over
 from weft.engine.clip import clip_factor, scale_gradients
-from weft.engine.optim import at_rate
 from weft.engine.pp.endless import EndlessWalk
+from weft.engine.rates import at_rate
 from weft.schedule import WeightRule
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class DelayedUpdates:
         self._squares: dict[int, list[Tensor]] = {}  # by step: those of its updates
         self._known: dict[int, Tensor] = {}  # by step: the whole of it, from an earlier process or before a restart
 
-    def of_step(self, step: int, *, learning_rate: float) -> StepUpdates:
-        return StepUpdates(self, step=step, learning_rate=learning_rate)
+    def of_step(self, step: int, *, rates: Sequence[float]) -> StepUpdates:
+        return StepUpdates(self, step=step, rates=rates)
 
     @property
     def waiting_gradients(self) -> list[Tensor]:
@@ -99,10 +99,10 @@ class DelayedUpdates:
 
 
 class StepUpdates:
-    """Those of one step, which has a learning rate of its own."""
+    """Those of one step, which has learning rates of its own, one for each parameter group."""
 
-    def __init__(self, owner: DelayedUpdates, *, step: int, learning_rate: float) -> None:
-        self._owner, self._step, self._learning_rate = owner, step, learning_rate
+    def __init__(self, owner: DelayedUpdates, *, step: int, rates: Sequence[float]) -> None:
+        self._owner, self._step, self._rates = owner, step, rates
 
     @torch.no_grad()
     def seal(self, gradients: Sequence[Tensor | None]) -> Sealed:
@@ -134,7 +134,7 @@ class StepUpdates:
         engine.show_gradients()
         if engine.clip_norm > 0:
             scale_gradients(engine.parameters, clip_factor(sealed.square.sqrt(), engine.clip_norm))
-        with at_rate(engine.optimizer, self._learning_rate):
+        with at_rate(engine.optimizer, self._rates):
             engine.optimizer.step()
         engine.look_at_dtypes()
         engine.strategy.after_update(engine.optimizer)

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -31,12 +32,13 @@ from weft.engine.dtypes import DtypeWatch
 from weft.engine.mesh import build_topology
 from weft.engine.objective import Batch, Objective, objective_for
 from weft.engine.one_document import told_of_documents
-from weft.engine.optim import OptimizerFactory, OptimizerPolicy, create_state, make_optimizer, set_learning_rate
+from weft.engine.optim import OptimizerFactory, OptimizerPolicy, create_state, make_optimizer
 from weft.engine.ownership import Parts, parameter_records
 from weft.engine.pending import PendingStep
 from weft.engine.pp.endless import EndlessWalk
 from weft.engine.precision import LossScale, read_is_finite, torch_dtype
 from weft.engine.randomness import seeded_forward, uses_randomness
+from weft.engine.rates import GroupRates, current_rates, require_one_base
 from weft.engine.rows import cut_rows, num_rows, share_of_rows, to_device
 from weft.engine.state import MODEL, OPTIMIZER, state_tensors
 from weft.engine.timer import StepTimer
@@ -90,6 +92,9 @@ class Engine:
         self.parameters = list(self.trained.values())
         self._seed = seed
         self.optimizer = self._build_optimizer(optimizer)
+        self.rates = GroupRates(self.optimizer)
+        if callable(optimizer) and dist.get_world_size() > 1:
+            require_one_base(self.rates, device=self.device)
         self.loss_scale = LossScale(enabled=plan.precision.policy().loss_scaling)
         self.steps_done = 0
         self.is_updating = False  # after the last backward of a step, until its end
@@ -107,14 +112,15 @@ class Engine:
     # --- training -----------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, *, learning_rate: float | None = None) -> StepRecord:
-        """Train on this rank's rows of one global batch."""
+        """Train on this rank's rows of one global batch. `learning_rate`: the first parameter group's; the others keep
+        their ratio to it."""
         return self.step_nowait(batch, learning_rate=learning_rate).resolve()[0]
 
     def step_nowait(self, batch: Batch, *, learning_rate: float | None = None, vote_stop: bool = False) -> PendingStep:
         """As `step`, without waiting for the device; `vote_stop` travels with the loss, so all ranks hear it."""
         timer, norm, skipped = StepTimer(self.device), torch.zeros(()), False
         if learning_rate is not None:
-            set_learning_rate(self.optimizer, learning_rate)
+            self.rates.set(learning_rate)
         with self._dtypes.watching(self._dtypes.is_incomplete):
             loss_sum, weight = self._forward_backward(to_device(batch, self.device), timer)
             if self.delayed is None:  # else updates were made on the way
@@ -127,7 +133,7 @@ class Engine:
             values, work = self._gather_values(loss_sum, weight, norm, vote_stop=vote_stop), None
         return PendingStep(
             step=self.steps_done,
-            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+            learning_rate=self.rates.rate,
             values=values,
             work=work,
             timer=timer,
@@ -178,8 +184,7 @@ class Engine:
 
         updates = None
         if self.delayed is not None:
-            rate = float(self.optimizer.param_groups[0]["lr"])
-            updates = self.delayed.of_step(self.steps_done, learning_rate=rate)
+            updates = self.delayed.of_step(self.steps_done, rates=current_rates(self.optimizer))
         self.pipeline.train(forward, microbatches, self.strategy, timer, updates)
         return total, weights.sum()
 
@@ -343,7 +348,7 @@ class Engine:
     def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:
         policy, copies = self.plan.precision.policy(), self.layout.copies
         low = LowStates.of(self.trained, policy, seed=self._seed, parts=self.parts, copies=copies)
-        return make_optimizer(self.parameters, given, low=low, is_cut=self.tensors.grid is not None)
+        return make_optimizer(self.trained, given, low=low, is_cut=self.tensors.grid is not None)
 
     def _split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
         # a grid deals the rows of a micro-batch out once more

@@ -1,4 +1,4 @@
-"""Optimizers by name, their decay groups, and a learning rate that can be set each step.
+"""Optimizers by name and of the user's own making, their decay groups, and their states before the first step.
 
 Matrices decay, vectors (norms, biases) do not. The kernel is the same on every device and layout, so that a dry run on
 another device needs what the real one needs: adam and adamw fused, sgd parameter by parameter, unless one is named.
@@ -8,8 +8,8 @@ Temporaries of an update: fused none; foreach one tensor for each parameter of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +24,9 @@ from weft.engine.adamw_low import AdamWLow, LowStates
 
 Kind = Literal["adamw", "adam", "sgd", "adamw8bit"]
 Kernel = Literal["auto", "fused", "foreach"]
-OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
+# From one group with "params" and "param_names", which torch's optimizers take as it is; or, where the argument is
+# called `named_parameters`, from (name, parameter) pairs.
+OptimizerFactory = Callable[[list[Any]], Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ class OptimizerPolicy:
 
 
 def make_optimizer(
-    parameters: Sequence[nn.Parameter],
+    named: Mapping[str, nn.Parameter],
     given: OptimizerPolicy | OptimizerFactory | str,
     *,
     low: LowStates | None,
@@ -68,13 +70,26 @@ def make_optimizer(
                 "8-bit moments are kept by whole rows, which tensor parallelism cuts",
                 hint="use train.optimizer = 'adamw', or mesh.tp = 1",
             )
-        return build_optimizer(parameters, given, low=low)
+        return build_optimizer(list(named.values()), given, low=low)
     if low is not None and low.rounds:
         raise BadValueError(
             "bfloat16 states and weights are those of weft's own adamw, and an optimizer was given",
             hint="give an OptimizerPolicy, or leave precision at its preset",
         )
-    return given([{"params": list(parameters)}])
+    return given(list(named.items()) if _takes_pairs(given) else [_named_group(named)])
+
+
+def _takes_pairs(factory: OptimizerFactory) -> bool:
+    try:
+        arguments = list(inspect.signature(factory).parameters)
+    except (TypeError, ValueError):  # something built in, without a signature
+        return False
+    return arguments[:1] == ["named_parameters"]
+
+
+def _named_group(named: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """As torch writes a group down itself: whoever reads "params" finds tensors, and the names lie beside them."""
+    return {"params": list(named.values()), "param_names": list(named)}
 
 
 def build_optimizer(
@@ -142,20 +157,6 @@ def decay_groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> lis
     return [group for group in groups if group["params"]]
 
 
-def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
-    for group in optimizer.param_groups:
-        _set_group_rate(group, learning_rate)
-
-
-@contextmanager
-def at_rate(optimizer: Optimizer, learning_rate: float) -> Iterator[None]:
-    """Another learning rate for one update."""
-    before = float(optimizer.param_groups[0]["lr"])
-    set_learning_rate(optimizer, learning_rate)
-    yield
-    set_learning_rate(optimizer, before)
-
-
 def create_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     """Give parameters without state their tensors and move no weight: one step where all is zero."""
     # those with state keep out of it: a zero gradient would still shrink their moments
@@ -170,7 +171,7 @@ def create_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
     for parameter in fresh:
         parameter.grad = torch.zeros_like(parameter)
     for group, _, decay in saved:
-        _set_group_rate(group, 0.0)
+        set_group_rate(group, 0.0)
         if decay is not None:
             group["weight_decay"] = 0.0
     optimizer.step()
@@ -181,12 +182,12 @@ def create_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
             if isinstance(value, torch.Tensor) and value.ndim == 0:
                 value.zero_()  # the step counter: this was no step
     for group, learning_rate, decay in saved:
-        _set_group_rate(group, learning_rate)
+        set_group_rate(group, learning_rate)
         if decay is not None:
             group["weight_decay"] = decay
 
 
-def _set_group_rate(group: dict[str, Any], learning_rate: float) -> None:
+def set_group_rate(group: dict[str, Any], learning_rate: float) -> None:
     if isinstance(group["lr"], torch.Tensor):  # torchao's optimizers insist on keeping their own tensor
         group["lr"].fill_(learning_rate)
     else:

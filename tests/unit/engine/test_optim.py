@@ -17,7 +17,6 @@ from weft.engine.optim import (
     build_optimizer,
     create_state,
     decay_groups,
-    set_learning_rate,
 )
 
 KINDS: tuple[Kind, ...] = ("adamw", "adam", "sgd", "adamw8bit")
@@ -75,14 +74,6 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     groups = decay_groups(given, 0.1)
     assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(2, 0.1), (1, 0.0)]
     assert len(decay_groups(given[1:2], 0.1)) == 1
-
-
-def test_a_rate_kept_as_a_tensor_is_filled_in_place() -> None:
-    optimizer = torch.optim.AdamW(parameters(), lr=torch.tensor(0.5))
-    kept = optimizer.param_groups[0]["lr"]
-    set_learning_rate(optimizer, 0.25)
-    assert optimizer.param_groups[0]["lr"] is kept
-    assert float(kept) == 0.25
 
 
 def test_the_policy_of_a_run() -> None:
