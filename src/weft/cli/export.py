@@ -36,3 +36,5 @@ def export(
         print(json.dumps(result))
     else:
         print(f"step {result['step']} of {run} is in {out} ({len(result['files'])} files)", file=sys.stderr)
+    if result["note"]:
+        print(f"note: {result['note']}", file=sys.stderr)

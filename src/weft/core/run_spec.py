@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from weft.core.config import Document, Section, sections_of
+from weft.core.vocabulary import BYTES
 
 
 class ModelSpec(Section):
@@ -38,7 +39,11 @@ class DataSpec(Section):
         description="'python-stdlib', a file, folder or glob (.txt .py .md .jsonl .parquet), a list of them, "
         "or 'hf:NAME' for a dataset of the datasets library (a local folder or a hub name)",
     )
-    tokenizer: str = Field(default="bytes", description="'bytes', or a folder / file of a Hugging Face tokenizer")
+    tokenizer: str | None = Field(
+        default=None,
+        description="'bytes', or a folder, file or hub name of a Hugging Face tokenizer; "
+        "without it the tokenizer of model.path, and 'bytes' for model.type",
+    )
     sequence_length: int = Field(default=256, ge=2, description="tokens a row, at least 2")
     text_field: str = Field(default="text", description="the field of JSONL, parquet and HF rows that holds the text")
     split: str = Field(default="train", description="the split of an HF dataset")
@@ -122,6 +127,18 @@ class RunSpec(Document):
     checkpoint: CheckpointSpec = CheckpointSpec()
     logging: LoggingSpec = LoggingSpec()
     ledger: LedgerSpec = LedgerSpec()
+
+    @property
+    def tokenizer(self) -> str:
+        """The tokenizer's name: the one given, else the model's own; a model of random weights takes bytes."""
+        return self.data.tokenizer or self.model.path or BYTES
+
+    @model_validator(mode="after")
+    def _name_tokenizer(self) -> RunSpec:
+        """The choice is part of the value: run.toml of a run folder has it, and a resumed run keeps it."""
+        if self.data.tokenizer is None:
+            object.__setattr__(self, "data", self.data.model_copy(update={"tokenizer": self.tokenizer}))
+        return self
 
     @staticmethod
     def default() -> RunSpec:

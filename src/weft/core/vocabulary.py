@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+BYTES = "bytes"  # the name of the built-in tokenizer
 BYTE_VOCABULARY = 257  # the 256 bytes and the end of a document
 MULTIPLE = 64  # a padded vocabulary divides over tensor-parallel ranks and suits matrix units
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from weft.core.errors import DataError
 from weft.core.run_spec import DataSpec
+from weft.core.vocabulary import BYTES
 from weft.data.sources import Source, iterate_documents, open_sources
 from weft.data.split import Split, split_documents
 from weft.data.store import FORMAT_VERSION, DamagedStoreError, TokenStore, build_store, open_store
@@ -67,7 +68,7 @@ def default_cache_dir() -> Path:
 
 
 def _open_or_build(spec: DataSpec, *, folder: Path) -> TokenStore:
-    sources, tokenizer = open_sources(spec), open_tokenizer(spec.tokenizer)
+    sources, tokenizer = open_sources(spec), open_tokenizer(spec.tokenizer or BYTES)
     key = _key(sources, tokenizer)
     path = _store_path(folder, key)
     try:
@@ -81,7 +82,7 @@ def _open_or_build(spec: DataSpec, *, folder: Path) -> TokenStore:
 
 
 def _open_built(spec: DataSpec, *, folder: Path) -> TokenStore:
-    key = _key(open_sources(spec), open_tokenizer(spec.tokenizer))
+    key = _key(open_sources(spec), open_tokenizer(spec.tokenizer or BYTES))
     path = _store_path(folder, key)
     try:
         return open_store(path, key=key)

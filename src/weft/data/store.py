@@ -31,7 +31,7 @@ from weft.core.errors import DataError
 from weft.data.documents import Document
 from weft.data.tokenizers import TokenArray, Tokenizer
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HEADER_BYTES = 4096
 
 # A batch of documents is encoded at once so that a tokenizer may use its threads; it bounds the memory held.
@@ -147,8 +147,9 @@ def _write(file: IO[bytes], documents: Iterable[Document], *, tokenizer: Tokeniz
     for batch in _batches(documents):
         for tokens in tokenizer.encode_batch(batch):
             if len(tokens):
-                file.write(tokens.astype(header.dtype).tobytes() + end)
-                offsets.append(offsets[-1] + len(tokens) + 1)
+                is_ended = tokens[-1] == header.end_of_document  # by the tokenizer itself: never twice
+                file.write(tokens.astype(header.dtype).tobytes() + (b"" if is_ended else end))
+                offsets.append(offsets[-1] + len(tokens) + (not is_ended))
     header = replace(header, num_tokens=offsets[-1], num_documents=len(offsets) - 1, offsets_crc32=zlib.crc32(offsets))
     if not header.num_documents:
         raise DataError("the data source holds no text", hint="check data.source; empty documents are left out")

@@ -1,31 +1,29 @@
 """Tokenizers: documents to arrays of token ids, and the one id that ends a document.
 
-Built in: `bytes` (ids 0..255 are the bytes, 256 ends a document). Otherwise a Hugging Face tokenizer by folder, by
-tokenizer.json, or by hub name; it is loaded only when something must be encoded. No special tokens are added:
-the store puts `end_of_document` after each document, and nothing else.
+`bytes` is built in (`byte_tokenizer`). Otherwise a Hugging Face tokenizer by folder, by tokenizer.json, or by hub name;
+it is loaded only when something must be encoded. A document is what the tokenizer itself makes of a text, with the
+special tokens that it adds (a BOS, say); the store then ends it with `end_of_document`, if the tokenizer did not.
 """
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weft.core.errors import TokenizerError
-from weft.core.vocabulary import BYTE_VOCABULARY
+from weft.core.vocabulary import BYTES
+from weft.data.byte_tokenizer import ByteTokenizer, TokenArray, holds_byte_tokenizer
 from weft.data.documents import Document, is_path_like
-
-TokenArray = NDArray[np.integer[Any]]
-
-BYTES = "bytes"
 
 # A bare tokenizer.json does not say which token ends a text; these are the names in use, most specific first.
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
+_HINT = "set data.tokenizer to 'bytes', or to a folder, a tokenizer.json or a hub name of a tokenizer"
 
 
 class Tokenizer(Protocol):
@@ -45,6 +43,10 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, documents: Sequence[Document]) -> list[TokenArray]: ...
 
+    def save(self, folder: Path) -> None:
+        """Files in `folder` from which `open_tokenizer` and transformers make the same tokenizer again."""
+        ...
+
 
 def open_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names."""
@@ -53,29 +55,23 @@ def open_tokenizer(name: str) -> Tokenizer:
     path = Path(name).expanduser()
     if not path.exists():
         if is_path_like(name) or path.suffix == ".json":
-            raise TokenizerError(f"there is no tokenizer {name}", hint="give 'bytes', a folder or a tokenizer.json")
+            raise TokenizerError(f"there is no tokenizer {name}", hint=_HINT)
         return HuggingFaceTokenizer(name=name, path=None)
     if path.is_dir() and not _tokenizer_files(path):
-        raise TokenizerError(f"{name} holds no tokenizer files", hint="the folder needs a tokenizer.json")
+        raise TokenizerError(f"{name} holds no tokenizer files", hint=_HINT)
+    if holds_byte_tokenizer(path.parent if path.name == "tokenizer.json" else path):
+        return ByteTokenizer()
     return HuggingFaceTokenizer(name=name, path=path.resolve())
 
 
-class ByteTokenizer:
-    """The bytes of the text themselves; `str` is written as UTF-8."""
-
-    vocab_size = BYTE_VOCABULARY
-    end_of_document = BYTE_VOCABULARY - 1
-
-    def identity(self) -> str:
-        return BYTES
-
-    def encode(self, document: Document) -> TokenArray:
-        # A lone surrogate (legal in JSON) has no UTF-8 form; '?' stands for it rather than ending the run.
-        data = document.encode("utf-8", errors="replace") if isinstance(document, str) else document
-        return np.frombuffer(data, dtype=np.uint8)
-
-    def encode_batch(self, documents: Sequence[Document]) -> list[TokenArray]:
-        return [self.encode(document) for document in documents]
+def find_tokenizer(name: str) -> Tokenizer | None:
+    """The tokenizer of a model by folder or hub name; None where it has none."""
+    try:
+        tokenizer = open_tokenizer(name)
+        _ = tokenizer.vocab_size
+    except TokenizerError:
+        return None
+    return tokenizer
 
 
 class HuggingFaceTokenizer:
@@ -96,6 +92,8 @@ class HuggingFaceTokenizer:
         if token is None:
             vocabulary = self._backend.get_vocab()
             token = next((vocabulary[name] for name in _END_TOKENS if name in vocabulary), None)
+        if token is None:
+            token = self._backend.sep_token_id  # what encoders call the end of a text
         if token is None:
             raise TokenizerError(
                 f"the tokenizer {self.name} has no end-of-sequence token, which must end each document",
@@ -120,34 +118,48 @@ class HuggingFaceTokenizer:
     def encode_batch(self, documents: Sequence[Document]) -> list[TokenArray]:
         texts = [_as_text(document) for document in documents]
         # verbose=False: a document longer than the model's window is no mistake here, rows are cut later.
-        encoded = self._backend(
-            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-        )
-        return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+        encoded = self._backend(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+        # A text without tokens of its own is an empty document, whatever the tokenizer puts around it.
+        added = self._backend.num_special_tokens_to_add()
+        return [np.asarray(ids if len(ids) > added else [], dtype=np.int64) for ids in encoded["input_ids"]]
+
+    def save(self, folder: Path) -> None:
+        if self.path is None or self.path.is_file():
+            self._backend.save_pretrained(folder)
+            return
+        for file in [*_tokenizer_files(self.path), *self.path.glob("chat_template*")]:
+            shutil.copyfile(file, folder / file.name)
 
     @cached_property
     def _backend(self) -> Any:
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
         try:
-            if self.path is None:
-                return AutoTokenizer.from_pretrained(self.name)
-            if bare := _bare_file(self.path):
-                return PreTrainedTokenizerFast(tokenizer_file=str(bare))
-            folder = self.path if self.path.is_dir() else self.path.parent
-            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            backend = self._load()
         except Exception as error:  # the loaders raise many kinds; each means "not loadable", in its first line
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise TokenizerError(
                 f"the tokenizer {self.name} cannot be loaded: {reason}",
-                hint="give 'bytes', a folder or a tokenizer.json; a hub name needs the network or a filled cache",
+                hint=f"{_HINT}; a hub name needs the network or a filled cache",
             ) from None
+        # Of a model without tokenizer files transformers makes a tokenizer of its class with no words in it.
+        if set(backend.get_vocab().values()) <= set(backend.all_special_ids):
+            raise TokenizerError(f"{self.name} holds no tokenizer files", hint=_HINT)
+        return backend
+
+    def _load(self) -> Any:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+        if self.path is None:
+            return AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
+        if bare := _bare_file(self.path):
+            return PreTrainedTokenizerFast(tokenizer_file=str(bare))
+        folder = self.path if self.path.is_dir() else self.path.parent
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
 
 def _tokenizer_files(path: Path) -> list[Path]:
     """The files that decide what the tokenizer does; weights beside them are none of its business."""
     folder = path if path.is_dir() else path.parent
-    names = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.tiktoken", "spiece*")
+    names = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.tiktoken", "*.model")
     found = {file for name in names for file in folder.glob(name) if file.is_file()}
     return sorted(found | ({path} if path.is_file() else set()))
 

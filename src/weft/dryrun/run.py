@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -243,8 +244,13 @@ class _NoValues:
 
 
 def _vocab_size(run: RunSpec) -> int:
-    if run.data.tokenizer == "bytes":
+    """The tokenizer's, for the check that its ids fit; a model's own table is as large as its config says."""
+    if run.tokenizer == vocabulary.BYTES:
         return vocabulary.BYTE_VOCABULARY
-    from weft.data.tokenizers import open_tokenizer
+    from weft.data.tokenizers import find_tokenizer, open_tokenizer
 
-    return open_tokenizer(run.data.tokenizer).vocab_size
+    if run.tokenizer != run.model.path:
+        return open_tokenizer(run.tokenizer).vocab_size
+    # Nothing is tokenised here: a folder with a config alone is enough, and the hub is not asked for a tokenizer.
+    own = find_tokenizer(run.tokenizer) if Path(run.tokenizer).expanduser().is_dir() else None
+    return own.vocab_size if own is not None else 1

@@ -298,5 +298,5 @@ def _require_trainable_here(config: Any, *, vocab_size: int) -> None:
     if model_vocabulary is not None and vocab_size > model_vocabulary:
         raise TokenizerError(
             f"the tokenizer has {vocab_size} tokens but the model's vocabulary holds {model_vocabulary}",
-            hint="use the model's own tokenizer, or raise vocab_size in [model.config]",
+            hint="use the model's own tokenizer (leave data.tokenizer out), or raise vocab_size in [model.config]",
         )

@@ -17,7 +17,7 @@ from weft.core.model_shape import ModelShape
 from weft.core.plan import Plan, Precision, check_consistent
 from weft.core.precision import PrecisionPolicy
 from weft.core.run_spec import RunSpec
-from weft.core.vocabulary import BYTE_VOCABULARY, padded
+from weft.core.vocabulary import BYTE_VOCABULARY, BYTES, padded
 from weft.plan.budget import settled
 from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
@@ -205,9 +205,9 @@ def _with_tokens(shape: ModelShape, run: RunSpec) -> ModelShape:
     given = run.model.config
     if any("vocab_size" in table for table in (given, *given.values()) if isinstance(table, dict)):
         return shape  # its own, or that of its text part
-    if run.data.tokenizer == "bytes":
+    if run.tokenizer == BYTES:
         return replace(shape, vocab_size=padded(BYTE_VOCABULARY))
-    note = f"the vocabulary of {shape.model_type} as the type has it; training takes that of {run.data.tokenizer}"
+    note = f"the vocabulary of {shape.model_type} as the type has it; training takes that of {run.tokenizer}"
     return replace(shape, is_exact=False, notes=(*shape.notes, note))
 
 

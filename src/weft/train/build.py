@@ -16,7 +16,8 @@ from weft.core.batching import require_divisible
 from weft.core.errors import WeightsError
 from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec, RunSpec
-from weft.data import Corpus, Loader, open_corpus
+from weft.core.vocabulary import padded
+from weft.data import Corpus, Loader, find_tokenizer, open_corpus, open_tokenizer
 from weft.engine.engine import Engine
 from weft.engine.optim import OptimizerPolicy
 from weft.models.build import build_config, build_skeleton
@@ -67,6 +68,7 @@ def build_workbench(
         scene.engine = engine
     training, evaluation = _loaders(run, engine, corpus)
     by_rule = getattr(weights, "by_rule", [])
+    weight_notes += tokenizer_notes(run, config, vocab_size=corpus.vocab_size)
     if by_rule:
         weight_notes.append(f"{len(by_rule)} parameters have no rule in the model's own code, such as {by_rule[0]}")
     return Workbench(
@@ -88,6 +90,22 @@ def weight_source(run: RunSpec, config: Any, *, device: torch.device) -> tuple[W
         if run.model.weights == "pretrained":
             raise WeightsError(f"there are no *.safetensors in {folder}", hint="or set model.weights = 'random'")
     return InitialWeights(skeleton, describe(skeleton), seed=run.train.seed, device=device), _random_notes(run.model)
+
+
+def tokenizer_notes(run: RunSpec, config: Any, *, vocab_size: int) -> list[str]:
+    """A warning where pretrained weights meet token ids that they were not trained with."""
+    path, name = run.model.path, run.tokenizer
+    if path is None or run.model.weights == "random" or name == path:
+        return []
+    own = find_tokenizer(path)
+    if own is not None:
+        if own.identity() == open_tokenizer(name).identity():
+            return []
+        return [f"data.tokenizer = {name!r} is not the tokenizer of {path}: its weights know other token ids"]
+    table = getattr(config.get_text_config(), "vocab_size", vocab_size)
+    if table in (vocab_size, padded(vocab_size)):
+        return []
+    return [f"data.tokenizer = {name!r} has {vocab_size} tokens, and the vocabulary of {path} holds {table}"]
 
 
 def _loaders(run: RunSpec, engine: Engine, corpus: Corpus) -> tuple[Loader, Loader | None]:

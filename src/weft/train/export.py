@@ -1,7 +1,11 @@
-"""A run's checkpoint as a Hugging Face folder: one process, one tensor at a time, never the whole model."""
+"""A run's checkpoint as a Hugging Face folder: one process, one tensor at a time, never the whole model.
+
+The folder carries the run's tokenizer, the byte tokenizer too: as `model.path` of another run it is all that is needed.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +13,9 @@ from typing import Any
 import torch
 
 from weft.checkpoint import peek_newest, read_manifest, read_tensors
-from weft.core.errors import CheckpointError
+from weft.core.errors import CheckpointError, TokenizerError
 from weft.core.run_spec import RunSpec
+from weft.data import open_tokenizer
 from weft.engine.state import MODEL
 from weft.models.hf_export import export_folder
 from weft.train.run_folder import RunFolder, require_run
@@ -25,14 +30,16 @@ def export_run(run_dir: Path, out: Path, *, step: int | None = None, dtype: str 
     checkpoint = peek_newest(folder.checkpoints_path, step=step)
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} has no checkpoint", hint="train with checkpoint.at_end = true, the default")
-    files = export_folder(
-        AutoConfig.from_pretrained(str(folder.model_path)),
-        _model_tensors(checkpoint.path),
-        out,
-        dtype=getattr(torch, dtype) if dtype else None,
-        tokenizer=_tokenizer_of(RunSpec.from_file(run_dir / "run.toml")),
-    )
-    return {"step": checkpoint.step, "out": str(out), "files": [file.name for file in files]}
+    with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as tokenizer:
+        note = _save_tokenizer(RunSpec.from_file(run_dir / "run.toml").tokenizer, Path(tokenizer))
+        files = export_folder(
+            AutoConfig.from_pretrained(str(folder.model_path)),
+            _model_tensors(checkpoint.path),
+            out,
+            dtype=getattr(torch, dtype) if dtype else None,
+            tokenizer=None if note else Path(tokenizer),
+        )
+    return {"step": checkpoint.step, "out": str(out), "files": [file.name for file in files], "note": note}
 
 
 def _model_tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -41,7 +48,10 @@ def _model_tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield key.removeprefix(MODEL), tensor
 
 
-def _tokenizer_of(run: RunSpec) -> Path | None:
-    """The tokenizer's files, where it came from files; bytes need none."""
-    path = Path(run.data.tokenizer).expanduser()
-    return path if run.data.tokenizer != "bytes" and path.exists() else None
+def _save_tokenizer(name: str, folder: Path) -> str:
+    """Why the tokenizer was not saved: one that has moved since must not keep the weights from being exported."""
+    try:
+        open_tokenizer(name).save(folder)
+    except TokenizerError as error:
+        return f"the export holds no tokenizer: {error.message}"
+    return ""

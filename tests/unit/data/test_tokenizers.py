@@ -1,4 +1,4 @@
-"""Bytes are bytes; a Hugging Face tokenizer comes from a folder or a file, and adds nothing of its own."""
+"""Bytes are bytes; a Hugging Face tokenizer comes from a folder, a file or the hub's cache."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def test_a_hub_name_is_asked_for_and_its_absence_is_one_sentence(
 
     local = AutoTokenizer.from_pretrained(str(tokenizer_folder))
 
-    def from_hub(name: str) -> object:
+    def from_hub(name: str, *, trust_remote_code: bool) -> object:
+        assert not trust_remote_code  # nor is the user asked
         if name == "owner/words":
             return local
         raise OSError(f"{name} is not a model\nwith a second line")

@@ -1,0 +1,85 @@
+"""The built-in tokenizer: ids 0..255 are the bytes of the text, 256 ends a document.
+
+An export carries it as ordinary tokenizer files, which transformers loads with the same ids; a folder that holds
+exactly those files is opened as bytes again, so that text which is not UTF-8 stays what it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.vocabulary import BYTE_VOCABULARY, BYTES
+from weft.data.documents import Document
+
+TokenArray = NDArray[np.integer[Any]]
+
+END_TOKEN = "<|endoftext|>"
+
+
+class ByteTokenizer:
+    """The bytes of the text themselves; `str` is written as UTF-8."""
+
+    vocab_size = BYTE_VOCABULARY
+    end_of_document = BYTE_VOCABULARY - 1
+
+    def identity(self) -> str:
+        return BYTES
+
+    def encode(self, document: Document) -> TokenArray:
+        # A lone surrogate (legal in JSON) has no UTF-8 form; '?' stands for it rather than ending the run.
+        data = document.encode("utf-8", errors="replace") if isinstance(document, str) else document
+        return np.frombuffer(data, dtype=np.uint8)
+
+    def encode_batch(self, documents: Sequence[Document]) -> list[TokenArray]:
+        return [self.encode(document) for document in documents]
+
+    def save(self, folder: Path) -> None:
+        for name, text in _files().items():
+            (folder / name).write_text(text, encoding="utf-8")
+
+
+def holds_byte_tokenizer(folder: Path) -> bool:
+    """Whether the tokenizer files of this folder are those that `ByteTokenizer.save` writes."""
+    try:
+        return all((folder / name).read_text(encoding="utf-8") == text for name, text in _files().items())
+    except (OSError, ValueError):
+        return False
+
+
+def _files() -> dict[str, str]:
+    """A byte-level BPE without merges: every byte is a token of its own."""
+    end = {"id": BYTE_VOCABULARY - 1, "content": END_TOKEN, "special": True}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    vocabulary = {letter: byte for byte, letter in enumerate(_letters())}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{**end, **plain}],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": {**vocabulary, END_TOKEN: end["id"]}, "merges": []},
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_TOKEN,
+        "clean_up_tokenization_spaces": False,
+    }
+    files = {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
+    return {name: json.dumps(fields, indent=1, ensure_ascii=False) + "\n" for name, fields in files.items()}
+
+
+def _letters() -> list[str]:
+    """The printable letter that byte-level tokenizers write for each byte: itself, or one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
