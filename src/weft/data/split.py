@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.byte_tokenizer import TokenArray
 from weft.data.order import mix64
-from weft.data.tokenizers import TokenArray
 
 # Keeps the hold-out hash apart from the one that orders rows.
 _SALT = np.uint64(0x68656C642D6F7574)

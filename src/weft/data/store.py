@@ -28,8 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import DataError
+from weft.data.byte_tokenizer import TokenArray
 from weft.data.documents import Document
-from weft.data.tokenizers import TokenArray, Tokenizer
+from weft.data.tokenizers import Tokenizer
 
 FORMAT_VERSION = 2
 HEADER_BYTES = 4096
