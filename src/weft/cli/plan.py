@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # imported inside the verb: `weft --help` must not pay for wh
     from weft.plan.ask import Question
     from weft.plan.estimate import Estimate
     from weft.plan.search import Answer
+    from weft.plan.space import Freedom
 
 
 class Explained(StrEnum):
@@ -54,7 +55,8 @@ def plan(
     precision: Annotated[str | None, typer.Option(help="fp32 | bf16 | fp16")] = None,
     plan_path: Annotated[Path | None, typer.Option("--plan", help="Estimate just this plan.toml.")] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Fix a key of the plan: mesh.tp=8; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", help="Fix a key of the plan: mesh.tp=8; or model.attention; may be repeated."),
     ] = None,
     trains: Annotated[bool, typer.Option("--trains", help="Only layouts that this version of weft trains.")] = False,
     dryrun: Annotated[bool, typer.Option("--dryrun", help="Confirm the plans shown by dry run, as built.")] = False,
@@ -80,9 +82,11 @@ def plan(
         _infer(model, devices, weights, kv_cache, concurrent=concurrent, context=context, as_json=as_json)
         return
     from weft.plan.ask import ask
-    from weft.plan.trained import BUILT
+    from weft.plan.space import Freedom
+    from weft.plan.trained import built
 
-    fixed = fixed_keys(settings or [])
+    attention, settings = attention_of(settings or [])
+    fixed = fixed_keys(settings)
     tables = _precision(plan_path, fixed, precision, devices)
     question = ask(
         model,
@@ -91,19 +95,30 @@ def plan(
         sequence_length=sequence_length,
         optimizer=optimizer,
         precision=tables,
+        attention=attention,
     )
     if plan_path is not None or "mesh.tp" in fixed:
         question = replace(question, request=replace(question.request, tp_may_leave_node=True))
     if plan_path is not None:
-        answer = _estimate_one(question, plan_path, settings or [])
+        answer = _estimate_one(question, plan_path, settings)
     else:
-        answer = _search(question, {**BUILT, **fixed} if trains else fixed, top=top)
+        answer = _search(question, built(fixed) if trains else Freedom(fixed=fixed), top=top)
     confirmed = _confirm(question, answer, model) if dryrun else None
     _tell(question, answer, confirmed, explain=explain, as_json=as_json)
     if out is not None:
         _write(question, answer, out, command=_command(model, devices))
     is_refuted = confirmed is not None and confirmed[0].fits is False
     raise typer.Exit(code=0 if answer.plans[0].fits and not is_refuted else 1)
+
+
+def attention_of(settings: list[str]) -> tuple[str | None, list[str]]:
+    """(model.attention, if it is set; the other settings): the one key of run.toml that a plan's cost depends on and
+    no option names."""
+    from weft.core.config import apply_settings
+
+    given = [one for one in settings if one.partition("=")[0].strip() == "model.attention"]
+    named = apply_settings({}, given).get("model", {}).get("attention")
+    return None if named is None else str(named), [one for one in settings if one not in given]
 
 
 def fixed_keys(settings: list[str]) -> dict[str, Any]:
@@ -177,20 +192,20 @@ def _estimate_one(question: Question, path: Path, settings: list[str]) -> Answer
     return Answer(question.request, [found], 1, 1, {}, int(found.fits), [], elapsed_s, smallest=found)
 
 
-def _search(question: Question, fixed: dict[str, Any], *, top: int) -> Answer:
+def _search(question: Question, freedom: Freedom, *, top: int) -> Answer:
     from weft.core.errors import BadValueError, PlanError
     from weft.plan.rules import nearest_legal
     from weft.plan.search import search
-    from weft.plan.space import Freedom, check_fixed
+    from weft.plan.space import check_fixed
 
-    for sentence, hint in check_fixed(fixed):
+    for sentence, hint in check_fixed(freedom.fixed):
         raise BadValueError(f"--set: {sentence}", hint=hint)
-    answer = search(question.request, freedom=Freedom(fixed=fixed), precision=question.precision, top=top)
+    answer = search(question.request, freedom=freedom, precision=question.precision, top=top)
     if not answer.plans:
         reason = max(
             answer.rejected, key=lambda name: answer.rejected[name], default="no mesh goes with what was fixed"
         )
-        raise PlanError(f"no plan is legal: {reason}", hint=nearest_legal(question.request, fixed))
+        raise PlanError(f"no plan is legal: {reason}", hint=nearest_legal(question.request, freedom.fixed))
     return answer
 
 
@@ -244,6 +259,7 @@ def answer_as_dict(question: Question, answer: Answer, *, explain: Explained | N
             "sequence_length": question.request.workload.sequence_length,
             "optimizer": question.request.workload.optimizer,
         },
+        "attention": attention_as_dict(question),
         "assumed": list(question.assumed),
         "what_would_change": what_would_change(answer) if best.fits and len(answer.plans) > 1 else [],
         "what_would_fit": [] if best.fits else smallest_changes(answer),
@@ -274,6 +290,15 @@ def model_as_dict(question: Question) -> dict[str, Any]:
         "active_parameters": shape.num_active_parameters,
         "layers": shape.num_layers,
         "exact": shape.is_exact,
+    }
+
+
+def attention_as_dict(question: Question) -> dict[str, Any]:
+    request = question.request
+    kinds = [block.attention for block in request.shape.kinds if block.attention is not None]
+    return {
+        "asked": request.workload.attention,
+        "writes_scores": any(request.writes_scores(kind) for kind in kinds),
     }
 
 

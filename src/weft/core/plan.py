@@ -274,6 +274,10 @@ class Plan(Document):
         return f"HSDP {stage}" if mesh.dp_replicate > 1 else stage
 
 
+# why one device, or a CPU, is refused by training and planner alike
+DATAPARALLEL_SPREADS = "strategy = 'dataparallel' spreads one process over several GPUs"
+
+
 def check_consistent(plan: Plan) -> list[tuple[str, str]]:
     """Every reason why the plan contradicts itself, as (sentence, hint); empty when it does not."""
     reasons = []

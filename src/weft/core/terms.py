@@ -38,11 +38,12 @@ class TimeTerm(StrEnum):
 
 
 class StepTerm(StrEnum):
-    """How the planner cuts a step: the first six are forward and backward, exposed communication included."""
+    """How the planner cuts a step: the first seven are forward and backward, exposed communication included."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
     POINTWISE = "pointwise"
+    FLOAT8_CASTS = "float8_casts"  # largest magnitudes, casts and new layouts around products in float8
     RECOMPUTE = "recompute"
     LOSS = "logits_and_loss"
     LAUNCH = "kernel_launch"  # what small kernels wait for

@@ -8,23 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from weft import hardware, zoo
 from weft.core.config import parse, read_toml
 from weft.core.errors import BadValueError, ConfigFileError, MeshError, ModelError, PlanError, WeftError
 from weft.core.model_shape import ModelShape
-from weft.core.plan import Plan, Precision, check_consistent
+from weft.core.plan import DATAPARALLEL_SPREADS, Plan, Precision, check_consistent
 from weft.core.precision import PrecisionPolicy
 from weft.core.run_spec import RunSpec
 from weft.core.vocabulary import BYTE_VOCABULARY, BYTES, padded
 from weft.plan.budget import settled
 from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
-from weft.plan.request import OptimizerKind, Request, Workload
+from weft.plan.request import AttentionKind, OptimizerKind, Request, Workload
 from weft.plan.rules import check_plan
 from weft.plan.search import Answer, search
-from weft.plan.space import Freedom
+from weft.plan.space import Freedom, check_fixed
 from weft.plan.stages import Place
 
 MAX_DEFAULT_SEQUENCE = 8192
@@ -51,6 +51,7 @@ def ask(
     sequence_length: int | None = None,
     optimizer: str | None = None,
     precision: Mapping[str, Any] | str | None = None,
+    attention: str | None = None,
     calibration: Path | None = None,
 ) -> Question:
     """The request that these words mean. What is not given comes from run.toml, else from custom, and is said."""
@@ -71,10 +72,10 @@ def ask(
         optimizer=_optimizer(optimizer, run),
         optimizer_kernel=run.train.optimizer_kernel if run else "auto",
         momentum=run.train.momentum if run else 0.9,
-        attention=run.model.attention if run else "sdpa",
+        attention=_attention(attention, run),
     )
     request = Request(shape=shape, cluster=cluster, workload=workload, precision=_policy(tables))
-    return Question(request=request, precision=tables, assumed=(*assumed, *shape.notes))
+    return Question(request=request, precision=tables, assumed=(*assumed, *shape.notes, *_said_of_scores(request)))
 
 
 def search_plans(
@@ -85,10 +86,16 @@ def search_plans(
     sequence_length: int | None = None,
     optimizer: str | None = None,
     precision: str | None = None,
+    attention: str | None = None,
     fixed: Mapping[str, Any] | None = None,
     top: int = 5,
 ) -> Answer:
-    """The best plans for `model` on `devices`; `fixed` narrows the search: {"mesh.tp": 8}."""
+    """The best plans for `model` on `devices`; `fixed` narrows the search: {"mesh.tp": 8}.
+
+    `attention`: sdpa (what weft trains with), eager, or fused, a kernel for every variant of attention.
+    """
+    for sentence, hint in check_fixed(fixed or {}):
+        raise BadValueError(sentence, hint=hint)
     question = ask(
         model,
         devices,
@@ -96,6 +103,7 @@ def search_plans(
         sequence_length=sequence_length,
         optimizer=optimizer,
         precision=precision,
+        attention=attention,
     )
     return search(question.request, freedom=Freedom(fixed=dict(fixed or {})), precision=question.precision, top=top)
 
@@ -108,6 +116,7 @@ def estimate_plan(
     global_batch: int | None = None,
     sequence_length: int | None = None,
     optimizer: str | None = None,
+    attention: str | None = None,
     place: Place | None = None,
 ) -> Estimate:
     """What `plan` costs; an illegal one is an error that says why. `place`: of that rank of a pipeline."""
@@ -118,6 +127,7 @@ def estimate_plan(
         sequence_length=sequence_length,
         optimizer=optimizer,
         precision=plan.precision.model_dump(exclude_none=True),
+        attention=attention,
     )
     request = replace(question.request, tp_may_leave_node=True)
     plan = settled(request, plan)
@@ -143,6 +153,7 @@ def require_legal(request: Request, plan: Plan, *, source: str = "the plan") -> 
     """The first reason against a plan, as an error."""
     for sentence, hint in check_consistent(plan):
         raise PlanError(f"{source}: {sentence}", hint=hint)
+    _require_ranks(request, plan, source=source)
     if plan.num_ranks != request.cluster.num_devices:
         raise MeshError(
             f"{source} has {plan.num_ranks} ranks but there are {request.cluster.num_devices} devices",
@@ -150,6 +161,18 @@ def require_legal(request: Request, plan: Plan, *, source: str = "the plan") -> 
         )
     for sentence, hint in check_plan(request, columns_of([plan])):
         raise PlanError(f"{source}: {sentence}", hint=hint)
+
+
+def _require_ranks(request: Request, plan: Plan, *, source: str) -> None:
+    """nn.DataParallel has no ranks: as one device it would be estimated as what it is not."""
+    if plan.data_parallel.strategy != "dataparallel":
+        return
+    num_gpus = 0 if request.is_cpu else request.cluster.num_devices
+    found = {0: "there is none here", 1: "there is one here"}.get(num_gpus, "the planner has no formulas for it")
+    raise PlanError(
+        f"{source}: {DATAPARALLEL_SPREADS}, and {found}",
+        hint="drop the strategy key; DDP (mesh.dp_replicate = N) is what several devices are estimated with",
+    )
 
 
 def resolve_model(model: Model) -> tuple[ModelShape, RunSpec | None]:
@@ -216,6 +239,28 @@ def _optimizer(given: str | None, run: RunSpec | None) -> OptimizerKind:
     if name not in ("adamw", "adam", "sgd", "adamw8bit"):
         raise BadValueError(f"there is no optimizer {name!r}", hint="adamw | adam | sgd | adamw8bit")
     return cast(OptimizerKind, name)
+
+
+def _attention(given: str | None, run: RunSpec | None) -> AttentionKind:
+    """As given, as run.toml has it, or what training takes where nothing is said."""
+    name = given or (run.model.attention if run else "sdpa")
+    if name not in get_args(AttentionKind):
+        raise BadValueError(f"there is no attention {name!r}", hint=" | ".join(get_args(AttentionKind)))
+    return cast(AttentionKind, name)
+
+
+def _said_of_scores(request: Request) -> list[str]:
+    """A family whose attention sdpa does not compute costs several times as much: never without a word."""
+    kinds = [block.attention for block in request.shape.kinds if block.attention is not None]
+    family = request.shape.model_type
+    if request.workload.attention == "fused" and any(kind.materialises_scores for kind in kinds):
+        return [f"a fused kernel for {family}'s attention; weft trains it with written-out scores (model.attention)"]
+    if request.workload.attention == "sdpa" and any(request.writes_scores(kind) for kind in kinds):
+        return [
+            "attention scores are written out, as weft trains this: sdpa has no kernel for it "
+            "(--set model.attention=fused: as if there were one)"
+        ]
+    return []
 
 
 def _precision_tables(given: Mapping[str, Any] | str | None) -> dict[str, Any]:

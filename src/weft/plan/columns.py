@@ -66,6 +66,7 @@ class Columns:
     compiled: Ints
     fused_loss: Ints
     float8: Ints  # index into FLOAT8: weights that travel so
+    float8_linears: Ints  # index into FLOAT8: layers that multiply so
     vertical_sync: Ints
     deal: Ints  # index into `deals`
     deals: tuple[tuple[int, ...], ...] = ((),)  # blocks of each stage, where a person chose them; (): by cost
@@ -191,6 +192,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         compiled=column(int(plan.compile.enabled) for plan in plans),
         fused_loss=column(int(plan.kernels.loss == "fused") for plan in plans),
         float8=column(FLOAT8.index(_travelling(plan)) for plan in plans),
+        float8_linears=column(FLOAT8.index(plan.float8.linears) for plan in plans),
         vertical_sync=column(int(plan.pipeline.vertical_sync) for plan in plans),
         deal=column(deals.index(plan.pipeline.blocks or ()) for plan in plans),
         deals=deals,
@@ -234,8 +236,13 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
         },
         "compile": {"enabled": bool(at("compiled"))},
         "kernels": {"loss": "fused" if at("fused_loss") else "whole"},
+        "float8": _float8_table(FLOAT8[at("float8_linears")], FLOAT8[at("float8")]),
     }
     return Plan.from_tables(tables, source="the planner")
+
+
+def _float8_table(linears: Float8Choice, travelling: Float8Choice) -> dict[str, Any]:
+    return {"linears": linears, **({"gather": "weights"} if linears != travelling else {})}
 
 
 def _mixture(plan: Plan) -> tuple[int, int]:

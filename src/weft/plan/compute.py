@@ -3,6 +3,7 @@
 product     flops / (peak x share reached at this size); forward once, backward twice
 attention   causal: 2 products of queries with half the keys; a fused kernel reaches ATTENTION_SHARE of the best
             product, its backward does 2.5 times the forward's arithmetic
+float8      layers of the blocks that multiply in it: by that rate, and the passes that quantise (plan/float8.py)
 pointwise   bytes moved / memory bandwidth. Measured on an H200: eager HF blocks move 12 times what autograd
             keeps of them, compiled ones 2.5 times, forward and backward together
 launch      a block's forward cannot take less than its operators need on the host: small models wait for them.
@@ -18,7 +19,8 @@ import numpy as np
 from weft.core.cluster import Device
 from weft.core.model_shape import BlockShape, LinearShape
 from weft.plan.activations import bytes_of, kept_by, kept_selectively, mean_keys
-from weft.plan.columns import Columns, Floats
+from weft.plan.columns import FLOAT8, Bools, Columns, Floats
+from weft.plan.float8 import RATE, has_float8, multiplies_in_float8, quantise_bytes
 from weft.plan.fused_loss import is_cut
 from weft.plan.request import Request, byte_sizes
 from weft.plan.view import View
@@ -40,6 +42,8 @@ class BlockSeconds:
     matmul_forward: Floats
     attention_forward: Floats
     pointwise_forward: Floats
+    quantise_forward: Floats  # around products in float8
+    quantise_backward: Floats
     recompute: Floats
     loss: Floats
     head_forward: Floats
@@ -47,11 +51,12 @@ class BlockSeconds:
 
     @property
     def forward(self) -> Floats:
-        return self.matmul_forward + self.attention_forward + self.pointwise_forward + self.head_forward
+        products = self.matmul_forward + self.quantise_forward + self.head_forward
+        return products + self.attention_forward + self.pointwise_forward
 
     @property
     def backward(self) -> Floats:
-        products = 2 * (self.matmul_forward + self.head_forward)
+        products = 2 * (self.matmul_forward + self.head_forward) + self.quantise_backward
         return products + ATTENTION_BACKWARD * self.attention_forward + 2 * self.pointwise_forward + self.recompute
 
 
@@ -59,13 +64,15 @@ def block_seconds(view: View) -> BlockSeconds:
     """The arithmetic of one micro-batch on the rank that `view` looks at."""
     request, columns, stage, tokens = view.request, view.columns, view.stage, view.tokens
     device = request.cluster.device
-    matmul, attention, pointwise, again = (np.zeros(len(columns)) for _ in range(4))
+    matmul, attention, pointwise, quantise, quantise_back, again = (np.zeros(len(columns)) for _ in range(6))
     for index, block in enumerate(request.shape.kinds):
         count = stage.blocks[:, index]
-        products, scores = _linears_s(request, columns, block, tokens), _attention_s(request, columns, block, tokens)
+        linears, scores = _linears_s(request, columns, block, tokens), _attention_s(request, columns, block, tokens)
         moved, kept_partly = _pointwise_s(request, columns, block, tokens)
-        matmul, attention, pointwise = matmul + count * products, attention + count * scores, pointwise + count * moved
-        again = again + stage.again.full[:, index] * (products + scores + moved)
+        matmul, attention = matmul + count * linears.product, attention + count * scores
+        pointwise, quantise = pointwise + count * moved, quantise + count * linears.quantise_forward
+        quantise_back = quantise_back + count * linears.quantise_backward
+        again = again + stage.again.full[:, index] * (linears.product + linears.quantise_forward + scores + moved)
         again = again + stage.again.selective[:, index] * moved * kept_partly
     vocab = request.shape.vocab_size / columns.tp
     head = linear_s(device, request, rows=tokens, inner=request.shape.hidden_size, outer=vocab)
@@ -76,16 +83,32 @@ def block_seconds(view: View) -> BlockSeconds:
     launch = 3 * np.maximum(least - (matmul + attention + pointwise), 0.0)
     if request.is_cpu:
         launch = np.zeros(len(columns))
-    return BlockSeconds(matmul, attention, pointwise, again, loss * stage.holds_head, head * stage.holds_head, launch)
+    return BlockSeconds(
+        matmul_forward=matmul, attention_forward=attention, pointwise_forward=pointwise, quantise_forward=quantise,
+        quantise_backward=quantise_back, recompute=again, loss=loss * stage.holds_head,
+        head_forward=head * stage.holds_head, launch=launch,
+    )  # fmt: skip
 
 
-def linear_s(device: Device, request: Request, *, rows: Floats, inner: Floats | int, outer: Floats | int) -> Floats:
-    """One product [rows, inner] x [inner, outer]."""
+def linear_s(
+    device: Device,
+    request: Request,
+    *,
+    rows: Floats,
+    inner: Floats | int,
+    outer: Floats | int,
+    in_float8: bool = False,
+) -> Floats:
+    """One product [rows, inner] x [inner, outer]; a device without float8 rates multiplies as it does all else."""
     flops = 2.0 * rows * inner * outer
-    curve = device.rates[_rate_name(request)]
-    rate = device.peak_flops[_rate_name(request)] * curve.best * flops / (flops + curve.half_flops)
+    is_short = in_float8 and has_float8(device)
+    name = RATE if is_short else _rate_name(request)
+    curve = device.rates[name]
+    rate = device.peak_flops[name] * curve.best * flops / (flops + curve.half_flops)
     # a product cannot be faster than its operands are read
-    moved = byte_sizes(request).compute * (rows * inner + rows * outer + inner * np.asarray(outer, dtype=np.float64))
+    compute = byte_sizes(request).compute
+    operands = rows * inner + inner * np.asarray(outer, dtype=np.float64)
+    moved = (1 if is_short else compute) * operands + compute * rows * outer
     return np.maximum(flops / np.maximum(rate, 1.0), moved / _bandwidth(device))
 
 
@@ -110,27 +133,59 @@ def attention_flops_per_token(block: BlockShape, sequence_length: int, *, sees_a
     return 2.0 * keys * attention.num_heads * (attention.head_dim + attention.value_dim)
 
 
-def _linears_s(request: Request, columns: Columns, block: BlockShape, tokens: Floats) -> Floats:
-    total = np.zeros(len(columns))
+@dataclass(frozen=True)
+class _LinearSeconds:
+    """Forward products, and the passes that quantise what is multiplied in float8."""
+
+    product: Floats
+    quantise_forward: Floats
+    quantise_backward: Floats
+
+    def __add__(self, other: _LinearSeconds) -> _LinearSeconds:
+        return _LinearSeconds(
+            self.product + other.product,
+            self.quantise_forward + other.quantise_forward,
+            self.quantise_backward + other.quantise_backward,
+        )
+
+
+def _linears_s(request: Request, columns: Columns, block: BlockShape, tokens: Floats) -> _LinearSeconds:
+    nothing = np.zeros(len(columns))
+    total = _LinearSeconds(nothing, nothing, nothing)
     for linear in block.linears:
         total = total + _linear_of_block_s(request, columns, linear, tokens)
     return total
 
 
-def _linear_of_block_s(request: Request, columns: Columns, linear: LinearShape, tokens: Floats) -> Floats:
-    device = request.cluster.device
+def _linear_of_block_s(request: Request, columns: Columns, linear: LinearShape, tokens: Floats) -> _LinearSeconds:
+    device, nothing = request.cluster.device, np.zeros(len(columns))
     if linear.role == "expert":
         here = np.maximum(1.0, linear.copies / columns.ep)
         # tokens of all the ranks that share the experts meet on them, so a rank's work is that of its own tokens
         # (and a tensor group has its tokens once: ranks that deal experts out among them share them)
         rows = tokens * linear.active / here * columns.expert_tp / columns.tp
-        return here * linear_s(
-            device, request, rows=rows, inner=linear.in_features, outer=linear.out_features / columns.expert_tp
-        )
+        outer = linear.out_features / columns.expert_tp
+        product = here * linear_s(device, request, rows=rows, inner=linear.in_features, outer=outer)
+        return _LinearSeconds(product, nothing, nothing)
     cut = columns.matrix_divisor if linear.style != "replicated" else np.ones(len(columns))
     inner = linear.in_features / np.where(linear.style == "row", cut, 1)
     outer = linear.out_features / np.where(linear.style == "column", cut, 1)
-    return linear.copies * linear_s(device, request, rows=tokens, inner=inner, outer=outer)
+    product = linear_s(device, request, rows=tokens, inner=inner, outer=outer)
+    taken = _takes_float8(columns, linear)
+    if not np.any(taken):
+        return _LinearSeconds(linear.copies * product, nothing, nothing)
+    short = linear_s(device, request, rows=tokens, inner=inner, outer=outer, in_float8=True)
+    passes = quantise_bytes(columns, rows=tokens, inner=inner, outer=outer)
+    share = linear.copies * taken / _bandwidth(device)
+    return _LinearSeconds(
+        linear.copies * np.where(taken, short, product), share * passes.forward, share * passes.backward
+    )
+
+
+def _takes_float8(columns: Columns, linear: LinearShape) -> Bools:
+    """In which plans a matrix is multiplied so."""
+    by_choice = np.asarray([multiplies_in_float8(linear, choice) for choice in FLOAT8])
+    return np.asarray(by_choice[columns.float8_linears])
 
 
 def _attention_s(request: Request, columns: Columns, block: BlockShape, tokens: Floats) -> Floats:
@@ -143,9 +198,11 @@ def _attention_s(request: Request, columns: Columns, block: BlockShape, tokens: 
     flops = flops * np.where(columns.cp > 1, RING_ATTENTION, 1.0)
     if not request.writes_scores(block.attention):
         return np.asarray(flops / rate, dtype=np.float64)
-    # written-out attention does not skip the masked half and moves the scores through memory several times
+    # written-out attention skips no masked key, windows' included, and moves the scores through memory several times
+    all_keys = attention_flops_per_token(block, request.workload.sequence_length, sees_all_keys=True)
+    flops = tokens * all_keys / columns.tp * np.where(columns.cp > 1, RING_ATTENTION, 1.0)
     scores = tokens * request.workload.sequence_length * block.attention.num_heads / columns.tp
-    return np.asarray(2 * flops / rate + 5 * 4 * scores / _bandwidth(device), dtype=np.float64)
+    return np.asarray(flops / rate + 5 * 4 * scores / _bandwidth(device), dtype=np.float64)
 
 
 def _pointwise_s(request: Request, columns: Columns, block: BlockShape, tokens: Floats) -> tuple[Floats, Floats]:

@@ -11,6 +11,9 @@ from weft.core.precision import PrecisionPolicy
 
 OptimizerKind = Literal["adamw", "adam", "sgd", "adamw8bit"]
 OptimizerKernel = Literal["auto", "fused", "foreach"]
+# sdpa: torch's kernels where they compute the family's attention, else written out, as training does; eager: always
+# written out; fused: a kernel for every variant (soft caps, sinks, ALiBi), which other trainers have
+AttentionKind = Literal["sdpa", "eager", "fused"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTISED_BLOCK = 256  # numbers that share one float32 scale in an 8-bit moment
@@ -25,7 +28,7 @@ class Workload:
     optimizer: OptimizerKind = "adamw"
     optimizer_kernel: OptimizerKernel = "auto"
     momentum: float = 0.9
-    attention: Literal["sdpa", "eager", "fused"] = "sdpa"  # fused: a kernel for every variant, which HF has not
+    attention: AttentionKind = "sdpa"
 
     @property
     def tokens(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from weft.plan.columns import LOOPED, SCHEDULES, TP_MODES, Bools, Columns, Ints
+from weft.plan.float8 import has_float8
 from weft.plan.request import Request
 
 
@@ -187,6 +188,16 @@ def _offload_makes_sense(request: Request, columns: Columns) -> Bools:
     return needs_host & (request.cluster.host_memory_bytes == 0)
 
 
+def _has_float8_products(request: Request, columns: Columns) -> Bools:
+    """A GPU without them fails in its first product; a CPU multiplies what was rounded."""
+    is_missing = not has_float8(request.cluster.device) and not request.is_cpu
+    return (columns.float8_linears > 0) & is_missing
+
+
+def _float8_beside_bfloat16(request: Request, columns: Columns) -> Bools:
+    return (columns.float8_linears > 0) & (request.precision.weights != "bfloat16")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "ranks",
@@ -263,6 +274,18 @@ RULES: tuple[Rule, ...] = (
         "an asynchronous pipeline keeps whole weights, so it takes no ZeRO stage",
         _gathers_with_pipeline,
     ),
+    Rule(
+        "float8",
+        "the devices have no float8 products",
+        _has_float8_products,
+        lambda request, columns: no_float8(request),
+    ),
+    Rule(
+        "float8_weights",
+        "float8 products stand beside bfloat16 weights",
+        _float8_beside_bfloat16,
+        lambda request, columns: "set precision.preset = 'bf16', or float8.linears = 'none'",
+    ),
     Rule("host", "offload needs a host with memory", _offload_makes_sense),
 )
 
@@ -292,6 +315,8 @@ def check_plan(request: Request, columns: Columns) -> list[tuple[str, str]]:
 
 def nearest_legal(request: Request, fixed: dict[str, Any]) -> str:
     """What to change when nothing is legal: the fixed key that no plan goes with, or the batch."""
+    if fixed.get("float8.linears", "none") != "none" and not has_float8(request.cluster.device):
+        return no_float8(request)
     counts, tp = _head_counts(request), int(fixed.get("mesh.tp", 1))
     heads = _common(counts)
     if counts and heads % tp:
@@ -305,6 +330,12 @@ def nearest_legal(request: Request, fixed: dict[str, Any]) -> str:
         above = -(-request.workload.global_batch // ranks) * ranks
         return f"a global batch of {request.workload.global_batch} does not divide over {ranks} ranks; {above} would"
     return "fix fewer keys with --set, or change the global batch or the sequence length"
+
+
+def no_float8(request: Request) -> str:
+    """What to do on devices without such units."""
+    name = request.cluster.device.name
+    return f"{name} multiplies in {', '.join(request.cluster.device.rates)}; set float8.linears = 'none'"
 
 
 def _head_counts(request: Request) -> list[int]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
-from weft.core.plan import SPLIT
-from weft.plan.columns import LOOPED, RECOMPUTE, SCHEDULES, TP_MODES, V_SHAPED, Columns, Ints
+from weft.core.plan import SPLIT, Float8Choice
+from weft.plan.columns import FLOAT8, LOOPED, RECOMPUTE, SCHEDULES, TP_MODES, V_SHAPED, Columns, Ints
 from weft.plan.request import Request
 
 SYNCHRONOUS = ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev", "gpipe", "looped_bfs", "naive")
@@ -37,7 +38,7 @@ SEARCHED = frozenset(
         *("data_parallel.zero", "tensor_parallel.mode", "tensor_parallel.sequence_parallel"),
         *("tensor_parallel.loss_parallel", "pipeline.schedule", "pipeline.microbatches", "pipeline.virtual_stages"),
         *("activations.policy", "activations.offload", "offload.optimizer", "offload.parameters", "compile.enabled"),
-        "kernels.loss",
+        *("kernels.loss", "float8.linears", "float8.gather"),
     )
 )
 
@@ -177,6 +178,9 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
     one_d = (table[:, 10] == 0) & (table[:, 3] > 1) & request.shape.has_straight_stream
     compiled, fused = _fast_path(table, freedom, request)
     size = len(table)
+    # products in float8 change the numbers, so they are only searched with when asked for
+    linears = cast(Float8Choice, freedom.fixed.get("float8.linears", "none"))
+    gather = freedom.fixed.get("float8.gather", "float8")
 
     def switch(key: str, default: Ints) -> Ints:
         return default if key not in freedom.fixed else np.full(size, int(bool(freedom.fixed[key])), dtype=np.int64)
@@ -191,7 +195,8 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         offload_parameters=np.full(size, int(_is_away("offload.parameters", freedom)), dtype=np.int64),
         compiled=switch("compile.enabled", compiled),
         fused_loss=fused,
-        float8=np.zeros(size, dtype=np.int64),
+        float8=np.full(size, FLOAT8.index(linears if gather == "float8" else "none"), dtype=np.int64),
+        float8_linears=np.full(size, FLOAT8.index(linears), dtype=np.int64),
         vertical_sync=np.zeros(size, dtype=np.int64),
         full_blocks=np.zeros(size, dtype=np.int64), selective_blocks=np.zeros(size, dtype=np.int64),
         deal=np.zeros(size, dtype=np.int64),

@@ -72,6 +72,7 @@ def _stage_terms(view: View) -> Terms:
         Term.MATMUL: 3 * m * (busy.matmul_forward + busy.head_forward),
         Term.ATTENTION: attention,
         Term.POINTWISE: 3 * m * busy.pointwise_forward,
+        Term.FLOAT8_CASTS: m * (busy.quantise_forward + busy.quantise_backward),
         Term.RECOMPUTE: m * busy.recompute,
         Term.LOSS: m * busy.loss,
         Term.LAUNCH: m * busy.launch,

@@ -7,10 +7,10 @@ from functools import cached_property
 
 import numpy as np
 
-from weft.core.float8 import takes_float8
 from weft.core.model_shape import BlockShape, ModelShape
 from weft.core.plan import Float8Choice
 from weft.plan.columns import FLOAT8, Bools, Columns, Floats, Ints
+from weft.plan.float8 import multiplies_in_float8
 from weft.plan.parameters import Share, share_of
 from weft.plan.request import ByteSizes, Request, byte_sizes
 from weft.plan.stages import PLACES, Seen, Stage, stage_of
@@ -60,14 +60,12 @@ class View:
 
 
 def _travelling(block: BlockShape, choice: Float8Choice) -> list[int]:
-    """Sizes of a block's matrices that travel in float8; experts and transposed matrices are no linear layers."""
+    """Sizes of a block's matrices that travel in float8."""
     return [
         linear.in_features * linear.out_features
         for linear in block.linears
         for _ in range(linear.copies)
-        if linear.role not in ("expert", "router")
-        and not linear.is_transposed
-        and takes_float8(linear.in_features, linear.out_features, choice)
+        if multiplies_in_float8(linear, choice)
     ]
 
 

@@ -10,11 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from weft.core.plan import Plan
+from weft.core.plan import Float8, Plan
+from weft.core.terms import StepTerm
 from weft.core.units import format_bytes, format_seconds
 from weft.plan.changes import fewest_devices
 from weft.plan.columns import Columns, columns_of, plan_at
 from weft.plan.estimate import Estimate, estimate
+from weft.plan.float8 import multiplies_in_float8, why_no_float8
 from weft.plan.request import Request
 from weft.plan.rules import legal_rows
 from weft.plan.search import Answer, ranked
@@ -25,6 +27,8 @@ def why_best(answer: Answer) -> str:
     """The sentences beside the first plan."""
     best = answer.plans[0]
     parts = [what_binds(answer.request, best), rule_of_thumb(answer.request, best)]
+    if best.plan.float8.linears != "none":
+        parts.append(float8_gain(answer.request, best))
     if len(answer.plans) > 1 and best.fits:
         parts.append(f"runner-up {describe(answer.plans[1].plan)}: {loses_by(best, answer.plans[1])}")
     return "; ".join(parts)
@@ -63,6 +67,21 @@ def rule_of_thumb(request: Request, found: Estimate) -> str:
     if not sharded.fits:
         return f"goes beyond sharding, which would need {format_bytes(sharded.memory_bytes)} a device"
     return f"goes beyond sharding: FSDP alone would take {format_seconds(sharded.step_s)} a step"
+
+
+def float8_gain(request: Request, found: Estimate) -> str:
+    """What products in float8 bring, casts included, against the same plan without them."""
+    linears = [linear for kind in request.shape.kinds for linear in kind.linears]
+    taken = sum(multiplies_in_float8(linear, found.plan.float8.linears) for linear in linears)
+    if not taken:
+        return f"none of the blocks' matrices multiplies in float8 (float8.linears = {found.plan.float8.linears!r})"
+    plain = estimate(request, found.plan.model_copy(update={"float8": Float8()}))
+    casts = found.time_terms[StepTerm.FLOAT8_CASTS] / found.step_s
+    gain = (
+        f"float8 products: {plain.step_s / found.step_s:.2f} times the speed of bf16, casts are {casts:.0%} of a step"
+    )
+    note = why_no_float8(request)
+    return f"{gain} ({note})" if note else gain
 
 
 def loses_by(best: Estimate, other: Estimate) -> str:
@@ -169,6 +188,7 @@ def _variant(request: Request, plan: Plan, *, mesh: dict[str, int], zero: int) -
         "activations": plan.activations.model_dump(),
         "compile": plan.compile.model_dump(),
         "kernels": plan.kernels.model_dump(),
+        "float8": plan.float8.model_dump(),
     }
     other = Plan.from_tables(tables)
     return estimate(request, other) if bool(legal_rows(request, columns_of([other]))[0][0]) else None

@@ -197,6 +197,13 @@ BAD_REQUESTS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "heads over tp": ((*ASKED, "--set", "mesh.tp=3"), "W201", "1, 2, 4, 8"),
     "unknown optimizer": ((*ASKED, "--optimizer", "lion"), "W103", "adamw"),
     "unknown precision": ((*ASKED, "--precision", "fp7"), "W103", "bf16"),
+    "unknown attention": ((*ASKED, "--set", "model.attention=flesh"), "W103", "fused"),
+    "another key of the run": ((*ASKED, "--set", "model.path=x"), "W102", "mesh"),
+    "float8 on Ampere": (
+        ("plan", "llama-3-8b", "--devices", "8xA100-80GB", "--set", "float8.linears=all"),
+        "W201",
+        "float8.linears = 'none'",
+    ),
     "unknown schedule": (("plan", "--draw-schedule", "2f2b"), "W103", "1f1b"),
     "batch below dp": (
         ("plan", "gpt2", *EIGHT, "--global-batch", "4", "--set", "mesh.dp_replicate=8"),
@@ -248,6 +255,25 @@ def test_only_what_this_version_trains() -> None:
         assert plan["plan"]["tensor_parallel"]["mode"] == "1d"
         assert plan["plan"]["offload"]["optimizer"] == "none"
         assert not plan["plan"]["pipeline"]["schedule"].startswith("pipedream")
+
+
+def test_float8_is_priced_and_explained() -> None:
+    plain, short = (answer(*ASKED, *keys, "--top", "1") for keys in ((), ("--set", "float8.linears=all")))
+    assert plain["plans"][0]["plan"]["float8"]["linears"] == "none"
+    assert short["plans"][0]["plan"]["float8"]["linears"] == "all"
+    assert short["plans"][0]["tokens_per_s"] > 1.2 * plain["plans"][0]["tokens_per_s"]
+    assert "float8 products: 1." in short["plans"][0]["why"]
+    told_time = told(*ASKED, "--set", "float8.linears=all", "--top", "1", "--explain", "time")
+    assert "float8_casts" in told_time.out
+
+
+def test_the_attention_that_runs_is_said_and_may_be_named() -> None:
+    asked = ("plan", "gpt-oss-20b", *EIGHT, "--global-batch", "64", "--sequence-length", "4096", "--top", "1")
+    written, fused = (answer(*asked, *keys) for keys in ((), ("--set", "model.attention=fused")))
+    assert written["attention"] == {"asked": "sdpa", "writes_scores": True}
+    assert fused["attention"] == {"asked": "fused", "writes_scores": False}
+    assert any("written out" in line for line in written["assumed"])
+    assert fused["plans"][0]["time"]["step_s"] < 0.6 * written["plans"][0]["time"]["step_s"]
 
 
 def test_a_fixed_schedule_leaves_plans_without_a_pipeline_out() -> None:

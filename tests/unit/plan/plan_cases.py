@@ -76,6 +76,7 @@ def plan_with(**keys: Any) -> Plan:
         "activations": ("policy", "mixture"),
         "offload": ("optimizer", "parameters"),
         "compile": ("enabled",),
+        "float8": ("linears", "gather"),
     }
     tables = {section: {name: keys.pop(name) for name in names if name in keys} for section, names in homes.items()}
     if "offload_activations" in keys:

@@ -2,8 +2,8 @@
 
 What the table does not say is decided here: Megatron, NeMo and Meta's trainer count as compiled, since they have fused
 kernels of their own; everything else counts as compiled where the run says so. Attention that the document calls
-materialised is "eager". Megatron-DeepSpeed had no sequence parallelism. There is no float8 in a plan, so those runs
-have no plan.
+materialised is "eager". Megatron-DeepSpeed had no sequence parallelism. Runs in float8 have it in every linear layer
+of the blocks; torchtitan's weights travel so too. Experts in float8 are no part of a plan.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from weft import hardware, zoo
 from weft.core.model_shape import LinearShape, ModelShape
 from weft.core.plan import Plan
 from weft.core.stages import split_blocks
+from weft.plan.columns import SCHEDULES
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.request import Request, Workload
 
@@ -46,8 +47,17 @@ class Comparison:
 
 
 def comparable_runs() -> list[PublishedRun]:
-    """Confirmed, with a step time, in a precision that plans have."""
-    return [run for run in published_runs() if run.confirmed and run.step_s is not None and run.precision != "fp8"]
+    """Confirmed, with a step time, in 16 bits or more."""
+    return [run for run in _timed_runs() if run.precision != "fp8"]
+
+
+def float8_runs() -> list[PublishedRun]:
+    """The same in float8, with a schedule that plans have."""
+    return [run for run in _timed_runs() if run.precision == "fp8" and run.schedule in ("", *SCHEDULES)]
+
+
+def _timed_runs() -> list[PublishedRun]:
+    return [run for run in published_runs() if run.confirmed and run.step_s is not None]
 
 
 def cut_everywhere(shape: ModelShape) -> ModelShape:
@@ -108,10 +118,17 @@ def plan_of_run(run: PublishedRun) -> Plan:
             "blocks": split_blocks(layers, stages) if run.pp > 1 and stages <= layers else [],
         },
         "activations": {"policy": run.recompute},
-        "precision": {"preset": run.precision},
+        **_precision(run),
         "compile": {"enabled": is_compiled},
     }
     return Plan.from_tables(tables, source=run.id)
+
+
+def _precision(run: PublishedRun) -> dict[str, Any]:
+    if run.precision != "fp8":
+        return {"precision": {"preset": run.precision}}
+    gather = "float8" if run.framework == "torchtitan" else "weights"
+    return {"precision": {"preset": "bf16"}, "float8": {"linears": "all", "gather": gather}}
 
 
 def compare(run: PublishedRun) -> Comparison:

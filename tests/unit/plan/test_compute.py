@@ -81,7 +81,26 @@ def test_attention_counts_half_of_the_keys_and_a_backward_of_two_and_a_half() ->
 def test_written_out_attention_is_slower_than_a_fused_kernel() -> None:
     written = replace(REQUEST, workload=replace(REQUEST.workload, attention="eager"))
     scores = 32 * 8192 * 8192 * 32 * 5 * 4 / BANDWIDTH
-    assert one(seconds(written).attention_forward) == pytest.approx(2 * one(seconds().attention_forward) + scores)
+    products = 8192 / 4096.5 * one(seconds().attention_forward)  # of all keys
+    assert one(seconds(written).attention_forward) == pytest.approx(products + scores)
+
+
+def test_written_out_attention_skips_no_key_outside_a_window() -> None:
+    """Half of gpt-oss's blocks see 128 keys; written out they multiply all 4,096 and mask afterwards."""
+    request = request_of("gpt-oss-20b", "1xH100-80GB", global_batch=1, sequence_length=4096)
+    shape = request.shape
+    windows = [kind.attention.window for kind in shape.kinds if kind.attention is not None]
+    assert 128 in windows
+    whole = replace(
+        shape,
+        kinds=tuple(
+            replace(kind, attention=kind.attention and replace(kind.attention, window=None)) for kind in shape.kinds
+        ),
+    )
+    found, without = (
+        one(seconds(replace(request, shape=each), dp_shard=1, zero=0).attention_forward) for each in (shape, whole)
+    )
+    assert found == pytest.approx(without)
 
 
 def test_tensor_parallelism_divides_attention_exactly_and_products_not_quite() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from weft.core.errors import DeviceError, NotBuiltError
+from weft.core.plan import DATAPARALLEL_SPREADS
 from weft.core.precision import PrecisionPolicy
 from weft.engine.dp.strategy import Strategy
 
@@ -19,7 +20,7 @@ class DataParallelSlownessWarning(UserWarning):
 def require_gpus(precision: PrecisionPolicy) -> None:
     if not torch.cuda.is_available():
         raise DeviceError(
-            "strategy = 'dataparallel' spreads one process over several GPUs, and there is none here",
+            f"{DATAPARALLEL_SPREADS}, and there is none here",
             hint="drop the strategy key; on CPU use --nproc N, which runs DDP",
         )
     if precision.is_low:
