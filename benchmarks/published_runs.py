@@ -34,8 +34,8 @@ CAVEATS = """Caveats first.
   Meta). Overlap of tensor-parallel communication, where a run has it, is not in the prediction.
 - Runs in float8 are a table of their own. They are priced as float8 in every linear layer of the blocks, one scale a
   tensor, cast by compiled kernels of their own; Megatron casts inside other kernels and takes experts too.
-- Left out: {unplanned} in float8 with a schedule that plans have not, {unconfirmed} known by hearsay, {timeless} without a step
-  time.
+- Left out: {unplanned} in float8 with a schedule that plans have not, {unconfirmed} known by hearsay, {timeless}
+  without a step time.
 - Far off, with what is known of the reason:
   - DeepSpeed ZeRO-3 (2021): the published step does not get shorter from 768 to 1,536 devices, so something other
     than arithmetic and bytes sets its pace; the prediction is of today's prefetched gathers.

@@ -65,6 +65,8 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("microbatches", LLAMA, {"pp": 8, "microbatches": 4, "schedule": "pipedream_2bw"}),
     ("schedule", LLAMA, {"dp_replicate": 8, "schedule": "gpipe"}),
     ("asynchronous", LLAMA, {"pp": 4, "dp_shard": 2, "zero": 1, "schedule": "pipedream", "microbatches": 8}),
+    ("float8", request_of(devices="8xA100-80GB"), {"dp_replicate": 8, "linears": "all"}),
+    ("float8_weights", request_of(preset="fp32"), {"dp_replicate": 8, "linears": "auto"}),
     ("host", NO_HOST, {"dp_replicate": 8, "optimizer": "cpu"}),
     ("host", NO_HOST, {"dp_replicate": 8, "offload_activations": "cpu"}),
     ("host", NO_HOST, {"dp_replicate": 8, "parameters": "cpu"}),
