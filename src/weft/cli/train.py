@@ -41,6 +41,7 @@ def train(
     from weft.train.job import Job
     from weft.train.rank_environment import given_ranks
     from weft.train.run_folder import RunFolder, require_free
+    from weft.zoo.hub import with_model_files
 
     given = settings or []
     require_known_sections(given)
@@ -56,6 +57,7 @@ def train(
     resolved = Plan.from_tables(job.plan_tables)
     require_executable(resolved)
     require_divisible(job.run, resolved)
+    job = dataclasses.replace(job, run=with_model_files(job.run))
     if resolved.activations.is_open:
         from weft.train.settle import settle_job
 

@@ -17,10 +17,13 @@ class ModelSpec(Section):
     """A Hugging Face causal LM: `type` + `config` with random weights, or `path`, a folder with config.json."""
 
     type: str | None = Field(default=None, description="an HF model type such as 'llama', 'gpt2', 'qwen3'")
-    path: str | None = Field(default=None, description="a folder with config.json (and *.safetensors), or a hub name")
+    path: str | None = Field(default=None, description="a folder with config.json and *.safetensors, or a hub name")
+    revision: str | None = Field(
+        default=None, description="of a hub name: a branch, tag or commit; a run records the commit that it took"
+    )
     config: dict[str, Any] = Field(default_factory=dict, description="overrides of the HF config")
     weights: Literal["auto", "random", "pretrained"] = Field(
-        default="auto", description="auto (pretrained where the folder has weights) | random | pretrained"
+        default="auto", description="auto (pretrained with path, random with type) | random | pretrained"
     )
     attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="sdpa | eager")
 
@@ -30,6 +33,8 @@ class ModelSpec(Section):
             raise ValueError("give exactly one of type and path")
         if self.weights == "pretrained" and self.path is None:
             raise ValueError("weights = 'pretrained' needs path, a folder with *.safetensors")
+        if self.revision is not None and self.path is None:
+            raise ValueError("revision is of a hub name in path, and there is none")
         return self
 
 

@@ -20,6 +20,7 @@ from weft.core.errors import TokenizerError
 from weft.core.vocabulary import BYTES
 from weft.data.byte_tokenizer import ByteTokenizer, TokenArray, holds_byte_tokenizer
 from weft.data.documents import Document, is_path_like
+from weft.zoo.hub import snapshot_folder
 
 # A bare tokenizer.json does not say which token ends a text; these are the names in use, most specific first.
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
@@ -148,11 +149,10 @@ class HuggingFaceTokenizer:
     def _load(self) -> Any:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        if self.path is None:
-            return AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
-        if bare := _bare_file(self.path):
+        path = self.path if self.path is not None else snapshot_folder(self.name)
+        if bare := _bare_file(path):
             return PreTrainedTokenizerFast(tokenizer_file=str(bare))
-        folder = self.path if self.path.is_dir() else self.path.parent
+        folder = path if path.is_dir() else path.parent
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
 

@@ -154,7 +154,9 @@ def _kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype | None) -> list[str
 def _skeleton(config: PretrainedConfig) -> PreTrainedModel:
     """Names, shapes and ties are all that is wanted of it: nothing in it has values, its buffers neither."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
+        )
     return model
 
 

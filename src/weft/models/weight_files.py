@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from weft.core.errors import WeightsError
+from weft.core.json_files import parse_json_table
+from weft.zoo.hub import INDEX_NAME, SINGLE_NAME, require_weights
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 _INCOMPLETE = "download or copy the file again; a few-byte file may be a Git LFS pointer"
 
 Index = tuple[slice, ...]
@@ -109,18 +108,14 @@ def _full_slice(one: slice, size: int) -> slice:
 
 def _promised_names(folder: Path) -> dict[Path, list[str]]:
     """The files to read, each with the names the index says it holds."""
+    require_weights(folder, name=str(folder))
     if (folder / SINGLE_NAME).is_file():
         return {folder / SINGLE_NAME: []}
     index = folder / INDEX_NAME
-    if not index.is_file():
-        raise WeightsError(
-            f"there is no {SINGLE_NAME} or {INDEX_NAME} in {folder}",
-            hint="other formats (.bin, .gguf) can be loaded with transformers and saved with save_pretrained",
-        )
     try:
-        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        weight_map = dict(parse_json_table(index.read_bytes())["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"the weight index {index} cannot be read", hint=_INCOMPLETE) from error
+        raise WeightsError(f"the weight index {index} cannot be read: {error}", hint=_INCOMPLETE) from error
     promised: dict[Path, list[str]] = {}
     for name, file in weight_map.items():
         promised.setdefault(folder / str(file), []).append(name)

@@ -26,6 +26,7 @@ from weft.plan.rules import check_plan
 from weft.plan.search import Answer, search
 from weft.plan.space import Freedom, check_fixed
 from weft.plan.stages import Place
+from weft.zoo.hub import cached_folder
 
 MAX_DEFAULT_SEQUENCE = 8192
 # Tokens a step that models of this size are usually trained with, up to so many parameters.
@@ -193,7 +194,7 @@ def resolve_model(model: Model) -> tuple[ModelShape, RunSpec | None]:
         raise ConfigFileError(
             f"there is no file {path}", hint="give a config.json, a folder with one, or a model's name"
         )
-    return zoo.named(str(model)), None
+    return _shape_of_name(str(model), {}, revision=None), None
 
 
 def usual_batch(shape: ModelShape, sequence_length: int, *, num_devices: int) -> int:
@@ -211,16 +212,27 @@ def _shape_of_run(run: RunSpec) -> ModelShape:
     spec = run.model
     if spec.type is not None:
         return _with_tokens(zoo.shape_from_type(spec.type, spec.config), run)
-    path = Path(str(spec.path))
+    path = Path(str(spec.path)).expanduser()
     if path.exists():
-        return zoo.from_path(path)
-    shape = zoo.named(str(spec.path))
-    if spec.config:
+        return zoo.from_path(path, spec.config)
+    return replace(_shape_of_name(str(spec.path), spec.config, revision=spec.revision), name=str(spec.path))
+
+
+def _shape_of_name(name: str, overrides: Mapping[str, Any], *, revision: str | None) -> ModelShape:
+    """Of a model that the zoo knows, or of one whose config.json is in the Hugging Face cache."""
+    if (overrides or revision) and (cached := cached_folder(name, revision=revision)) is not None:
+        return zoo.from_path(cached, overrides, name=name)
+    if overrides:
         raise ModelError(
-            "a model by hub name with config overrides cannot be planned without its config.json",
-            hint="give model.path a folder with config.json",
+            f"{name} with config overrides cannot be planned: its config.json is not in the Hugging Face cache",
+            hint=f"give model.path a folder with config.json, or download it: hf download {name} config.json",
         )
-    return replace(shape, name=str(spec.path))
+    try:
+        return zoo.named(name)
+    except ModelError:
+        if (cached := cached_folder(name, revision=revision)) is None:
+            raise
+        return zoo.from_path(cached, name=name)
 
 
 def _with_tokens(shape: ModelShape, run: RunSpec) -> ModelShape:

@@ -170,7 +170,9 @@ def _plain_model(bench: Bench, config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     with torch.device(bench.device):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+        )
     return model.train()
 
 

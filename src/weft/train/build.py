@@ -6,14 +6,12 @@ corpus (rank 0 of a host tokenises, the others wait) -> config -> skeleton on me
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weft.core.batching import require_divisible
-from weft.core.errors import WeightsError
 from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec, RunSpec
 from weft.core.vocabulary import padded
@@ -21,12 +19,14 @@ from weft.data import Corpus, Loader, find_tokenizer, open_corpus, open_tokenize
 from weft.engine.engine import Engine
 from weft.engine.optim import OptimizerPolicy
 from weft.models.build import build_config, build_skeleton
+from weft.models.hf_config import unread_keys
 from weft.models.initial import InitialWeights, WeightSource
 from weft.models.layout import describe
 from weft.models.pretrained import PretrainedWeights
 from weft.train.isolation import require_isolation
 from weft.train.out_of_memory import Scene
 from weft.train.process import Process, phase
+from weft.zoo.hub import model_folder, reads_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +81,13 @@ def build_workbench(
 
 
 def weight_source(run: RunSpec, config: Any, *, device: torch.device) -> tuple[WeightSource, list[str]]:
-    """Pretrained values where the folder has them (or must), else random ones; and what to tell the user."""
+    """The values of the model's files, or random ones where there is no path or they were asked for; and notes."""
     skeleton = build_skeleton(config, attention=run.model.attention)
-    if run.model.weights != "random" and run.model.path is not None:
-        folder = Path(run.model.path).expanduser()
-        if any(folder.glob("*.safetensors")):
-            return PretrainedWeights(folder, skeleton), [f"weights were read from {folder}"]
-        if run.model.weights == "pretrained":
-            raise WeightsError(f"there are no *.safetensors in {folder}", hint="or set model.weights = 'random'")
-    return InitialWeights(skeleton, describe(skeleton), seed=run.train.seed, device=device), _random_notes(run.model)
+    notes = _config_notes(run.model, config)
+    if reads_weights(run.model):
+        folder = model_folder(str(run.model.path), revision=run.model.revision, weights=True)
+        return PretrainedWeights(folder, skeleton), [f"weights were read from {folder}", *notes]
+    return InitialWeights(skeleton, describe(skeleton), seed=run.train.seed, device=device), notes
 
 
 def tokenizer_notes(run: RunSpec, config: Any, *, vocab_size: int) -> list[str]:
@@ -124,10 +122,8 @@ def _loaders(run: RunSpec, engine: Engine, corpus: Corpus) -> tuple[Loader, Load
     return training, Loader(held_out, epochs=1, shuffle=False, **share)
 
 
-def _random_notes(model: ModelSpec) -> list[str]:
-    if model.path is not None and model.weights == "auto":
-        return [f"{model.path} has no *.safetensors: weights are random"]
-    return []
+def _config_notes(model: ModelSpec, config: Any) -> list[str]:
+    return unread_keys(model_folder(model.path, revision=model.revision), config) if model.path is not None else []
 
 
 def _barrier() -> None:

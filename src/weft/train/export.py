@@ -33,7 +33,7 @@ def export_run(run_dir: Path, out: Path, *, step: int | None = None, dtype: str 
     with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as tokenizer:
         note = _save_tokenizer(RunSpec.from_file(run_dir / "run.toml").tokenizer, Path(tokenizer))
         files = export_folder(
-            AutoConfig.from_pretrained(str(folder.model_path)),
+            AutoConfig.from_pretrained(str(folder.model_path), trust_remote_code=False),
             _model_tensors(checkpoint.path),
             out,
             dtype=getattr(torch, dtype) if dtype else None,

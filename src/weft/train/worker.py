@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from datetime import UTC, datetime
@@ -35,6 +36,7 @@ from weft.train.process import Process, StopFlag, join, leave, phase
 from weft.train.rank_environment import read_local_size
 from weft.train.run_folder import RunFolder, require_free
 from weft.train.settle import agreed, settle_plan
+from weft.zoo.hub import with_model_files
 
 _PATH_BYTES = 4096  # the longest path a system takes
 
@@ -42,6 +44,8 @@ _PATH_BYTES = 4096  # the longest path a system takes
 def run_job(job: Job) -> dict[str, Any]:
     """Train; returns the ledger. Collective when there are ranks."""
     started_s = time.perf_counter()
+    with phase("looking for the model's files"):
+        job = dataclasses.replace(job, run=with_model_files(job.run))
     device_type = choose_device_type(job.device)
     plan = job.plan(device_type=device_type)
     require_executable(plan)

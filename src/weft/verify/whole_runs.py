@@ -230,7 +230,8 @@ class WholeRuns:
 
         out = folder.with_name(folder.name + "-export")
         export_run(folder, out)
-        named = dict(AutoModelForCausalLM.from_pretrained(str(out), dtype=torch.float32).named_parameters())
+        loaded = AutoModelForCausalLM.from_pretrained(str(out), dtype=torch.float32, trust_remote_code=False)
+        named = dict(loaded.named_parameters())
         for key, parameter in named.items():
             if key not in straight.weights or not torch.equal(parameter.detach(), straight.weights[key].float()):
                 finding = Finding(rule=5, parameter=key, expected="the trained values", found="other values")

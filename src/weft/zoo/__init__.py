@@ -28,11 +28,11 @@ def shape_from_type(model_type: str, overrides: Mapping[str, Any] | None = None,
     return shape.shape_from_type(model_type, overrides, name=name)
 
 
-def from_path(path: str | Path) -> ModelShape:
-    """Of a config.json, or of a folder that holds one."""
+def from_path(path: str | Path, overrides: Mapping[str, Any] | None = None, *, name: str = "") -> ModelShape:
+    """Of a config.json, or of a folder that holds one, with the overrides of [model.config]."""
     from weft.zoo import shape
 
-    return shape.from_path(path)
+    return shape.from_path(path, overrides, name=name)
 
 
 def named(name: str) -> ModelShape:

@@ -6,13 +6,13 @@ says so; an unknown type is guessed as a Llama where the config has Llama's keys
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import ConfigFileError, ModelError
+from weft.core.errors import ModelError
+from weft.core.json_files import read_json_table
 from weft.core.model_shape import ModelShape
 from weft.zoo.config import Config, type_data, with_defaults
 from weft.zoo.families import find, known_types
@@ -52,19 +52,21 @@ def shape_from_type(model_type: str, overrides: Mapping[str, Any] | None = None,
     return shape_of({**(overrides or {}), "model_type": model_type}, name=name)
 
 
-def from_path(path: str | Path) -> ModelShape:
-    """A config.json, or a folder that holds one."""
-    file = Path(path)
+def from_path(path: str | Path, overrides: Mapping[str, Any] | None = None, *, name: str = "") -> ModelShape:
+    """A config.json, or a folder that holds one; `overrides` as [model.config] of run.toml has them."""
+    file = Path(path).expanduser()
     file = file / "config.json" if file.is_dir() else file
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigFileError(f"there is no {file}", hint="give a config.json or a folder that holds one") from error
-    except (OSError, ValueError) as error:
-        raise ConfigFileError(f"{file} is not a readable JSON file", hint="give a Hugging Face config.json") from error
-    if not isinstance(config, dict):
-        raise ConfigFileError(f"{file} holds no JSON object", hint="give a Hugging Face config.json")
-    return shape_of(config, name=file.parent.name)
+    config = read_json_table(file, hint="give a Hugging Face config.json or a folder that holds one")
+    return shape_of(_overridden(config, overrides or {}), name=name or file.parent.name)
+
+
+def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A part (text_config) is changed, not replaced; a value of its own goes before those of older names."""
+    merged = {key: value for key, value in config.items() if key not in overrides}
+    for key, value in overrides.items():
+        own = config.get(key)
+        merged[key] = _overridden(own, value) if isinstance(own, dict) and isinstance(value, Mapping) else value
+    return merged
 
 
 def _build(family: Family, config: Config, *, name: str) -> ModelShape:

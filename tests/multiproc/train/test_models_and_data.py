@@ -116,15 +116,6 @@ def test_a_folder_of_weights_is_trained_from_its_own_values(
     assert f"weights were read from {weights}" in notes
 
 
-def test_a_folder_without_weights_says_that_they_are_random(
-    corpus: Path, cache: Path, weights: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "config.json").write_bytes((weights / "config.json").read_bytes())
-    train_here(tmp_path / "run", corpus, {"train.steps": 1, "model": {"path": str(tmp_path / "bare")}})
-    assert "weights are random" in capfd.readouterr().err
-
-
 def trained_model(run: Path) -> torch.nn.Module:
     """The run's own weights in a Hugging Face model, put there by their names."""
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run / "model"))

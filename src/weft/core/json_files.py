@@ -1,0 +1,63 @@
+"""JSON as files and sockets hold it, with one kind of failure: whatever is wrong with a text is a `ValueError`.
+
+`json.loads` alone also raises RecursionError, for brackets nested a thousand deep; what is nested less deep would
+raise it later, in a copy or a printed form. So depth is bounded here, and every reader of weft reads through here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from weft.core.errors import ConfigFileError
+
+MOST_NESTED = 100  # a real config or manifest has fewer than ten levels
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text; ValueError where it is none, is not UTF-8, or is nested too deep."""
+    try:
+        # bytes may begin with a byte-order mark, which json takes for a letter in text
+        value = json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    _require_shallow(value)
+    return value
+
+
+def parse_json_table(text: str | bytes) -> dict[str, Any]:
+    """As `parse_json`, of a text that must be one JSON object."""
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON object was expected, not a {type(value).__name__}")
+    return value
+
+
+def read_json_table(path: Path, *, hint: str = "give a Hugging Face config.json") -> dict[str, Any]:
+    """The JSON object of a file that a user named; what is wrong with it in one sentence."""
+    try:
+        return parse_json_table(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigFileError(f"there is no {path}", hint=hint) from None
+    except (OSError, ValueError) as error:
+        raise ConfigFileError(f"{path} is not a readable JSON file: {error}", hint=hint) from None
+
+
+_TOO_DEEP = f"nested more than {MOST_NESTED} levels deep"
+
+
+def _require_shallow(value: Any) -> None:
+    level: list[Any] = [value]
+    for _ in range(MOST_NESTED + 1):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return
+    raise ValueError(_TOO_DEEP)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """The containers in a container."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [inner for inner in values if isinstance(inner, dict | list)]

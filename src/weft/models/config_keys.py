@@ -1,0 +1,255 @@
+"""`known_keys`: what an HF config of a class may hold: its fields, its aliases, and whatever transformers' code reads.
+
+Published configs carry keys that the class does not declare and the model reads (`getattr(config, "head_dim", None)`).
+A key that nobody reads is a misspelling, which transformers would keep and ignore. The sources are parsed, never run:
+
+    modeling_X.py, and what it uses of the modules it imports    config.KEY, getattr(config, "KEY"), hasattr
+    configuration_X.py, and its parents                          kwargs.pop("KEY"), kwargs["KEY"]
+
+Of a package with several configs (text, vision) a class that is annotated with another one is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import inspect
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# of a config.json, written by transformers for itself
+_METADATA = frozenset({"model_type", "torch_dtype", "transformers_version", "architectures"})
+_READ_OF_ALL = frozenset({"tie_word_embeddings"})  # by the parent class of every model
+# transformers folds them into rope_parameters, in every config that has one
+ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
+_READ_WITH_ROPE = ROPE_KEYS | {"original_max_position_embeddings"}
+# modules beside transformers.models that model code hands its config to
+_FOLLOWED = ("transformers.models.", "transformers.masking_utils", "transformers.modeling_rope_utils")
+_LOOKUPS = {"getattr", "hasattr"}
+_MAPPING_READS = {"pop", "get", "setdefault"}
+
+
+def known_keys(config: Any) -> frozenset[str]:
+    """Every key that means something to `config`, an HF config of any class, or to the model made from it."""
+    return _fields(config) | _METADATA | _READ_OF_ALL | (_read_by_code(type(config)) - _fields_of_parts(config))
+
+
+def constructor_keys(config_class: type) -> frozenset[str]:
+    """Older names that the class's constructor translates: of use only while a config is made."""
+    found = (_keywords(parent) for parent in config_class.__mro__ if _is_config(parent) and not _is_base(parent))
+    return frozenset().union(*found)
+
+
+def parts_of(config: Any) -> dict[str, Any]:
+    """The configs inside a config: text, vision, ..."""
+    return {key: value for key, value in vars(config).items() if _is_config(type(value))}
+
+
+def _fields(config: Any) -> frozenset[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rope = _READ_WITH_ROPE if hasattr(config, "rope_parameters") else frozenset[str]()
+        return frozenset(config.to_dict()) | frozenset(getattr(config, "attribute_map", {})) | rope
+
+
+def _fields_of_parts(config: Any) -> frozenset[str]:
+    """At the top they would be kept and read by nobody: they belong into their part."""
+    return frozenset().union(*(_fields(part) for part in parts_of(config).values()))
+
+
+def _is_config(cls: type) -> bool:
+    from transformers import PretrainedConfig
+
+    return isinstance(cls, type) and issubclass(cls, PretrainedConfig)
+
+
+def _is_base(cls: type) -> bool:
+    return not cls.__module__.startswith("transformers.models.")
+
+
+@cache
+def _read_by_code(config_class: type) -> frozenset[str]:
+    """The attributes of this config that the code of its models reads."""
+    reader = _Reader(config_class)
+    for name in _model_modules(config_class):
+        reader.read_module(name)
+    around = _composites_beside(config_class).values() if getattr(config_class, "base_config_key", "") else ()
+    theirs = {key for cls in around if cls is not config_class for key in _declared(cls)}
+    return frozenset(key for key in reader.keys - theirs if not _is_internal(config_class, key))
+
+
+def _declared(config_class: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(config_class)}
+
+
+def _is_internal(config_class: type, key: str) -> bool:
+    """Methods, private names, and whole configs: a part that the class has is among its fields."""
+    return key.startswith("_") or key.endswith("config") or callable(getattr(config_class, key, None))
+
+
+def _model_modules(config_class: type) -> set[str]:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    beside = config_class.__module__.replace(".configuration_", ".modeling_")
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
+    models = model if isinstance(model, tuple) else (model,)
+    named = {one.__module__ for one in models if one is not None} | {beside}
+    return {name for name in named if name.startswith("transformers.")}
+
+
+@dataclass(frozen=True)
+class _Module:
+    """The top level of one source file: definitions, and where other names come from."""
+
+    definitions: dict[str, ast.AST]
+    imports: dict[str, tuple[str, str]]
+
+
+@cache
+def _parse(name: str) -> _Module | None:
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if found is None or found.origin is None or not found.origin.endswith(".py"):
+        return None
+    tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
+    package = name if found.submodule_search_locations else name.rpartition(".")[0]
+    definitions: dict[str, ast.AST] = {
+        node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
+    imports: dict[str, tuple[str, str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            imports |= {alias.asname or alias.name: (origin, alias.name) for alias in node.names}
+    return _Module(definitions, imports)
+
+
+class _Reader:
+    """Collects what is read of one config class, from a module's definitions and all that they refer to."""
+
+    def __init__(self, config_class: type) -> None:
+        self.keys: set[str] = set()
+        self._part_name = getattr(config_class, "base_config_key", "")
+        self._has_parts = bool(getattr(config_class, "sub_configs", None))
+        self._own = {cls.__name__ for cls in config_class.__mro__}
+        # layers of a text part are sometimes annotated with the config around it
+        around = set() if self._has_parts or not self._part_name else set(_composites_beside(config_class))
+        self._others = set(_configs_beside(config_class)) - self._own - around
+        self._seen: set[tuple[str, str]] = set()
+
+    def read_module(self, name: str) -> None:
+        module = _parse(name)
+        for definition in module.definitions if module else ():
+            self._read(name, definition)
+
+    def _read(self, module_name: str, name: str) -> None:
+        if (module_name, name) in self._seen or not _is_followed(module_name):
+            return
+        self._seen.add((module_name, name))
+        module = _parse(module_name)
+        if module is None:
+            return
+        if name in module.imports and name not in module.definitions:
+            self._read(*module.imports[name])
+        elif name in module.definitions and not self._is_of_another(module.definitions[name]):
+            self._collect(module_name, module, module.definitions[name])
+
+    def _collect(self, module_name: str, module: _Module, definition: ast.AST) -> None:
+        for holder, key in _attribute_reads(definition):
+            if self._is_own(holder):
+                self.keys.add(key)
+        for node in ast.walk(definition):
+            if isinstance(node, ast.Name) and (node.id in module.definitions or node.id in module.imports):
+                self._read(module_name, node.id)
+
+    def _is_own(self, holder: str) -> bool:
+        """`config` is the class's own; `text_config` is one where the class is the text part, or has no parts."""
+        return holder == "config" or holder == self._part_name or not (self._part_name or self._has_parts)
+
+    def _is_of_another(self, definition: ast.AST) -> bool:
+        names = set(_config_annotations(definition))
+        return bool(names & self._others) and not names & self._own
+
+
+def _is_followed(module: str) -> bool:
+    # the auto classes look at every config, and none of that is the model's
+    return module.startswith(_FOLLOWED) and not module.startswith("transformers.models.auto")
+
+
+def _configs_beside(config_class: type) -> dict[str, Any]:
+    """Every config of the package, by the name of its class."""
+    return {name: value for name, value in vars(inspect.getmodule(config_class)).items() if _is_config(value)}
+
+
+def _composites_beside(config_class: type) -> dict[str, Any]:
+    """Those that have this one as a part, or another."""
+    beside = _configs_beside(config_class)
+    return {name: cls for name, cls in beside.items() if getattr(cls, "sub_configs", None)}
+
+
+def _attribute_reads(definition: ast.AST) -> Iterator[tuple[str, str]]:
+    """(name of the config, key) for config.KEY, self.config.KEY, getattr(config, "KEY", ...)."""
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Attribute) and _last_name(node.value).endswith("config"):
+            yield _last_name(node.value), node.attr
+        elif isinstance(node, ast.Call) and _last_name(node.func) in _LOOKUPS and len(node.args) > 1:
+            holder, key = _last_name(node.args[0]), node.args[1]
+            if holder.endswith("config") and isinstance(key, ast.Constant):
+                yield holder, str(key.value)
+
+
+def _last_name(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _config_annotations(definition: ast.AST) -> Iterator[str]:
+    """The classes that `config` is declared as: an argument of a constructor or function, an attribute of a class."""
+    for node in ast.walk(definition):
+        is_argument = isinstance(node, ast.arg) and node.arg == "config"
+        if is_argument or (isinstance(node, ast.AnnAssign) and _last_name(node.target) == "config"):
+            yield from _names_in(node.annotation)
+
+
+def _names_in(annotation: ast.AST | None) -> Iterator[str]:
+    for node in ast.walk(annotation) if annotation is not None else ():
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+@cache
+def _keywords(config_class: type) -> frozenset[str]:
+    """Names that a config class takes out of its keyword arguments."""
+    module = _parse(config_class.__module__)
+    definition = module.definitions.get(config_class.__name__) if module else None
+    return frozenset(_keyword_reads(definition)) if definition is not None else frozenset()
+
+
+def _keyword_reads(definition: ast.AST) -> Iterator[str]:
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Call) and _is_keyword_read(node.func) and node.args:
+            yield from _constants(node.args[0])
+        elif isinstance(node, ast.Subscript) and _last_name(node.value) == "kwargs":
+            yield from _constants(node.slice)
+        elif isinstance(node, ast.For) and any(_is_keyword_read(inner) for inner in ast.walk(node)):
+            yield from _constants(node.iter)
+
+
+def _is_keyword_read(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr in _MAPPING_READS and _last_name(node.value) == "kwargs"
+
+
+def _constants(node: ast.AST) -> Iterator[str]:
+    for inner in [node, *getattr(node, "elts", [])]:
+        if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+            yield inner.value
