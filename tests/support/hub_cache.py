@@ -26,8 +26,5 @@ def use_cache(hub: Path, patch: pytest.MonkeyPatch) -> None:
     """This process has that cache, and no network."""
     from huggingface_hub import constants
 
-    from weft.zoo import hub as looked_up
-
     patch.setattr(constants, "HF_HUB_CACHE", str(hub))
     patch.setattr(constants, "ENDPOINT", NOWHERE)
-    looked_up._snapshot.cache_clear()

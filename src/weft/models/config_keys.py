@@ -36,7 +36,8 @@ _MAPPING_READS = {"pop", "get", "setdefault"}
 
 def known_keys(config: Any) -> frozenset[str]:
     """Every key that means something to `config`, an HF config of any class, or to the model made from it."""
-    return _fields(config) | _METADATA | _READ_OF_ALL | (_read_by_code(type(config)) - _fields_of_parts(config))
+    cls: Any = type(config)
+    return _fields(config) | _METADATA | _READ_OF_ALL | (_read_by_code(cls) - _fields_of_parts(config))
 
 
 def constructor_keys(config_class: type) -> frozenset[str]:
@@ -214,8 +215,8 @@ def _last_name(node: ast.AST) -> str:
 def _config_annotations(definition: ast.AST) -> Iterator[str]:
     """The classes that `config` is declared as: an argument of a constructor or function, an attribute of a class."""
     for node in ast.walk(definition):
-        is_argument = isinstance(node, ast.arg) and node.arg == "config"
-        if is_argument or (isinstance(node, ast.AnnAssign) and _last_name(node.target) == "config"):
+        named = node.arg if isinstance(node, ast.arg) else _last_name(getattr(node, "target", node))
+        if isinstance(node, ast.arg | ast.AnnAssign) and named == "config":
             yield from _names_in(node.annotation)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from weft.models.weight_files import INDEX_NAME, SINGLE_NAME
+from weft.zoo.hub import INDEX_NAME, SINGLE_NAME
 
 
 class ShardWriter:

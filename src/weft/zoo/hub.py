@@ -93,11 +93,13 @@ def commit_of(folder: Path) -> str | None:
 
 def snapshot_folder(name: str, *, revision: str | None = None, weights: bool = False) -> Path:
     """The files of a hub name on this disk: its small ones, and its weights where they are asked for."""
-    return _snapshot(name, revision, weights)
+    from huggingface_hub import constants
+
+    return _snapshot(name, revision, weights, Path(constants.HF_HUB_CACHE))
 
 
 @cache
-def _snapshot(name: str, revision: str | None, weights: bool) -> Path:
+def _snapshot(name: str, revision: str | None, weights: bool, cache_dir: Path) -> Path:
     from huggingface_hub import snapshot_download
 
     commit, reason = _newest_commit(name, revision)
@@ -107,6 +109,7 @@ def _snapshot(name: str, revision: str | None, weights: bool) -> Path:
             folder = snapshot_download(
                 name,
                 revision=commit or revision,
+                cache_dir=cache_dir,
                 local_files_only=commit is None,
                 allow_patterns=patterns,
                 ignore_patterns=list(_LEFT_OUT),

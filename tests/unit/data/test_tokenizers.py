@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hub_cache import put_in_cache, use_cache
 
 from weft.core.errors import TokenizerError
 from weft.data.tokenizers import HuggingFaceTokenizer, open_tokenizer
@@ -65,24 +66,15 @@ def test_identity_loads_nothing(tokenizer_folder: Path) -> None:
     assert "_backend" not in vars(tokenizer)
 
 
-def test_a_hub_name_is_asked_for_and_its_absence_is_one_sentence(
-    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_hub_name_is_its_files_in_the_cache_and_its_absence_is_one_sentence(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import AutoTokenizer
-
-    local = AutoTokenizer.from_pretrained(str(tokenizer_folder))
-
-    def from_hub(name: str, *, trust_remote_code: bool) -> object:
-        assert not trust_remote_code  # nor is the user asked
-        if name == "owner/words":
-            return local
-        raise OSError(f"{name} is not a model\nwith a second line")
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_hub)
+    use_cache(tmp_path / "hub", monkeypatch)
+    put_in_cache(tmp_path / "hub", "owner/words", tokenizer_folder)
     known = open_tokenizer("owner/words")
     assert known.encode("one").tolist() == [2]
     assert len(known.identity()) == 64
-    with pytest.raises(TokenizerError, match=r"cannot be loaded: owner/absent is not a model$") as caught:
+    with pytest.raises(TokenizerError, match=r"cannot be loaded: owner/absent is no folder") as caught:
         open_tokenizer("owner/absent").identity()
     assert "'bytes'" in caught.value.hint
 
