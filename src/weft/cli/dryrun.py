@@ -155,7 +155,7 @@ def measure(question: Question, *, rank: int | None) -> Answer:
     from weft.cli.dryrun_view import Progress
     from weft.core.errors import MeshError, WeftError
     from weft.dryrun.many import dry_runs
-    from weft.plan.changes import largest_saving
+    from weft.plan.changes import largest_saving, saving_of
 
     plan = question.plan
     if rank is not None and rank >= plan.num_ranks:
@@ -168,15 +168,16 @@ def measure(question: Question, *, rank: int | None) -> Answer:
         if isinstance(outcome, WeftError):
             raise outcome
     found = sorted((one for one in outcomes if not isinstance(one, WeftError)), key=lambda one: -one.peak_bytes)
-    fullest, predicted = found[0], question.predicted()
+    fullest, predicted, request = found[0], question.predicted(), question.request
+    changes = changes_that_fit(question, fullest, predicted)
     return Answer(
         question=question,
         found=fullest,
         others=tuple(found[1:]),
         predicted=predicted,
         fit=question.fit(fullest),
-        changes=changes_that_fit(question, fullest, predicted),
-        saving=largest_saving(question.request, plan) if question.request is not None else None,
+        changes=[saving_of(request, plan, one, at_peak=fullest.terms) for one in changes] if request else [],
+        saving=largest_saving(request, plan, at_peak=fullest.terms) if request is not None else None,
     )
 
 

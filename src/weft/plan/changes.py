@@ -5,6 +5,7 @@ whole search see search). What is trained stays what it is: the global batch and
 but where there are more devices, each with as many sequences as before.
 
     slower = step_s of the change / step_s of the plan - 1
+    saves  = of the estimate, or of a dry run's peak (plan/savings.py)
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from weft.core.plan import SECTIONS, Plan
 from weft.core.units import format_bytes
 from weft.plan.budget import choose_mixture
 from weft.plan.columns import columns_of
-from weft.plan.estimate import estimate_columns
+from weft.plan.estimate import Costs, estimate_columns
 from weft.plan.request import Request
 from weft.plan.rules import legal_rows
+from weft.plan.savings import saved_bytes
 
 Keys = dict[str, Any]  # "section.key" of plan.toml or run.toml -> its value
 
@@ -64,11 +66,26 @@ def smallest_changes(
     return []
 
 
-def largest_saving(request: Request, plan: Plan, *, trained_only: bool = True) -> Change | None:
-    """The one change that saves most memory, fitting or not; the faster one where two save alike."""
-    found = _estimated(request, plan, list(_single_keys(request, plan)), trained_only)
+def largest_saving(
+    request: Request, plan: Plan, *, trained_only: bool = True, at_peak: Mapping[str, int] | None = None
+) -> Change | None:
+    """The one change that saves most memory, fitting or not; the faster one where two save alike.
+
+    `at_peak`: a dry run's bytes by term, which the saving is of; without it, the estimate's.
+    """
+    found = _estimated(request, plan, list(_single_keys(request, plan)), trained_only, at_peak)
     best = max(found, key=lambda one: (one.change.saves_bytes, -one.change.step_s), default=None)
     return best.change if best is not None and best.change.saves_bytes > 0 else None
+
+
+def saving_of(request: Request, plan: Plan, change: Change, *, at_peak: Mapping[str, int]) -> Change:
+    """`change` with what it saves of a dry run's peak."""
+    changed_request, changed = with_keys(request, plan, change.keys)
+    before, after = (
+        _terms_at(estimate_columns(asked, columns_of([one])), 0)
+        for asked, one in ((request, plan), (changed_request, changed))
+    )
+    return replace(change, saves_bytes=round(saved_bytes(before, after, at_peak=at_peak)))
 
 
 def fewest_devices(request: Request, plan: Plan) -> int:
@@ -110,6 +127,15 @@ class _Found:
 
     def fits(self, budget_bytes: float) -> bool:
         return self.host_fits and self.change.memory_bytes <= budget_bytes
+
+
+@dataclass(frozen=True)
+class _Now:
+    """The plan as it is: estimated terms and step, and what the peak really has, where that is known."""
+
+    terms: dict[str, float]
+    step_s: float
+    at_peak: Mapping[str, int] | None
 
 
 def _rounds(request: Request, plan: Plan, budget_bytes: float) -> Iterator[list[Keys]]:
@@ -196,7 +222,13 @@ def _more_devices(request: Request, plan: Plan, singles: Sequence[Keys]) -> Iter
         yield from ({**wider, **single} for single in singles if not kept & set(single))
 
 
-def _estimated(request: Request, plan: Plan, candidates: Sequence[Keys], trained_only: bool) -> list[_Found]:
+def _estimated(
+    request: Request,
+    plan: Plan,
+    candidates: Sequence[Keys],
+    trained_only: bool,
+    at_peak: Mapping[str, int] | None = None,
+) -> list[_Found]:
     """What the planner says of each legal candidate; those with the same request are asked together."""
     groups: dict[tuple[Any, ...], list[tuple[Keys, Request, Plan]]] = {}
     for keys in candidates:
@@ -208,33 +240,38 @@ def _estimated(request: Request, plan: Plan, candidates: Sequence[Keys], trained
             continue
         same = tuple(sorted((key, value) for key, value in keys.items() if not _is_layout(key)))
         groups.setdefault((changed.num_ranks, same), []).append((keys, changed_request, changed))
-    now = estimate_columns(request, columns_of([plan]))
+    costs = estimate_columns(request, columns_of([plan]))
+    now = _Now(_terms_at(costs, 0), float(costs.step_s[0]), at_peak)
     found: list[_Found] = []
     for group in groups.values():
-        found += _asked(group, memory_bytes=float(now.memory.total[0]), step_s=float(now.step_s[0]))
+        found += _asked(group, now)
     return found
 
 
-def _asked(group: list[tuple[Keys, Request, Plan]], *, memory_bytes: float, step_s: float) -> list[_Found]:
+def _asked(group: list[tuple[Keys, Request, Plan]], now: _Now) -> list[_Found]:
     request = group[0][1]
     columns = columns_of([changed for _, _, changed in group])
     legal, _ = legal_rows(request, columns)
     costs = estimate_columns(request, columns)
     host_fits = costs.memory.host <= request.cluster.host_memory_bytes
     changes = [
-        _change(keys, costs.memory.total[row], costs.step_s[row], memory_bytes, step_s)
-        for row, (keys, _, _) in enumerate(group)
+        _change(keys, _terms_at(costs, row), float(costs.step_s[row]), now) for row, (keys, _, _) in enumerate(group)
     ]
     return [_Found(changes[row], request.cluster.num_devices, bool(host_fits[row])) for row in np.flatnonzero(legal)]
 
 
-def _change(keys: Keys, needs: float, takes_s: float, memory_bytes: float, step_s: float) -> Change:
+def _terms_at(costs: Costs, row: int) -> dict[str, float]:
+    return {str(term): float(values[row]) for term, values in costs.memory.terms.items()}
+
+
+def _change(keys: Keys, terms: Mapping[str, float], takes_s: float, now: _Now) -> Change:
+    needs = sum(terms.values())
     return Change(
         keys=keys,
-        text=f"{say_keys(keys)}: {format_bytes(needs)}, {_say_speed(takes_s / step_s - 1)}",
+        text=f"{say_keys(keys)}: {format_bytes(needs)}, {_say_speed(takes_s / now.step_s - 1)}",
         memory_bytes=round(needs),
-        step_s=float(takes_s),
-        saves_bytes=round(memory_bytes - needs),
+        step_s=takes_s,
+        saves_bytes=round(saved_bytes(now.terms, terms, at_peak=now.at_peak)),
     )
 
 

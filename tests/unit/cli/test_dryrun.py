@@ -123,6 +123,16 @@ def test_the_json_has_the_fields_that_programs_rely_on(files: Path, measured_by:
     assert "on fake tensors" in err
 
 
+def test_what_a_change_would_save_is_of_the_peak_that_was_found(files: Path, measured_by: Stub) -> None:
+    """The planner counts 400 MiB a communicator, beside a peak that is smaller than that."""
+    (files / "plan.toml").write_text("[mesh]\ndp_replicate = 2\ndp_shard = 4\n", encoding="utf-8")
+    measured_by(lambda job: found_of(terms={"weights": 2**26, "activations": 2**20}, reserved_bytes={}))
+    _, out, err = call_weft("dryrun", "run.toml", "--plan", "plan.toml", "--device", "H200", "--json")
+    saving = json.loads(out)["largest_saving"]
+    assert saving is not None, err
+    assert 0 < saving["saves_bytes"] <= 2**26 + 2**20
+
+
 def test_changes_are_no_more_hopeful_than_the_dry_run(files: Path, measured_by: Stub) -> None:
     def offered(times: int) -> list[int]:
         needed = times * 200 * GIB

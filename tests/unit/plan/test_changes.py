@@ -12,8 +12,9 @@ from plan_cases import GIB, plan_with, request_of, requests, tiny_llama
 
 from weft.core.executable import require_executable
 from weft.core.plan import Plan
+from weft.core.terms import MemoryTerm
 from weft.plan.ask import require_legal
-from weft.plan.changes import Change, fewest_devices, largest_saving, say_keys, smallest_changes, with_keys
+from weft.plan.changes import Change, fewest_devices, largest_saving, saving_of, say_keys, smallest_changes, with_keys
 from weft.plan.estimate import estimate
 from weft.plan.request import Request
 
@@ -174,3 +175,45 @@ def test_what_no_rule_allows_is_not_offered() -> None:
     saving = largest_saving(without_host, plan, trained_only=False)
     assert saving is not None
     assert "offload.optimizer" not in saving.keys
+
+
+AT_PEAK = st.dictionaries(st.sampled_from([str(term) for term in MemoryTerm]), st.integers(0, 2**36))
+
+
+@settings(max_examples=40)
+@given(requests(), st.sampled_from([(1, 8), (2, 4), (8, 1)]), AT_PEAK)
+def test_nothing_saves_more_than_a_dry_run_found(
+    request: Request, mesh: tuple[int, int], at_peak: dict[str, int]
+) -> None:
+    """No term can be saved that the dry run has not, and none beyond what is there, whatever the estimate believes."""
+    plan = plan_with(dp_replicate=mesh[0], dp_shard=mesh[1], zero=3 if mesh[1] > 1 else 0)
+    assume(plan.num_ranks == request.cluster.num_devices)
+    inside = sum(size for term, size in at_peak.items() if term != MemoryTerm.FRAMEWORK)
+    saving = largest_saving(request, plan, trained_only=False, at_peak=at_peak)
+    assert saving is None or 0 < saving.saves_bytes <= inside
+    for change in smallest_changes(request, plan, trained_only=False, top=9):
+        assert saving_of(request, plan, change, at_peak=at_peak).saves_bytes <= inside
+
+
+def test_a_communicator_less_is_no_saving_of_the_allocator_s_peak() -> None:
+    """A tiny model on replicas of shards: sharding over all ranks saves a communicator, 400 MiB that no peak has."""
+    request = request_of(tiny_llama(), "4xH100-80GB", global_batch=4, sequence_length=64)
+    plan = plan_with(dp_replicate=2, dp_shard=2, zero=3, preset="bf16")
+    believed = largest_saving(request, plan)
+    assert believed is not None
+    assert believed.saves_bytes > 380 * 2**20
+    at_peak = {"weights": 12 * 2**20, "optimizer_state": 24 * 2**20, "activations": 29 * 2**20}
+    saving = largest_saving(request, plan, at_peak=at_peak)
+    assert saving is not None
+    assert 0 < saving.saves_bytes <= 65 * 2**20
+
+
+def test_where_the_dry_run_agrees_a_saving_is_the_estimate_s_own() -> None:
+    request, plan = request_of(global_batch=16), plan_with(dp_shard=8, zero=3, preset="bf16")
+    terms = estimate(request, plan).memory_terms
+    inside = {term: size for term, size in terms.items() if term != MemoryTerm.FRAMEWORK}
+    best = largest_saving(request, plan, at_peak=inside)
+    assert best is not None
+    after = estimate(*with_keys(request, plan, best.keys)).memory_terms
+    expected = sum(inside.values()) - sum(size for term, size in after.items() if term != MemoryTerm.FRAMEWORK)
+    assert best.saves_bytes == pytest.approx(expected, rel=1e-3)
