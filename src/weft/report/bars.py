@@ -13,6 +13,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from weft.core.agreement import has_guessed_times, time_row
 from weft.core.terms import MemoryTerm, TimeTerm
 from weft.core.units import format_bytes, format_seconds
 from weft.report.chart import Chart, Entry, axis, label, new_figure
@@ -77,7 +78,8 @@ def draw_memory(folder: RunFolder) -> Chart | None:
 
 def draw_time(folder: RunFolder) -> Chart | None:
     time = table(folder.ledger, "time")
-    terms = {name: table(time, "terms", name) for name in table(time, "terms")}
+    is_guessed = has_guessed_times(folder.ledger)
+    terms = {name: time_row(table(time, "terms", name), is_guessed=is_guessed) for name in table(time, "terms")}
     sources = [
         source for source in ("measured", "predicted") if any(number(t.get(source)) is not None for t in terms.values())
     ]

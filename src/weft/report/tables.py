@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
+from weft.core.agreement import GUESSED_TIMES, format_error, has_guessed_times, memory_row, time_row
 from weft.core.records import StepRecord
 from weft.core.terms import MemoryTerm, TimeTerm
 from weft.core.units import format_bytes, format_count, format_seconds
@@ -21,23 +22,24 @@ NUM_SAMPLED_STEPS = 16
 
 def memory_terms(folder: RunFolder) -> Markup:
     memory = table(folder.ledger, "memory")
+    total = table(memory, "total")
     return _terms(
-        table(memory, "terms"),
+        {term: memory_row(table(memory, "terms", term), total=total) for term in table(memory, "terms")},
         MemoryTerm,
         caption="Memory by term",
         show=format_bytes,
-        total=("in the allocator", table(memory, "total")),
+        total=("in the allocator", total),
     )
 
 
 def time_terms(folder: RunFolder) -> Markup:
-    time = table(folder.ledger, "time")
+    time, is_guessed = table(folder.ledger, "time"), has_guessed_times(folder.ledger)
     return _terms(
-        table(time, "terms"),
+        {term: time_row(table(time, "terms", term), is_guessed=is_guessed) for term in table(time, "terms")},
         TimeTerm,
         caption="Time of a step by term",
         show=format_seconds,
-        total=("step, median", table(time, "step")),
+        total=("step, median", time_row(table(time, "step"), is_guessed=is_guessed) if table(time, "step") else {}),
     )
 
 
@@ -76,7 +78,8 @@ def collectives(folder: RunFolder) -> Markup:
 def remarks(folder: RunFolder) -> Markup:
     """What the ledger has to say about itself: predictions that were off, columns that are empty."""
     warned = [tag("li", text(f"✗ Prediction off: {line}."), class_="bad") for line in _texts(folder, "warnings")]
-    noted = [tag("li", text(line)) for line in _texts(folder, "remarks")]
+    guessed = [f"{GUESSED_TIMES[0].upper()}{GUESSED_TIMES[1:]}."] if has_guessed_times(folder.ledger) else []
+    noted = [tag("li", text(line)) for line in [*guessed, *_texts(folder, "remarks")]]
     return tag("ul", *warned, *noted) if warned or noted else NOTHING
 
 
@@ -163,7 +166,7 @@ def _sources(found: Sequence[dict[str, Any]]) -> list[str]:
 def _error(row: dict[str, Any]) -> Markup:
     """Measured against predicted."""
     value = number(row.get("error"))
-    return text("–") if value is None else text(f"{value:+.1%}")
+    return text("–") if value is None else text(format_error(value))
 
 
 def _shown(row: dict[str, Any], key: str, show: Callable[[float], str] = format_bytes) -> Markup:

@@ -1,4 +1,7 @@
-"""The ledger's rows as a table for the terminal: predicted | dry run | measured | error. From ledger.json alone."""
+"""The ledger's rows as a table for the terminal: predicted | dry run | measured | error. From ledger.json alone.
+
+Errors that are noise are left out (core/agreement.py); ledger.json has them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from weft.core.agreement import format_error, has_guessed_times, memory_row, time_row
 from weft.core.terms import TimeTerm
 from weft.core.units import format_bytes, format_seconds
 
@@ -33,14 +37,15 @@ def cost_table(ledger: dict[str, Any]) -> Table:
 def _lines(ledger: dict[str, Any]) -> Iterator[tuple[str, Row, Callable[[float], str]]]:
     memory, time = ledger["memory"], ledger["time"]
     for term, row in memory["terms"].items():
-        yield term.replace("_", " "), row, format_bytes
+        yield term.replace("_", " "), memory_row(row, total=memory.get("total") or {}), format_bytes
     if memory.get("total"):
         yield "memory in all", memory["total"], format_bytes
     for row in ledger["traffic"]:
         yield f"{row['axis']} {row['collective'].replace('_', '-')}, {row['phase']}", row, format_bytes
+    is_guessed = has_guessed_times(ledger)
     for term in _SHOWN_TIMES:
         if term in time["terms"]:
-            yield term.replace("_", " + "), time["terms"][term], format_seconds
+            yield term.replace("_", " + "), time_row(time["terms"][term], is_guessed=is_guessed), format_seconds
 
 
 def _shown(value: float | None, show: Callable[[float], str]) -> str:
@@ -48,4 +53,4 @@ def _shown(value: float | None, show: Callable[[float], str]) -> str:
 
 
 def _error(row: Row) -> str:
-    return "" if row.get("error") is None else f"{row['error']:+.1%}"
+    return "" if row.get("error") is None else format_error(row["error"])

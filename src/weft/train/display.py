@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from weft.core.agreement import GUESSED_TIMES, has_guessed_times
 from weft.core.records import DtypeRecord, StepRecord
 from weft.core.units import format_bytes, format_count, format_seconds
 from weft.train.cost_table import cost_table
@@ -54,7 +55,8 @@ class Display(Progressing):
     def costs(self, ledger: dict[str, Any]) -> None:
         """Predicted, dry run and measured beside each other, and why a column is empty."""
         self.console.print(cost_table(ledger))
-        for remark in ledger.get("remarks", []):
+        guessed = [GUESSED_TIMES] if has_guessed_times(ledger) else []
+        for remark in [*guessed, *ledger.get("remarks", [])]:
             self.line(f"note: {remark}")
 
 

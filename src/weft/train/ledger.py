@@ -146,13 +146,21 @@ def build_ledger(
         "time": _time(metrics, seconds_per_step, prediction, measured),
         "pipeline": pipeline,
         "flops": measured.flops if measured else None,
-        "prediction": {"device": prediction.device, "fits": prediction.estimate.fits} if prediction else None,
+        "prediction": _said_of(prediction) if prediction else None,
         "remarks": [*remarks, *(prediction.notes if prediction else ())],
         "warnings": list(warnings),
         "fast_path": [record.as_dict() for record in fast_path(engine)],
         "dtypes": [asdict(record) for record in engine.dtypes()],
         "coverage": [asdict(record) for record in engine.coverage()],
         "checkpoints": checkpoints,
+    }
+
+
+def _said_of(prediction: Prediction) -> dict[str, Any]:
+    return {
+        "device": prediction.device,
+        "calibrated": prediction.request.cluster.calibrated,
+        "fits": prediction.estimate.fits,
     }
 
 
