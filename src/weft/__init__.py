@@ -16,15 +16,20 @@ _HOME = {
     "StepRecord": "weft.core.records",
     "WeftError": "weft.core.errors",
     "Engine": "weft.engine.engine",
+    "OptimizerPolicy": "weft.engine.optim",
 }
+_ROOMS = ("server", "train", "verify")  # train and verify are callable: weft.train(run, plan)
 _FUNCTIONS = {
     "estimate": ("weft.plan.ask", "estimate_plan"),
     "search": ("weft.plan.ask", "search_plans"),
     "dry_run": ("weft.dryrun.run", "dry_run"),
+    "join": ("weft.train.process", "join"),
+    "leave": ("weft.train.process", "leave"),
 }
 
 __all__ = [
     "Engine",
+    "OptimizerPolicy",
     "Plan",
     "RunSpec",
     "StepRecord",
@@ -32,14 +37,17 @@ __all__ = [
     "__version__",
     "dry_run",
     "estimate",
+    "join",
+    "leave",
     "search",
+    "server",
     "train",
     "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("train", "verify"):  # the rooms themselves are callable: weft.train(run, plan)
+    if name in _ROOMS:
         return import_module(f"weft.{name}")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)

@@ -106,7 +106,7 @@ def test_parallel_axes_inside_the_engine_are_strangers() -> None:
     "arguments",
     [
         ["-c", "import weft"],
-        ["-c", "import weft; weft.Plan; weft.RunSpec; weft.StepRecord; dir(weft)"],
+        ["-c", "import weft; weft.Plan; weft.RunSpec; weft.StepRecord; weft.server.ServerRun; dir(weft)"],
         ["-m", "weft", "--help"],
         ["-m", "weft", "--version"],
         ["-m", "weft", "train", "--help"],
@@ -163,6 +163,7 @@ def heavy_imports(arguments: list[str]) -> str:
 def test_public_names_are_the_documented_ones_and_resolve() -> None:
     assert set(weft.__all__) == {
         "Engine",
+        "OptimizerPolicy",
         "Plan",
         "RunSpec",
         "StepRecord",
@@ -170,7 +171,10 @@ def test_public_names_are_the_documented_ones_and_resolve() -> None:
         "__version__",
         "dry_run",
         "estimate",
+        "join",
+        "leave",
         "search",
+        "server",
         "train",
         "verify",
     }

@@ -48,9 +48,10 @@ _membership: _Membership | None = None
 _depth = 0  # joins not yet left: a run inside a verification leaves the verification's group alone
 
 
-def join(*, device_type: Literal["cpu", "cuda"], timeout_s: float) -> Process:
+def join(*, device_type: Literal["auto", "cpu", "cuda"] = "auto", timeout_s: float = 300.0) -> Process:
     """Joins this rank to the others and returns its place; one rank alone gets a group of its own.
 
+    It is `weft.join`, for scripts of your own under torchrun or Slurm. "auto": a GPU for each rank where there are any.
     A process group that exists already is taken as it is, and `leave` will not destroy it.
     """
     global _membership, _depth
@@ -63,7 +64,7 @@ def join(*, device_type: Literal["cpu", "cuda"], timeout_s: float) -> Process:
         _write_pid(process)
         meeting = read_meeting(os.environ, world_size=process.world_size)
         lent = _stay_local() if meeting is None else ()
-        device = _take_device(process, device_type=device_type)
+        device = _take_device(process, device_type=_kind_of_device(device_type))
         store = open_store(meeting, process=process, timeout_s=timeout_s)
         dist.init_process_group(
             "gloo" if device is None else "cpu:gloo,cuda:nccl",
@@ -118,6 +119,12 @@ def _describe_existing_group() -> Process:
         world_size=dist.get_world_size(),
         restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
     )
+
+
+def _kind_of_device(asked: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
+    if asked != "auto":
+        return asked
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _take_device(process: Process, *, device_type: str) -> torch.device | None:
