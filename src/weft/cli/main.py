@@ -68,7 +68,10 @@ def main() -> None:
     except KeyboardInterrupt:
         code = tell(InputError("interrupted", hint="nothing goes on in the background")) and INTERRUPTED
     except Exception as error:
-        if not hasattr(error, "format_message"):
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help was asked for by saying nothing else
+            print(error.format_message())  # type: ignore[attr-defined]
+            code = 0
+        elif not hasattr(error, "format_message"):
             code = _tell_unforeseen(error)
         else:  # a usage error of the option parser, whichever library provides it
             code = tell(

@@ -131,7 +131,12 @@ def _hint_for(kind: type[BaseModel], location: list[str]) -> str:
     field = owner.model_fields.get(location[-1]) if owner else None
     if field is None:
         return "see docs/reference for the keys and their values"
-    return field.description or f"the default is {field.default!r}"
+    table = _model_at(kind, location)
+    if table is not None:
+        return f"[{'.'.join(location)}] is a table; its keys: {', '.join(table.model_fields)}"
+    if field.description or field.is_required():
+        return field.description or f"{'.'.join(location)} has no default: give it a value"
+    return f"the default is {field.get_default(call_default_factory=True)!r}"
 
 
 def _parse_literal(text: str) -> Any:

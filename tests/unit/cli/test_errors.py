@@ -68,6 +68,14 @@ def test_a_bad_request_is_one_sentence_and_a_hint(case: str, here: Path) -> None
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("group", [(), ("server",), ("bench",)], ids=["weft", "weft server", "weft bench"])
+def test_a_command_without_a_verb_prints_its_help(group: tuple[str, ...]) -> None:
+    code, out, err = call_weft(*group)
+    assert (code, err) == (0, "")
+    assert "Usage: " in out
+    assert "Commands:" in out
+
+
 def test_with_json_the_error_is_an_object_on_stdout(here: Path) -> None:
     code, out, err = call_weft("train", "none.toml", "--json")
     found = json.loads(out)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import tomllib
 
 import pytest
+from pydantic import Field
 
+from weft.core.config import Document, Section
 from weft.core.errors import BadValueError, UnknownKeyError
 from weft.core.run_spec import DEFAULT_RUN, RunSpec
 
@@ -49,3 +51,33 @@ def test_8_bit_has_no_choice_of_kernel() -> None:
     with pytest.raises(BadValueError, match="adamw8bit has a kernel of its own"):
         RunSpec.from_tables({**DEFAULT_RUN, "train": chosen})
     assert RunSpec.from_tables({**DEFAULT_RUN, "train": {**chosen, "optimizer_kernel": "auto"}})
+
+
+@pytest.mark.parametrize("tables", [{}, {"model": 3}, {"model": {"type": "llama"}, "data": "text"}])
+def test_a_section_that_is_missing_or_no_table_is_answered_with_its_keys(tables: dict[str, object]) -> None:
+    with pytest.raises(BadValueError) as caught:
+        RunSpec.from_tables(tables)
+    section, key = ("data", "source") if "data" in tables else ("model", "path")
+    assert f"[{section}] is a table" in caught.value.hint
+    assert key in caught.value.hint
+
+
+def test_no_hint_names_a_default_that_does_not_exist() -> None:
+    class Inner(Section):
+        needed: int
+        listed: list[int] = Field(default_factory=lambda: [1])
+        plain: int = 7
+
+    class Outer(Document):
+        inner: Inner
+
+    hints = {}
+    for key in ("needed", "listed", "plain"):
+        with pytest.raises(BadValueError) as caught:
+            Outer.from_tables({"inner": {"needed": 1, key: "x"}})
+        hints[key] = caught.value.hint
+    assert hints == {
+        "needed": "inner.needed has no default: give it a value",
+        "listed": "the default is [1]",
+        "plain": "the default is 7",
+    }
