@@ -41,6 +41,11 @@ def list_steps(root: Path) -> list[int]:
     return sorted((step for step, name in steps if name == step_path(root, step).name), reverse=True)
 
 
+def list_damaged(root: Path) -> list[str]:
+    """Names of checkpoints that failed verification and were set aside."""
+    return sorted(entry.name for entry in root.iterdir() if entry.name.startswith(_BAD)) if root.is_dir() else []
+
+
 def make_root(root: Path) -> None:
     """The folder that holds all checkpoints of a run, itself durable."""
     if not root.is_dir():

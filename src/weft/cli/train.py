@@ -15,6 +15,7 @@ import typer
 from weft.cli.device import Device
 
 if TYPE_CHECKING:  # imported inside the verb: `weft --help` must not pay for what it does not use
+    from weft.train.folder_lock import FolderLock
     from weft.train.job import Job
 
 
@@ -38,9 +39,11 @@ def train(
     from weft.core.batching import require_divisible
     from weft.core.executable import require_executable
     from weft.core.plan import Plan
+    from weft.train.folder_lock import FolderLock
+    from weft.train.folder_state import look_at
     from weft.train.job import Job
     from weft.train.rank_environment import given_ranks
-    from weft.train.run_folder import RunFolder, require_free
+    from weft.train.run_folder import RunFolder
     from weft.zoo.hub import with_model_files
 
     given = settings or []
@@ -53,7 +56,7 @@ def train(
         tables, num_ranks = resolve_plan(plan, given, num_ranks=wanted)
         job = Job.create(run=resolve_run(run, given), plan_tables=tables, out=out, device=device.value)
         if outside is None:
-            require_free(job.out)
+            look_at(job.out).require_startable()
     resolved = Plan.from_tables(job.plan_tables)
     require_executable(resolved)
     require_divisible(job.run, resolved)
@@ -64,7 +67,11 @@ def train(
         job = settle_job(job)
     is_main = outside is None or _given_rank() == 0
     carry_out = _run_beside_dry_run if is_main and job.run.ledger.dry_run else _run
-    carry_out(job, num_ranks=num_ranks, is_one_of_many=outside is not None, max_restarts=max_restarts)
+    with FolderLock(job.out) as lock:
+        if outside is None:  # ranks of torchrun have joined by the time that rank 0 takes it: all end with one message
+            _say(lock.acquire())
+            job = dataclasses.replace(job, is_locked=True)
+        carry_out(job, lock, num_ranks=num_ranks, is_one_of_many=outside is not None, max_restarts=max_restarts)
     if as_json and is_main:
         print(json.dumps({"run_dir": str(job.out), **RunFolder(job.out).read_ledger()}))
 
@@ -80,17 +87,17 @@ def _resumed_job(
 ) -> tuple[Job, int]:
     from weft.cli.resolve import resolve_resumed
     from weft.core.errors import BadValueError
+    from weft.train.folder_state import look_at
     from weft.train.job import Job
-    from weft.train.run_folder import require_run
 
     if run is not None or out is not None:
         raise BadValueError("--resume goes on in its own folder with its own run.toml", hint="change values with --set")
-    require_run(folder)
+    look_at(folder).require_resumable()
     spec, tables, ranks = resolve_resumed(folder, plan, settings, num_ranks=num_ranks)
     return Job.create(run=spec, plan_tables=tables, out=folder, resume=True, device=device.value), ranks
 
 
-def _run(job: Job, *, num_ranks: int, is_one_of_many: bool, max_restarts: int) -> None:
+def _run(job: Job, lock: FolderLock, *, num_ranks: int, is_one_of_many: bool, max_restarts: int) -> None:
     from weft.core.quiet import quiet_libraries
 
     quiet_libraries()
@@ -98,17 +105,17 @@ def _run(job: Job, *, num_ranks: int, is_one_of_many: bool, max_restarts: int) -
         from weft.train.process import report_failures
         from weft.train.worker import run_job
 
-        with report_failures():
-            run_job(job)
+        with report_failures(), lock.released_by_failure():
+            run_job(job, lock=lock)
     elif num_ranks == 1 and max_restarts == 0:
         from weft.train.worker import run_job
 
-        run_job(job)
+        run_job(job, lock=lock)
     else:
         _launch(job, num_ranks=num_ranks, max_restarts=max_restarts)
 
 
-def _run_beside_dry_run(job: Job, *, num_ranks: int, is_one_of_many: bool, max_restarts: int) -> None:
+def _run_beside_dry_run(job: Job, lock: FolderLock, *, num_ranks: int, is_one_of_many: bool, max_restarts: int) -> None:
     """As `_run`, with rank 0's step on fake tensors meanwhile; its figures join the finished run's ledger."""
     import torch
 
@@ -118,8 +125,13 @@ def _run_beside_dry_run(job: Job, *, num_ranks: int, is_one_of_many: bool, max_r
     on_gpu = job.device != "cpu" and torch.cuda.device_count() > 0
     with DryRunBeside(job, on_gpu=on_gpu) as beside:
         followed = dataclasses.replace(job, dry_run_follows=True)
-        _run(followed, num_ranks=num_ranks, is_one_of_many=is_one_of_many, max_restarts=max_restarts)
+        _run(followed, lock, num_ranks=num_ranks, is_one_of_many=is_one_of_many, max_restarts=max_restarts)
         beside.join(RunFolder(job.out))
+
+
+def _say(note: str) -> None:
+    if note:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _given_rank() -> int:

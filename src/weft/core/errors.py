@@ -21,6 +21,7 @@ It is not a place for programming errors: those stay ordinary Python exceptions 
     │   ├── TokenizerError    W402   the tokenizer is missing or does not fit the model
     │   ├── MissingExtraError W403   an optional dependency is not installed
     │   ├── RunFolderError    W501   the run folder is in the way, missing, or not a run folder
+    │   ├── FolderBusyError   W502   another process is training into the run folder
     │   ├── TableError        W801   a table that does not exist, or not as it is asked for
     │   └── TokenError        W802   a server refused the token
     ├── CheckpointError       W601   no usable checkpoint, or one that does not match the model (exit 2)
@@ -173,6 +174,12 @@ class RunFolderError(InputError):
     """The run folder is in the way, missing, or not a run folder."""
 
     code = "W501"
+
+
+class FolderBusyError(InputError):
+    """Another process is training into the run folder."""
+
+    code = "W502"
 
 
 class TableError(InputError):

@@ -28,7 +28,7 @@ from weft.server.node.spec import NodeSpec
 from weft.server.node.state import State
 from weft.server.task import open_task
 from weft.server.worker import build_seeded
-from weft.train.run_folder import require_free
+from weft.train.folder_state import require_free
 
 _PIECE = 1 << 16
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,8 @@ from weft.server.task import Build, Task, open_task
 from weft.server.wire.control import ControlServer
 from weft.server.wire.endpoint import Endpoint
 from weft.server.worker import build_seeded
-from weft.train.run_folder import require_free
+from weft.train.folder_lock import FolderLock
+from weft.train.folder_state import require_free
 from weft.train.stop_flag import StopFlag
 
 _LOOK_S = 0.05  # between two looks at the children
@@ -60,26 +62,50 @@ def run_job(
     draws_report: bool = True,
 ) -> dict[str, Any]:
     """Train; returns the ledger. `address`: of a Ray cluster. `build`: see `Trainer`."""
-    started_s = time.perf_counter()
     folder = ServerFolder(out)
-    if resume:
-        folder.require_run()
-    else:
-        require_free(out)
+    _require_usable(folder, resume=resume)
     if build is not None and run.server.launcher != "in_process":
         raise BadValueError(
             f"launcher {run.server.launcher!r} cannot be given a function of this process",
             hint="give 'module:function' as model.factory, or use the launcher 'in_process'",
         )
+    with FolderLock(out) as lock:
+        note = lock.acquire()
+        _require_usable(folder, resume=resume)  # how it stands now that nobody else writes
+        if note and not quiet:
+            print(f"note: {note}", file=sys.stderr)
+        return _run_locked(
+            run, folder, resume=resume, address=address, build=build, quiet=quiet, draws_report=draws_report
+        )
+
+
+def _require_usable(folder: ServerFolder, *, resume: bool) -> None:
+    if resume:
+        folder.require_run()
+    else:
+        require_free(folder.path)
+
+
+def _run_locked(
+    run: ServerRun,
+    folder: ServerFolder,
+    *,
+    resume: bool,
+    address: str | None,
+    build: Build | None,
+    quiet: bool,
+    draws_report: bool,
+) -> dict[str, Any]:
+    started_s = time.perf_counter()
     if resume and server_folders(folder.servers_path):
         reshard(folder.servers_path, run.server.servers)
     folder.create(run)
     try:
-        prepare_data(run, out)
-        task = open_task(run, out.absolute(), build=build)
+        prepare_data(run, folder.path)
+        task = open_task(run, folder.path.absolute(), build=build)
     except WeftError:
         if not resume:  # else the mended command would find its folder in the way
-            shutil.rmtree(out, ignore_errors=True)
+            shutil.rmtree(folder.path, ignore_errors=True)
         raise
     with _Stage(run, folder, build=build, address=address) as stage, StopFlag() as stop:
         driver = _Driver(run, folder, stage, task, quiet=quiet)

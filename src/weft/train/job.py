@@ -27,6 +27,7 @@ class Job:
     resume: bool = False
     device: DeviceChoice = "auto"
     quiet: bool = False  # say nothing on the way, draw no report
+    is_locked: bool = False  # whoever started the run holds the lock of its folder
     dry_run_follows: bool = False  # who started the run adds the dry run's column, and draws the report then
 
     @staticmethod
@@ -55,6 +56,7 @@ class Job:
                 "resume": self.resume,
                 "device": self.device,
                 "quiet": self.quiet,
+                "is_locked": self.is_locked,
                 "dry_run_follows": self.dry_run_follows,
             }
         )
@@ -69,6 +71,7 @@ class Job:
             resume=fields["resume"],
             device=fields["device"],
             quiet=fields["quiet"],
+            is_locked=fields.get("is_locked", False),
             dry_run_follows=fields.get("dry_run_follows", False),
         )
 

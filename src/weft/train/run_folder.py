@@ -31,8 +31,8 @@ class RunFolder:
         """Make the folder and write the two resolved documents."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / "run.toml").write_text(run.to_toml(), encoding="utf-8")
-            (self.path / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
+            write_whole(self.path / "plan.toml", plan.to_toml())
+            write_whole(self.path / "run.toml", run.to_toml())
         except OSError as error:
             raise RunFolderError(
                 f"the run folder {self.path} cannot be written: {error}", hint="choose another --out"
@@ -47,8 +47,12 @@ class RunFolder:
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:
     """Whole or not at all: whoever reads meanwhile finds the file as it was."""
+    write_whole(path, json.dumps(fields, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    draft.write_text(text, encoding="utf-8")
     draft.replace(path)
 
 
@@ -56,12 +60,6 @@ def read_json(path: Path) -> dict[str, Any]:
     """Empty where there is no file."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found
-
-
-def require_free(path: Path) -> None:
-    """A new run never writes over an old one."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise RunFolderError(f"{path} is there already", hint=f"choose another --out, or go on with --resume {path}")
 
 
 def require_run(path: Path) -> None:

@@ -25,6 +25,8 @@ from weft.train.account import Account
 from weft.train.build import Workbench, build_workbench
 from weft.train.costs import with_dry_run
 from weft.train.display import Display
+from weft.train.folder_lock import FolderLock
+from weft.train.folder_state import FolderLook, FolderState, look_at
 from weft.train.job import DeviceChoice, Job
 from weft.train.ledger import build_ledger, count_parameters, gather_memory
 from weft.train.loop import LoopOutcome, TrainingLoop
@@ -34,15 +36,15 @@ from weft.train.pipeline_record import write_pipeline
 from weft.train.pipeline_watch import PipelineWatch
 from weft.train.process import Process, StopFlag, join, leave, phase
 from weft.train.rank_environment import read_local_size
-from weft.train.run_folder import RunFolder, require_free
+from weft.train.run_folder import RunFolder
 from weft.train.settle import agreed, settle_plan
 from weft.zoo.hub import with_model_files
 
 _PATH_BYTES = 4096  # the longest path a system takes
 
 
-def run_job(job: Job) -> dict[str, Any]:
-    """Train; returns the ledger. Collective when there are ranks."""
+def run_job(job: Job, *, lock: FolderLock | None = None) -> dict[str, Any]:
+    """Train; returns the ledger. Collective when there are ranks. `lock`: of the folder, for who keeps it longer."""
     started_s = time.perf_counter()
     with phase("looking for the model's files"):
         job = dataclasses.replace(job, run=with_model_files(job.run))
@@ -52,8 +54,8 @@ def run_job(job: Job) -> dict[str, Any]:
     plan = settle_plan(job.run, plan, on_gpu=device_type == "cuda")
     process = join(device_type=device_type, timeout_s=job.run.train.collective_timeout_s)
     try:
-        with StopFlag() as stop:
-            return _train(job, plan, process, stop, device_type=device_type, started_s=started_s)
+        with StopFlag() as stop, FolderLock(job.out) as own_lock:
+            return _train(job, plan, process, stop, lock or own_lock, device_type=device_type, started_s=started_s)
     finally:
         leave()
 
@@ -73,27 +75,26 @@ def choose_device_type(choice: DeviceChoice) -> Literal["cpu", "cuda"]:
 
 
 def _train(
-    job: Job, plan: Plan, process: Process, stop: StopFlag, *, device_type: str, started_s: float
+    job: Job, plan: Plan, process: Process, stop: StopFlag, lock: FolderLock, *, device_type: str, started_s: float
 ) -> dict[str, Any]:
     device = torch.device(device_type, process.local_rank) if device_type == "cuda" else torch.device("cpu")
-    folder = RunFolder(_agree_on_folder(job, process, device=device))
-    plan = agreed(plan, device=device)
-    if process.is_main:
-        folder.create(job.run, plan)
     is_speaking = process.is_main and not job.quiet
     display = Display(is_speaking=is_speaking, total_steps=job.run.train.steps, every=job.run.logging.every)
+    folder, is_resumed = _agree_on_folder(job, process, lock, display, device=device)
+    plan = agreed(plan, device=device)
     scene = Scene(run=job.run, plan=plan, device=device, local_ranks=read_local_size(os.environ))
     with explained(scene):
         bench = build_workbench(job.run, plan, process, device=device, scene=scene)
-    if process.is_main:
-        bench.model_config.save_pretrained(str(folder.model_path))
     store = CheckpointStore(
         folder.checkpoints_path,
         process_group=bench.engine.topology.checkpoint_group(),
         keep=job.run.checkpoint.keep,
     )
-    samples = _resume(job, process, bench.engine, store, display)
+    samples = _resume(bench.engine, store, display) if is_resumed else 0
     resumed_from = bench.engine.steps_done or None
+    if process.is_main:  # only now: whatever was wrong with the request has left the folder as it was
+        folder.create(job.run, plan)
+        bench.model_config.save_pretrained(str(folder.model_path))
     earlier = folder.metrics.drop_after(bench.engine.steps_done) if process.is_main else []
     metrics = MetricsWriter(
         folder, is_writing=process.is_main, tensorboard=job.run.logging.tensorboard, earlier=earlier
@@ -132,22 +133,34 @@ def _train(
     return ledger
 
 
-def _agree_on_folder(job: Job, process: Process, *, device: torch.device) -> Path:
-    """Rank 0's folder, on every rank: a default name holds the time, and ranks start seconds apart."""
+def _agree_on_folder(
+    job: Job, process: Process, lock: FolderLock, display: Display, *, device: torch.device
+) -> tuple[RunFolder, bool]:
+    """Rank 0's folder, and whether it has a checkpoint to load, on every rank.
+
+    A default name holds the time, and ranks start seconds apart."""
     with phase("opening the run folder"):
-        if process.is_main and not job.resume and process.restart_count == 0:
-            require_free(job.out)
+        is_resumed = process.is_main and _open_folder(job, process, lock, display).has_checkpoint
         name = os.fsencode(job.out).ljust(_PATH_BYTES, b"\0") if process.is_main else bytes(_PATH_BYTES)
-        letters = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(device)
+        letters = torch.frombuffer(bytearray(name + bytes([is_resumed])), dtype=torch.uint8).to(device)
         dist.broadcast(letters, src=0)
-    return Path(os.fsdecode(bytes(letters.tolist()).rstrip(b"\0")))
+    agreed_on = bytes(letters.tolist())
+    return RunFolder(Path(os.fsdecode(agreed_on[:-1].rstrip(b"\0")))), bool(agreed_on[-1])
 
 
-def _resume(job: Job, process: Process, engine: Engine, store: CheckpointStore, display: Display) -> int:
-    """Load the newest good checkpoint where the job or a restart asks for it; returns the samples consumed."""
-    is_restart = process.restart_count > 0
-    if not job.resume and not (is_restart and store.newest_step() is not None):
-        return 0
+def _open_folder(job: Job, process: Process, lock: FolderLock, display: Display) -> FolderLook:
+    """Lock it first: how it stands may not change between the look and the run."""
+    notes = [] if job.is_locked else [lock.acquire()]
+    look = look_at(job.out)
+    if process.restart_count == 0 or look.state is FolderState.DAMAGED:
+        notes.append(look.require_resumable() if job.resume else look.require_startable())
+    for note in filter(None, notes):
+        display.line(f"note: {note}")
+    return look
+
+
+def _resume(engine: Engine, store: CheckpointStore, display: Display) -> int:
+    """Load the newest good checkpoint; returns the samples consumed."""
     with phase("loading the checkpoint"):
         loaded = store.load(engine.state())
     engine.restore_scalars(loaded.meta["engine"])

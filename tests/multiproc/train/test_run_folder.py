@@ -28,6 +28,7 @@ from waiting import wait_for
 from weft.core.errors import CheckpointError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
+from weft.train.process import leave
 
 PROMISED = {
     "step",
@@ -179,3 +180,29 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     with pytest.raises(CheckpointError, match=r"step-00000006: .*step-00000003: ") as caught:
         train_here(run, corpus, settings, resume=True)
     assert (caught.value.code, caught.value.exit_code) == ("W601", 2)
+    leave()
+    with pytest.raises(CheckpointError, match="3 failed verification"):  # set aside, and still no reason to start over
+        train_here(run, corpus, settings, resume=True)
+
+
+def test_a_live_run_keeps_its_folder_and_a_killed_one_gives_it_up_at_once(
+    corpus: Path, cache: Path, tmp_path: Path
+) -> None:
+    write_run(tmp_path / "run.toml", corpus, {"train.steps": 20_000, "evaluation.every": 0, "checkpoint.every": 3})
+    run = tmp_path / "run"
+    with running_weft("train", "run.toml", "--out", "run", "--nproc", "2", cwd=tmp_path, cache=cache) as process:
+        wait_for(lambda: process.poll() is not None or bool(run.is_dir() and last_step(run) >= 5))
+        owner = json.loads((run / "run.lock").read_text())
+        assert owner["pid"] == process.pid  # the launcher's: its ranks may be started again
+        refused = weft_command("train", "--resume", "run", cwd=tmp_path, cache=cache)
+        assert refused.returncode == 2
+        assert f"error [W502]: pid {process.pid} on {owner['host']} is training into" in refused.stderr
+        process.kill()
+        done = weft_command(
+            "train", "--resume", "run", "--nproc", "1", "--set", "train.steps=4", cwd=tmp_path, cache=cache
+        )
+    assert done.returncode == 0, done.stderr
+    assert "that process is gone" in done.stderr
+    assert "going on from step" in done.stderr
+    steps = [line["step"] for line in metrics(run)]
+    assert steps == list(range(1, len(steps) + 1))

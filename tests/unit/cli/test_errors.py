@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from tiny_run import call_weft, train_here
+from tiny_run import call_weft, last_step, run_tables, train_here
 
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.train.process import leave
+from weft.train.run_folder import RunFolder
+
+OWNER = """
+import sys
+from pathlib import Path
+from weft.train.folder_lock import FolderLock
+FolderLock(Path(sys.argv[1])).acquire()
+print("locked", flush=True)
+input()
+"""
 TRAIN = ("train", "run.toml", "--out", "run")
 # arguments, error code, what the sentence names, what the hint offers
 BAD_REQUESTS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
@@ -66,6 +82,7 @@ def test_a_bad_request_is_one_sentence_and_a_hint(case: str, here: Path) -> None
     [offer] = [line for line in err.splitlines() if line.startswith("hint: ")]
     assert hint in offer
     assert "Traceback" not in err
+    assert not (here / "run").exists()  # else the mended command would find its own folder in the way
 
 
 @pytest.mark.parametrize("group", [(), ("server",), ("bench",)], ids=["weft", "weft server", "weft bench"])
@@ -89,20 +106,72 @@ def test_an_out_folder_in_the_way_is_left_alone(here: Path) -> None:
     code, _, err = call_weft(*TRAIN)
     assert code == 2
     assert "error [W501]: " in err
-    assert "--resume" in err
+    assert "--out" in err
     assert [path.name for path in (here / "run").iterdir()] == ["notes.txt"]
 
 
-def test_a_run_without_checkpoints_cannot_be_resumed(here: Path, corpus: Path) -> None:
+def test_a_failed_start_is_not_in_the_way_of_the_mended_command(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = (*TRAIN, "--set", "train.optimizer=adamw8bit", "--set", "train.steps=1")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torchao", None)
+        patch.setitem(sys.modules, "torchao.optim", None)
+        for _ in range(2):
+            code, _, err = call_weft(*command)
+            assert code == 2
+            assert "error [W403]: " in err
+    leave()
+    code, _, err = call_weft(*command)
+    assert code == 0, err
+
+
+def test_a_run_that_did_no_step_is_started_again_by_both_ways(here: Path, corpus: Path) -> None:
+    spec = RunSpec.from_tables(run_tables(corpus, {"train.steps": 1, "checkpoint.at_end": False}))
+    RunFolder(here / "run").create(spec, Plan())
+    code, _, err = call_weft(*TRAIN, "--set", "train.steps=1")
+    assert code == 0, err
+    assert "did no step; it is used again" in err
+    assert last_step(here / "run") == 1
+
+    RunFolder(here / "other").create(spec, Plan())
+    code, _, err = call_weft("train", "--resume", "other")
+    assert code == 0, err
+    assert "begins at step 0" in err
+    assert last_step(here / "other") == 1
+
+
+def test_a_run_that_ended_without_a_checkpoint_cannot_be_resumed(here: Path, corpus: Path) -> None:
     train_here(here / "run", corpus, {"train.steps": 1, "checkpoint.at_end": False})
     code, _, err = call_weft("train", "--resume", "run")
     assert code == 2
     assert "error [W601]: " in err
-    assert "hint: " in err
-    assert "Traceback" not in err
+    assert "another --out" in err
+    code, _, err = call_weft(*TRAIN)
+    assert code == 2
+    assert "--resume" not in err
     code, _, err = call_weft("export", "run", "--out", "hf")
     assert code == 2
     assert "error [W601]: " in err
+
+
+@pytest.mark.parametrize("arguments", [TRAIN, ("train", "--resume", "run")], ids=["start", "resume"])
+def test_a_folder_that_another_process_trains_into_is_refused(
+    arguments: tuple[str, ...], here: Path, corpus: Path
+) -> None:
+    RunFolder(here / "run").create(RunSpec.from_tables(run_tables(corpus)), Plan())
+    with subprocess.Popen([sys.executable, "-c", OWNER, str(here / "run")], stdin=-1, stdout=-1, text=True) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "locked\n"
+        before = {path: path.read_bytes() for path in (here / "run").iterdir()}
+        code, _, err = call_weft(*arguments)
+        assert code == 2
+        assert f"error [W502]: pid {owner.pid} on {socket.gethostname()} is training into" in err
+        assert {path: path.read_bytes() for path in (here / "run").iterdir()} == before
+        owner.kill()
+    code, _, err = call_weft(*arguments, "--set", "train.steps=1")
+    assert code == 0, err
+    assert f"the lock of pid {owner.pid}" in err
+    assert "was taken over: that process is gone" in err
+    assert not (here / "run" / "run.lock").exists()
 
 
 def test_numbers_that_are_not_finite_end_the_run_with_three(here: Path) -> None:

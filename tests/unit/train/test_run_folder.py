@@ -10,8 +10,9 @@ from weft.core.errors import RunFolderError
 from weft.core.plan import Plan
 from weft.core.records import StepRecord
 from weft.core.run_spec import RunSpec
+from weft.train.folder_state import require_free
 from weft.train.metrics import MetricsWriter
-from weft.train.run_folder import RunFolder, require_free, require_run
+from weft.train.run_folder import RunFolder, require_run
 
 
 def record(step: int, **fields: float) -> StepRecord:
