@@ -78,7 +78,13 @@ def write_run(path: Path, corpus: Path, settings: Settings | None = None) -> Pat
 
 
 def train_here(
-    out: Path, corpus: Path, settings: Settings | None = None, *, plan: Settings | None = None, resume: bool = False
+    out: Path,
+    corpus: Path,
+    settings: Settings | None = None,
+    *,
+    plan: Settings | None = None,
+    resume: bool = False,
+    may_change: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Train in this process; returns the ledger."""
     from weft.core.run_spec import RunSpec
@@ -86,7 +92,8 @@ def train_here(
     from weft.train.worker import run_job
 
     run = RunSpec.from_tables(run_tables(corpus, settings))
-    return run_job(Job.create(run=run, plan_tables=plan or {}, out=out, resume=resume, device="cpu"))
+    options: dict[str, Any] = {"resume": resume, "may_change": may_change, "device": "cpu"}
+    return run_job(Job.create(run=run, plan_tables=plan or {}, out=out, **options))
 
 
 @contextmanager

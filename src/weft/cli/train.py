@@ -89,12 +89,21 @@ def _resumed_job(
     from weft.core.errors import BadValueError
     from weft.train.folder_state import look_at
     from weft.train.job import Job
+    from weft.train.run_changes import keys_of
 
     if run is not None or out is not None:
         raise BadValueError("--resume goes on in its own folder with its own run.toml", hint="change values with --set")
     look_at(folder).require_resumable()
     spec, tables, ranks = resolve_resumed(folder, plan, settings, num_ranks=num_ranks)
-    return Job.create(run=spec, plan_tables=tables, out=folder, resume=True, device=device.value), ranks
+    job = Job.create(
+        run=spec,
+        plan_tables=tables,
+        out=folder,
+        resume=True,
+        device=device.value,
+        may_change=keys_of(settings),
+    )
+    return job, ranks
 
 
 def _run(job: Job, lock: FolderLock, *, num_ranks: int, is_one_of_many: bool, max_restarts: int) -> None:

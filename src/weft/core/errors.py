@@ -22,6 +22,7 @@ It is not a place for programming errors: those stay ordinary Python exceptions 
     │   ├── MissingExtraError W403   an optional dependency is not installed
     │   ├── RunFolderError    W501   the run folder is in the way, missing, or not a run folder
     │   ├── FolderBusyError   W502   another process is training into the run folder
+    │   ├── RunChangedError   W503   a resume asks for other data or another model than were recorded
     │   ├── TableError        W801   a table that does not exist, or not as it is asked for
     │   └── TokenError        W802   a server refused the token
     ├── CheckpointError       W601   no usable checkpoint, or one that does not match the model (exit 2)
@@ -180,6 +181,12 @@ class FolderBusyError(InputError):
     """Another process is training into the run folder."""
 
     code = "W502"
+
+
+class RunChangedError(InputError):
+    """A resume asks for other data or another model than were recorded, and does not say so."""
+
+    code = "W503"
 
 
 class TableError(InputError):

@@ -23,6 +23,7 @@ class StepRecord:
     skipped: bool = False  # fp16 only: the scaled gradients overflowed, no update was made
     loss_scale: float | None = None
     eval_loss: float | None = None
+    changed: tuple[str, ...] | None = None  # keys of run.toml that a resume changed before this step
 
     def as_dict(self) -> dict[str, Any]:
         """Fields that are not there are left out; a number that is not finite is null, since JSON has no infinity."""
@@ -35,6 +36,8 @@ class StepRecord:
         values: dict[str, Any] = {key: value for key, value in fields.items() if key in known}
         for key in ("loss", "grad_norm"):
             values[key] = math.nan if values.get(key) is None else values[key]
+        if values.get("changed") is not None:
+            values["changed"] = tuple(values["changed"])
         return StepRecord(**values)
 
 

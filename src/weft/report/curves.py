@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from weft.core.records import StepRecord
 from weft.core.units import format_count
-from weft.report.chart import Chart, Entry, add_line, mark_steps, step_figure
+from weft.report.changes import RunChange, last_data_change, last_held_out_change, split_held_out
+from weft.report.chart import Chart, Entry, add_line, label, mark_steps, step_figure
 from weft.report.facts import counted
 from weft.report.folder import RunFolder, number, table
 from weft.report.series import Numbered, Points, smooth, smooth_width, thin
@@ -24,7 +25,7 @@ def draw_curves(folder: RunFolder) -> list[Chart]:
     steps = folder.metrics.steps
     resumed = resume_steps(folder)
     charts = [
-        draw_loss(steps, resumed=resumed),
+        draw_loss(steps, resumed=resumed, changes=folder.changes),
         draw_learning_rate(steps),
         draw_grad_norm(steps),
         draw_throughput(steps),
@@ -39,8 +40,14 @@ def resume_steps(folder: RunFolder) -> list[int]:
     return sorted({*folder.metrics.resumed_after, *([told] if isinstance(told, int) else [])})
 
 
-def draw_loss(steps: Sequence[Numbered], *, resumed: Sequence[int] = (), over: str = "tokens") -> Chart | None:
-    """`over`: what a step's loss is the mean of."""
+def draw_loss(
+    steps: Sequence[Numbered],
+    *,
+    resumed: Sequence[int] = (),
+    over: str = "tokens",
+    changes: Sequence[RunChange] = (),
+) -> Chart | None:
+    """`over`: what a step's loss is the mean of. `changes`: of what is trained; they cut the held-out curve."""
     losses, evals = points_of(steps, "loss"), points_of(steps, "eval_loss")
     if not losses and not evals:
         return None
@@ -54,12 +61,20 @@ def draw_loss(steps: Sequence[Numbered], *, resumed: Sequence[int] = (), over: s
         name = f"smoothed over {2 * width + 1} steps"
         add_line(figure, thin(smooth(losses, width=width)), name=name, colour="blue", width=2.4)
         legend.append(Entry(words=name, colour="blue"))
+    stretches = split_held_out(evals, changes)
+    for stretch in stretches:
+        add_line(figure, stretch, name="evaluation", colour="orange", mode="lines+markers", line={"dash": "dot"})
     if evals:
-        add_line(figure, evals, name="evaluation", colour="orange", mode="lines+markers", line={"dash": "dot"})
         legend.append(Entry(words="evaluation", colour="orange", drawn="dots"))
-    mark_steps(figure, resumed, note="resumed")
+    marked = [change for change in changes if change.keys]
+    mark_steps(figure, [step for step in resumed if step not in {change.step for change in marked}], note="resumed")
+    for change in marked:
+        mark_steps(figure, [change.step], note=label(f"changed: {change.note}"))
     figure.update_layout(height=360)
-    caption = _loss_caption(steps, losses, evals)
+    compared = [point for point in losses if point[0] > last_data_change(changes)] or losses
+    caption = _loss_caption(compared, stretches[-1] if stretches else [], num_missing=len(steps) - len(losses))
+    if last_held_out_change(changes):
+        caption += f" Held-out values before step {last_held_out_change(changes) + 1:,} are of other data."
     return Chart(key="loss", title="Loss", caption=caption, figure=figure, legend=tuple(legend), is_wide=True)
 
 
@@ -141,7 +156,7 @@ def _scale_ticks(points: Points) -> dict[str, object]:
     return {"tickmode": "array", "tickvals": scales, "ticktext": [f"{scale:,.0f}" for scale in scales]}
 
 
-def _loss_caption(steps: Sequence[Numbered], losses: Points, evals: Points) -> str:
+def _loss_caption(losses: Points, evals: Points, *, num_missing: int) -> str:
     sentences = []
     if len(losses) == 1:
         sentences.append(f"One step: {losses[0][1]:.4g}.")
@@ -153,6 +168,5 @@ def _loss_caption(steps: Sequence[Numbered], losses: Points, evals: Points) -> s
         sentences.append(f"Evaluation: last {evals[-1][1]:.4g}, best {best[1]:.4g} at step {best[0]:,.0f}.")
     else:
         sentences.append("No evaluation was made.")
-    bad = len(steps) - len(losses)
-    sentences += [f"The loss was not finite in {counted(bad, 'step')}."] if bad else []
+    sentences += [f"The loss was not finite in {counted(num_missing, 'step')}."] if num_missing else []
     return " ".join(sentences)

@@ -15,6 +15,7 @@ from weft.core.errors import InputError
 from weft.core.plan import Plan
 from weft.core.records import StepRecord
 from weft.core.units import format_bytes, format_count
+from weft.report.changes import last_data_change, last_held_out_change
 from weft.report.folder import RunFolder, number, table
 
 
@@ -55,9 +56,9 @@ def gather_facts(folder: RunFolder) -> Facts:
         status=_text(run.get("status")) or "unknown",
         steps_done=steps[-1].step if steps else 0,
         steps_asked=_whole(table(folder.run, "train").get("steps")),
-        first_loss=number(steps[0].loss) if steps else None,
+        first_loss=next((number(step.loss) for step in steps if step.step > last_data_change(folder.changes)), None),
         final_loss=number(steps[-1].loss) if steps else None,
-        eval_loss=_last(number(step.eval_loss) for step in steps),
+        eval_loss=_last(number(step.eval_loss) for step in steps if step.step > last_held_out_change(folder.changes)),
         tokens=sum(step.tokens for step in steps),
         tokens_per_s=_median(step.tokens_per_s for step in steps),
         step_s=number(table(folder.ledger, "time").get("step_s")) or _median(step.step_s for step in steps),

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from weft.core.errors import RunFolderError
 from weft.core.records import StepRecord
+from weft.report.changes import RunChange, read_changes
 from weft.report.series import Numbered
 
 METRICS, LEDGER, RUN, PLAN = "metrics.jsonl", "ledger.json", "run.toml", "plan.toml"
@@ -51,6 +52,7 @@ class RunFolder:
     plan_text: str | None
     remarks: tuple[str, ...]
     pipeline: dict[str, Any] = field(default_factory=dict)
+    changes: tuple[RunChange, ...] = ()
 
 
 def read_folder(run_dir: Path) -> RunFolder:
@@ -62,6 +64,8 @@ def read_folder(run_dir: Path) -> RunFolder:
     metrics = read_metrics(run_dir / METRICS, remarks, parse=_parse_step)
     ledger = _read_ledger(run_dir / LEDGER, remarks)
     pipeline = _read_pipeline(run_dir / PIPELINE, remarks)
+    changes = read_changes(run_dir, remarks)
+    remarks += [f"Changed after step {change.step:,}: {'; '.join(change.lines)}." for change in changes]
     return RunFolder(
         path=run_dir,
         metrics=metrics,
@@ -72,6 +76,7 @@ def read_folder(run_dir: Path) -> RunFolder:
         plan_text=plan_text,
         remarks=tuple(remarks),
         pipeline=pipeline,
+        changes=changes,
     )
 
 

@@ -39,6 +39,12 @@ class Workbench:
     model_config: Any
     notes: tuple[str, ...]
 
+    @property
+    def contents(self) -> dict[str, int]:
+        """What the training data are made of, to be found again: names of files say nothing about it."""
+        split = self.training.split
+        return {"documents": split.num_documents, "tokens": split.num_tokens}
+
 
 def build_workbench(
     run: RunSpec, plan: Plan, process: Process, *, device: torch.device, scene: Scene | None = None

@@ -7,6 +7,7 @@ GPU) is resolved by the rank, which knows its device.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ class Job:
     resume: bool = False
     device: DeviceChoice = "auto"
     quiet: bool = False  # say nothing on the way, draw no report
+    may_change: tuple[str, ...] = ()  # keys of run.toml that a resume may change: those that --set names
     is_locked: bool = False  # whoever started the run holds the lock of its folder
     dry_run_follows: bool = False  # who started the run adds the dry run's column, and draws the report then
 
@@ -39,9 +41,18 @@ class Job:
         resume: bool = False,
         device: DeviceChoice = "auto",
         quiet: bool = False,
+        may_change: Sequence[str] = (),
     ) -> Job:
         folder = Path(out) if out is not None else default_folder(run)
-        return Job(run=run, plan_tables=plan_tables, out=folder.absolute(), resume=resume, device=device, quiet=quiet)
+        return Job(
+            run=run,
+            plan_tables=plan_tables,
+            out=folder.absolute(),
+            resume=resume,
+            device=device,
+            quiet=quiet,
+            may_change=tuple(may_change),
+        )
 
     def plan(self, *, device_type: str) -> Plan:
         """The plan with every open choice made."""
@@ -56,6 +67,7 @@ class Job:
                 "resume": self.resume,
                 "device": self.device,
                 "quiet": self.quiet,
+                "may_change": list(self.may_change),
                 "is_locked": self.is_locked,
                 "dry_run_follows": self.dry_run_follows,
             }
@@ -71,6 +83,7 @@ class Job:
             resume=fields["resume"],
             device=fields["device"],
             quiet=fields["quiet"],
+            may_change=tuple(fields.get("may_change", ())),
             is_locked=fields.get("is_locked", False),
             dry_run_follows=fields.get("dry_run_follows", False),
         )

@@ -184,7 +184,12 @@ class TrainingLoop:
 
     def _save(self, *, asynchronous: bool) -> None:
         state = self.engine.state()  # first: what is under way comes to its end, and scalars tell of it
-        meta = {"engine": self.engine.scalars(), "samples": self.samples}
+        meta = {
+            "engine": self.engine.scalars(),
+            "samples": self.samples,
+            "run": self.run_spec.model_dump(mode="json", exclude_none=True),
+            "data": self.bench.contents,
+        }
         self.store.save(state, meta, step=self.engine.steps_done, asynchronous=asynchronous)
         self._last_saved = self.engine.steps_done
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from weft.core.records import StepRecord
 from weft.train.run_folder import RunFolder
 from weft.train.tensorboard import TensorBoard
@@ -11,11 +13,14 @@ class MetricsWriter:
     """Keeps the records of the whole run, resumed part included."""
 
     def __init__(self, folder: RunFolder, *, is_writing: bool, tensorboard: bool, earlier: list[StepRecord]) -> None:
+        self.changed: tuple[str, ...] = ()  # what the next record is the first to follow
         self.records = list(earlier)
         self._file = folder.metrics if is_writing else None
         self._tensorboard = TensorBoard(folder.tensorboard_path) if tensorboard and is_writing else None
 
     def write(self, record: StepRecord) -> None:
+        if self.changed:
+            record, self.changed = dataclasses.replace(record, changed=self.changed), ()
         self.records.append(record)
         if self._file is not None:
             self._file.append(record)

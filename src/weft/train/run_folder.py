@@ -38,6 +38,9 @@ class RunFolder:
                 f"the run folder {self.path} cannot be written: {error}", hint="choose another --out"
             ) from None
 
+    def read_run(self) -> RunSpec:
+        return RunSpec.from_file(self.path / "run.toml")
+
     def write_ledger(self, ledger: dict[str, Any]) -> None:
         write_json(self.ledger_path, ledger)
 

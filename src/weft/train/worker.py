@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +17,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from weft.checkpoint import CheckpointStore
-from weft.core.errors import DeviceError
+from weft.checkpoint import CheckpointStore, peek_newest
+from weft.core.errors import CheckpointError, DeviceError
 from weft.core.executable import require_executable
 from weft.core.plan import Plan
-from weft.engine.engine import Engine
+from weft.core.run_spec import RunSpec
 from weft.report import write_report
 from weft.train.account import Account
 from weft.train.build import Workbench, build_workbench
@@ -36,11 +38,22 @@ from weft.train.pipeline_record import write_pipeline
 from weft.train.pipeline_watch import PipelineWatch
 from weft.train.process import Process, StopFlag, join, leave, phase
 from weft.train.rank_environment import read_local_size
+from weft.train.run_changes import Change, change_of_content, changes_between, recorded_run, require_said
 from weft.train.run_folder import RunFolder
+from weft.train.run_history import RunHistory, comparable
 from weft.train.settle import agreed, settle_plan
 from weft.zoo.hub import with_model_files
 
 _PATH_BYTES = 4096  # the longest path a system takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where a run goes on: the samples consumed, the run that came so far, what this one changes about it."""
+
+    samples: int = 0
+    run: RunSpec | None = None
+    changes: list[Change] = field(default_factory=list)
 
 
 def run_job(job: Job, *, lock: FolderLock | None = None) -> dict[str, Any]:
@@ -81,6 +94,9 @@ def _train(
     is_speaking = process.is_main and not job.quiet
     display = Display(is_speaking=is_speaking, total_steps=job.run.train.steps, every=job.run.logging.every)
     folder, is_resumed = _agree_on_folder(job, process, lock, display, device=device)
+    # Here, before rank 0 writes there: every rank must see the same.
+    history = RunHistory(folder.path)
+    before, asked_before = (folder.read_run() if is_resumed else None), history.asked_for()
     plan = agreed(plan, device=device)
     scene = Scene(run=job.run, plan=plan, device=device, local_ranks=read_local_size(os.environ))
     with explained(scene):
@@ -90,15 +106,18 @@ def _train(
         process_group=bench.engine.topology.checkpoint_group(),
         keep=job.run.checkpoint.keep,
     )
-    samples = _resume(bench.engine, store, display) if is_resumed else 0
+    resumed = _resume(job, bench, store, before, asked_before, display) if before is not None else Resumed()
     resumed_from = bench.engine.steps_done or None
     if process.is_main:  # only now: whatever was wrong with the request has left the folder as it was
+        if resumed.run is not None:
+            history.record(bench.engine.steps_done, resumed.run, resumed.changes)
         folder.create(job.run, plan)
         bench.model_config.save_pretrained(str(folder.model_path))
     earlier = folder.metrics.drop_after(bench.engine.steps_done) if process.is_main else []
     metrics = MetricsWriter(
         folder, is_writing=process.is_main, tensorboard=job.run.logging.tensorboard, earlier=earlier
     )
+    metrics.changed = tuple(change.key for change in resumed.changes if change.is_of_training)
     _introduce(display, bench, plan, process)
     account = Account(job.run, bench, plan, display=display, is_main=process.is_main)
     scene.measuring = account.measuring
@@ -111,7 +130,7 @@ def _train(
         display=display,
         stop=stop,
         measuring=account.measuring,
-        samples=samples,
+        samples=resumed.samples,
     )
     started = datetime.now(UTC).isoformat(timespec="seconds")
     display.start(done=bench.engine.steps_done)
@@ -127,6 +146,7 @@ def _train(
         "status": outcome.status,
         "steps": bench.engine.steps_done,
         "resumed_from": resumed_from,
+        **comparable(metrics.records, history.read() if process.is_main else []),
     }
     ledger = _close(job, bench, account, watch, outcome, metrics, folder, display, process, facts)
     bench.engine.close()
@@ -154,20 +174,43 @@ def _open_folder(job: Job, process: Process, lock: FolderLock, display: Display)
     look = look_at(job.out)
     if process.restart_count == 0 or look.state is FolderState.DAMAGED:
         notes.append(look.require_resumable() if job.resume else look.require_startable())
+    if look.has_checkpoint:
+        _require_said_early(job)
     for note in filter(None, notes):
         display.line(f"note: {note}")
     return look
 
 
-def _resume(engine: Engine, store: CheckpointStore, display: Display) -> int:
-    """Load the newest good checkpoint; returns the samples consumed."""
+def _require_said_early(job: Job) -> None:
+    """Before minutes go into the data and the model; `_resume` has the last word, with the checkpoint it loaded."""
+    folder = RunFolder(job.out)
+    with contextlib.suppress(CheckpointError):
+        newest = peek_newest(folder.checkpoints_path)
+        recorded = recorded_run(newest.meta if newest else {}, otherwise=folder.read_run())
+        require_said(changes_between(recorded, job.run), job.may_change, RunHistory(job.out).asked_for())
+
+
+def _resume(
+    job: Job, bench: Workbench, store: CheckpointStore, before: RunSpec, asked_before: list[Change], display: Display
+) -> Resumed:
+    """Load the newest good checkpoint, and see what the run asked for changes about it."""
     with phase("loading the checkpoint"):
-        loaded = store.load(engine.state())
-    engine.restore_scalars(loaded.meta["engine"])
+        loaded = store.load(bench.engine.state())
+        recorded = recorded_run(loaded.meta, otherwise=before)
+        changes = changes_between(recorded, job.run)
+        if not any(change.begins_a_pass for change in changes):
+            changes += change_of_content(loaded.meta.get("data"), bench.contents, job.run)
+        require_said(changes, job.may_change, asked_before)
+    bench.engine.restore_scalars(loaded.meta["engine"])
     for name, reason in loaded.rejected:
         display.line(f"checkpoint {name} is damaged ({reason}); it was set aside")
     display.line(f"going on from step {loaded.step} ({loaded.path})")
-    return int(loaded.meta["samples"])
+    for change in changes:
+        display.line(f"changed: {change}")
+    is_fresh = any(change.begins_a_pass for change in changes)
+    if is_fresh:
+        display.line("note: the order of the data changed: a fresh pass over them begins")
+    return Resumed(samples=0 if is_fresh else int(loaded.meta["samples"]), run=recorded, changes=changes)
 
 
 def _introduce(display: Display, bench: Workbench, plan: Plan, process: Process) -> None:

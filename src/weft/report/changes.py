@@ -1,0 +1,76 @@
+"""What resumes changed about a run, as history/changes.json of its folder has it, and which values may be compared.
+
+A held-out loss of other data is another quantity: curves are cut there, and only values after the last cut compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.report.series import Points
+
+CHANGES = Path("history", "changes.json")
+_WATCHING = ("checkpoint.", "logging.", "ledger.")
+MAX_KEYS = 3  # named at a mark; the rest are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunChange:
+    """`step` is the last before the change."""
+
+    step: int
+    lines: tuple[str, ...]  # key: old -> new
+    keys: tuple[str, ...]  # that change what is trained
+    is_of_data: bool
+    is_of_held_out: bool
+
+    @property
+    def note(self) -> str:
+        more = len(self.keys) - MAX_KEYS
+        return ", ".join(self.keys[:MAX_KEYS]) + (f" and {more} more" if more > 0 else "")
+
+
+def read_changes(run_dir: Path, remarks: list[str]) -> tuple[RunChange, ...]:
+    """By step; a remark where the file is there and cannot be read."""
+    path = run_dir / CHANGES
+    if not path.exists():
+        return ()
+    try:
+        return tuple(_parse(entry) for entry in json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        remarks.append(f"{CHANGES} cannot be read: {error}.")
+        return ()
+
+
+def last_data_change(changes: Sequence[RunChange]) -> int:
+    """The step after which losses are of the data of now."""
+    return max((change.step for change in changes if change.is_of_data), default=0)
+
+
+def last_held_out_change(changes: Sequence[RunChange]) -> int:
+    return max((change.step for change in changes if change.is_of_held_out), default=0)
+
+
+def split_held_out(points: Points, changes: Sequence[RunChange]) -> list[Points]:
+    """The points in stretches of one kind of held-out data, none of them empty."""
+    ends = [change.step for change in changes if change.is_of_held_out]
+    groups: dict[int, Points] = {}
+    for point in points:
+        groups.setdefault(sum(point[0] > end for end in ends), []).append(point)
+    return [groups[key] for key in sorted(groups)]
+
+
+def _parse(entry: Any) -> RunChange:
+    changed = entry["changes"]
+    keys = [str(change["key"]) for change in changed]
+    return RunChange(
+        step=int(entry["step"]),
+        lines=tuple(f"{change['key']}: {change['old']} -> {change['new']}" for change in changed),
+        keys=tuple(key for key in keys if not key.startswith(_WATCHING)),
+        is_of_data=bool(entry.get("fresh_pass")),
+        is_of_held_out=bool(entry.get("held_out")),
+    )

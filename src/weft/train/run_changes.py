@@ -1,0 +1,137 @@
+"""What a resume changes: the run that a checkpoint was made by, against the run that is asked for now.
+
+    of data, model, seed, batch, optimizer   needs --set: an edited run.toml alone is refused
+    of anything else                         is shown and recorded
+
+The position in the data is a count of samples. It stays right for another batch; another source, tokenizer, row length,
+split or seed gives an order in which it means nothing, so those begin a fresh pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.core.errors import InputError, RunChangedError
+from weft.core.run_spec import RunSpec
+
+# Sections that say how a run is watched, not what it trains.
+_WATCHING = ("checkpoint", "logging", "ledger")
+_WATCHING_KEYS = ("evaluation.every", "train.collective_timeout_s", "train.optimizer_kernel")
+_GUARDED = (
+    "data",
+    "model",
+    "train.seed",
+    "train.global_batch",
+    "train.optimizer",
+    "train.frozen",
+    "evaluation.batches",
+)
+_CONTENT = ("data.source", "data.tokenizer", "data.text_field", "data.split", "data.eval_fraction")
+_ORDER = (*_CONTENT, "data.sequence_length", "train.seed")
+_HELD_OUT = (*_CONTENT, "data.sequence_length", "data.isolate_documents", "train.global_batch", "evaluation.batches")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One key of run.toml with another value; None where there was or is none."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.old)} -> {_shown(self.new)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"key": self.key, "old": self.old, "new": self.new}
+
+    @property
+    def is_of_training(self) -> bool:
+        return not _is_within(self.key, (*_WATCHING, *_WATCHING_KEYS))
+
+    @property
+    def is_guarded(self) -> bool:
+        return _is_within(self.key, _GUARDED)
+
+    @property
+    def begins_a_pass(self) -> bool:
+        return _is_within(self.key, _ORDER)
+
+    @property
+    def is_of_held_out(self) -> bool:
+        return _is_within(self.key, _HELD_OUT)
+
+
+def changes_between(old: RunSpec, new: RunSpec) -> list[Change]:
+    """In the order of the documents."""
+    before, now = dict(_leaves(_tables(old))), dict(_leaves(_tables(new)))
+    keys = [*now, *(key for key in before if key not in now)]
+    found = [Change(key=key, old=before.get(key), new=now.get(key)) for key in keys]
+    return [change for change in found if change.old != change.new]
+
+
+def change_of_content(old: Any, new: Mapping[str, int], run: RunSpec) -> list[Change]:
+    """The same name of a source may have other text behind it by now; `old` is None in checkpoints of before."""
+    if not isinstance(old, dict) or old == new:
+        return []
+    return [Change(key="data.source", old=_contents(run, old), new=_contents(run, new))]
+
+
+def require_said(changes: Sequence[Change], said: Collection[str], earlier: Collection[Change] = ()) -> None:
+    """Other data must be asked for by name; what an earlier resume asked for is still asked for."""
+    known = {(change.key, _shown(change.new)) for change in earlier}
+    silent = [
+        change
+        for change in changes
+        if change.is_guarded and not _is_said(change.key, said) and (change.key, _shown(change.new)) not in known
+    ]
+    if silent:
+        settings = " ".join(f"--set {change.key}=..." for change in silent)
+        raise RunChangedError(
+            f"the run asked for is not the one recorded with the checkpoint: {'; '.join(map(str, silent))}",
+            hint=f"put the old value back into run.toml, or say that it changes: {settings}",
+        )
+
+
+def recorded_run(meta: Mapping[str, Any], *, otherwise: RunSpec) -> RunSpec:
+    """The run that made a checkpoint; `otherwise` for one that does not say, or says it in keys of another version."""
+    try:
+        return RunSpec.from_tables(meta["run"]) if isinstance(meta.get("run"), dict) else otherwise
+    except InputError:
+        return otherwise
+
+
+def keys_of(settings: Sequence[str]) -> tuple[str, ...]:
+    """The keys that --set names."""
+    return tuple(setting.partition("=")[0].strip() for setting in settings)
+
+
+def _is_within(key: str, groups: Collection[str]) -> bool:
+    return any(key == group or key.startswith(f"{group}.") for group in groups)
+
+
+def _is_said(key: str, said: Collection[str]) -> bool:
+    return _is_within(key, said) or any(name.startswith(f"{key}.") for name in said)
+
+
+def _tables(run: RunSpec) -> dict[str, Any]:
+    return run.model_dump(mode="json", exclude_none=True)
+
+
+def _leaves(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _contents(run: RunSpec, found: Mapping[str, int]) -> str:
+    counts = f"{found.get('documents', 0):,} documents, {found.get('tokens', 0):,} tokens"
+    return f"{_shown(run.data.source)} ({counts})"
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else str(value)
