@@ -22,7 +22,7 @@ from weft.checkpoint.index import read_index
 from weft.checkpoint.layout import list_steps, step_path
 from weft.checkpoint.manifest import Manifest, ManifestError
 from weft.checkpoint.verify import check_checkpoint
-from weft.core.errors import CheckpointError
+from weft.core.errors import CheckpointError, WeftError
 
 
 class VerifiedReader(FileSystemReader):
@@ -78,6 +78,8 @@ def first_failure(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = sorted(error.failures.items())[0]
         return f"{first_failure(cause)} (rank {rank})"
+    if isinstance(error, WeftError):
+        return error.message
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}" + (f": {Path(error.filename).name}" if error.filename else "")
     lines = str(error).strip().splitlines()

@@ -30,6 +30,7 @@ from weft.checkpoint.reader import first_failure
 from weft.checkpoint.staging import StagedPlanner
 from weft.checkpoint.verify import Share, check_checkpoint
 from weft.checkpoint.writer import SaveJob, write_checkpoint
+from weft.core.disk import is_full, no_space
 from weft.core.errors import SaveError
 
 
@@ -111,7 +112,7 @@ class Saver:
             temporary.mkdir()
             return temporary.name, ""
         except OSError as error:
-            return "", first_failure(error)
+            return "", no_space(self._root) if is_full(error) else first_failure(error)
 
     def _write(self, save: StagedSave, temporary: Path) -> None:
         if save.planner is None:
@@ -149,5 +150,5 @@ def _save_error(step: int, error: BaseException) -> SaveError:
     reason = error.message if isinstance(error, SaveError) else first_failure(error)
     return SaveError(
         f"The checkpoint of step {step} was not saved: {reason}.",
-        hint="Older checkpoints are untouched. Make room or repair the folder; the next save tries again.",
+        hint="Older checkpoints are untouched. Make room or repair the folder.",
     )

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -29,6 +29,8 @@ from torch.futures import Future
 from weft.checkpoint.index import INDEX_NAME, render_index, tensor_records
 from weft.checkpoint.layout import commit
 from weft.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, render
+from weft.core.disk import is_full, no_space
+from weft.core.errors import SaveError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,8 @@ class CommittingWriter(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = super().write_data(plan, planner).wait()
+        with self._naming_a_full_disk(needed_bytes=sum(map(_item_bytes, plan.items))):
+            results = super().write_data(plan, planner).wait()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results + [_digest_row(name, record) for name, record in self.fs.written.items()])
         return future
@@ -65,11 +68,23 @@ class CommittingWriter(FileSystemWriter):
         everything = [result for of_rank in results for result in of_rank]
         data = [result for result in everything if not isinstance(result.storage_data, FileRecord)]
         files = {row.index.fqn: row.storage_data for row in everything if isinstance(row.storage_data, FileRecord)}
-        super().finish(metadata, [data])
-        self._write(INDEX_NAME, render_index(metadata, data))
-        manifest = self._manifest(metadata, files | self.fs.written)
-        self._write(MANIFEST_NAME, render(manifest))
-        commit(self._job.temporary, self._job.final)
+        with self._naming_a_full_disk():
+            super().finish(metadata, [data])
+            self._write(INDEX_NAME, render_index(metadata, data))
+            manifest = self._manifest(metadata, files | self.fs.written)
+            self._write(MANIFEST_NAME, render(manifest))
+            commit(self._job.temporary, self._job.final)
+
+    @contextmanager
+    def _naming_a_full_disk(self, *, needed_bytes: int | None = None) -> Generator[None, None, None]:
+        try:
+            yield
+        except OSError as error:
+            if not is_full(error):
+                raise
+            own = sum(file.stat().st_size for file in self._job.temporary.glob("*"))
+            root = self._job.final.parent
+            raise SaveError(no_space(root, needed_bytes=needed_bytes, own_bytes=own)) from error
 
     def _manifest(self, metadata: Metadata, files: dict[str, FileRecord]) -> Manifest:
         return Manifest(
@@ -101,6 +116,11 @@ def write_checkpoint(planner: SavePlanner, job: SaveJob, group: dist.ProcessGrou
     writer.finish(metadata, [results])
 
 
+def _item_bytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
 def _digest_row(name: str, record: FileRecord) -> WriteResult:
     return WriteResult(index=MetadataIndex(name), size_in_bytes=record.size_bytes, storage_data=record)
 
@@ -116,7 +136,13 @@ class _DigestingFileSystem(FileSystem):
         # "x": an existing file here means that two saves share a directory.
         with io.FileIO(path, mode.replace("w", "x")) as file:
             stream = _DigestingStream(file)
-            yield stream
+            try:
+                yield stream
+            except Exception as error:
+                # torch.save, left in the middle, has words of its own: "enforce fail at inline_container.cc".
+                if stream.failure is not None and stream.failure is not error:
+                    raise stream.failure from error
+                raise
             os.fsync(file.fileno())
         self.written[Path(path).name] = stream.record()
 
@@ -132,12 +158,17 @@ class _DigestingStream(io.IOBase):
         self._file = file
         self._digest = hashlib.sha256()
         self._size_bytes = 0
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         written = 0
-        while written < len(view):  # a raw write may be short
-            written += self._file.write(view[written:]) or 0
+        try:
+            while written < len(view):  # a raw write may be short
+                written += self._file.write(view[written:]) or 0
+        except OSError as error:
+            self.failure = error
+            raise
         self._digest.update(view)
         self._size_bytes += len(view)
         return len(view)

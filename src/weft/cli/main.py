@@ -18,6 +18,7 @@ from weft.cli.report import report
 from weft.cli.server import server_app
 from weft.cli.train import train
 from weft.cli.verify import verify
+from weft.core.disk import disk_full, is_full
 from weft.core.errors import InputError, WeftError
 
 INTERRUPTED = 130
@@ -94,6 +95,8 @@ def _tell_unforeseen(error: Exception) -> int:
     """A defect of weft or a library: one line, and the trace only for who asks."""
     if os.environ.get("WEFT_DEBUG", "0") not in ("", "0"):
         traceback.print_exception(error)
+    if isinstance(error, OSError) and is_full(error):
+        return tell(disk_full(error))
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
     failure = WeftError(
         f"{type(error).__name__}: {first}", hint="this was not foreseen; WEFT_DEBUG=1 shows the stack trace"

@@ -28,6 +28,7 @@ It is not a place for programming errors: those stay ordinary Python exceptions 
     ├── CheckpointError       W601   no usable checkpoint, or one that does not match the model (exit 2)
     ├── RunError                 exit 3: something broke while running
     │   ├── SaveError         W602   a checkpoint could not be written
+    │   ├── DiskFullError     W603   a file of the run could not be written: no space is left
     │   ├── RankError         W701   a rank died; the message is that rank's own
     │   ├── NumbersError      W702   the loss or the gradient norm is not finite
     │   ├── MemoryLimitError  W703   a device ran out of memory
@@ -219,6 +220,12 @@ class SaveError(RunError):
     """A checkpoint could not be written."""
 
     code = "W602"
+
+
+class DiskFullError(RunError):
+    """A file of the run could not be written: no space is left."""
+
+    code = "W603"
 
 
 class RankError(RunError):

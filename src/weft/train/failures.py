@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.core.disk import disk_full, is_full
 from weft.core.errors import MemoryLimitError, RankError, WeftError, error_from_dict
 from weft.train.rank_environment import Process
 
@@ -114,6 +115,8 @@ def as_weft_error(error: Exception) -> WeftError:
     """The error as one of our tree: itself, out of memory, or a RankError with the exception's first line."""
     if isinstance(error, WeftError):
         return error
+    if isinstance(error, OSError) and is_full(error):
+        return disk_full(error)
     lines = str(error).strip().splitlines()
     first_line = lines[0] if lines else "(no message)"
     if is_out_of_memory(error):

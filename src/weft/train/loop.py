@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.checkpoint import CheckpointStore, CommittedCheckpoint
-from weft.core.errors import NumbersError
+from weft.core.errors import NumbersError, SaveError
 from weft.core.records import StepRecord
 from weft.core.run_spec import RunSpec
 from weft.core.terms import TimeTerm
@@ -83,6 +83,9 @@ class TrainingLoop:
     def run(self) -> LoopOutcome:
         try:
             return self._run()
+        except SaveError as error:
+            error.hint += f" The run has ended; {self._way_on()}"
+            raise
         finally:
             self.measuring.finish()
             if self._recompiles is not None:
@@ -109,6 +112,11 @@ class TrainingLoop:
             self.engine.settle()
         self._end(stopping=stopping)
         return self.outcome
+
+    def _way_on(self) -> str:
+        newest = self.store.newest_step()
+        where = f"from step {newest}" if newest is not None else "from its beginning"
+        return f"weft train --resume {self.store.root.parent} goes on {where}."
 
     def _train_step(self) -> PendingStep:
         step = self.engine.steps_done + 1

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from weft.core.disk import writing
+
 
 class Stepped(Protocol):
     """A record of one step, that is JSON there and back."""
@@ -40,14 +42,15 @@ class MetricsFile(Generic[Record]):
         return records
 
     def append(self, record: Record) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(_line(record))
 
     def drop_after(self, step: int) -> list[Record]:
         """Keep the lines up to `step`."""
         kept = [record for record in self.read() if record.step <= step]
         draft = self.path.with_suffix(".tmp")
-        draft.write_text("".join(map(_line, kept)), encoding="utf-8")
+        with writing(self.path):
+            draft.write_text("".join(map(_line, kept)), encoding="utf-8")
         draft.replace(self.path)
         return kept
 

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from weft.core.disk import writing
 from weft.core.errors import RunFolderError
 from weft.core.plan import Plan
 from weft.core.records import StepRecord
@@ -55,7 +56,8 @@ def write_json(path: Path, fields: dict[str, Any]) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     draft = path.with_suffix(".tmp")
-    draft.write_text(text, encoding="utf-8")
+    with writing(path):
+        draft.write_text(text, encoding="utf-8")
     draft.replace(path)
 
 

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from weft.core.disk import is_full, no_space
 
 
 class TensorBoard:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._writer: Any = None
+        self._is_over = False
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Values that are not there are left out."""
+        """Values that are not there are left out. A full disk ends the curves of TensorBoard, not the run."""
+        try:
+            self._write(step, values)
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        writer, self._writer = self._writer, None
+        try:
+            if writer is not None:
+                writer.close()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._is_over, self._writer = True, None
+        reason = no_space(self._path) if is_full(error) else str(error)
+        print(f"note: TensorBoard files are not written any more: {reason}", file=sys.stderr)
+
+    def _write(self, step: int, values: Mapping[str, float | None]) -> None:
+        if self._is_over:
+            return
         if self._writer is None:  # after the first step: importing TensorBoard takes a second
             from torch.utils.tensorboard import SummaryWriter
 
@@ -22,7 +47,3 @@ class TensorBoard:
         for tag, value in values.items():
             if value is not None:
                 self._writer.add_scalar(tag, value, step)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()

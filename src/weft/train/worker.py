@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from weft.checkpoint import CheckpointStore, peek_newest
+from weft.core.disk import is_full, no_space
 from weft.core.errors import CheckpointError, DeviceError
 from weft.core.executable import require_executable
 from weft.core.plan import Plan
@@ -292,7 +293,8 @@ def _draw_report(folder: RunFolder, display: Display) -> None:
     try:
         write_report(folder.path)
     except Exception as error:  # the page's library may be broken in any way
-        display.line(f"the report was not drawn ({type(error).__name__}: {error}); weft report {name} tries again")
+        reason = no_space(folder.path) if is_full(error) else f"{type(error).__name__}: {error}"
+        display.line(f"the report was not drawn ({reason}); weft report {name} tries again")
     else:
         display.line(f"run folder {name}; open {name}/report.html")
 

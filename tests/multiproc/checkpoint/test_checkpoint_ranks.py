@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import random
+import re
 import shutil
 import time
 from pathlib import Path
@@ -173,7 +174,8 @@ class TestFailures:
     def test_full_disk_on_one_rank_reaches_all(self, tmp_path: Path) -> None:
         messages = run_ranks(save_with_full_disk_on_rank_one, 2, str(tmp_path))
         assert messages[0] == messages[1]
-        assert messages[0] == "The checkpoint of step 2 was not saved: No space left on device (rank 1)."
+        assert messages[0].startswith(f"The checkpoint of step 2 was not saved: No space left on device: {tmp_path}, ")
+        assert re.fullmatch(r".*, [\d.]+ \w+ needed, [\d.]+ \w+ free \(rank 1\)\.", messages[0])
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
     def test_staging_failure_on_one_rank_reaches_all(self, tmp_path: Path) -> None:

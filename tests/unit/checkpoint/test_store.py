@@ -188,6 +188,30 @@ class TestFailedSaves:
             store.save(make_state(2), {}, step=2, asynchronous=False)
         assert names(tmp_path) == ["step-00000001"]
 
+    def test_a_disk_that_fills_up_in_the_middle_of_a_tensor(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """torch.save, left in the middle, ends in an enforce of its own; the disk is what the user hears of."""
+        store, room = saved(tmp_path, 1), [100_000]
+        original = writer_module.io.FileIO
+
+        class Filling(original):  # type: ignore[misc, valid-type]
+            def write(self, data: Any) -> int:
+                room[0] -= len(data)
+                if room[0] < 0:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return super().write(data)
+
+        monkeypatch.setattr(writer_module.io, "FileIO", Filling)
+        with pytest.raises(SaveError) as caught:
+            store.save({**make_state(2), "big": torch.zeros(100_000)}, {}, step=2, asynchronous=False)
+        assert "enforce" not in caught.value.message
+        assert f"No space left on device: {tmp_path}, 390." in caught.value.message  # KiB, of 100,000 floats and a few
+        assert " needed, " in caught.value.message
+        assert caught.value.message.endswith(" free.")
+        assert "again" not in caught.value.hint
+        assert names(tmp_path) == ["step-00000001"]
+
     def test_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("in the way")
         store = CheckpointStore(tmp_path / "file" / "checkpoints")
