@@ -121,6 +121,8 @@ def test_parallel_axes_inside_the_engine_are_strangers() -> None:
         ["-m", "weft", "server", "train", "missing.toml"],
         ["-m", "weft", "plan"],
         ["-m", "weft", "train", "missing.toml"],
+        ["-m", "weft", "train", "--plan", "missing.toml"],
+        ["-m", "weft", "train", "--resume", "missing"],
     ],
     ids=" ".join,
 )
@@ -142,22 +144,57 @@ def test_planning_needs_numpy_at_most(arguments: list[str]) -> None:
     assert heavy_imports(arguments) in ("[]", "['numpy']")
 
 
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        (["data.source=missing.txt"], "W401"),
+        (["data.source=hf:./missing"], "W401"),
+        (["data.source=hf:me/texts", "HIDE=datasets"], "W403"),
+        (["data.source=rows.parquet", "HIDE=pyarrow"], "W403"),
+        (["data.tokenizer=./missing/tokenizer.json"], "W402"),
+        (["MODEL"], "W301"),
+        (["train.optimizer=adamw8bit", "HIDE=torchao"], "W403"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_what_is_missing_is_found_before_torch_is_imported(settings: list[str], code: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_bytes(b"")
+    model = 'path = "./missing"' if settings == ["MODEL"] else 'type = "llama"'
+    (tmp_path / "run.toml").write_text(f"[model]\n{model}\n")
+    shown = [part for setting in settings if setting.startswith(("data.", "train.")) for part in ("--set", setting)]
+    hidden = [setting.removeprefix("HIDE=") for setting in settings if setting.startswith("HIDE=")]
+    lines = [f"sys.modules[{name!r}] = None" for name in hidden]
+    found, said = heavy_imports_and_words(["-m", "weft", "train", "run.toml", *shown], before=lines, cwd=tmp_path)
+    assert f"error [{code}]: " in said
+    assert "torch" not in found
+    assert not (tmp_path / "runs").exists()
+
+
 def heavy_imports(arguments: list[str]) -> str:
     """Which of the heavy libraries a fresh interpreter has imported when it is done with `arguments`."""
+    return heavy_imports_and_words(arguments)[0]
+
+
+def heavy_imports_and_words(
+    arguments: list[str], *, before: list[str] | None = None, cwd: Path | None = None
+) -> tuple[str, str]:
+    """As `heavy_imports`, with what it wrote to stderr; `before`: lines of Python to begin with."""
     probe = (
         "import sys, runpy, atexit\n"
         "def tell():\n"
         "    heavy = [m for m in ('torch', 'transformers', 'numpy') if m in sys.modules]\n"
         "    print('HEAVY', heavy, file=sys.stderr)\n"
-        "atexit.register(tell)\n"
+        "atexit.register(tell)\n" + "".join(f"{line}\n" for line in before or [])
     )
     if arguments[0] == "-c":
         code = probe + arguments[1]
     else:
         code = probe + f"sys.argv = {['weft', *arguments[2:]]!r}\nrunpy.run_module('weft', run_name='__main__')"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=cwd
+    )
     assert "HEAVY " in result.stderr, result.stderr
-    return result.stderr.rpartition("HEAVY ")[2].strip()
+    return result.stderr.rpartition("HEAVY ")[2].strip(), result.stderr
 
 
 def test_public_names_are_the_documented_ones_and_resolve() -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.core.extras import require_extra
+
 if TYPE_CHECKING:  # imported inside the verbs: `weft --help` must not pay for what it does not use
     from weft.core.server_spec import ServerRun
 
@@ -41,6 +43,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print the run's ledger as JSON on stdout.")] = False,
 ) -> None:
     """Train. With no arguments: a DeepFM on a generated click log, on this machine."""
+    from weft.cli.early_checks import require_server_inputs
     from weft.core.errors import BadValueError
 
     if resume is not None and (run is not None or out is not None):
@@ -50,7 +53,7 @@ def train(
     given = {"servers": servers, "workers": workers, "mode": mode, "staleness": staleness, "launcher": launcher}
     source = run if resume is None else _run_file(resume)
     spec = resolve(source, [*(settings or []), *_as_settings(given)])
-    require_numba()
+    require_server_inputs(spec, is_resumed=resume is not None)
     from weft.server.job import run_job
 
     target = resume or out or _default_out(spec)
@@ -79,7 +82,7 @@ def status(
 @server_app.command()
 def join(run: Annotated[Path, typer.Argument(help="The run folder of a run that is going on.")]) -> None:
     """One worker more, in this process, until the run ends; it may leave at any time."""
-    require_numba()
+    require_extra("numba")
     from weft.core.quiet import quiet_libraries
     from weft.server.status import join_live
 
@@ -95,7 +98,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
 ) -> None:
     """Rows a second over this machine's loopback, against raw TCP and the table's own kernel."""
-    require_numba()
+    require_extra("numba")
     from weft.server.bench import bench_table, run_bench
 
     records = run_bench(rows=rows, rounds=rounds, tell=lambda line: print(line, file=sys.stderr))
@@ -116,7 +119,7 @@ def export(
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON on stdout.")] = False,
 ) -> None:
     """Take the tables out of a run: keys and rows, whatever the number of servers was."""
-    require_numba()
+    require_extra("numba")
     from weft.server.export import export_tables
 
     written = export_tables(run, out)
@@ -154,12 +157,3 @@ def _default_out(spec: ServerRun) -> Path:
     from datetime import datetime
 
     return Path("runs") / f"{spec.model.kind}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
-def require_numba() -> None:
-    from importlib.util import find_spec
-
-    from weft.core.errors import MissingExtraError
-
-    if find_spec("numba") is None:
-        raise MissingExtraError("parameter servers need numba, which is not installed", extra="server")

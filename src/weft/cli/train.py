@@ -35,6 +35,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print the run's ledger as JSON on stdout.")] = False,
 ) -> None:
     """Train a model. With no arguments: a small Llama on Python's own source, on this machine."""
+    from weft.cli.early_checks import require_inputs
     from weft.cli.resolve import require_known_sections, resolve_plan, resolve_run
     from weft.core.batching import require_divisible
     from weft.core.executable import require_executable
@@ -60,6 +61,7 @@ def train(
     resolved = Plan.from_tables(job.plan_tables)
     require_executable(resolved)
     require_divisible(job.run, resolved)
+    require_inputs(job.run)
     job = dataclasses.replace(job, run=with_model_files(job.run))
     if resolved.activations.is_open:
         from weft.train.settle import settle_job

@@ -79,8 +79,9 @@ def _is_server_run(path: Path) -> bool:
 def _verify_server(
     path: Path, *, steps: int, as_is: bool, settings: list[str], as_json: bool, unfit: tuple[Any, ...]
 ) -> None:
-    from weft.cli.server import require_numba, resolve
+    from weft.cli.server import resolve
     from weft.core.errors import BadValueError
+    from weft.core.extras import require_extra
 
     if any(given is not None for given in unfit):
         raise BadValueError(
@@ -88,7 +89,7 @@ def _verify_server(
             hint="leave them out: every layout of workers and servers is verified",
         )
     spec = resolve(path, settings)
-    require_numba()
+    require_extra("numba")
     from weft.verify.server import verify_server
 
     verdict = verify_server(spec, steps=steps, as_is=as_is)

@@ -29,9 +29,12 @@ class ClickModelSpec(Section):
     hidden: tuple[int, ...] = Field(default=(64, 32), description="widths of the deep part")
 
 
+GENERATED = "clicks"
+
+
 class ClickDataSpec(Section):
     source: str | list[str] = Field(
-        default="clicks",
+        default=GENERATED,
         description="'clicks' (a generated log), or CSV / TSV / parquet files in the Criteo layout: label, numeric "
         "fields I1.., categorical fields C1..",
     )

@@ -12,7 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import DataError, MissingExtraError
+from weft.core.errors import DataError
+from weft.core.extras import missing_extra
 from weft.data.documents import Document, is_path_like, missing_field, require_text
 
 ROWS_AT_ONCE = 1000
@@ -29,6 +30,10 @@ class DatasetSource:
     @property
     def name(self) -> str:
         return f"hf:{self.dataset}"
+
+    def require_folder(self) -> None:
+        """A name that can only be a path leads somewhere; a hub name is not looked up."""
+        _ = self._folder
 
     def identity(self) -> list[Any]:
         files = self._local_files() if self._folder else self._table_files()
@@ -103,5 +108,5 @@ def _import_datasets() -> Any:
     try:
         import datasets
     except ImportError:
-        raise MissingExtraError("hf: sources need the datasets library", extra="data") from None
+        raise missing_extra("datasets") from None
     return datasets

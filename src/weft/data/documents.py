@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import DataError, MissingExtraError
+from weft.core.errors import DataError
+from weft.core.extras import missing_extra
 
 Document = str | bytes
 
@@ -116,5 +117,5 @@ def _import_pyarrow() -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise MissingExtraError("parquet files need the pyarrow library", extra="data") from None
+        raise missing_extra("pyarrow") from None
     return pyarrow, pyarrow.parquet

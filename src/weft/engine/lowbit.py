@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from weft.core.errors import MissingExtraError
+from weft.core.extras import missing_extra
 from weft.engine.ownership import local
 
 MIN_ELEMENTS = 4096  # smaller tensors gain nothing and hurt most
@@ -26,9 +26,7 @@ def build_adamw8bit(groups: list[dict[str, Any]], *, lr: float, betas: tuple[flo
     try:
         import torchao.optim  # noqa: F401
     except ImportError:
-        raise MissingExtraError(
-            "optimizer = 'adamw8bit' needs torchao, which is not installed", extra="lowbit"
-        ) from None
+        raise missing_extra("torchao") from None
     return RowwiseAdamW8bit(groups, lr=lr, betas=betas, eps=eps)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.errors import DataError, MissingExtraError
+from weft.core.errors import DataError
+from weft.core.extras import missing_extra
 from weft.server.clicks.layout import Columns, column_names, named_columns, plain_columns
 from weft.server.clicks.samples import ClickBatch, field_keys, log_scale, text_values
 
@@ -146,7 +147,7 @@ def _import_parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise MissingExtraError("reading parquet needs pyarrow", extra="data") from None
+        raise missing_extra("pyarrow") from None
     return pyarrow.parquet
 
 

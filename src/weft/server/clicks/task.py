@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from weft.core.server_spec import ServerRun
+from weft.core.server_spec import GENERATED, ServerRun
 from weft.server.clicks.auc import area_under_curve, log_loss_sum
 from weft.server.clicks.generated import GeneratedClicks
 from weft.server.clicks.models import TABLE, ClickModel
@@ -19,7 +19,6 @@ from weft.server.clicks.order import count_held_out
 from weft.server.clicks.samples import ClickBatch, ClickLog
 from weft.server.clicks.store import StoredClicks, store_files
 
-GENERATED = "clicks"
 STORE = "samples"  # folder of the run folder
 MAX_EVAL_SAMPLES = 200_000  # of a larger held-out part, the first ones; the figure "samples" says how many
 _EVAL_BATCH = 4096

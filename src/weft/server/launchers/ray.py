@@ -11,7 +11,8 @@ import hashlib
 import os
 from typing import Any
 
-from weft.core.errors import MissingExtraError, WorkerError
+from weft.core.errors import WorkerError
+from weft.core.extras import missing_extra
 from weft.server.launchers import Launch, worker_name
 
 _GET_S = 5.0
@@ -34,7 +35,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise MissingExtraError("the launcher 'ray' needs Ray", extra="ray") from None
+        raise missing_extra("ray") from None
     return ray
 
 
