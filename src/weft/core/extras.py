@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 from weft.core.errors import MissingExtraError
 
-_NEEDS = {
-    "datasets": ("hf: sources need the datasets library", "data"),
-    "pyarrow": ("parquet files need the pyarrow library", "data"),
-    "torchao": ("optimizer = 'adamw8bit' needs torchao, which is not installed", "lowbit"),
-    "numba": ("parameter servers need numba, which is not installed", "server"),
-    "ray": ("the launcher 'ray' needs Ray", "ray"),
+_MISSING: dict[str, Callable[[], MissingExtraError]] = {
+    "datasets": lambda: MissingExtraError("hf: sources need the datasets library", extra="data"),
+    "pyarrow": lambda: MissingExtraError("parquet files need the pyarrow library", extra="data"),
+    "torchao": lambda: MissingExtraError(
+        "optimizer = 'adamw8bit' needs torchao, which is not installed", extra="lowbit"
+    ),
+    "numba": lambda: MissingExtraError("parameter servers need numba, which is not installed", extra="server"),
+    "ray": lambda: MissingExtraError("the launcher 'ray' needs Ray", extra="ray"),
 }
 
 
 def missing_extra(library: str) -> MissingExtraError:
-    message, extra = _NEEDS[library]
-    return MissingExtraError(message, extra=extra)
+    return _MISSING[library]()
 
 
 def require_extra(library: str) -> None:
