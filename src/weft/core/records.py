@@ -70,6 +70,17 @@ class ParameterRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BufferRecord:
+    """One buffer of the model and what happens to it: a constant, or how its changes in forwards are kept equal."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    persistent: bool  # part of checkpoints
+    state: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class DtypeRecord:
     """What a component was asked to be and what it really is, looked up on the live tensors after the first step."""
 

@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import weft.engine.buffer_sync as buffer_sync
+import weft.engine.buffers as buffers
 import weft.engine.dp.choose as choose
 import weft.engine.engine as engine
 import weft.engine.float8 as float8
@@ -124,6 +126,9 @@ def _patches() -> list[Any]:
         # values that steer the host: there are none
         mock.patch.object(engine, "read_is_finite", return_value=True),
         mock.patch.object(stages, "read_is_nan", _says(False)),
+        mock.patch.object(buffers, "has_other_values", _says(False)),
+        mock.patch.object(buffer_sync, "read_any", _says(False)),
+        mock.patch.object(buffer_sync, "read_least", lambda mine, **_: mine),
         mock.patch.object(randomness, "draw_call_number", return_value=0),
         # a message that never arrives would be held until the end of the step
         mock.patch.object(mail, "has_left", _says(True)),
@@ -139,7 +144,7 @@ def _patches() -> list[Any]:
 
 def _says(answer: bool) -> Callable[..., bool]:
     """A mock would remember what it was asked about, and so keep it alive."""
-    return lambda *_: answer
+    return lambda *_, **__: answer
 
 
 def _optional(name: str) -> Any:

@@ -4,15 +4,16 @@
 2. place           a module with values: to the device, rank 0's values to all; parameters in the format they rest in
 3. split           where the pipeline cuts: asks the model's own forward, so before anything is around it
 4. cut             tensor parallelism: parameters become this rank's parts, layers go around modules
-5. keep            this rank's stages: other parameters are gone before any memory is spent
-6. shard           fully_shard, blocks then root, still on meta (ZeRO, HSDP): a shard of a part
-7. materialise     each rank allocates and fills only its own parts
-8. cast            compute dtype for unsharded strategies (sharded ones cast when they gather)
-9. compile         the blocks' own forwards, inside everything that is around them; a head takes its loss along
-10. recompute      around the cast, which is repeated too; inside the hooks that gather and reduce, which are not
-11. number         dropout by block, outside of what is repeated
-12. replicate      DDP, after values exist: its buckets are real memory
-13. stage          entries and exits of this rank's stages, outside of all hooks
+5. span            batch norms: statistics over the rows of all data-parallel ranks
+6. keep            this rank's stages: other parameters are gone before any memory is spent
+7. shard           fully_shard, blocks then root, still on meta (ZeRO, HSDP): a shard of a part
+8. materialise     each rank allocates and fills only its own parts
+9. cast            compute dtype for unsharded strategies (sharded ones cast when they gather)
+10. compile        the blocks' own forwards, inside everything that is around them; a head takes its loss along
+11. recompute      around the cast, which is repeated too; inside the hooks that gather and reduce, which are not
+12. number         dropout by block, outside of what is repeated
+13. replicate      DDP, after values exist: its buckets are real memory
+14. stage          entries and exits of this rank's stages, outside of all hooks
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch
 from torch import nn
 
 from weft.core.plan import Plan, require_mixture
+from weft.engine.batch_norms import BatchNorms, apply_batch_norms
+from weft.engine.buffers import BufferChanges
 from weft.engine.compiled import apply_compile
 from weft.engine.dp.choose import choose_strategy
 from weft.engine.dp.copy_in import install_copy_in
@@ -56,6 +59,8 @@ class Applied:
     pipeline: PipelineFace
     head_loss: HeadLoss | None  # None: the objective takes the loss of logits
     float8: dict[str, bool]  # linear layers of the blocks, and whether they multiply in float8
+    batch_norms: BatchNorms
+    changes: BufferChanges  # of buffers, in forwards
     notes: tuple[str, ...] = ()  # what was asked and does not apply to this model
 
 
@@ -82,6 +87,7 @@ def apply_plan(
     face = TensorFace()
     if topology.tp_degree > 1:
         face = apply_tensor_parallel(model, layout, plan.tensor_parallel, topology, keep_logits_whole=has_own_objective)
+    batch_norms = apply_batch_norms(model, plan, topology)
     own = layout
     if pipeline_cut is not None:
         own = keep_own_stages(model, layout, pipeline_cut, dtype=torch_dtype(precision.weights), device=device)
@@ -97,14 +103,22 @@ def apply_plan(
     notes = apply_compile(model, own, device=device) if plan.compile.enabled else ()
     is_fused = plan.kernels.loss == "fused" and not has_own_objective
     head_loss, why_not = fuse_loss(model, is_asked=is_fused, own=face.head, token_loss=face.token_loss)
-    apply_recompute(model, layout, plan.activations, own=own.blocks)
+    changes = BufferChanges(model)
+    apply_recompute(model, layout, plan.activations, changes, own=own.blocks)
     number_blocks(model, layout)
     strategy = choose_strategy(model, plan, topology)
     pipeline = PipelineFace()
     if pipeline_cut is not None:
         strategy.keep_apart([pipeline_cut.split.stages[stage] for stage in pipeline_cut.own])
         pipeline = build_pipeline(model, layout, own, pipeline_cut, topology, device=device)
-    told = (*notes, *why_not)
     return Applied(
-        layout=own, strategy=strategy, tensors=face, pipeline=pipeline, head_loss=head_loss, float8=float8, notes=told
+        layout=own,
+        strategy=strategy,
+        tensors=face,
+        pipeline=pipeline,
+        head_loss=head_loss,
+        float8=float8,
+        batch_norms=batch_norms,
+        changes=changes,
+        notes=(*notes, *why_not, *batch_norms.notes),
     )

@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 from weft.comm.groups import ensure_group, sum_over
 from weft.core.executable import require_executable
 from weft.core.plan import Plan, require_consistent
-from weft.core.records import DtypeRecord, EvalRecord, ParameterRecord, StepRecord
+from weft.core.records import BufferRecord, DtypeRecord, EvalRecord, ParameterRecord, StepRecord
 from weft.core.terms import TimeTerm
 from weft.engine.adamw_low import AdamWLow, LowStates
-from weft.engine.apply import apply_plan
+from weft.engine.apply import Applied, apply_plan
 from weft.engine.attention_kernel import AttentionKernel
+from weft.engine.buffer_sync import BufferSync
 from weft.engine.clip import clip_factor, global_norm, scale_gradients
 from weft.engine.cpu_products import mend_products
 from weft.engine.delayed import DelayedUpdates
@@ -85,7 +86,7 @@ class Engine:
         self.layout, self.strategy = applied.layout, applied.strategy
         self.tensors, self.pipeline = applied.tensors, applied.pipeline
         self.head_loss, self.float8 = applied.head_loss, applied.float8
-        self.notes = (*applied.layout.notes, *applied.notes)  # what the user should know of this model and plan
+        self._notes = (*applied.layout.notes, *applied.notes)
         self.parts: Parts = self.tensors.parts
         self.objective = objective or objective_for(model, self.tensors.token_loss, applied.head_loss)
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
@@ -105,7 +106,9 @@ class Engine:
         self.attention = AttentionKernel(model, plan, self.device)
         walk = self.pipeline.walk
         self.delayed = DelayedUpdates(self, walk) if isinstance(walk, EndlessWalk) else None
-        names = {str(group.group_name) for group in self.tensors.groups}
+        self.buffer_sync = self._watch_buffers(applied)
+        groups = [*self.tensors.groups, *([applied.batch_norms.group] if applied.batch_norms.group else [])]
+        names = {str(group.group_name) for group in groups}
         self._dtypes = DtypeWatch(model, self.layout, plan.precision.policy(), activation_groups=names)
         model.train()
 
@@ -125,6 +128,7 @@ class Engine:
             loss_sum, weight = self._forward_backward(to_device(batch, self.device), timer)
             if self.delayed is None:  # else updates were made on the way
                 norm, skipped = self._finish()
+        self.buffer_sync.after_step()
         timer.mark(TimeTerm.OPTIMIZER)
         self.steps_done += 1
         if self.delayed is not None:
@@ -170,14 +174,15 @@ class Engine:
         total = torch.zeros((), device=self.device)
 
         def forward(stage: int, index: int) -> torch.Tensor:
-            with seeded_forward(
+            seeded = seeded_forward(
                 seed=self._seed,
                 step=self.steps_done,
                 first_row=first_rows[index],
                 num_rows=chunks[index],
                 is_random=self._is_random,
                 slices=self.tensors.zones,
-            ):
+            )
+            with seeded, self.buffer_sync.forward(stage):
                 loss_sum = self._loss_sum(microbatches[index], stage=stage)
             total.add_(loss_sum.detach())
             return loss_sum * factors[index if len(factors) > 1 else 0]
@@ -266,6 +271,7 @@ class Engine:
         finally:
             self.model.train()
             self.strategy.after_evaluation()
+        self.buffer_sync.synchronise()  # a module may count evaluations too
         return sum_over(totals, None)
 
     def _evaluated(self, microbatches: Sequence[Batch]) -> torch.Tensor:
@@ -289,6 +295,7 @@ class Engine:
             self.delayed.restart()
         create_state(self.optimizer, self.parameters)
         state = state_tensors(self.model, self.optimizer, self.parts)
+        state = {key: value for key, value in state.items() if not self.buffer_sync.is_foreign(key.removeprefix(MODEL))}
         copied = tuple(f"{prefix}{name}" for prefix in (MODEL, OPTIMIZER) for name in self.layout.copies)
         return {key: value for key, value in state.items() if not key.startswith(copied)} if copied else state
 
@@ -303,6 +310,7 @@ class Engine:
         if self.delayed is not None:
             self.delayed.restore(scalars.get("late_norms", {}))
         self.pipeline.shared.spread(self.trained, self.optimizer)
+        self.buffer_sync.restart()
 
     def save(self, directory: str | Path) -> None:
         """A committed checkpoint of this moment under `directory`; returns when it is safe on disk."""
@@ -337,6 +345,15 @@ class Engine:
         reasons = self.tensors.reasons
         return parameter_records(self.model, self.layout, self.topology.axis_names, parts=self.parts, reasons=reasons)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of this model and plan; after the first step also of buffers that change."""
+        return (*self._notes, *self.buffer_sync.notes())
+
+    def buffers(self) -> list[BufferRecord]:
+        """Which buffers are constants and how those that forwards change are kept equal; known after the first step."""
+        return self.buffer_sync.records()
+
     def dtypes(self) -> list[DtypeRecord]:
         """The dtypes really used, looked up during the first step; empty before it."""
         return self._dtypes.records()
@@ -349,6 +366,18 @@ class Engine:
         policy, copies = self.plan.precision.policy(), self.layout.copies
         low = LowStates.of(self.trained, policy, seed=self._seed, parts=self.parts, copies=copies)
         return make_optimizer(self.trained, given, low=low, is_cut=self.tensors.grid is not None)
+
+    def _watch_buffers(self, applied: Applied) -> BufferSync:
+        stages = self.pipeline.walk.stages if self.pipeline.walk is not None else None
+        placed = enumerate(stages.split.stages) if stages is not None else ()
+        return BufferSync(
+            applied.changes,
+            self.topology,
+            device=self.device,
+            batch_norms=applied.batch_norms.names,
+            own=stages.own if stages is not None else (0,),
+            stage_of={block: stage for stage, blocks in placed for block in blocks},
+        )
 
     def _split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
         # a grid deals the rows of a micro-batch out once more

@@ -72,6 +72,13 @@ class Topology:
         """A Gloo group of its own for saves in the background: sharing one with training deadlocks. Collective."""
         return self.groups.new(backend="gloo") if dist.get_world_size() > 1 else None
 
+    def new_data_group(self) -> dist.ProcessGroup:
+        """The ranks of `dp_group` once more, for what must not share a queue with gradients. Collective."""
+        own = self.groups.of_lines(_data_lines(self.tp_degree, self.stage_size))
+        if own is None:
+            raise MeshError("this rank is in no data-parallel group", hint="the mesh must cover all ranks")
+        return own
+
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.mesh.get_group(axis)
 
@@ -128,14 +135,18 @@ def _data_group(groups: OwnedGroups, tp_degree: int, stage_size: int) -> dist.Pr
         raise MeshError("no process group is initialised", hint="create the Engine inside a run, or call weft.train")
     if tp_degree == 1 and stage_size == dist.get_world_size():
         return world
-    own = groups.of_lines(
-        list(range(begin + place, begin + stage_size, tp_degree))
-        for begin in range(0, dist.get_world_size(), stage_size)
-        for place in range(tp_degree)
-    )
+    own = groups.of_lines(_data_lines(tp_degree, stage_size))
     if own is None:
         raise MeshError("this rank is in no data-parallel group", hint="the mesh must cover all ranks")
     return own
+
+
+def _data_lines(tp_degree: int, stage_size: int) -> list[list[int]]:
+    return [
+        list(range(begin + place, begin + stage_size, tp_degree))
+        for begin in range(0, dist.get_world_size(), stage_size)
+        for place in range(tp_degree)
+    ]
 
 
 def describe_mesh(plan: Plan) -> str:

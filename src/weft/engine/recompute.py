@@ -27,6 +27,7 @@ from weft.core.errors import NoBlocksError
 from weft.core.mixture import block_policies
 from weft.core.plan import Activations
 from weft.engine.around import Forward, put_around
+from weft.engine.buffers import Before, BufferChanges
 from weft.engine.deferred import deferring_again
 from weft.engine.randomness import replayed
 from weft.models.layout import ModelLayout
@@ -40,11 +41,17 @@ _COLLECTIVES = "_c10d_functional."  # sending twice costs more than keeping
 
 
 def apply_recompute(
-    model: nn.Module, layout: ModelLayout, activations: Activations, *, own: Collection[str] | None = None
+    model: nn.Module,
+    layout: ModelLayout,
+    activations: Activations,
+    changes: BufferChanges,
+    *,
+    own: Collection[str] | None = None,
 ) -> None:
     """Blocks of the whole model's `layout` as `activations` says, around what is around their forwards already.
 
     `own`: those this rank has, of a pipeline. A block's place in the whole model decides, not its place on the rank.
+    `changes`: a forward's changes of buffers are made once; the second finds what the first one found.
     """
     if activations.policy == "none":
         return
@@ -57,7 +64,7 @@ def apply_recompute(
     for name, policy in zip(layout.blocks, policies, strict=True):
         if policy != "none" and (own is None or name in own):
             block = model.get_submodule(name)
-            put_around(block, _Recomputed(block, is_selective=policy == "selective"))
+            put_around(block, _Recomputed(block, changes, is_selective=policy == "selective"))
 
 
 def is_kept(operator: Any) -> bool:
@@ -69,8 +76,8 @@ def is_kept(operator: Any) -> bool:
 class _Recomputed:
     """The layer around one block's forward."""
 
-    def __init__(self, block: nn.Module, *, is_selective: bool) -> None:
-        self._block = block
+    def __init__(self, block: nn.Module, changes: BufferChanges, *, is_selective: bool) -> None:
+        self._changes, self._places = changes, changes.inside(block)
         self._is_selective = is_selective
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -86,21 +93,17 @@ class _Recomputed:
         second: AbstractContextManager[Any] = nullcontext()
         if self._is_selective:
             first, second = create_selective_checkpoint_contexts(_choose)  # type: ignore[no-untyped-call]
-        return first, self._again(replayed(), deferring_again(), second)
-
-    @contextmanager
-    def _again(self, *contexts: AbstractContextManager[Any]) -> Iterator[None]:
         # a batch norm would count the same rows twice in its running statistics
-        counting = [module for module in self._block.modules() if getattr(module, "track_running_stats", False)]
-        before = [(buffer, buffer.clone()) for module in counting for buffer in module.buffers(recurse=False)]
-        try:
-            with ExitStack() as stack:
-                for context in contexts:
-                    stack.enter_context(context)
-                yield
-        finally:
-            for buffer, value in before:
-                buffer.copy_(value)
+        before = Before(self._changes, self._places)
+        return first, _entered(replayed(), deferring_again(), before.put_back(), second)
+
+
+@contextmanager
+def _entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

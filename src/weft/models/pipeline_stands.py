@@ -30,11 +30,14 @@ class Stand(nn.Module):
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """All modules and their attributes are as before, afterwards. BigBird puts other attention in place as it runs."""
+    """All modules and their attributes are as before, afterwards. BigBird puts other attention in place as it runs, and
+    a batch norm would keep what it saw of stands in its running statistics: buffers are copies inside."""
     tables = ("_modules", "_parameters", "_buffers")
     kept = [
         (vars(module), dict(vars(module)), [dict(vars(module)[key]) for key in tables]) for module in model.modules()
     ]
+    for module in model.modules():
+        module._buffers.update({key: value.clone() for key, value in module._buffers.items() if value is not None})
     try:
         yield
     finally:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from weft import zoo
 from weft.core.plan import Activations
 from weft.core.run_spec import ModelSpec
+from weft.engine.buffers import BufferChanges
 from weft.engine.cpu_products import mend_products
 from weft.engine.recompute import apply_recompute
 from weft.models.build import build_config, build_skeleton
@@ -117,7 +118,7 @@ def alive_bytes_of_blocks(kind: str, config: dict[str, Any], activations: Activa
     """What is alive after each block more than after the one before; of the first, with what comes before it."""
     model = built(kind, config, layers=layers)
     layout = describe(model)
-    apply_recompute(model, layout, activations)
+    apply_recompute(model, layout, activations, BufferChanges(model))
     marks = [0]
     with LiveBytes() as live:  # type: ignore[no-untyped-call]
         for tensor in (*model.parameters(), *model.buffers()):

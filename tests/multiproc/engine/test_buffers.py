@@ -1,0 +1,134 @@
+"""Buffers that forwards change are those of one process, on every rank and layout: in values, checkpoints, evaluation.
+
+Batch statistics are taken over the micro-batch of all data-parallel ranks. One process sees the same micro-batches when
+it is given its rows in that order (`as_ranks_see_it`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from buffered import ROWS, build, global_batch, own_buffers, train
+from gloo_ranks import run_ranks
+from torch import Tensor
+
+from weft.engine.engine import Engine
+
+STEPS = 3
+TWO: dict[str, dict[str, Any]] = {
+    "ddp": {"mesh": {"dp_replicate": 2}},
+    "ddp in two": {"mesh": {"dp_replicate": 2}, "pipeline": {"microbatches": 2}},
+    "zero-1 in two": {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 1}, "pipeline": {"microbatches": 2}},
+    "zero-2": {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 2}},
+    "zero-3 recomputed": {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 3}, "activations": {"policy": "full"}},
+    "1f1b": {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 4}},
+    "interleaved, recomputed": {
+        "mesh": {"pp": 2},
+        "pipeline": {"schedule": "interleaved_1f1b", "microbatches": 4, "virtual_stages": 2},
+        "activations": {"policy": "selective"},
+    },
+}
+FOUR: dict[str, dict[str, Any]] = {
+    "hsdp": {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "data_parallel": {"zero": 3}},
+    "zero-1, zbv": {
+        "mesh": {"dp_shard": 2, "pp": 2},
+        "data_parallel": {"zero": 1},
+        "pipeline": {"schedule": "zbv", "microbatches": 4, "virtual_stages": 2},
+    },
+}
+Arrays = dict[str, npt.NDArray[Any]]
+Found = tuple[list[float], Arrays, list[float], Arrays, dict[str, str]]
+
+
+def trained(rank: int, world: int, plans: dict[str, dict[str, Any]], folder: str) -> dict[str, Found]:
+    return {name: one(plan, Path(folder) / name.replace(" ", "-")) for name, plan in plans.items()}
+
+
+def one(plan: dict[str, Any], folder: Path) -> Found:
+    """A run, its buffers; and the same after a checkpoint was loaded into a fresh engine, one step on."""
+    with build(plan) as engine:
+        losses = train(engine, STEPS)
+        buffers = arrays(engine)
+        engine.save(folder)
+        states = {record.name: record.state for record in engine.buffers()}
+    with build(plan) as engine:
+        engine.load(folder)
+        later = train(engine, 1, first=STEPS)
+        return losses, buffers, later, arrays(engine), states
+
+
+def as_ranks_see_it(plan: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """One process's plan, and the order of rows in which its micro-batches are those of all ranks together."""
+    cuts = plan.get("pipeline", {}).get("microbatches", 1)
+    degree = plan["mesh"].get("dp_replicate", 1) * plan["mesh"].get("dp_shard", 1)
+    rows = torch.arange(ROWS).view(degree, cuts, -1).transpose(0, 1).reshape(-1)
+    return {"pipeline": {"microbatches": cuts}}, rows
+
+
+def right_of(plan: dict[str, Any]) -> tuple[list[float], Arrays, list[float], Arrays]:
+    tables, rows = as_ranks_see_it(plan)
+    engine = build(tables)
+
+    def steps(first: int, count: int) -> list[float]:
+        taken = [
+            {key: value[rows] for key, value in global_batch(step).items()} for step in range(first, first + count)
+        ]
+        losses = [engine.step(batch, learning_rate=1e-2).loss for batch in taken]
+        return [*losses, engine.evaluate(global_batch(99)).loss]
+
+    losses, buffers = steps(0, STEPS), arrays(engine)
+    return losses, buffers, steps(STEPS, 1), arrays(engine)
+
+
+def arrays(engine: Engine) -> Arrays:
+    return {name: value.numpy() for name, value in own_buffers(engine).items()}
+
+
+def assert_right(plans: dict[str, dict[str, Any]], found: list[dict[str, Found]]) -> None:
+    for name, plan in plans.items():
+        losses, buffers, later, later_buffers = right_of(plan)
+        for rank, of_rank in enumerate(found):
+            assert of_rank[name][0] == pytest.approx(losses, rel=1e-5), (name, rank)
+            assert of_rank[name][2] == pytest.approx(later, rel=1e-5), (name, rank)
+            assert_close(of_rank[name][1], buffers, where=f"{name}, rank {rank}")
+            kept = {key: value for key, value in later_buffers.items() if not key.endswith("recent")}
+            assert_close({key: of_rank[name][3][key] for key in kept if key in of_rank[name][3]}, kept, where=name)
+        assert {key for of_rank in found for key in of_rank[name][1]} == set(buffers), name
+        assert_equal_bits([of_rank[name][1] for of_rank in found], where=name)
+
+
+def assert_close(found: Arrays, right: Arrays, *, where: str) -> None:
+    for key, value in found.items():
+        np.testing.assert_allclose(value, right[key], rtol=1e-4, atol=1e-5, err_msg=f"{where}: {key}")
+
+
+def assert_equal_bits(found: list[Arrays], *, where: str) -> None:
+    for key in {key for of_rank in found for key in of_rank}:
+        first, *others = [of_rank[key] for of_rank in found if key in of_rank]
+        assert all(np.array_equal(first, other) for other in others), (where, key)
+
+
+def test_two_ranks_have_the_buffers_of_one_process(tmp_path: Path) -> None:
+    found = run_ranks(trained, 2, TWO, str(tmp_path))
+    assert_right(TWO, found)
+    states = found[0]["ddp"][4]
+    assert states["blocks.0.norm.running_mean"] == "statistics over all data-parallel ranks"
+    assert states["blocks.0.kept.mean"] == "averaged after every micro-batch"
+    assert states["blocks.0.kept.count"] == "rank 0's after every step"
+    assert states["blocks.0.kept.table"] == "constant"
+
+
+def test_a_checkpoint_has_the_values_of_the_stage_that_owns_a_buffer(tmp_path: Path) -> None:
+    """Saved by four ranks in a pipeline, loaded by one process."""
+    found = run_ranks(trained, 4, FOUR, str(tmp_path))
+    assert_right(FOUR, found)
+    engine = build()
+    engine.load(tmp_path / "zero-1,-zbv")
+    right = right_of(FOUR["zero-1, zbv"])[1]
+    kept = {key: value for key, value in arrays(engine).items() if not key.endswith("recent")}
+    assert_close(kept, right, where="one process")
