@@ -6,7 +6,9 @@ A dispatch mode sees every c10d operator. It observes for a step or two; it is n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -35,6 +37,20 @@ _NAMES = {
 }
 
 
+_is_of_buffers = ContextVar("is_of_buffers", default=False)
+
+
+@contextmanager
+def of_buffers() -> Iterator[None]:
+    """Collectives inside carry buffers and their statistics: counted by names of their own, since they are not traffic
+    of the layout and their formats are not those of gradients."""
+    token = _is_of_buffers.set(True)
+    try:
+        yield
+    finally:
+        _is_of_buffers.reset(token)
+
+
 class CollectiveObserver(OperatorWatch):  # type: ignore[no-untyped-call]
     """Inside `with CollectiveObserver() as seen:`, `seen.counts` and `seen.dtypes` fill by collective name."""
 
@@ -55,6 +71,8 @@ class CollectiveObserver(OperatorWatch):  # type: ignore[no-untyped-call]
         # The tiny reductions of counts, losses and norms are bookkeeping, not traffic of the layout.
         if max((tensor.numel() for tensor in tensors), default=0) <= SMALL_ELEMENTS:
             name = f"small_{name}"
+        elif _is_of_buffers.get():
+            name = f"{BUFFERS}_{name}"
         self.counts[name] += 1
         group = group_of(args) if self._no_dtypes_of else None
         if group is not None and str(group.group_name) in self._no_dtypes_of:
@@ -63,6 +81,7 @@ class CollectiveObserver(OperatorWatch):  # type: ignore[no-untyped-call]
 
 
 SMALL_ELEMENTS = 8
+BUFFERS = "buffer"  # before the names of what is sent inside `of_buffers`
 
 
 def collective_name(func: Any) -> str | None:

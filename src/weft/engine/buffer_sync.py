@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.observer import of_buffers
 from weft.core.records import BufferRecord
 from weft.engine.buffers import BufferChanges, Slot
 from weft.engine.mesh import Topology
@@ -126,7 +127,8 @@ class BufferSync:
         for same in _by_dtype(taken) if self._num_alike > 1 else ():
             flat = torch.cat([value.reshape(-1) for value in same])
             wire = flat.view(torch.uint8)  # any format travels so
-            dist.broadcast(wire, group=self._topology.stage_group, group_src=0)
+            with of_buffers():
+                dist.broadcast(wire, group=self._topology.stage_group, group_src=0)
             _deal(flat, same)
 
     @torch.no_grad()
@@ -134,7 +136,8 @@ class BufferSync:
         values = [value for place, value in self._values_at(places) if self._is_averaged(place, value)]
         for same in _by_dtype(values) if self._num_alike > 1 else ():
             flat = torch.cat([value.reshape(-1).to(_wide(value.dtype)) for value in same])
-            dist.all_reduce(flat, group=self._topology.stage_group)
+            with of_buffers():
+                dist.all_reduce(flat, group=self._topology.stage_group)
             _deal(flat / self._num_alike, same)
 
     def is_foreign(self, name: str) -> bool:
@@ -166,8 +169,8 @@ class BufferSync:
         if not others or self._topology.dp_degree == 1:
             return ()
         return (
-            f"{_listed(others)} change in the forward: floating ones are averaged over the ranks after every micro-batch,"
-            " others are rank 0's after every step; what is no mean over rows depends on the number of ranks and micro-batches",
+            f"{_listed(others)} change in the forward: floating ones are averaged over the ranks after every"
+            " micro-batch, others are rank 0's after every step; what is no mean over rows depends on how many ranks",
         )
 
     @property
@@ -228,7 +231,8 @@ def read_least(mine: list[int], *, device: torch.device, group: dist.ProcessGrou
     """The smallest number of all ranks in each place; waits for the device. Collective."""
     found = torch.tensor(mine, device=device)
     if dist.get_world_size(group) > 1:
-        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
+        with of_buffers():
+            dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
     return [int(number) for number in found.tolist()]
 
 

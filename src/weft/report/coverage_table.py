@@ -5,6 +5,7 @@ Nothing is hidden silently: where rows are cut at MAX_ROWS, the page says how ma
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from weft.core.records import ParameterRecord
@@ -29,7 +30,7 @@ def coverage(folder: RunFolder) -> Markup:
     shown, num_left_out = cut(groups)
     folds = [_fold(group) for group in shown]
     tail = f"{num_left_out:,} more rows are not drawn here; ledger.json holds every parameter." if num_left_out else ""
-    return join([_totals(records, groups), notes, *folds, absent(tail) if tail else text("")])
+    return join([_totals(records, groups), _buffers(folder), notes, *folds, absent(tail) if tail else text("")])
 
 
 def cut(groups: Sequence[UnitGroup], *, limit: int = MAX_ROWS) -> tuple[list[UnitGroup], int]:
@@ -47,6 +48,15 @@ def _notes(folder: RunFolder) -> Markup:
     notes = table(folder.ledger, "model").get("notes")
     items = [tag("li", text(note)) for note in notes] if isinstance(notes, list) else []
     return tag("ul", *items, class_="notes") if items else text("")
+
+
+def _buffers(folder: RunFolder) -> Markup:
+    """How many buffers there are, and what is done about those that forwards change."""
+    counts = Counter(str(row.get("state", "?")) for row in rows(folder.ledger, "buffers"))
+    if not counts:
+        return text("")
+    states = "; ".join(f"{count:,} {state}" for state, count in counts.most_common())
+    return tag("p", text(f"{counts.total():,} buffers: {states}."))
 
 
 def _totals(records: Sequence[ParameterRecord], groups: Sequence[UnitGroup]) -> Markup:

@@ -152,6 +152,7 @@ def build_ledger(
         "fast_path": [record.as_dict() for record in fast_path(engine)],
         "dtypes": [asdict(record) for record in engine.dtypes()],
         "coverage": [asdict(record) for record in engine.coverage()],
+        "buffers": [asdict(record) for record in engine.buffers()],
         "checkpoints": checkpoints,
     }
 

@@ -159,6 +159,8 @@ class TrainingLoop:
         self.display.step(record)
         if self.outcome.steps == 1:
             self.display.dtypes(self.engine.dtypes())
+            for note in self.engine.buffer_sync.notes():
+                self.display.line(f"note: {note}")
         return wants_stop
 
     def _count_seconds(self, pending: PendingStep) -> None:

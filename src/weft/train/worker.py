@@ -251,7 +251,7 @@ def _close(
             bench.engine,
             run_facts=facts,
             model_name=getattr(bench.model_config, "model_type", "model"),
-            notes=bench.notes,
+            notes=(*bench.notes, *bench.engine.buffer_sync.notes()),
             memory_ranks=ranks,
             metrics=metrics.records,
             seconds_per_step=outcome.seconds_per_step(),

@@ -18,6 +18,7 @@ import torch
 from weft.core import axes
 from weft.core.plan import Plan
 from weft.core.run_spec import TrainSpec
+from weft.verify.buffer_check import check_buffers
 from weft.verify.checks import (
     check_scalar,
     check_scalars,
@@ -107,6 +108,7 @@ class Comparison:
                 least=(parting.loss, max(parting.loss, self._last_step_unsure())),
             ),
             check_replicas(found.digests, describe_rank=self._describe),
+            check_buffers(truth, same, found, step=self.steps, noise_share=parting.update),
         ]
         if self.references.reordered is not None:
             checks.append(self._same_precision(self.references.reordered))

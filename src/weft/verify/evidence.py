@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.parts import PartTensor
-from weft.comm.observer import CollectiveObserver
+from weft.comm.observer import BUFFERS, CollectiveObserver
 from weft.core import axes
 from weft.core.boxes import Box
 from weft.core.records import DtypeRecord, ParameterRecord
@@ -30,6 +30,7 @@ from weft.verify.pipeline_promise import PipelineFacts
 from weft.verify.reference import Course, Tensors
 from weft.verify.tensor_promise import TensorFacts
 
+BESIDE = ("small", BUFFERS)  # collectives that are no traffic of the layout
 LOW_UPDATES = 2  # that are kept where they round: the first has no moments before it
 
 
@@ -48,6 +49,7 @@ class Evidence(Course):
     tensors: TensorFacts | None = None  # under tensor parallelism
     owners: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # rows of dim 0 by rank
     digests: dict[str, list[int]] = field(default_factory=dict)  # of every whole tensor at the end, by rank
+    buffer_digests: dict[str, list[int]] = field(default_factory=dict)  # of those that forwards change, by rank
     updates: list[Update] = field(default_factory=list)  # the first ones, where the update itself rounds
 
 
@@ -78,7 +80,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
             engine.on_gradients = None
             with CollectiveObserver() as seen:
                 record = engine.step(batch, learning_rate=rate)
-            evidence.collectives = {name: count for name, count in seen.counts.items() if "small" not in name}
+            evidence.collectives = {name: count for name, count in seen.counts.items() if not name.startswith(BESIDE)}
         else:
             record = engine.step(batch, learning_rate=rate)
         evidence.losses.append(record.loss)
@@ -97,6 +99,8 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
     evidence.weights = _part(state, MODEL)
     evidence.optimizer = decode_moments(_part(state, OPTIMIZER))
     evidence.digests = _digests(state, device=engine.device)
+    evidence.buffers = _over_stages(engine, {name: whole(value) for name, value in engine.buffer_sync.values().items()})
+    evidence.buffer_digests = _owned_digests(engine)
     return evidence
 
 
@@ -187,6 +191,14 @@ def _digests(state: Tensors, *, device: torch.device) -> dict[str, list[int]]:
     mine = torch.tensor([_digest(state[key]) for key in sorted(state)], dtype=torch.int64, device=device)
     tables = _gather(mine)
     return {key: [int(table[index]) for table in tables] for index, key in enumerate(sorted(state))}
+
+
+def _owned_digests(engine: Engine) -> dict[str, list[int]]:
+    """What each rank that has a buffer holds there."""
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, {name: _digest(whole(value)) for name, value in engine.buffer_sync.values().items()})
+    names = dict.fromkeys(name for of_rank in held for name in of_rank)
+    return {name: [of_rank[name] for of_rank in held if name in of_rank] for name in names}
 
 
 def _digest(tensor: torch.Tensor) -> int:

@@ -189,6 +189,12 @@ def plan_cut(plan: Plan, train: TrainSpec) -> Cut:
     return Cut(chunk_rows=max(1, rows), unties=plan.mesh.pp > 1)
 
 
+def joint_cut(plan: Plan, train: TrainSpec) -> Cut:
+    """The rows of one micro-batch of all ranks: what a forward that changes buffers is to see."""
+    rows = max(1, train.global_batch // plan.pipeline.microbatches)
+    return Cut(chunk_rows=rows, ranks=plan.mesh.dp_degree, unties=plan.mesh.pp > 1)
+
+
 def _frozen(subject: Subject) -> frozenset[str]:
     names = [name for name, _ in build_skeleton(subject.config).named_parameters()]
     patterns = subject.run.train.frozen

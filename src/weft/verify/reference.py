@@ -58,6 +58,7 @@ class Cut:
 
     chunk_rows: int
     is_reordered: bool = False
+    ranks: int = 0  # whose rows are together in one forward, where it changes buffers: one set for all; 0: it does not
     unties: bool = False  # in low precision a weight that two stages share is cast, and its gradient rounded, on each
 
 
@@ -76,6 +77,7 @@ class Course:
     weights: Tensors = field(default_factory=dict)
     optimizer: Tensors = field(default_factory=dict)
     eval_losses: list[float] = field(default_factory=list)  # after the first step and after the last
+    buffers: Tensors = field(default_factory=dict)  # those that forwards change, at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,7 @@ def run_reference(build: Callable[[], nn.Module], exercise: Exercise, precision:
     trainable = {name: master for name, master in masters.items() if master.requires_grad}
     optimizer = plain_optimizer(list(trainable.values()), exercise.train, is_fused=cut.is_reordered)
     course = Course(initial=exercise.initial)
+    buffers = on_host(dict(model.named_buffers()))
     for step, batch in enumerate(exercise.batches):
         for group in optimizer.param_groups:
             group["lr"] = exercise.rates[step]
@@ -139,6 +142,8 @@ def run_reference(build: Callable[[], nn.Module], exercise: Exercise, precision:
             course.eval_losses.append(evaluate(model, evaluation))
     course.weights = on_host(masters)
     course.optimizer = on_host(states_of(optimizer, trainable))
+    now = on_host(dict(model.named_buffers()))
+    course.buffers = {name: value for name, value in now.items() if not torch.equal(value, buffers[name])}
     return course
 
 
@@ -213,6 +218,10 @@ def _backward(
     """Gradients of the mean token loss into the masters; returns the loss."""
     count = max(1, int((batch["labels"] != -100).sum()))
     rows = batch["labels"].shape[0]
+    if cut.ranks > 1:  # each rank's rows of the first micro-batch, then of the second, …
+        cuts = rows // cut.chunk_rows
+        order = torch.arange(rows).view(cut.ranks, cuts, -1).transpose(0, 1).reshape(-1)
+        batch = {key: value[order] for key, value in batch.items()}
     begins = range(0, rows, cut.chunk_rows)
     total = sum(
         add_gradients(

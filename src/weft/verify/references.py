@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from weft.core.plan import Plan
 from weft.verify.delayed_reference import Delay, run_delayed
-from weft.verify.exercise import Subject, at_rest, plan_cut, plan_precision
+from weft.verify.exercise import Subject, at_rest, joint_cut, plan_cut, plan_precision
 from weft.verify.late_division import is_fused
 from weft.verify.reference import TRUTH, Course, Cut, Exercise, Precision, has_experts, run_reference
 from weft.verify.tolerances import ALONG_SHARE, ROUTED_ALONG, Parting, flipped_terms, rounded_terms
@@ -71,7 +71,8 @@ class Library:
         delay = Delay.of(plan, subject.skeleton())
 
         def course(precision: Precision, cut: Cut) -> Course:
-            key = (f"{name} {begins}", precision, None if precision is TRUTH else cut, delay)  # float64: any cut
+            is_any = precision is TRUTH and cut.ranks == 0  # float64, and nothing is kept from chunk to chunk
+            key = (f"{name} {begins}", precision, None if is_any else cut, delay)
             if key not in self._courses:
                 if delay is None:
                     self._courses[key] = run_reference(subject.build, exercise, precision, cut)
@@ -79,6 +80,8 @@ class Library:
                     self._courses[key] = run_delayed(subject.build, exercise, precision, cut, delay)
             return self._courses[key]
 
+        if course(TRUTH, cut).buffers:
+            cut = joint_cut(plan, subject.run.train)
         return References(
             truth=course(TRUTH, cut),
             same=course(precision, cut),

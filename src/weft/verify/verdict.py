@@ -22,6 +22,7 @@ RULES = {
     6: "precision is what was asked",
     7: "the loss is reduced to the logging rank",
     9: "coverage is told: what a stage promises is what it does",
+    11: "buffers that forwards change are those of one process, equal on every rank",
     10: "servers hold what one process would: every update once, weighted by its samples, in an order that is known",
 }
 

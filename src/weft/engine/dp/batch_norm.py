@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # the root of all of torch's; no public name
 
+from weft.comm.observer import of_buffers
 from weft.engine.around import put_around
 
 
@@ -39,12 +40,13 @@ class SpanningBatchNorm:
     def __init__(self, module: _BatchNorm, group: dist.ProcessGroup) -> None:
         self.module, self.group = module, group
 
-    @torch.compiler.disable  # collectives between the two halves of one formula: a compiled block goes around it
+    # collectives between the two halves of one formula: a compiled block goes around it
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, forward: Callable[..., Any], input: Tensor) -> Tensor:
         module = self.module
         if not module.training and module.running_mean is not None and module.running_var is not None:
             return forward(input)  # type: ignore[no-any-return]
-        module._check_input_dim(input)
+        module._check_input_dim(input)  # type: ignore[no-untyped-call]
         return self._normalised(input)
 
     def _normalised(self, input: Tensor) -> Tensor:
@@ -95,7 +97,8 @@ class _SumOverRanks(torch.autograd.Function):
 
 def _sum(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = own.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    with of_buffers():
+        dist.all_reduce(total, group=group)
     return total
 
 
