@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft.core.errors import ModelError
 from weft.engine.ownership import Parts, boxes_of, local
-from weft.models.initial import WeightSource
+from weft.models.initial import StoresBuffers, WeightSource
 from weft.models.layout import ModelLayout
 
 
@@ -30,6 +32,8 @@ def materialise(
             )
         _allocate(model, layout, device)
         _fill(model, layout, source, parts)
+        if isinstance(source, StoresBuffers):
+            _fill_buffers(model, source, source.buffer_names())
     _move_buffers(model, device)
 
 
@@ -74,6 +78,13 @@ def _fill(model: nn.Module, layout: ModelLayout, source: WeightSource, parts: Pa
         raise ModelError(
             f"{len(missing)} parameters got no value, the first is {min(missing)}", hint="check the weights"
         )
+
+
+def _fill_buffers(model: nn.Module, source: WeightSource, names: Sequence[str]) -> None:
+    """Those that are here; every rank has them whole."""
+    here = {name: buffer for name, buffer in model.named_buffers() if name in set(names)}
+    for name, read in source.readers(list(here)):
+        here[name].copy_(read(tuple(slice(0, size) for size in here[name].shape)))
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """The engine's state as one flat dict of tensors under logical names: what checkpoints store and load in place.
 
-`model.<parameter>` and `optim.<parameter>.<key>`; persistent buffers under `model.` too. Sharded tensors are DTensors,
+`model.<parameter>` and `optim.<parameter>.<key>`; persistent buffers under `model.` too (of those that change, a
+pipeline's stage has its own alone: `engine/buffer_sync.py`). Sharded tensors are DTensors,
 those that tensor parallelism cuts are PartTensors: a name and a global slice identify every byte, whatever the layout.
 Tied parameters appear once.
 """

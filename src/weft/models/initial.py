@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -25,6 +25,13 @@ class WeightSource(Protocol):
     """Where values come from: for each wanted parameter, a function from a global index to that slice."""
 
     def readers(self, names: Collection[str]) -> Iterator[tuple[str, Reader]]: ...
+
+
+@runtime_checkable
+class StoresBuffers(Protocol):
+    """A source that has values of persistent buffers too, under names that its `readers` take."""
+
+    def buffer_names(self) -> list[str]: ...
 
 
 class InitialWeights:

@@ -57,6 +57,11 @@ class PretrainedWeights:
         """Every parameter, then every persistent buffer, that can be read; a tied one under its first name."""
         return [name for name in unique_names(self._skeleton) if name not in self._missing]
 
+    def buffer_names(self) -> list[str]:
+        """The persistent buffers among `names`: a router's bias is no constant that a constructor knows."""
+        buffers = {name for name, _ in self._skeleton.named_buffers()}
+        return [name for name in self.names() if name in buffers]
+
     def missing(self) -> list[str]:
         """Names without a source that were allowed to have none; the caller gives them values."""
         return list(self._missing)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from buffered import Buffered, build, own_buffers, train
 from tiny import build_engine, train_steps
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from weft.comm.groups import ensure_group
 from weft.core.errors import TensorParallelError
@@ -18,8 +19,11 @@ from weft.core.plan import Plan
 from weft.engine.batch_norms import _require_whole_rows
 from weft.engine.buffers import BufferChanges
 from weft.engine.dp.batch_norm import find_batch_norms, span_ranks
+from weft.engine.engine import Engine
+from weft.models.build import build_skeleton
 from weft.models.layout import describe
 from weft.models.pipeline_split import split_model
+from weft.models.pretrained import PretrainedWeights
 
 
 def test_what_changes_is_found_however_it_is_written() -> None:
@@ -94,6 +98,22 @@ def test_asking_where_a_model_can_be_cut_leaves_its_buffers_alone() -> None:
     before = {name: value.clone() for name, value in model.named_buffers()}
     split_model(model, describe(model), num_stages=2)
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
+def test_stored_buffers_are_loaded_with_the_weights(tmp_path: Path) -> None:
+    """The bias by which DeepSeek-V3's router chooses is a buffer: left at zero, other experts are chosen."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8, "vocab_size": 64, "first_k_dense_replace": 1}
+    experts = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    config = DeepseekV3Config(**sizes, **heads, **ranks, **experts)
+    stored = AutoModelForCausalLM.from_config(config)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    stored.get_buffer(name).copy_(torch.arange(8.0))
+    stored.save_pretrained(tmp_path)
+    with PretrainedWeights(tmp_path, build_skeleton(config)) as weights:
+        engine = Engine(build_skeleton(config), Plan(), weights=weights, device="cpu")
+    assert torch.equal(engine.model.get_buffer(name), torch.arange(8.0))
 
 
 @pytest.mark.parametrize(
