@@ -1,7 +1,7 @@
 """Data: sources to documents, documents to tokens, tokens to batches that do not depend on the layout.
 
-The way through: `open_corpus` (sources, tokenizers, store, split), then `Loader` (order, rows). Nothing here knows
-of meshes or process groups: ranks are two numbers, and waiting is a function passed in.
+The way through: `open_corpus` (sources, tokenizers, building, store, split), then `Loader` (order, rows). Nothing here
+knows of meshes or process groups: ranks are two numbers, and processes wait for each other's files.
 Names are imported when first used: sources and tokenizers are looked at before a command imports torch.
 """
 

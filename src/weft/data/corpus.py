@@ -1,7 +1,8 @@
 """Corpus: from a `DataSpec` to tokens, tokenised once and found again by a digest of what they came from.
 
-It is not the loader: it knows documents and splits, no rows and no ranks beyond "who builds".
-Order among ranks: the builder builds, everybody waits, everybody maps the same file. The key of the file is
+It is not the loader: it knows documents and splits, no rows and no ranks. Of all processes that ask for the same corpus
+at once, on one host or on hosts that share the cache, one builds and the others wait for its file, for as long as its
+owner lives: no collective, and so no time limit, is involved. The key of the file is
 digest(format version, identity of the sources, identity of the tokenizer); the split is not part of it.
 """
 
@@ -10,17 +11,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.core.errors import DataError
 from weft.core.run_spec import DataSpec
 from weft.core.vocabulary import BYTES
-from weft.data.sources import Source, iterate_documents, open_sources
+from weft.data.build_lock import BuildLock
+from weft.data.building import Progress, Silent, build_store, cannot_write, count_workers
+from weft.data.sources import Source, iterate_documents, open_sources, total_bytes
 from weft.data.split import Split, split_documents
-from weft.data.store import FORMAT_VERSION, DamagedStoreError, TokenStore, build_store, open_store
+from weft.data.store import FORMAT_VERSION, DamagedStoreError, TokenStore, open_store
 from weft.data.tokenizers import Tokenizer, open_tokenizer
+
+POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -36,25 +41,13 @@ class Corpus:
     path: Path
 
 
-def open_corpus(
-    spec: DataSpec,
-    *,
-    cache_dir: str | Path | None = None,
-    is_builder: bool = True,
-    wait: Callable[[], None] = lambda: None,
-) -> Corpus:
-    """The corpus of `spec`, built first if need be.
-
-    With several ranks, one of each shared cache folder is the builder, and `wait` is a barrier over all of them.
-    """
+def open_corpus(spec: DataSpec, *, cache_dir: str | Path | None = None, progress: Progress | None = None) -> Corpus:
+    """The corpus of `spec`, built first if need be, by this process or by another that began before."""
     folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    if is_builder:
-        store = _open_or_build(spec, folder=folder)
-        wait()
-    else:
-        # Only after the barrier: a dataset from the hub is then already downloaded, once.
-        wait()
-        store = _open_built(spec, folder=folder)
+    sources, tokenizer = open_sources(spec), open_tokenizer(spec.tokenizer or BYTES)
+    key = _key(sources, tokenizer)
+    place = _Place(path=folder.expanduser() / f"tokens-{key}.bin", key=key)
+    store = place.find() or _await(place, sources, tokenizer, progress or Silent())
     return _as_corpus(store, eval_fraction=spec.eval_fraction)
 
 
@@ -67,39 +60,69 @@ def default_cache_dir() -> Path:
         raise DataError("there is no home folder for the token cache", hint="set XDG_CACHE_HOME to a folder") from None
 
 
-def _open_or_build(spec: DataSpec, *, folder: Path) -> TokenStore:
-    sources, tokenizer = open_sources(spec), open_tokenizer(spec.tokenizer or BYTES)
-    key = _key(sources, tokenizer)
-    path = _store_path(folder, key)
-    try:
-        return open_store(path, key=key)
-    except (OSError, DamagedStoreError):
-        build_store(path, iterate_documents(sources), tokenizer=tokenizer, key=key)
-    try:
-        return open_store(path, key=key)
-    except (OSError, DamagedStoreError) as error:
-        raise DataError(f"the token cache {path} was written but cannot be read back: {error}") from None
+@dataclass(frozen=True)
+class _Place:
+    """Where the store of a key is, or will be."""
+
+    path: Path
+    key: str
+
+    def find(self) -> TokenStore | None:
+        """The store, if it is there and whole."""
+        try:
+            return open_store(self.path, key=self.key)
+        except (OSError, DamagedStoreError):
+            return None
 
 
-def _open_built(spec: DataSpec, *, folder: Path) -> TokenStore:
-    key = _key(open_sources(spec), open_tokenizer(spec.tokenizer or BYTES))
-    path = _store_path(folder, key)
+def _await(place: _Place, sources: list[Source], tokenizer: Tokenizer, progress: Progress) -> TokenStore:
+    """The store, as soon as somebody has built it: this process, where nobody else does."""
+    lock = BuildLock(place.path.with_suffix(".lock"))
+    while not _acquire(lock, place.path.parent):
+        progress.wait_for(lock.owner())
+        time.sleep(POLL_S)
+        if store := place.find():
+            return store
     try:
-        return open_store(path, key=key)
+        # Again: the owner before may have finished between the last look and the lock.
+        return place.find() or _build(place, sources, tokenizer, progress)
+    finally:
+        lock.release()
+
+
+def _build(place: _Place, sources: list[Source], tokenizer: Tokenizer, progress: Progress) -> TokenStore:
+    try:
+        build_store(
+            place.path,
+            iterate_documents(sources),
+            tokenizer=tokenizer,
+            key=place.key,
+            num_workers=count_workers(),
+            total_bytes=total_bytes(sources),
+            progress=progress,
+        )
+    except DataError:
+        # A builder that was taken for dead may have finished first, and have removed the parts of both.
+        if store := place.find():
+            return store
+        raise
+    try:
+        return open_store(place.path, key=place.key)
     except (OSError, DamagedStoreError) as error:
-        raise DataError(
-            f"this rank does not find the token cache that another rank built: {error}",
-            hint="put the cache and the data on a file system that all hosts share, or let one rank a host build",
-        ) from None
+        raise DataError(f"the token cache {place.path} was written but cannot be read back: {error}") from None
+
+
+def _acquire(lock: BuildLock, folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return lock.acquire()
+    except OSError as error:
+        raise cannot_write(folder, error) from None
 
 
 def _key(sources: list[Source], tokenizer: Tokenizer) -> str:
     identity = [FORMAT_VERSION, [source.identity() for source in sources], tokenizer.identity()]
     return hashlib.sha256(json.dumps(identity).encode("utf-8", errors="surrogateescape")).hexdigest()[:32]
-
-
-def _store_path(folder: Path, key: str) -> Path:
-    return folder.expanduser() / f"tokens-{key}.bin"
 
 
 def _as_corpus(store: TokenStore, *, eval_fraction: float) -> Corpus:

@@ -50,6 +50,11 @@ class DatasetSource:
                 number += 1
                 yield require_text(value, text_field=self.text_field, where=f"{self.name}: row {number}")
 
+    def size_bytes(self) -> int | None:
+        """Of the text column's buffers; a selection of rows reads less."""
+        rows = self._rows
+        return int(rows.select_columns([self.text_field]).data.nbytes) if self.text_field in rows.column_names else None
+
     @cached_property
     def _folder(self) -> Path | None:
         folder = Path(self.dataset).expanduser()

@@ -40,6 +40,10 @@ class Source(Protocol):
 
     def documents(self) -> Iterator[Document]: ...
 
+    def size_bytes(self) -> int | None:
+        """About how much text there is, for a progress bar; None where that is not known beforehand."""
+        ...
+
 
 def open_sources(spec: DataSpec) -> list[Source]:
     """The sources of `data.source`, in order; a name that leads nowhere is a DataError now, not while reading."""
@@ -53,6 +57,11 @@ def iterate_documents(sources: list[Source]) -> Iterator[Document]:
     """Every document of every source, without the empty ones, which carry nothing to learn."""
     for source in sources:
         yield from (document for document in source.documents() if document)
+
+
+def total_bytes(sources: list[Source]) -> int | None:
+    sizes = [source.size_bytes() for source in sources]
+    return sum(size for size in sizes if size is not None) if None not in sizes else None
 
 
 def _open_source(name: str, *, spec: DataSpec) -> Source:
@@ -80,6 +89,10 @@ class FileSource:
         for path in self.files:
             yield from read_documents(path, text_field=self.text_field)
 
+    def size_bytes(self) -> int | None:
+        is_compressed = any(path.suffix.lower() == ".parquet" for path in self.files)
+        return None if is_compressed else sum(_stat_file(path)[1] for path in self.files)
+
 
 @dataclass(frozen=True)
 class StdlibSource:
@@ -100,6 +113,9 @@ class StdlibSource:
             # An unreadable file of the interpreter is nobody's mistake: the rest of the library will do.
             with suppress(OSError):
                 yield from read_text(path)
+
+    def size_bytes(self) -> int:
+        return sum(size for _, size, _ in self.identity()[1])
 
     def _files(self) -> list[Path]:
         files = _walk(self.root, suffixes=frozenset({".py"}), skipped=_NOT_STDLIB)

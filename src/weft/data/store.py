@@ -1,6 +1,6 @@
 """The token store: one file with every token of a corpus and where each document begins, read by memory map.
 
-It knows nothing of splits, rows or where documents come from. The layout, in this order:
+It knows nothing of splits, rows or where documents come from; `building` makes its parts. The layout, in this order:
 
     header   4096 bytes: one line of JSON (kind, counts, digest of the line itself), filled up with spaces
     tokens   num_tokens of uint16 (vocabulary below 65536) or uint32, filled up to a multiple of 8 bytes
@@ -15,10 +15,9 @@ import hashlib
 import json
 import os
 import tempfile
-import time
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,18 +28,11 @@ from numpy.typing import NDArray
 
 from weft.core.errors import DataError
 from weft.data.byte_tokenizer import TokenArray
-from weft.data.documents import Document
+from weft.data.parts import Part, token_dtype
 from weft.data.tokenizers import Tokenizer
 
 FORMAT_VERSION = 2
 HEADER_BYTES = 4096
-
-# A batch of documents is encoded at once so that a tokenizer may use its threads; it bounds the memory held.
-BATCH_DOCUMENTS = 512
-BATCH_CHARACTERS = 8 << 20
-
-# A living builder writes all the time; a partial file untouched for this long belongs to a dead one.
-ABANDONED_AFTER_S = 3600.0
 
 
 class DamagedStoreError(Exception):
@@ -61,7 +53,7 @@ class StoreHeader:
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
-        return np.dtype(np.uint16 if self.vocab_size < 1 << 16 else np.uint32)
+        return token_dtype(self.vocab_size)
 
     @property
     def offsets_at(self) -> int:
@@ -116,41 +108,29 @@ def open_store(path: Path, *, key: str) -> TokenStore:
     return TokenStore(path=path, header=header, tokens=tokens.view(np.ndarray), offsets=offsets.view(np.ndarray))
 
 
-def build_store(path: Path, documents: Iterable[Document], *, tokenizer: Tokenizer, key: str) -> None:
-    """Encode the documents into `path`. Two builders at once both succeed; the later one's equal file stays."""
+def write_store(path: Path, parts: Iterable[Part], *, tokenizer: Tokenizer, key: str, scratch: Path) -> None:
+    """The parts, in order, as the store `path`; drafted in `scratch`, a folder of the same file system."""
+    handle, name = tempfile.mkstemp(dir=scratch, prefix=".store.")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(path)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                _write(file, documents, tokenizer=tokenizer, key=key)
-                file.flush()
-                # Renamed before its bytes are on disk, a file can come back from a power cut whole but empty.
-                os.fsync(file.fileno())
-            os.replace(name, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
-    except OSError as error:
-        raise DataError(
-            f"the token cache {path.parent} cannot be written: {error.strerror or error}",
-            hint="free some space, or set XDG_CACHE_HOME to a folder that can be written",
-        ) from None
+        with os.fdopen(handle, "wb") as file:
+            _write(file, parts, tokenizer=tokenizer, key=key)
+            file.flush()
+            # Renamed before its bytes are on disk, a file can come back from a power cut whole but empty.
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
 
 
-def _write(file: IO[bytes], documents: Iterable[Document], *, tokenizer: Tokenizer, key: str) -> None:
+def _write(file: IO[bytes], parts: Iterable[Part], *, tokenizer: Tokenizer, key: str) -> None:
     header = StoreHeader(key=key, vocab_size=tokenizer.vocab_size, end_of_document=tokenizer.end_of_document)
     file.write(bytes(HEADER_BYTES))
     offsets = array("q", [0])
-    end = np.array([header.end_of_document], dtype=header.dtype).tobytes()
-    for batch in _batches(documents):
-        for tokens in tokenizer.encode_batch(batch):
-            if len(tokens):
-                is_ended = tokens[-1] == header.end_of_document  # by the tokenizer itself: never twice
-                file.write(tokens.astype(header.dtype).tobytes() + (b"" if is_ended else end))
-                offsets.append(offsets[-1] + len(tokens) + (not is_ended))
+    for part in parts:
+        file.write(part.tokens.astype(header.dtype, copy=False).tobytes())
+        offsets.extend((offsets[-1] + np.cumsum(part.lengths)).tolist())
     header = replace(header, num_tokens=offsets[-1], num_documents=len(offsets) - 1, offsets_crc32=zlib.crc32(offsets))
     if not header.num_documents:
         raise DataError("the data source holds no text", hint="check data.source; empty documents are left out")
@@ -158,27 +138,6 @@ def _write(file: IO[bytes], documents: Iterable[Document], *, tokenizer: Tokeniz
     file.write(memoryview(offsets))
     file.seek(0)
     file.write(header.to_bytes())
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document)
-        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _remove_abandoned(path: Path) -> None:
-    """A builder that was killed leaves its partial file behind; without this they would fill the disk."""
-    for partial in path.parent.glob(f".{path.name}.*.partial"):
-        with suppress(OSError):
-            if time.time() - partial.stat().st_mtime > ABANDONED_AFTER_S:
-                partial.unlink()
 
 
 def _align(size_bytes: int) -> int:

@@ -1,6 +1,6 @@
 """From a run and a plan to a live engine and its data: the order of construction, in one place.
 
-corpus (rank 0 of a host tokenises, the others wait) -> config -> skeleton on meta -> engine -> loaders
+corpus (tokenised by `prepare_data`, before ranks join) -> config -> skeleton on meta -> engine -> loaders
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from weft.core.batching import require_divisible
 from weft.core.plan import Plan
@@ -26,6 +25,7 @@ from weft.models.pretrained import PretrainedWeights
 from weft.train.isolation import require_isolation
 from weft.train.out_of_memory import Scene
 from weft.train.process import Process, phase
+from weft.train.tokenising import TokenisingDisplay
 from weft.zoo.hub import model_folder, reads_weights
 
 
@@ -52,7 +52,7 @@ def build_workbench(
     """The engine and the loaders of `run` under `plan`, on every rank; `scene` hears what comes to be."""
     require_divisible(run, plan)
     with phase("opening the data"):
-        corpus = open_corpus(run.data, is_builder=process.local_rank == 0, wait=_barrier)
+        corpus = open_corpus(run.data)
     with phase("building the model"):
         config = build_config(run.model, vocab_size=corpus.vocab_size, end_of_document=corpus.end_of_document)
         if scene is not None:
@@ -84,6 +84,11 @@ def build_workbench(
         model_config=config,
         notes=(*engine.notes, *weight_notes),
     )
+
+
+def prepare_data(run: RunSpec, process: Process, *, is_speaking: bool) -> None:
+    """The token cache of the run, built if need be: by one process, while the others wait for its file."""
+    open_corpus(run.data, progress=TokenisingDisplay(is_speaking=is_speaking, is_main=process.is_main))
 
 
 def weight_source(run: RunSpec, config: Any, *, device: torch.device) -> tuple[WeightSource, list[str]]:
@@ -130,8 +135,3 @@ def _loaders(run: RunSpec, engine: Engine, corpus: Corpus) -> tuple[Loader, Load
 
 def _config_notes(model: ModelSpec, config: Any) -> list[str]:
     return unread_keys(model_folder(model.path, revision=model.revision), config) if model.path is not None else []
-
-
-def _barrier() -> None:
-    if dist.get_world_size() > 1:
-        dist.barrier()

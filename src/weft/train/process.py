@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import Store
 from weft.core.errors import DeviceError, WeftError
 from weft.train.failures import FailureRecord, is_debugging, phase, record_failure, write_record
 from weft.train.launcher_death import end_with_launcher
+from weft.train.preparation import prepare_together
 from weft.train.rank_environment import SCRATCH_VARIABLE, Process, read_meeting, read_process
 from weft.train.rank_store import open_store
 from weft.train.stop_flag import StopFlag
@@ -48,11 +49,17 @@ _membership: _Membership | None = None
 _depth = 0  # joins not yet left: a run inside a verification leaves the verification's group alone
 
 
-def join(*, device_type: Literal["auto", "cpu", "cuda"] = "auto", timeout_s: float = 300.0) -> Process:
+def join(
+    *,
+    device_type: Literal["auto", "cpu", "cuda"] = "auto",
+    timeout_s: float = 300.0,
+    prepare: Callable[[Process], object] | None = None,
+) -> Process:
     """Joins this rank to the others and returns its place; one rank alone gets a group of its own.
 
     It is `weft.join`, for scripts of your own under torchrun or Slurm. "auto": a GPU for each rank where there are any.
     A process group that exists already is taken as it is, and `leave` will not destroy it.
+    `prepare` opens the data: before there is a group, so that it may take longer than any collective.
     """
     global _membership, _depth
     if dist.is_initialized():
@@ -66,6 +73,9 @@ def join(*, device_type: Literal["auto", "cpu", "cuda"] = "auto", timeout_s: flo
         lent = _stay_local() if meeting is None else ()
         device = _take_device(process, device_type=_kind_of_device(device_type))
         store = open_store(meeting, process=process, timeout_s=timeout_s)
+        if prepare is not None:
+            with phase("opening the data"):
+                prepare_together(lambda: prepare(process), store, process=process, timeout_s=timeout_s)
         dist.init_process_group(
             "gloo" if device is None else "cpu:gloo,cuda:nccl",
             store=store,

@@ -25,7 +25,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.report import write_report
 from weft.train.account import Account
-from weft.train.build import Workbench, build_workbench
+from weft.train.build import Workbench, build_workbench, prepare_data
 from weft.train.costs import with_dry_run
 from weft.train.display import Display
 from weft.train.folder_lock import FolderLock
@@ -66,7 +66,11 @@ def run_job(job: Job, *, lock: FolderLock | None = None) -> dict[str, Any]:
     plan = job.plan(device_type=device_type)
     require_executable(plan)
     plan = settle_plan(job.run, plan, on_gpu=device_type == "cuda")
-    process = join(device_type=device_type, timeout_s=job.run.train.collective_timeout_s)
+    process = join(
+        device_type=device_type,
+        timeout_s=job.run.train.collective_timeout_s,
+        prepare=lambda process: prepare_data(job.run, process, is_speaking=not job.quiet),
+    )
     try:
         with StopFlag() as stop, FolderLock(job.out) as own_lock:
             return _train(job, plan, process, stop, lock or own_lock, device_type=device_type, started_s=started_s)

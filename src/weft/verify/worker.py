@@ -21,6 +21,7 @@ from weft.core.open_choices import plan_on
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.data import open_corpus
+from weft.train.build import prepare_data
 from weft.train.job import DeviceChoice
 from weft.train.process import Process, join, leave, phase, report_failures
 from weft.train.rank_environment import read_local_size
@@ -42,7 +43,11 @@ def run_request(request: Request, *, progress: Callable[[str, str], None] | None
     for plan in plans:
         require_executable(plan)
         require_divisible(request.run, plan)  # shrinking must not make a run legal
-    process = join(device_type=device_type, timeout_s=request.run.train.collective_timeout_s)
+    process = join(
+        device_type=device_type,
+        timeout_s=request.run.train.collective_timeout_s,
+        prepare=lambda process: prepare_data(request.run, process, is_speaking=True),
+    )
     try:
         with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
             scratch = _agree_on_path(Path(folder), process)
@@ -69,11 +74,6 @@ def _verify_all(
     device: torch.device,
     progress: Callable[[str, str], None],
 ) -> list[Verdict]:
-    with phase("opening the data"):
-        if process.is_main:
-            open_corpus(request.run.data)
-        if process.world_size > 1:
-            dist.barrier()
     sessions: dict[str, Session] = {}
     verdicts = []
     for asked in plans:

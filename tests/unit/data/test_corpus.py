@@ -15,10 +15,10 @@ from weft.core.errors import DataError
 from weft.core.run_spec import DataSpec
 from weft.data import Corpus, Loader, default_cache_dir, open_corpus
 from weft.data import corpus as corpus_module
-from weft.data import store as store_module
+from weft.data.building import Silent, build_store
+from weft.data.byte_tokenizer import ByteTokenizer
 from weft.data.documents import Document
-from weft.data.store import HEADER_BYTES, DamagedStoreError, StoreHeader, build_store, open_store
-from weft.data.tokenizers import ByteTokenizer
+from weft.data.store import HEADER_BYTES, DamagedStoreError, StoreHeader, open_store
 
 
 @pytest.fixture
@@ -186,30 +186,38 @@ def test_a_failed_build_leaves_nothing(source: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_partial_files_of_the_dead_go_and_of_the_living_stay(tmp_path: Path) -> None:
-    dead, living, stranger = (tmp_path / name for name in (".a.bin.1.partial", ".a.bin.2.partial", ".b.bin.3.partial"))
-    for partial in (dead, living, stranger):
-        partial.write_bytes(b"x")
-    for partial in (dead, stranger):
-        os.utime(partial, (0, 0))
-    build_store(tmp_path / "a.bin", ["x"], tokenizer=ByteTokenizer(), key="k")
-    assert [path.exists() for path in (dead, living, stranger)] == [False, True, True]
+def test_parts_of_data_that_changed_long_ago_go(source: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    old, recent = cache / "tokens-a.parts", cache / "tokens-b.parts"
+    for folder in (old, recent):
+        folder.mkdir(parents=True)
+        (folder / "000000").write_bytes(b"x")
+    os.utime(old, (0, 0))
+    open_corpus(spec_of(source), cache_dir=cache)
+    assert [folder.exists() for folder in (old, recent)] == [False, True]
 
 
-def test_two_builders_at_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are in the middle of writing before either may finish."""
-    both_inside = threading.Barrier(2, timeout=30)
+def test_of_two_at_once_one_reads_and_the_other_waits_for_its_file(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[int]
+) -> None:
+    """The first may finish only when the second waits."""
+    waits = threading.Event()
     original = corpus_module.iterate_documents
 
-    def meet(sources: Any) -> Iterator[Document]:
+    def read_slowly(sources: Any) -> Iterator[Document]:
         yield from original(sources)
-        both_inside.wait()
+        assert waits.wait(timeout=60)
 
-    monkeypatch.setattr(corpus_module, "iterate_documents", meet)
+    class Waiting(Silent):
+        def wait_for(self, owner: str) -> None:
+            assert owner.startswith(f"process {os.getpid()} on ")
+            waits.set()
+
+    monkeypatch.setattr(corpus_module, "iterate_documents", read_slowly)
     streams: list[bytes] = []
 
     def build() -> None:
-        streams.append(stream(open_corpus(spec_of(source), cache_dir=tmp_path / "cache")))
+        streams.append(stream(open_corpus(spec_of(source), cache_dir=tmp_path / "cache", progress=Waiting())))
 
     threads = [threading.Thread(target=build) for _ in range(2)]
     for thread in threads:
@@ -218,32 +226,8 @@ def test_two_builders_at_once(source: Path, tmp_path: Path, monkeypatch: pytest.
         thread.join()
     assert len(streams) == 2
     assert streams[0] == streams[1]
+    assert len(reads) == 1
     assert len(list((tmp_path / "cache").iterdir())) == 1
-
-
-def test_ranks_the_builder_builds_before_the_barrier_the_others_look_after_it(
-    source: Path, tmp_path: Path, reads: list[int]
-) -> None:
-    cache = tmp_path / "cache"
-    built_at_barrier: list[int] = []
-    open_corpus(spec_of(source), cache_dir=cache, wait=lambda: built_at_barrier.append(len(list(cache.iterdir()))))
-    assert built_at_barrier == [1]
-
-    elsewhere = tmp_path / "elsewhere"
-
-    def builder_meanwhile() -> None:
-        open_corpus(spec_of(source), cache_dir=elsewhere)
-
-    follower = open_corpus(spec_of(source), cache_dir=elsewhere, is_builder=False, wait=builder_meanwhile)
-    assert follower.num_documents == 40
-    assert len(reads) == 2
-
-
-def test_a_rank_that_finds_no_cache_says_so(source: Path, tmp_path: Path, reads: list[int]) -> None:
-    with pytest.raises(DataError, match="does not find the token cache") as caught:
-        open_corpus(spec_of(source), cache_dir=tmp_path / "cache", is_builder=False)
-    assert "share" in caught.value.hint
-    assert reads == []
 
 
 def test_an_empty_source(tmp_path: Path) -> None:
@@ -257,21 +241,6 @@ def test_a_cache_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be written") as caught:
         open_corpus(spec_of(source), cache_dir=tmp_path / "file")
     assert "XDG_CACHE_HOME" in caught.value.hint
-
-
-def test_documents_are_encoded_in_bounded_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "BATCH_DOCUMENTS", 3)
-    monkeypatch.setattr(store_module, "BATCH_CHARACTERS", 10)
-    sizes: list[int] = []
-
-    class Watched(ByteTokenizer):
-        def encode_batch(self, documents: Any) -> Any:
-            sizes.append(len(documents))
-            return super().encode_batch(documents)
-
-    build_store(tmp_path / "a.bin", ["x" * 6] * 4 + ["x"] * 4, tokenizer=Watched(), key="k")
-    assert sizes == [2, 2, 3, 1]
-    assert open_store(tmp_path / "a.bin", key="k").offsets.tolist() == [0, 7, 14, 21, 28, 30, 32, 34, 36]
 
 
 def test_the_default_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,147 @@
+"""Building a token store: documents to parts, in parallel processes where there are many, parts to one file.
+
+The lock around a build (`build_lock`) saves work and nothing else: parts and the store are written under other names
+and renamed when whole, so two builders at once give the same files. A build that was killed leaves its parts, and the
+next one reads the documents again but encodes only what is missing. Order of the result: that of the documents.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from weft.core.errors import DataError
+from weft.data import parts
+from weft.data.documents import Document
+from weft.data.encode_pool import EncodePool, Task
+from weft.data.store import write_store
+from weft.data.tokenizers import HuggingFaceTokenizer, Tokenizer
+
+# Below this many parts to encode, one process is done before others have started.
+PARTS_FOR_A_POOL = 3
+# Each process takes a few hundred MiB, and one reader feeds them all.
+MOST_WORKERS = 32
+# The data or the tokenizer of these parts has changed since, so that nobody will ask for them again.
+ABANDONED_AFTER_S = 7 * 24 * 3600.0
+
+
+class Progress(Protocol):
+    """What a build reports on its way."""
+
+    def start(self, total_bytes: int | None) -> None: ...
+
+    def advance(self, num_bytes: int) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def wait_for(self, owner: str) -> None:
+        """Another process builds."""
+        ...
+
+
+class Silent:
+    def start(self, total_bytes: int | None) -> None: ...
+
+    def advance(self, num_bytes: int) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def wait_for(self, owner: str) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Build:
+    folder: Path
+    tokenizer: Tokenizer
+    key: str
+    progress: Progress
+
+    def path(self, index: int) -> Path:
+        return self.folder / f"{index:06d}"
+
+
+def build_store(
+    path: Path,
+    documents: Iterable[Document],
+    *,
+    tokenizer: Tokenizer,
+    key: str,
+    num_workers: int = 1,
+    total_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Encode the documents into the store `path`, with what an earlier build of the same key left."""
+    progress = progress or Silent()
+    build = _Build(folder=path.with_suffix(".parts"), tokenizer=tokenizer, key=key, progress=progress)
+    try:
+        _remove_abandoned(path.parent)
+        build.folder.mkdir(parents=True, exist_ok=True)
+        progress.start(total_bytes)
+        num_parts = _encode(build, documents, num_workers=num_workers)
+        dtype = parts.token_dtype(tokenizer.vocab_size)
+        found = (parts.read_part(build.path(index), dtype=dtype) for index in range(num_parts))
+        write_store(path, found, tokenizer=tokenizer, key=key, scratch=build.folder)
+    except DataError:
+        shutil.rmtree(build.folder, ignore_errors=True)  # the data must change, and with it the key
+        raise
+    except OSError as error:
+        raise cannot_write(path.parent, error) from None
+    finally:
+        progress.stop()
+    shutil.rmtree(build.folder, ignore_errors=True)
+
+
+def cannot_write(folder: Path, error: OSError) -> DataError:
+    return DataError(
+        f"the token cache {folder} cannot be written: {error.strerror or error}",
+        hint="free some space, or set XDG_CACHE_HOME to a folder that can be written",
+    )
+
+
+def count_workers() -> int:
+    """One for each core that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_WORKERS)
+
+
+def _encode(build: _Build, documents: Iterable[Document], *, num_workers: int) -> int:
+    """Every part as a file; returns how many there are."""
+    count = itertools.count()
+    tasks = _missing(build, documents, count)
+    first = list(itertools.islice(tasks, PARTS_FOR_A_POOL))
+    tasks = itertools.chain(first, tasks)
+    is_worth_it = num_workers > 1 and len(first) == PARTS_FOR_A_POOL
+    if is_worth_it and isinstance(build.tokenizer, HuggingFaceTokenizer):
+        with EncodePool(build.tokenizer.name, num_workers=num_workers, key=build.key) as pool:
+            pool.run(tasks, done=lambda task: build.progress.advance(task.num_bytes))
+    else:
+        for task in tasks:
+            part = parts.encode_part(task.documents, tokenizer=build.tokenizer)
+            parts.write_part(task.path, part, key=build.key, documents_crc32=task.documents_crc32)
+            build.progress.advance(task.num_bytes)
+    return next(count)
+
+
+def _missing(build: _Build, documents: Iterable[Document], count: Iterator[int]) -> Iterator[Task]:
+    """The parts that are still to be encoded; `count` is advanced once for every part."""
+    for group in parts.divide(documents):
+        task = Task(path=build.path(next(count)), documents=group, documents_crc32=parts.checksum(group))
+        if parts.is_kept(task.path, key=build.key, documents_crc32=task.documents_crc32):
+            build.progress.advance(task.num_bytes)
+        else:
+            yield task
+
+
+def _remove_abandoned(cache: Path) -> None:
+    """Parts of builds that were killed and whose data changed since: without this they would fill the disk."""
+    for folder in cache.glob("*.parts"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime > ABANDONED_AFTER_S:
+                shutil.rmtree(folder, ignore_errors=True)
