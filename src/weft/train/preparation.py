@@ -36,9 +36,9 @@ def prepare_together(work: Callable[[], object], store: Store, *, process: Proce
     finally:
         done.set()
         beating.join()  # a store's client is not to be used by two threads, one of which waits
-    store.set(f"done-{process.rank}", b"")
+    store.set(f"done-{process.rank}", "")
     if store.add("done", 1) == process.world_size:
-        store.set("all", b"")
+        store.set("all", "")
     _await_all(store, process=process, timeout_s=timeout_s)
 
 
