@@ -12,6 +12,8 @@ from pydantic import Field, model_validator
 from weft.core.config import Document, Section, sections_of
 from weft.core.vocabulary import BYTES
 
+EVALUATION_STEPS = 50
+
 
 class ModelSpec(Section):
     """A Hugging Face causal LM: `type` + `config` with random weights, or `path`, a folder with config.json."""
@@ -97,8 +99,18 @@ class TrainSpec(Section):
 
 
 class EvaluationSpec(Section):
-    every: int = Field(default=50, ge=0, description="steps between evaluations; 0 is never")
+    every: int | None = Field(
+        default=None,
+        ge=0,
+        description="steps between evaluations; 0 is never; given, too few held-out rows are an error; "
+        "without it 50, and a warning where rows are too few",
+    )
     batches: int = Field(default=4, ge=1, description="global batches of held-out rows an evaluation")
+
+    @property
+    def interval(self) -> int:
+        """Steps between evaluations, whether they were asked for or not; 0 is never."""
+        return EVALUATION_STEPS if self.every is None else self.every
 
 
 class CheckpointSpec(Section):

@@ -35,6 +35,7 @@ class Facts:
     first_loss: float | None
     final_loss: float | None
     eval_loss: float | None
+    no_evaluation: str | None
     tokens: int
     tokens_per_s: float | None
     step_s: float | None
@@ -59,6 +60,7 @@ def gather_facts(folder: RunFolder) -> Facts:
         first_loss=next((number(step.loss) for step in steps if step.step > last_data_change(folder.changes)), None),
         final_loss=number(steps[-1].loss) if steps else None,
         eval_loss=_last(number(step.eval_loss) for step in steps if step.step > last_held_out_change(folder.changes)),
+        no_evaluation=_text(run.get("no_evaluation")),
         tokens=sum(step.tokens for step in steps),
         tokens_per_s=_median(step.tokens_per_s for step in steps),
         step_s=number(table(folder.ledger, "time").get("step_s")) or _median(step.step_s for step in steps),

@@ -85,7 +85,7 @@ def _tiles(facts: Facts) -> list[Markup]:
     seen = f"{format_count(facts.tokens)} tokens seen" if facts.tokens else ""
     return [
         tile("Final loss", facts.final_loss, show="{:.4g}".format, note=_loss_note(facts)),
-        tile("Evaluation loss", facts.eval_loss, show="{:.4g}".format, note="held-out data"),
+        tile("Evaluation loss", facts.eval_loss, show="{:.4g}".format, note=facts.no_evaluation or "held-out data"),
         tile("Tokens / s", facts.tokens_per_s, show=format_count, note="median over the steps"),
         tile("Step time", facts.step_s, show=format_seconds, note="median over the steps"),
         tile("Peak memory", facts.peak_bytes, show=format_bytes, note="largest rank"),

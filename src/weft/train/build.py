@@ -22,6 +22,7 @@ from weft.models.hf_config import unread_keys
 from weft.models.initial import InitialWeights, WeightSource
 from weft.models.layout import describe
 from weft.models.pretrained import PretrainedWeights
+from weft.train.held_out import why_no_evaluation
 from weft.train.isolation import require_isolation
 from weft.train.out_of_memory import Scene
 from weft.train.process import Process, phase
@@ -38,6 +39,7 @@ class Workbench:
     evaluation: Loader | None
     model_config: Any
     notes: tuple[str, ...]
+    no_evaluation: str = ""  # why held-out loss is missing, where it was not switched off
 
     @property
     def contents(self) -> dict[str, int]:
@@ -53,6 +55,7 @@ def build_workbench(
     require_divisible(run, plan)
     with phase("opening the data"):
         corpus = open_corpus(run.data)
+        missing = why_no_evaluation(run, corpus)
     with phase("building the model"):
         config = build_config(run.model, vocab_size=corpus.vocab_size, end_of_document=corpus.end_of_document)
         if scene is not None:
@@ -72,8 +75,9 @@ def build_workbench(
         )
     if scene is not None:
         scene.engine = engine
-    training, evaluation = _loaders(run, engine, corpus)
+    training, evaluation = _loaders(run, engine, corpus, missing=missing)
     by_rule = getattr(weights, "by_rule", [])
+    weight_notes += [missing] if missing else []
     weight_notes += tokenizer_notes(run, config, vocab_size=corpus.vocab_size)
     if by_rule:
         weight_notes.append(f"{len(by_rule)} parameters have no rule in the model's own code, such as {by_rule[0]}")
@@ -83,6 +87,7 @@ def build_workbench(
         evaluation=evaluation,
         model_config=config,
         notes=(*engine.notes, *weight_notes),
+        no_evaluation=missing,
     )
 
 
@@ -117,7 +122,7 @@ def tokenizer_notes(run: RunSpec, config: Any, *, vocab_size: int) -> list[str]:
     return [f"data.tokenizer = {name!r} has {vocab_size} tokens, and the vocabulary of {path} holds {table}"]
 
 
-def _loaders(run: RunSpec, engine: Engine, corpus: Corpus) -> tuple[Loader, Loader | None]:
+def _loaders(run: RunSpec, engine: Engine, corpus: Corpus, *, missing: str) -> tuple[Loader, Loader | None]:
     share: dict[str, Any] = {
         "seed": run.train.seed,
         "global_batch": run.train.global_batch,
@@ -128,7 +133,7 @@ def _loaders(run: RunSpec, engine: Engine, corpus: Corpus) -> tuple[Loader, Load
     }
     training = Loader(corpus.training, epochs=run.data.epochs, **share)
     held_out = corpus.evaluation
-    if held_out is None or run.evaluation.every == 0 or held_out.num_rows(run.data.sequence_length) < 1:
+    if held_out is None or missing:
         return training, None
     return training, Loader(held_out, epochs=1, shuffle=False, **share)
 

@@ -42,6 +42,8 @@ class Display(Progressing):
             f"{run['status']} at step {run['steps']}: {loss}; {rate}, peak {format_bytes(memory['peak_bytes'])} a rank,"
             f" {format_seconds(run['elapsed_s'])}"
         )
+        if run.get("no_evaluation"):
+            self.line(f"warning: {run['no_evaluation']}")
         techniques = ledger.get("fast_path", [])
         if any(row["on"] for row in techniques if row["technique"] == "compiled blocks"):
             self.line("fast path: " + techniques_phrase(techniques))

@@ -220,7 +220,7 @@ class TrainingLoop:
         return every > 0 and step % every == 0 and step < self.run_spec.train.steps
 
     def _is_evaluation(self, step: int) -> bool:
-        every = self.run_spec.evaluation.every
+        every = self.run_spec.evaluation.interval
         return every > 0 and (step % every == 0 or step == self.run_spec.train.steps)
 
     def _is_pause(self, step: int) -> bool:

@@ -151,6 +151,7 @@ def _train(
         "status": outcome.status,
         "steps": bench.engine.steps_done,
         "resumed_from": resumed_from,
+        "no_evaluation": bench.no_evaluation or None,
         **comparable(metrics.records, history.read() if process.is_main else []),
     }
     ledger = _close(job, bench, account, watch, outcome, metrics, folder, display, process, facts)
