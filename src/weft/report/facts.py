@@ -35,7 +35,7 @@ class Facts:
     first_loss: float | None
     final_loss: float | None
     eval_loss: float | None
-    no_evaluation: str | None
+    no_evaluation: str | None = None
     tokens: int
     tokens_per_s: float | None
     step_s: float | None
