@@ -8,8 +8,7 @@ A part is trusted only where its checksums say that it is whole and was made of 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
+import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -85,15 +84,15 @@ def write_part(path: Path, part: Part, *, key: str, documents_crc32: int) -> Non
         num_tokens=len(part.tokens),
         payload_crc32=zlib.crc32(payload),
     )
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with draft.open("xb") as file:
             file.write(json.dumps(asdict(header)).encode() + b"\n")
             file.write(payload)
-        os.replace(name, path)
+        draft.replace(path)
     except BaseException:
         with suppress(OSError):
-            os.unlink(name)
+            draft.unlink()
         raise
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+import uuid
 import zlib
 from array import array
 from collections.abc import Iterable
@@ -110,17 +110,17 @@ def open_store(path: Path, *, key: str) -> TokenStore:
 
 def write_store(path: Path, parts: Iterable[Part], *, tokenizer: Tokenizer, key: str, scratch: Path) -> None:
     """The parts, in order, as the store `path`; drafted in `scratch`, a folder of the same file system."""
-    handle, name = tempfile.mkstemp(dir=scratch, prefix=".store.")
+    draft = scratch / f".store.{uuid.uuid4().hex}"  # readable by whom the umask allows: a cache may be shared
     try:
-        with os.fdopen(handle, "wb") as file:
+        with draft.open("xb") as file:
             _write(file, parts, tokenizer=tokenizer, key=key)
             file.flush()
             # Renamed before its bytes are on disk, a file can come back from a power cut whole but empty.
             os.fsync(file.fileno())
-        os.replace(name, path)
+        draft.replace(path)
     except BaseException:
         with suppress(OSError):
-            os.unlink(name)
+            draft.unlink()
         raise
 
 
