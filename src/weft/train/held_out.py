@@ -14,7 +14,8 @@ _HINT = "raise data.eval_fraction, lower data.sequence_length or give more docum
 
 def why_no_evaluation(run: RunSpec, corpus: Corpus) -> str:
     """Empty where there are rows to evaluate, or none are wanted; else what is missing and which key changes it."""
-    reason = _missing(run, corpus) if run.evaluation.interval > 0 else ""
+    is_trainable = corpus.training.num_rows(run.data.sequence_length) > 0  # else the training data is the error
+    reason = _missing(run, corpus) if run.evaluation.interval > 0 and is_trainable else ""
     if not reason:
         return ""
     is_asked = run.evaluation.every is not None and run.data.eval_fraction > 0

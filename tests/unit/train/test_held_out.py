@@ -57,6 +57,7 @@ def test_too_few_rows_are_a_warning_and_an_error_where_they_were_asked_for(tmp_p
         why(source, every=5, eval_fraction=0.01)
     assert "data.eval_fraction" in caught.value.hint
     assert why(source, every=0, eval_fraction=0.01) == ""
+    assert why(source, every=5, sequence_length=4000) == ""  # training has no row either: that is the error to report
 
 
 def test_a_single_document_and_nothing_to_hold_out(tmp_path: Path) -> None:
