@@ -29,6 +29,11 @@ class ModelSpec(Section):
     )
     attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="sdpa | eager")
 
+    @property
+    def own_tokenizer(self) -> str | None:
+        """The name of the tokenizer that comes with `path`: NAME, or NAME@REVISION."""
+        return self.path if self.path is None or self.revision is None else f"{self.path}@{self.revision}"
+
     @model_validator(mode="after")
     def _one_source(self) -> ModelSpec:
         if (self.type is None) == (self.path is None):
@@ -48,7 +53,7 @@ class DataSpec(Section):
     )
     tokenizer: str | None = Field(
         default=None,
-        description="'bytes', or a folder, file or hub name of a Hugging Face tokenizer; "
+        description="'bytes', or a folder, file or hub name (NAME or NAME@REVISION) of a Hugging Face tokenizer; "
         "without it the tokenizer of model.path, and 'bytes' for model.type",
     )
     sequence_length: int = Field(default=256, ge=2, description="tokens a row, at least 2")
@@ -148,7 +153,7 @@ class RunSpec(Document):
     @property
     def tokenizer(self) -> str:
         """The tokenizer's name: the one given, else the model's own; a model of random weights takes bytes."""
-        return self.data.tokenizer or self.model.path or BYTES
+        return self.data.tokenizer or self.model.own_tokenizer or BYTES
 
     @model_validator(mode="after")
     def _name_tokenizer(self) -> RunSpec:

@@ -54,6 +54,8 @@ def open_tokenizer(name: str) -> Tokenizer:
     if name == BYTES:
         return ByteTokenizer()
     path = Path(name).expanduser()
+    if not path.exists() and "@" in name and (local := Path(name.rpartition("@")[0]).expanduser()).exists():
+        path = local  # a revision is of a hub name, and this is a folder
     if not path.exists():
         if is_path_like(name) or path.suffix == ".json":
             raise TokenizerError(f"there is no tokenizer {name}", hint=_HINT)
@@ -149,11 +151,17 @@ class HuggingFaceTokenizer:
     def _load(self) -> Any:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        path = self.path if self.path is not None else snapshot_folder(self.name)
+        path = self.path if self.path is not None else _snapshot(self.name)
         if bare := _bare_file(path):
             return PreTrainedTokenizerFast(tokenizer_file=str(bare))
         folder = path if path.is_dir() else path.parent
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+def _snapshot(name: str) -> Path:
+    """The files of NAME or NAME@REVISION in the hub's cache, downloaded if need be."""
+    name, _, revision = name.partition("@")
+    return snapshot_folder(name, revision=revision or None)
 
 
 def _tokenizer_files(path: Path) -> list[Path]:

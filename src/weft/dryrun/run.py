@@ -249,7 +249,7 @@ def _vocab_size(run: RunSpec) -> int:
         return vocabulary.BYTE_VOCABULARY
     from weft.data.tokenizers import find_tokenizer, open_tokenizer
 
-    if run.tokenizer != run.model.path:
+    if run.tokenizer.partition("@")[0] != run.model.path:
         return open_tokenizer(run.tokenizer).vocab_size
     # Nothing is tokenised here: a folder with a config alone is enough, and the hub is not asked for a tokenizer.
     own = find_tokenizer(run.tokenizer) if Path(run.tokenizer).expanduser().is_dir() else None

@@ -109,9 +109,9 @@ def weight_source(run: RunSpec, config: Any, *, device: torch.device) -> tuple[W
 def tokenizer_notes(run: RunSpec, config: Any, *, vocab_size: int) -> list[str]:
     """A warning where pretrained weights meet token ids that they were not trained with."""
     path, name = run.model.path, run.tokenizer
-    if path is None or run.model.weights == "random" or name == path:
+    if path is None or run.model.weights == "random" or name == run.model.own_tokenizer:
         return []
-    own = find_tokenizer(path)
+    own = find_tokenizer(str(run.model.own_tokenizer))
     if own is not None:
         if own.identity() == open_tokenizer(name).identity():
             return []

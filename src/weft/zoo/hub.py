@@ -53,7 +53,12 @@ def with_model_files(run: RunSpec) -> RunSpec:
     if reads_weights(spec):
         require_weights(folder, name=spec.path)
     commit = None if is_local(spec.path) else commit_of(folder)
-    return run.model_copy(update={"model": spec.model_copy(update={"revision": commit})}) if commit else run
+    if commit is None:
+        return run
+    taken = spec.model_copy(update={"revision": commit})
+    is_own = run.tokenizer == spec.own_tokenizer  # then it is of the same commit
+    data = run.data.model_copy(update={"tokenizer": taken.own_tokenizer}) if is_own else run.data
+    return run.model_copy(update={"model": taken, "data": data})
 
 
 def reads_weights(spec: ModelSpec) -> bool:

@@ -73,6 +73,7 @@ def test_a_hub_name_is_its_files_in_the_cache_and_its_absence_is_one_sentence(
     put_in_cache(tmp_path / "hub", "owner/words", tokenizer_folder)
     known = open_tokenizer("owner/words")
     assert known.encode("one").tolist() == [2]
+    assert open_tokenizer("owner/words@main").encode("one").tolist() == [2]
     assert len(known.identity()) == 64
     with pytest.raises(TokenizerError, match=r"cannot be loaded: owner/absent is no folder") as caught:
         open_tokenizer("owner/absent").identity()

@@ -60,6 +60,8 @@ def test_a_choice_left_open_is_the_models_own_and_part_of_the_value(corpus: Path
     assert own.tokenizer == own.data.tokenizer == "some/model"
     assert RunSpec.from_tables(tomllib.loads(own.to_toml())) == own
     assert RunSpec.from_tables(tables(corpus, settings_of({"type": "llama"}))).data.tokenizer == "bytes"
+    pinned = RunSpec.from_tables(tables(corpus, settings_of({"path": "some/model", "revision": "v2"})))
+    assert pinned.tokenizer == "some/model@v2"
     given = RunSpec.from_tables(tables(corpus, settings_of({"path": "some/model"}, "other")))
     assert given.tokenizer == "other"
 
