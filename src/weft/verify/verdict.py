@@ -23,6 +23,7 @@ RULES = {
     7: "the loss is reduced to the logging rank",
     9: "coverage is told: what a stage promises is what it does",
     11: "buffers that forwards change are those of one process, equal on every rank",
+    12: "what every layout shares (model, loss, update, schedule, data, export) is what torch and transformers define",
     10: "servers hold what one process would: every update once, weighted by its samples, in an order that is known",
 }
 

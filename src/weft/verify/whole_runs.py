@@ -1,4 +1,5 @@
-"""The checks that go through the training loop itself: resume on this and on another layout, export, finite data.
+"""The checks that go through the training loop itself: resume on this and on another layout, export, the oracle's, finite
+data.
 
 Every function is collective; the answers are rank 0's.
 """
@@ -28,6 +29,8 @@ from weft.train.worker import run_job
 from weft.verify.checks import check_same_bits, check_scalars, check_tensors
 from weft.verify.exercise import Subject, loop_exercise
 from weft.verify.layouts import other_layout, plan_name
+from weft.verify.oracle import Oracle
+from weft.verify.oracle_facts import collect_facts
 from weft.verify.reference import Course
 from weft.verify.references import Library, References
 from weft.verify.verdict import Check, Finding, at_place
@@ -48,14 +51,14 @@ class WholeRuns:
         self._scratch = scratch
         self._device = device
         self._num_folders = 0
+        self._oracle = Oracle()
 
     def check_loop(self, plan: Plan) -> list[Check]:
         """Train with a checkpoint in the middle; export; go on from the middle on the same and on another layout."""
         middle = max(1, self._steps // 2)
         is_cut, is_delayed = plan.mesh.tp * plan.mesh.pp > 1, plan.mesh.pp > 1 and plan.pipeline.never_drains
-        saving = {"keep": self._steps + 1, "asynchronous": True, "at_end": True}
-        often = self._with(checkpoint={"every": 1, **saving})  # what the other layout saves is resumed from, too
-        run = often if is_cut and not is_delayed else self._with(checkpoint={"every": middle, **saving})
+        run = self._loop_run(middle, is_delayed=is_delayed)
+        often = self._loop_run(middle, is_delayed=False)  # what the other layout saves is resumed from, too
         folder = self._train(run, plan, self._new_folder())
         straight = self._course_of(folder)
         references = self._references("loop", run, plan, folder, steps=self._steps)
@@ -84,7 +87,28 @@ class WholeRuns:
                 checks.append(self._resumed("resume back", run, plan, folder, course, prompt=prompt))
             else:
                 checks.append(self._near(straight, course, references, plan, middle + 1, name="resume back"))
-        return checks
+        return [*checks, *self._judged_by_oracle(run, plan, folder, references)]
+
+    def _loop_run(self, middle: int, *, is_delayed: bool) -> RunSpec:
+        """The loop's run: the rate rises and falls, two evaluations, a checkpoint of every step for the oracle.
+
+        A pipeline that never drains would drain for each of them: it is left alone but in the middle and at the end.
+        """
+        return self._with(
+            train={"warmup_steps": min(self._run.train.warmup_steps, self._steps // 2)},
+            evaluation={"every": self._steps if is_delayed else middle},
+            checkpoint={
+                "every": middle if is_delayed else 1, "keep": self._steps + 1, "asynchronous": True, "at_end": True,
+            },
+        )  # fmt: skip
+
+    def _judged_by_oracle(self, run: RunSpec, plan: Plan, folder: Path, references: References) -> list[Check]:
+        """What plan and reference share, against torch and transformers themselves. After `_export`."""
+        if not self._process.is_main:
+            return []
+        subject = Subject.open(run, device=self._device)
+        facts = collect_facts(self._run, run, plan, folder, _export_of(folder), references, subject)
+        return self._oracle.checks(facts)
 
     def _resumed(
         self, name: str, run: RunSpec, plan: Plan, folder: Path, found: Course, *, prompt: frozenset[int]
@@ -228,7 +252,7 @@ class WholeRuns:
             return Check.passed("export", "")
         from transformers import AutoModelForCausalLM
 
-        out = folder.with_name(folder.name + "-export")
+        out = _export_of(folder)
         export_run(folder, out)
         loaded = AutoModelForCausalLM.from_pretrained(str(out), dtype=torch.float32, trust_remote_code=False)
         named = dict(loaded.named_parameters())
@@ -287,3 +311,7 @@ class WholeRuns:
     def _barrier(self) -> None:
         if self._process.world_size > 1:
             dist.barrier()
+
+
+def _export_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + "-export")

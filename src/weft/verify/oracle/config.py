@@ -1,0 +1,99 @@
+"""The Hugging Face config that run.toml asks for, built by transformers alone; and two configs compared by field.
+
+weft may add what a run leaves open: the size of the vocabulary, and special tokens that would lie outside of it. Every
+other field is the user's, or the family's own default.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.verify.oracle.facts import Tables
+from weft.verify.verdict import Check, Finding
+
+NAME, RULE = "oracle config", 11
+LEFT_OPEN = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+# how a model was saved or is run, not what it is
+NOT_OF_THE_MODEL = {
+    "architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "_attn_implementation",
+    "attn_implementation", "_attn_implementation_internal", "_experts_implementation", "experts_implementation",
+    "_commit_hash", "use_cache",
+}  # fmt: skip
+Fields = Mapping[str, Any]
+
+
+def asked_config(model: Tables, run_config: Any) -> Any:
+    """What `[model]` asks for; what it leaves open as the run has it."""
+    from transformers import AutoConfig
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if model.get("path") is not None:
+            config = AutoConfig.from_pretrained(str(Path(model["path"]).expanduser()))
+            for key, value in model["config"].items():
+                setattr(config, key, value)
+            return config
+        open_fields = _open_fields(run_config.to_dict(), model["config"])
+        return AutoConfig.for_model(model["type"], **_merged(open_fields, model["config"]))
+
+
+def check_config(asked: Any, run_config: Any, *, vocab_size: int) -> Check:
+    """Every field of the config that the run builds its model from."""
+    wrong = first_difference(asked.to_dict(), run_config.to_dict())
+    if wrong is not None:
+        return Check.failed(NAME, wrong)
+    text = run_config.get_text_config()
+    size = getattr(text, "vocab_size", None)
+    if size is not None and size < vocab_size:
+        finding = Finding(rule=RULE, expected=f"a vocabulary of at least {vocab_size} tokens", found=str(size))
+        return Check.failed(NAME, finding)
+    return Check.passed(NAME, f"{len(asked.to_dict())} fields of {type(asked).__name__} as run.toml asks for")
+
+
+def first_difference(expected: Fields, found: Fields, *, place: str = "") -> Finding | None:
+    for path, right, value in _differences(expected, found):
+        return Finding(rule=RULE, coordinates=f"{place}config {path}", expected=repr(right), found=repr(value))
+    return None
+
+
+def _differences(expected: Fields, found: Fields, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for key in sorted(set(expected) | set(found)):
+        if key in NOT_OF_THE_MODEL:
+            continue
+        right, value = expected.get(key), found.get(key)
+        if isinstance(right, Mapping) and isinstance(value, Mapping):
+            yield from _differences(right, value, f"{path}{key}.")
+        elif not _same(right, value):
+            yield f"{path}{key}", right, value
+
+
+def _same(right: Any, value: Any) -> bool:
+    if isinstance(right, list | tuple) and isinstance(value, list | tuple):
+        return len(right) == len(value) and all(_same(one, other) for one, other in zip(right, value, strict=True))
+    return bool(right == value) or str(right) == str(value)
+
+
+def _open_fields(run_fields: Fields, given: Fields) -> dict[str, Any]:
+    """The run's values of what users leave open, at the top and in a nested config of its own type."""
+    fields: dict[str, Any] = {
+        key: run_fields[key] for key in LEFT_OPEN if key in run_fields and key not in given
+    }
+    for key, nested in run_fields.items():
+        if key.endswith("_config") and isinstance(nested, Mapping) and "model_type" in nested:
+            inside = _open_fields(nested, given.get(key, {}) or {})
+            if inside:
+                fields[key] = {"model_type": nested["model_type"], **inside}
+    return fields
+
+
+def _merged(first: Fields, second: Fields) -> dict[str, Any]:
+    """`second` over `first`, nested tables too."""
+    merged = copy.deepcopy(dict(first))
+    for key, value in second.items():
+        is_nested = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if is_nested else copy.deepcopy(value)
+    return merged

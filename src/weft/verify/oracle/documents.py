@@ -1,0 +1,156 @@
+"""Documents and their tokens, read once more from the files as the guide to data describes them. A bounded beginning.
+
+Order: sources as listed; inside a folder or glob, files by relative path; inside a file, file order. Each document is
+its tokens and one end-of-document token; empty ones are left out.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.verify.oracle.facts import Tables
+
+MEBIBYTE = 1 << 20
+BYTE_END = 256
+# Bytes are copied, text is tokenised: what is read again is bounded by what that costs.
+MOST_BYTES, MOST_TEXT = 64 * MEBIBYTE, 2 * MEBIBYTE
+TEXT, KNOWN = (".txt", ".md", ".py"), (".txt", ".md", ".py", ".jsonl", ".parquet")
+NOT_OF_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+class NotReadAgain(Exception):
+    """Why the documents are not read a second time; then tokens are taken as stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """The tokens of the first documents; all of them where `is_whole`."""
+
+    tokens: NDArray[np.int64]
+    num_documents: int
+    is_whole: bool
+
+
+def read_beginning(data: Tables, *, end_of_document: int) -> Beginning:
+    encode = _encoder(str(data["tokenizer"]))
+    most = MOST_BYTES if data["tokenizer"] == "bytes" else MOST_TEXT
+    pieces: list[NDArray[np.int64]] = []
+    read, is_whole = 0, True
+    end = np.array([end_of_document], dtype=np.int64)
+    for document in _documents(data):
+        if read >= most:
+            is_whole = False
+            break
+        read += len(document)
+        tokens = encode(document)
+        if len(tokens):
+            pieces += [tokens, end]
+    joined = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+    return Beginning(tokens=joined, num_documents=len(pieces) // 2, is_whole=is_whole)
+
+
+def _encoder(name: str) -> Any:
+    if name == "bytes":
+        return lambda document: np.frombuffer(_as_bytes(document), dtype=np.uint8).astype(np.int64)
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise NotReadAgain(f"the tokenizer {name} is no local file or folder")
+    tokenizer = open_tokenizer(path)
+
+    def encode(document: str | bytes) -> NDArray[np.int64]:
+        text = _as_bytes(document).decode("utf-8", errors="replace")
+        return np.asarray(tokenizer.encode(text, add_special_tokens=False, verbose=False), dtype=np.int64)
+
+    return encode
+
+
+def open_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = path if path.is_dir() else path.parent
+    if (folder / "tokenizer_config.json").is_file() and path.name in ("tokenizer.json", folder.name):
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    file = path if path.is_file() else folder / "tokenizer.json"
+    if not file.is_file():
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    return PreTrainedTokenizerFast(tokenizer_file=str(file))
+
+
+def _as_bytes(document: str | bytes) -> bytes:
+    return document.encode("utf-8", errors="replace") if isinstance(document, str) else document
+
+
+def _documents(data: Tables) -> Iterator[str | bytes]:
+    sources = [data["source"]] if isinstance(data["source"], str) else data["source"]
+    for source in sources:
+        if source.startswith("hf:"):
+            raise NotReadAgain("documents of the datasets library are not read a second time")
+        for file in _files(source):
+            yield from (document for document in _of_file(file, str(data["text_field"])) if document)
+
+
+def _files(source: str) -> list[Path]:
+    if source == "python-stdlib":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return [file for file in _below(root, skipped=NOT_OF_THE_LIBRARY) if file.suffix.lower() == ".py"]
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _below(path)
+    if path.exists():
+        return [path]
+    found: dict[Path, None] = {}
+    for match in sorted(glob.glob(str(path), recursive=True)):
+        for file in _below(Path(match)) if Path(match).is_dir() else [Path(match)]:
+            if file.suffix.lower() in KNOWN:
+                found.setdefault(file.resolve())
+    return list(found)
+
+
+def _below(root: Path, *, skipped: set[str] | None = None) -> list[Path]:
+    """Known files under `root`, by relative path; nothing hidden."""
+    names: list[str] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in (skipped or ())]
+        for name in files:
+            if not name.startswith(".") and os.path.splitext(name)[1].lower() in KNOWN:
+                names.append(os.path.relpath(os.path.join(folder, name), root).replace(os.sep, "/"))
+    return [root / name for name in sorted(names)]
+
+
+def _of_file(file: Path, field: str) -> Iterator[str | bytes]:
+    suffix = file.suffix.lower()
+    if suffix == ".parquet":
+        import pyarrow.parquet
+
+        for value in pyarrow.parquet.read_table(file, columns=[field]).column(0).to_pylist():
+            yield value or ""
+    elif suffix == ".jsonl":
+        with file.open("rb") as lines:
+            yield from (json.loads(line)[field] or "" for line in lines if line.strip())
+    else:
+        try:
+            yield from _pieces(file.read_bytes())
+        except OSError:
+            return  # an unreadable file of the interpreter is left out
+
+
+def _pieces(content: bytes) -> Iterator[bytes]:
+    """A file beyond a MiB is cut after the line that goes beyond it."""
+    begin = 0
+    while len(content) - begin > MEBIBYTE:
+        end = content.find(b"\n", begin + MEBIBYTE) + 1
+        if end == 0:
+            break
+        yield content[begin:end]
+        begin = end
+    yield content[begin:]

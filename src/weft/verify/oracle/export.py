@@ -1,0 +1,83 @@
+"""An exported folder, loaded as any user of transformers would: its config field by field, its logits, its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.verify.oracle.config import first_difference
+from weft.verify.oracle.documents import open_tokenizer
+from weft.verify.oracle.facts import Tables
+from weft.verify.oracle.model import Batch, PlainModel, logits_of
+from weft.verify.verdict import Check, Finding
+
+NAME, RULE = "oracle export", 11
+LOGIT_TOLERANCE = 1e-5  # of the largest: the same float32 forward in two models
+SAMPLE = "The quick brown fox: naïve café, 東京 2024.\n\tdef f(x):\n        return x  # 'quoted'\n"
+
+
+def check_export(folder: Path, asked: Any, data: Tables, plain: PlainModel, batch: Batch) -> Check:
+    """`plain` holds the weights that were exported."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = AutoConfig.from_pretrained(str(folder))
+        wrong = first_difference(_as_saved(asked).to_dict(), config.to_dict(), place="the exported ")
+        wrong = wrong or _wrong_generation(folder, plain) or _wrong_tokenizer(folder, str(data["tokenizer"]))
+        if wrong is not None:
+            return Check.failed(NAME, wrong)
+        told = f"{len(config.to_dict())} fields of its config"
+        if plain.draws_buffers:
+            return Check.passed(NAME, f"{told}; logits not judged: the model draws constants when it is built")
+        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="eager")
+    expected, found = plain.logits(batch), logits_of(model, batch.fields)
+    gap, scale = (found - expected).abs().max().item(), expected.abs().max().item()
+    if not gap <= LOGIT_TOLERANCE * scale:
+        finding = Finding(rule=RULE, expected="the logits of the trained weights", found=f"logits off by {gap:.3g}")
+        return Check.failed(NAME, finding)
+    return Check.passed(NAME, f"{told}, logits of {len(batch.rows)} rows through from_pretrained")
+
+
+def _as_saved(config: Any) -> Any:
+    """Written and read by transformers: what that does to a config is not the run's doing."""
+    from transformers import AutoConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        return AutoConfig.from_pretrained(folder)
+
+
+def _wrong_generation(folder: Path, plain: PlainModel) -> Finding | None:
+    """The generation config, where the model has one."""
+    expected = getattr(plain.model, "generation_config", None)
+    if expected is None or not plain.model.can_generate():
+        return None
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return Finding(rule=RULE, coordinates="the export", expected="generation_config.json", found="none")
+    with tempfile.TemporaryDirectory() as scratch:
+        expected.save_pretrained(scratch)
+        right = json.loads(Path(scratch, "generation_config.json").read_text(encoding="utf-8"))
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return first_difference(right, found, place="the exported generation ")
+
+
+def _wrong_tokenizer(folder: Path, name: str) -> Finding | None:
+    source = Path(name).expanduser()
+    if name == "bytes" or not source.exists():
+        return None
+    expected = open_tokenizer(source).encode(SAMPLE, add_special_tokens=False)
+    try:
+        found = open_tokenizer(folder).encode(SAMPLE, add_special_tokens=False)
+    except (OSError, ValueError) as error:
+        text = str(error).splitlines()[0]
+        return Finding(rule=RULE, coordinates="the export", expected="a tokenizer that loads", found=text)
+    if found != expected:
+        return Finding(rule=RULE, coordinates="the export's tokenizer", expected=str(expected), found=str(found))
+    return None

@@ -1,0 +1,92 @@
+"""What a run claims and did, as plain values: the oracle's only input. Who collects them is `verify/oracle_facts.py`.
+
+Nothing here computes. Tables are run.toml as it parses; tokens, rows and tensors are arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from numpy.typing import NDArray
+
+Tensors = Mapping[str, torch.Tensor]
+Tables = Mapping[str, Any]
+Rows = Mapping[str, NDArray[Any]]  # a batch: input_ids, labels, perhaps position_ids, each [rows, S]
+
+
+class ReadBatch(Protocol):
+    """A data-parallel rank's rows of the global batch that begins at a sample of the run."""
+
+    def __call__(self, position: int, *, dp_rank: int, dp_degree: int) -> Rows: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One share of the corpus, training or held out: which stored tokens it claims, and the rows it gives."""
+
+    ranges: Sequence[tuple[int, int]]  # of stored tokens, in the order of the stream
+    num_rows: int
+    batch: ReadBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusFacts:
+    tokens: NDArray[Any]  # as stored, all documents end to end
+    vocab_size: int
+    end_of_document: int
+    training: Share
+    held_out: Share | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint: parameters (persistent buffers among them) and `parameter.key` states."""
+
+    weights: Tensors
+    states: Tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopFacts:
+    """A finished training loop of the run, as its folder shows it."""
+
+    losses: Sequence[float]
+    norms: Sequence[float]
+    rates: Sequence[float]
+    held_out_losses: Mapping[int, float]  # by step
+    skipped: frozenset[int]  # steps from 0 that made no update
+    saved_steps: Sequence[int]
+    saved: Callable[[int], Saved]
+    export: Path
+    # the one-process reference of the same run, in float64 and in the plan's precision: what rounding does
+    truth_losses: Sequence[float]
+    same_losses: Sequence[float]
+    truth_norms: Sequence[float]
+    same_norms: Sequence[float]
+    least_losses: tuple[float, float]
+    least_norms: tuple[float, float]
+    compute: str  # the format of forward and backward
+    coarsest: str  # the format with the largest roundoff: float8 operands may be coarser than `compute`
+    starts_rounded: bool  # weights begin in bfloat16, not with the initial values
+    rounded_states: str  # why updates are not judged element by element; empty where states rest in float32
+    is_delayed: bool  # micro-batches of a step read weights of several updates
+    chunk_rows: int  # rows of one micro-batch of one rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Everything that the oracle judges of a run and a plan."""
+
+    run: Tables  # as asked for
+    loop_run: Tables  # as the loop trained it: fewer steps
+    config: Any  # the Hugging Face config that the run builds its model from
+    initial: Tensors
+    without_rule: frozenset[str]  # parameters that the model's own code gives no value
+    rate: Callable[[int], float]  # the run's learning rate by step, from 1
+    corpus: CorpusFacts
+    dp_degree: int
+    loop: LoopFacts

@@ -1,0 +1,131 @@
+"""Initial weights against transformers' own: the same model initialised a few times from other seeds.
+
+An element that has one value in every draw (a norm's one, a bias's zero, a padding row) must have that very value. Of the
+others the mean and the standard deviation of each parameter must be those of the draws, within what chance allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.verify.oracle.facts import Tensors
+from weft.verify.oracle.model import build_plain
+from weft.verify.verdict import Check, Finding
+
+NAME, RULE = "oracle initial", 11
+NUM_DRAWS, FEWER_DRAWS, LARGE = 6, 2, 20_000_000
+ERRORS = 8.0  # standard errors: a thousand parameters of a thousand runs are all within six
+SCATTER = 6.0  # the same where elements depend on each other: in spreads between the draws
+LEAST_ELEMENTS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Of one parameter over the draws; `fixed` marks elements that are the same in all, with their values."""
+
+    shape: torch.Size
+    fixed: torch.Tensor
+    values: torch.Tensor
+    mean: float = 0.0
+    deviation: float = 0.0
+    mean_error: float = 0.0
+    deviation_error: float = 0.0
+    is_blank: bool = False  # transformers leaves memory as it finds it
+
+
+def draw_statistics(config: Any) -> dict[str, Statistics]:
+    size = sum(parameter.numel() for parameter in build_plain(config, seed=0).parameters())
+    draws = [_draw(config, seed=100 + index) for index in range(NUM_DRAWS if size < LARGE else FEWER_DRAWS)]
+    return {name: _statistics([draw[name] for draw in draws]) for name in draws[0]}
+
+
+def _draw(config: Any, *, seed: int) -> dict[str, torch.Tensor]:
+    """Memory that no rule fills is NaN here, as torch has it in deterministic mode."""
+    was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return {name: value.detach() for name, value in build_plain(config, seed=seed).named_parameters()}
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warned)
+
+
+def _statistics(draws: list[torch.Tensor]) -> Statistics:
+    stack = torch.stack(draws).double()
+    fixed = (stack == stack[0]).all(dim=0)
+    made = {"shape": draws[0].shape, "fixed": fixed, "values": draws[0]}
+    if not stack.isfinite().all():
+        return Statistics(**made, is_blank=True)
+    free = stack[:, ~fixed]
+    count = free.shape[1] if free.ndim > 1 else 0
+    if count < LEAST_ELEMENTS:
+        return Statistics(**made)
+    mean, deviation = free.mean().item(), free.std().item()
+    kurtosis = ((free - mean) / deviation).pow(4).mean().item()
+    more = 1.0 + 1.0 / len(draws)
+    by_count = math.sqrt(more / count)
+    scatter = [value.item() for value in (free.mean(dim=1).std(), free.std(dim=1).std())]
+    return Statistics(
+        **made,
+        mean=mean,
+        deviation=deviation,
+        mean_error=max(ERRORS * deviation * by_count, SCATTER * scatter[0]),
+        deviation_error=max(ERRORS * deviation * by_count * math.sqrt(max(kurtosis - 1, 1.0)) / 2, SCATTER * scatter[1]),
+    )
+
+
+def check_initial(expected: Mapping[str, Statistics], found: Tensors, *, without_rule: frozenset[str]) -> Check:
+    for name in sorted(set(expected) ^ set(found)):
+        what = ("a parameter", "none") if name in expected else ("none (it may be tied)", "a parameter")
+        return Check.failed(NAME, Finding(rule=RULE, parameter=name, expected=what[0], found=what[1]))
+    left_out = [name for name in expected if expected[name].is_blank or name in without_rule]
+    for name, statistics in expected.items():
+        wrong = None if name in left_out else _wrong(name, statistics, found[name])
+        if wrong is not None:
+            return Check.failed(NAME, wrong)
+    told = f"{len(expected) - len(left_out)} parameters as transformers draws them: constants, means, deviations"
+    return Check.passed(NAME, told + (f"; {len(left_out)} have no rule there, not judged" if left_out else ""))
+
+
+def _wrong(name: str, expected: Statistics, found: torch.Tensor) -> Finding | None:
+    def finding(right: str, value: str) -> Finding:
+        return Finding(rule=RULE, parameter=name, expected=right, found=value)
+
+    if expected.shape != found.shape:
+        return finding(f"shape {tuple(expected.shape)}", str(tuple(found.shape)))
+    fixed = expected.fixed
+    other = (found != expected.values) & fixed
+    if other.any():
+        at = int(other.flatten().nonzero()[0])
+        right, value = expected.values.flatten()[at].item(), found.flatten()[at].item()
+        return finding(f"{right:.6g} at element {at}, in every draw", f"{value:.6g}")
+    free = found[~fixed].double()
+    if expected.deviation == 0.0 or free.numel() < LEAST_ELEMENTS:
+        return None
+    mean, deviation = free.mean().item(), free.std().item()
+    if not abs(deviation - expected.deviation) <= expected.deviation_error:
+        right = f"a standard deviation of {expected.deviation:.5g} within {expected.deviation_error:.1e}"
+        return finding(right, f"{deviation:.5g}")
+    if not abs(mean - expected.mean) <= expected.mean_error:
+        return finding(f"a mean of {expected.mean:.5g} within {expected.mean_error:.1e}", f"{mean:.5g}")
+    return None
+
+
+def check_pretrained(path: str, found: Tensors) -> Check:
+    """Weights of a folder, as `from_pretrained` reads them, bit by bit."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    named = dict(model.named_parameters())
+    for name in sorted(set(named) ^ set(found)):
+        what = ("a parameter", "none") if name in named else ("none", "a parameter")
+        return Check.failed(NAME, Finding(rule=RULE, parameter=name, expected=what[0], found=what[1]))
+    for name, value in named.items():
+        if not torch.equal(value.detach().float(), found[name].float()):
+            finding = Finding(rule=RULE, parameter=name, expected="the bits of from_pretrained", found="other bits")
+            return Check.failed(NAME, finding)
+    return Check.passed(NAME, f"{len(named)} parameters of {path} as from_pretrained reads them, bit by bit")

@@ -1,0 +1,177 @@
+"""Losses, gradients and evaluations of the training loop against the plain transformers model.
+
+Rows are rebuilt from the corpus: of a batch that the run read only its inputs are looked at, to find the row. The first
+step starts from the initial weights, the last one from the checkpoint before it. The float64 reference's own first loss is
+held to the same number. Where training draws at random (dropout) evaluations alone are judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+import torch
+
+from weft.verify.oracle.facts import LoopFacts, RunFacts, Saved, Tensors
+from weft.verify.oracle.model import Batch, Loss, PlainModel
+from weft.verify.oracle.streams import IGNORED, Stream
+from weft.verify.oracle.updates import Update, recovered_gradients
+from weft.verify.tolerances import SLACK, SUM_ROUNDINGS, UNIT_ROUNDOFF, envelope, scalar_bound
+from weft.verify.verdict import Check, Finding
+
+NAME, RULE = "oracle loss", 11
+PLAIN = 4.0 * SUM_ROUNDINGS * UNIT_ROUNDOFF["float32"]  # relative: float32 forwards by other kernels
+GRADIENT_TOLERANCE = 1e-3  # of the norm of all gradients, in float32
+LOW_SHARE = 0.25  # of a roundoff: what a low-precision forward moves an evaluation by, at least
+
+
+class Wrong(Exception):
+    def __init__(self, expected: str, found: str, *, step: int, place: str | None = None) -> None:
+        super().__init__(expected)
+        self.finding = Finding(rule=RULE, step=step, coordinates=place, expected=expected, found=found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossJudge:
+    """The loop's numbers beside those of `plain`; `streams` are those of training and held out."""
+
+    facts: RunFacts
+    plain: PlainModel
+    streams: tuple[Stream, Stream | None]
+
+    def check(self) -> Check:
+        if self.plain.draws_buffers:
+            return Check.passed(NAME, "not judged: the model draws constants of its forward when it is built")
+        try:
+            told = [*self._training(), *self._held_out()]
+        except Wrong as wrong:
+            return Check.failed(NAME, wrong.finding)
+        return Check.passed(NAME, "; ".join(told))
+
+    @property
+    def loop(self) -> LoopFacts:
+        return self.facts.loop
+
+    @property
+    def rows(self) -> int:
+        return int(self.facts.loop_run["train"]["global_batch"])
+
+    def _training(self) -> list[str]:
+        loop, batch = self.loop, self._batch(1)
+        self.plain.put(self.facts.initial)
+        if self.plain.is_random(batch):
+            return ["training draws at random, judged by evaluations"]
+        if loop.is_delayed:
+            return ["micro-batches of a step read weights of several updates, judged by evaluations"]
+        if len(loop.skipped) == len(loop.losses):
+            return ["every step overflowed float16 and was skipped"]
+        first = self._loss(batch)
+        self._judge_first(first, batch)
+        last = len(loop.losses)
+        if last == 1 or last - 1 not in loop.saved_steps:
+            return [f"the first loss and its gradients: {_how(first)}"]
+        self.plain.put({**self.facts.initial, **loop.saved(last - 1).weights})
+        found = self._loss(self._batch(last))
+        self._require("loss", found.value, loop.losses, loop.truth_losses, loop.same_losses, last)
+        return [f"losses of steps 1 and {last}, first gradients: {_how(first)}"]
+
+    def _judge_first(self, first: Loss, batch: Batch) -> None:
+        loop, reference = self.loop, self.loop.truth_losses[0]
+        if loop.starts_rounded:
+            return
+        if not abs(reference - first.value) <= PLAIN * abs(first.value):
+            place = "the loss of the reference"
+            raise Wrong(f"{first.value:.9g} ({_how(first)})", f"{reference:.9g}", step=1, place=place)
+        self._require("loss", first.value, loop.losses, loop.truth_losses, loop.same_losses, 1)
+        if 0 in loop.skipped:
+            return
+        gradients = self.plain.gradients(batch, chunk_rows=loop.chunk_rows)
+        gradients = {name: value for name, value in gradients.items() if not self._is_frozen(name)}
+        norm = math.sqrt(sum(float(value.double().square().sum()) for value in gradients.values()))
+        self._require("gradient norm", norm, loop.norms, loop.truth_norms, loop.same_norms, 1)
+        self._judge_gradients(gradients, norm)
+
+    def _judge_gradients(self, gradients: Tensors, norm: float) -> None:
+        """What the first update was given, seen in its moments, against the plain model's own backward."""
+        loop = self.loop
+        if loop.compute != "float32" or loop.rounded_states or 1 not in loop.saved_steps:
+            return
+        before, train = Saved(weights=self.facts.initial, states={}), self.facts.loop_run["train"]
+        update = Update(before=before, after=loop.saved(1), step=1, train=train, norm=loop.norms[0])
+        found = recovered_gradients(update, gradients)
+        factor = update.clipped_norm() / loop.norms[0] if loop.norms[0] else 1.0
+        for name, right in gradients.items():
+            gap = float((found[name] - factor * right.double()).norm()) if name in found else math.inf
+            share = gap / (factor * norm or 1.0)
+            if not share <= GRADIENT_TOLERANCE:
+                raise Wrong("the plain model's gradient", f"one off by {share:.1e} of their norm", step=1, place=name)
+
+    def _held_out(self) -> list[str]:
+        loop, stream = self.loop, self.streams[1]
+        steps = [step for step in loop.held_out_losses if step in loop.saved_steps]
+        if stream is None or not steps or stream.num_rows == 0:
+            return ["no evaluation was recorded"]
+        step, asked = steps[-1], int(self.facts.loop_run["evaluation"]["batches"]) * self.rows
+        indices = list(range(min(asked, stream.num_rows)))
+        rows = [stream.rows(indices[at : at + self.rows]) for at in range(0, len(indices), self.rows)]
+        batches = [Batch.of(part, stream) for part in rows]
+        self.plain.put({**self.facts.initial, **loop.saved(step).weights})
+        how, value = _how(self._loss(batches[0], is_training=False)), self._mean(batches)
+        allowed = PLAIN * abs(value) + self._low_share(batches, value)
+        if not abs(loop.held_out_losses[step] - value) <= allowed:
+            expected = f"{value:.9g} within {allowed:.1e} ({how})"
+            raise Wrong(expected, f"{loop.held_out_losses[step]:.9g}", step=step, place="the held-out loss")
+        return [f"the held-out loss of step {step}: {how}"]
+
+    def _mean(self, batches: Sequence[Batch]) -> float:
+        losses = [self._loss(batch, is_training=False).value * batch.count for batch in batches]
+        return sum(losses) / max(1, sum(batch.count for batch in batches))
+
+    def _low_share(self, batches: Sequence[Batch], value: float) -> float:
+        """What low precision does to an evaluation: measured by the plain model in that format."""
+        if self.loop.compute == "float32":
+            return 0.0
+        with self.plain.computing_in(getattr(torch, self.loop.compute)):
+            distance = abs(self._mean(batches) - value)
+        return SLACK * distance + LOW_SHARE * UNIT_ROUNDOFF[self.loop.coarsest] * abs(value)
+
+    def _require(
+        self, what: str, right: float, found: Sequence[float], truth: Sequence[float], same: Sequence[float], step: int
+    ) -> None:
+        """The loop's own value, as far off as rounding may take it: that is what the two references show."""
+        least = self.loop.least_losses if what == "loss" else self.loop.least_norms
+        distance = envelope(truth, same, least=least)[step - 1]
+        bound = scalar_bound(truth=right, same_precision=same[step - 1], distance=distance, drift=PLAIN * abs(right))
+        if not abs(found[step - 1] - right) <= bound.allowed:
+            raise Wrong(f"a {what} of {right:.9g} within {bound.allowed:.1e}", f"{found[step - 1]:.9g}", step=step)
+
+    def _loss(self, batch: Batch, *, is_training: bool = True) -> Loss:
+        return self.plain.loss(batch, chunk_rows=self.loop.chunk_rows, is_training=is_training)
+
+    def _batch(self, step: int) -> Batch:
+        """The global batch of a training step: which rows it has is the run's choice, what is in them is the corpus's."""
+        position, stream = (step - 1) * self.rows, self.streams[0]
+        read = self.facts.corpus.training.batch(position, dp_rank=0, dp_degree=1)
+        epochs = self.facts.loop_run["data"].get("epochs")
+        left = self.rows if epochs is None else min(self.rows, epochs * stream.num_rows - position)
+        rows = []
+        for inputs, labels in zip(read["input_ids"], read["labels"], strict=True):
+            at = stream.find(inputs, int(labels[-1]))
+            if at is None:
+                raise Wrong("rows of the corpus", f"inputs {inputs[:6].tolist()}...", step=step, place="the batch")
+            rows.append(stream.row(at))
+        batch = Batch.of(np.stack(rows), stream)
+        batch.fields["labels"][left:] = IGNORED
+        return batch
+
+    def _is_frozen(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.facts.loop_run["train"]["frozen"])
+
+
+def _how(loss: Loss) -> str:
+    if loss.own is not None:
+        return "transformers' own labels= loss"
+    return f"cross-entropy written out from its logits, since {loss.why_not_own}"

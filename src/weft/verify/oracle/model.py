@@ -1,0 +1,176 @@
+"""The plain transformers model of a config: its loss by its own `labels=`, its gradients, its logits. Float32, eager.
+
+A row of S + 1 tokens goes in unshifted: transformers itself takes each token's successor as its label. Beside that the
+same loss is written out from the logits of the first S tokens. Where a family's own loss is another number (it adds
+terms, or cannot take a row of S + 1) the written-out one is the yardstick, and the verdict says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from weft.verify.oracle.facts import Rows, Tensors
+from weft.verify.oracle.streams import IGNORED, Stream
+
+OWN_TOLERANCE = 1e-5  # relative: the same float32 numbers, averaged by other code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Rows of S + 1 tokens, and what a model is given for them."""
+
+    rows: NDArray[np.int64]
+    fields: dict[str, NDArray[np.int64]]
+
+    @staticmethod
+    def of(rows: NDArray[np.int64], stream: Stream) -> Batch:
+        return Batch(rows=rows, fields=stream.batch(rows))
+
+    @property
+    def count(self) -> int:
+        return int((self.fields["labels"] != IGNORED).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The mean token loss of a batch; `own` is what the model's own `labels=` gives, or None with the reason why not."""
+
+    value: float
+    own: float | None
+    why_not_own: str = ""
+
+
+def build_plain(config: Any, *, seed: int) -> Any:
+    """Initialised by transformers' own rules."""
+    from transformers import AutoModelForCausalLM
+
+    with _quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager"
+        )
+    return model.train()
+
+
+class PlainModel:
+    """One model whose weights are put in by name."""
+
+    def __init__(self, config: Any) -> None:
+        self.model = build_plain(config, seed=1)
+        other = dict(build_plain(config, seed=2).named_buffers())
+        same = (torch.equal(buffer, other[name]) for name, buffer in self.model.named_buffers())
+        self.draws_buffers = not all(same)  # constants of the forward that nobody saves: each build has its own
+        self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+
+    @torch.no_grad()
+    def put(self, weights: Tensors) -> None:
+        """Parameters, and the buffers among `weights`; the other buffers as transformers made them."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(weights[name])
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(weights.get(name, self._buffers[name]))
+
+    def is_random(self, batch: Batch) -> bool:
+        """Whether training draws at random (dropout): then two forwards differ."""
+        return self._total(batch.fields, seed=1) != self._total(batch.fields, seed=2)
+
+    def loss(self, batch: Batch, *, chunk_rows: int, is_training: bool) -> Loss:
+        self.model.train(is_training)
+        with torch.no_grad():
+            total = sum(self._sum(chunk).item() for chunk in _chunks(batch.fields, chunk_rows))
+            own, why = self._own(batch)
+        self.model.train()
+        value = total / max(1, batch.count)
+        if own is not None and not abs(own - value) <= OWN_TOLERANCE * abs(value):
+            own, why = None, f"its own loss is {own:.6g} and not {value:.6g}: it has other terms"
+        return Loss(value=value, own=own, why_not_own=why)
+
+    def gradients(self, batch: Batch, *, chunk_rows: int) -> dict[str, torch.Tensor]:
+        """Of the mean token loss."""
+        self.model.train()
+        self.model.zero_grad()
+        for chunk in _chunks(batch.fields, chunk_rows):
+            (self._sum(chunk) / max(1, batch.count)).backward()  # type: ignore[no-untyped-call]
+        found = {
+            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            for name, parameter in self.model.named_parameters()
+        }
+        self.model.zero_grad()
+        return found
+
+    @contextmanager
+    def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
+        self.model.to(dtype)
+        try:
+            yield
+        finally:
+            self.model.to(torch.float32)
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        return logits_of(self.model, batch.fields)
+
+    def _own(self, batch: Batch) -> tuple[float | None, str]:
+        """transformers' loss of unshifted rows; a label that carries none carries none here either."""
+        rows, labels = batch.rows, batch.rows.copy()
+        labels[:, 1:][batch.fields["labels"] == IGNORED] = IGNORED
+        given = {"input_ids": rows, "labels": labels}
+        if "position_ids" in batch.fields:
+            before = batch.fields["position_ids"]
+            following = np.where(batch.fields["labels"][:, -1] == IGNORED, 0, before[:, -1] + 1)
+            given["position_ids"] = np.concatenate([before, following[:, None]], axis=1)
+        try:
+            with _quiet():
+                loss = self.model(**{key: torch.from_numpy(value) for key, value in given.items()}, use_cache=False).loss
+        except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
+            return None, f"its own takes no row of {rows.shape[1]} tokens ({type(error).__name__})"
+        return (None, "it has no loss of its own") if loss is None else (float(loss), "")
+
+    def _sum(self, batch: Rows) -> torch.Tensor:
+        """Cross-entropy written out: log of the sum of exponentials less the label's own logit."""
+        with _quiet():
+            logits = self.model(**_inputs(batch), use_cache=False).logits.float()
+        labels = torch.from_numpy(np.ascontiguousarray(batch["labels"]))
+        counted = labels != IGNORED
+        chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return ((torch.logsumexp(logits, dim=-1) - chosen) * counted).sum()
+
+    def _total(self, batch: Rows, *, seed: int) -> float:
+        self.model.train()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self._sum(batch).item()
+
+
+def logits_of(model: Any, batch: Rows) -> torch.Tensor:
+    """In evaluation mode, and back."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), _quiet():
+        logits: torch.Tensor = model(**_inputs(batch), use_cache=False).logits
+    model.train(was_training)
+    return logits
+
+
+def _inputs(batch: Rows) -> dict[str, torch.Tensor]:
+    return {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in batch.items() if key != "labels"}
+
+
+def _chunks(batch: Rows, chunk_rows: int) -> Iterator[Mapping[str, NDArray[Any]]]:
+    for begin in range(0, len(batch["labels"]), chunk_rows):
+        yield {key: value[begin : begin + chunk_rows] for key, value in batch.items()}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

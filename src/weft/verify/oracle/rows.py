@@ -1,0 +1,227 @@
+"""Rows of training and of evaluation against the corpus: every sample of an epoch once, each the tokens that follow.
+
+A long epoch is looked at in windows that lie evenly over it; a row that comes twice in any of them is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.verify.oracle.documents import Beginning
+from weft.verify.oracle.facts import CorpusFacts, Rows, Share, Tables
+from weft.verify.oracle.streams import IGNORED, Hashes, Stream
+from weft.verify.verdict import Check, Finding
+
+NAME, RULE = "oracle data", 11
+MOST_ROWS, NUM_WINDOWS = 16_384, 32
+SHARED_BATCHES = 4  # that are read by every data-parallel rank too
+ORDERED_ROWS = 64  # fewer may come in the same order twice by chance
+SHOWN = 6
+
+
+class Wrong(Exception):
+    """The first thing that is wrong with the data."""
+
+    def __init__(self, expected: str, found: str, *, place: str) -> None:
+        super().__init__(place)
+        self.finding = Finding(rule=RULE, expected=expected, found=found, coordinates=place)
+
+
+def check_data(
+    run: Tables,
+    corpus: CorpusFacts,
+    beginning: Beginning | str,
+    streams: tuple[Stream, Stream | None],
+    *,
+    dp_degree: int,
+) -> Check:
+    """`beginning` is the documents read again, or why they were not; `streams` are those of training and held out."""
+    data, rows = run["data"], int(run["train"]["global_batch"])
+    try:
+        read = _check_stored(corpus, beginning)
+        _check_shares(float(data["eval_fraction"]), corpus)
+        training = Epoch(share=corpus.training, stream=streams[0], rows=rows, num_epochs=data.get("epochs"))
+        told = [training.check(dp_degree=dp_degree)]
+        if corpus.held_out is not None and streams[1] is not None:
+            told.append(_check_held_out(corpus.held_out, streams[1], rows=rows))
+    except Wrong as wrong:
+        return Check.failed(NAME, wrong.finding)
+    return Check.passed(NAME, "; ".join([*told, read]))
+
+
+def _check_stored(corpus: CorpusFacts, beginning: Beginning | str) -> str:
+    """The tokens in the cache are those of the documents."""
+    if len(corpus.tokens) and int(corpus.tokens.max()) >= corpus.vocab_size:
+        raise Wrong(f"tokens below {corpus.vocab_size}", str(int(corpus.tokens.max())), place="the stored tokens")
+    if isinstance(beginning, str):
+        return f"tokens as stored: {beginning}"
+    again, count = beginning.tokens, len(beginning.tokens)
+    stored = corpus.tokens[:count].astype(np.int64)
+    differs = np.flatnonzero(stored != again[: len(stored)])
+    if len(differs):
+        at = int(differs[0])
+        document = int((again[:at] == corpus.end_of_document).sum())
+        raise Wrong(_shown(again[at:]), _shown(stored[at:]), place=f"token {at} of the corpus, in document {document}")
+    if len(stored) < count or (beginning.is_whole and len(corpus.tokens) != count):
+        raise Wrong(f"{count} tokens", f"{len(corpus.tokens)} tokens", place="the stored tokens")
+    what = "all" if beginning.is_whole else "the first"
+    return f"{what} {beginning.num_documents} documents read and tokenised again"
+
+
+def _check_shares(fraction: float, corpus: CorpusFacts) -> None:
+    """Training and held-out documents are all documents, none in both, and cut where documents end."""
+    held_out = list(corpus.held_out.ranges) if corpus.held_out is not None else []
+    at, place = 0, "training and held-out documents"
+    for begin, end in sorted([*corpus.training.ranges, *held_out]):
+        if begin != at:
+            what = "held out and trained on" if begin < at else "in neither share"
+            raise Wrong("every document in one share", f"tokens {begin} to {at} {what}", place=place)
+        if corpus.tokens[end - 1] != corpus.end_of_document:
+            raise Wrong("a document's end", f"token {int(corpus.tokens[end - 1])}", place=f"{place}, token {end - 1}")
+        at = end
+    if at != len(corpus.tokens):
+        raise Wrong("every document in one share", f"tokens from {at} on in neither", place=place)
+    ends = np.flatnonzero(np.asarray(corpus.tokens) == corpus.end_of_document)
+    found = sum(int(np.searchsorted(ends, end) - np.searchsorted(ends, begin)) for begin, end in held_out)
+    expected = fraction * len(ends) if len(ends) > 1 else 0.0
+    allowed = 6.0 * (len(ends) * fraction * (1.0 - fraction)) ** 0.5 + 1.0
+    if abs(found - expected) > allowed or (expected > 0 and not 0 < found < len(ends)):
+        raise Wrong(f"about {expected:.0f} of {len(ends)} documents held out", str(found), place=place)
+
+
+def _check_held_out(share: Share, stream: Stream, *, rows: int) -> str:
+    """In their own order, from the first."""
+    _require_count(share, stream, place="held-out rows")
+    looked_at = min(stream.num_rows, MOST_ROWS)
+    for position in range(0, looked_at, rows):
+        batch = share.batch(position, dp_rank=0, dp_degree=1)
+        count = min(rows, stream.num_rows - position)
+        _compare(batch, stream, stream.rows(range(position, position + count)), place=f"held-out sample {position}")
+        _require_empty(batch, count, place=f"held-out sample {position}")
+    return f"{looked_at} of {stream.num_rows} held-out rows, never trained on"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """The order of training."""
+
+    share: Share
+    stream: Stream
+    rows: int  # of a global batch
+    num_epochs: int | None
+
+    def check(self, *, dp_degree: int) -> str:
+        _require_count(self.share, self.stream, place="training rows")
+        seen, stream = [], self.stream
+        for begin, end in _windows(stream.num_rows):
+            seen += [self._read(at, min(end - at, self.rows)) for at in range(begin, end, self.rows)]
+        hashes = np.concatenate(seen)
+        self._require_once(hashes)
+        self._check_end()
+        self._check_ranks(dp_degree=dp_degree)
+        what = "every row of an epoch once" if len(hashes) == stream.num_rows else "no row of an epoch twice"
+        ranks = f", on 1 and {dp_degree} data-parallel ranks" if dp_degree > 1 else ""
+        return f"{what}: {len(hashes)} of {stream.num_rows} samples{ranks}"
+
+    def _read(self, position: int, count: int) -> Hashes:
+        """Hashes of the first rows of a batch, each of them a row of the stream with its own labels."""
+        batch, stream = self.share.batch(position, dp_rank=0, dp_degree=1), self.stream
+        inputs, last = batch["input_ids"][:count], batch["labels"][:count, -1].copy()
+        for index in np.flatnonzero(last == IGNORED):  # a document's end: its label is not there to see
+            at = stream.find(inputs[index])
+            last[index] = stream.row(at)[-1] if at is not None else last[index]
+        rows = np.concatenate([inputs, last[:, None]], axis=1).astype(np.int64)
+        _compare(batch, stream, rows, place=f"sample {position}")
+        hashes, known = stream.hashes_of(rows), stream.counts[0]
+        strange = np.flatnonzero(known[np.searchsorted(known, hashes).clip(max=len(known) - 1)] != hashes)
+        if len(strange):
+            index = int(strange[0])
+            raise Wrong(
+                self._nearest(inputs[index]), f"inputs {_shown(inputs[index])}..., last label {int(last[index])}",
+                place=f"sample {position + index}",
+            )  # fmt: skip
+        return hashes
+
+    def _nearest(self, inputs: NDArray[Any]) -> str:
+        at, length = self.stream.find(inputs), self.stream.length
+        if at is None:
+            return f"a row of the corpus: tokens [i x {length}, i x {length} + {length + 1})"
+        return f"row {at} of the corpus, which token {int(self.stream.row(at)[-1])} follows"
+
+    def _require_once(self, hashes: Hashes) -> None:
+        known, often = self.stream.counts
+        unique, counts = np.unique(hashes, return_counts=True)
+        extra = (counts - often[np.searchsorted(known, unique)]).clip(min=0).sum()
+        if extra:
+            expected = f"{len(hashes)} samples of an epoch, none twice"
+            raise Wrong(expected, f"{int(extra)} that came before", place="the order of training")
+
+    def _check_end(self) -> None:
+        """A second epoch begins again, in another order; where the data ends, nothing fills the last batch up."""
+        num_rows, rows = self.stream.num_rows, min(self.rows, self.stream.num_rows)
+        if self.num_epochs is not None:
+            total = self.num_epochs * num_rows
+            last = (total - 1) // self.rows * self.rows
+            _require_empty(self.share.batch(last, dp_rank=0, dp_degree=1), total - last, place=f"sample {last}")
+        if self.num_epochs == 1:
+            return
+        self._require_once(self._read(num_rows, rows))
+        first, second = (self.share.batch(at, dp_rank=0, dp_degree=1)["input_ids"][:rows] for at in (0, num_rows))
+        if rows >= 4 and num_rows >= ORDERED_ROWS and np.array_equal(first, second):
+            raise Wrong("another order in the second epoch", "that of the first", place="the order of training")
+
+    def _check_ranks(self, *, dp_degree: int) -> None:
+        """Ranks share a global batch: together they have the rows of one, in order."""
+        for position in range(0, self.stream.num_rows, self.rows)[: SHARED_BATCHES if dp_degree > 1 else 0]:
+            whole = self.share.batch(position, dp_rank=0, dp_degree=1)
+            parts = [self.share.batch(position, dp_rank=rank, dp_degree=dp_degree) for rank in range(dp_degree)]
+            for key, values in whole.items():
+                joined = np.concatenate([part[key] for part in parts])
+                _require_equal(key, values, joined, f"sample {position} over {dp_degree} ranks")
+
+
+def _windows(num_rows: int) -> Iterator[tuple[int, int]]:
+    if num_rows <= MOST_ROWS:
+        yield 0, num_rows
+        return
+    width = MOST_ROWS // NUM_WINDOWS
+    for part in range(NUM_WINDOWS - 1):
+        yield num_rows * part // NUM_WINDOWS, num_rows * part // NUM_WINDOWS + width
+    yield num_rows - width, num_rows
+
+
+def _compare(batch: Rows, stream: Stream, rows: NDArray[np.int64], *, place: str) -> None:
+    """Inputs, labels and positions of the first rows of a batch."""
+    for key, values in stream.batch(rows).items():
+        if key not in batch:
+            raise Wrong(key, "none", place=place)
+        _require_equal(key, values, batch[key][: len(rows)], place)
+
+
+def _require_count(share: Share, stream: Stream, *, place: str) -> None:
+    if share.num_rows != stream.num_rows:
+        raise Wrong(f"{stream.num_rows} rows of {stream.length} tokens", str(share.num_rows), place=place)
+
+
+def _require_empty(batch: Rows, rows: int, *, place: str) -> None:
+    if (batch["labels"][max(0, rows) :] != IGNORED).any():
+        raise Wrong("no labels in the rows that fill a last batch up", "labels", place=place)
+
+
+def _require_equal(what: str, expected: NDArray[Any], found: NDArray[Any], place: str) -> None:
+    if np.array_equal(expected, found):
+        return
+    if expected.shape != found.shape:
+        raise Wrong(f"{what} of shape {expected.shape}", str(found.shape), place=place)
+    row, column = (int(part[0]) for part in np.nonzero(expected != found))
+    where = f"{place}, row {row} of its batch, position {column}"
+    raise Wrong(f"{what} {_shown(expected[row, column:])}", _shown(found[row, column:]), place=where)
+
+
+def _shown(tokens: NDArray[Any]) -> str:
+    return str([int(token) for token in tokens[:SHOWN]])

@@ -1,0 +1,59 @@
+"""The learning rate written out from its documentation, and the run's own held against it over its whole length.
+
+With w warm-up steps of n and final ratio f, in step s from 1: peak s/w for s <= w; afterwards, with x = (s - w)/(n - w),
+peak (f + (1 - f) (1 + cos(pi x))/2) for cosine, peak (f + (1 - f) (1 - x)) for linear, peak for constant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from weft.verify.oracle.facts import Tables
+from weft.verify.verdict import Check, Finding
+
+NAME, RULE = "oracle schedule", 11
+MOST_STEPS = 20_000  # of a longer run so many are looked at, evenly
+TOLERANCE = 1e-9  # relative; both sides are a few float64 operations
+
+
+def rate_of(train: Tables, step: int) -> float:
+    peak, steps = float(train["learning_rate"]), int(train["steps"])
+    warmup, final = min(int(train["warmup_steps"]), steps), float(train["final_learning_rate_ratio"])
+    if step <= warmup:
+        return peak * step / warmup
+    if train["schedule"] == "constant":
+        return peak
+    x = (step - warmup) / (steps - warmup)
+    if train["schedule"] == "linear":
+        return peak * (final + (1.0 - final) * (1.0 - x))
+    return peak * (final + (1.0 - final) * (1.0 + math.cos(math.pi * x)) / 2.0)
+
+
+def check_schedule(run: Tables, rate: Callable[[int], float], loop_run: Tables, recorded: Sequence[float]) -> Check:
+    """The run's rate in every step of its whole length; and what the loop recorded of its few."""
+    train = run["train"]
+    steps = list(_looked_at(int(train["steps"])))
+    wrong = _first_wrong(train, ((step, rate(step)) for step in steps), place="of the whole run")
+    wrong = wrong or _first_wrong(loop_run["train"], enumerate(recorded, start=1), place="recorded by the loop")
+    if wrong is not None:
+        return Check.failed(NAME, wrong)
+    told = f"{train['schedule']} with {train['warmup_steps']} warm-up steps, {len(steps)} of {train['steps']} steps"
+    return Check.passed(NAME, f"{told}, and the {len(recorded)} that the loop recorded")
+
+
+def _looked_at(steps: int) -> Iterable[int]:
+    if steps <= MOST_STEPS:
+        return range(1, steps + 1)
+    return sorted({1, steps, *(1 + (steps - 1) * part // MOST_STEPS for part in range(MOST_STEPS))})
+
+
+def _first_wrong(train: Tables, rates: Iterable[tuple[int, float]], *, place: str) -> Finding | None:
+    for step, found in rates:
+        expected = rate_of(train, step)
+        if not abs(found - expected) <= TOLERANCE * float(train["learning_rate"]):
+            return Finding(
+                rule=RULE, step=step, coordinates=place,
+                expected=f"a rate of {expected:.9g} ({train['schedule']})", found=f"{found:.9g}",
+            )  # fmt: skip
+    return None

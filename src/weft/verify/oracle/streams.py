@@ -1,0 +1,97 @@
+"""A share of the corpus as one stream of tokens, and its rows: inputs, labels and positions made here from tokens alone.
+
+Row i is tokens [i S, i S + S + 1): S inputs, and each input's label is the token after it. With documents kept apart, the
+label of a document's end carries no loss and positions count from 0 in every document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+IGNORED = -100
+Tokens = NDArray[np.int64]
+Hashes = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    tokens: Tokens
+    length: int  # S
+    end: int  # of a document
+    isolates: bool
+
+    @property
+    def num_rows(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self.length)
+
+    def row(self, index: int) -> Tokens:
+        """S + 1 tokens."""
+        return self.tokens[index * self.length : (index + 1) * self.length + 1]
+
+    def rows(self, indices: Sequence[int]) -> Tokens:
+        return np.stack([self.row(index) for index in indices])
+
+    def batch(self, rows: Tokens) -> dict[str, Tokens]:
+        """What a model is to be given for rows of S + 1 tokens."""
+        inputs, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
+        if not self.isolates:
+            return {"input_ids": inputs, "labels": labels}
+        labels[inputs == self.end] = IGNORED
+        positions = np.stack([self._positions(row) for row in inputs])
+        return {"input_ids": inputs, "labels": labels, "position_ids": positions}
+
+    def hashes_of(self, rows: NDArray[Any]) -> Hashes:
+        """One word for each row, of any number of columns up to S + 1."""
+        hashes = np.zeros(len(rows), dtype=np.uint64)
+        for column, factor in enumerate(_factors(self.length + 1)[: rows.shape[1]]):
+            hashes += _scrambled(rows[:, column]) * factor
+        return hashes
+
+    @cached_property
+    def counts(self) -> tuple[Hashes, NDArray[np.int64]]:
+        """Hashes of all rows, sorted, and how often each occurs: texts repeat themselves."""
+        last = self.tokens[self.length :: self.length][: self.num_rows]
+        hashes = self._input_hashes + _scrambled(last) * _factors(self.length + 1)[-1]
+        unique, counts = np.unique(hashes, return_counts=True)
+        return unique, counts
+
+    def find(self, inputs: NDArray[Any], last_label: int | None = None) -> int | None:
+        """The row with these inputs; of several, one with this last label."""
+        wanted = self.hashes_of(inputs[None])[0]
+        found = np.flatnonzero(self._input_hashes == wanted)
+        exact = [index for index in found if self.tokens[(index + 1) * self.length] == last_label]
+        return int((exact or [*found])[0]) if len(found) else None
+
+    @cached_property
+    def _input_hashes(self) -> Hashes:
+        return self.hashes_of(self.tokens[: self.num_rows * self.length].reshape(-1, self.length))
+
+    def _positions(self, inputs: Tokens) -> Tokens:
+        positions: list[int] = []
+        for before in (self.end, *inputs[:-1].tolist()):
+            positions.append(0 if before == self.end else positions[-1] + 1)
+        return np.array(positions, dtype=np.int64)
+
+
+def stream_of(
+    stored: NDArray[Any], ranges: Sequence[tuple[int, int]], *, length: int, end: int, isolates: bool
+) -> Stream:
+    pieces = [stored[begin:stop] for begin, stop in ranges]
+    tokens = np.concatenate(pieces).astype(np.int64) if pieces else np.empty(0, dtype=np.int64)
+    return Stream(tokens=tokens, length=length, end=end, isolates=isolates)
+
+
+def _factors(count: int) -> Hashes:
+    return np.random.default_rng(20).integers(1, 2**63, size=count, dtype=np.uint64) | np.uint64(1)
+
+
+def _scrambled(tokens: NDArray[Any]) -> Hashes:
+    words = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed: Hashes = words ^ (words >> np.uint64(29))
+    return mixed

@@ -1,0 +1,187 @@
+"""Optimizer updates written out, and consecutive checkpoints held against them, element by element.
+
+The gradient g that an update was given follows from its moments, m' = b1 m + (1 - b1) g; so this needs no backward:
+
+    adamw   w' = w (1 - lr wd) - lr m'/(1 - b1^t) / (sqrt(v'/(1 - b2^t)) + eps),  v' = b2 v + (1 - b2) g^2
+    adam    the same without decay, g holding wd w besides
+    sgd     u' = mu u + g + wd w, w' = w - lr u'
+    clip    |g| over all parameters is min(1, c / (n + 1e-6)) n, where n is the norm that was recorded
+
+Matrices decay, vectors do not; frozen parameters keep their bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from weft.verify.oracle.facts import LoopFacts, Saved, Tables, Tensors
+from weft.verify.oracle.schedule import rate_of
+from weft.verify.tolerances import UNIT_ROUNDOFF
+from weft.verify.verdict import Check, Finding
+
+NAME, RULE = "oracle update", 11
+ROUNDOFF = UNIT_ROUNDOFF["float32"]
+# An element may be off by some roundings of the operands of its update, and of the weight that it is added to.
+UPDATE_ROUNDINGS, WEIGHT_ROUNDINGS = 256.0, 4.0
+# Where squares of gradients underflow float32, kernels differ in what they make of them.
+ODD_SHARE = 1e-3
+NORM_TOLERANCE = 1e-3  # gradients are a difference of moments: up to 1/(1 - b1) roundings each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """One step: the checkpoints before and after it, and the constants."""
+
+    before: Saved
+    after: Saved
+    step: int  # from 1
+    train: Tables
+    norm: float
+
+    @property
+    def rate(self) -> float:
+        return rate_of(self.train, self.step)
+
+    def clipped_norm(self) -> float:
+        clip = float(self.train["clip_norm"])
+        return self.norm * (min(1.0, clip / (self.norm + 1e-6)) if clip > 0 else 1.0)
+
+    def is_frozen(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.train["frozen"])
+
+    def decay(self, weight: torch.Tensor) -> float:
+        return float(self.train["weight_decay"]) if weight.ndim >= 2 else 0.0
+
+
+def check_updates(train: Tables, initial: Tensors, loop: LoopFacts) -> Check:
+    """Every update of the loop that lies between two checkpoints."""
+    if loop.rounded_states or loop.is_delayed:
+        why = loop.rounded_states or "updates of a pipeline that never drains overlap"
+        return Check.passed(NAME, f"not judged by formulas: {why}")
+    judged = []
+    before = Saved(weights=initial, states={})
+    for step in range(1, len(loop.losses) + 1):
+        if step not in loop.saved_steps:
+            continue
+        after = loop.saved(step)
+        if step == 1 or step - 1 in loop.saved_steps:
+            update = Update(before=before, after=after, step=step, train=train, norm=loop.norms[step - 1])
+            wrong = _skipped(update, initial) if step - 1 in loop.skipped else _wrong(update, initial)
+            if wrong is not None:
+                return Check.failed(NAME, wrong)
+            judged.append(step)
+        before = after
+    told = f"{train['optimizer']} written out, {len(judged)} of {len(loop.losses)} updates, every element"
+    return Check.passed(NAME, f"{told}; clipped to the norm recorded")
+
+
+def recovered_gradients(update: Update, names: Mapping[str, object] | Tensors) -> dict[str, torch.Tensor]:
+    """What the optimizer was given, after clipping, from its moments; decay that it adds itself taken out."""
+    train, found = update.train, {}
+    for name in names:
+        weight = update.before.weights[name].double()
+        if train["optimizer"] == "sgd":
+            new, old = _state(update.after, name, "momentum_buffer"), _state(update.before, name, "momentum_buffer")
+            if new is None:  # without momentum
+                new, old = (weight - update.after.weights[name].double()) / update.rate, None
+            gradient = new - float(train["momentum"]) * (0.0 if old is None else old)
+            found[name] = gradient - update.decay(weight) * weight
+        else:
+            new, old = _state(update.after, name, "exp_avg"), _state(update.before, name, "exp_avg")
+            if new is None:
+                continue
+            beta = float(train["betas"][0])
+            gradient = (new - beta * (0.0 if old is None else old)) / (1.0 - beta)
+            found[name] = gradient - (update.decay(weight) * weight if train["optimizer"] == "adam" else 0.0)
+    return found
+
+
+def _wrong(update: Update, initial: Tensors) -> Finding | None:
+    names = {name: weight for name, weight in initial.items() if not update.is_frozen(name)}
+    for name in initial:
+        if name not in names and not torch.equal(update.before.weights[name], update.after.weights[name]):
+            return _finding(update, name, "a frozen parameter keeps its bits", "other bits")
+    gradients = recovered_gradients(update, names)
+    for name in names:
+        expected = _expected(update, name, gradients)
+        if expected is None:
+            return _finding(update, name, "optimizer states in the checkpoint", "none")
+        wrong = _off(update, name, *expected)
+        if wrong is not None:
+            return wrong
+    total = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
+    expected_norm = update.clipped_norm()
+    if not abs(total - expected_norm) <= NORM_TOLERANCE * expected_norm + 1e-12:
+        return Finding(
+            rule=RULE, step=update.step, coordinates="all gradients, as the optimizer was given them",
+            expected=f"a norm of {expected_norm:.6g} ({update.norm:.6g} before clipping)", found=f"{total:.6g}",
+        )  # fmt: skip
+    return None
+
+
+def _expected(update: Update, name: str, gradients: Tensors) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The weight before and what the update is to add to it; None where states are missing."""
+    weight, train, rate, step = update.before.weights[name].double(), update.train, update.rate, update.step
+    decay = update.decay(weight)
+    if train["optimizer"] == "sgd":
+        buffer = _state(update.after, name, "momentum_buffer")
+        if buffer is None:
+            buffer = gradients[name] + decay * weight
+        return weight, -rate * buffer
+    first, second = (float(beta) for beta in train["betas"])
+    moment, square = _state(update.after, name, "exp_avg"), _state(update.after, name, "exp_avg_sq")
+    if moment is None or square is None:
+        return None
+    is_coupled = train["optimizer"] == "adam"
+    gradient = gradients[name] + (decay * weight if is_coupled else 0.0)
+    old = _state(update.before, name, "exp_avg_sq")
+    expected_square = second * (0.0 if old is None else old) + (1.0 - second) * gradient.square()
+    if not _near(square, expected_square):
+        return weight, torch.full_like(weight, math.nan)  # the second moment is not that of these gradients
+    denominator = (square / (1.0 - second**step)).sqrt() + float(train["epsilon"])
+    added = -rate * moment / (1.0 - first**step) / denominator
+    return weight, added - (0.0 if is_coupled else rate * decay * weight)
+
+
+def _near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((found - expected).norm() <= NORM_TOLERANCE * expected.norm() + 1e-30)
+
+
+def _off(update: Update, name: str, weight: torch.Tensor, added: torch.Tensor) -> Finding | None:
+    found = update.after.weights[name].double()
+    if added.isnan().any():
+        return _finding(update, name, "a second moment of the gradients that the first one shows", "another")
+    allowed = UPDATE_ROUNDINGS * ROUNDOFF * added.abs() + WEIGHT_ROUNDINGS * ROUNDOFF * weight.abs() + 1e-30
+    gap = (found - weight - added).abs()
+    odd = ~(gap <= allowed)  # NaN is never within a bound
+    if int(odd.sum()) <= ODD_SHARE * odd.numel():
+        return None
+    at = int((gap / allowed).nan_to_num(nan=math.inf).argmax())
+    place = f"element {at} of {odd.numel()}, {int(odd.sum())} are off"
+    expected, value = (added.flatten()[at].item(), (found - weight).flatten()[at].item())
+    return _finding(
+        update, name, f"an update of {expected:.6g} ({update.train['optimizer']})", f"{value:.6g}", place=place
+    )
+
+
+def _skipped(update: Update, initial: Tensors) -> Finding | None:
+    for name in initial:
+        if not torch.equal(update.before.weights[name].float(), update.after.weights[name].float()):
+            return _finding(update, name, "a step that overflowed changes nothing", "other values")
+    return None
+
+
+def _state(saved: Saved, name: str, key: str) -> torch.Tensor | None:
+    value = saved.states.get(f"{name}.{key}")
+    return None if value is None else value.double()
+
+
+def _finding(update: Update, name: str, expected: str, found: str, *, place: str | None = None) -> Finding:
+    return Finding(
+        rule=RULE, step=update.step, parameter=name, coordinates=place, expected=expected, found=found
+    )

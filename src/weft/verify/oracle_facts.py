@@ -1,0 +1,116 @@
+"""What the oracle is given: the run's own config, weights, rates, rows and run folder, as plain values.
+
+This side knows weft; it judges nothing. Everything is looked up again for every plan, so that the code as it is now is
+what is judged.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import weft.train.loop
+from weft.checkpoint import read_tensors
+from weft.checkpoint.layout import step_path
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.data.split import Split
+from weft.engine.state import MODEL, OPTIMIZER
+from weft.models.initial import InitialWeights
+from weft.models.layout import describe
+from weft.train.run_folder import RunFolder
+from weft.verify.exercise import CPU, Subject, plan_cut, plan_precision
+from weft.verify.oracle import CorpusFacts, LoopFacts, RunFacts, Saved, Share
+from weft.verify.references import References
+
+
+def collect_facts(run: RunSpec, loop_run: RunSpec, plan: Plan, folder: Path, export: Path, references: References,
+                  subject: Subject) -> RunFacts:  # fmt: skip
+    """Of rank 0, which has the folder and the references. `subject` is the loop's."""
+    skeleton = subject.skeleton()
+    source = InitialWeights(skeleton, describe(skeleton), seed=run.train.seed, device=subject.device)
+    initial = {name: read(()).to(CPU, copy=True) for name, read in source.readers(list(describe(skeleton).unit_of))}
+    return RunFacts(
+        run=run.model_dump(mode="json"),
+        loop_run=loop_run.model_dump(mode="json"),
+        config=subject.config,
+        initial=initial,
+        without_rule=frozenset(source.by_rule),
+        rate=lambda step: weft.train.loop.learning_rate_at(run.train, step),
+        corpus=_corpus(subject),
+        dp_degree=plan.mesh.dp_degree,
+        loop=_loop(loop_run, plan, folder, export, references),
+    )
+
+
+def _corpus(subject: Subject) -> CorpusFacts:
+    corpus = subject.corpus
+    return CorpusFacts(
+        tokens=corpus.training.tokens,
+        vocab_size=corpus.vocab_size,
+        end_of_document=corpus.end_of_document,
+        training=_share(subject, corpus.training, is_held_out=False),
+        held_out=None if corpus.evaluation is None else _share(subject, corpus.evaluation, is_held_out=True),
+    )
+
+
+def _share(subject: Subject, split: Split, *, is_held_out: bool) -> Share:
+    lengths = np.diff(split.stream_starts)
+    ranges = [(int(start), int(start + length)) for start, length in zip(split.run_starts, lengths, strict=True)]
+    loader = functools.cache(lambda rank, degree: subject.loader(evaluation=is_held_out, dp_rank=rank, dp_degree=degree))
+
+    def batch(position: int, *, dp_rank: int, dp_degree: int) -> dict[str, NDArray[Any]]:
+        return {key: value.numpy() for key, value in loader(dp_rank, dp_degree).batch(position).items()}
+
+    return Share(ranges=ranges, num_rows=split.num_rows(subject.run.data.sequence_length), batch=batch)
+
+
+def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: References) -> LoopFacts:
+    records = RunFolder(folder).metrics.read()
+    truth, same, parting = references.truth, references.same, references.parting
+    precision, policy = plan_precision(plan, run.train), plan.precision.policy()
+    saved = [step for step in range(1, run.train.steps + 1) if step_path(folder / "checkpoints", step).is_dir()]
+    compute = str(precision.compute).removeprefix("torch.")
+    return LoopFacts(
+        losses=[record.loss for record in records],
+        norms=[record.grad_norm for record in records],
+        rates=[record.learning_rate for record in records],
+        held_out_losses={record.step: record.eval_loss for record in records if record.eval_loss is not None},
+        skipped=frozenset(index for index, record in enumerate(records) if record.skipped),
+        saved_steps=saved,
+        saved=functools.partial(_saved, folder),
+        export=export,
+        truth_losses=truth.losses,
+        same_losses=same.losses,
+        truth_norms=truth.norms,
+        same_norms=same.norms,
+        least_losses=parting.losses,
+        least_norms=parting.norms,
+        compute=compute,
+        coarsest="float8_e4m3fn" if precision.float8 != "none" else compute,
+        starts_rounded=precision.rounds_weights,
+        rounded_states=_why_rounded(run, policy.optimizer_state, policy.master_weights),
+        is_delayed=plan.mesh.pp > 1 and plan.pipeline.never_drains,
+        chunk_rows=plan_cut(plan, run.train).chunk_rows,
+    )
+
+
+def _why_rounded(run: RunSpec, states: str, masters: str) -> str:
+    if run.train.optimizer == "adamw8bit":
+        return "moments rest in 8 bits"
+    if (states, masters) != ("float32", "float32"):
+        return f"states rest in {states} and weights in {masters}: 'rounded updates' judges them"
+    return ""
+
+
+def _saved(folder: Path, step: int) -> Saved:
+    tensors = dict(read_tensors(step_path(folder / "checkpoints", step)))
+
+    def part(prefix: str) -> dict[str, Any]:
+        return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+    return Saved(weights=part(MODEL), states=part(OPTIMIZER))
