@@ -54,8 +54,11 @@ class Jittered:
             yield name, value.__getitem__
 
 
-def config_of(model_type: str, *, num_layers: int = 2) -> Any:
-    """Two layers or a multiple, width 64; two key-value heads where the type has them and builds so."""
+def config_of(model_type: str, *, num_layers: int = 2, given: Facts | None = None) -> Any:
+    """Two layers or a multiple, width 64; two key-value heads where the type has them and builds so.
+
+    `given` takes the fields that were asked for.
+    """
     extra = {key: _deeper(key, value, num_layers // 2) for key, value in EXTRA.get(model_type, {}).items()}
     overrides = shrunk(CONFIG_MAPPING[model_type], num_layers=num_layers) | extra
     is_latent = "qk_rope_head_dim" in overrides  # keys and values have the queries' heads
@@ -65,6 +68,8 @@ def config_of(model_type: str, *, num_layers: int = 2) -> Any:
         try:
             config = build_config(spec, vocab_size=VOCABULARY, end_of_document=256)
             build_skeleton(copy.deepcopy(config))
+            if given is not None:
+                given.update(fields)
             return config
         except WeftError:
             if fields is overrides:

@@ -61,7 +61,9 @@ def _corpus(subject: Subject) -> CorpusFacts:
 def _share(subject: Subject, split: Split, *, is_held_out: bool) -> Share:
     lengths = np.diff(split.stream_starts)
     ranges = [(int(start), int(start + length)) for start, length in zip(split.run_starts, lengths, strict=True)]
-    loader = functools.cache(lambda rank, degree: subject.loader(evaluation=is_held_out, dp_rank=rank, dp_degree=degree))
+    loader = functools.cache(
+        lambda rank, degree: subject.loader(evaluation=is_held_out, dp_rank=rank, dp_degree=degree)
+    )
 
     def batch(position: int, *, dp_rank: int, dp_degree: int) -> dict[str, NDArray[Any]]:
         return {key: value.numpy() for key, value in loader(dp_rank, dp_degree).batch(position).items()}

@@ -126,6 +126,10 @@ class Session:
         yield "the training loop, resume and export", loop
         yield "finite data", lambda: [self._whole_runs.check_finite_data(plan)]
 
+    def check_oracle(self, plan: Plan) -> list[Check]:
+        """The oracle's checks alone: what the plan shares with its reference."""
+        return self._whole_runs.check_oracle(plan)
+
     def references(self, plan: Plan) -> References:
         """What the plan is held against; empty on ranks but 0."""
         return self._library.references("exercise", self.subject, self._exercise, plan, tight=True)

@@ -1,5 +1,4 @@
-"""The checks that go through the training loop itself: resume on this and on another layout, export, the oracle's, finite
-data.
+"""The checks that go through the training loop itself: resume here and on another layout, export, oracle, finite data.
 
 Every function is collective; the answers are rank 0's.
 """
@@ -88,6 +87,16 @@ class WholeRuns:
             else:
                 checks.append(self._near(straight, course, references, plan, middle + 1, name="resume back"))
         return [*checks, *self._judged_by_oracle(run, plan, folder, references)]
+
+    def check_oracle(self, plan: Plan) -> list[Check]:
+        """The loop and its export for the oracle alone: nothing is resumed, nothing compared with a reference."""
+        is_delayed = plan.mesh.pp > 1 and plan.pipeline.never_drains
+        run = self._loop_run(max(1, self._steps // 2), is_delayed=is_delayed)
+        folder = self._train(run, plan, self._new_folder())
+        references = self._references("loop", run, plan, folder, steps=self._steps)
+        if self._process.is_main:
+            export_run(folder, _export_of(folder))
+        return self._judged_by_oracle(run, plan, folder, references)
 
     def _loop_run(self, middle: int, *, is_delayed: bool) -> RunSpec:
         """The loop's run: the rate rises and falls, two evaluations, a checkpoint of every step for the oracle.

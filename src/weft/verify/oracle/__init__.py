@@ -1,7 +1,7 @@
 """The oracle: what plan and reference share, judged by code that shares nothing with them.
 
-It imports torch, transformers, numpy, the standard library, and of weft only the verdict and the bounds; a contract test
-says so. Its yardsticks are transformers' own model, loss, initial values and `from_pretrained`, and formulas written out.
+It imports torch, transformers, numpy, the standard library, and of weft only the verdict and the bounds; a contract
+test says so. Its yardsticks are transformers' own model, loss, initial values and `from_pretrained`, and formulas.
 """
 
 from weft.verify.oracle.facts import CorpusFacts, LoopFacts, RunFacts, Saved, Share

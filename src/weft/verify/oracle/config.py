@@ -79,9 +79,7 @@ def _same(right: Any, value: Any) -> bool:
 
 def _open_fields(run_fields: Fields, given: Fields) -> dict[str, Any]:
     """The run's values of what users leave open, at the top and in a nested config of its own type."""
-    fields: dict[str, Any] = {
-        key: run_fields[key] for key in LEFT_OPEN if key in run_fields and key not in given
-    }
+    fields: dict[str, Any] = {key: run_fields[key] for key in LEFT_OPEN if key in run_fields and key not in given}
     for key, nested in run_fields.items():
         if key.endswith("_config") and isinstance(nested, Mapping) and "model_type" in nested:
             inside = _open_fields(nested, given.get(key, {}) or {})

@@ -1,7 +1,7 @@
 """Documents and their tokens, read once more from the files as the guide to data describes them. A bounded beginning.
 
 Order: sources as listed; inside a folder or glob, files by relative path; inside a file, file order. Each document is
-its tokens and one end-of-document token; empty ones are left out.
+what its tokenizer makes of it by itself, and an end-of-document token where that put none; empty ones are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEXT, KNOWN = (".txt", ".md", ".py"), (".txt", ".md", ".py", ".jsonl", ".parquet
 NOT_OF_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-class NotReadAgain(Exception):
+class NotReadAgainError(Exception):
     """Why the documents are not read a second time; then tokens are taken as stored."""
 
 
@@ -54,9 +54,9 @@ def read_beginning(data: Tables, *, end_of_document: int) -> Beginning:
         read += len(document)
         tokens = encode(document)
         if len(tokens):
-            pieces += [tokens, end]
+            pieces.append(tokens if tokens[-1] == end_of_document else np.concatenate([tokens, end]))
     joined = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
-    return Beginning(tokens=joined, num_documents=len(pieces) // 2, is_whole=is_whole)
+    return Beginning(tokens=joined, num_documents=len(pieces), is_whole=is_whole)
 
 
 def _encoder(name: str) -> Any:
@@ -64,12 +64,15 @@ def _encoder(name: str) -> Any:
         return lambda document: np.frombuffer(_as_bytes(document), dtype=np.uint8).astype(np.int64)
     path = Path(name).expanduser()
     if not path.exists():
-        raise NotReadAgain(f"the tokenizer {name} is no local file or folder")
+        raise NotReadAgainError(f"the tokenizer {name} is no local file or folder")
     tokenizer = open_tokenizer(path)
 
+    added = tokenizer.num_special_tokens_to_add()
+
     def encode(document: str | bytes) -> NDArray[np.int64]:
-        text = _as_bytes(document).decode("utf-8", errors="replace")
-        return np.asarray(tokenizer.encode(text, add_special_tokens=False, verbose=False), dtype=np.int64)
+        """What the tokenizer makes of the text by itself; a text without tokens of its own is an empty document."""
+        tokens = tokenizer.encode(_as_bytes(document).decode("utf-8", errors="replace"), verbose=False)
+        return np.asarray(tokens if len(tokens) > added else [], dtype=np.int64)
 
     return encode
 
@@ -94,7 +97,7 @@ def _documents(data: Tables) -> Iterator[str | bytes]:
     sources = [data["source"]] if isinstance(data["source"], str) else data["source"]
     for source in sources:
         if source.startswith("hf:"):
-            raise NotReadAgain("documents of the datasets library are not read a second time")
+            raise NotReadAgainError("documents of the datasets library are not read a second time")
         for file in _files(source):
             yield from (document for document in _of_file(file, str(data["text_field"])) if document)
 

@@ -1,4 +1,4 @@
-"""An exported folder, loaded as any user of transformers would: its config field by field, its logits, its tokenizer."""
+"""An exported folder, loaded as any user of transformers would: config field by field, logits, tokenizer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Initial weights against transformers' own: the same model initialised a few times from other seeds.
 
-An element that has one value in every draw (a norm's one, a bias's zero, a padding row) must have that very value. Of the
-others the mean and the standard deviation of each parameter must be those of the draws, within what chance allows.
+An element that has one value in every draw (a norm's one, a bias's zero, a padding row) must have that very value. Of
+the others the mean and the standard deviation of each parameter must be those of the draws, within what chance allows.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def _statistics(draws: list[torch.Tensor]) -> Statistics:
         mean=mean,
         deviation=deviation,
         mean_error=max(ERRORS * deviation * by_count, SCATTER * scatter[0]),
-        deviation_error=max(ERRORS * deviation * by_count * math.sqrt(max(kurtosis - 1, 1.0)) / 2, SCATTER * scatter[1]),
+        deviation_error=max(
+            ERRORS * deviation * by_count * math.sqrt(max(kurtosis - 1, 1.0)) / 2, SCATTER * scatter[1]
+        ),
     )
 
 

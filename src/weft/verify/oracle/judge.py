@@ -1,14 +1,12 @@
 """The oracle's checks of a run in the order of cause and effect; what depends on the run alone is computed once.
 
-    config -> initial weights -> data -> schedule -> loss and gradients -> update -> export
+config -> initial weights -> data -> schedule -> update by its gradients -> loss and gradients -> export
 """
 
 from __future__ import annotations
 
-import torch
-
 from weft.verify.oracle.config import asked_config, check_config
-from weft.verify.oracle.documents import Beginning, NotReadAgain, read_beginning
+from weft.verify.oracle.documents import Beginning, NotReadAgainError, read_beginning
 from weft.verify.oracle.export import check_export
 from weft.verify.oracle.facts import RunFacts, Saved, Share
 from weft.verify.oracle.initial import Statistics, check_initial, draw_statistics
@@ -36,9 +34,8 @@ class Oracle:
         if self._plain is None or self._statistics is None:
             self._plain, self._statistics = PlainModel(asked), draw_statistics(asked)
         plain, corpus = self._plain, facts.corpus
-        streams = self._stream(facts, corpus.training), self._stream(facts, corpus.held_out)
-        assert streams[0] is not None
-        both = streams[0], streams[1]
+        held_out = None if corpus.held_out is None else _stream(facts, corpus.held_out)
+        both = _stream(facts, corpus.training), held_out
         checks = [
             check_config(asked, facts.config, vocab_size=corpus.vocab_size),
             check_initial(self._statistics, facts.initial, without_rule=facts.without_rule),
@@ -47,30 +44,29 @@ class Oracle:
         ]
         if {name for name, _ in plain.model.named_parameters()} != set(facts.initial):
             return checks  # the model is another one: what follows would only repeat that
-        checks.append(LossJudge(facts=facts, plain=plain, streams=both).check())
         checks.append(check_updates(facts.loop_run["train"], facts.initial, loop))
+        checks.append(LossJudge(facts=facts, plain=plain, streams=both).check())
         plain.put({**facts.initial, **_last(facts).weights})
         batch = Batch.of(both[0].rows(range(min(EXPORTED_ROWS, both[0].num_rows))), both[0])
         return [*checks, check_export(loop.export, asked, facts.run["data"], plain, batch)]
-
-    def _stream(self, facts: RunFacts, share: Share | None) -> Stream | None:
-        if share is None:
-            return None
-        data, corpus = facts.run["data"], facts.corpus
-        return stream_of(
-            corpus.tokens, share.ranges, length=int(data["sequence_length"]), end=corpus.end_of_document,
-            isolates=bool(data["isolate_documents"]),
-        )  # fmt: skip
 
     def _read_again(self, facts: RunFacts) -> Beginning | str:
         if self._beginning is None:
             try:
                 end = facts.corpus.end_of_document
                 self._beginning = read_beginning(facts.run["data"], end_of_document=end)
-            except NotReadAgain as reason:
+            except NotReadAgainError as reason:
                 self._beginning = str(reason)
         return self._beginning
 
 
 def _last(facts: RunFacts) -> Saved:
     return facts.loop.saved(max(facts.loop.saved_steps))
+
+
+def _stream(facts: RunFacts, share: Share) -> Stream:
+    data, corpus = facts.run["data"], facts.corpus
+    return stream_of(
+        corpus.tokens, share.ranges, length=int(data["sequence_length"]), end=corpus.end_of_document,
+        isolates=bool(data["isolate_documents"]),
+    )  # fmt: skip

@@ -1,8 +1,8 @@
 """Losses, gradients and evaluations of the training loop against the plain transformers model.
 
 Rows are rebuilt from the corpus: of a batch that the run read only its inputs are looked at, to find the row. The first
-step starts from the initial weights, the last one from the checkpoint before it. The float64 reference's own first loss is
-held to the same number. Where training draws at random (dropout) evaluations alone are judged.
+step starts from the initial weights, the last one from the checkpoint before it. The float64 reference's own first loss
+is held to the same number. Where training draws at random (dropout) evaluations alone are judged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ GRADIENT_TOLERANCE = 1e-3  # of the norm of all gradients, in float32
 LOW_SHARE = 0.25  # of a roundoff: what a low-precision forward moves an evaluation by, at least
 
 
-class Wrong(Exception):
+class WrongError(Exception):
+    """The first number that is wrong."""
+
     def __init__(self, expected: str, found: str, *, step: int, place: str | None = None) -> None:
         super().__init__(expected)
         self.finding = Finding(rule=RULE, step=step, coordinates=place, expected=expected, found=found)
@@ -47,7 +49,7 @@ class LossJudge:
             return Check.passed(NAME, "not judged: the model draws constants of its forward when it is built")
         try:
             told = [*self._training(), *self._held_out()]
-        except Wrong as wrong:
+        except WrongError as wrong:
             return Check.failed(NAME, wrong.finding)
         return Check.passed(NAME, "; ".join(told))
 
@@ -84,7 +86,7 @@ class LossJudge:
             return
         if not abs(reference - first.value) <= PLAIN * abs(first.value):
             place = "the loss of the reference"
-            raise Wrong(f"{first.value:.9g} ({_how(first)})", f"{reference:.9g}", step=1, place=place)
+            raise WrongError(f"{first.value:.9g} ({_how(first)})", f"{reference:.9g}", step=1, place=place)
         self._require("loss", first.value, loop.losses, loop.truth_losses, loop.same_losses, 1)
         if 0 in loop.skipped:
             return
@@ -107,7 +109,9 @@ class LossJudge:
             gap = float((found[name] - factor * right.double()).norm()) if name in found else math.inf
             share = gap / (factor * norm or 1.0)
             if not share <= GRADIENT_TOLERANCE:
-                raise Wrong("the plain model's gradient", f"one off by {share:.1e} of their norm", step=1, place=name)
+                raise WrongError(
+                    "the plain model's gradient", f"one off by {share:.1e} of their norm", step=1, place=name
+                )
 
     def _held_out(self) -> list[str]:
         loop, stream = self.loop, self.streams[1]
@@ -123,7 +127,7 @@ class LossJudge:
         allowed = PLAIN * abs(value) + self._low_share(batches, value)
         if not abs(loop.held_out_losses[step] - value) <= allowed:
             expected = f"{value:.9g} within {allowed:.1e} ({how})"
-            raise Wrong(expected, f"{loop.held_out_losses[step]:.9g}", step=step, place="the held-out loss")
+            raise WrongError(expected, f"{loop.held_out_losses[step]:.9g}", step=step, place="the held-out loss")
         return [f"the held-out loss of step {step}: {how}"]
 
     def _mean(self, batches: Sequence[Batch]) -> float:
@@ -146,13 +150,13 @@ class LossJudge:
         distance = envelope(truth, same, least=least)[step - 1]
         bound = scalar_bound(truth=right, same_precision=same[step - 1], distance=distance, drift=PLAIN * abs(right))
         if not abs(found[step - 1] - right) <= bound.allowed:
-            raise Wrong(f"a {what} of {right:.9g} within {bound.allowed:.1e}", f"{found[step - 1]:.9g}", step=step)
+            raise WrongError(f"a {what} of {right:.9g} within {bound.allowed:.1e}", f"{found[step - 1]:.9g}", step=step)
 
     def _loss(self, batch: Batch, *, is_training: bool = True) -> Loss:
         return self.plain.loss(batch, chunk_rows=self.loop.chunk_rows, is_training=is_training)
 
     def _batch(self, step: int) -> Batch:
-        """The global batch of a training step: which rows it has is the run's choice, what is in them is the corpus's."""
+        """The global batch of a step: which rows it has is the run's choice, what is in them the corpus's."""
         position, stream = (step - 1) * self.rows, self.streams[0]
         read = self.facts.corpus.training.batch(position, dp_rank=0, dp_degree=1)
         epochs = self.facts.loop_run["data"].get("epochs")
@@ -161,7 +165,7 @@ class LossJudge:
         for inputs, labels in zip(read["input_ids"], read["labels"], strict=True):
             at = stream.find(inputs, int(labels[-1]))
             if at is None:
-                raise Wrong("rows of the corpus", f"inputs {inputs[:6].tolist()}...", step=step, place="the batch")
+                raise WrongError("rows of the corpus", f"inputs {inputs[:6].tolist()}...", step=step, place="the batch")
             rows.append(stream.row(at))
         batch = Batch.of(np.stack(rows), stream)
         batch.fields["labels"][left:] = IGNORED

@@ -42,7 +42,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """The mean token loss of a batch; `own` is what the model's own `labels=` gives, or None with the reason why not."""
+    """The mean token loss of a batch; `own` is what the model's own `labels=` gives, or None and the reason."""
 
     value: float
     own: float | None
@@ -129,7 +129,9 @@ class PlainModel:
             given["position_ids"] = np.concatenate([before, following[:, None]], axis=1)
         try:
             with _quiet():
-                loss = self.model(**{key: torch.from_numpy(value) for key, value in given.items()}, use_cache=False).loss
+                loss = self.model(
+                    **{key: torch.from_numpy(value) for key, value in given.items()}, use_cache=False
+                ).loss
         except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
             return None, f"its own takes no row of {rows.shape[1]} tokens ({type(error).__name__})"
         return (None, "it has no loss of its own") if loss is None else (float(loss), "")

@@ -1,6 +1,6 @@
 """The learning rate written out from its documentation, and the run's own held against it over its whole length.
 
-With w warm-up steps of n and final ratio f, in step s from 1: peak s/w for s <= w; afterwards, with x = (s - w)/(n - w),
+With w warm-up steps of n and final ratio f, in step s from 1: peak s/w for s <= w; then, with x = (s - w)/(n - w),
 peak (f + (1 - f) (1 + cos(pi x))/2) for cosine, peak (f + (1 - f) (1 - x)) for linear, peak for constant.
 """
 

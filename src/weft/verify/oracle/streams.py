@@ -1,7 +1,7 @@
-"""A share of the corpus as one stream of tokens, and its rows: inputs, labels and positions made here from tokens alone.
+"""A share of the corpus as one stream of tokens, and its rows: inputs, labels and positions made from tokens alone.
 
-Row i is tokens [i S, i S + S + 1): S inputs, and each input's label is the token after it. With documents kept apart, the
-label of a document's end carries no loss and positions count from 0 in every document.
+Row i is tokens [i S, i S + S + 1): S inputs, and each input's label is the token after it. With documents kept apart,
+the label of a document's end carries no loss and positions count from 0 in every document.
 """
 
 from __future__ import annotations

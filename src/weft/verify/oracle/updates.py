@@ -182,6 +182,4 @@ def _state(saved: Saved, name: str, key: str) -> torch.Tensor | None:
 
 
 def _finding(update: Update, name: str, expected: str, found: str, *, place: str | None = None) -> Finding:
-    return Finding(
-        rule=RULE, step=update.step, parameter=name, coordinates=place, expected=expected, found=found
-    )
+    return Finding(rule=RULE, step=update.step, parameter=name, coordinates=place, expected=expected, found=found)
