@@ -29,6 +29,7 @@ from tiny_families import VOCABULARY, config_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from weft.core.errors import WeftError
+from weft.engine.state import persistent_buffers
 from weft.models.build import build_skeleton
 from weft.models.hf_export import export_folder
 from weft.models.initial import InitialWeights
@@ -69,7 +70,7 @@ def _judge(model_type: str, *, seeds: int) -> tuple[str, str]:
     config = config_of(model_type, given=given)
     asked = asked_config({"type": model_type, "config": given}, config)
     plain, statistics = PlainModel(asked), draw_statistics(asked)
-    checks = [check_config(asked, config, vocab_size=VOCABULARY)]
+    checks = [check_config(asked, plain.model.config, config, vocab_size=VOCABULARY)]
     for seed in range(seeds):
         initial, source = _initial(config, seed=seed)
         checks.append(check_initial(statistics, initial, without_rule=frozenset(source.by_rule)))
@@ -78,9 +79,10 @@ def _judge(model_type: str, *, seeds: int) -> tuple[str, str]:
     told = _loss(config, plain, initial, batch)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "out")
-        export_folder(config, initial.items(), folder)
+        buffers = dict(persistent_buffers(build_skeleton(config)))
+        export_folder(config, [*initial.items(), *buffers.items()], folder)
         plain.put(initial)
-        checks.append(check_export(folder, asked, {"tokenizer": ""}, plain, batch))
+        checks.append(check_export(folder, asked, {"tokenizer": "none"}, plain, batch))
     wrong = [f"{check.name}: {check.detail}" for check in checks if not check.ok]
     if wrong or told.startswith("wrong"):
         return "alarm", "; ".join([*wrong, told])

@@ -93,6 +93,21 @@ def test_every_package_has_a_level_and_every_file_says_what_it_is() -> None:
         assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} opens without a docstring"
 
 
+def test_the_oracle_shares_no_code_with_what_it_judges() -> None:
+    """Of weft the verdict and the bounds alone, which import next to nothing; so no bug can be on both sides."""
+    allowed = {"weft.verify.verdict", "weft.verify.tolerances"}
+    others = {"torch", "transformers", "numpy", "pyarrow"} | sys.stdlib_module_names
+    files = sorted((SOURCE / "verify" / "oracle").glob("*.py"))
+    assert len(files) >= 10
+    for path in files:
+        for module, _ in _imports(path):
+            is_own = module.startswith("weft.verify.oracle.") or module in allowed
+            assert is_own or module.split(".")[0] in others, f"{path.name} imports {module}"
+    for name in ("verdict", "tolerances"):
+        found = {module for module, _ in _imports(SOURCE / "verify" / f"{name}.py") if module.startswith("weft")}
+        assert found <= {"weft.core"}, found
+
+
 def test_parallel_axes_inside_the_engine_are_strangers() -> None:
     axes = {"dp", "tp", "pp", "ep", "cp"}
     for axis in axes:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-import weft.train.loop
+import weft.train.rate
 from weft.checkpoint import read_tensors
 from weft.checkpoint.layout import step_path
 from weft.core.plan import Plan
@@ -22,6 +23,8 @@ from weft.data.split import Split
 from weft.engine.state import MODEL, OPTIMIZER
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
+from weft.models.pretrained import PretrainedWeights
+from weft.train.build import weight_source
 from weft.train.run_folder import RunFolder
 from weft.verify.exercise import CPU, Subject, plan_cut, plan_precision
 from weft.verify.oracle import CorpusFacts, LoopFacts, RunFacts, Saved, Share
@@ -39,12 +42,24 @@ def collect_facts(run: RunSpec, loop_run: RunSpec, plan: Plan, folder: Path, exp
         loop_run=loop_run.model_dump(mode="json"),
         config=subject.config,
         initial=initial,
+        pretrained=_pretrained(run, subject),
         without_rule=frozenset(source.by_rule),
-        rate=lambda step: weft.train.loop.learning_rate_at(run.train, step),
+        rate=lambda step: weft.train.rate.learning_rate_at(run.train, step),
         corpus=_corpus(subject),
         dp_degree=plan.mesh.dp_degree,
         loop=_loop(loop_run, plan, folder, export, references),
     )
+
+
+def _pretrained(run: RunSpec, subject: Subject) -> dict[str, torch.Tensor] | None:
+    """Weights of the run's folder, as training would read them. A run made small starts at random: it has none."""
+    if run.model.path is None or run.model.weights == "random":
+        return None
+    source, _ = weight_source(run, subject.config, device=CPU)
+    if not isinstance(source, PretrainedWeights):
+        return None
+    names = [name for name, _ in subject.skeleton().named_parameters()]
+    return {name: read(()).to(CPU, copy=True) for name, read in source.readers(names)}
 
 
 def _corpus(subject: Subject) -> CorpusFacts:

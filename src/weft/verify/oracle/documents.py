@@ -71,6 +71,8 @@ def _encoder(name: str) -> Any:
 
     def encode(document: str | bytes) -> NDArray[np.int64]:
         """What the tokenizer makes of the text by itself; a text without tokens of its own is an empty document."""
+        if len(tokenizer) == BYTE_END + 1:  # the byte tokenizer as an export carries it: the bytes, UTF-8 or not
+            return np.frombuffer(_as_bytes(document), dtype=np.uint8).astype(np.int64)
         tokens = tokenizer.encode(_as_bytes(document).decode("utf-8", errors="replace"), verbose=False)
         return np.asarray(tokens if len(tokens) > added else [], dtype=np.int64)
 

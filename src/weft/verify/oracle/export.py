@@ -28,7 +28,8 @@ def check_export(folder: Path, asked: Any, data: Tables, plain: PlainModel, batc
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = AutoConfig.from_pretrained(str(folder))
-        wrong = first_difference(_as_saved(asked).to_dict(), config.to_dict(), place="the exported ")
+        expected, built = _as_saved(asked).to_dict(), _as_saved(plain.model.config).to_dict()
+        wrong = first_difference(expected, config.to_dict(), built, place="the exported ")
         wrong = wrong or _wrong_generation(folder, plain) or _wrong_tokenizer(folder, str(data["tokenizer"]))
         if wrong is not None:
             return Check.failed(NAME, wrong)
@@ -36,8 +37,8 @@ def check_export(folder: Path, asked: Any, data: Tables, plain: PlainModel, batc
         if plain.draws_buffers:
             return Check.passed(NAME, f"{told}; logits not judged: the model draws constants when it is built")
         model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="eager")
-    expected, found = plain.logits(batch), logits_of(model, batch.fields)
-    gap, scale = (found - expected).abs().max().item(), expected.abs().max().item()
+    right, found = plain.logits(batch), logits_of(model, batch.fields)
+    gap, scale = (found - right).abs().max().item(), right.abs().max().item()
     if not gap <= LOGIT_TOLERANCE * scale:
         finding = Finding(rule=RULE, expected="the logits of the trained weights", found=f"logits off by {gap:.3g}")
         return Check.failed(NAME, finding)
@@ -65,16 +66,17 @@ def _wrong_generation(folder: Path, plain: PlainModel) -> Finding | None:
         expected.save_pretrained(scratch)
         right = json.loads(Path(scratch, "generation_config.json").read_text(encoding="utf-8"))
     found = json.loads(path.read_text(encoding="utf-8"))
-    return first_difference(right, found, place="the exported generation ")
+    return first_difference(right, found, right, place="the exported generation ")
 
 
 def _wrong_tokenizer(folder: Path, name: str) -> Finding | None:
+    """The tokenizer that the export carries, where the run's own is at hand."""
     source = Path(name).expanduser()
-    if name == "bytes" or not source.exists():
+    if name != "bytes" and not source.exists():
         return None
-    expected = open_tokenizer(source).encode(SAMPLE, add_special_tokens=False)
+    expected = list(SAMPLE.encode()) if name == "bytes" else open_tokenizer(source).encode(SAMPLE)
     try:
-        found = open_tokenizer(folder).encode(SAMPLE, add_special_tokens=False)
+        found = open_tokenizer(folder).encode(SAMPLE)
     except (OSError, ValueError) as error:
         text = str(error).splitlines()[0]
         return Finding(rule=RULE, coordinates="the export", expected="a tokenizer that loads", found=text)

@@ -85,6 +85,7 @@ class RunFacts:
     loop_run: Tables  # as the loop trained it: fewer steps
     config: Any  # the Hugging Face config that the run builds its model from
     initial: Tensors
+    pretrained: Tensors | None  # as read from the folder that the run starts from; None where it starts at random
     without_rule: frozenset[str]  # parameters that the model's own code gives no value
     rate: Callable[[int], float]  # the run's learning rate by step, from 1
     corpus: CorpusFacts

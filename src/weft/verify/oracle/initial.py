@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from weft.verify.oracle.model import build_plain
 from weft.verify.verdict import Check, Finding
 
 NAME, RULE = "oracle initial", 11
+PRETRAINED = "oracle pretrained"
 NUM_DRAWS, FEWER_DRAWS, LARGE = 6, 2, 20_000_000
 ERRORS = 8.0  # standard errors: a thousand parameters of a thousand runs are all within six
 SCATTER = 6.0  # the same where elements depend on each other: in spreads between the draws
@@ -57,20 +58,20 @@ def _draw(config: Any, *, seed: int) -> dict[str, torch.Tensor]:
 def _statistics(draws: list[torch.Tensor]) -> Statistics:
     stack = torch.stack(draws).double()
     fixed = (stack == stack[0]).all(dim=0)
-    made = {"shape": draws[0].shape, "fixed": fixed, "values": draws[0]}
-    if not stack.isfinite().all():
-        return Statistics(**made, is_blank=True)
+    made = Statistics(shape=draws[0].shape, fixed=fixed, values=draws[0], is_blank=not stack.isfinite().all().item())
+    if made.is_blank:
+        return made
     free = stack[:, ~fixed]
     count = free.shape[1] if free.ndim > 1 else 0
     if count < LEAST_ELEMENTS:
-        return Statistics(**made)
+        return made
     mean, deviation = free.mean().item(), free.std().item()
     kurtosis = ((free - mean) / deviation).pow(4).mean().item()
     more = 1.0 + 1.0 / len(draws)
     by_count = math.sqrt(more / count)
     scatter = [value.item() for value in (free.mean(dim=1).std(), free.std(dim=1).std())]
-    return Statistics(
-        **made,
+    return replace(
+        made,
         mean=mean,
         deviation=deviation,
         mean_error=max(ERRORS * deviation * by_count, SCATTER * scatter[0]),
@@ -103,8 +104,8 @@ def _wrong(name: str, expected: Statistics, found: torch.Tensor) -> Finding | No
     other = (found != expected.values) & fixed
     if other.any():
         at = int(other.flatten().nonzero()[0])
-        right, value = expected.values.flatten()[at].item(), found.flatten()[at].item()
-        return finding(f"{right:.6g} at element {at}, in every draw", f"{value:.6g}")
+        values = expected.values.flatten()[at].item(), found.flatten()[at].item()
+        return finding(f"{values[0]:.6g} at element {at}, in every draw", f"{values[1]:.6g}")
     free = found[~fixed].double()
     if expected.deviation == 0.0 or free.numel() < LEAST_ELEMENTS:
         return None
@@ -125,9 +126,9 @@ def check_pretrained(path: str, found: Tensors) -> Check:
     named = dict(model.named_parameters())
     for name in sorted(set(named) ^ set(found)):
         what = ("a parameter", "none") if name in named else ("none", "a parameter")
-        return Check.failed(NAME, Finding(rule=RULE, parameter=name, expected=what[0], found=what[1]))
+        return Check.failed(PRETRAINED, Finding(rule=RULE, parameter=name, expected=what[0], found=what[1]))
     for name, value in named.items():
         if not torch.equal(value.detach().float(), found[name].float()):
             finding = Finding(rule=RULE, parameter=name, expected="the bits of from_pretrained", found="other bits")
-            return Check.failed(NAME, finding)
-    return Check.passed(NAME, f"{len(named)} parameters of {path} as from_pretrained reads them, bit by bit")
+            return Check.failed(PRETRAINED, finding)
+    return Check.passed(PRETRAINED, f"{len(named)} parameters of {path} as from_pretrained reads them, bit by bit")

@@ -9,7 +9,7 @@ from weft.verify.oracle.config import asked_config, check_config
 from weft.verify.oracle.documents import Beginning, NotReadAgainError, read_beginning
 from weft.verify.oracle.export import check_export
 from weft.verify.oracle.facts import RunFacts, Saved, Share
-from weft.verify.oracle.initial import Statistics, check_initial, draw_statistics
+from weft.verify.oracle.initial import Statistics, check_initial, check_pretrained, draw_statistics
 from weft.verify.oracle.loss import LossJudge
 from weft.verify.oracle.model import Batch, PlainModel
 from weft.verify.oracle.rows import check_data
@@ -37,11 +37,13 @@ class Oracle:
         held_out = None if corpus.held_out is None else _stream(facts, corpus.held_out)
         both = _stream(facts, corpus.training), held_out
         checks = [
-            check_config(asked, facts.config, vocab_size=corpus.vocab_size),
+            check_config(asked, plain.model.config, facts.config, vocab_size=corpus.vocab_size),
             check_initial(self._statistics, facts.initial, without_rule=facts.without_rule),
             check_data(facts.run, corpus, self._read_again(facts), both, dp_degree=facts.dp_degree),
             check_schedule(facts.run, facts.rate, facts.loop_run, loop.rates),
         ]
+        if facts.pretrained is not None:
+            checks.append(check_pretrained(str(facts.run["model"]["path"]), facts.pretrained))
         if {name for name, _ in plain.model.named_parameters()} != set(facts.initial):
             return checks  # the model is another one: what follows would only repeat that
         checks.append(check_updates(facts.loop_run["train"], facts.initial, loop))

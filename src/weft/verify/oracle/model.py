@@ -143,7 +143,8 @@ class PlainModel:
         labels = torch.from_numpy(np.ascontiguousarray(batch["labels"]))
         counted = labels != IGNORED
         chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        return ((torch.logsumexp(logits, dim=-1) - chosen) * counted).sum()
+        total: torch.Tensor = ((torch.logsumexp(logits, dim=-1) - chosen) * counted).sum()
+        return total
 
     def _total(self, batch: Rows, *, seed: int) -> float:
         self.model.train()

@@ -133,15 +133,15 @@ class Epoch:
         return f"{what}: {len(hashes)} of {stream.num_rows} samples{ranks}"
 
     def _read(self, position: int, count: int) -> Hashes:
-        """Hashes of the first rows of a batch, each of them a row of the stream with its own labels."""
+        """Hashes of the inputs of the first rows of a batch, each of them a row of the stream with its own labels."""
         batch, stream = self.share.batch(position, dp_rank=0, dp_degree=1), self.stream
         inputs, last = batch["input_ids"][:count], batch["labels"][:count, -1].copy()
-        for index in np.flatnonzero(last == IGNORED):  # a document's end: its label is not there to see
-            at = stream.find(inputs[index])
-            last[index] = stream.row(at)[-1] if at is not None else last[index]
+        for at in np.flatnonzero(last == IGNORED):  # a document's end: its label is not there to see
+            row = stream.find(inputs[at])
+            last[at] = stream.row(row)[-1] if row is not None else last[at]
         rows = np.concatenate([inputs, last[:, None]], axis=1).astype(np.int64)
         _compare(batch, stream, rows, place=f"sample {position}")
-        hashes, known = stream.hashes_of(rows), stream.counts[0]
+        hashes, known = stream.hashes_of(rows), stream.known
         strange = np.flatnonzero(known[np.searchsorted(known, hashes).clip(max=len(known) - 1)] != hashes)
         if len(strange):
             index = int(strange[0])
@@ -149,7 +149,7 @@ class Epoch:
                 self._nearest(inputs[index]), f"inputs {_shown(inputs[index])}..., last label {int(last[index])}",
                 place=f"sample {position + index}",
             )  # fmt: skip
-        return hashes
+        return stream.hashes_of(inputs)
 
     def _nearest(self, inputs: NDArray[Any]) -> str:
         at, length = self.stream.find(inputs), self.stream.length

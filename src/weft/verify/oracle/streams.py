@@ -54,11 +54,15 @@ class Stream:
         return hashes
 
     @cached_property
-    def counts(self) -> tuple[Hashes, NDArray[np.int64]]:
-        """Hashes of all rows, sorted, and how often each occurs: texts repeat themselves."""
+    def known(self) -> Hashes:
+        """Of all rows with their last label, sorted."""
         last = self.tokens[self.length :: self.length][: self.num_rows]
-        hashes = self._input_hashes + _scrambled(last) * _factors(self.length + 1)[-1]
-        unique, counts = np.unique(hashes, return_counts=True)
+        return np.unique(self._input_hashes + _scrambled(last) * _factors(self.length + 1)[-1])
+
+    @cached_property
+    def counts(self) -> tuple[Hashes, NDArray[np.int64]]:
+        """Hashes of the inputs of all rows, sorted, and how often each occurs: texts repeat themselves."""
+        unique, counts = np.unique(self._input_hashes, return_counts=True)
         return unique, counts
 
     def find(self, inputs: NDArray[Any], last_label: int | None = None) -> int | None:
