@@ -57,18 +57,18 @@ class InitialWeights:
     @torch.no_grad()
     def _initialise(self, unit: str, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         placed = {name: self._skeleton.get_parameter(name) for name in names}
-        tied = set(self._layout.ties.values())
         try:
             for name in names:
                 _replace(self._skeleton, self._layout, name, self._blank(placed[name]))
+            modules = list(_modules_children_first(self._skeleton, unit, self._layout))
+            drawn_by = self._drawn_by(names, {name for name, _, _ in modules})
             with torch.random.fork_rng(devices=self._forked_devices()):
-                for module_name, module, owner in _modules_children_first(self._skeleton, unit, self._layout):
+                for module_name, module, owner in modules:
+                    for parameter_name, drawer in drawn_by.items():
+                        # HF skips flagged tensors: only one owner of a tied weight draws it
+                        self._skeleton.get_parameter(parameter_name)._is_hf_initialized = drawer != module_name  # type: ignore[attr-defined]
                     torch.manual_seed(_mix(self._seed, module_name))
                     _initialise_module(module, owner)
-                    for parameter_name in names:
-                        if parameter_name in tied and parameter_name.rpartition(".")[0] == module_name:
-                            # HF skips flagged tensors: the second owner of a tied weight must not redraw it
-                            self._skeleton.get_parameter(parameter_name)._is_hf_initialized = True  # type: ignore[attr-defined]
                 for name in names:
                     parameter = self._skeleton.get_parameter(name)
                     self._fill_by_rule(name, parameter, constructed_value(placed[name]))
@@ -76,6 +76,17 @@ class InitialWeights:
         finally:
             for name in names:
                 _replace(self._skeleton, self._layout, name, placed[name])
+
+    def _drawn_by(self, names: list[str], modules: set[str]) -> dict[str, str]:
+        """The module that draws each tied weight: the one whose values transformers keeps when it ties, an embedding
+        with its padding row of zeros, say, and not the head."""
+        sources = set((getattr(self._skeleton, "all_tied_weights_keys", None) or {}).values())
+        drawers = {}
+        for name in {canonical for canonical in self._layout.ties.values() if canonical in names}:
+            owners = [name, *(alias for alias, canonical in self._layout.ties.items() if canonical == name)]
+            kept = next((owner for owner in owners if owner in sources), name).rpartition(".")[0]
+            drawers[name] = kept if kept in modules else name.rpartition(".")[0]
+        return drawers
 
     def _blank(self, like: nn.Parameter) -> nn.Parameter:
         """NaN marks what the model's own code does not initialise; left as found, it would be random memory."""

@@ -167,3 +167,15 @@ def test_one_unit_at_a_time_has_memory(family: str) -> None:
     assert len(alive) == len(names)
     assert all(len(units) == 1 for units in alive)
     assert {next(iter(units)) for units in alive} == {*describe(skeleton).blocks, ROOT}
+
+
+def test_the_owner_that_transformers_keeps_draws_a_tied_weight() -> None:
+    """camembert lists its head before its embedding, whose padding row is zeros."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    spec = ModelSpec(type="camembert", config={**sizes, "is_decoder": True})
+    skeleton = build_skeleton(build_config(spec, vocab_size=257))
+    layout = describe(skeleton)
+    values = dict(InitialWeights(skeleton, layout, seed=0, device=torch.device("cpu")).readers(list(layout.unit_of)))
+    embedding = values["lm_head.decoder.weight"](())
+    assert not embedding[skeleton.config.pad_token_id].any()
+    assert embedding[0].all()
