@@ -15,7 +15,7 @@ from typing import Any
 from weft.verify.oracle.facts import Tables
 from weft.verify.verdict import Check, Finding
 
-NAME, RULE = "oracle config", 11
+NAME, RULE = "oracle config", 12
 LEFT_OPEN = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 # how a model was saved or is run, not what it is
 NOT_OF_THE_MODEL = {

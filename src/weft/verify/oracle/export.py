@@ -16,7 +16,7 @@ from weft.verify.oracle.facts import Tables
 from weft.verify.oracle.model import Batch, PlainModel, logits_of
 from weft.verify.verdict import Check, Finding
 
-NAME, RULE = "oracle export", 11
+NAME, RULE = "oracle export", 12
 LOGIT_TOLERANCE = 1e-5  # of the largest: the same float32 forward in two models
 SAMPLE = "The quick brown fox: naïve café, 東京 2024.\n\tdef f(x):\n        return x  # 'quoted'\n"
 

@@ -17,7 +17,7 @@ from weft.verify.oracle.facts import Tensors
 from weft.verify.oracle.model import build_plain
 from weft.verify.verdict import Check, Finding
 
-NAME, RULE = "oracle initial", 11
+NAME, RULE = "oracle initial", 12
 PRETRAINED = "oracle pretrained"
 NUM_DRAWS, FEWER_DRAWS, LARGE = 6, 2, 20_000_000
 ERRORS = 8.0  # standard errors: a thousand parameters of a thousand runs are all within six

@@ -22,7 +22,7 @@ from weft.verify.oracle.updates import Update, recovered_gradients
 from weft.verify.tolerances import SLACK, SUM_ROUNDINGS, UNIT_ROUNDOFF, envelope, scalar_bound
 from weft.verify.verdict import Check, Finding
 
-NAME, RULE = "oracle loss", 11
+NAME, RULE = "oracle loss", 12
 PLAIN = 4.0 * SUM_ROUNDINGS * UNIT_ROUNDOFF["float32"]  # relative: float32 forwards by other kernels
 GRADIENT_TOLERANCE = 1e-3  # of the norm of all gradients, in float32
 LOW_SHARE = 0.25  # of a roundoff: what a low-precision forward moves an evaluation by, at least

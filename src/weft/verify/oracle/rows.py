@@ -17,7 +17,7 @@ from weft.verify.oracle.facts import CorpusFacts, Rows, Share, Tables
 from weft.verify.oracle.streams import IGNORED, Hashes, Stream
 from weft.verify.verdict import Check, Finding
 
-NAME, RULE = "oracle data", 11
+NAME, RULE = "oracle data", 12
 MOST_ROWS, NUM_WINDOWS = 16_384, 32
 SHARED_BATCHES = 4  # that are read by every data-parallel rank too
 ORDERED_ROWS = 64  # fewer may come in the same order twice by chance

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from weft.verify.oracle.facts import Tables
 from weft.verify.verdict import Check, Finding
 
-NAME, RULE = "oracle schedule", 11
+NAME, RULE = "oracle schedule", 12
 MOST_STEPS = 20_000  # of a longer run so many are looked at, evenly
 TOLERANCE = 1e-9  # relative; both sides are a few float64 operations
 

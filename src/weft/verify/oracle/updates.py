@@ -24,7 +24,7 @@ from weft.verify.oracle.schedule import rate_of
 from weft.verify.tolerances import UNIT_ROUNDOFF
 from weft.verify.verdict import Check, Finding
 
-NAME, RULE = "oracle update", 11
+NAME, RULE = "oracle update", 12
 ROUNDOFF = UNIT_ROUNDOFF["float32"]
 # An element may be off by some roundings of the operands of its update, and of the weight that it is added to.
 UPDATE_ROUNDINGS, WEIGHT_ROUNDINGS = 256.0, 4.0
