@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from weft.checkpoint.manifest import Manifest, ManifestError, TensorRecord
+from weft.core.json_files import parse_json_table
 
 INDEX_NAME = "index.json"
 
@@ -76,9 +77,9 @@ def render_index(metadata: Metadata, results: Iterable[WriteResult]) -> bytes:
 def read_index(directory: Path, manifest: Manifest) -> Metadata:
     """DCP's Metadata value of a verified checkpoint, restricted to the files and tensors of its manifest."""
     try:
-        fields = json.loads((directory / INDEX_NAME).read_bytes())
+        fields = parse_json_table((directory / INDEX_NAME).read_bytes())
         return _metadata_from(fields, manifest)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ManifestError(f"{INDEX_NAME} does not fit the manifest ({type(error).__name__}: {error})") from error
 
 

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.core.json_files import parse_json_table
+
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
 
@@ -68,9 +70,9 @@ def render(manifest: Manifest) -> bytes:
 def parse(data: bytes) -> Manifest:
     """Read a manifest back, or say why it is not to be trusted."""
     try:
-        fields = json.loads(data)
+        fields = parse_json_table(data)
         manifest = _from_fields(fields)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ManifestError(f"{MANIFEST_NAME} is not readable ({type(error).__name__}: {error})") from error
     if render(manifest) != data:
         raise ManifestError(f"{MANIFEST_NAME} does not match its own digest")

@@ -16,6 +16,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from weft.core.errors import BadValueError, ConfigFileError, UnknownKeyError
+from weft.core.json_files import TOO_DEEP, require_shallow
 
 
 class Section(BaseModel):
@@ -54,17 +55,27 @@ def sections_of(kind: type[BaseModel]) -> tuple[str, ...]:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigFileError(
             f"there is no file {path}", hint="check the path; `weft train` alone needs no file"
         ) from None
-    except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigFileError(f"{path} cannot be read: {error}", hint="give the path of a TOML text file") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigFileError(
             f"{path} is not TOML: {error}", hint="strings need quotes, tables are [in brackets]"
         ) from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text; ValueError where it is none, or is nested too deep."""
+    try:
+        tables = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    require_shallow(tables)
+    return tables
 
 
 def parse(kind: type[Kind], tables: Mapping[str, Any], *, source: str) -> Kind:
@@ -141,8 +152,8 @@ def _hint_for(kind: type[BaseModel], location: list[str]) -> str:
 
 def _parse_literal(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 

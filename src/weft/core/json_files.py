@@ -14,6 +14,7 @@ from typing import Any
 from weft.core.errors import ConfigFileError
 
 MOST_NESTED = 100  # a real config or manifest has fewer than ten levels
+TOO_DEEP = f"nested more than {MOST_NESTED} levels deep"
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -22,8 +23,8 @@ def parse_json(text: str | bytes) -> Any:
         # bytes may begin with a byte-order mark, which json takes for a letter in text
         value = json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
     except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    _require_shallow(value)
+        raise ValueError(TOO_DEEP) from None
+    require_shallow(value)
     return value
 
 
@@ -45,16 +46,14 @@ def read_json_table(path: Path, *, hint: str = "give a Hugging Face config.json"
         raise ConfigFileError(f"{path} is not a readable JSON file: {error}", hint=hint) from None
 
 
-_TOO_DEEP = f"nested more than {MOST_NESTED} levels deep"
-
-
-def _require_shallow(value: Any) -> None:
+def require_shallow(value: Any) -> None:
+    """ValueError for a value of tables and lists that is nested too deep to be copied or printed."""
     level: list[Any] = [value]
     for _ in range(MOST_NESTED + 1):
         level = [inner for outer in level for inner in _inside(outer)]
         if not level:
             return
-    raise ValueError(_TOO_DEEP)
+    raise ValueError(TOO_DEEP)
 
 
 def _inside(value: Any) -> Iterable[Any]:

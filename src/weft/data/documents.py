@@ -7,13 +7,13 @@ Row files: one document a row, from one field; a null is an empty document, a mi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from weft.core.errors import DataError
 from weft.core.extras import missing_extra
+from weft.core.json_files import parse_json
 
 Document = str | bytes
 
@@ -85,7 +85,7 @@ def _read_jsonl(path: Path, *, text_field: str) -> Iterator[Document]:
 
 def _parse_row(line: bytes, *, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:  # bad JSON and bad UTF-8 alike
         raise DataError(f"{where}: is not JSON: {error}", hint="a .jsonl file has one JSON object a line") from None
     if not isinstance(row, dict):

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import DataError
+from weft.core.json_files import parse_json
 from weft.data.byte_tokenizer import TokenArray
 from weft.data.parts import Part, token_dtype
 from weft.data.tokenizers import Tokenizer
@@ -71,7 +72,7 @@ class StoreHeader:
     @staticmethod
     def from_bytes(data: bytes) -> StoreHeader:
         try:
-            fields = json.loads(data)
+            fields = parse_json(data)
             if fields.pop("digest") != _digest(fields):
                 raise DamagedStoreError("the header was altered")
             return StoreHeader(**fields)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.compiler import config as remembering
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from weft.core.json_files import parse_json_table
 from weft.core.plan import Plan
 from weft.engine.timer import now, seconds_between
 
@@ -178,10 +179,9 @@ def remembered(key: str, find: Callable[[], str], *, path: Path | None = None) -
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return parse_json_table(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _memory_path() -> Path:

@@ -41,7 +41,7 @@ from weft.engine.precision import LossScale, read_is_finite, torch_dtype
 from weft.engine.randomness import seeded_forward, uses_randomness
 from weft.engine.rates import GroupRates, current_rates, require_one_base
 from weft.engine.rows import cut_rows, num_rows, share_of_rows, to_device
-from weft.engine.state import MODEL, OPTIMIZER, state_tensors
+from weft.engine.state import MODEL, OPTIMIZER, meta_read, state_tensors
 from weft.engine.timer import StepTimer
 from weft.models.initial import WeightSource
 from weft.models.layout import describe
@@ -312,6 +312,11 @@ class Engine:
         self.pipeline.shared.spread(self.trained, self.optimizer)
         self.buffer_sync.restart()
 
+    def restore_meta(self, meta: Mapping[str, Any]) -> None:
+        """`restore_scalars` out of the `meta` of a checkpoint, where they are under "engine"."""
+        with meta_read():
+            self.restore_scalars(meta["engine"])
+
     def save(self, directory: str | Path) -> None:
         """A committed checkpoint of this moment under `directory`; returns when it is safe on disk."""
         store = self._store(directory)
@@ -321,7 +326,7 @@ class Engine:
     def load(self, directory: str | Path) -> int:
         """The newest good checkpoint under `directory`, from any layout; returns its step."""
         loaded = self._store(directory).load(self.state())
-        self.restore_scalars(loaded.meta["engine"])
+        self.restore_meta(loaded.meta)
         return int(loaded.step)
 
     def close(self) -> None:

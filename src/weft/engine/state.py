@@ -9,6 +9,7 @@ Tied parameters appear once.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -17,11 +18,24 @@ from torch.optim import Optimizer
 
 from weft.checkpoint.parts import PartTensor
 from weft.core.boxes import Part
+from weft.core.errors import CheckpointError
 from weft.engine.lowbit import block_size_for, quantised_parts
 from weft.engine.ownership import Parts, boxes_of, local
 
 MODEL = "model."
 OPTIMIZER = "optim."
+
+
+@contextmanager
+def meta_read() -> Iterator[None]:
+    """Around reading the `meta` of a checkpoint, which may lack what training needs beside tensors."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"the checkpoint's manifest does not say where training stood ({type(error).__name__}: {error})",
+            hint="it was not written by Engine.save or `weft train`: load one that was",
+        ) from None
 
 
 def state_tensors(model: nn.Module, optimizer: Optimizer, parts: Parts) -> dict[str, torch.Tensor]:

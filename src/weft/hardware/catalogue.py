@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from weft.core.cluster import Device, Link, RateCurve
+from weft.core.config import parse_toml
 from weft.core.errors import BadValueError, ConfigFileError, DeviceError, UnknownKeyError
 
 Kind = Literal["devices", "nodes", "links"]
@@ -110,13 +111,13 @@ def user_table(kind: Kind, path: Path) -> Table:
 
 def read_user_file(path: Path) -> Table:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+        return parse_toml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigFileError(f"{path} cannot be read: {error}", hint="give the path of a TOML text file") from None
+    except ValueError as error:
         raise ConfigFileError(
             f"{path} is not TOML: {error}", hint="strings need quotes, tables are [in brackets]"
         ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigFileError(f"{path} cannot be read: {error}", hint="give the path of a TOML text file") from None
 
 
 def check_table(kind: Kind, found: Mapping[str, Any], *, source: str, partial: bool) -> None:

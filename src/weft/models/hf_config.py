@@ -98,7 +98,10 @@ def _accepts(cls: type, key: str, value: Any) -> bool:
 def unread_keys(folder: Path, config: Any) -> list[str]:
     """A sentence for each key of the folder's config.json that is probably misspelt: nobody reads it."""
     cls = type(config)
-    fresh = _default(cls)  # `config` has kept every key of the file, misspelt ones too
+    try:
+        fresh = _default(cls)  # `config` has kept every key of the file, misspelt ones too
+    except ModelError:
+        return []  # a class without defaults has nothing to compare with
     found = _unknown(fresh, read_json_table(folder / CONFIG_NAME), extra=constructor_keys(cls))
     return [
         f"config.json has {key!r}, which nothing reads: did you mean {near!r}?"
@@ -130,6 +133,8 @@ def _require_own_code(folder: Path, *, name: str) -> None:
 
     fields = read_json_table(folder / CONFIG_NAME)
     model_type = fields.get("model_type")
+    if not isinstance(model_type, str | None):
+        raise ModelError(f"model_type of {name} is {model_type!r}, not a name", hint="correct its config.json")
     if isinstance(fields.get("auto_map"), dict) and model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"{name} is a {model_type!r} model, whose code is Python inside its own folder (auto_map),"

@@ -8,19 +8,19 @@ names, shapes, formats) is found when it is built, from the headers, before a by
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from weft.core.errors import WeightsError
+from weft.core.json_files import read_json_table
 from weft.models.conversion import Shape, plan_load
 from weft.models.weight_files import Index, WeightFiles, full_index
+from weft.zoo.hub import CONFIG_NAME
 
 _PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
 _SHOWN = 3
@@ -214,12 +214,10 @@ def _spare_hint(spare: list[str]) -> str:
 
 
 def _refuse_quantised(folder: Path) -> None:
-    config = folder / "config.json"
-    try:
-        fields: Any = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{config} is not JSON", hint="copy the folder again") from error
-    method = (fields.get("quantization_config") or {}).get("quant_method") if isinstance(fields, dict) else None
+    config = folder / CONFIG_NAME
+    fields = read_json_table(config, hint="copy the folder again") if config.is_file() else {}
+    found = fields.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, dict) else None
     if method is not None:
         raise WeightsError(
             f"the weights in {folder} are quantised ({method})",

@@ -7,15 +7,15 @@ lines from that step on belong to the abandoned attempt.
 
 from __future__ import annotations
 
-import json
 import math
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from weft.core.config import parse_toml
 from weft.core.errors import RunFolderError
+from weft.core.json_files import parse_json
 from weft.core.records import StepRecord
 from weft.report.changes import RunChange, read_changes
 from weft.report.series import Numbered
@@ -132,8 +132,8 @@ def _read_text(path: Path, remarks: list[str]) -> str | None:
 def read_document(path: Path, remarks: list[str]) -> tuple[str | None, dict[str, Any]]:
     text = _read_text(path, remarks)
     try:
-        return text, tomllib.loads(text or "")
-    except tomllib.TOMLDecodeError as error:
+        return text, parse_toml(text or "")
+    except ValueError as error:
         remarks.append(f"{path.name} is not TOML: {error}.")
         return text, {}
 
@@ -156,8 +156,8 @@ def _read_pipeline(path: Path, remarks: list[str]) -> dict[str, Any]:
 def read_json(path: Path, remarks: list[str]) -> dict[str, Any]:
     text = _read_text(path, remarks)
     try:
-        return table(json.loads(text)) if text is not None else {}
-    except (ValueError, RecursionError) as error:
+        return table(parse_json(text)) if text is not None else {}
+    except ValueError as error:
         remarks.append(f"{path.name} is not JSON: {error}.")
         return {}
 
@@ -216,8 +216,8 @@ def _parse_step(line: str) -> StepRecord | None:
 def step_fields(line: str) -> dict[str, Any] | None:
     """What a line of metrics.jsonl holds; None where it is no step."""
     try:
-        fields = table(json.loads(line))
-    except (ValueError, RecursionError):
+        fields = table(parse_json(line))
+    except ValueError:
         return None
     step = fields.get("step")
     is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < MAX_STEP

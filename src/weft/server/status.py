@@ -15,6 +15,7 @@ from typing import Any
 from rich.table import Table as Grid
 
 from weft.core.errors import RunFolderError, WeftError
+from weft.core.json_files import parse_json_table
 from weft.core.units import format_bytes, format_count, format_seconds
 from weft.server.client import Client
 from weft.server.folder import ServerFolder
@@ -38,11 +39,12 @@ def join_live(run_dir: Path) -> None:
     from weft.server.worker import run_worker
 
     try:
-        told = json.loads((run_dir / LIVE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        told = parse_json_table((run_dir / LIVE).read_bytes())
+        endpoint, token = Endpoint(told["host"], told["port"]), told["token"]
+    except (OSError, ValueError, KeyError):
         raise RunFolderError(f"no run is going on in {run_dir}", hint="start it with `weft server train`") from None
     name = f"guest {socket.gethostname()} {os.getpid()}"
-    run_worker(Endpoint(told["host"], told["port"]), token=told["token"], name=name, is_guest=True)
+    run_worker(endpoint, token=token, name=name, is_guest=True)
 
 
 def drop_live(folder: Path) -> None:
@@ -97,7 +99,7 @@ def status_table(found: dict[str, Any]) -> Grid:
 def _asked(run_dir: Path) -> dict[str, Any] | None:
     """None where nobody answers: the run has ended, or was killed and left its note behind."""
     try:
-        told = json.loads((run_dir / LIVE).read_text(encoding="utf-8"))
+        told = parse_json_table((run_dir / LIVE).read_bytes())
         control = ControlClient(Endpoint(told["host"], told["port"]), token=told["token"], timeout_s=_PATIENCE_S)
     except (OSError, ValueError, KeyError, WeftError):
         return None

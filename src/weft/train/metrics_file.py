@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from weft.core.disk import writing
+from weft.core.json_files import parse_json_table
 
 
 class Stepped(Protocol):
@@ -34,10 +35,12 @@ class MetricsFile(Generic[Record]):
         if not self.path.exists():
             return []
         records = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in self.path.read_bytes().splitlines():
             try:
-                records.append(self._parse(json.loads(line)))
-            except (json.JSONDecodeError, TypeError):
+                fields = parse_json_table(line)
+                if isinstance(fields.get("step"), int):
+                    records.append(self._parse(fields))
+            except (ValueError, TypeError, KeyError, AttributeError):
                 continue
         return records
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from weft.core.disk import writing
 from weft.core.errors import RunFolderError
+from weft.core.json_files import read_json_table
 from weft.core.plan import Plan
 from weft.core.records import StepRecord
 from weft.core.run_spec import RunSpec
@@ -63,8 +64,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Empty where there is no file."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return found
+    return read_json_table(path, hint="the file is damaged: remove it") if path.exists() else {}
 
 
 def require_run(path: Path) -> None:

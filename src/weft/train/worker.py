@@ -23,6 +23,7 @@ from weft.core.errors import CheckpointError, DeviceError
 from weft.core.executable import require_executable
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
+from weft.engine.state import meta_read
 from weft.report import write_report
 from weft.train.account import Account
 from weft.train.build import Workbench, build_workbench, prepare_data
@@ -207,7 +208,7 @@ def _resume(
         if not any(change.begins_a_pass for change in changes):
             changes += change_of_content(loaded.meta.get("data"), bench.contents, job.run)
         require_said(changes, job.may_change, asked_before)
-    bench.engine.restore_scalars(loaded.meta["engine"])
+    bench.engine.restore_meta(loaded.meta)
     for name, reason in loaded.rejected:
         display.line(f"checkpoint {name} is damaged ({reason}); it was set aside")
     display.line(f"going on from step {loaded.step} ({loaded.path})")
@@ -216,7 +217,8 @@ def _resume(
     is_fresh = any(change.begins_a_pass for change in changes)
     if is_fresh:
         display.line("note: the order of the data changed: a fresh pass over them begins")
-    return Resumed(samples=0 if is_fresh else int(loaded.meta["samples"]), run=recorded, changes=changes)
+    with meta_read():
+        return Resumed(samples=0 if is_fresh else int(loaded.meta["samples"]), run=recorded, changes=changes)
 
 
 def _introduce(display: Display, bench: Workbench, plan: Plan, process: Process) -> None:

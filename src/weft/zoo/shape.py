@@ -91,6 +91,8 @@ def _nested_text(model_type: str, config: Mapping[str, Any]) -> dict[str, Any] |
     if not entry.get("text") and not isinstance(config.get(key), Mapping):
         return None
     text = config.get(key) or {}
+    if not isinstance(text, Mapping):
+        raise ModelError(f"{key} of the {model_type!r} config is {text!r}, not an object", hint=f"correct {key}")
     # the head is tied or not by the outer config, where it says so
     outer = {k: config[k] for k in ("tie_word_embeddings",) if k in config and k not in text}
     own = {} if text else entry.get("text_defaults", {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,16 @@ from tiny import build_engine, global_batch, train_steps
 from tolerances import SAME_STEP_REL
 from torch import nn
 
-from weft.core.errors import BadValueError, BatchError, DeviceError, MeshError, NoBlocksError, NotBuiltError
+from weft.checkpoint import CheckpointStore
+from weft.core.errors import (
+    BadValueError,
+    BatchError,
+    CheckpointError,
+    DeviceError,
+    MeshError,
+    NoBlocksError,
+    NotBuiltError,
+)
 from weft.core.plan import Plan
 from weft.engine.engine import Engine
 from weft.engine.optim import OptimizerPolicy
@@ -151,3 +162,16 @@ def test_a_user_supplied_optimizer_is_used() -> None:
 def test_learning_rate_given_to_a_step_is_the_one_used() -> None:
     engine = build_engine("llama")
     assert engine.step(global_batch(0), learning_rate=1e-5).learning_rate == 1e-5
+
+
+@pytest.mark.parametrize(
+    "meta", [{}, {"engine": []}, {"engine": {}}, {"engine": {"steps_done": "x", "loss_scale": {}}}]
+)
+def test_a_checkpoint_that_does_not_say_where_training_stood_is_refused(
+    meta: dict[str, object], tmp_path: Path
+) -> None:
+    engine = build_engine("llama")
+    store = CheckpointStore(tmp_path)
+    store.save(engine.state(), meta, step=1, asynchronous=False)
+    with pytest.raises(CheckpointError, match="does not say where training stood"):
+        engine.load(tmp_path)

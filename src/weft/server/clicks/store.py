@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import DataError, RunFolderError
+from weft.core.json_files import parse_json_table
 from weft.server.clicks.files import read_file
 from weft.server.clicks.samples import ClickBatch
 
@@ -84,7 +85,6 @@ def _map(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[An
 
 def _read_about(folder: Path) -> dict[str, Any] | None:
     try:
-        about: dict[str, Any] = json.loads((folder / "store.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        return parse_json_table((folder / "store.json").read_bytes())
+    except (FileNotFoundError, ValueError):
         return None
-    return about

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import CheckpointError, LogError
+from weft.core.json_files import parse_json_table
 from weft.core.synced import sync_path
 from weft.server.durable.checksum import checksum
 
@@ -117,7 +118,7 @@ def drop_older(folder: Path, *, keep: Sequence[Snapshot]) -> None:
 
 def _open(path: Path) -> Snapshot:
     try:
-        told = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        told = parse_json_table((path / _MANIFEST).read_bytes())
         return Snapshot(path=path, **told)
     except (OSError, ValueError, TypeError) as error:
         raise _damaged(path / _MANIFEST, str(error)) from None

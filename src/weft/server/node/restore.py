@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from weft.core.config import parse
 from weft.core.errors import CheckpointError, LogError
+from weft.core.json_files import parse_json_table
 from weft.core.table_spec import TableSpec
 from weft.server.durable.log import replay
 from weft.server.durable.snapshot import Snapshot, chain
@@ -87,7 +88,10 @@ def _stored_spec(folder: Path, snapshots: list[Snapshot], spec: NodeSpec) -> Nod
     if snapshots:
         return NodeSpec(**snapshots[-1].head["spec"])
     path = folder / _SPEC
-    return NodeSpec(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else spec
+    try:
+        return NodeSpec(**parse_json_table(path.read_bytes())) if path.exists() else spec
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}", hint="restore the folder from a copy") from None
 
 
 def _load(state: State, snapshots: list[Snapshot]) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import WireError
+from weft.core.json_files import parse_json_table
 from weft.server.wire.sockets import send
 
 MAGIC = b"WEFT"
@@ -103,12 +104,9 @@ class Frame(NamedTuple):
 
     def json(self) -> dict[str, Any]:
         try:
-            fields = json.loads(self.text)
-        except ValueError:
-            raise WireError("a control frame does not hold JSON") from None
-        if not isinstance(fields, dict):
-            raise WireError("a control frame does not hold a JSON object")
-        return fields
+            return parse_json_table(self.text)
+        except ValueError as error:
+            raise WireError(f"a control frame does not hold a JSON object: {error}") from None
 
 
 class Head(NamedTuple):
