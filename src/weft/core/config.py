@@ -7,7 +7,6 @@ The printed form parses back to the same value.
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -16,7 +15,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from weft.core.errors import BadValueError, ConfigFileError, UnknownKeyError
-from weft.core.json_files import TOO_DEEP, require_shallow
+from weft.core.json_files import parse_toml
 
 
 class Section(BaseModel):
@@ -66,16 +65,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigFileError(
             f"{path} is not TOML: {error}", hint="strings need quotes, tables are [in brackets]"
         ) from None
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a TOML text; ValueError where it is none, or is nested too deep."""
-    try:
-        tables = tomllib.loads(text)
-    except RecursionError:
-        raise ValueError(TOO_DEEP) from None
-    require_shallow(tables)
-    return tables
 
 
 def parse(kind: type[Kind], tables: Mapping[str, Any], *, source: str) -> Kind:

@@ -1,12 +1,13 @@
-"""JSON as files and sockets hold it, with one kind of failure: whatever is wrong with a text is a `ValueError`.
+"""JSON and TOML as files and sockets hold them, with one kind of failure: what is wrong with a text is a `ValueError`.
 
-`json.loads` alone also raises RecursionError, for brackets nested a thousand deep; what is nested less deep would
+`json.loads` and `tomllib.loads` alone also raise RecursionError, for brackets nested a thousand deep; what is nested less deep would
 raise it later, in a copy or a printed form. So depth is bounded here, and every reader of weft reads through here.
 """
 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ def read_json_table(path: Path, *, hint: str = "give a Hugging Face config.json"
         raise ConfigFileError(f"there is no {path}", hint=hint) from None
     except (OSError, ValueError) as error:
         raise ConfigFileError(f"{path} is not a readable JSON file: {error}", hint=hint) from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text; ValueError where it is none, or is nested too deep."""
+    try:
+        tables = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    require_shallow(tables)
+    return tables
 
 
 def require_shallow(value: Any) -> None:

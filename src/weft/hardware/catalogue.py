@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from weft.core.cluster import Device, Link, RateCurve
-from weft.core.config import parse_toml
 from weft.core.errors import BadValueError, ConfigFileError, DeviceError, UnknownKeyError
+from weft.core.json_files import parse_toml
 
 Kind = Literal["devices", "nodes", "links"]
 Table = dict[str, Any]

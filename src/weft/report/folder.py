@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from weft.core.config import parse_toml
 from weft.core.errors import RunFolderError
-from weft.core.json_files import parse_json
+from weft.core.json_files import parse_json, parse_toml
 from weft.core.records import StepRecord
 from weft.report.changes import RunChange, read_changes
 from weft.report.series import Numbered
