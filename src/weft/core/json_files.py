@@ -1,7 +1,7 @@
 """JSON and TOML as files and sockets hold them, with one kind of failure: what is wrong with a text is a `ValueError`.
 
-`json.loads` and `tomllib.loads` alone also raise RecursionError, for brackets nested a thousand deep; what is nested less deep would
-raise it later, in a copy or a printed form. So depth is bounded here, and every reader of weft reads through here.
+`json.loads` and `tomllib.loads` alone also raise RecursionError, for brackets nested a thousand deep; what is nested
+less deep would raise it later, in a copy or a printed form. So depth is bounded here, and readers use these functions.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ A held-out loss of other data is another quantity: curves are cut there, and onl
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.core.json_files import parse_json
 from weft.report.series import Points
 
 CHANGES = Path("history", "changes.json")
@@ -40,7 +40,7 @@ def read_changes(run_dir: Path, remarks: list[str]) -> tuple[RunChange, ...]:
     if not path.exists():
         return ()
     try:
-        return tuple(_parse(entry) for entry in json.loads(path.read_text(encoding="utf-8")))
+        return tuple(_parse(entry) for entry in parse_json(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         remarks.append(f"{CHANGES} cannot be read: {error}.")
         return ()

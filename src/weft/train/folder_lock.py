@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Self
 
 from weft.core.errors import FolderBusyError, RunFolderError
+from weft.core.json_files import parse_json_table
 from weft.train.rank_environment import read_process
 
 LOCK_NAME = "run.lock"
@@ -160,7 +161,7 @@ class FolderLock:
 def read_owner(path: Path) -> Owner | None:
     """The owner that a lock names; None where there is none, or one that cannot be read."""
     try:
-        return Owner(**json.loads(path.read_text(encoding="utf-8")))
+        return Owner(**parse_json_table(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
 

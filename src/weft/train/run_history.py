@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from weft.core.json_files import parse_json
 from weft.core.records import StepRecord
 from weft.core.run_spec import RunSpec
 from weft.train.run_changes import Change
@@ -29,7 +30,7 @@ class RunHistory:
     def read(self) -> list[dict[str, Any]]:
         """Entries by step; none where there is no history, or one that cannot be read."""
         try:
-            entries = json.loads((self.path / CHANGES_NAME).read_text(encoding="utf-8"))
+            entries = parse_json((self.path / CHANGES_NAME).read_bytes())
             return [entry for entry in entries if isinstance(entry["step"], int) and entry["changes"]]
         except (OSError, ValueError, KeyError, TypeError):
             return []
