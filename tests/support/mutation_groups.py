@@ -34,6 +34,7 @@ class Group:
     bugs: tuple[Bug, ...]
     model: str = "llama"
     train: Tables | None = None
+    data: Tables | None = None
     num_ranks: int = 2
 
 
@@ -48,7 +49,7 @@ def require_caught(group: Group, corpus: Path, scratch: Path) -> None:
 
 
 def try_in_rank(rank: int, _world: int, group: Group, corpus: str, scratch: str) -> dict[str, Tables]:
-    run = small_run(corpus, model=group.model, train=group.train)
+    run = small_run(corpus, model=group.model, train=group.train, data=group.data)
     named = {bug.mutate.__name__: bug.mutate for bug in group.bugs}
     return mutated_verdicts_in_rank(rank, run, group.plan, scratch, named, steps=STEPS)
 

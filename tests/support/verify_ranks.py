@@ -18,7 +18,7 @@ from weft.core.plan import Plan
 from weft.core.quiet import quiet_libraries
 from weft.core.run_spec import RunSpec
 from weft.data import open_corpus
-from weft.train.process import join, leave
+from weft.train.process import Process, join, leave
 from weft.verify.session import Session
 
 Tables = dict[str, Any]
@@ -41,6 +41,7 @@ MODELS: dict[str, Tables] = {
 OTHERS: dict[str, Tables] = {
     "phi3": {"type": "phi3", "config": {**ROTARY, "pad_token_id": 0}},
     "llama-odd": {"type": "llama", "config": {**ROTARY, "vocab_size": 259}},  # a vocabulary of unequal slices
+    "llama-deep": {"type": "llama", "config": {**ROTARY, "num_hidden_layers": 4}},  # two stages on each of two ranks
 }
 
 
@@ -55,17 +56,42 @@ def small_run(corpus: str, *, model: str = "llama", train: Tables | None = None,
 
 
 @contextmanager
-def open_session(run: Tables, scratch: str, *, steps: int) -> Iterator[Session]:
-    """A session on the ranks that are here; `scratch` is an empty folder."""
+def joined(scratch: str) -> Iterator[Process]:
+    """This rank among those that are here; `scratch` is an empty folder."""
     os.environ["XDG_CACHE_HOME"] = str(Path(scratch, "cache"))
     quiet_libraries()
-    process = join(device_type="cpu", timeout_s=60.0)
+    yield join(device_type="cpu", timeout_s=300.0)
+    leave()
+
+
+def session_of(run: Tables, process: Process, scratch: str, *, steps: int) -> Session:
     spec = RunSpec.from_tables(run)
     if process.is_main:
         open_corpus(spec.data)
-    dist.barrier()
-    yield Session(spec, process, steps=steps, scratch=Path(scratch), device=torch.device("cpu"))
-    leave()
+    if process.world_size > 1:
+        dist.barrier()
+    Path(scratch).mkdir(exist_ok=True)
+    return Session(spec, process, steps=steps, scratch=Path(scratch), device=torch.device("cpu"))
+
+
+@contextmanager
+def open_session(run: Tables, scratch: str, *, steps: int) -> Iterator[Session]:
+    """A session on the ranks that are here."""
+    with joined(scratch) as process:
+        yield session_of(run, process, scratch, steps=steps)
+
+
+def verdicts_of_many_in_rank(
+    rank: int, _world: int, cases: dict[str, tuple[Tables, Tables]], scratch: str, steps: int = 4
+) -> dict[str, Tables]:
+    """The verdict on each (run, plan) by name, on rank 0. One start of the ranks for all of them."""
+    verdicts: dict[str, Tables] = {}
+    with joined(scratch) as process:
+        for index, (name, (run, plan)) in enumerate(cases.items()):
+            session = session_of(run, process, f"{scratch}/{index}", steps=steps)
+            verdicts[name] = session.verify(Plan.from_tables(plan)).as_dict()
+            print(f"{name}: {'ok' if verdicts[name]['ok'] else verdicts[name]['first_wrong']}", flush=True)
+    return verdicts if rank == 0 else {}
 
 
 def verdicts_in_rank(

@@ -105,7 +105,7 @@ class Comparison:
                 found.eval_losses,
                 rule=1,
                 steps=[1, self.steps],
-                least=(parting.loss, max(parting.loss, self._last_step_unsure())),
+                least=self.references.evaluation_least,
             ),
             check_replicas(found.digests, describe_rank=self._describe),
             check_buffers(truth, same, found, step=self.steps, noise_share=parting.update),
@@ -113,16 +113,6 @@ class Comparison:
         if self.references.reordered is not None:
             checks.append(self._same_precision(self.references.reordered))
         return [*checks, check_collectives(self.plan, found)]
-
-    def _last_step_unsure(self) -> float:
-        """How far, relatively, an evaluation after the last update is unsure where runs part at once: that update's
-        progress times what rounding did to its gradient. Next to nothing, but at rates that throw a model about."""
-        truth, same = self.references.truth, self.references.same
-        if not self.references.parting.is_at_once or not truth.norms[-1] or not truth.eval_losses[-1]:
-            return 0.0
-        progress = abs(truth.eval_losses[-1] - truth.losses[-1]) / truth.eval_losses[-1]
-        unsure = progress * abs(same.norms[-1] - truth.norms[-1]) / truth.norms[-1]
-        return unsure if math.isfinite(unsure) else 0.0
 
     def _gradients(
         self, right: Course, near: Course, *, dtype: str = "float32", drifts: Drifts = None

@@ -1,11 +1,12 @@
-"""What is trained to judge a plan: the global batches, some with missing labels and an empty tail, rates, values.
+"""What is trained to judge a plan: the global batches with what `borders` plants into them, rates, values.
 
-Batches are whole here and cut by the plan's own loader there: the two must agree, which is part of the proof.
+Batches are whole here and shared by the plan's own loader there: the two must agree, which is part of the proof.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -21,6 +22,7 @@ from weft.models.build import build_config, build_skeleton
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
 from weft.train.rate import learning_rate_at
+from weft.verify.borders import Borders
 from weft.verify.reference import Cut, Exercise, Precision, Tensors
 
 CPU = torch.device("cpu")
@@ -39,12 +41,25 @@ class Subject:
     corpus: Corpus
     config: Any
     device: torch.device = CPU
+    num_ranks: int = 1
 
     @staticmethod
-    def open(run: RunSpec, *, device: torch.device = CPU) -> Subject:
+    def open(run: RunSpec, *, device: torch.device = CPU, num_ranks: int = 1) -> Subject:
         corpus = open_corpus(run.data)
         config = build_config(run.model, vocab_size=corpus.vocab_size, end_of_document=corpus.end_of_document)
-        return Subject(run=run, corpus=corpus, config=config, device=device)
+        return Subject(run=run, corpus=corpus, config=config, device=device, num_ranks=num_ranks)
+
+    @functools.cached_property
+    def borders(self) -> Borders:
+        """What the batches reach, whichever plan of so many ranks trains on them."""
+        data = self.run.data
+        return Borders(
+            vocab_size=_vocab_size(self.skeleton(), self.corpus.vocab_size),
+            num_ranks=self.num_ranks,
+            rows=self.run.train.global_batch,
+            length=data.sequence_length,
+            end_of_document=self.corpus.end_of_document if data.isolate_documents else None,
+        )
 
     def skeleton(self) -> nn.Module:
         return build_skeleton(self.config, attention=self.run.model.attention)
@@ -102,6 +117,7 @@ def loop_exercise(
     steps: int,
     skipped: frozenset[int],
     prompt: frozenset[int] = frozenset(),
+    evaluation: Sequence[Tensors] = (),
 ) -> Exercise:
     """What the training loop makes of the run by itself: its own batches, rates, clipping and checkpoints."""
     loader, rows, train = subject.loader(), subject.run.train.global_batch, subject.run.train
@@ -111,7 +127,7 @@ def loop_exercise(
         frozen=_frozen(subject),
         batches=[loader.batch(step * rows) for step in range(steps)],
         rates=[learning_rate_at(train, step + 1) for step in range(steps)],
-        evaluation=[],
+        evaluation=evaluation,
         train=train,
         clip_norm=train.clip_norm,
         skipped=skipped,
@@ -123,13 +139,13 @@ def loop_exercise(
 def training_batches(
     subject: Subject, *, steps: int, dp_rank: int = 0, dp_degree: int = 1
 ) -> list[dict[str, torch.Tensor]]:
-    """This rank's rows of every step, with labels taken away by their place in the global batch alone."""
+    """This rank's rows of every step."""
     loader = subject.loader(dp_rank=dp_rank, dp_degree=dp_degree)
     rows = subject.run.train.global_batch
     first_row = dp_rank * (rows // dp_degree)
     return [
-        make_uneven(loader.batch(step * rows), first_row=first_row, global_rows=rows, is_tail=step == steps - 1)
-        for step in range(steps)
+        planted.into(loader.batch(step * rows), first_row=first_row)
+        for step, planted in enumerate(subject.borders.training(steps=steps))
     ]
 
 
@@ -140,23 +156,16 @@ def evaluation_batches(subject: Subject, *, dp_rank: int = 0, dp_degree: int = 1
     first_row = dp_rank * (rows // dp_degree)
     positions = [at for at in (0, rows) if loader.has_batch(at)]
     return [
-        make_uneven(loader.batch(at), first_row=first_row, global_rows=rows, is_tail=index == 1)
-        for index, at in enumerate(positions)
+        planted.into(loader.batch(at), first_row=first_row)
+        for at, planted in zip(positions, subject.borders.evaluation(batches=len(positions)), strict=True)
     ]
 
 
-def make_uneven(
-    batch: dict[str, torch.Tensor], *, first_row: int, global_rows: int, is_tail: bool
-) -> dict[str, torch.Tensor]:
-    """Ranks must carry different weights: row 0 loses half its labels, and in a tail the last rows all of them."""
-    labels = batch["labels"].clone()
-    for index in range(labels.shape[0]):
-        row = first_row + index
-        if row == 0:
-            labels[index, : labels.shape[1] // 2] = -100
-        if is_tail and row >= global_rows - max(1, global_rows // 3):
-            labels[index] = -100
-    return {**batch, "labels": labels}
+def _vocab_size(model: Any, known: int) -> int:
+    """Rows that both the token table and the head have; `known`: where the model names neither."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    sizes = [int(end.weight.shape[0]) for end in ends if getattr(end, "weight", None) is not None]
+    return min(sizes, default=known)
 
 
 def plan_precision(plan: Plan, train: TrainSpec) -> Precision:

@@ -6,6 +6,7 @@ layout may differ by.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +24,18 @@ class References:
     same: Course = field(default_factory=Course)
     reordered: Course | None = None  # in low precision only
     parting: Parting = field(default_factory=Parting)  # where ranks round the terms of a sum
+
+    @property
+    def evaluation_least(self) -> tuple[float, float]:
+        """How far, relatively, evaluations after the first and the last update are unsure at least. Where runs part at
+        once, the last is as unsure as its update: that update's progress times what rounding did to its gradient. Next
+        to nothing, but at rates that throw a model about."""
+        truth, same, least = self.truth, self.same, self.parting.loss
+        if not self.parting.is_at_once or not truth.norms[-1] or not truth.eval_losses[-1]:
+            return least, least
+        progress = abs(truth.eval_losses[-1] - truth.losses[-1]) / truth.eval_losses[-1]
+        unsure = progress * abs(same.norms[-1] - truth.norms[-1]) / truth.norms[-1]
+        return least, max(least, unsure if math.isfinite(unsure) else 0.0)
 
 
 class Library:

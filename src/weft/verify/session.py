@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from weft.models.layout import describe
 from weft.schedule import Calls, check_request
 from weft.train.process import Process
 from weft.train.rate import learning_rate_at
+from weft.verify.borders import check_reach
 from weft.verify.checks import check_same_bits, check_scalars
 from weft.verify.comparison import Comparison
 from weft.verify.evidence import Evidence, collect
@@ -43,6 +45,7 @@ from weft.verify.prediction import check_prediction
 from weft.verify.reference import Exercise
 from weft.verify.references import Library, References
 from weft.verify.repeatable import repeatable
+from weft.verify.short_stretches import STRETCH_TOKENS, short_stretches, takes_stretches
 from weft.verify.verdict import Check, Verdict, at_place
 from weft.verify.whole_runs import WholeRuns
 
@@ -58,7 +61,7 @@ class Session:
     def __init__(self, run: RunSpec, process: Process, *, steps: int, scratch: Path, device: torch.device) -> None:
         if steps < 2:
             raise ValueError("one step shows neither an update nor a resume: verify at least two")
-        self.subject = Subject.open(run, device=device)
+        self.subject = Subject.open(run, device=device, num_ranks=process.world_size)
         self.process = process
         self.steps = steps
         self.device = device
@@ -106,7 +109,7 @@ class Session:
                 return []
             comparison = self._comparison(plan, kept["references"], kept["found"])
             numbers.update(comparison.numbers())
-            return comparison.checks()
+            return [*comparison.checks(), check_reach(self.subject.borders, plan, kept["found"].batches)]
 
         def repeat() -> list[Check]:
             with repeatable(plan, self.device) as steady:
@@ -124,7 +127,7 @@ class Session:
         yield "determinism", repeat
         yield "prediction", lambda: [self._prediction(plan)]
         yield "the training loop, resume and export", loop
-        yield "finite data", lambda: [self._whole_runs.check_finite_data(plan)]
+        yield "finite data", lambda: self._whole_runs.check_finite_data(plan)
 
     def check_oracle(self, plan: Plan) -> list[Check]:
         """The oracle's checks alone: what the plan shares with its reference."""
@@ -181,24 +184,26 @@ class Session:
         rows //= row_chunks(plan.tensor_parallel.mode, plan.mesh.tp)  # a grid deals every micro-batch out once more
         cuts = [count for count in range(1, rows + 1) if rows % count == 0 and count != plan.pipeline.microbatches]
         cuts = [count for count in cuts if not _no_schedule(plan, count)]
+        tries = [(f"{count} micro-batches", _recut(plan, count), False) for count in cuts[:OTHER_CUTS]]
+        tries += [(f"stretches of {STRETCH_TOKENS} tokens", plan, True)] if takes_stretches(plan) else []
         # All ranks take all first steps before anything is judged: a rank that knows the answer must not leave early.
-        steps = {count: self._first_step(plan, microbatches=count) for count in cuts[:OTHER_CUTS]}
+        steps = [self._first_step(other, is_stretched=is_stretched) for _, other, is_stretched in tries]
         truth, parting = references.truth, references.parting
         if truth.buffers:
             return [
                 Check.passed("accumulation", "forwards keep statistics of a micro-batch: another cut is another run")
             ]
-        for count, (loss, norm) in steps.items() if self.process.is_main else ():
-            same = self._library.first_step("exercise", self.subject, self._exercise, _recut(plan, count))
-            for what, right, rounded, value, least in (
-                ("loss", truth.losses, same.losses, loss, parting.losses),
-                ("norm", truth.norms, same.norms, norm, parting.norms),
+        for (what, other, _), values in zip(tries, steps, strict=True) if self.process.is_main else ():
+            same = self._library.first_step("exercise", self.subject, self._exercise, other)
+            for kind, right, rounded, value, least in (
+                ("loss", truth.losses, same.losses, values[0], parting.losses),
+                ("norm", truth.norms, same.norms, values[1], parting.norms),
             ):
                 check = check_scalars("accumulation", right[:1], rounded, [value], rule=1, least=least)
                 if check.finding is not None:
-                    return [Check.failed("accumulation", at_place(check.finding, f"{what} with {count} micro-batches"))]
-        names = " and ".join(str(count) for count in cuts[:OTHER_CUTS])
-        detail = f"the same first step with {names} micro-batches" if names else "one row a rank: no other cut"
+                    return [Check.failed("accumulation", at_place(check.finding, f"{kind} with {what}"))]
+        names = " and ".join(what for what, _, _ in tries)
+        detail = f"the same first step with {names}" if names else "one row a rank: no other cut"
         return [Check.passed("accumulation", detail)]
 
     def _prediction(self, plan: Plan) -> Check:
@@ -207,8 +212,9 @@ class Session:
             batches = training_batches(self.subject, steps=self.steps, **share)[:MEASURED_STEPS]
             return check_prediction(engine, batches, self.subject.run, plan)
 
-    def _first_step(self, plan: Plan, *, microbatches: int) -> tuple[float, float]:
-        with self.engine(_recut(plan, microbatches)) as engine:
+    def _first_step(self, plan: Plan, *, is_stretched: bool) -> tuple[float, float]:
+        about = short_stretches(self.subject.borders.vocab_size) if is_stretched else nullcontext()
+        with about, self.engine(plan) as engine:
             share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
             record = engine.step(training_batches(self.subject, steps=self.steps, **share)[0])
             return record.loss, record.grad_norm

@@ -20,6 +20,7 @@ HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads")
 KEY_VALUE_KEYS = ("num_key_value_heads", "num_kv_heads")
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 PER_LAYER_KEYS = ("layer_types", "mlp_layer_types")
+POSITION_KEYS = ("n_positions", "max_position_embeddings")
 
 SMALL_WIDTH = 64
 SMALL_LENGTH = 32
@@ -38,9 +39,10 @@ def shrink(run: RunSpec, plan: Plan, *, vocab_size: int) -> tuple[RunSpec, list[
         model = run.model.model_copy(update={"config": {**run.model.config, **overrides}, "weights": "random"})
         small = run.model_copy(update={"model": model})
         if not overrides or _builds(small, vocab_size=vocab_size):
-            return _short_rows(small, plan, [_told(config, key, value) for key, value in overrides.items()])
+            told = [_told(config, key, value) for key, value in overrides.items()]
+            return _few_positions(*_short_rows(small, plan, told), vocab_size=vocab_size)
         factor //= 2
-    return _short_rows(run, plan, [])
+    return _few_positions(*_short_rows(run, plan, []), vocab_size=vocab_size)
 
 
 def _told(config: Any, key: str, value: Any) -> str:
@@ -124,6 +126,30 @@ def _short_rows(run: RunSpec, plan: Plan, changes: list[str]) -> tuple[RunSpec, 
         changes.append(f"sequence_length {run.data.sequence_length} -> {length}")
         run = run.model_copy(update={"data": run.data.model_copy(update={"sequence_length": length})})
     return run, changes
+
+
+def _few_positions(run: RunSpec, changes: list[str], *, vocab_size: int) -> tuple[RunSpec, list[str]]:
+    """A learned table of positions as long as the rows: so every position is reached, the last one too."""
+    config, length = build_config(run.model, vocab_size=vocab_size), run.data.sequence_length
+    key = _present(config, POSITION_KEYS)
+    if key is None or getattr(config, key) <= length or not _learns_positions(run, key, vocab_size=vocab_size):
+        return run, changes
+    model = run.model.model_copy(update={"config": {**run.model.config, key: length}})
+    small = run.model_copy(update={"model": model})
+    if not _builds(small, vocab_size=vocab_size):
+        return run, changes
+    return small, [*changes, _told(config, key, length)]
+
+
+def _learns_positions(run: RunSpec, key: str, *, vocab_size: int) -> bool:
+    """Whether `key` sizes a table: a model of one position fewer has a parameter with one row fewer."""
+    shapes = []
+    for fewer in (0, 1):
+        config = build_config(run.model, vocab_size=vocab_size)
+        setattr(config, key, getattr(config, key) - fewer)
+        skeleton = build_skeleton(config, attention=run.model.attention)
+        shapes.append({name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()})
+    return any(shape[0] == shapes[1][name][0] + 1 for name, shape in shapes[0].items() if len(shape) == 2)
 
 
 def _builds(run: RunSpec, *, vocab_size: int) -> bool:

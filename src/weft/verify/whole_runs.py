@@ -27,6 +27,7 @@ from weft.train.run_folder import RunFolder
 from weft.train.worker import run_job
 from weft.verify.checks import check_same_bits, check_scalars, check_tensors
 from weft.verify.exercise import Subject, loop_exercise
+from weft.verify.finite_text import EVAL_FRACTION, FiniteText
 from weft.verify.layouts import other_layout, plan_name
 from weft.verify.oracle import Oracle
 from weft.verify.oracle_facts import collect_facts
@@ -125,32 +126,35 @@ class WholeRuns:
         references = self._references("resumed", run, plan, folder, steps=self._steps, prompt=prompt)
         return self._against(name, references, found, frozenset())
 
-    def check_finite_data(self, plan: Plan) -> Check:
-        """One pass over a text that does not divide: every row once, the end agreed, the tail weighted right."""
-        rows, length = self._run.train.global_batch, self._run.data.sequence_length
-        tail = max(1, rows // 2)
-        text = self._scratch / "finite.txt"
+    def check_finite_data(self, plan: Plan) -> list[Check]:
+        """One pass over a text that does not divide: every row once, the end agreed, the tail weighted right; and the
+        loop's own evaluations against the held-out rows, which do not divide either."""
+        text = FiniteText(rows=self._run.train.global_batch, length=self._run.data.sequence_length)
+        source = self._scratch / "finite"
         if self._process.is_main:
-            text.write_bytes(bytes(97 + index % 23 for index in range((rows + tail) * length + 1)))
+            text.write(source)
         self._barrier()
         run = self._with(
-            data={"source": str(text), "tokenizer": "bytes", "epochs": 1, "eval_fraction": 0.0},
+            data={"source": str(source), "tokenizer": "bytes", "epochs": 1, "eval_fraction": EVAL_FRACTION},
             train={"steps": 10},
             checkpoint={"every": 0, "at_end": False},
+            evaluation={"every": 1, "batches": 3},
         )
         folder = self._train(run, plan, self._new_folder())
         if not self._process.is_main:
-            return Check.passed("finite data", "")
+            return []
         records = RunFolder(folder).metrics.read()
-        expected, found = [rows * length, tail * length], [record.tokens for record in records]
+        expected = [text.rows * text.length, text.tail * text.length]
+        found = [record.tokens for record in records]
         if found != expected:
             finding = Finding(rule=3, expected=f"tokens a step {expected}", found=str(found))
-            return Check.failed("finite data", finding)
+            return [Check.failed("finite data", finding)]
         course = Course(losses=[record.loss for record in records], norms=[record.grad_norm for record in records])
-        references = self._references("finite", run, plan, folder, steps=len(expected))
+        references = self._references("finite", run, plan, folder, steps=len(expected), text=text)
         check = self._against("finite data", references, course, self._skipped(folder))
         detail = f"{len(expected)} steps, the last with {expected[1]} of {expected[0]} tokens"
-        return check if not check.ok else Check.passed("finite data", detail, margin=check.margin)
+        whole = Check.passed("finite data", detail, margin=check.margin) if check.ok else check
+        return [whole, _check_evaluations(references, [record.eval_loss for record in records])]
 
     def _references(
         self,
@@ -161,15 +165,19 @@ class WholeRuns:
         *,
         steps: int,
         prompt: frozenset[int] = frozenset(),
+        text: FiniteText | None = None,
     ) -> References:
-        """One process over what the loop trained on. A step that float16 skipped is skipped there too."""
+        """One process over what the loop trained on, and over the held-out rows of `text`. A step that float16 skipped
+        is skipped there too."""
         if not self._process.is_main:
             return References()
         subject, skipped = Subject.open(run, device=self._device), self._skipped(folder)
+        end, has_positions = subject.corpus.end_of_document, run.data.isolate_documents
+        evaluation = text.evaluation(end_of_document=end, has_positions=has_positions) if text is not None else []
         return self._library.references(
             f"{name} {sorted(skipped)} {sorted(prompt)} {run.checkpoint.every}",
             subject,
-            lambda: loop_exercise(subject, steps=steps, skipped=skipped, prompt=prompt),
+            lambda: loop_exercise(subject, steps=steps, skipped=skipped, prompt=prompt, evaluation=evaluation),
             plan,
         )
 
@@ -323,3 +331,10 @@ class WholeRuns:
 
 def _export_of(folder: Path) -> Path:
     return folder.with_name(folder.name + "-export")
+
+
+def _check_evaluations(references: References, found: list[float | None]) -> Check:
+    """What the loop logged as its evaluations, against the held-out rows that no loader shared."""
+    name, truth, same = "loop evaluation", references.truth.eval_losses, references.same.eval_losses
+    values = [math.nan if value is None else value for value in found]
+    return check_scalars(name, truth, same, values, rule=1, least=references.evaluation_least)

@@ -1,4 +1,4 @@
-"""Quiet when right: healthy runs of many kinds pass every check. Slow campaigns: fifty of them, and twenty cut ones."""
+"""Quiet when right: healthy runs of many kinds pass every check. Slow campaigns: twice fifty, and twenty cut ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from gloo_ranks import run_ranks
 from samples import by_default
-from verify_ranks import MODELS, Tables, small_run, verdicts_in_rank
+from verify_ranks import MODELS, Tables, small_run, verdicts_in_rank, verdicts_of_many_in_rank
 
 SHARDED, REPLICATED = {"dp_shard": 2}, {"dp_replicate": 2}
 
@@ -120,3 +120,46 @@ def test_twenty_cut_runs_raise_no_alarm(number: int, corpus: Path, tmp_path: Pat
     margins = {check["name"]: check["margin"] for check in verdicts[0]["checks"] if check["margin"]}
     print(f"margins {max(margins.values()):.3f} {max(margins, key=lambda name: margins[name])} {verdicts[0]['plan']}")
     assert not wrong(verdicts)
+
+
+LAYOUTS: dict[str, Tables] = {
+    "single": {},
+    "ZeRO-2": {"mesh": SHARDED, "data_parallel": {"zero": 2}},
+    "ZeRO-3": {"mesh": SHARDED, "data_parallel": {"zero": 3}},
+    "tp 2": {"mesh": {"tp": 2}},
+    "pp 2": {"mesh": {"pp": 2}},
+}
+SEEDS_EACH = 10  # fifty over all layouts
+
+
+def mixed_cases(layout: str, corpus: str) -> dict[str, tuple[Tables, Tables]]:
+    """Runs of four families in two precisions, with the loss whole and fused."""
+    cases = {}
+    for number in range(8000 + list(LAYOUTS).index(layout), 8000 + SEEDS_EACH * len(LAYOUTS), len(LAYOUTS)):
+        draw = random.Random(number)
+        model, preset = draw.choice(["llama", "qwen3-tied", "gpt2", "gemma2"]), draw.choice(["fp32", "bf16"])
+        microbatches = draw.choice([2, 4]) if layout == "pp 2" else draw.choice([1, 2])
+        loss = "fused" if draw.random() < 0.4 else "whole"
+        run = small_run(
+            corpus,
+            model=model,
+            train={"seed": number, "learning_rate": draw.choice([1e-3, 1e-2])},
+            data={"sequence_length": draw.choice([8, 16]), "isolate_documents": draw.random() < 0.25},
+        )
+        tables = {
+            **LAYOUTS[layout],
+            "pipeline": {"microbatches": microbatches},
+            "precision": {"preset": preset},
+            "kernels": {"loss": loss},
+        }
+        cases[f"{number} {model} {layout} {preset} {loss}"] = (run, tables)
+    return cases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fifty_mixed_seeds_raise_no_alarm(layout: str, corpus: Path, tmp_path: Path) -> None:
+    cases, num_ranks = mixed_cases(layout, str(corpus)), 1 if layout == "single" else 2
+    verdicts = run_ranks(verdicts_of_many_in_rank, num_ranks, cases, str(tmp_path), timeout_s=3600)[0]
+    assert len(verdicts) == SEEDS_EACH
+    assert not {name: wrong([verdict]) for name, verdict in verdicts.items() if not verdict["ok"]}

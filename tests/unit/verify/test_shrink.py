@@ -119,3 +119,12 @@ def test_shrinking_does_not_make_an_illegal_batch_legal() -> None:
     plan = {"pipeline": {"microbatches": 2}}
     with pytest.raises(BatchError):
         run_request(Request(run=run, plans=[plan]))
+
+
+@pytest.mark.parametrize(("family", "key"), [("gpt2", "n_positions"), ("opt", "max_position_embeddings")])
+def test_a_learned_table_of_positions_is_as_long_as_the_rows(family: str, key: str) -> None:
+    """So the last position is trained. Rotary models have no such table, and keep what their angles follow from."""
+    small, changes = shrink(run_of(family, {}), ONE, vocab_size=VOCABULARY)
+    assert small.model.config[key] == small.data.sequence_length == 32
+    assert any(change.startswith(f"{key} ") and change.endswith(" -> 32") for change in changes)
+    assert key not in shrink(run_of("llama", {}), ONE, vocab_size=VOCABULARY)[0].model.config

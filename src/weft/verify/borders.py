@@ -1,0 +1,186 @@
+"""Where plans go wrong by one, planted into the global batches: slice ends of the vocabulary, edges of rows and ranks.
+
+    tokens    first and last vocabulary row of every slice, then every other row, as input and as label
+    labels    missing at row ends and at both sides of sequence-shard edges; half a batch without any; an empty tail
+    documents one row with ends in its first, middle and last column
+
+All of it follows from the place in the global batch alone, so ranks that share the rows plant the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from weft.core.plan import Plan
+from weft.core.tensor_grid import grid_sizes
+from weft.verify.verdict import Check, Finding
+
+IGNORED = -100
+NO_TOKEN = -1
+KEPT_COLUMNS = 8  # one column in so many keeps the text: which rows a rank reads stays visible
+EDGE_KINDS = 5  # of rows: nothing missing; the first label; the last; before and behind edges of sequence shards
+
+Batch = dict[str, torch.Tensor]
+
+
+def slice_ends(vocab_size: int, *, outer: int, inner: int = 1) -> list[int]:
+    """First and last row of every slice of a table over `outer` ranks, whose slices are sharded over `inner` ranks."""
+    ends = {
+        begin + row
+        for begin, size in _chunks(vocab_size, outer)
+        for first, rows in _chunks(size, inner)
+        for row in (first, first + rows - 1)
+    }
+    return sorted(ends)
+
+
+def plan_ends(plan: Plan, vocab_size: int) -> set[int]:
+    """Those of one plan: tables cut by tensor parallelism, the slices sharded over data-parallel ranks."""
+    sizes = grid_sizes(plan.tensor_parallel.mode, plan.mesh.tp) if plan.mesh.tp > 1 else {}
+    over = {"1d": sizes.get("t", 1), "3d": sizes.get("i", 1) ** 2}.get(plan.tensor_parallel.mode, sizes.get("i", 1))
+    degrees = {(over, 1), (sizes.get("j", 1), 1), (over, plan.mesh.dp_shard)}
+    return {row for outer, inner in degrees for row in slice_ends(vocab_size, outer=outer, inner=inner)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Borders:
+    """What batches of `rows` x `length` tokens reach. One for all plans of so many ranks: they share the reference."""
+
+    vocab_size: int
+    num_ranks: int
+    rows: int
+    length: int
+    end_of_document: int | None = None  # where documents are kept apart
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Slice ends of every plan of so many ranks; those of one cut first."""
+        factors = [count for count in range(1, self.num_ranks + 1) if self.num_ranks % count == 0]
+        cuts = [(outer, inner) for inner in factors for outer in factors if self.num_ranks % (outer * inner) == 0]
+        rows = (row for outer, inner in cuts for row in slice_ends(self.vocab_size, outer=outer, inner=inner))
+        return list(dict.fromkeys(rows))
+
+    @cached_property
+    def _wanted(self) -> torch.Tensor:
+        """Ids in the order in which they are planted, slice ends first."""
+        is_end = torch.zeros(self.vocab_size, dtype=torch.bool)
+        is_end[self.ends] = True
+        rest = (~is_end).nonzero().squeeze(1)
+        if self.end_of_document is None:
+            return torch.cat([torch.tensor(self.ends), rest])
+        ids = torch.cat([torch.tensor(self.ends * 2), rest])  # twice: a document that ends may be in the way
+        return ids[ids != self.end_of_document]
+
+    def training(self, *, steps: int) -> Iterator[Planted]:
+        """Of every step: half the rows of the second have no label, and the last ones of the last."""
+        return self._planted([self._missing(step, steps=steps, has_empty_half=steps > 2) for step in range(steps)])
+
+    def evaluation(self, *, batches: int) -> Iterator[Planted]:
+        """Of every held-out batch; the second has an empty tail."""
+        return self._planted([self._missing(index, steps=2, has_empty_half=False) for index in range(batches)])
+
+    def _planted(self, masks: Sequence[torch.Tensor]) -> Iterator[Planted]:
+        done = 0
+        for missing in masks:
+            columns = torch.arange(1, self.length)
+            is_free = ~missing[:, :-1] & (columns % KEPT_COLUMNS != 0)  # column c is the label of position c - 1
+            column, row = is_free.t().nonzero(as_tuple=True)  # over the rows first: ends come to every rank early
+            tokens = torch.full((self.rows, self.length), NO_TOKEN)
+            tokens[row, column + 1] = self._wanted[(done + torch.arange(len(row))) % len(self._wanted)]
+            done += len(row)
+            yield Planted(tokens=tokens, missing=missing, end_of_document=self.end_of_document)
+
+    def _missing(self, step: int, *, steps: int, has_empty_half: bool) -> torch.Tensor:
+        """Positions without a label. Ranks and micro-batches must carry different weights, some of them none."""
+        missing = torch.zeros(self.rows, self.length, dtype=torch.bool)
+        edges = self._sequence_edges()
+        for row in range(self.rows):
+            missing[row, _edge_positions((row + step) % EDGE_KINDS, edges, self.length)] = True
+        missing[0, : self.length // 2] = True
+        if has_empty_half and step == 1:
+            missing[: self.rows // 2] = True
+        if step == steps - 1:
+            missing[-max(1, self.rows // 3) :] = True
+        return missing
+
+    def _sequence_edges(self) -> list[int]:
+        """Positions at which a shard of the sequence begins, of every number of ranks that divides both."""
+        degrees = [
+            count for count in range(2, self.num_ranks + 1) if self.num_ranks % count == self.length % count == 0
+        ]
+        return sorted({self.length // degree * place for degree in degrees for place in range(1, degree)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """One global batch: tokens to put in (NO_TOKEN: none) and positions that lose their label."""
+
+    tokens: torch.Tensor
+    missing: torch.Tensor
+    end_of_document: int | None
+
+    def into(self, batch: Batch, *, first_row: int) -> Batch:
+        """A rank's rows, of which the first is row `first_row` of the global batch."""
+        count = batch["labels"].shape[0]
+        inputs, labels = batch["input_ids"].clone(), batch["labels"].clone()
+        tokens, missing = (whole[first_row : first_row + count] for whole in (self.tokens, self.missing))
+        is_put = tokens != NO_TOKEN
+        if self.end_of_document is not None:  # the loader's documents stay where they are
+            is_put = is_put & (inputs != self.end_of_document)
+        inputs[is_put] = tokens[is_put]
+        follows = is_put[:, 1:] & (labels[:, :-1] != IGNORED)
+        labels[:, :-1][follows] = tokens[:, 1:][follows]
+        made = {**batch, "input_ids": inputs, "labels": labels}
+        own_row = self.tokens.shape[0] // 2 - first_row
+        if self.end_of_document is not None and 0 <= own_row < count:
+            _end_documents(made, own_row, self.end_of_document)
+        labels[missing] = IGNORED
+        return made
+
+
+def _end_documents(batch: Batch, row: int, end_of_document: int) -> None:
+    """Documents that end in the first, the middle and the last column of a row."""
+    inputs, labels = batch["input_ids"][row], batch["labels"][row]
+    columns = sorted({0, len(inputs) // 2, len(inputs) - 1})
+    for column in columns:
+        inputs[column] = end_of_document
+        if column > 0 and labels[column - 1] != IGNORED:
+            labels[column - 1] = end_of_document
+    labels[inputs == end_of_document] = IGNORED
+    positions, since = batch["position_ids"].clone(), 0
+    for column, token in enumerate(inputs.tolist()):
+        positions[row, column] = since
+        since = 0 if token == end_of_document else since + 1
+    batch["position_ids"] = positions
+
+
+def check_reach(borders: Borders, plan: Plan, batches: Sequence[Batch]) -> Check:
+    """Every slice end of the plan was an input and a counted label; where there is room for them, which is told."""
+    inputs, labels = _ids(batches, "input_ids"), _ids(batches, "labels") - {IGNORED}
+    ends = plan_ends(plan, borders.vocab_size)
+    missed = sorted(ends - (inputs & labels))
+    reached = f"{len(inputs)} of {borders.vocab_size} vocabulary rows as inputs, {len(labels)} as labels"
+    room = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches) // 4
+    if missed and room >= len(borders.ends):
+        expected = f"tokens at all {len(ends)} ends of vocabulary slices, as inputs and as labels"
+        return Check.failed("reach", Finding(rule=9, expected=expected, found=f"none of {missed[:4]}"))
+    ending = f", {len(ends) - len(missed)} of {len(ends)} ends of slices" if ends else ""
+    return Check.passed("reach", f"{reached}{ending}")
+
+
+def _ids(batches: Sequence[Batch], key: str) -> set[int]:
+    return {token for batch in batches for token in batch[key].flatten().tolist()}
+
+
+def _edge_positions(kind: int, edges: Sequence[int], length: int) -> list[int]:
+    return {1: [0], 2: [length - 1], 3: [edge - 1 for edge in edges], 4: list(edges)}.get(kind, [])
+
+
+def _chunks(size: int, degree: int) -> Iterator[tuple[int, int]]:
+    """(begin, size) of the runs of ceil(size / degree) rows that are not empty."""
+    chunk = -(-size // degree)
+    return ((begin, min(chunk, size - begin)) for begin in range(0, size, chunk or 1))

@@ -1,0 +1,54 @@
+"""A small text whose two halves do not divide: rows to train on, and held-out rows that no loader has touched.
+
+Two documents of bytes, one of which every split holds out. Both have one global batch and half a one. Held-out rows of
+the half are of letters that training never sees: counting them twice, or not at all, moves the evaluation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from weft.data.split import held_out_documents
+from weft.verify.reference import Tensors
+
+EVAL_FRACTION = 0.5
+_TRAINED, _OTHER, _NUM_LETTERS = b"a"[0], b"!"[0], 23
+
+
+@dataclass(frozen=True, kw_only=True)
+class FiniteText:
+    rows: int  # of the global batch
+    length: int
+
+    @property
+    def tail(self) -> int:
+        """Rows of the batch that is not full."""
+        return max(1, self.rows // 2)
+
+    def write(self, folder: Path) -> None:
+        """The two documents; the split decides which one is held out."""
+        folder.mkdir(exist_ok=True)
+        held_out = int(held_out_documents(2, fraction=EVAL_FRACTION)[0])
+        trained = _letters(_TRAINED, (self.rows + self.tail) * self.length + 1)
+        for index in range(2):
+            (folder / f"{index}.txt").write_bytes(self._held_out() if index == held_out else trained)
+
+    def evaluation(self, *, end_of_document: int, has_positions: bool) -> list[Tensors]:
+        """The held-out rows in global batches, the last as short as it is."""
+        tokens = torch.tensor([*self._held_out(), end_of_document])
+        rows = torch.arange(self.rows + self.tail)[:, None] * self.length + torch.arange(self.length)
+        batch = {"input_ids": tokens[rows], "labels": tokens[rows + 1]}
+        if has_positions:
+            batch["position_ids"] = torch.arange(self.length).expand_as(rows)
+        ranges = (slice(0, self.rows), slice(self.rows, None))
+        return [{key: value[part] for key, value in batch.items()} for part in ranges]
+
+    def _held_out(self) -> bytes:
+        return _letters(_TRAINED, self.rows * self.length) + _letters(_OTHER, self.tail * self.length)
+
+
+def _letters(first: int, count: int) -> bytes:
+    return bytes(first + index % _NUM_LETTERS for index in range(count))
