@@ -75,13 +75,13 @@ GROUPS: dict[str, Group] = {
             Bug(mutate=bugs.row_at_the_microbatch_border_taken_twice, check="loss", step=1),
             Bug(mutate=bugs.masked_label_of_the_last_position_counts, check="loss", step=1),
             Bug(mutate=bugs.rate_of_the_matrices_alone, check="first update", words=("norm",), step=1),
-            Bug(mutate=bugs.second_checkpoint_of_the_first_values, check="training loop", words=("off by",)),
+            Bug(mutate=bugs.second_checkpoint_of_the_first_values, check="resume", step=3),
         ),
     ),
-    "clipping now and then": Group(
+    "below the clip norm": Group(
         plan=DDP,
         train={"optimizer": "sgd", "learning_rate": 0.1},
-        bugs=(Bug(mutate=bugs.small_gradients_scaled_up, check="training loop"),),
+        bugs=(Bug(mutate=bugs.small_gradients_scaled_up, check="finite data", step=2),),
     ),
     "documents": Group(
         plan=DDP,

@@ -111,6 +111,15 @@ def test_labels_are_missing_at_every_edge_and_whole_micro_batches_have_none(corp
     assert not labels[0].all(dim=1).any()  # gradients are judged in the first step: every row has some
 
 
+@pytest.mark.parametrize(("rows", "length"), [(8, 32), (8, 16), (1, 4), (2, 3), (6, 100)])
+def test_one_over_the_labels_of_the_first_step_is_far_from_any_bfloat16(rows: int, length: int) -> None:
+    planted = next(replace(SMALL, rows=rows, length=length).training(steps=STEPS))
+    count = int((~planted.missing).sum())
+    assert count >= rows * length // 4
+    scale = torch.tensor(1 / count, dtype=torch.float64)
+    assert abs(scale.bfloat16().double() / scale - 1) > 2e-3 or rows * length < 16
+
+
 def test_documents_end_in_the_first_the_middle_and_the_last_column(corpus: str) -> None:
     batch = training_batches(subject_of(corpus, data={"isolate_documents": True}), steps=STEPS)[0]
     row = 4
