@@ -18,7 +18,6 @@ from torch import nn
 import weft.engine.engine
 import weft.engine.head_loss
 import weft.engine.lowbit
-import weft.engine.optim
 import weft.engine.tp.cross_entropy
 import weft.engine.tp.stretch_loss
 import weft.engine.tp.tables
@@ -27,7 +26,9 @@ from weft.data.loader import IGNORED, Loader
 from weft.engine.dp.summed import Summed
 from weft.engine.engine import Engine
 from weft.engine.objective import CausalLanguageModel
+from weft.engine.optim import set_group_rate
 from weft.engine.pp.mail import Mail, Message
+from weft.engine.rates import GroupRates
 from weft.engine.tp import collectives
 from weft.engine.tp.lines import _Table
 from weft.train.loop import TrainingLoop
@@ -292,10 +293,10 @@ def small_gradients_scaled_up() -> Any:
 def rate_of_the_matrices_alone() -> Any:
     """Vectors keep the rate that the optimizer was built with."""
 
-    def make(original: Any) -> Any:
-        return lambda optimizer, rate: weft.engine.optim._set_group_rate(optimizer.param_groups[0], rate)
+    def set_first(self: GroupRates, learning_rate: float) -> None:
+        set_group_rate(self._optimizer.param_groups[0], learning_rate)
 
-    return replaced(weft.engine.engine, "set_learning_rate", make)
+    return replaced(GroupRates, "set", lambda _: set_first)
 
 
 def second_moment_with_a_sign() -> Any:

@@ -74,6 +74,11 @@ GROUPS: dict[str, Group] = {
             Bug(mutate=bugs.empty_microbatch_counts_as_one_token, check="loss", step=2),
             Bug(mutate=bugs.row_at_the_microbatch_border_taken_twice, check="loss", step=1),
             Bug(mutate=bugs.masked_label_of_the_last_position_counts, check="loss", step=1),
+        ),
+    ),
+    "rates and checkpoints": Group(
+        plan=DDP,
+        bugs=(
             Bug(mutate=bugs.rate_of_the_matrices_alone, check="first update", words=("norm",), step=1),
             Bug(mutate=bugs.second_checkpoint_of_the_first_values, check="resume", step=3),
         ),
