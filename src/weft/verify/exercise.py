@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -150,14 +151,14 @@ def training_batches(
 
 
 def evaluation_batches(subject: Subject, *, dp_rank: int = 0, dp_degree: int = 1) -> list[dict[str, torch.Tensor]]:
-    """Two held-out batches, the second with an empty tail."""
+    """Held-out batches, two at least, that reach every vocabulary row; the second has an empty tail."""
     loader = subject.loader(evaluation=True, dp_rank=dp_rank, dp_degree=dp_degree)
     rows = subject.run.train.global_batch
     first_row = dp_rank * (rows // dp_degree)
     positions = [at for at in (0, rows) if loader.has_batch(at)]
     return [
         planted.into(loader.batch(at), first_row=first_row)
-        for at, planted in zip(positions, subject.borders.evaluation(batches=len(positions)), strict=True)
+        for at, planted in zip(itertools.cycle(positions), subject.borders.evaluation(), strict=False)
     ]
 
 

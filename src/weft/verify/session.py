@@ -109,7 +109,8 @@ class Session:
                 return []
             comparison = self._comparison(plan, kept["references"], kept["found"])
             numbers.update(comparison.numbers())
-            return [*comparison.checks(), check_reach(self.subject.borders, plan, kept["found"].batches)]
+            reach = check_reach(self.subject.borders, plan, kept["found"].batches, comparison.exercise.evaluation)
+            return [*comparison.checks(), reach]
 
         def repeat() -> list[Check]:
             with repeatable(plan, self.device) as steady:
