@@ -13,7 +13,7 @@ All of it follows from the place in the global batch alone, so ranks that share 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,6 +30,7 @@ MOST_EVALUATIONS = 8  # a large vocabulary is not reached whole; `reach` states 
 EDGE_KINDS = 5  # of rows: nothing missing; the first label; the last; before and behind edges of sequence shards
 
 Batch = dict[str, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
 
 
 def slice_ends(vocab_size: int, *, outer: int, inner: int = 1) -> list[int]:
@@ -178,7 +179,7 @@ def _end_documents(batch: Batch, row: int, end_of_document: int) -> None:
     batch["position_ids"] = positions
 
 
-def check_reach(borders: Borders, plan: Plan, batches: Sequence[Batch], evaluation: Sequence[Batch]) -> Check:
+def check_reach(borders: Borders, plan: Plan, batches: Sequence[Tensors], evaluation: Sequence[Tensors]) -> Check:
     """Every slice end of the plan was trained on, as input and as counted label, where there is room for them. The
     detail says how many rows the held-out batches reached beside."""
     inputs, labels = _ids(batches, "input_ids"), _ids(batches, "labels") - {IGNORED}
@@ -193,7 +194,7 @@ def check_reach(borders: Borders, plan: Plan, batches: Sequence[Batch], evaluati
     return Check.passed("reach", f"{reached}, {len(ends) - len(missed)} of {len(ends)} ends of slices trained on")
 
 
-def _ids(batches: Sequence[Batch], key: str) -> set[int]:
+def _ids(batches: Sequence[Tensors], key: str) -> set[int]:
     return {token for batch in batches for token in batch[key].flatten().tolist()}
 
 
