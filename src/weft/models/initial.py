@@ -64,9 +64,9 @@ class InitialWeights:
             drawn_by = self._drawn_by(names, {name for name, _, _ in modules})
             with torch.random.fork_rng(devices=self._forked_devices()):
                 for module_name, module, owner in modules:
-                    for parameter_name, drawer in drawn_by.items():
-                        # HF skips flagged tensors: only one owner of a tied weight draws it
-                        self._skeleton.get_parameter(parameter_name)._is_hf_initialized = drawer != module_name  # type: ignore[attr-defined]
+                    for name, drawers in drawn_by.items():
+                        # HF skips flagged tensors: the other owner of a tied weight must not redraw it
+                        self._skeleton.get_parameter(name)._is_hf_initialized = module_name not in drawers  # type: ignore[attr-defined]
                     torch.manual_seed(_mix(self._seed, module_name))
                     _initialise_module(module, owner)
                 for name in names:
@@ -77,16 +77,18 @@ class InitialWeights:
             for name in names:
                 _replace(self._skeleton, self._layout, name, placed[name])
 
-    def _drawn_by(self, names: list[str], modules: set[str]) -> dict[str, str]:
-        """The module that draws each tied weight: the one whose values transformers keeps when it ties, an embedding
-        with its padding row of zeros, say, and not the head."""
+    def _drawn_by(self, names: list[str], modules: set[str]) -> dict[str, set[str]]:
+        """The modules that draw each tied weight: the owner whose values transformers keeps when it ties (an embedding
+        with its padding row of zeros, not the head) and what that owner, but no other, is part of."""
         sources = set((getattr(self._skeleton, "all_tied_weights_keys", None) or {}).values())
-        drawers = {}
+        drawn_by = {}
         for name in {canonical for canonical in self._layout.ties.values() if canonical in names}:
             owners = [name, *(alias for alias, canonical in self._layout.ties.items() if canonical == name)]
-            kept = next((owner for owner in owners if owner in sources), name).rpartition(".")[0]
-            drawers[name] = kept if kept in modules else name.rpartition(".")[0]
-        return drawers
+            here = [owner for owner in owners if owner.rpartition(".")[0] in modules]
+            kept = next((owner for owner in here if owner in sources), name)
+            others = {above for owner in owners if owner != kept for above in _above(owner)}
+            drawn_by[name] = _above(kept) - others
+        return drawn_by
 
     def _blank(self, like: nn.Parameter) -> nn.Parameter:
         """NaN marks what the model's own code does not initialise; left as found, it would be random memory."""
@@ -110,6 +112,12 @@ class InitialWeights:
 
     def _forked_devices(self) -> list[int]:
         return [torch.cuda.current_device()] if self._device.type == "cuda" else []
+
+
+def _above(parameter: str) -> set[str]:
+    """The module that has the parameter, and every module around that."""
+    parts = parameter.split(".")[:-1]
+    return {".".join(parts[:depth]) for depth in range(len(parts) + 1)}
 
 
 def _mix(seed: int, name: str) -> int:

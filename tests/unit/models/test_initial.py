@@ -179,3 +179,11 @@ def test_the_owner_that_transformers_keeps_draws_a_tied_weight() -> None:
     embedding = values["lm_head.decoder.weight"](())
     assert not embedding[skeleton.config.pad_token_id].any()
     assert embedding[0].all()
+
+
+def test_what_an_owner_is_part_of_may_draw_its_tied_weight() -> None:
+    """modernbert-decoder's embeddings draw their table themselves, cut off at two deviations."""
+    spec = ModelSpec(type="modernbert-decoder", config={**_WIDE, "pad_token_id": 0})
+    values, _ = drawn(spec)
+    table = values["model.embeddings.tok_embeddings.weight"]
+    assert 1.5 * 0.02 < table.abs().max() <= 2.001 * 0.02
