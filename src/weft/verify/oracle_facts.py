@@ -30,6 +30,8 @@ from weft.verify.exercise import CPU, Subject, plan_cut, plan_precision
 from weft.verify.oracle import CorpusFacts, LoopFacts, RunFacts, Saved, Share
 from weft.verify.references import References
 
+KEPT, SMALL = 8, 5_000_000  # checkpoints that are read once; of larger models one is held at a time
+
 
 def collect_facts(run: RunSpec, loop_run: RunSpec, plan: Plan, folder: Path, export: Path, references: References,
                   subject: Subject) -> RunFacts:  # fmt: skip
@@ -91,6 +93,7 @@ def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: Refe
     truth, same, parting = references.truth, references.same, references.parting
     precision, policy = plan_precision(plan, run.train), plan.precision.policy()
     saved = [step for step in range(1, run.train.steps + 1) if step_path(folder / "checkpoints", step).is_dir()]
+    is_small = sum(value.numel() for value in truth.initial.values()) < SMALL
     compute = str(precision.compute).removeprefix("torch.")
     return LoopFacts(
         losses=[record.loss for record in records],
@@ -99,7 +102,7 @@ def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: Refe
         held_out_losses={record.step: record.eval_loss for record in records if record.eval_loss is not None},
         skipped=frozenset(index for index, record in enumerate(records) if record.skipped),
         saved_steps=saved,
-        saved=functools.partial(_saved, folder),
+        saved=functools.lru_cache(maxsize=KEPT if is_small else 1)(functools.partial(_saved, folder)),
         export=export,
         truth_losses=truth.losses,
         same_losses=same.losses,

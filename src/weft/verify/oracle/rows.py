@@ -18,7 +18,7 @@ from weft.verify.oracle.streams import IGNORED, Hashes, Stream
 from weft.verify.verdict import Check, Finding
 
 NAME, RULE = "oracle data", 12
-MOST_ROWS, NUM_WINDOWS = 16_384, 32
+MOST_ROWS, NUM_WINDOWS = 4096, 32
 SHARED_BATCHES = 4  # that are read by every data-parallel rank too
 ORDERED_ROWS = 64  # fewer may come in the same order twice by chance
 SHOWN = 6
@@ -123,7 +123,7 @@ class Epoch:
         _require_count(self.share, self.stream, place="training rows")
         seen, stream = [], self.stream
         for begin, end in _windows(stream.num_rows):
-            seen += [self._read(at, min(end - at, self.rows)) for at in range(begin, end, self.rows)]
+            seen.append(self._read(begin, end - begin))
         hashes = np.concatenate(seen)
         self._require_once(hashes)
         self._check_end()
@@ -133,9 +133,11 @@ class Epoch:
         return f"{what}: {len(hashes)} of {stream.num_rows} samples{ranks}"
 
     def _read(self, position: int, count: int) -> Hashes:
-        """Hashes of the inputs of the first rows of a batch, each of them a row of the stream with its own labels."""
-        batch, stream = self.share.batch(position, dp_rank=0, dp_degree=1), self.stream
-        inputs, last = batch["input_ids"][:count], batch["labels"][:count, -1].copy()
+        """Hashes of the inputs of the samples from `position` on, each of them a row of the stream with its labels."""
+        stream = self.stream
+        read = [self.share.batch(at, dp_rank=0, dp_degree=1) for at in range(position, position + count, self.rows)]
+        batch = {key: np.concatenate([part[key] for part in read])[:count] for key in read[0]}
+        inputs, last = batch["input_ids"], batch["labels"][:, -1].copy()
         for at in np.flatnonzero(last == IGNORED):  # a document's end: its label is not there to see
             row = stream.find(inputs[at])
             last[at] = stream.row(row)[-1] if row is not None else last[at]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,7 @@ def stream_of(
     return Stream(tokens=tokens, length=length, end=end, isolates=isolates)
 
 
+@cache
 def _factors(count: int) -> Hashes:
     return np.random.default_rng(20).integers(1, 2**63, size=count, dtype=np.uint64) | np.uint64(1)
 
