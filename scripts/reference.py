@@ -43,7 +43,7 @@ def pages() -> dict[str, str]:
             Plan,
             "plan.toml",
             "How it is laid out. Every key, with the value it has when left out. What this version does not execute\n"
-            "yet is refused by name (W204); the README's table says what that is.",
+            "yet is refused by name (W204); docs/status.md says what that is.",
         ),
         "server-run.md": document_page(
             ServerRun,

@@ -40,6 +40,7 @@ LEDGER = "docs/guides/ledger.md"
 PAGES = (
     "README.md",
     "docs/start/first-run.md",
+    "docs/start/next-steps.md",
     *(f"docs/guides/{name}.md" for name in (*GUIDES, "python-api", "export")),
     LEDGER,
 )

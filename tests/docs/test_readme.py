@@ -1,4 +1,4 @@
-"""The README's two commands, what it says one sees, and its table of what works."""
+"""The README's two commands and its length, what the first run shows, and the table of what works."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from blocks import ROOT, command_lines, environment, read_blocks
 
 from weft.cli.main import app
 
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = read_blocks("README.md")
-FIRST, SECOND = (command_lines(block)[0] for block in BLOCKS if block.info == "bash" and block.line < 30)
+README, STATUS, FIRST_RUN, NEXT_STEPS = (
+    "README.md",
+    "docs/status.md",
+    "docs/start/first-run.md",
+    "docs/start/next-steps.md",
+)
+FIRST, SECOND = command_lines(next(block for block in read_blocks(README) if block.info == "bash"))
+MOST_WORDS = 900  # one screen and a table: a reader in a hurry learns what it is for
 VERBS = {command.callback.__name__ for command in app.registered_commands if command.callback is not None} | {
     str(group.typer_instance.info.name) for group in app.registered_groups if group.typer_instance is not None
 }
@@ -22,9 +27,10 @@ _BAR = re.compile(r"\[[█▓▒░· >]*\] *")
 _NUMBER = re.compile(r"\d[\d.,]*( (K|M|MiB|GiB)|ms|s|m\d+s)?")
 
 
-def table(title: str) -> list[list[str]]:
+def table(page: str, title: str) -> list[list[str]]:
     """The rows of the first table under a heading."""
-    lines = TEXT.partition(f"## {title}\n")[2].partition("\n## ")[0].splitlines()
+    text = (ROOT / page).read_text(encoding="utf-8")
+    lines = text.partition(f"# {title}\n")[2].partition("\n## ")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     return rows[2:]
 
@@ -46,7 +52,7 @@ def test_ci_calls_the_test_command() -> None:
     assert "-m 'not gpu and not slow'" in (ROOT / "scripts" / "test").read_text(encoding="utf-8")
 
 
-def test_training_the_default_shows_and_leaves_what_the_readme_says(tmp_path: Path) -> None:
+def test_training_the_default_shows_and_leaves_what_the_first_page_says(tmp_path: Path) -> None:
     train = FIRST.rpartition("&& .venv/bin/")[2]
     fewer = "--set train.steps=2 --set evaluation.batches=1 --set train.global_batch=2 --out runs/default"
     done = subprocess.run(
@@ -59,17 +65,18 @@ def test_training_the_default_shows_and_leaves_what_the_readme_says(tmp_path: Pa
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    shown = next(block.body for block in BLOCKS if block.info == "text")
-    assert shapes(shown) <= shapes(done.stderr), f"the README shows lines that are not printed:\n{done.stderr}"
+    shown = next(block.body for block in read_blocks(FIRST_RUN) if block.info == "text")
+    assert shapes(shown) <= shapes(done.stderr), f"the page shows lines that are not printed:\n{done.stderr}"
     run = tmp_path / "runs" / "default"
-    told = {name.rstrip("/") for row in table("What you see") for name in re.findall(r"`([^`]+)`", row[0])}
+    told = {name.rstrip("/") for row in table(FIRST_RUN, "The run folder") for name in re.findall(r"`([^`]+)`", row[0])}
     assert told == {path.name for path in run.iterdir()}
 
 
-def test_planning_shows_what_the_readme_says(tmp_path: Path) -> None:
+def test_planning_shows_what_the_page_says(tmp_path: Path) -> None:
     """Layouts and sentences, not figures: those move when a formula or a device's figure gets better."""
-    (shown,) = [block.body for block in BLOCKS if block.info == "text" and "tokens/s  MFU" in block.body]
-    (command,) = [line for block in BLOCKS for line in command_lines(block) if line.startswith("weft plan ")]
+    blocks = read_blocks(NEXT_STEPS)
+    (shown,) = [block.body for block in blocks if block.info == "text" and "tokens/s  MFU" in block.body]
+    (command,) = [line for block in blocks for line in command_lines(block) if line.startswith("weft plan ")]
     done = subprocess.run(
         shlex.split(command),
         cwd=tmp_path,
@@ -83,8 +90,21 @@ def test_planning_shows_what_the_readme_says(tmp_path: Path) -> None:
     assert shapes(_BAR.sub("[]", shown)) <= shapes(_BAR.sub("[]", done.stdout)), done.stdout
 
 
+def test_the_readme_is_one_screen_with_pictures_and_twelve_rows_of_comparison() -> None:
+    text = (ROOT / README).read_text(encoding="utf-8")
+    assert len(text.split()) < MOST_WORDS
+    opening = text.partition("## ")[0]
+    assert all(f"`weft {verb}`" in opening for verb in ("plan", "dryrun", "train", "verify"))
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", opening)
+    assert len(pictures) == 2
+    assert all((ROOT / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    rows = table(README, "Beside other systems")
+    assert len(rows) == 12
+    assert all("](" in row[0] for row in rows if "planned" not in row[1]), "a figure links to its dated result or page"
+
+
 def test_works_is_said_only_of_what_a_test_shows() -> None:
-    for capability, state, shown_by in table("What works"):
+    for capability, state, shown_by in table(STATUS, "What works"):
         word = state.partition(":")[0]
         assert word in ("works", "partial", "planned"), capability
         assert (word == "partial") == (":" in state), f"{capability}: say what is missing, and only where something is"
@@ -97,7 +117,9 @@ def test_works_is_said_only_of_what_a_test_shows() -> None:
 
 def test_verbs_are_planned_until_they_exist() -> None:
     told = {
-        verb: state for capability, state, _ in table("What works") for verb in re.findall(r"`weft (\w+)`", capability)
+        verb: state
+        for capability, state, _ in table(STATUS, "What works")
+        for verb in re.findall(r"`weft (\w+)`", capability)
     }
     assert {verb for verb, state in told.items() if state != "planned"} == VERBS
 

@@ -36,7 +36,7 @@ def require_executable(plan: Plan) -> None:
     unbuilt = not_executed(plan.precision.preset, plan.precision.given)
     refused += [(True, f"precision.{name} = {getattr(policy, name)!r}") for name in unbuilt]
     refused += [(has, f"precision.{name} = 'bfloat16' with {what}") for has, name, what in _not_low(plan)]
-    general = "the README's feature table says what works; remove that key from the plan"
+    general = "docs/status.md says what works; remove that key from the plan"
     for is_refused, what, hint in [*((is_refused, what, general) for is_refused, what in refused), *_switched_on(plan)]:
         if is_refused:
             raise NotBuiltError(f"this version of weft does not execute {what}", hint=hint)
