@@ -2,8 +2,8 @@
 
     python benchmarks/planner_peer.py --calculon CHECKOUT --out benchmarks/results/planner_peer-DATE.md
 
-CHECKOUT is a clone of calculon-ai/calculon; its imports (pandas, psutil) must be installed. Calculon computes with its own
-`systems/a100_80g.json`. The runs are those of tests/support/published_runs.toml. Error = predicted / published - 1.
+CHECKOUT is a clone of calculon-ai/calculon; its imports (pandas, psutil) must be installed. Calculon computes with its
+own `systems/a100_80g.json`. The runs are those of tests/support/published_runs.toml. Error = predicted / published - 1.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(TESTS / "support"), str(TESTS / "unit" / "plan")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit" / "plan"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from published_plans import comparable_runs, compare, shape_of_run
 from published_runs import PublishedRun
 
 # The eight runs that Calculon's authors validate against: its constants were chosen with these in view.
 CALCULONS_OWN = ("korthikanti-22b", "korthikanti-175b", "korthikanti-530b-s", "korthikanti-530b-f", "korthikanti-1t")
+CAVEATS = """Caveats first: no blind test on either side. Calculon's authors validated against the eight runs of
+Korthikanti et al., weft's constants were chosen while the whole table was known. Calculon describes GPT models on its own
+A100 system file (312 TFLOP/s, NVLink 300 GB/s, 25 GB/s per GPU between nodes) as it ships; it counts no head and no
+embedding. Error = predicted / published - 1.
+"""
 RECOMPUTE = {"full": "full", "selective": "attn_only", "none": "none"}
 
 
@@ -111,15 +116,11 @@ def render(rows: list[tuple[PublishedRun, float, float]], commit: str) -> str:
         [
             f"# weft plan beside Calculon on published Megatron-LM runs, {datetime.date.today().isoformat()}",
             "",
-            "Caveats first: no blind test on either side. Calculon's authors validated against the eight runs of Korthikanti et",
-            "al., weft's constants were chosen while the whole table was known. Calculon describes GPT models on its own A100",
-            "system file (312 TFLOP/s, NVLink 300 GB/s, 25 GB/s per GPU between nodes) as it ships; it counts no head and no",
-            "embedding. Error = predicted / published - 1.",
-            "",
+            CAVEATS,
             f"- Versions: Python {platform.python_version()}, Calculon {commit}; no torch, no device.",
             "- Command: `python benchmarks/planner_peer.py --calculon CHECKOUT --out FILE`",
             "",
-            "| runs | number | weft: median size of the error | largest | Calculon: median size of the error | largest |",
+            "| runs | number | weft: median size of error | largest | Calculon: median size of error | largest |",
             "| --- | --- | --- | --- | --- | --- |",
             summary("Calculon's own validation (Korthikanti et al.)", own),
             summary("the others (Narayanan et al., 530B on 2,240 GPUs)", others),
