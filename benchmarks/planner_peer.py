@@ -28,8 +28,8 @@ from published_runs import PublishedRun
 # The eight runs that Calculon's authors validate against: its constants were chosen with these in view.
 CALCULONS_OWN = ("korthikanti-22b", "korthikanti-175b", "korthikanti-530b-s", "korthikanti-530b-f", "korthikanti-1t")
 CAVEATS = """Caveats first: no blind test on either side. Calculon's authors validated against the eight runs of
-Korthikanti et al., weft's constants were chosen while the whole table was known. Calculon describes GPT models on its own
-A100 system file (312 TFLOP/s, NVLink 300 GB/s, 25 GB/s per GPU between nodes) as it ships; it counts no head and no
+Korthikanti et al., weft's constants were chosen while the whole table was known. Calculon describes GPT models on its
+own A100 system file (312 TFLOP/s, NVLink 300 GB/s, 25 GB/s per GPU between nodes) as it ships; it counts no head and no
 embedding. Error = predicted / published - 1.
 """
 RECOMPUTE = {"full": "full", "selective": "attn_only", "none": "none"}
