@@ -1,6 +1,6 @@
 """A plan's evidence against the references: one check after the other, in the order of cause and effect.
 
-    rows, initial weights, formats -> loss -> gradients -> norm -> first update -> weights, states -> evaluation
+    rows, initial weights, formats -> loss -> gradients -> norm -> first update -> weights, states, replicas -> evaluation
 
 `truth` bounds every plan. In low precision `same` is the tight one: one process, the same roundings, up to the first
 update nothing but the order of float32 sums between them. Rank 0 alone compares.
@@ -98,6 +98,7 @@ class Comparison:
             self._first_update(truth, same),
             self._weights(truth, same)[0],
             self._states(truth, same),
+            check_replicas(found.digests, describe_rank=self._describe),
             check_scalars(
                 "evaluation",
                 truth.eval_losses,
@@ -107,7 +108,6 @@ class Comparison:
                 steps=[1, self.steps],
                 least=self.references.evaluation_least,
             ),
-            check_replicas(found.digests, describe_rank=self._describe),
             check_buffers(truth, same, found, step=self.steps, noise_share=parting.update),
         ]
         if self.references.reordered is not None:

@@ -547,9 +547,14 @@ def one_tensor_not_loaded() -> Any:
 
 
 def data_counter_off_by_one() -> Any:
-    return replaced(
-        weft.train.worker, "_resume", lambda original: lambda job, *rest: original(job, *rest) + int(job.resume)
-    )
+    def resume(original: Any) -> Any:
+        def wrapped(job: Any, *rest: Any) -> Any:
+            found = original(job, *rest)
+            return dataclasses.replace(found, samples=found.samples + int(job.resume))
+
+        return wrapped
+
+    return replaced(weft.train.worker, "_resume", resume)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ LABELS = (
     Bug(mutate=bugs.labels_of_the_last_rank_one_off, check="loss", step=1),
     Bug(mutate=bugs.slice_of_the_last_rank_one_short, check="loss", step=1),
 )
-LOOP = "loop evaluation"
+LOOP = ("loop evaluation", "oracle loss", "oracle data")  # the oracle looks at the same evaluations first
 GROUPS: dict[str, Group] = {
     "vocabulary": Group(
         plan=cut(),
@@ -66,10 +66,10 @@ GROUPS: dict[str, Group] = {
     "partial batches": Group(
         plan=DDP,
         bugs=(
-            Bug(mutate=bugs.tail_batch_evaluated_twice, check=LOOP, step=1),
-            Bug(mutate=bugs.tail_batch_not_evaluated, check=LOOP, step=1),
-            Bug(mutate=bugs.training_rows_evaluated, check=LOOP, step=1),
-            Bug(mutate=bugs.fillers_of_the_tail_evaluated, check=LOOP, step=1),
+            Bug(mutate=bugs.tail_batch_evaluated_twice, check=LOOP),
+            Bug(mutate=bugs.tail_batch_not_evaluated, check=LOOP),
+            Bug(mutate=bugs.training_rows_evaluated, check=LOOP),
+            Bug(mutate=bugs.fillers_of_the_tail_evaluated, check=LOOP),
             Bug(mutate=bugs.batch_means_averaged, check="evaluation", step=1),
             Bug(mutate=bugs.empty_microbatch_counts_as_one_token, check="loss", step=2),
             Bug(mutate=bugs.row_at_the_microbatch_border_taken_twice, check="loss", step=1),

@@ -73,7 +73,7 @@ GROUPS: dict[str, Group] = {
             Bug(mutate=bugs.q_norm_not_summed, check="gradients", words=("q_norm",), step=1),
             Bug(mutate=bugs.foreign_tokens_not_zeroed, check="loss", step=1),
             Bug(mutate=bugs.head_input_not_summed, check="gradients", step=1),
-            Bug(mutate=bugs.other_rows_on_the_second_rank, check="loss", step=1),
+            Bug(mutate=bugs.other_rows_on_the_second_rank, check=("loss", "gradients"), step=1),
         ),
     ),
     "dropout": Group(
@@ -81,8 +81,8 @@ GROUPS: dict[str, Group] = {
         model="gpt2",
         bugs=(
             Bug(mutate=bugs.bias_added_by_every_rank, check="evaluation", step=1),
-            Bug(mutate=bugs.masks_not_sliced, check="loss", step=1),
-            Bug(mutate=bugs.masks_of_the_first_slice, check="loss", step=1),
+            Bug(mutate=bugs.masks_not_sliced, check=("loss", "gradients"), step=1),
+            Bug(mutate=bugs.masks_of_the_first_slice, check=("loss", "gradients"), step=1),
         ),
     ),
     "fused": Group(

@@ -55,7 +55,12 @@ BAD_REQUESTS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
         "zero = 0",
         "dp_replicate",
     ),
-    "a plan of the future": ((*TRAIN, "--nproc", "2", "--set", "mesh.cp=2"), "W204", "context parallelism", "docs/status.md"),
+    "a plan of the future": (
+        (*TRAIN, "--nproc", "2", "--set", "mesh.cp=2"),
+        "W204",
+        "context parallelism",
+        "docs/status.md",
+    ),
     "no GPUs": ((*TRAIN, "--device", "cuda"), "W205", "GPU", "--device cpu"),
     "DataParallel without GPUs": (
         (*TRAIN, "--set", "data_parallel.strategy=dataparallel"),

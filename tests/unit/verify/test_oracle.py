@@ -39,8 +39,10 @@ def _make(kind: str, groups: list[dict[str, Any]], momentum: float) -> torch.opt
     return cls(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
 
 
-def _loop(kind: str, momentum: float = 0.9) -> tuple[dict[str, torch.Tensor], LoopFacts]:
-    """Three steps of torch's own optimizer on random gradients."""
+def _loop(
+    kind: str, momentum: float = 0.9, skipped: frozenset[int] = frozenset()
+) -> tuple[dict[str, torch.Tensor], LoopFacts]:
+    """Three steps of torch's own optimizer on random gradients; those of `skipped`, from 0, make no update."""
     torch.manual_seed(0)
     parameters = {"w": nn.Parameter(torch.randn(6, 5)), "b": nn.Parameter(torch.randn(5))}
     groups = [{"params": [parameters["w"]], "weight_decay": 0.1}, {"params": [parameters["b"]], "weight_decay": 0.0}]
@@ -53,7 +55,8 @@ def _loop(kind: str, momentum: float = 0.9) -> tuple[dict[str, torch.Tensor], Lo
         for parameter in parameters.values():
             parameter.grad = torch.randn_like(parameter) * 0.1
         norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters.values())))
-        optimizer.step()
+        if step - 1 not in skipped:
+            optimizer.step()
         saved[step] = Saved(
             weights={name: parameter.detach().clone() for name, parameter in parameters.items()},
             states={
@@ -64,7 +67,7 @@ def _loop(kind: str, momentum: float = 0.9) -> tuple[dict[str, torch.Tensor], Lo
             },
         )
     facts: dict[str, Any] = dict.fromkeys(LoopFacts.__dataclass_fields__)
-    facts |= {"losses": [0.0] * 3, "norms": norms, "skipped": frozenset(), "saved_steps": [1, 2, 3]}
+    facts |= {"losses": [0.0] * 3, "norms": norms, "skipped": skipped, "saved_steps": [1, 2, 3]}
     return initial, LoopFacts(**{**facts, "saved": saved.__getitem__, "rounded_states": "", "is_delayed": False})
 
 
@@ -72,6 +75,14 @@ def _loop(kind: str, momentum: float = 0.9) -> tuple[dict[str, torch.Tensor], Lo
 def test_torchs_own_updates_pass(kind: str, momentum: float) -> None:
     initial, loop = _loop(kind, momentum)
     check = check_updates({**TRAIN, "optimizer": kind, "momentum": momentum}, initial, loop)
+    assert check.ok, check.detail
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("skipped", [{0}, {0, 1}, {1}])
+def test_a_step_that_float16_skipped_is_no_update(kind: str, skipped: set[int]) -> None:
+    initial, loop = _loop(kind, skipped=frozenset(skipped))
+    check = check_updates({**TRAIN, "optimizer": kind}, initial, loop)
     assert check.ok, check.detail
 
 

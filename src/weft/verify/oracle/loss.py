@@ -102,7 +102,7 @@ class LossJudge:
         if loop.compute != "float32" or loop.rounded_states or 1 not in loop.saved_steps:
             return
         before, train = Saved(weights=self.facts.initial, states={}), self.facts.loop_run["train"]
-        update = Update(before=before, after=loop.saved(1), step=1, train=train, norm=loop.norms[0])
+        update = Update(before=before, after=loop.saved(1), step=1, count=1, train=train, norm=loop.norms[0])
         found = recovered_gradients(update, gradients)
         factor = update.clipped_norm() / loop.norms[0] if loop.norms[0] else 1.0
         for name, right in gradients.items():

@@ -40,6 +40,7 @@ class Update:
     before: Saved
     after: Saved
     step: int  # from 1
+    count: int  # updates so far, this one included: a step that float16 skipped is none
     train: Tables
     norm: float
 
@@ -70,7 +71,9 @@ def check_updates(train: Tables, initial: Tensors, loop: LoopFacts) -> Check:
             continue
         after = loop.saved(step)
         if step == 1 or step - 1 in loop.saved_steps:
-            update = Update(before=before, after=after, step=step, train=train, norm=loop.norms[step - 1])
+            count = step - sum(skipped < step for skipped in loop.skipped)  # `skipped` counts from 0
+            norm = loop.norms[step - 1]
+            update = Update(before=before, after=after, step=step, count=count, train=train, norm=norm)
             wrong = _skipped(update, initial) if step - 1 in loop.skipped else _wrong(update, initial)
             if wrong is not None:
                 return Check.failed(NAME, wrong)
@@ -126,7 +129,7 @@ def _wrong(update: Update, initial: Tensors) -> Finding | None:
 
 def _expected(update: Update, name: str, gradients: Tensors) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The weight before and what the update is to add to it; None where states are missing."""
-    weight, train, rate, step = update.before.weights[name].double(), update.train, update.rate, update.step
+    weight, train, rate = update.before.weights[name].double(), update.train, update.rate
     decay = update.decay(weight)
     if train["optimizer"] == "sgd":
         buffer = _state(update.after, name, "momentum_buffer")
@@ -143,8 +146,8 @@ def _expected(update: Update, name: str, gradients: Tensors) -> tuple[torch.Tens
     expected_square = second * (0.0 if old is None else old) + (1.0 - second) * gradient.square()
     if not _near(square, expected_square):
         return weight, torch.full_like(weight, math.nan)  # the second moment is not that of these gradients
-    denominator = (square / (1.0 - second**step)).sqrt() + float(train["epsilon"])
-    added = -rate * moment / (1.0 - first**step) / denominator
+    denominator = (square / (1.0 - second**update.count)).sqrt() + float(train["epsilon"])
+    added = -rate * moment / (1.0 - first**update.count) / denominator
     return weight, added - (0.0 if is_coupled else rate * decay * weight)
 
 
