@@ -1,6 +1,6 @@
 """A plan's evidence against the references: one check after the other, in the order of cause and effect.
 
-    rows, initial weights, formats -> loss -> gradients -> norm -> first update -> weights, states, replicas -> evaluation
+    rows, initial weights, formats -> loss -> gradients -> norm -> update -> weights, states, replicas -> evaluation
 
 `truth` bounds every plan. In low precision `same` is the tight one: one process, the same roundings, up to the first
 update nothing but the order of float32 sums between them. Rank 0 alone compares.
