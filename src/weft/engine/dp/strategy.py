@@ -1,4 +1,4 @@
-"""The face every data-parallel strategy shows the engine."""
+"""The interface of a data-parallel strategy: when gradients are reduced and when gathered weights are freed."""
 
 from __future__ import annotations
 
