@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from weft import __version__
 from weft.core.server_spec import ServerRun
 from weft.server.client import Client
 from weft.server.coordinator import Coordinator
@@ -76,7 +77,7 @@ def ledger_of(
 
 
 def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("weft", "torch", "numpy", "numba")}
+    return {"weft": __version__, **{name: version(name) for name in ("torch", "numpy", "numba")}}
 
 
 def _server_row(stats: dict[str, Any]) -> dict[str, Any]:

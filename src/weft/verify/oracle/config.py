@@ -33,7 +33,7 @@ def asked_config(model: Tables, run_config: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if model.get("path") is not None:
-            config = AutoConfig.from_pretrained(str(Path(model["path"]).expanduser()))
+            config = AutoConfig.from_pretrained(str(Path(model["path"]).expanduser()), trust_remote_code=False)
             for key, value in model["config"].items():
                 setattr(config, key, value)
             return config

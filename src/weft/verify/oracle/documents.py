@@ -84,10 +84,10 @@ def open_tokenizer(path: Path) -> Any:
 
     folder = path if path.is_dir() else path.parent
     if (folder / "tokenizer_config.json").is_file() and path.name in ("tokenizer.json", folder.name):
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     file = path if path.is_file() else folder / "tokenizer.json"
     if not file.is_file():
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     return PreTrainedTokenizerFast(tokenizer_file=str(file))
 
 

@@ -27,7 +27,7 @@ def check_export(folder: Path, asked: Any, data: Tables, plain: PlainModel, batc
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = AutoConfig.from_pretrained(str(folder))
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
         expected, built = _as_saved(asked).to_dict(), _as_saved(plain.model.config).to_dict()
         wrong = first_difference(expected, config.to_dict(), built, place="the exported ")
         wrong = wrong or _wrong_generation(folder, plain) or _wrong_tokenizer(folder, str(data["tokenizer"]))
@@ -36,7 +36,9 @@ def check_export(folder: Path, asked: Any, data: Tables, plain: PlainModel, batc
         told = f"{len(config.to_dict())} fields of its config"
         if plain.draws_buffers:
             return Check.passed(NAME, f"{told}; logits not judged: the model draws constants when it is built")
-        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        )
     right, found = plain.logits(batch), logits_of(model, batch.fields)
     gap, scale = (found - right).abs().max().item(), right.abs().max().item()
     if not gap <= LOGIT_TOLERANCE * scale:
@@ -51,7 +53,7 @@ def _as_saved(config: Any) -> Any:
 
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 def _wrong_generation(folder: Path, plain: PlainModel) -> Finding | None:

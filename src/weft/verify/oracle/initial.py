@@ -122,7 +122,7 @@ def check_pretrained(path: str, found: Tensors) -> Check:
     """Weights of a folder, as `from_pretrained` reads them, bit by bit."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", trust_remote_code=False)
     named = dict(model.named_parameters())
     for name in sorted(set(named) ^ set(found)):
         what = ("a parameter", "none") if name in named else ("none", "a parameter")

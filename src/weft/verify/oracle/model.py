@@ -56,7 +56,7 @@ def build_plain(config: Any, *, seed: int) -> Any:
     with _quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager"
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
     return model.train()
 

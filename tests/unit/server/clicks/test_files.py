@@ -96,7 +96,7 @@ def test_a_missing_file_and_a_parquet_that_is_none(tmp_path: Path) -> None:
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "a.parquet").write_bytes(b"")
-    with pytest.raises(MissingExtraError, match="needs pyarrow"):
+    with pytest.raises(MissingExtraError, match="need the pyarrow library"):
         _read(tmp_path / "a.parquet")
 
 
