@@ -32,6 +32,7 @@ It is not a place for programming errors: those stay ordinary Python exceptions 
     │   ├── RankError         W701   a rank died; the message is that rank's own
     │   ├── NumbersError      W702   the loss or the gradient norm is not finite
     │   ├── MemoryLimitError  W703   a device ran out of memory
+    │   ├── StallError        W704   a rank did not arrive where the others waited for it
     │   ├── ServerLostError   W811   a parameter server did not come back
     │   ├── WireError         W812   what came over a socket is not the protocol
     │   ├── LogError          W813   a server's log or snapshot cannot be written
@@ -244,6 +245,12 @@ class MemoryLimitError(RunError):
     """A device ran out of memory."""
 
     code = "W703"
+
+
+class StallError(RunError):
+    """A rank did not arrive in a collective that the others waited in; the message names it."""
+
+    code = "W704"
 
 
 class ServerLostError(RunError):

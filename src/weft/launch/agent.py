@@ -26,6 +26,7 @@ from weft.launch.cause import RankEnd, describe, find_cause, is_certain
 from weft.launch.rank_variables import rank_variables
 from weft.launch.stop_signals import StopSignals
 from weft.train.failures import is_debugging, read_record
+from weft.train.process_state import state_of
 from weft.train.rank_store import serve_store
 
 _LOOPBACK = "127.0.0.1"
@@ -35,6 +36,9 @@ _POLL_S = 0.1
 # longer while all we know is that somebody lost a peer, since the cause may still be on its way.
 _CERTAIN_GRACE_S = 1.0
 _UNCERTAIN_GRACE_S = 5.0
+# After the first request to stop: a rank that cannot be woken in this time is killed, and so are the others, who wait
+# for it.
+_WAKE_S = 5.0
 
 
 class Generations(RendezvousHandler):
@@ -124,6 +128,7 @@ class RankAgent(LocalElasticAgent):
         self._stops = stops
         self._log = log
         self._num_stops_obeyed = 0
+        self._asked_at = 0.0
         self._killed_pids: set[int] = set()
         self.error: WeftError | None = None
 
@@ -160,15 +165,26 @@ class RankAgent(LocalElasticAgent):
 
     def _obey_stops(self) -> None:
         asked = self._stops.count
-        if asked == self._num_stops_obeyed:
+        if asked == 0:
             return
-        self._num_stops_obeyed = asked
         running = [end for end in self._look() if end.is_running]
-        if asked > 1:
+        if asked > self._num_stops_obeyed:
+            self._num_stops_obeyed, self._asked_at = asked, time.monotonic()
+            if asked > 1:
+                self._kill(running)
+                return
+            for end in running:
+                _send(end.pid, signal.SIGTERM)
+        self._wake(running)
+
+    def _wake(self, running: list[RankEnd]) -> None:
+        """A rank that somebody has stopped (SIGSTOP, a debugger) can neither save nor end, and the others wait for it:
+        the first request must end such a job too."""
+        stopped = [end for end in running if state_of(end.pid) in ("T", "t")]
+        for end in stopped:
+            _send(end.pid, signal.SIGCONT)
+        if stopped and time.monotonic() - self._asked_at > _WAKE_S:
             self._kill(running)
-            return
-        for end in running:
-            _send(end.pid, signal.SIGTERM)
 
     def _end_generation(self) -> list[RankEnd]:
         """Waits a little for the other ranks' own words, then kills what still runs; how each rank ended."""
@@ -205,8 +221,9 @@ class RankAgent(LocalElasticAgent):
     def _judge(self, ends: list[RankEnd]) -> WeftError:
         cause = find_cause(ends)
         if cause is None or self._stops.count > 1:
+            why = "stopped by a second signal" if self._stops.count > 1 else "stopped, and a rank could not be woken"
             return RankError(
-                "stopped by a second signal: the ranks were killed while they were ending",
+                f"{why}: the ranks were killed while they were ending",
                 hint="--resume continues from the last checkpoint",
             )
         if self._stops.count and cause.exit_code == -signal.SIGTERM and cause.record is None:

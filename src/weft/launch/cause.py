@@ -2,7 +2,8 @@
 
 It looks at no process; the agent hands it what it saw. The order of belief, strongest first:
 
-    bad input  >  killed by a signal  >  own exception  >  aborted, or left without a word  >  lost its peers
+    bad input  >  killed by a signal  >  own exception  >  named the rank that did not arrive
+               >  aborted, or left without a word  >  lost its peers
 
 A killed rank writes nothing, and its peers' "connection reset" often arrives first: so belief goes before time.
 """
@@ -13,10 +14,10 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.core.errors import RankError, WeftError
+from weft.core.errors import RankError, StallError, WeftError
 from weft.train.failures import FailureRecord
 
-_LOST_PEERS = 4
+_NAMED_ANOTHER, _SILENT, _LOST_PEERS = 3, 4, 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +68,16 @@ def describe(cause: RankEnd, *, num_ranks: int) -> WeftError:
 def _belief(end: RankEnd) -> tuple[int, float, int]:
     record = end.record
     if record is not None:
-        order = _LOST_PEERS if record.secondary else 0 if record.exit_code == 2 else 2
-        return (order, record.time, end.rank)
+        return (_belief_in(record), record.time, end.rank)
     is_abort = end.exit_code == -signal.SIGABRT  # also how a communication library gives up on lost peers
     is_killed = (end.exit_code or 0) < 0 and not is_abort
-    return (1 if is_killed else 3, 0.0, end.rank)
+    return (1 if is_killed else _SILENT, 0.0, end.rank)
+
+
+def _belief_in(record: FailureRecord) -> int:
+    if record.secondary:
+        return _NAMED_ANOTHER if record.error_fields["error"] == StallError.__name__ else _LOST_PEERS
+    return 0 if record.exit_code == 2 else 2
 
 
 def _signal_name(number: int) -> str:

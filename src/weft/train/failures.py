@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.core.disk import disk_full, is_full
-from weft.core.errors import MemoryLimitError, RankError, WeftError, error_from_dict
+from weft.core.errors import MemoryLimitError, RankError, StallError, WeftError, error_from_dict
+from weft.train.progress import progress
 from weft.train.rank_environment import Process
 
 DEBUG_VARIABLE = "WEFT_DEBUG"
@@ -60,7 +61,7 @@ class FailureRecord:
     def to_error(self) -> WeftError:
         """The rank's own error, of its own class; the message says which rank and where, when there are several."""
         error = error_from_dict(self.error_fields)
-        if self.world_size == 1:
+        if self.world_size == 1 or isinstance(error, StallError):  # that one names another rank than this
             return error
         if isinstance(error, MemoryLimitError) and self.phase in error.message:  # it says where by itself
             return type(error)(f"rank {self.rank} ran {error.message}", hint=error.hint)
@@ -93,6 +94,7 @@ def record_failure(error: Exception, *, process: Process) -> FailureRecord:
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Names what the rank is doing ("build", "step 12", "save"), for the message if it fails there; innermost wins."""
+    progress.enter(name)
     try:
         yield
     except Exception as error:
@@ -100,6 +102,8 @@ def phase(name: str) -> Iterator[None]:
         if not hasattr(error, _PHASE_ATTRIBUTE):
             set_phase(error, name)
         raise
+    finally:
+        progress.leave()
 
 
 def set_phase(error: Exception, name: str) -> None:
@@ -127,6 +131,11 @@ def as_weft_error(error: Exception) -> WeftError:
 def is_secondary(error: BaseException) -> bool:
     """Whether the error, or one it was raised from, only says that a peer went away."""
     return any(any(sign in str(link).lower() for sign in _PEER_GONE) for link in _chain(error))
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether a peer was silent for too long; else its connection ended."""
+    return any("timed out" in str(link).lower() or "timeout" in str(link).lower() for link in _chain(error))
 
 
 def write_record(record: FailureRecord, *, scratch: Path) -> None:

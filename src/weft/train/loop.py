@@ -141,7 +141,8 @@ class TrainingLoop:
 
     def _finish_step(self, pending: PendingStep) -> bool:
         """Numbers to the log; returns whether some rank wants to stop."""
-        record, wants_stop = pending.resolve()
+        with phase(f"step {pending.step}"):
+            record, wants_stop = pending.resolve()
         now_s = time.perf_counter()
         seconds, self._clock_s = now_s - self._clock_s, now_s
         record = dataclasses.replace(

@@ -27,13 +27,12 @@ from weft.core.errors import DeviceError, WeftError
 from weft.train.failures import FailureRecord, is_debugging, phase, record_failure, write_record
 from weft.train.launcher_death import end_with_launcher
 from weft.train.preparation import prepare_together
-from weft.train.rank_environment import SCRATCH_VARIABLE, Process, read_meeting, read_process
+from weft.train.rank_environment import SCRATCH_VARIABLE, Meeting, Process, read_meeting, read_process
 from weft.train.rank_store import open_store
+from weft.train.rank_watch import RankWatch
 from weft.train.stop_flag import StopFlag
 
 __all__ = ["Process", "StopFlag", "join", "leave", "phase", "report_failures"]
-
-_ERROR_KEY = "weft/error"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +40,11 @@ class _Membership:
     """The group that `join` made: torch keeps one group a process, so this is one a process too."""
 
     process: Process
-    store: Store
     lent_variables: tuple[str, ...]
 
 
 _membership: _Membership | None = None
+_watch: RankWatch | None = None  # from before the group is made, so that ranks that never join are named too
 _depth = 0  # joins not yet left: a run inside a verification leaves the verification's group alone
 
 
@@ -61,7 +60,7 @@ def join(
     A process group that exists already is taken as it is, and `leave` will not destroy it.
     `prepare` opens the data: before there is a group, so that it may take longer than any collective.
     """
-    global _membership, _depth
+    global _membership, _watch, _depth
     if dist.is_initialized():
         _depth += 1
         return _membership.process if _membership else _describe_existing_group()
@@ -73,6 +72,7 @@ def join(
         lent = _stay_local() if meeting is None else ()
         device = _take_device(process, device_type=_kind_of_device(device_type))
         store = open_store(meeting, process=process, timeout_s=timeout_s)
+        _watch = _start_watch(store, meeting, process, timeout_s=timeout_s)
         if prepare is not None:
             with phase("opening the data"):
                 prepare_together(lambda: prepare(process), store, process=process, timeout_s=timeout_s)
@@ -84,13 +84,13 @@ def join(
             timeout=timedelta(seconds=timeout_s),
             device_id=device,
         )
-    _membership, _depth = _Membership(process=process, store=store, lent_variables=lent), 1
+    _membership, _depth = _Membership(process=process, lent_variables=lent), 1
     return process
 
 
 def leave() -> None:
     """Destroys the group that the outermost `join` made. Call it after the work, once for each `join`."""
-    global _membership, _depth
+    global _membership, _watch, _depth
     _depth = max(0, _depth - 1)
     # While an error is under way the group must live on: closing it would make the peers fail, and report, first.
     if _depth > 0 or _membership is None or sys.exception() is not None:
@@ -98,6 +98,9 @@ def leave() -> None:
     for name in _membership.lent_variables:
         os.environ.pop(name, None)
     _membership = None
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -106,19 +109,36 @@ def leave() -> None:
 def report_failures() -> Iterator[None]:
     """Around a worker's whole main: an exception is written down for the launcher, or told, and ends the process.
 
-    Exit code: the error's own (2 bad input, 3 a failure while running). Under torchrun or Slurm a rank that
-    only lost its peers tells the first error that any rank published, not its own.
+    Exit code: the error's own (2 bad input, 3 a failure while running). A rank that only lost its peers names the one
+    that did not arrive; under torchrun or Slurm it reports the first error that any rank published, not its own.
     """
     try:
         yield
     except Exception as error:
         record = record_failure(error, process=_who_am_i())
+        if _watch is not None:
+            record = _watch.settle(record, error)
         if scratch := os.environ.get(SCRATCH_VARIABLE):
             write_record(record, scratch=Path(scratch))
         else:
-            record = _agree_on_first(record)
             _tell(record)
         _end_at_once(record.exit_code)
+
+
+def _start_watch(store: Store, meeting: Meeting | None, process: Process, *, timeout_s: float) -> RankWatch | None:
+    if meeting is None or process.world_size == 1:
+        return None
+    # Under our launcher the launcher ends all ranks, after it has heard from each.
+    end = None if SCRATCH_VARIABLE in os.environ else _end_with
+    address = f"{meeting.address}:{meeting.port}"
+    watch = RankWatch(store, process, address=address, timeout_s=timeout_s, end=end)
+    watch.start()
+    return watch
+
+
+def _end_with(record: FailureRecord) -> None:
+    _tell(record)
+    _end_at_once(record.exit_code)
 
 
 def _describe_existing_group() -> Process:
@@ -172,16 +192,6 @@ def _who_am_i() -> Process:
         return read_process(os.environ)
     except WeftError:  # the environment itself is the failure being reported
         return Process(rank=0, local_rank=0, world_size=1, restart_count=0)
-
-
-def _agree_on_first(own: FailureRecord) -> FailureRecord:
-    if _membership is None:
-        return own
-    try:
-        first = FailureRecord.from_json(_membership.store.compare_set(_ERROR_KEY, "", own.to_json()).decode())
-    except Exception:  # the store died with rank 0 or its agent: our own error is the best that is known here
-        return own
-    return first if own.secondary else own
 
 
 def _tell(record: FailureRecord) -> None:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from weft.core.errors import DataError
 from weft.train.process import Process, StopFlag, join, leave, phase, report_failures
 
-TIMEOUT_S = 300.0  # far beyond every test's patience: a test that waits for it fails
+# Far beyond every test's patience: a test that waits for it fails. Tests of hangs give a short one.
+TIMEOUT_S = float(os.environ.get("RANK_TIMEOUT_S", 300.0))
 
 
 def misbehave(mode: str, process: Process, folder: Path) -> None:
@@ -34,6 +35,12 @@ def misbehave(mode: str, process: Process, folder: Path) -> None:
         if process.rank == 0:
             time.sleep(TIMEOUT_S)
         raise ValueError("boom")
+    if mode == "stop" and process.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if mode == "loop" and process.rank == 1:
+        spin()
+    if mode == "skip" and process.rank == 1:
+        dist.barrier()
     if mode == "exit" and process.rank == 1:
         os._exit(7)
     if mode.startswith("kill-") and process.rank == generation % 2 and generation < int(mode.removeprefix("kill-")):
@@ -41,6 +48,11 @@ def misbehave(mode: str, process: Process, folder: Path) -> None:
     if mode == "kill" and process.rank == 1:
         (folder / "killed-0").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def spin() -> None:
+    while True:
+        time.sleep(0.01)
 
 
 def train(mode: str, process: Process, folder: Path, stop: StopFlag) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.core.errors import DataError, RankError
+from weft.core.errors import DataError, RankError, StallError
 from weft.launch.local import launch
 
 RANK_SCRIPT = Path(__file__).with_name("rank_script.py")
@@ -67,6 +67,35 @@ def test_neither_a_lingering_thread_nor_a_busy_peer_keeps_a_failed_job_alive(tmp
 def test_a_rank_that_leaves_without_a_word_is_the_cause(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"^rank 1 \(pid \d+\) ended with exit code 7 "):
         start("exit", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sentence"),
+    [
+        (
+            "stop",
+            r"rank 1 \(host \S+, pid \d+\) did not arrive in all_reduce 4 \(all ranks\) of step 3 within 4 s:"
+            r" it is stopped \(state T\), last seen (in|after) (join|step \d) \d+ s ago",
+        ),
+        (
+            "loop",
+            r"rank 1 \(host \S+, pid \d+\) did not arrive in all_reduce 4 \(all ranks\) of step 3 within 4 s:"
+            r" it is \w+ \(state \w\), in step 3 for \d+ s, at rank_script.py:\d+ in spin",
+        ),
+        pytest.param(
+            "skip",
+            r"the ranks do not issue the same collectives: number 4 \(all ranks\) is barrier on rank 1 and"
+            r" all_reduce of \[\[1\]\] on rank 0, in step 3",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_hang_names_the_rank_that_did_not_arrive_and_the_collective(
+    mode: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK_TIMEOUT_S", "4")
+    with pytest.raises(StallError, match=f"^{sentence}$"):
+        start(mode, tmp_path)
 
 
 @pytest.mark.slow

@@ -76,6 +76,17 @@ def test_sigterm_lets_the_ranks_save_and_ends_with_zero(tmp_path: Path) -> None:
     assert (tmp_path / "saved-1").exists()
 
 
+def test_the_first_interrupt_ends_a_job_whose_rank_is_stopped(tmp_path: Path) -> None:
+    with running_job("forever", tmp_path) as (launcher, ranks):
+        os.kill(ranks[1], signal.SIGSTOP)
+        time.sleep(0.3)
+        launcher.send_signal(signal.SIGINT)
+        output, _ = launcher.communicate(timeout=PATIENCE_S)
+    assert (launcher.returncode, output) == (0, "")
+    assert (tmp_path / "saved-1").exists()
+    assert not any(is_alive(pid) for pid in ranks)
+
+
 def test_a_second_interrupt_kills_ranks_that_do_not_end(tmp_path: Path) -> None:
     with running_job("stubborn", tmp_path) as (launcher, ranks):
         launcher.send_signal(signal.SIGINT)

@@ -1,0 +1,102 @@
+"""The collectives this rank has issued, by group: read from torch's flight recorder, which counts whoever issues them.
+
+The recorder is always on and writes in C++ (2000 entries, `TORCH_FR_BUFFER_SIZE`); nothing here runs in a step. Gloo's
+sends and receives are not in it. A number is a collective's place in its group: the same on all its ranks, as long as
+they issue the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_DEFAULT_GROUP = "default_pg"
+_KEPT = 16  # of each group: what two ranks that differ by a few need to be compared
+
+
+@dataclass(frozen=True, kw_only=True)
+class Issued:
+    """One collective: `number` counts from 1 in its group."""
+
+    number: int
+    name: str
+    shapes: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupTrace:
+    """What a rank has issued in one group, and who else is in it."""
+
+    title: str  # for people: "data parallel"
+    ranks: tuple[int, ...]
+    last: tuple[Issued, ...]  # oldest first; empty before the first
+
+    @property
+    def number(self) -> int:
+        """Of the last collective; 0 before the first."""
+        return self.last[-1].number if self.last else 0
+
+    def at(self, number: int) -> Issued | None:
+        return next((issued for issued in self.last if issued.number == number), None)
+
+
+def progress_mark() -> bytes:
+    """Another value after every collective; cheap enough for every second."""
+    return b"".join(dump(False, False) for dump in _recorders())
+
+
+def group_traces() -> dict[str, GroupTrace]:
+    """By backend and group, the last one used last. Takes up to a tenth of a second."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for entry in sorted(_entries(), key=lambda entry: entry.get("time_created_ns", 0)):
+        if entry.get("is_p2p"):
+            continue
+        key = f"{entry['profiling_name'].partition(':')[0]} {entry['process_group'][0]}"
+        found[key] = [*found.pop(key, [])[-_KEPT + 1 :], entry]
+    ranks = _ranks_by_name()
+    return {key: _trace(entries, ranks) for key, entries in found.items()}
+
+
+def _trace(entries: list[dict[str, Any]], ranks: dict[str, tuple[int, ...]]) -> GroupTrace:
+    name, description = entries[0]["process_group"]
+    issued = (
+        Issued(
+            number=entry["collective_seq_id"],
+            name=entry["profiling_name"].partition(":")[2].strip("_"),
+            shapes=str(entry.get("input_sizes", "")),
+        )
+        for entry in entries
+    )
+    return GroupTrace(title=_title(description), ranks=ranks.get(name, ()), last=tuple(issued))
+
+
+def _title(description: str) -> str:
+    if description == _DEFAULT_GROUP:
+        return "all ranks"
+    return "" if description == "undefined" else description.removeprefix("mesh_")
+
+
+def _entries() -> Iterator[dict[str, Any]]:
+    for dump in _recorders():
+        yield from json.loads(dump(True, False)).get("entries", ())
+
+
+def _recorders() -> Iterator[Any]:
+    # Private, without a public form. tests/multiproc/train/test_stalls.py fails when they move.
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is not None:
+            yield dump
+
+
+def _ranks_by_name() -> dict[str, tuple[int, ...]]:
+    if not dist.is_initialized():
+        return {}
+    known = getattr(distributed_c10d, "_world").pg_group_ranks  # noqa: B009  # no public list of groups
+    return {str(group.group_name): tuple(sorted(places)) for group, places in known.items()}
