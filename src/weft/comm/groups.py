@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 
 def ensure_group(*, device_type: str, timeout_s: float = 300.0) -> bool:
@@ -37,22 +38,32 @@ class OwnedGroups:
         self._groups: list[dist.ProcessGroup] = []
         self._is_closed = False
 
-    def new(self, ranks: list[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup | None:
-        """A new group; None on ranks that are not in it. Collective."""
-        group = dist.new_group(ranks, backend=backend)
+    def new(
+        self,
+        ranks: list[int] | None = None,
+        *,
+        title: str,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> dist.ProcessGroup | None:
+        """A new group; None on ranks that are not in it. Collective. `title` names it where a rank does not arrive."""
+        group = dist.new_group(ranks, timeout=timeout or world_timeout(), backend=backend, group_desc=title)
         if ranks is not None and dist.get_rank() not in ranks:
             return None
         self._groups.append(group)
         return group  # type: ignore[no-any-return]
 
-    def of_lines(self, lines: Iterable[list[int]]) -> dist.ProcessGroup | None:
+    def of_lines(self, lines: Iterable[list[int]], *, title: str) -> dist.ProcessGroup | None:
         """A group for each of these disjoint lines of ranks, and of them this rank's; None where it has none."""
-        made = [self.new(line) for line in lines]
+        made = [self.new(line, title=title) for line in lines]
         return next((group for group in made if group is not None), None)
 
     def adopt(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Groups that torch made for this owner; a mesh may give the default group, which nobody here owns."""
-        self._groups += [group for group in groups if group is not self._world]
+        adopted = [group for group in groups if group is not self._world]
+        for group in adopted:
+            _limit(group, world_timeout())
+        self._groups += adopted
 
     def close(self) -> None:
         """Destroy them. Collective. A second time, or after their world has ended, there is nothing to do."""
@@ -71,3 +82,26 @@ def sum_over(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Ten
     if dist.get_world_size(group) > 1:
         dist.all_reduce(values, group=group)
     return values
+
+
+def world_timeout() -> timedelta | None:
+    """How long the default group waits for a silent rank; None where its backend does not say.
+
+    Torch gives every other group its own default, half an hour: a rank that hangs there would be noticed that late.
+    """
+    world = dist.group.WORLD
+    backend = _cpu_backend(world) if world is not None and dist.is_gloo_available() else None
+    return backend.options._timeout if isinstance(backend, dist.ProcessGroupGloo) else None
+
+
+def _limit(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+    """For groups that torch made: a mesh takes no timeout."""
+    if timeout is not None and hasattr(distributed_c10d, "_set_pg_timeout"):
+        distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _cpu_backend(group: dist.ProcessGroup) -> object:
+    try:
+        return group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # a group of another device alone
+        return None

@@ -8,6 +8,7 @@ Topology is passed as this value; nothing in the engine reads ranks from a modul
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,6 +20,8 @@ from weft.comm.groups import OwnedGroups
 from weft.core import axes
 from weft.core.errors import MeshError
 from weft.core.plan import Plan
+
+_SAVE_TIMEOUT = timedelta(minutes=30)  # a slow disk is no hang: ranks wait here while others write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +73,13 @@ class Topology:
 
     def checkpoint_group(self) -> dist.ProcessGroup | None:
         """A Gloo group of its own for saves in the background: sharing one with training deadlocks. Collective."""
-        return self.groups.new(backend="gloo") if dist.get_world_size() > 1 else None
+        if dist.get_world_size() == 1:
+            return None
+        return self.groups.new(title="checkpoint", backend="gloo", timeout=_SAVE_TIMEOUT)
 
     def new_data_group(self) -> dist.ProcessGroup:
         """The ranks of `dp_group` once more, for what must not share a queue with gradients. Collective."""
-        own = self.groups.of_lines(_data_lines(self.tp_degree, self.stage_size))
+        own = self.groups.of_lines(_data_lines(self.tp_degree, self.stage_size), title="buffers")
         if own is None:
             raise MeshError("this rank is in no data-parallel group", hint="the mesh must cover all ranks")
         return own
@@ -125,7 +130,7 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
 def _stage_group(groups: OwnedGroups, stage_size: int) -> dist.ProcessGroup | None:
     """Collective."""
     world = range(dist.get_world_size())
-    return groups.of_lines([list(world[begin : begin + stage_size]) for begin in world[::stage_size]])
+    return groups.of_lines([list(world[begin : begin + stage_size]) for begin in world[::stage_size]], title="stage")
 
 
 def _data_group(groups: OwnedGroups, tp_degree: int, stage_size: int) -> dist.ProcessGroup:
@@ -135,7 +140,7 @@ def _data_group(groups: OwnedGroups, tp_degree: int, stage_size: int) -> dist.Pr
         raise MeshError("no process group is initialised", hint="create the Engine inside a run, or call weft.train")
     if tp_degree == 1 and stage_size == dist.get_world_size():
         return world
-    own = groups.of_lines(_data_lines(tp_degree, stage_size))
+    own = groups.of_lines(_data_lines(tp_degree, stage_size), title="data parallel")
     if own is None:
         raise MeshError("this rank is in no data-parallel group", hint="the mesh must cover all ranks")
     return own

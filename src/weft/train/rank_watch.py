@@ -68,7 +68,10 @@ class RankWatch:
             first = self._first_error()
             if first is not None:
                 return first if self._end is not None else record
-            stall = self._explained(record, error)
+            try:
+                stall = self._explained(record, error)
+            except Exception:  # the record of the failure itself must not be lost for want of a better sentence
+                stall = None
             if stall is not None:
                 record = dataclasses.replace(record, error_fields=stall.as_dict())
         first = self._publish(record)
@@ -97,7 +100,7 @@ class RankWatch:
 
     def _ask(self) -> tuple[dict[int, Standing], dict[int, Standing]]:
         """What the ranks answer, and of those that do not their last beat."""
-        store = self._store.clone()
+        store = _second_client(self._store)
         store.set(_ASK, "1")
         store.set(_ALARM, "1")
         deadline = time.monotonic() + _ANSWER_S
@@ -111,14 +114,14 @@ class RankWatch:
 
     def _first_error(self) -> FailureRecord | None:
         def look() -> FailureRecord | None:
-            store = self._store.clone()
+            store = _second_client(self._store)
             return FailureRecord.from_json(store.get(_ERROR).decode()) if store.check([_ERROR]) else None
 
         return _within(_QUESTION_S, look)
 
     def _publish(self, record: FailureRecord) -> FailureRecord | None:
         def publish() -> FailureRecord:
-            store = self._store.clone()
+            store = _second_client(self._store)
             first = store.compare_set(_ERROR, "", record.to_json())
             store.set(_ALARM, "1")
             return FailureRecord.from_json(first.decode())
@@ -129,7 +132,7 @@ class RankWatch:
 
     def _beats(self) -> None:
         try:
-            store = self._store.clone()
+            store = _second_client(self._store)
             while not self._stopped.wait(_BEAT_S):
                 self._beat(store)
                 self._answered_at = time.monotonic()
@@ -180,6 +183,11 @@ class RankWatch:
             traceback="",
             error_fields=error.as_dict(),
         )
+
+
+def _second_client(store: Store) -> Store:
+    """A connection of its own: the main thread may be waiting for minutes in a call on the first."""
+    return store.clone()  # type: ignore[attr-defined,no-any-return]  # public, but not in torch's stub
 
 
 def _beat_key(rank: int) -> str:

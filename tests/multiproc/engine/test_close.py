@@ -118,7 +118,7 @@ def after_its_world(rank: int, world: int) -> int:
     """A world that ended took its groups along: nothing to close, in none and in the next."""
     engine = build_engine("qwen3-tied", {"mesh": {"dp_shard": 1}, "data_parallel": {"zero": 3}})
     engine.topology.checkpoint_group()
-    engine.topology.groups.new()
+    engine.topology.groups.new(title="one more")
     dist.destroy_process_group()
     engine.close()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

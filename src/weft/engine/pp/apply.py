@@ -103,7 +103,8 @@ def _shared(whole: ModelLayout, cut: Cut, topology: Topology) -> tuple[str, ...]
 def _group(topology: Topology) -> dist.ProcessGroup:
     """A group of this rank's pipeline of its own; collective."""
     size = topology.stage_size
-    own = topology.groups.of_lines(list(range(place, dist.get_world_size(), size)) for place in range(size))
+    lines = [list(range(place, dist.get_world_size(), size)) for place in range(size)]
+    own = topology.groups.of_lines(lines, title="pipeline")
     if own is None:
         raise RuntimeError("this rank is in no pipeline")
     return own

@@ -50,4 +50,5 @@ class SharedWeights:
 def pair_group(topology: Topology, first_place: int, last_place: int) -> dist.ProcessGroup | None:
     """First and last stage's ranks at this rank's place in its stage; collective. None on other ranks."""
     size = topology.stage_size
-    return topology.groups.of_lines([first_place * size + place, last_place * size + place] for place in range(size))
+    lines = [[first_place * size + place, last_place * size + place] for place in range(size)]
+    return topology.groups.of_lines(lines, title="tied weights")

@@ -78,7 +78,7 @@ def _members_global(line: list[int], sizes: dict[str, int], varying: str) -> lis
 
 def _join(owner: OwnedGroups, lines: list[list[list[int]]]) -> dist.ProcessGroup:
     """Every rank makes every group, in the same order, and keeps its own."""
-    own = owner.of_lines(ranks for line in lines for ranks in line)
+    own = owner.of_lines((ranks for line in lines for ranks in line), title="tp grid")
     if own is None:
         raise RuntimeError("this rank is in none of the groups")
     return own
