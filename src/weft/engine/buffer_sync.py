@@ -63,14 +63,13 @@ class BufferSync:
         if self._topology.pp_degree > 1:
             self.changes.renew()
         before = self._outside_blocks() if len(self._own) > 1 else {}
-        try:
-            yield
-        finally:
-            if self._num_steps == 0:
-                self._look(is_new=stage not in self._seen_stages)
-                self._seen_stages.add(stage)
-            self._claim(stage, before)
-            self._average([place for place in self._own_places() if self._stages[place] in (None, stage)])
+        yield
+        # Not after an exception: the other ranks are elsewhere, and a collective here would wait for them and hide it.
+        if self._num_steps == 0:
+            self._look(is_new=stage not in self._seen_stages)
+            self._seen_stages.add(stage)
+        self._claim(stage, before)
+        self._average([place for place in self._own_places() if self._stages[place] in (None, stage)])
 
     def after_step(self) -> None:
         """Collective. Ranks agree on what changes in the first step, and look again after 2, 4, 8, … steps."""

@@ -61,6 +61,15 @@ class LateCounter(nn.Module):
         return self.linear(x)  # type: ignore[no-any-return]
 
 
+def test_a_forward_that_fails_is_followed_by_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks are elsewhere: an agreement on buffers would wait for them, and the error would not be seen."""
+    engine = build()
+    monkeypatch.setattr(engine.buffer_sync, "_look", lambda **_: pytest.fail("looked after an error"))
+    monkeypatch.setattr(engine.buffer_sync, "_average", lambda _: pytest.fail("averaged after an error"))
+    with pytest.raises(torch.OutOfMemoryError), engine.buffer_sync.forward(0):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 def test_a_buffer_that_changes_later_is_found_later() -> None:
     engine = build(model=LateCounter())
     train(engine, 1)
