@@ -24,6 +24,7 @@ from weft.comm.observer import of_buffers
 from weft.core.records import BufferRecord
 from weft.engine.buffers import BufferChanges, Slot
 from weft.engine.mesh import Topology
+from weft.engine.pp.stages import StageDone
 
 CONSTANT, CACHE = 2**31 - 1, -1  # in the place of a stage
 
@@ -63,13 +64,18 @@ class BufferSync:
         if self._topology.pp_degree > 1:
             self.changes.renew()
         before = self._outside_blocks() if len(self._own) > 1 else {}
-        yield
-        # Not after an exception: the other ranks are elsewhere, and a collective here would wait for them and hide it.
+        done: StageDone | None = None
+        try:  # after any other exception no collective follows: the other ranks are elsewhere, and it would hang
+            yield
+        except StageDone as end:
+            done = end
         if self._num_steps == 0:
             self._look(is_new=stage not in self._seen_stages)
             self._seen_stages.add(stage)
         self._claim(stage, before)
         self._average([place for place in self._own_places() if self._stages[place] in (None, stage)])
+        if done is not None:
+            raise done
 
     def after_step(self) -> None:
         """Collective. Ranks agree on what changes in the first step, and look again after 2, 4, 8, … steps."""
