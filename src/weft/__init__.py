@@ -5,26 +5,25 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from weft.core.lazy_names import import_when_used
 
 __version__ = "0.1.0"
 
-_HOME = {
+_HOMES = {
     "Plan": "weft.core.plan",
     "RunSpec": "weft.core.run_spec",
     "StepRecord": "weft.core.records",
     "WeftError": "weft.core.errors",
     "Engine": "weft.engine.engine",
     "OptimizerPolicy": "weft.engine.optim",
-}
-_ROOMS = ("server", "train", "verify")  # train and verify are callable: weft.train(run, plan)
-_FUNCTIONS = {
-    "estimate": ("weft.plan.ask", "estimate_plan"),
-    "search": ("weft.plan.ask", "search_plans"),
-    "dry_run": ("weft.dryrun.run", "dry_run"),
-    "join": ("weft.train.process", "join"),
-    "leave": ("weft.train.process", "leave"),
+    "estimate": "weft.plan.ask:estimate_plan",
+    "search": "weft.plan.ask:search_plans",
+    "dry_run": "weft.dryrun.run",
+    "join": "weft.train.process",
+    "leave": "weft.train.process",
+    "server": "weft.server:",
+    "train": "weft.train:",  # this and verify are modules that can be called: weft.train(run, plan)
+    "verify": "weft.verify:",
 }
 
 __all__ = [
@@ -46,15 +45,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return import_module(f"weft.{name}")
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    if name in _FUNCTIONS:
-        home, function = _FUNCTIONS[name]
-        return getattr(import_module(home), function)
-    raise AttributeError(f"module 'weft' has no attribute {name!r}")
+__getattr__ = import_when_used(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

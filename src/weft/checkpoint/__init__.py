@@ -4,8 +4,9 @@ Read in this order: layout (names), manifest, writer, saver (one save), verify, 
 Names are imported when first used: `layout` is read before a command imports torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from weft.core.lazy_names import import_when_used
 
 if TYPE_CHECKING:
     from weft.checkpoint.manifest import Manifest, TensorRecord, read_manifest
@@ -13,15 +14,15 @@ if TYPE_CHECKING:
     from weft.checkpoint.saver import CommittedCheckpoint
     from weft.checkpoint.store import CheckpointStore, LoadedCheckpoint, peek_newest
 
-_HOME = {
-    "CheckpointStore": "store",
-    "CommittedCheckpoint": "saver",
-    "LoadedCheckpoint": "store",
-    "Manifest": "manifest",
-    "TensorRecord": "manifest",
-    "peek_newest": "store",
-    "read_manifest": "manifest",
-    "read_tensors": "reader",
+_HOMES = {
+    "CheckpointStore": "weft.checkpoint.store",
+    "CommittedCheckpoint": "weft.checkpoint.saver",
+    "LoadedCheckpoint": "weft.checkpoint.store",
+    "Manifest": "weft.checkpoint.manifest",
+    "TensorRecord": "weft.checkpoint.manifest",
+    "peek_newest": "weft.checkpoint.store",
+    "read_manifest": "weft.checkpoint.manifest",
+    "read_tensors": "weft.checkpoint.reader",
 }
 
 __all__ = [
@@ -36,7 +37,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"weft.checkpoint.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'weft.checkpoint' has no attribute {name!r}")
+__getattr__ = import_when_used(__name__, _HOMES)

@@ -1,28 +1,26 @@
-"""Optional libraries: who needs them, which extra installs them, and whether they are here, without importing them."""
+"""Optional libraries: the feature that needs one, the extra that installs it, and whether it is installed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 
 from weft.core.errors import MissingExtraError
 
-_MISSING: dict[str, Callable[[], MissingExtraError]] = {
-    "datasets": lambda: MissingExtraError("hf: sources need the datasets library", extra="data"),
-    "pyarrow": lambda: MissingExtraError("parquet files need the pyarrow library", extra="data"),
-    "torchao": lambda: MissingExtraError(
-        "optimizer = 'adamw8bit' needs torchao, which is not installed", extra="lowbit"
-    ),
-    "numba": lambda: MissingExtraError("parameter servers need numba, which is not installed", extra="server"),
-    "ray": lambda: MissingExtraError("the launcher 'ray' needs Ray", extra="ray"),
+_NEEDED_FOR = {  # library -> (sentence, extra)
+    "datasets": ("hf: sources need the datasets library", "data"),
+    "pyarrow": ("parquet files need the pyarrow library", "data"),
+    "torchao": ("optimizer = 'adamw8bit' needs torchao, which is not installed", "lowbit"),
+    "numba": ("parameter servers need numba, which is not installed", "server"),
+    "ray": ("the launcher 'ray' needs Ray", "ray"),
 }
 
 
 def missing_extra(library: str) -> MissingExtraError:
-    return _MISSING[library]()
+    sentence, extra = _NEEDED_FOR[library]
+    return MissingExtraError(sentence, extra=extra)
 
 
 def require_extra(library: str) -> None:
-    """Looks for the library and leaves it where it is: importing one takes seconds, and torch with it."""
+    """Look for the library without importing it: importing one takes seconds, and torch with it."""
     if find_spec(library) is None:
         raise missing_extra(library)

@@ -5,8 +5,9 @@ knows of meshes or process groups: ranks are two numbers, and processes wait for
 Names are imported when first used: sources and tokenizers are looked at before a command imports torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from weft.core.lazy_names import import_when_used
 
 if TYPE_CHECKING:
     from weft.data.corpus import Corpus, default_cache_dir, open_corpus
@@ -14,15 +15,15 @@ if TYPE_CHECKING:
     from weft.data.split import Split
     from weft.data.tokenizers import Tokenizer, find_tokenizer, open_tokenizer
 
-_HOME = {
-    "Corpus": "corpus",
-    "Loader": "loader",
-    "Split": "split",
-    "Tokenizer": "tokenizers",
-    "default_cache_dir": "corpus",
-    "find_tokenizer": "tokenizers",
-    "open_corpus": "corpus",
-    "open_tokenizer": "tokenizers",
+_HOMES = {
+    "Corpus": "weft.data.corpus",
+    "Loader": "weft.data.loader",
+    "Split": "weft.data.split",
+    "Tokenizer": "weft.data.tokenizers",
+    "default_cache_dir": "weft.data.corpus",
+    "find_tokenizer": "weft.data.tokenizers",
+    "open_corpus": "weft.data.corpus",
+    "open_tokenizer": "weft.data.tokenizers",
 }
 
 __all__ = [
@@ -37,7 +38,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"weft.data.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'weft.data' has no attribute {name!r}")
+__getattr__ = import_when_used(__name__, _HOMES)

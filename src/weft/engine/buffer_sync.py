@@ -24,13 +24,13 @@ from weft.comm.observer import of_buffers
 from weft.core.records import BufferRecord
 from weft.engine.buffers import BufferChanges, Slot
 from weft.engine.mesh import Topology
-from weft.engine.pp.stages import StageDone
+from weft.engine.pp.stages import StageDone, Stages
 
 CONSTANT, CACHE = 2**31 - 1, -1  # in the place of a stage
 
 
 class BufferSync:
-    """All buffers of one engine's model. `own`: this rank's stages; `stage_of`: of blocks, by their names."""
+    """All buffers of one engine's model. `stages`: those of this rank, in a pipeline."""
 
     def __init__(
         self,
@@ -39,14 +39,15 @@ class BufferSync:
         *,
         device: torch.device,
         batch_norms: Collection[str],
-        own: Sequence[int] = (0,),
-        stage_of: Mapping[str, int] | None = None,
+        stages: Stages | None = None,
     ) -> None:
         self.changes, self._topology, self._device = changes, topology, device
-        self._own = tuple(own)
+        self._own = stages.own if stages is not None else (0,)
+        split = stages.split.stages if stages is not None else ()
+        stage_of = {block: stage for stage, blocks in enumerate(split) for block in blocks}
         norms = set(batch_norms)
         self._norms = {place for place, slot in enumerate(changes.slots) if slot.name.rpartition(".")[0] in norms}
-        self._stages = {place: _stage_in(slot.name, stage_of or {}) for place, slot in enumerate(changes.slots)}
+        self._stages = {place: _stage_in(slot.name, stage_of) for place, slot in enumerate(changes.slots)}
         self._claims: dict[int, int] = {}  # of a rank with several stages: places outside blocks -> who changes them
         self.owners: list[int] = [CONSTANT] * len(changes.slots)  # a stage, or one of the two above
         self._seen_stages: set[int] = set()

@@ -106,7 +106,13 @@ class Engine:
         self.attention = AttentionKernel(model, plan, self.device)
         walk = self.pipeline.walk
         self.delayed = DelayedUpdates(self, walk) if isinstance(walk, EndlessWalk) else None
-        self.buffer_sync = self._watch_buffers(applied)
+        self.buffer_sync = BufferSync(
+            applied.changes,
+            self.topology,
+            device=self.device,
+            batch_norms=applied.batch_norms.names,
+            stages=self.pipeline.walk.stages if self.pipeline.walk is not None else None,
+        )
         groups = [*self.tensors.groups, *([applied.batch_norms.group] if applied.batch_norms.group else [])]
         names = {str(group.group_name) for group in groups}
         self._dtypes = DtypeWatch(model, self.layout, plan.precision.policy(), activation_groups=names)
@@ -371,18 +377,6 @@ class Engine:
         policy, copies = self.plan.precision.policy(), self.layout.copies
         low = LowStates.of(self.trained, policy, seed=self._seed, parts=self.parts, copies=copies)
         return make_optimizer(self.trained, given, low=low, is_cut=self.tensors.grid is not None)
-
-    def _watch_buffers(self, applied: Applied) -> BufferSync:
-        stages = self.pipeline.walk.stages if self.pipeline.walk is not None else None
-        placed = enumerate(stages.split.stages) if stages is not None else ()
-        return BufferSync(
-            applied.changes,
-            self.topology,
-            device=self.device,
-            batch_norms=applied.batch_norms.names,
-            own=stages.own if stages is not None else (0,),
-            stage_of={block: stage for stage, blocks in placed for block in blocks},
-        )
 
     def _split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
         # a grid deals the rows of a micro-batch out once more

@@ -22,11 +22,11 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Subpr
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from weft.core.errors import RankError, WeftError
+from weft.core.processes import state_of
 from weft.launch.cause import RankEnd, describe, find_cause, is_certain
 from weft.launch.rank_variables import rank_variables
 from weft.launch.stop_signals import StopSignals
 from weft.train.failures import is_debugging, read_record
-from weft.train.process_state import state_of
 from weft.train.rank_store import serve_store
 
 _LOOPBACK = "127.0.0.1"

@@ -6,10 +6,9 @@ Each public name is imported from its file when first used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from weft.core.lazy_names import import_when_used
 
-_HOME = {
+_HOMES = {
     "Client": "weft.server.client",
     "Endpoint": "weft.server.wire.endpoint",
     "RowSession": "weft.server.session",
@@ -42,10 +41,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'weft.server' has no attribute {name!r}")
+__getattr__ = import_when_used(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

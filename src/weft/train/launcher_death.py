@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 
-from weft.train.process_state import parent_of
+from weft.core.processes import parent_of
 from weft.train.rank_environment import LAUNCHER_VARIABLE, is_torchrun_rank
 
 _PR_SET_PDEATHSIG = 1

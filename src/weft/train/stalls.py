@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from weft.comm.flight import GroupTrace
 from weft.core.errors import StallError
-from weft.train.process_state import describe_process
+from weft.core.processes import describe_process
 from weft.train.standing import Standing
 
 _RESUME = "--resume continues from the last checkpoint"

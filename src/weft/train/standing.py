@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 
 from weft.comm.flight import GroupTrace, Issued, group_traces
-from weft.train.process_state import start_of
+from weft.core.processes import start_of
 from weft.train.progress import is_main_waiting, main_stack, progress
 
 

@@ -53,7 +53,7 @@ def test_a_dead_owner_of_this_machine_is_taken_over_at_once(path: Path) -> None:
 def test_a_number_that_another_process_has_now_is_a_dead_owner(path: Path) -> None:
     first, second = BuildLock(path), BuildLock(path)
     assert first.acquire()
-    rewrite(path, started="1")
+    rewrite(path, started=1)
     assert [second.acquire(), second.acquire()] == [False, True]
     second.release()
     first.release()
@@ -62,15 +62,15 @@ def test_a_number_that_another_process_has_now_is_a_dead_owner(path: Path) -> No
 def test_an_owner_elsewhere_is_dead_when_it_stays_silent(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = BuildLock(path), BuildLock(path)
     assert first.acquire()
-    rewrite(path, host="elsewhere", pid=1)
-    assert second.owner() == "process 1 on elsewhere"
+    rewrite(path, host="elsewhere", machine="another kernel", pid=1)
+    assert second.owner() == "pid 1 on elsewhere"
     now_s = [0.0]
     monkeypatch.setattr(build_lock.time, "monotonic", lambda: now_s[0])
     for _ in range(5):  # a living one touches its file
-        now_s[0] += build_lock.STALE_AFTER_S - 1
-        rewrite(path, touched=now_s[0])
+        now_s[0] += build_lock.STALE_S - 1
+        rewrite(path, since=str(now_s[0]))
         assert not second.acquire()
-    now_s[0] += build_lock.STALE_AFTER_S + 1
+    now_s[0] += build_lock.STALE_S + 1
     assert [second.acquire(), second.acquire()] == [False, True]
     second.release()
     first.release()

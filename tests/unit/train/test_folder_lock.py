@@ -13,14 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from weft.core import lock_file
 from weft.core.errors import FolderBusyError, RunFolderError
-from weft.train import folder_lock
-from weft.train.folder_lock import LOCK_NAME, STALE_S, FolderLock, Owner, read_owner
+from weft.core.lock_file import STALE_S, Owner, read_owner
+from weft.core.processes import start_of
+from weft.train.folder_lock import LOCK_NAME, FolderLock
 
 
 def write_owner(folder: Path, *, age_s: float = 0.0, **changes: object) -> Owner:
     """A lock as another process would have left it."""
-    owner = dataclasses.replace(Owner.here({}), token="another", **changes)  # type: ignore[arg-type]
+    owner = dataclasses.replace(Owner(), token="another", **changes)  # type: ignore[arg-type]
     folder.mkdir(exist_ok=True)
     path = folder / LOCK_NAME
     path.write_text(json.dumps(dataclasses.asdict(owner)))
@@ -65,13 +67,13 @@ def test_owners_that_are_gone_are_followed_with_a_note(tmp_path: Path) -> None:
     write_owner(tmp_path, pid=dead_pid())
     with FolderLock(tmp_path) as lock:
         assert "that process is gone" in lock.acquire()
-        assert read_owner(tmp_path / LOCK_NAME) != Owner.here({})
+        assert read_owner(tmp_path / LOCK_NAME) != Owner()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_pid_that_came_back_as_another_process_is_no_owner(tmp_path: Path) -> None:
-    here = Owner.here({})
-    assert here.started is not None
+    here = Owner()
+    assert here.started
     write_owner(tmp_path, started=here.started - 1)
     with FolderLock(tmp_path) as lock:
         assert "that process is gone" in lock.acquire()
@@ -79,7 +81,7 @@ def test_a_pid_that_came_back_as_another_process_is_no_owner(tmp_path: Path) -> 
 
 def test_a_process_that_ended_and_was_not_waited_for_is_gone(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        started = folder_lock._started(process.pid)
+        started = start_of(process.pid)
         write_owner(tmp_path, pid=process.pid, started=started)
         with pytest.raises(FolderBusyError, match=f"pid {process.pid} "):
             FolderLock(tmp_path).acquire()
@@ -149,9 +151,9 @@ def test_of_many_at_once_one_takes_over(tmp_path: Path) -> None:
 
 
 def test_the_heart_beats_while_the_lock_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_lock, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(lock_file, "HEARTBEAT_S", 0.01)
     beaten = threading.Event()
-    monkeypatch.setattr(folder_lock.os, "utime", lambda path: beaten.set())
+    monkeypatch.setattr(lock_file.os, "utime", lambda path: beaten.set())
     with FolderLock(tmp_path) as lock:
         lock.acquire()
         assert beaten.wait(60)

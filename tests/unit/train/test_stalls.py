@@ -7,7 +7,7 @@ import re
 
 from weft.comm.flight import GroupTrace, Issued
 from weft.core.errors import StallError
-from weft.train.process_state import start_of
+from weft.core.processes import start_of
 from weft.train.stalls import Scene, explain, explain_lost_store
 from weft.train.standing import Standing, stand
 

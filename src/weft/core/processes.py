@@ -1,13 +1,14 @@
-"""What the kernel says of a process of this host: its parent, whether it is stopped, how much it computes.
+"""Processes of this machine, as /proc shows them: parent, state, whether one is still running.
 
-It reads /proc and answers None, or nothing, where there is none.
+    pid + start time + machine name a process: a pid alone may belong to another process by now
 
-    pid and start time together name a process: a pid alone may be another's by now
+Without /proc the functions return None, 0 or "".
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 _STATES = {
@@ -38,9 +39,25 @@ def start_of(pid: int) -> int:
     return int(fields[19]) if fields else 0
 
 
-def cpu_seconds(pid: int) -> float:
-    fields = _stat(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+def is_running(pid: int, *, start: int) -> bool:
+    """Whether the process that began at `start` runs; one that ended and was not waited for does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    now = start_of(pid)
+    return state_of(pid) not in ("Z", "X") and (not now or not start or now == start)
+
+
+def machine_id() -> str:
+    """The scope of a pid: the boot of the kernel and the pid namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
 
 
 def describe_process(pid: int, *, start: int) -> str:
