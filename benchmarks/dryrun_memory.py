@@ -43,7 +43,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec, RunSpec
 from weft.core.vocabulary import BYTE_VOCABULARY
 from weft.engine.engine import Engine
-from weft.engine.optim import OptimizerPolicy
+from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.models.build import build_config, build_skeleton
 
 copied: Counter[str] = Counter()  # calls of collectives whose outputs were filled

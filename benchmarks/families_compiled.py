@@ -26,9 +26,9 @@ from tiny_families import Facts
 from torch._dynamo.utils import counters
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import weft.engine.compiled as compiled
+import weft.engine.kernels.compiled as compiled
 from weft.core.errors import WeftError
-from weft.engine.fast_path import fast_path
+from weft.engine.kernels.fast_path import fast_path
 
 NUM_LAYERS, LIMIT_S = 10, 120
 FAST = {"compile": {"enabled": True}, "kernels": {"loss": "fused"}}

@@ -32,7 +32,7 @@ from weft.core.errors import WeftError
 from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec
 from weft.engine.engine import Engine
-from weft.engine.optim import OptimizerPolicy
+from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.models.build import build_config, build_skeleton
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
@@ -199,7 +199,7 @@ def table(outcomes: list[Outcome], *, total_s: float) -> str:
         "tokens. `trained` means finite losses and a gradient, not that the type learns well at full size. Types whose",
         "usual input is more than text are given text alone.",
         "",
-        f"- Versions: torch {torch.__version__}, transformers {transformers.__version__},"
+        f"- WeightStash: torch {torch.__version__}, transformers {transformers.__version__},"
         f" Python {platform.python_version()}; one core of {platform.machine()}; {total_s:.0f} s in all.",
         "- Command: `OMP_NUM_THREADS=1 python benchmarks/families_train.py --out FILE`",
         f"- {counts['trained']} trained, {counts['refused']} refused with a sentence, {counts['failed']} failed,"

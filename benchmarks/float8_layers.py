@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from weft.engine.float8 import Float8Linear
+from weft.engine.kernels.float8 import Float8Linear
 
 SIZES = (
     (1024, 1024), (2048, 2048), (2048, 8192), (8192, 2048), (4096, 4096), (4096, 1024), (4096, 14_336), (14_336, 4096),

@@ -105,7 +105,7 @@ def shape_of(device: str, *, for_memory: bool) -> dict[str, int]:
 def weft_step(case: Case, device: str, *, for_memory: bool = False) -> Step:
     from weft.core.plan import Plan
     from weft.engine.engine import Engine
-    from weft.engine.optim import OptimizerPolicy
+    from weft.engine.optim.optimizers import OptimizerPolicy
 
     plan = Plan.from_tables({**case.plan, "pipeline": {"microbatches": case.microbatches}})
     model = build_model(device, for_memory=for_memory)

@@ -31,7 +31,7 @@ from pipeline_model import MICROBATCHES, build_engine, make_batch, pin, sizes, t
 
 from weft.core.quiet import quiet_libraries
 from weft.engine.engine import Engine
-from weft.engine.pp.mail import sent_by
+from weft.engine.pp.p2p import sent_by
 from weft.schedule import Schedule, StageCosts, generate, simulate
 from weft.train.pipeline_watch import PipelineWatch
 

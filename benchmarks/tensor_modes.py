@@ -30,7 +30,7 @@ from gloo import run_ranks
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.dryrun.run import Stage, dry_run
-from weft.engine.meter import StepMeter
+from weft.engine.measure.meter import StepMeter
 
 GIB = 2**30
 # a block of a 70B model, twice: the table is of blocks, not of depth

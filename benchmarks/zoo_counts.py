@@ -116,7 +116,7 @@ def render(verdicts: list[Verdict], *, draws: int, elapsed_s: float) -> str:
         "that was never drawn may differ. A type that reads images or sound besides text is counted as its language",
         "model alone, and says so (`near`). `exact`: the total, every layer, every parameter's name and size.",
         "",
-        f"- Versions: torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"- WeightStash: torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}; "
         f"{elapsed_s:.0f} s on one core of {platform.machine()}, nothing but the meta device.",
         f"- Command: `python benchmarks/zoo_counts.py --draws {draws} --out FILE`",

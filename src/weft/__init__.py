@@ -15,7 +15,7 @@ _HOMES = {
     "StepRecord": "weft.core.records",
     "WeftError": "weft.core.errors",
     "Engine": "weft.engine.engine",
-    "OptimizerPolicy": "weft.engine.optim",
+    "OptimizerPolicy": "weft.engine.optim.optimizers",
     "estimate": "weft.plan.ask:estimate_plan",
     "search": "weft.plan.ask:search_plans",
     "dry_run": "weft.dryrun.run",

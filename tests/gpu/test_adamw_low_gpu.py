@@ -9,11 +9,11 @@ from tiny import FAMILIES, global_batch
 from tolerances import BF16_SAME_LOSS_ABS, SAMPLING_SIGMAS
 from torch import nn
 
-from weft.core.boxes import Run, cut_part
 from weft.core.plan import Plan
-from weft.engine.adamw_low import AdamWLow, LowStates
+from weft.core.shards import Run, local_shard
 from weft.engine.engine import Engine
-from weft.engine.optim import OptimizerPolicy, build_optimizer
+from weft.engine.optim.adamw_low import AdamWLow, LowStates
+from weft.engine.optim.optimizers import OptimizerPolicy, build_optimizer
 from weft.models.build import build_config, build_skeleton
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
@@ -65,7 +65,9 @@ def test_the_bits_are_those_of_the_plain_form(weights: torch.dtype) -> None:
 def test_a_part_rounds_as_the_whole_does() -> None:
     whole = {"matrix": start(CUDA, BF16)["matrix"]}
     gradients = gradient(SHAPES["matrix"], 0, 0).to(CUDA, BF16)
-    part = cut_part(SHAPES["matrix"], {0: [Run(begin=7, size=40)], 1: [Run(begin=5, size=20), Run(begin=30, size=9)]})
+    part = local_shard(
+        SHAPES["matrix"], {0: [Run(begin=7, size=40)], 1: [Run(begin=5, size=20), Run(begin=30, size=9)]}
+    )
     own, own_gradient = (torch.empty(part.local_shape, dtype=BF16, device=CUDA) for _ in range(2))
     for box in part.boxes:
         own[box.local_index] = whole["matrix"].detach()[box.global_index]

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from gpu_engines import CUDA, engine_on, losses, worst
 from tolerances import BF16_SAME_LOSS_ABS, GPU_FP32_LOSS_ABS
 
-import weft.engine.attention_kernel as attention
-import weft.engine.head_loss as head_loss
-from weft.engine.attention_kernel import Shape
-from weft.engine.cross_entropy import Cap, cross_entropy_
-from weft.engine.dp.copy_in import install_copy_in
+import weft.engine.kernels.attention as attention
+import weft.engine.kernels.head_loss as head_loss
 from weft.engine.dp.float8_gather import quantise_shard
-from weft.engine.float8 import E4M3, _columns_first, _multiply, quantise
+from weft.engine.dp.reduce_scatter_copy import patch_reduce_scatter_copy
+from weft.engine.kernels.attention import Shape
+from weft.engine.kernels.cross_entropy import Cap, cross_entropy_
+from weft.engine.kernels.float8 import E4M3, _columns_first, _multiply, quantise
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +56,7 @@ def test_a_head_in_stretches_accumulates_in_float32(monkeypatch: pytest.MonkeyPa
         hidden = torch.randn(1, 500, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.randn(1000, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
         labels = torch.randint(0, 1000, (1, 500), device=CUDA)
-        head_loss.LateLogits(hidden, weight, None).loss_sum(labels).backward()
+        head_loss.LazyLogits(hidden, weight, None).loss_sum(labels).backward()
         assert weight.grad is not None
         gradients.append(weight.grad.float())
     assert ((gradients[0] - gradients[1]).norm() / gradients[0].norm()).item() < 4e-3
@@ -69,7 +69,7 @@ def test_a_scale_is_not_rounded_to_the_gradients_format() -> None:
     labels = torch.randint(0, 1000, (1, 500), device=CUDA)
     sums = []
     for scale in (1.0, 1 / 240):
-        loss = head_loss.LateLogits(hidden, weight, None).loss_sum(labels) * torch.tensor(scale, device=CUDA)
+        loss = head_loss.LazyLogits(hidden, weight, None).loss_sum(labels) * torch.tensor(scale, device=CUDA)
         found = torch.autograd.grad(loss, (hidden, weight))
         sums.append([value.double().abs().sum().item() / scale for value in found])
     # rounded first it would be 3.4e-3; rounding the results is 1.1e-4 here, on a CPU too
@@ -172,7 +172,7 @@ def test_weights_that_travel_in_float8_are_the_same_weights(zero: int) -> None:
 def test_gradients_are_laid_out_as_torch_lays_them_out() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
-    install_copy_in("own")
+    patch_reduce_scatter_copy("own")
     torch.manual_seed(0)
     gradients = [
         torch.randn(shape, device=CUDA, dtype=torch.bfloat16) for shape in ((64, 33), (8,), (4096, 5), (16, 2, 3))

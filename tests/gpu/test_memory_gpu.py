@@ -17,9 +17,9 @@ from tiny import FAMILIES, global_batch
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.dryrun.run import Stage, dry_run
-from weft.engine.compiled import failures
 from weft.engine.engine import Engine
-from weft.engine.meter import StepMeter
+from weft.engine.kernels.compiled import failures
+from weft.engine.measure.meter import StepMeter
 from weft.models.build import build_config, build_skeleton
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe

@@ -8,11 +8,11 @@ import torch
 from tolerances import LOW_MOMENT_REL, LOW_UPDATE_REL, LOW_WEIGHT_STEP
 from torch import nn
 
-from weft.core.boxes import Part, whole_part
-from weft.engine.adamw_low import AdamWLow, LowStates, Place
-from weft.engine.adamw_low_bits import key_of
-from weft.engine.adamw_low_spans import spans_of
-from weft.engine.optim import decay_groups
+from weft.core.shards import Part, replicated_shard
+from weft.engine.optim.adamw_low import AdamWLow, LowStates, Place
+from weft.engine.optim.element_spans import spans_of
+from weft.engine.optim.optimizers import decay_groups
+from weft.engine.optim.rounding_bits import key_of
 
 Parameters = dict[str, nn.Parameter]
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -24,7 +24,7 @@ def low_optimizer(
     """Over whole parameters, or over that part of each."""
     places = {}
     for name, value in parameters.items():
-        own = part or whole_part(value.shape, copies=1)
+        own = part or replicated_shard(value.shape, copies=1)
         places[value] = Place(key=key_of(seed, name), spans=tuple(spans_of(own.boxes, own.shape)))
     groups = decay_groups(list(parameters.values()), 0.1)
     return AdamWLow(groups, states=LowStates(dtype=moments, places=places), **{**ADAM, **adam})

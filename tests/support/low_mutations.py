@@ -8,12 +8,12 @@ from unittest.mock import patch
 
 import torch
 
-import weft.engine.adamw_low
-import weft.engine.adamw_low_update as update
-import weft.engine.clip
-from weft.engine.adamw_low import AdamWLow
-from weft.engine.adamw_low_spans import Span
-from weft.engine.adamw_low_update import Constants
+import weft.engine.optim.adamw_low
+import weft.engine.optim.adamw_low_update as update
+import weft.engine.optim.clip
+from weft.engine.optim.adamw_low import AdamWLow
+from weft.engine.optim.adamw_low_update import Constants
+from weft.engine.optim.element_spans import Span
 
 
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
@@ -50,7 +50,7 @@ def clipped_twice() -> Any:
         def step(self: AdamWLow) -> None:
             if self.gradient_factor is not None:
                 parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-                weft.engine.clip.scale_gradients(parameters, self.gradient_factor)
+                weft.engine.optim.clip.scale_gradients(parameters, self.gradient_factor)
             original(self)
 
         return step
@@ -85,7 +85,7 @@ def bits_by_local_element() -> Any:
 
         return spans_of
 
-    return replaced(weft.engine.adamw_low, "spans_of", make)
+    return replaced(weft.engine.optim.adamw_low, "spans_of", make)
 
 
 def the_same_bits_every_step() -> Any:
@@ -93,7 +93,7 @@ def the_same_bits_every_step() -> Any:
 
 
 def one_key_for_all_parameters() -> Any:
-    return patch.object(weft.engine.adamw_low, "key_of", lambda seed, name: 1)
+    return patch.object(weft.engine.optim.adamw_low, "key_of", lambda seed, name: 1)
 
 
 def moments_read_after_rounding() -> Any:

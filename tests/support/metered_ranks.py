@@ -7,7 +7,7 @@ from typing import Any
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.dryrun.run import Stage
-from weft.engine.meter import StepMeter
+from weft.engine.measure.meter import StepMeter
 
 Tables = dict[str, Any]
 

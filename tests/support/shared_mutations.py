@@ -23,9 +23,9 @@ import weft.data.corpus
 import weft.data.loader
 import weft.data.split
 import weft.data.tokenizers
-import weft.engine.clip
 import weft.engine.objective
-import weft.engine.optim
+import weft.engine.optim.clip
+import weft.engine.optim.optimizers
 import weft.models.build
 import weft.models.hf_export
 import weft.models.initial
@@ -373,7 +373,7 @@ def momentum_looks_ahead() -> Bug:
 
 def clipped_to_twice_the_norm() -> Bug:
     return both(
-        everywhere(weft.engine.clip, "clip_factor", lambda f: lambda norm, most: f(norm, 2 * most)),
+        everywhere(weft.engine.optim.clip, "clip_factor", lambda f: lambda norm, most: f(norm, 2 * most)),
         everywhere(weft.verify.reference, "clip_gradients", lambda f: lambda masters, most: f(masters, 2 * most)),
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.models.tensor_layout import LinearCut, Region, Segments, TensorLayout
+from weft.models.tp.layout import LinearCut, Region, Segments, TensorLayout
 
 
 class Ranks:
@@ -211,7 +211,7 @@ def _slices(layout: TensorLayout, model: nn.Module) -> dict[str, tuple[int, Segm
 
 
 def _vocabulary(rows: int) -> Any:
-    from weft.models.tensor_layout import Segment
+    from weft.models.tp.layout import Segment
 
     return Segment(units=rows)
 

@@ -12,7 +12,7 @@ import torch
 from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec
 from weft.engine.engine import Engine
-from weft.engine.optim import OptimizerPolicy
+from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.models.build import build_config, build_skeleton
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe

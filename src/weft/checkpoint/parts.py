@@ -14,19 +14,19 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from weft.core.boxes import Box
+from weft.core.shards import Box
 
 
-class PartTensor(Tensor):
+class ShardTensor(Tensor):
     """`local` is this rank's memory, `boxes` say where it lies in the whole."""
 
     local: Tensor
     boxes: tuple[Box, ...]
 
     @staticmethod
-    def of(local: Tensor, *, shape: Sequence[int], boxes: Sequence[Box]) -> PartTensor:
-        made: PartTensor = torch.Tensor._make_wrapper_subclass(  # the public way to a tensor without memory of its own
-            PartTensor, tuple(shape), dtype=local.dtype, device=local.device
+    def of(local: Tensor, *, shape: Sequence[int], boxes: Sequence[Box]) -> ShardTensor:
+        made: ShardTensor = torch.Tensor._make_wrapper_subclass(  # the public way to a tensor without memory of its own
+            ShardTensor, tuple(shape), dtype=local.dtype, device=local.device
         )
         made.local = local.detach()
         made.boxes = tuple(box for box in boxes if box.num_elements)
@@ -34,7 +34,7 @@ class PartTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise TypeError(f"a PartTensor only stands for its boxes; {func} was called on it")
+        raise TypeError(f"a ShardTensor only stands for its boxes; {func} was called on it")
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
         return [

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.parts import PartTensor, box_at
+from weft.checkpoint.parts import ShardTensor, box_at
 
 
 class StagedPlanner(DefaultSavePlanner):
@@ -27,7 +27,7 @@ class StagedPlanner(DefaultSavePlanner):
         super().__init__()
         self._shards = shards
         # boxes without the live memory behind them
-        self._boxes = {key: tensor.boxes for key, tensor in state.items() if isinstance(tensor, PartTensor)}
+        self._boxes = {key: tensor.boxes for key, tensor in state.items() if isinstance(tensor, ShardTensor)}
         self.set_up_planner(state)
         self._local_plan = super().create_local_plan()
         self.state_dict = {}
@@ -71,7 +71,7 @@ def local_shards(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _local(key: str, tensor: Tensor) -> Tensor:
-    if isinstance(tensor, PartTensor):
+    if isinstance(tensor, ShardTensor):
         return tensor.local
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):

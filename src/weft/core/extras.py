@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from weft.core.errors import MissingExtraError
 
-_NEEDED_FOR = {  # library -> (sentence, extra)
+NEEDED_FOR = {  # library -> (sentence, extra)
     "datasets": ("hf: sources need the datasets library", "data"),
     "pyarrow": ("parquet files need the pyarrow library", "data"),
     "torchao": ("optimizer = 'adamw8bit' needs torchao, which is not installed", "lowbit"),
@@ -16,7 +16,7 @@ _NEEDED_FOR = {  # library -> (sentence, extra)
 
 
 def missing_extra(library: str) -> MissingExtraError:
-    sentence, extra = _NEEDED_FOR[library]
+    sentence, extra = NEEDED_FOR[library]
     return MissingExtraError(sentence, extra=extra)
 
 

@@ -21,7 +21,7 @@ import torch._functorch.config as functorch
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx import GraphModule
 
-import weft.engine.compiled as compiled
+import weft.engine.kernels.compiled as compiled
 from weft.core.errors import PipelineError
 from weft.dryrun.fusion import Program, ProgramError
 

@@ -29,10 +29,10 @@ from weft.dryrun.kernels import LIBRARY_WORKSPACES_BYTES, Kernel, workspace_byte
 from weft.dryrun.record import DryRun
 from weft.dryrun.world import FakeWorld, fake_world
 from weft.engine.engine import Engine
-from weft.engine.meter import StepMeter, measure_peak, tensors_at_rest
-from weft.engine.optim import OptimizerPolicy
+from weft.engine.measure.meter import StepMeter, measure_peak, tensors_at_rest
+from weft.engine.measure.tracker import parts_of
+from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.engine.precision import torch_dtype
-from weft.engine.tracker import parts_of
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import ModelLayout, describe
 

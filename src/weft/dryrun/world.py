@@ -24,22 +24,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import weft.engine.buffer_sync as buffer_sync
-import weft.engine.buffers as buffers
+import weft.engine.activations.dropout as randomness
+import weft.engine.buffers.changes as buffers
+import weft.engine.buffers.sync as buffer_sync
 import weft.engine.dp.choose as choose
 import weft.engine.engine as engine
-import weft.engine.float8 as float8
-import weft.engine.head_loss as head_loss
+import weft.engine.kernels.float8 as float8
+import weft.engine.kernels.head_loss as head_loss
 import weft.engine.mesh as mesh
 import weft.engine.ownership as ownership
 import weft.engine.pp.apply as pipeline
-import weft.engine.pp.mail as mail
+import weft.engine.pp.p2p as mail
 import weft.engine.pp.stages as stages
-import weft.engine.randomness as randomness
 from weft.dryrun.kernels import Kernel, gpu_attention
 from weft.dryrun.replicas import FakeReplicated
 from weft.dryrun.streams import CurrentStream
-from weft.models.pipeline_split import split_model
+from weft.models.pp.split import split_model
 
 _MESH_METHODS = ("__init__", "__getitem__", "_flatten", "_unflatten", "_create_sub_mesh", "get_local_rank",
                  "get_coordinate", "_hash_key")  # fmt: skip

@@ -25,26 +25,26 @@ import torch
 from torch import nn
 
 from weft.core.plan import Plan, require_mixture
-from weft.engine.batch_norms import BatchNorms, apply_batch_norms
-from weft.engine.buffers import BufferChanges
-from weft.engine.compiled import apply_compile
+from weft.engine.activations.dropout import number_blocks
+from weft.engine.activations.recompute import apply_recompute
+from weft.engine.buffers.batch_norms import BatchNorms, apply_batch_norms
+from weft.engine.buffers.changes import BufferChanges
 from weft.engine.dp.choose import choose_strategy
-from weft.engine.dp.copy_in import install_copy_in
+from weft.engine.dp.reduce_scatter_copy import patch_reduce_scatter_copy
 from weft.engine.dp.sharded import shard_units
 from weft.engine.dp.strategy import Strategy
 from weft.engine.dp.threads import require_gpus
-from weft.engine.float8 import apply_float8
-from weft.engine.freeze import freeze
-from weft.engine.head_loss import HeadLoss, fuse_loss
-from weft.engine.materialise import materialise, place_real_model
+from weft.engine.kernels.compiled import apply_compile
+from weft.engine.kernels.float8 import apply_float8
+from weft.engine.kernels.head_loss import HeadLoss, fuse_loss
 from weft.engine.mesh import Topology
 from weft.engine.pp.apply import build_pipeline, cut_pipeline, keep_own_stages
-from weft.engine.pp.face import PipelineFace
+from weft.engine.pp.runtime import PipelineRuntime
 from weft.engine.precision import apply_compute_dtype, store_weights, torch_dtype
-from weft.engine.randomness import number_blocks
-from weft.engine.recompute import apply_recompute
 from weft.engine.tp.apply import apply_tensor_parallel
-from weft.engine.tp.face import TensorFace
+from weft.engine.tp.context import TPContext
+from weft.engine.weights.freeze import freeze
+from weft.engine.weights.materialise import materialise, place_real_model
 from weft.models.initial import WeightSource
 from weft.models.layout import ModelLayout, require_blocks
 
@@ -55,8 +55,8 @@ class Applied:
 
     layout: ModelLayout
     strategy: Strategy
-    tensors: TensorFace
-    pipeline: PipelineFace
+    tensors: TPContext
+    pipeline: PipelineRuntime
     head_loss: HeadLoss | None  # None: the objective takes the loss of logits
     float8: dict[str, bool]  # linear layers of the blocks, and whether they multiply in float8
     batch_norms: BatchNorms
@@ -84,7 +84,7 @@ def apply_plan(
     place_real_model(model, device=device)
     store_weights(model, precision)
     pipeline_cut = cut_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
-    face = TensorFace()
+    face = TPContext()
     if topology.tp_degree > 1:
         face = apply_tensor_parallel(model, layout, plan.tensor_parallel, topology, keep_logits_whole=has_own_objective)
     batch_norms = apply_batch_norms(model, plan, topology)
@@ -94,7 +94,7 @@ def apply_plan(
         face = face.of_stages(own)
     if dp.zero > 0:
         require_blocks(own)
-        install_copy_in(plan.kernels.gradient_copy)
+        patch_reduce_scatter_copy(plan.kernels.gradient_copy)
         shard_units(model, own, mesh=topology.dp_mesh, stage=dp.zero, precision=precision)
     materialise(model, own, weights, device=device, parts=face.parts)
     if dp.zero == 0:
@@ -107,7 +107,7 @@ def apply_plan(
     apply_recompute(model, layout, plan.activations, changes, own=own.blocks)
     number_blocks(model, layout)
     strategy = choose_strategy(model, plan, topology)
-    pipeline = PipelineFace()
+    pipeline = PipelineRuntime()
     if pipeline_cut is not None:
         strategy.keep_apart([pipeline_cut.split.stages[stage] for stage in pipeline_cut.own])
         pipeline = build_pipeline(model, layout, own, pipeline_cut, topology, device=device)

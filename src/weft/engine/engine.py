@@ -22,27 +22,27 @@ from weft.core.executable import require_executable
 from weft.core.plan import Plan, require_consistent
 from weft.core.records import BufferRecord, DtypeRecord, EvalRecord, ParameterRecord, StepRecord
 from weft.core.terms import TimeTerm
-from weft.engine.adamw_low import AdamWLow, LowStates
-from weft.engine.apply import Applied, apply_plan
-from weft.engine.attention_kernel import AttentionKernel
-from weft.engine.buffer_sync import BufferSync
-from weft.engine.clip import clip_factor, global_norm, scale_gradients
-from weft.engine.cpu_products import mend_products
-from weft.engine.delayed import DelayedUpdates
-from weft.engine.dtypes import DtypeWatch
+from weft.engine.activations.dropout import seeded_forward, uses_randomness
+from weft.engine.apply import apply_plan
+from weft.engine.batch.packed_sequences import skip_packed_sequence_check
+from weft.engine.batch.rows import cut_rows, num_rows, share_of_rows, to_device
+from weft.engine.buffers.sync import BufferSync
+from weft.engine.kernels.attention import AttentionKernel
+from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
+from weft.engine.measure.dtypes import DtypeWatch
+from weft.engine.measure.timer import StepTimer
 from weft.engine.mesh import build_topology
 from weft.engine.objective import Batch, Objective, objective_for
-from weft.engine.one_document import told_of_documents
-from weft.engine.optim import OptimizerFactory, OptimizerPolicy, create_state, make_optimizer
+from weft.engine.optim.adamw_low import AdamWLow, LowStates
+from weft.engine.optim.clip import clip_factor, global_norm, scale_gradients
+from weft.engine.optim.group_rates import GroupRates, current_rates, require_one_base
+from weft.engine.optim.optimizers import OptimizerFactory, OptimizerPolicy, create_state, make_optimizer
 from weft.engine.ownership import Parts, parameter_records
 from weft.engine.pending import PendingStep
-from weft.engine.pp.endless import EndlessWalk
+from weft.engine.pp.delayed_updates import DelayedUpdates
+from weft.engine.pp.no_flush_runner import NoFlushRunner
 from weft.engine.precision import LossScale, read_is_finite, torch_dtype
-from weft.engine.randomness import seeded_forward, uses_randomness
-from weft.engine.rates import GroupRates, current_rates, require_one_base
-from weft.engine.rows import cut_rows, num_rows, share_of_rows, to_device
 from weft.engine.state import MODEL, OPTIMIZER, meta_read, state_tensors
-from weft.engine.timer import StepTimer
 from weft.models.initial import WeightSource
 from weft.models.layout import describe
 
@@ -69,7 +69,7 @@ class Engine:
         self.plan = plan
         self.device = torch.device(device) if device is not None else default_device()
         if self.device.type == "cpu":
-            mend_products(torch_dtype(plan.precision.policy().weights))
+            patch_low_precision_matmul(torch_dtype(plan.precision.policy().weights))
         ensure_group(device_type=self.device.type)
         self.topology = build_topology(plan, device_type=self.device.type)
         self.model = model
@@ -105,7 +105,7 @@ class Engine:
         self._is_random = uses_randomness(model)
         self.attention = AttentionKernel(model, plan, self.device)
         walk = self.pipeline.walk
-        self.delayed = DelayedUpdates(self, walk) if isinstance(walk, EndlessWalk) else None
+        self.delayed = DelayedUpdates(self, walk) if isinstance(walk, NoFlushRunner) else None
         self.buffer_sync = BufferSync(
             applied.changes,
             self.topology,
@@ -210,7 +210,7 @@ class Engine:
         is not the last (`StageDone`)."""
         module = self.pipeline.called(self.strategy.module, stage)
         about = self.tensors.explained(self.model, self.plan.tensor_parallel)
-        with about, told_of_documents(microbatch), self.attention.preferred():
+        with about, skip_packed_sequence_check(microbatch), self.attention.preferred():
             return self.objective.loss_sum(module, self.tensors.rows_of(microbatch))
 
     def show_gradients(self) -> None:

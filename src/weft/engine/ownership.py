@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public form; tests pin it
 
 from weft.core import axes
-from weft.core.boxes import Box, Part, whole_part
 from weft.core.records import ParameterRecord
+from weft.core.shards import Box, Part, replicated_shard
 from weft.models.layout import ModelLayout
 
 Parts = Mapping[str, Part]  # by parameter name; empty without tensor parallelism
@@ -42,10 +42,10 @@ def local_index(tensor: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
 
 
-def boxes_of(tensor: torch.Tensor, part: Part | None) -> tuple[Box, ...]:
+def chunks_of(tensor: torch.Tensor, part: Part | None) -> tuple[Box, ...]:
     """The boxes of the whole tensor that `local(tensor)` is made of; `tensor` may be a shard of a part."""
     index = local_index(tensor)
-    part = part or whole_part(tensor.shape, copies=1)
+    part = part or replicated_shard(tensor.shape, copies=1)
     return part.within(index[0].start, index[0].stop - index[0].start) if index else part.boxes
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from weft.core.records import StepRecord
-from weft.engine.timer import StepTimer
+from weft.engine.measure.timer import StepTimer
 
 
 @dataclass(frozen=True, kw_only=True)

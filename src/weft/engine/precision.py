@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from weft.core.precision import PrecisionPolicy
-from weft.engine.around import Forward, put_around
+from weft.engine.wrap_forward import Forward, wrap_forward
 from weft.models.layout import ROOT, ModelLayout
 
 
@@ -44,7 +44,7 @@ def apply_compute_dtype(model: nn.Module, layout: ModelLayout, policy: Precision
     if policy.is_low:
         for unit in layout.units:
             module = model if unit == ROOT else model.get_submodule(unit)
-            put_around(module, _CastUnit(model, layout, unit, torch_dtype(policy.weights)))
+            wrap_forward(module, _CastUnit(model, layout, unit, torch_dtype(policy.weights)))
 
 
 class _CastUnit:

@@ -1,7 +1,7 @@
 """The engine's state as one flat dict of tensors under logical names: what checkpoints store and load in place.
 
 `model.<parameter>` and `optim.<parameter>.<key>`; persistent buffers under `model.` too (of those that change, a
-pipeline's stage has its own alone: `engine/buffer_sync.py`). Sharded tensors are DTensors,
+pipeline's stage has its own alone: `engine/buffers/sync.py`). Sharded tensors are DTensors,
 those that tensor parallelism cuts are PartTensors: a name and a global slice identify every byte, whatever the layout.
 Tied parameters appear once.
 """
@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from weft.checkpoint.parts import PartTensor
-from weft.core.boxes import Part
+from weft.checkpoint.parts import ShardTensor
 from weft.core.errors import CheckpointError
-from weft.engine.lowbit import block_size_for, quantised_parts
-from weft.engine.ownership import Parts, boxes_of, local
+from weft.core.shards import Part
+from weft.engine.optim.adamw_8bit import block_size_for, quantised_parts
+from weft.engine.ownership import Parts, chunks_of, local
 
 MODEL = "model."
 OPTIMIZER = "optim."
@@ -54,7 +54,7 @@ def as_part(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
     """A tensor shaped like a cut parameter as the boxes of the whole that it is; others as they are."""
     if part is None or not part.is_cut or tensor.ndim == 0:
         return tensor
-    return PartTensor.of(local(tensor), shape=part.shape, boxes=boxes_of(tensor, part))
+    return ShardTensor.of(local(tensor), shape=part.shape, boxes=chunks_of(tensor, part))
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

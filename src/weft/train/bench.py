@@ -31,9 +31,9 @@ from weft.core.plan import Plan
 from weft.core.records import TechniqueRecord
 from weft.core.run_spec import RunSpec
 from weft.engine.engine import Engine
-from weft.engine.fast_path import fast_path
-from weft.engine.optim import OptimizerPolicy
-from weft.engine.timer import now, seconds_between
+from weft.engine.kernels.fast_path import fast_path
+from weft.engine.measure.timer import now, seconds_between
+from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.models.build import build_config, build_skeleton
 from weft.plan.compute import model_flops
 from weft.train.build import weight_source

@@ -16,7 +16,7 @@ from weft.core.run_spec import ModelSpec, RunSpec
 from weft.core.vocabulary import padded
 from weft.data import Corpus, Loader, find_tokenizer, open_corpus, open_tokenizer
 from weft.engine.engine import Engine
-from weft.engine.optim import OptimizerPolicy
+from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.models.build import build_config, build_skeleton
 from weft.models.hf_config import unread_keys
 from weft.models.initial import InitialWeights, WeightSource

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from weft.core.records import StepRecord
 from weft.core.terms import MemoryTerm, TimeTerm
 from weft.engine.engine import Engine
-from weft.engine.fast_path import fast_path
-from weft.engine.lowbit import quantised_parts
+from weft.engine.kernels.fast_path import fast_path
+from weft.engine.optim.adamw_8bit import quantised_parts
 from weft.engine.ownership import local
 from weft.train.costs import collective_rows, memory_rows, row, time_rows, total_row, traffic_rows
 from weft.train.measuring import Measured

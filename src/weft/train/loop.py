@@ -19,7 +19,7 @@ from weft.core.errors import NumbersError, SaveError
 from weft.core.records import StepRecord
 from weft.core.run_spec import RunSpec
 from weft.core.terms import TimeTerm
-from weft.engine.compiled import RecompileWatch, failures
+from weft.engine.kernels.compiled import RecompileWatch, failures
 from weft.engine.pending import PendingStep
 from weft.train.build import Workbench
 from weft.train.display import Display

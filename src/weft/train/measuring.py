@@ -16,7 +16,7 @@ import torch
 
 from weft.core.records import HolderRecord, PeakRecord
 from weft.engine.engine import Engine
-from weft.engine.meter import StepMeter
+from weft.engine.measure.meter import StepMeter
 
 MAX_STEPS = 4
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from weft.engine.engine import Engine
-from weft.engine.pp.walk import Walk
+from weft.engine.pp.schedule_runner import Walk
 from weft.schedule import Schedule, Timeline
 from weft.train.measuring import MAX_STEPS
 from weft.train.pipeline_record import PipelineRecord, WatchedStep

@@ -11,7 +11,7 @@ import time
 import traceback
 
 _STACK_FRAMES = 4
-_MAIL = "/weft/engine/pp/mail.py"
+_MAIL = "/weft/engine/pp/p2p.py"
 
 
 class Progress:

@@ -4,7 +4,7 @@
                     clips its own gradient. With vertical sync every stage reads those of p-1 updates before
     pipedream_2bw   a step is an update; it reads the weights of the step before
 
-Delays are counted from the last restart, before which nothing is read. Versions are whole copies in a list: what a
+Delays are counted from the last restart, before which nothing is read. WeightStash are whole copies in a list: what a
 stage stashes, and when, is the engine's affair.
 """
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from weft.core.plan import Plan
 from weft.models.layout import describe
-from weft.models.pipeline_split import split_model
+from weft.models.pp.split import split_model
 from weft.verify.eight_bit import round_moments
 from weft.verify.reference import (
     Batch,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from weft.engine.lowbit import block_size_for
+from weft.engine.optim.adamw_8bit import block_size_for
 
 IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 CODES, SCALES = ".codes", ".scales"

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.parts import PartTensor
+from weft.checkpoint.parts import ShardTensor
 from weft.comm.observer import BUFFERS, CollectiveObserver
 from weft.core import axes
-from weft.core.boxes import Box
 from weft.core.records import DtypeRecord, ParameterRecord
-from weft.engine.adamw_low import AdamWLow
+from weft.core.shards import Box
 from weft.engine.engine import Engine
 from weft.engine.objective import Batch
-from weft.engine.ownership import boxes_of
+from weft.engine.optim.adamw_low import AdamWLow
+from weft.engine.ownership import chunks_of
 from weft.engine.state import MODEL, OPTIMIZER, as_part
 from weft.verify.eight_bit import decode_moments
 from weft.verify.low_update import Update
@@ -115,7 +115,7 @@ def _keep_update(update: Update, engine: Engine, norm: float) -> None:
 
 def whole(tensor: torch.Tensor, engine: Engine | None = None) -> torch.Tensor:
     """The global tensor on the host, as a copy that later steps do not change. All ranks that have it call."""
-    if isinstance(tensor, PartTensor):
+    if isinstance(tensor, ShardTensor):
         return _assemble(tensor, engine.topology.stage_group if engine is not None else None)
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().to("cpu", copy=True)
@@ -142,7 +142,7 @@ def _coverage(engine: Engine) -> list[ParameterRecord]:
     return list(_over_stages(engine, rows).values())
 
 
-def _assemble(part: PartTensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _assemble(part: ShardTensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Every rank's boxes in their places; this rank's own last, so that copies that differ show in its digest."""
     held: list[Any] = [None] * dist.get_world_size(group)
     own = (part.boxes, part.local.cpu())
@@ -174,7 +174,7 @@ def _owners(engine: Engine) -> dict[str, list[tuple[int, int]]]:
         part = engine.parts.get(name)
         is_cut = isinstance(parameter, DTensor) or (part is not None and part.is_cut)
         if (is_cut or engine.topology.pp_degree > 1) and name not in engine.layout.copies:
-            mine[name] = _row_range(boxes_of(parameter, part))
+            mine[name] = _row_range(chunks_of(parameter, part))
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, mine)
     return {name: [of_rank.get(name, (0, 0)) for of_rank in held] for name in {key for one in held for key in one}}

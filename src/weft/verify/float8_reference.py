@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.plan import Float8Choice
-from weft.engine.float8 import chosen_linears
+from weft.engine.kernels.float8 import chosen_linears
 from weft.models.layout import describe
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from weft.engine.head_loss import find_head, fuse_loss
+from weft.engine.kernels.head_loss import find_head, fuse_loss
 
 
 class LateDivision:

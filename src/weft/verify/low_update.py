@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weft.core.run_spec import TrainSpec
-from weft.engine.adamw_low_bits import for_second_moment, for_weight, key_of, random_bits, words_of
+from weft.engine.optim.rounding_bits import for_second_moment, for_weight, key_of, random_bits, words_of
 from weft.verify.tolerances import LOW_FLIPPED_SHARE, LOW_STEP, SUM_ROUNDINGS, UNIT_ROUNDOFF
 from weft.verify.verdict import Check, Finding
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.engine.engine import Engine
-from weft.engine.pp.endless import EndlessWalk
-from weft.engine.pp.mail import sent_by
+from weft.engine.pp.no_flush_runner import NoFlushRunner
+from weft.engine.pp.p2p import sent_by
 from weft.verify.tensor_promise import Promise
 
 
@@ -26,7 +26,7 @@ class PipelineFacts:
         if walk is None:
             return None
         place, schedule, ranks = walk.line.place, walk.schedule, walk.schedule.ranks
-        if isinstance(walk, EndlessWalk):  # in a step that is full: nothing fills, nothing drains
+        if isinstance(walk, NoFlushRunner):  # in a step that is full: nothing fills, nothing drains
             ranks = walk.calls.actions(walk.calls.delay)
         targets = [
             (source, target)

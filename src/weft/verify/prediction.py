@@ -18,9 +18,9 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.terms import MemoryTerm as Term
 from weft.engine.engine import Engine
-from weft.engine.meter import StepMeter
+from weft.engine.measure.meter import StepMeter
+from weft.engine.measure.tracker import ROUNDING_BYTES
 from weft.engine.objective import Batch
-from weft.engine.tracker import ROUNDING_BYTES
 from weft.plan.estimate import estimate
 from weft.train.predicted import Prediction, predict
 from weft.verify.verdict import Check, Finding

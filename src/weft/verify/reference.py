@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map_only
 
 from weft.core.plan import Float8Choice
 from weft.core.run_spec import TrainSpec
-from weft.engine.cpu_products import mend_products
-from weft.engine.randomness import number_blocks, seeded_forward, uses_randomness
+from weft.engine.activations.dropout import number_blocks, seeded_forward, uses_randomness
+from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
 from weft.models.layout import describe
 from weft.verify.eight_bit import round_moments
 from weft.verify.float8_reference import multiply_in_float8
@@ -316,7 +316,7 @@ def _cast(model: nn.Module, precision: Precision) -> nn.Module:
         return model.double()
     if precision.compute == precision.master:
         return model
-    mend_products(precision.compute)  # as engines do, or a CPU would have two sorts of products
+    patch_low_precision_matmul(precision.compute)  # as engines do, or a CPU would have two sorts of products
     for parameter in model.parameters():
         parameter.data = parameter.data.to(precision.compute)
 

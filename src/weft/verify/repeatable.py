@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from weft.core.plan import Plan
-from weft.engine.attention_kernel import taking
+from weft.engine.kernels.attention import taking
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.tensor_grid import row_chunks
 from weft.engine.engine import Engine
-from weft.engine.optim import OptimizerPolicy
+from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
 from weft.schedule import Calls, check_request

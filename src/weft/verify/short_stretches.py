@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weft.core.plan import Plan
-from weft.engine import cross_entropy, head_loss
+from weft.engine.kernels import cross_entropy, head_loss
 from weft.engine.tp import cross_entropy as cut_cross_entropy
 
 STRETCH_TOKENS = 5  # divides no power of two: the last stretch is shorter

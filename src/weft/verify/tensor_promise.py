@@ -23,14 +23,14 @@ from dataclasses import dataclass, field
 from weft.comm.observer import SMALL_ELEMENTS
 from weft.core.mixture import block_policies
 from weft.core.plan import Plan
+from weft.engine.batch.rows import cut_rows
 from weft.engine.engine import Engine
-from weft.engine.head_loss import stretches_of
+from weft.engine.kernels.head_loss import stretches_of
 from weft.engine.objective import Batch
-from weft.engine.ownership import boxes_of
-from weft.engine.rows import cut_rows
+from weft.engine.ownership import chunks_of
 from weft.engine.tp.gradients import ALONE_ELEMENTS
-from weft.models.tensor_finder import text_config
-from weft.models.tensor_layout import Region, TensorLayout
+from weft.models.tp.finder import text_config
+from weft.models.tp.layout import Region, TensorLayout
 
 Promise = dict[str, tuple[int, int]]  # (least, most) a step, by collective
 LOOPED = frozenset({"hrm_text"})  # blocks that are passed several times, as often as the config says
@@ -224,7 +224,7 @@ def _shared_sums(engine: Engine) -> int:
             continue
         groups = sorted({box.summed_over for box in engine.parts[name].boxes if box.summed_over is not None})
         together.update(groups[:1])  # a mark of who has a gradient
-        for box in boxes_of(parameter, engine.parts[name]):
+        for box in chunks_of(parameter, engine.parts[name]):
             if box.summed_over is not None and box.num_elements > ALONE_ELEMENTS:
                 alone += 1
             elif box.summed_over is not None:

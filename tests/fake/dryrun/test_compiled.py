@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import weft.dryrun.compiler as compiler
-import weft.engine.compiled as compiled
+import weft.engine.kernels.compiled as compiled
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.dryrun.record import DryRun

@@ -12,7 +12,7 @@ from gloo_ranks import run_ranks
 from samples import by_default
 from tiny import build_engine, global_batch
 
-import weft.engine.compiled as compiled
+import weft.engine.kernels.compiled as compiled
 from weft.comm.observer import CollectiveObserver
 from weft.engine.engine import Engine
 from weft.engine.ownership import local

@@ -12,8 +12,8 @@ from samples import by_default
 from tiny import FAMILIES, build_engine
 from torch.distributed.tensor import DTensor
 
-from weft.engine import materialise
 from weft.engine.ownership import local
+from weft.engine.weights import materialise
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from weft.core.plan import Plan
-from weft.engine.clip import clip_factor, global_norm, scale_gradients
 from weft.engine.mesh import build_topology
+from weft.engine.optim.clip import clip_factor, global_norm, scale_gradients
 from weft.engine.ownership import local, local_index, sharded_axes
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from weft.core.errors import CheckpointError
 from weft.core.plan import Plan
 from weft.engine.engine import Engine
-from weft.engine.optim import Kind, OptimizerPolicy
+from weft.engine.optim.optimizers import Kind, OptimizerPolicy
 
 KINDS: tuple[Kind, ...] = ("adamw", "sgd", "adamw8bit")
 

@@ -16,21 +16,21 @@ from mutations import both, replaced
 from torch import nn
 
 import weft.engine.engine
-import weft.engine.head_loss
-import weft.engine.lowbit
+import weft.engine.kernels.head_loss
+import weft.engine.optim.adamw_8bit
+import weft.engine.tp.chunked_loss
 import weft.engine.tp.cross_entropy
-import weft.engine.tp.stretch_loss
-import weft.engine.tp.tables
+import weft.engine.tp.grid_embedding
 from weft.checkpoint.staging import StagingBuffers
 from weft.data.loader import IGNORED, Loader
-from weft.engine.dp.summed import Summed
+from weft.engine.dp.pipeline_replicas import Summed
 from weft.engine.engine import Engine
 from weft.engine.objective import CausalLanguageModel
-from weft.engine.optim import set_group_rate
-from weft.engine.pp.mail import Mail, Message
-from weft.engine.rates import GroupRates
+from weft.engine.optim.group_rates import GroupRates
+from weft.engine.optim.optimizers import set_group_rate
+from weft.engine.pp.p2p import Mail, Message
 from weft.engine.tp import collectives
-from weft.engine.tp.lines import _Table
+from weft.engine.tp.one_d import _Table
 from weft.train.loop import TrainingLoop
 
 # --- rows of a token table that is cut by vocabulary ------------------------------------------------------------------
@@ -82,7 +82,7 @@ def grid_table_rows(lower: int, upper: int) -> Any:
         is_here = (places >= lower) & (places < table.shape[0] + upper)
         return table[places.clamp(0, table.shape[0] - 1)].masked_fill(~is_here.unsqueeze(-1), 0.0)
 
-    return replaced(weft.engine.tp.tables, "_rows_here", lambda _: rows_here)
+    return replaced(weft.engine.tp.grid_embedding, "_rows_here", lambda _: rows_here)
 
 
 def first_row_of_the_grid_table_missing() -> Any:
@@ -105,7 +105,7 @@ def labels_here(change: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.
 
     return both(
         replaced(weft.engine.tp.cross_entropy, "own_labels", lambda _: own_labels),
-        replaced(weft.engine.tp.stretch_loss, "own_labels", lambda _: own_labels),
+        replaced(weft.engine.tp.chunked_loss, "own_labels", lambda _: own_labels),
     )
 
 
@@ -238,7 +238,7 @@ def fillers_of_the_tail_evaluated() -> Any:
 
 
 def documents_not_kept_apart() -> Any:
-    return replaced(weft.engine.engine, "told_of_documents", lambda original: lambda batch: original({}))
+    return replaced(weft.engine.engine, "skip_packed_sequence_check", lambda original: lambda batch: original({}))
 
 
 def label_behind_the_last_column_counts() -> Any:
@@ -272,14 +272,14 @@ def last_row_of_a_stretch_missing() -> Any:
 
         return stretches_of
 
-    return replaced(weft.engine.head_loss, "stretches_of", make)
+    return replaced(weft.engine.kernels.head_loss, "stretches_of", make)
 
 
 def head_gradient_of_the_last_stretch_alone() -> Any:
     def make(original: Any) -> Any:
         return lambda total, left, right, *, is_only: original(None, left, right, is_only=is_only)
 
-    return replaced(weft.engine.head_loss, "_add_product", make)
+    return replaced(weft.engine.kernels.head_loss, "_add_product", make)
 
 
 # --- clip, optimizer, checkpoint --------------------------------------------------------------------------------------
@@ -302,7 +302,9 @@ def rate_of_the_matrices_alone() -> Any:
 def second_moment_with_a_sign() -> Any:
     """The codes of 8-bit second moments spend a bit on a sign they never have."""
     return replaced(
-        weft.engine.lowbit, "_zeros", lambda original: lambda parameter, *, signed: original(parameter, signed=True)
+        weft.engine.optim.adamw_8bit,
+        "_zeros",
+        lambda original: lambda parameter, *, signed: original(parameter, signed=True),
     )
 
 

@@ -20,29 +20,29 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+import weft.engine.activations.recompute
 import weft.engine.apply
-import weft.engine.clip
-import weft.engine.cross_entropy
 import weft.engine.dp.ddp
 import weft.engine.dp.sharded
 import weft.engine.engine
-import weft.engine.float8
-import weft.engine.head_loss
+import weft.engine.kernels.cross_entropy
+import weft.engine.kernels.float8
+import weft.engine.kernels.head_loss
 import weft.engine.objective
-import weft.engine.optim
-import weft.engine.recompute
+import weft.engine.optim.clip
+import weft.engine.optim.optimizers
 import weft.models.initial
 import weft.train.export
 import weft.train.loop
 import weft.train.worker
 from weft.checkpoint.store import CheckpointStore
 from weft.data.loader import Loader
+from weft.engine.activations.dropout import _RowDropout
 from weft.engine.dp.sharded import STAGES, Sharded
 from weft.engine.engine import Engine
 from weft.engine.objective import CausalLanguageModel
 from weft.engine.ownership import local
 from weft.engine.precision import _CastUnit
-from weft.engine.randomness import _RowDropout
 from weft.train.loop import TrainingLoop
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -189,7 +189,7 @@ def gradients_kept_in_bfloat16() -> Any:
 
 
 def norm_of_one_shard() -> Any:
-    return replaced(weft.engine.clip, "sum_over", lambda _: lambda values, group: values)
+    return replaced(weft.engine.optim.clip, "sum_over", lambda _: lambda values, group: values)
 
 
 def replicated_norm_summed() -> Any:
@@ -232,7 +232,7 @@ def loss_scale_left_in() -> Any:
 
 def vectors_decay_too() -> Any:
     return replaced(
-        weft.engine.optim,
+        weft.engine.optim.optimizers,
         "decay_groups",
         lambda _: lambda parameters, decay: [{"params": list(parameters), "weight_decay": decay}],
     )
@@ -389,14 +389,14 @@ def capped_logits_without_their_slope() -> Any:
 
         return piece
 
-    return replaced(weft.engine.cross_entropy, "_piece", make)
+    return replaced(weft.engine.kernels.cross_entropy, "_piece", make)
 
 
 def fused_loss_of_labels_that_do_not_count() -> Any:
     def make(original: Any) -> Any:
         return lambda logits, labels, cap, **rest: original(logits, labels.clamp(min=0), cap, **rest)
 
-    return replaced(weft.engine.head_loss, "cross_entropy_", make)
+    return replaced(weft.engine.kernels.head_loss, "cross_entropy_", make)
 
 
 def gradients_on_the_scale_of_the_forward() -> Any:
@@ -409,7 +409,7 @@ def gradients_on_the_scale_of_the_forward() -> Any:
 
         return multiply
 
-    return replaced(weft.engine.float8, "_multiply", make)
+    return replaced(weft.engine.kernels.float8, "_multiply", make)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
@@ -435,7 +435,7 @@ def masks_drawn_anew_when_recomputed() -> Any:
     def make(original: Any) -> Any:
         return lambda *args, **options: original(*args, preserve_rng_state=False, **options)
 
-    return replaced(weft.engine.recompute, "checkpoint", make)
+    return replaced(weft.engine.activations.recompute, "checkpoint", make)
 
 
 def masks_of_the_first_rows_when_recomputed() -> Any:

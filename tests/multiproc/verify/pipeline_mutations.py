@@ -11,14 +11,16 @@ import torch
 from mutations import replaced
 
 import weft.engine.engine
-from weft.engine import delayed, head_loss, randomness
-from weft.engine.deferred import Deferred
-from weft.engine.pp.endless import EndlessWalk
-from weft.engine.pp.mail import Mail, Message
+from weft.engine.activations import dropout
+from weft.engine.kernels import head_loss
+from weft.engine.pp import delayed_updates
+from weft.engine.activations.split_backward import SplitBackward
+from weft.engine.pp.no_flush_runner import NoFlushRunner
+from weft.engine.pp.p2p import Mail, Message
+from weft.engine.pp.schedule_runner import Walk
+from weft.engine.pp.shared_weights import SharedWeights
 from weft.engine.pp.stages import _Entry
-from weft.engine.pp.ties import SharedWeights
-from weft.engine.pp.versions import Versions
-from weft.engine.pp.walk import Walk
+from weft.engine.pp.weight_stash import WeightStash
 
 
 def _first_two_swapped(message: Message) -> Message:
@@ -117,14 +119,14 @@ def weights_gradients_lost() -> Any:
     calls = {"number": 0}
 
     def make(original: Any) -> Any:
-        def run(self: Deferred) -> None:
+        def run(self: SplitBackward) -> None:
             calls["number"] += 1
             if calls["number"] % 4 != 2:
                 original(self)
 
         return run
 
-    return replaced(Deferred, "run", make)
+    return replaced(SplitBackward, "run", make)
 
 
 def entry_computes_once_more() -> Any:
@@ -146,7 +148,7 @@ def stash_off_by_one_version() -> Any:
     def make(original: Any) -> Any:
         return lambda self, index: max(0, original(self, index) - 1)
 
-    return replaced(EndlessWalk, "_version", make)
+    return replaced(NoFlushRunner, "_version", make)
 
 
 def stash_overwritten() -> Any:
@@ -154,7 +156,7 @@ def stash_overwritten() -> Any:
 
     def make(_original: Any) -> Any:
         @contextmanager
-        def updating(self: Versions, *, lowest: int) -> Iterator[None]:
+        def updating(self: WeightStash, *, lowest: int) -> Iterator[None]:
             self.forget(lowest)
             self._open(self.newest)
             yield
@@ -163,19 +165,19 @@ def stash_overwritten() -> Any:
 
         return updating
 
-    return replaced(Versions, "updating", make)
+    return replaced(WeightStash, "updating", make)
 
 
 def update_at_the_rate_of_the_step_after() -> Any:
     """A delayed update is made with whatever learning rate there is by then."""
-    return replaced(delayed, "at_rate", lambda _original: lambda *_: nullcontext())
+    return replaced(delayed_updates, "at_rate", lambda _original: lambda *_: nullcontext())
 
 
 def gradients_of_two_steps_in_one() -> Any:
     """What a step has left is not taken away before the next one adds to it."""
 
     def make(original: Any) -> Any:
-        def take_gradients(self: Versions, version: int) -> list[torch.Tensor | None]:
+        def take_gradients(self: WeightStash, version: int) -> list[torch.Tensor | None]:
             kept = [leaf.grad for leaf in self._open(version)]
             original(self, version)
             for leaf, gradient in zip(self._open(version), kept, strict=True):
@@ -184,12 +186,12 @@ def gradients_of_two_steps_in_one() -> Any:
 
         return take_gradients
 
-    return replaced(Versions, "take_gradients", make)
+    return replaced(WeightStash, "take_gradients", make)
 
 
 def dropout_numbered_through() -> Any:
     """Dropout calls are counted over the blocks a stage computes, not from every block's beginning."""
-    return replaced(randomness._RowDropout, "begin_block", lambda _: lambda self, index: None)
+    return replaced(dropout._RowDropout, "begin_block", lambda _: lambda self, index: None)
 
 
 def stages_agree_after_every_step() -> Any:
@@ -210,7 +212,7 @@ def head_left_to_the_second_half() -> Any:
 
     def make(original: Any) -> Any:
         def apply(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-            return original(hidden, weight if Deferred.active is None else weight.detach(), *rest)  # type: ignore[no-any-return]
+            return original(hidden, weight if SplitBackward.active is None else weight.detach(), *rest)  # type: ignore[no-any-return]
 
         return apply
 

@@ -12,23 +12,23 @@ import torch.nn.functional as F
 from mutations import replaced
 
 import weft.checkpoint.staging
-import weft.engine.clip
+import weft.engine.optim.clip
 import weft.engine.tp.apply
+import weft.engine.tp.chunked_loss
+import weft.engine.tp.context
 import weft.engine.tp.cross_entropy
-import weft.engine.tp.cut
-import weft.engine.tp.face
-import weft.engine.tp.lines
-import weft.engine.tp.stretch_loss
-from weft.checkpoint.parts import PartTensor
+import weft.engine.tp.one_d
+import weft.engine.tp.one_d_shards
+from weft.checkpoint.parts import ShardTensor
 from weft.checkpoint.store import CheckpointStore
 from weft.core import axes
-from weft.core.boxes import Run
+from weft.core.shards import Run
 from weft.data.loader import Loader
 from weft.engine.tp import collectives
-from weft.engine.tp.face import TensorFace
-from weft.engine.tp.lines import _Head, _Passage, _Row, _Stream, _Table
-from weft.engine.tp.stretch_loss import HeadSlice
-from weft.engine.tp.zones import Zones
+from weft.engine.tp.activation_layout import ActivationLayout
+from weft.engine.tp.chunked_loss import HeadShard
+from weft.engine.tp.context import TPContext
+from weft.engine.tp.one_d import _Head, _Passage, _Row, _Stream, _Table
 
 # --- into regions and out of them -------------------------------------------------------------------------------------
 
@@ -80,12 +80,12 @@ def statistics_of_own_features() -> Any:
     def alone(_module: Any, _group: Any, _width: int, **_: Any) -> Any:
         return lambda forward, *args, **kwargs: forward(*args, **kwargs)
 
-    return replaced(weft.engine.tp.lines, "spanning", lambda _: alone)
+    return replaced(weft.engine.tp.one_d, "spanning", lambda _: alone)
 
 
 def statistics_count_every_copy() -> Any:
     """A norm over repeated key-value heads takes them for as many more."""
-    return replaced(weft.engine.tp.lines, "spanning", lambda original: lambda *given, copies: original(*given))
+    return replaced(weft.engine.tp.one_d, "spanning", lambda original: lambda *given, copies: original(*given))
 
 
 def input_sent_twice() -> Any:
@@ -109,7 +109,7 @@ def fused_projection_cut_as_one() -> Any:
         size = sum(segment.features for segment in segments) // degree
         return [Run(begin=place * size, size=size)]
 
-    return replaced(weft.engine.tp.cut, "deal", lambda _: deal)
+    return replaced(weft.engine.tp.one_d_shards, "deal", lambda _: deal)
 
 
 def kv_heads_dealt_in_turns() -> Any:
@@ -127,7 +127,7 @@ def kv_heads_dealt_in_turns() -> Any:
 
         return deal
 
-    return replaced(weft.engine.tp.cut, "deal", make)
+    return replaced(weft.engine.tp.one_d_shards, "deal", make)
 
 
 # --- gradients that ranks share ---------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def left_out_of_the_sum(is_left_out: Callable[[str], bool]) -> Any:
 
         return sum_partial
 
-    return replaced(weft.engine.tp.face, "sum_partial_gradients", make)
+    return replaced(weft.engine.tp.context, "sum_partial_gradients", make)
 
 
 def norms_not_summed_over_the_stream() -> Any:
@@ -167,7 +167,7 @@ def norm_counts_cut_parameters_once() -> Any:
 
         return owned
 
-    return replaced(weft.engine.clip, "_owned", make)
+    return replaced(weft.engine.optim.clip, "_owned", make)
 
 
 def norm_counts_whole_parameters_by_rank() -> Any:
@@ -178,7 +178,7 @@ def norm_counts_whole_parameters_by_rank() -> Any:
 
         return owned
 
-    return replaced(weft.engine.clip, "_owned", make)
+    return replaced(weft.engine.optim.clip, "_owned", make)
 
 
 # --- vocabulary -------------------------------------------------------------------------------------------------------
@@ -251,12 +251,12 @@ def loss_with_the_largest_of_own_logits() -> Any:
 
 
 def fused_loss_with_the_largest_of_own_logits() -> Any:
-    return replaced(weft.engine.tp.stretch_loss, "dist", lambda _: _NoLargest())
+    return replaced(weft.engine.tp.chunked_loss, "dist", lambda _: _NoLargest())
 
 
 def fused_head_input_not_summed() -> Any:
     """Each rank goes on with its share of the gradient."""
-    return replaced(HeadSlice, "enter", lambda _: lambda self, hidden: hidden)
+    return replaced(HeadShard, "enter", lambda _: lambda self, hidden: hidden)
 
 
 def fused_gradient_of_the_own_softmax() -> Any:
@@ -268,15 +268,15 @@ def fused_gradient_of_the_own_softmax() -> Any:
 
         return write
 
-    return replaced(weft.engine.tp.stretch_loss, "_write_gradients", make)
+    return replaced(weft.engine.tp.chunked_loss, "_write_gradients", make)
 
 
 def loss_counted_by_every_rank() -> Any:
-    return replaced(TensorFace, "owns_loss", lambda _: property(lambda self: True, lambda self, value: None))
+    return replaced(TPContext, "owns_loss", lambda _: property(lambda self: True, lambda self, value: None))
 
 
 def evaluated_tokens_counted_by_every_rank() -> Any:
-    return replaced(TensorFace, "owns_weight", lambda _: property(lambda self: True))
+    return replaced(TPContext, "owns_weight", lambda _: property(lambda self: True))
 
 
 # --- the stream of sequence parallel ----------------------------------------------------------------------------------
@@ -315,14 +315,14 @@ def stream_ends_with_a_sum_in_backward() -> Any:
 
 def masks_not_sliced() -> Any:
     """Every rank draws a mask of its slice's own shape: the first heads' masks, for all."""
-    return replaced(Zones, "cut_dim", lambda _: lambda self, tensor: None)
+    return replaced(ActivationLayout, "cut_dim", lambda _: lambda self, tensor: None)
 
 
 def masks_of_the_first_slice() -> Any:
-    def first(self: Zones, whole: torch.Tensor, dim: int) -> torch.Tensor:
+    def first(self: ActivationLayout, whole: torch.Tensor, dim: int) -> torch.Tensor:
         return whole.narrow(dim, 0, whole.shape[dim] // self.degree)
 
-    return replaced(Zones, "own", lambda _: first)
+    return replaced(ActivationLayout, "own", lambda _: first)
 
 
 def other_rows_on_the_second_rank() -> Any:
@@ -342,7 +342,7 @@ def every_rank_saves_the_first_part() -> Any:
         def staged(self: Any, state: dict[str, torch.Tensor], shards: dict[str, torch.Tensor]) -> None:
             original(self, state, shards)
             for key, tensor in state.items():
-                if isinstance(tensor, PartTensor) and dist.get_rank() > 0:
+                if isinstance(tensor, ShardTensor) and dist.get_rank() > 0:
                     self._shards[key] = torch.zeros_like(self._shards[key])
 
         return staged
@@ -356,7 +356,7 @@ def part_not_loaded() -> Any:
     def make(original: Any) -> Any:
         def load(self: CheckpointStore, state: dict[str, torch.Tensor], **options: Any) -> Any:
             tensor = state[key]
-            before = tensor.local.clone() if isinstance(tensor, PartTensor) else None
+            before = tensor.local.clone() if isinstance(tensor, ShardTensor) else None
             loaded = original(self, state, **options)
             if before is not None and dist.get_rank() == 1:
                 tensor.local.copy_(before)  # type: ignore[attr-defined]

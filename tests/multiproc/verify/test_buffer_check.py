@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from verify_ranks import Tables, open_session, small_run
 
 from weft.core.plan import Plan
-from weft.engine.buffer_sync import BufferSync
+from weft.engine.buffers.sync import BufferSync
 from weft.engine.dp import batch_norm
 from weft.verify.evidence import Evidence
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import weft.dryrun.compiler as compiler
-import weft.engine.compiled as compiled
+import weft.engine.kernels.compiled as compiled
 from weft.comm.watch import OperatorWatch
 from weft.dryrun.fusion import Kernel, Program, ProgramError
-from weft.engine.tracker import MemoryTracker, Peak
+from weft.engine.measure.tracker import MemoryTracker, Peak
 
 ROWS, WIDTH = 64, 32
 

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.comm.watch import OperatorWatch
 from weft.dryrun.kernels import Kernel, gpu_attention, workspace_bytes
-from weft.engine.tracker import MemoryTracker
+from weft.engine.measure.tracker import MemoryTracker
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 8, 256, 64
 MIB = 2**20

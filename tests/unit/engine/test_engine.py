@@ -23,7 +23,7 @@ from weft.core.errors import (
 )
 from weft.core.plan import Plan
 from weft.engine.engine import Engine
-from weft.engine.optim import OptimizerPolicy
+from weft.engine.optim.optimizers import OptimizerPolicy
 
 
 def plain_loop(engine: Engine, steps: int, *, clip: float) -> list[tuple[float, float]]:

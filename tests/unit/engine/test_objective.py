@@ -14,7 +14,7 @@ from weft.core.plan import Plan
 from weft.engine.dp.threads import DataParallelSlownessWarning, Threaded, require_gpus
 from weft.engine.engine import Engine
 from weft.engine.objective import Batch, CausalLanguageModel, TokenClassifier, objective_for, token_loss_sum
-from weft.engine.optim import OptimizerPolicy
+from weft.engine.optim.optimizers import OptimizerPolicy
 
 
 class Weighted:

@@ -16,7 +16,7 @@ from weft.core.precision import policy_of
 from weft.core.records import DtypeRecord
 from weft.engine.engine import Engine
 from weft.engine.objective import Batch, TokenClassifier
-from weft.engine.optim import OptimizerPolicy
+from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.engine.precision import LossScale, apply_compute_dtype, torch_dtype
 from weft.models.layout import describe
 

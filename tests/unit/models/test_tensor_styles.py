@@ -15,8 +15,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from weft import zoo
 from weft.core.model_shape import BlockShape, ModelShape
 from weft.models.layout import ModelLayout, describe
-from weft.models.tensor_finder import find_tensor_layout
-from weft.models.tensor_layout import TensorLayout
+from weft.models.tp.finder import find_tensor_layout
+from weft.models.tp.layout import TensorLayout
 from weft.zoo.config import type_data
 from weft.zoo.families import find
 

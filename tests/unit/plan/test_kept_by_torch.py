@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from weft import zoo
 from weft.core.plan import Activations
 from weft.core.run_spec import ModelSpec
-from weft.engine.buffers import BufferChanges
-from weft.engine.cpu_products import mend_products
-from weft.engine.recompute import apply_recompute
+from weft.engine.activations.recompute import apply_recompute
+from weft.engine.buffers.changes import BufferChanges
+from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import describe
 from weft.plan.activations import Kept, kept_by, kept_fully, kept_selectively
@@ -65,7 +65,7 @@ def built(kind: str, config: dict[str, Any], *, layers: int) -> nn.Module:
             buffer.copy_(buffers[name])
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    mend_products(torch.bfloat16)
+    patch_low_precision_matmul(torch.bfloat16)
     return model
 
 

@@ -9,7 +9,7 @@ import torch
 from tiny import build_engine, global_batch, train_steps
 
 from weft.core.terms import MemoryTerm, TimeTerm
-from weft.engine.optim import Kind, OptimizerPolicy
+from weft.engine.optim.optimizers import Kind, OptimizerPolicy
 from weft.train.ledger import build_ledger, gather_memory, memory_terms, peak_memory_bytes
 
 

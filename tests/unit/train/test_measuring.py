@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm.ledger import TrafficLedger
 from weft.engine.engine import Engine
-from weft.engine.meter import StepMeter
+from weft.engine.measure.meter import StepMeter
 from weft.train.measuring import MAX_STEPS, Measured, Measuring
 
 

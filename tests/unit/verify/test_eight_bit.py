@@ -6,7 +6,7 @@ import torch
 from tolerances import FLIPPED_CODES_SHARE, SAME_LOWBIT_MOMENT_REL, SAME_LOWBIT_WEIGHT_ABS
 from torch import nn
 
-from weft.engine.lowbit import build_adamw8bit, quantised_parts
+from weft.engine.optim.adamw_8bit import build_adamw8bit, quantised_parts
 from weft.verify.eight_bit import decode_moments, round_moments
 
 

@@ -11,7 +11,7 @@ import torch
 from samples import by_default
 from tiny import FAMILIES
 
-import weft.engine.head_loss as head_loss
+import weft.engine.kernels.head_loss as head_loss
 from weft.core.run_spec import ModelSpec, RunSpec
 from weft.models.build import build_config, build_skeleton
 from weft.verify.late_division import is_fused

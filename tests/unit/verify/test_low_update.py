@@ -13,10 +13,10 @@ from torch import nn
 
 from weft.core.precision import resolve
 from weft.core.run_spec import TrainSpec
-from weft.engine.adamw_low import AdamWLow, LowStates
-from weft.engine.adamw_low_bits import round_with
-from weft.engine.clip import clip_factor
-from weft.engine.optim import decay_groups
+from weft.engine.optim.adamw_low import AdamWLow, LowStates
+from weft.engine.optim.clip import clip_factor
+from weft.engine.optim.optimizers import decay_groups
+from weft.engine.optim.rounding_bits import round_with
 from weft.verify.low_update import LowUpdate, Update, check_updates, rounded
 from weft.verify.verdict import Check
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weft.core.plan import Plan
-from weft.models.tensor_layout import LinearCut, Region, Segment, TensorCut, TensorLayout
+from weft.models.tp.layout import LinearCut, Region, Segment, TensorCut, TensorLayout
 from weft.verify.evidence import Evidence
 from weft.verify.facts import check_collectives
 from weft.verify.tensor_promise import TensorFacts, added, promised_by_tensors

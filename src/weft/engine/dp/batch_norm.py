@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # the root of all of torch's; no public name
 
 from weft.comm.observer import of_buffers
-from weft.engine.around import put_around
+from weft.engine.wrap_forward import wrap_forward
 
 
 def find_batch_norms(model: nn.Module) -> list[str]:
@@ -31,7 +31,7 @@ def span_ranks(model: nn.Module, names: Sequence[str], group: dist.ProcessGroup)
     for name in names:
         module = model.get_submodule(name)
         if isinstance(module, _BatchNorm):
-            put_around(module, SpanningBatchNorm(module, group))
+            wrap_forward(module, SpanningBatchNorm(module, group))
 
 
 class SpanningBatchNorm:

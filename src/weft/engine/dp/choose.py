@@ -7,9 +7,9 @@ from torch import nn
 from weft.core.plan import Plan
 from weft.engine.dp.ddp import Replicated
 from weft.engine.dp.float8_gather import gather_in_float8
+from weft.engine.dp.pipeline_replicas import Summed
 from weft.engine.dp.sharded import Sharded
 from weft.engine.dp.strategy import Strategy
-from weft.engine.dp.summed import Summed
 from weft.engine.dp.threads import Threaded
 from weft.engine.mesh import Topology
 from weft.engine.precision import torch_dtype

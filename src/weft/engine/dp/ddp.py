@@ -132,7 +132,7 @@ class _FixedBuckets:
 
 
 def _without_buffer_traffic() -> dict[str, Any]:
-    """Those that forwards change are kept equal by `engine/buffer_sync.py`, in every layout alike; sending constants
+    """Those that forwards change are kept equal by `engine/buffers/sync.py`, in every layout alike; sending constants
     too is waste. torch 2.13 renamed the switch."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}

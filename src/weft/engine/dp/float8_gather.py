@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.core.precision import PrecisionPolicy
-from weft.engine.float8 import E4M3, Float8Linear, scale_of
+from weft.engine.kernels.float8 import E4M3, Float8Linear, scale_of
+from weft.engine.kernels.triton_here import has_triton
 from weft.engine.precision import torch_dtype
-from weft.engine.triton_here import has_triton
 
 
 def gather_in_float8(model: nn.Module, precision: PrecisionPolicy) -> Float8Gather | None:

@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from weft.core.precision import PrecisionPolicy
+from weft.engine.dp.pipeline_replicas import sum_bucket
 from weft.engine.dp.strategy import Strategy
-from weft.engine.dp.summed import sum_bucket
 from weft.engine.ownership import local
 from weft.engine.precision import torch_dtype
 from weft.models.layout import ModelLayout
@@ -120,13 +120,13 @@ class Sharded(Strategy):
                 unit.set_modules_to_backward_prefetch([before])
 
     @contextmanager
-    def first_half(self) -> Iterator[None]:
+    def backward_input(self) -> Iterator[None]:
         self.root.set_is_last_backward(False)
         self.root.set_requires_gradient_sync(False)
         self.root.set_reshard_after_backward(not self.stage_policy.keep_gathered)
         yield
 
-    def second_half(self) -> None:
+    def backward_weight(self) -> None:
         # The end of a backward that autograd does not see. No public form; torch's own pipelines call the same.
         # tests/multiproc/engine/pp/test_schedules.py fails when it moves.
         self.root._get_fsdp_state()._root_post_backward_final_callback()

@@ -32,11 +32,11 @@ class Strategy:
     def keep_apart(self, stages: Sequence[Sequence[str]]) -> None:
         """Told once: the blocks of each pipeline stage that the rank has."""
 
-    def first_half(self) -> AbstractContextManager[None]:
+    def backward_input(self) -> AbstractContextManager[None]:
         """Around a backward whose weights' gradients come later: nothing travels yet."""
         return nullcontext()
 
-    def second_half(self) -> None:
+    def backward_weight(self) -> None:
         """When these gradients are there; inside `microbatch`."""
 
     def after_backwards(self) -> None:

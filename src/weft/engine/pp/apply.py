@@ -11,15 +11,15 @@ from torch import nn
 from weft.core.errors import PipelineError
 from weft.core.plan import Pipeline
 from weft.engine.mesh import Topology
-from weft.engine.pp.endless import EndlessWalk
-from weft.engine.pp.face import PipelineFace
-from weft.engine.pp.mail import Line
+from weft.engine.pp.no_flush_runner import NoFlushRunner
+from weft.engine.pp.p2p import Line
+from weft.engine.pp.runtime import PipelineRuntime
+from weft.engine.pp.schedule_runner import Walk
+from weft.engine.pp.shared_weights import SharedWeights, pair_group
 from weft.engine.pp.stages import Stages, drop_other_stages
-from weft.engine.pp.ties import SharedWeights, pair_group
-from weft.engine.pp.versions import Versions
-from weft.engine.pp.walk import Walk
+from weft.engine.pp.weight_stash import WeightStash
 from weft.models.layout import ModelLayout
-from weft.models.pipeline_split import PipelineSplit, split_model
+from weft.models.pp.split import PipelineSplit, split_model
 from weft.schedule import Calls, Schedule, generate
 
 # Gloo moves a message when somebody asks for it. NCCL's receives take part of the device, and wait in turn with sends.
@@ -65,7 +65,7 @@ def keep_own_stages(
 
 def build_pipeline(
     model: nn.Module, whole: ModelLayout, layout: ModelLayout, cut: Cut, topology: Topology, *, device: torch.device
-) -> PipelineFace:
+) -> PipelineRuntime:
     """The rank's walk, when the model is complete. Collective. `whole`: the layout before the cut."""
     placement = cut.schedule.stage_to_rank
     down, up = _group(topology), _group(topology)
@@ -75,8 +75,8 @@ def build_pipeline(
     walk = Walk(cut.schedule, stages, line, device=device)
     if cut.calls is not None:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        versions = Versions(model, trained)
-        walk = EndlessWalk(cut.calls, stages, line, versions, across=_group(topology), device=device)
+        versions = WeightStash(model, trained)
+        walk = NoFlushRunner(cut.calls, stages, line, versions, across=_group(topology), device=device)
     shared = _shared(whole, cut, topology) if placement[0] != placement[-1] else ()
     if shared and cut.schedule.update_period == 1:
         raise PipelineError(
@@ -87,7 +87,7 @@ def build_pipeline(
     here = {canonical: name for name, canonical in layout.copies.items()}
     is_end = topology.pp_rank in (placement[0], placement[-1])
     names = tuple(here.get(canonical, canonical) for canonical in shared) if is_end else ()
-    return PipelineFace(
+    return PipelineRuntime(
         walk=walk, shared=SharedWeights(names, group), has_first=0 in cut.own, has_loss=walk.stages.last in cut.own
     )
 

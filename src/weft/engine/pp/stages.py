@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.core.errors import PipelineError
-from weft.engine.around import Forward, put_around
+from weft.engine.wrap_forward import Forward, wrap_forward
 from weft.models.layout import ROOT, ModelLayout
-from weft.models.pipeline_probe import Place
-from weft.models.pipeline_split import PipelineSplit
-from weft.models.pipeline_stands import NoTable, Stand, given_by, nothing_for, nothing_like
+from weft.models.pp.placeholders import NoTable, Stand, given_by, nothing_for, nothing_like
+from weft.models.pp.probe import Place
+from weft.models.pp.split import PipelineSplit
 
 
 class StageDone(Exception):  # noqa: N818 - an end, not an error
@@ -46,7 +46,7 @@ class Stages:
         self.looked_at: set[int] = set()  # stages whose first forward went well
         self.model = model
         self._places = {stage: self._arrangement(stage) for stage in own}
-        put_around(model, _end_quietly)
+        wrap_forward(model, _end_quietly)
 
     @property
     def last(self) -> int:
@@ -209,7 +209,7 @@ def _drop(
     if is_read:  # the model's own code reads it on later stages too
         module.__dict__[key] = nothing_like(parameter.shape, dtype=dtype, device=device)
         if isinstance(module, nn.Embedding):
-            put_around(module, NoTable(parameter.shape[-1], dtype=dtype, device=device))
+            wrap_forward(module, NoTable(parameter.shape[-1], dtype=dtype, device=device))
 
 
 def _layout_of(layout: ModelLayout, kept: dict[str, str], blocks: list[str]) -> ModelLayout:

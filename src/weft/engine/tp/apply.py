@@ -6,20 +6,20 @@ from collections import Counter
 
 from torch import nn
 
-from weft.core.boxes import Part
 from weft.core.errors import TensorParallelError
 from weft.core.plan import TensorParallel
+from weft.core.shards import Part
 from weft.engine.mesh import Topology
-from weft.engine.tp.cut import cut_parameters, line_parts, repeats
-from weft.engine.tp.face import TensorFace
+from weft.engine.tp.activation_layout import ActivationLayout
+from weft.engine.tp.chunked_loss import HeadShard
+from weft.engine.tp.context import TPContext
 from weft.engine.tp.grid import WHOLE, Grid, build_grid
-from weft.engine.tp.grids import apply_grids
-from weft.engine.tp.lines import apply_lines, num_tokens, vocabulary_loss
-from weft.engine.tp.stretch_loss import HeadSlice
-from weft.engine.tp.zones import Zones
+from weft.engine.tp.grid_layers import apply_grids
+from weft.engine.tp.one_d import apply_lines, num_tokens, vocabulary_loss
+from weft.engine.tp.one_d_shards import cut_parameters, line_parts, repeats
 from weft.models.layout import ModelLayout
-from weft.models.tensor_finder import find_tensor_layout
-from weft.models.tensor_layout import TensorLayout
+from weft.models.tp.finder import find_tensor_layout
+from weft.models.tp.layout import TensorLayout
 
 
 def apply_tensor_parallel(
@@ -29,7 +29,7 @@ def apply_tensor_parallel(
     topology: Topology,
     *,
     keep_logits_whole: bool,
-) -> TensorFace:
+) -> TPContext:
     """Divide `model` over the tp axis. `keep_logits_whole`: the loss is not ours, so it must see all logits."""
     tensors = find_tensor_layout(model, layout)
     require_regions(tensors, type(model).__name__)
@@ -65,7 +65,7 @@ def _lines(
     *,
     grid: Grid,
     keep_logits_whole: bool,
-) -> TensorFace:
+) -> TPContext:
     """One dimension."""
     if policy.sequence_parallel and "sequence_parallel" in tensors.refusals:
         raise TensorParallelError(
@@ -76,11 +76,11 @@ def _lines(
         model, layout, tensors, degree=grid.degree, place=grid.rank, sequence_parallel=policy.sequence_parallel
     )
     cut_parameters(model, layout, parts)
-    zones = Zones(place=grid.rank, degree=grid.degree, sequence_parallel=policy.sequence_parallel)
+    zones = ActivationLayout(place=grid.rank, degree=grid.degree, sequence_parallel=policy.sequence_parallel)
     is_loss_cut = policy.loss_parallel and tensors.head is not None and not keep_logits_whole
     apply_lines(model, layout, tensors, grid, zones, loss_parallel=is_loss_cut)
     head = _head_slice(model, layout, tensors, parts, grid) if tensors.head is not None else None
-    return TensorFace(
+    return TPContext(
         grid=grid,
         parts=parts,
         reasons=tensors.replicated,
@@ -94,9 +94,9 @@ def _lines(
 
 def _head_slice(
     model: nn.Module, layout: ModelLayout, tensors: TensorLayout, parts: dict[str, Part], grid: Grid
-) -> HeadSlice:
+) -> HeadShard:
     vocabulary = num_tokens(model, str(tensors.head))
-    return HeadSlice(
+    return HeadShard(
         first_token=_first_token(parts, tensors, layout),
         most_tokens=-(-vocabulary // grid.degree),
         group=grid.group(WHOLE),

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.core.boxes import even_run
+from weft.core.shards import even_span
 from weft.engine.tp.collectives import gathered, scattered
 from weft.engine.tp.grid import Grid
+from weft.engine.tp.grid_embedding import logits_run
 from weft.engine.tp.summa import product
-from weft.engine.tp.tables import logits_run
 
 
 def linear_pq(x: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid, *, is_transposed: bool = False) -> Tensor:
@@ -41,7 +41,7 @@ def linear_qp(x: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid, *, is_
 def head(x: Tensor, table: Tensor, bias: Tensor | None, grid: Grid, *, vocabulary: int) -> Tensor:
     """Logits in layout Q, the vocabulary's chunk j, from a table [vocabulary chunk j q + i, hidden chunk k] that may be
     the embedding's. Chunks may be uneven: they are padded on the way and cut again."""
-    chunk = even_run(vocabulary, degree=grid.sizes["i"] ** 2, place=0).size
+    chunk = even_span(vocabulary, degree=grid.sizes["i"] ** 2, place=0).size
     padded = F.pad(table, (0, 0, 0, chunk - table.shape[0])) if table.shape[0] < chunk else table
     out = _linear(x, padded, None, grid, ("j", "k"), is_transposed=False)
     size = logits_run(grid, vocabulary).size

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.engine.ownership import Parts, boxes_of, local
+from weft.engine.ownership import Parts, chunks_of, local
 from weft.engine.tp.grid import Grid
 
 ALONE_ELEMENTS = 2**22  # a copy of more than this costs more memory than a collective costs time
@@ -37,7 +37,7 @@ def sum_partial_gradients(parameters: Mapping[str, nn.Parameter], parts: Parts, 
             absent.append((parameter, gradient, groups[0], len(marks[groups[0]])))
         own = local(gradient)
         marks[groups[0]].append(own.new_full((1,), float(parameter.grad is not None)))
-        for box in boxes_of(gradient, parts[name]):
+        for box in chunks_of(gradient, parts[name]):
             if box.summed_over is not None and box.num_elements:
                 view = own[box.local_index]
                 if view.numel() > ALONE_ELEMENTS and view.is_contiguous():

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft.core.errors import NotBuiltError
-from weft.engine.around import Layer
 from weft.engine.tp.collectives import enter, leave, summed
+from weft.engine.wrap_forward import Layer
 
 # Neither `shape` nor `size`: a mean that a norm takes itself, a sum over its own size, would be over a slice's.
 _PASSING = """
@@ -35,7 +35,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def spanning(module: nn.Module, group: dist.ProcessGroup, width: int, *, copies: int = 1) -> Layer:
-    """For `engine.around.put_around`: `module` normalises `width` features, of which its input has this rank's.
+    """For `engine.around.wrap_forward`: `module` normalises `width` features, of which its input has this rank's.
 
     `copies` ranks hold each of them (key-value heads, repeated): a sum over the ranks counts it as often.
     """

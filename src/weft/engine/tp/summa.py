@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.core.boxes import even_run
+from weft.core.shards import even_span
 from weft.engine.tp.grid import Grid
 
 
@@ -39,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid, *, is_tra
 
 def head(x: Tensor, table: Tensor, bias: Tensor | None, grid: Grid, *, vocabulary: int) -> Tensor:
     """Logits of the vocabulary's chunk j; `table` [vocabulary chunk i, hidden chunk j] may be the embedding's."""
-    sizes = [even_run(vocabulary, degree=grid.sizes["j"], place=place).size for place in range(grid.sizes["j"])]
+    sizes = [even_span(vocabulary, degree=grid.sizes["j"], place=place).size for place in range(grid.sizes["j"])]
     out = _Head.apply(x.flatten(0, -2), table, grid, sizes)  # type: ignore[no-untyped-call]
     out = out.unflatten(0, x.shape[:-1])
     return out if bias is None else out + bias  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from gloo_ranks import run_ranks
 from tiny import CPU, FAMILIES, build_engine, global_batch
 from tolerances import SAME_STEP_REL
 
-from weft.engine.optim import OptimizerPolicy
+from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.models.build import build_config, build_skeleton
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe

@@ -18,7 +18,7 @@ from tolerances import SAME_STEP_REL
 from torch.distributed.tensor import DTensor
 
 from weft.comm.observer import CollectiveObserver
-from weft.engine.optim import OptimizerPolicy
+from weft.engine.optim.optimizers import OptimizerPolicy
 
 CUTS, STEPS = 4, 2
 MESH = {"pp": 2, "dp_replicate": 2, "dp_shard": 2}

@@ -19,9 +19,9 @@ from tiny import build_engine, global_batch, train_steps
 from tolerances import SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL, SAME_STEP_REL
 from torch._dynamo.utils import counters
 
-import weft.engine.compiled as compiled
-import weft.engine.head_loss as head_loss
-from weft.engine.fast_path import fast_path
+import weft.engine.kernels.compiled as compiled
+import weft.engine.kernels.head_loss as head_loss
+from weft.engine.kernels.fast_path import fast_path
 from weft.schedule import count_in_flight, generate
 
 STEPS = 4

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from weft.core.plan import TensorParallel
 from weft.core.run_spec import ModelSpec
+from weft.engine.activations.dropout import seeded_forward
 from weft.engine.objective import CausalLanguageModel
-from weft.engine.randomness import seeded_forward
 from weft.engine.tp.gradients import sum_partial_gradients
 from weft.engine.tp.grid import Grid
-from weft.engine.tp.grids import apply_grids
+from weft.engine.tp.grid_layers import apply_grids
 from weft.models.build import build_config
 from weft.models.layout import describe
-from weft.models.tensor_finder import find_tensor_layout
+from weft.models.tp.finder import find_tensor_layout
 
 _ROTARY = {
     "hidden_size": 32,

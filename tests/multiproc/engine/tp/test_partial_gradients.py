@@ -9,7 +9,7 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from torch import nn
 
-from weft.core.boxes import whole_part
+from weft.core.shards import replicated_shard
 from weft.engine.tp.gradients import sum_partial_gradients
 from weft.engine.tp.grid import WHOLE, Grid
 
@@ -27,8 +27,8 @@ def sum_in_rank(rank: int, world: int) -> dict[str, Any]:
     assert group is not None
     grid = Grid(mode="1d", sizes={"t": world}, place={"t": rank}, groups={WHOLE: group})
     parameters = {name: nn.Parameter(torch.zeros(3)) for name in (*GIVEN, "alike")}
-    parts = {name: whole_part((3,), copies=world, summed_over=WHOLE) for name in GIVEN}
-    parts["alike"] = whole_part((3,), copies=world)
+    parts = {name: replicated_shard((3,), copies=world, summed_over=WHOLE) for name in GIVEN}
+    parts["alike"] = replicated_shard((3,), copies=world)
     for name, values in GIVEN.items():
         value = values[rank]
         parameters[name].grad = None if value is None else torch.full((3,), value)

@@ -12,10 +12,10 @@ from gloo_ranks import run_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from weft.core.boxes import even_run
 from weft.core.errors import NotBuiltError
-from weft.engine.around import put_around
+from weft.core.shards import even_span
 from weft.engine.tp.statistics import spanning
+from weft.engine.wrap_forward import wrap_forward
 
 WIDTH = 8  # over three ranks: 3, 3 and 2
 
@@ -83,7 +83,7 @@ def on_slices(rank: int, world: int) -> None:
 
 
 def compare(rank: int, world: int, make: Callable[[int], nn.Module], name: str) -> None:
-    run = even_run(WIDTH, degree=world, place=rank)
+    run = even_span(WIDTH, degree=world, place=rank)
     columns = slice(run.begin, run.begin + run.size)
     x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 2
     up = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -91,7 +91,7 @@ def compare(rank: int, world: int, make: Callable[[int], nn.Module], name: str) 
     for parameter, own in zip(whole.parameters(), mine.parameters(), strict=True):
         nn.init.normal_(parameter, generator=torch.Generator().manual_seed(3))
         own.data = parameter.data[columns].clone()
-    put_around(mine, spanning(mine, dist.group.WORLD, WIDTH))
+    wrap_forward(mine, spanning(mine, dist.group.WORLD, WIDTH))
     inputs, own_inputs = x.clone().requires_grad_(), x[..., columns].clone().requires_grad_()
     expected, found = whole(inputs), mine(own_inputs)
     # the first two compute in float32
@@ -111,7 +111,7 @@ def repeated(rank: int, world: int, make: Callable[[int], nn.Module], name: str)
     x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 2
     ups = torch.randn(world, 2, 3, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     whole, mine = make(WIDTH).double(), make(WIDTH).double()
-    put_around(mine, spanning(mine, dist.group.WORLD, WIDTH, copies=world))
+    wrap_forward(mine, spanning(mine, dist.group.WORLD, WIDTH, copies=world))
     inputs, own_inputs = x.clone().requires_grad_(), x.clone().requires_grad_()
     expected, found = whole(inputs), mine(own_inputs)
     assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{name}, repeated: {text}")
@@ -124,14 +124,14 @@ def repeated(rank: int, world: int, make: Callable[[int], nn.Module], name: str)
 
 def half(rank: int, world: int) -> None:
     """bfloat16 in and out; statistics in float32, as the fused norms have them."""
-    run = even_run(WIDTH, degree=world, place=rank)
+    run = even_span(WIDTH, degree=world, place=rank)
     columns = slice(run.begin, run.begin + run.size)
     x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
     for make in (nn.LayerNorm, nn.RMSNorm):
         whole, mine = make(WIDTH).bfloat16(), make(WIDTH).bfloat16()
         for own in mine.parameters():
             own.data = own.data[columns].clone()
-        put_around(mine, spanning(mine, dist.group.WORLD, WIDTH))
+        wrap_forward(mine, spanning(mine, dist.group.WORLD, WIDTH))
         found = mine(x[:, columns])
         assert found.dtype == torch.bfloat16
         assert_close(found, whole(x)[:, columns])
@@ -139,7 +139,7 @@ def half(rank: int, world: int) -> None:
 
 def refused(name: str, function: Callable[[Tensor, Tensor], Tensor]) -> None:
     mine = Written(function, 4)
-    put_around(mine, spanning(mine, dist.group.WORLD, 12))
+    wrap_forward(mine, spanning(mine, dist.group.WORLD, 12))
     with pytest.raises(NotBuiltError) as caught:
         mine(torch.ones(2, 3, 4))
     assert name in str(caught.value)

@@ -12,13 +12,13 @@ from gloo_ranks import run_ranks
 from torch.testing import assert_close
 
 from weft.comm.observer import CollectiveObserver
-from weft.core.boxes import even_run
-from weft.engine import head_loss
-from weft.engine.head_loss import LateLogits
+from weft.core.shards import even_span
+from weft.engine.kernels import head_loss
+from weft.engine.kernels.head_loss import LazyLogits
 from weft.engine.objective import token_loss_sum
 from weft.engine.tp import cross_entropy
+from weft.engine.tp.chunked_loss import HeadShard
 from weft.engine.tp.cross_entropy import vocabulary_loss_sum
-from weft.engine.tp.stretch_loss import HeadSlice
 
 ROWS, LENGTH = 4, 5
 VOCABULARIES = (9, 8, 4, 2)  # over three ranks: 3 3 3, 3 3 2, 2 2 0, 1 1 0
@@ -66,12 +66,12 @@ def compare_fused(
         torch.randn(*size, generator=generator) for size in ((4, 5, 6), (vocabulary, 6), (vocabulary,))
     )
     labels = batch(vocabulary, dtype)[1]
-    run = even_run(vocabulary, degree=world, place=rank)
+    run = even_span(vocabulary, degree=world, place=rank)
     mine = slice(run.begin, run.begin + run.size)
     whole = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight, bias)]
     own = [tensor.to(dtype).detach().clone().requires_grad_() for tensor in (hidden, weight[mine], bias[mine])]
     expected = token_loss_sum(change(F.linear(*whole)), labels)
-    found = change(LateLogits(*own, own=slice_of(rank, world, vocabulary))).loss_sum(labels)
+    found = change(LazyLogits(*own, own=slice_of(rank, world, vocabulary))).loss_sum(labels)
     loose = {"rtol": 0.03, "atol": 0.03} if dtype == torch.bfloat16 else {}
     assert_close(found, expected, **loose)
     (expected * 0.25).backward()
@@ -82,21 +82,21 @@ def compare_fused(
         assert_close(kept.grad, right.grad[part], **loose)
     with torch.no_grad():
         assert_close(
-            change(LateLogits(*own, own=slice_of(rank, world, vocabulary))).loss_sum(labels), expected, **loose
+            change(LazyLogits(*own, own=slice_of(rank, world, vocabulary))).loss_sum(labels), expected, **loose
         )
 
 
-def slice_of(rank: int, world: int, vocabulary: int) -> HeadSlice:
-    begin = even_run(vocabulary, degree=world, place=rank).begin
-    return HeadSlice(first_token=begin, most_tokens=-(-vocabulary // world), group=dist.group.WORLD)
+def slice_of(rank: int, world: int, vocabulary: int) -> HeadShard:
+    begin = even_span(vocabulary, degree=world, place=rank).begin
+    return HeadShard(first_token=begin, most_tokens=-(-vocabulary // world), group=dist.group.WORLD)
 
 
 def misuse_fused(rank: int, world: int) -> None:
-    run = even_run(9, degree=world, place=rank)
+    run = even_span(9, degree=world, place=rank)
     labels = batch(9, torch.float32)[1]
     for wrong in (9, -1):
         labels[-1, -1] = wrong
-        late = LateLogits(torch.ones(4, 5, 6), torch.ones(run.size, 6), None, own=slice_of(rank, world, 9))
+        late = LazyLogits(torch.ones(4, 5, 6), torch.ones(run.size, 6), None, own=slice_of(rank, world, 9))
         assert late.loss_sum(labels).isnan()
 
 
@@ -114,7 +114,7 @@ def compare(rank: int, world: int, vocabulary: int, dtype: torch.dtype) -> None:
     whole = logits.clone().requires_grad_()
     expected = token_loss_sum(whole, labels)
     (expected * 0.25).backward()
-    run = even_run(vocabulary, degree=world, place=rank)
+    run = even_span(vocabulary, degree=world, place=rank)
     mine = logits[..., run.begin : run.begin + run.size].clone().requires_grad_()
     found = vocabulary_loss_sum(mine, labels, first_token=run.begin, group=dist.group.WORLD)
     assert found.dtype == torch.float32
@@ -129,7 +129,7 @@ def compare(rank: int, world: int, vocabulary: int, dtype: torch.dtype) -> None:
 def misuse(rank: int, world: int) -> None:
     """A label that is no token must not train quietly."""
     logits, labels = batch(9, torch.float32)
-    run = even_run(9, degree=world, place=rank)
+    run = even_span(9, degree=world, place=rank)
     for wrong in (9, -1):
         labels[-1, -1] = wrong
         mine = logits[..., run.begin : run.begin + run.size]

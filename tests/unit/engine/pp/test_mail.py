@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.engine.pp.mail import Book, Line, Mail, Message
+from weft.engine.pp.p2p import Book, Line, Mail, Message
 from weft.schedule import Action, Kind, generate
 
 SHAPE = (2, 3)

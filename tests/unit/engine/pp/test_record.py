@@ -8,20 +8,20 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from weft.engine.pp.record import WalkClock, WalkRecord
+from weft.engine.pp.action_times import ActionClock, ActionTimes
 from weft.schedule import Action, Kind
 
 ACTION = Action(Kind.F, 0, 0)
 
 
 def test_a_step_that_nobody_watches_has_no_times() -> None:
-    record = WalkRecord()
+    record = ActionTimes()
     record.note(ACTION, record.now(), record.now())
     assert record.rows() == []
 
 
 def test_marks_on_a_cpu_are_the_hosts_seconds() -> None:
-    record = WalkRecord(clock=WalkClock(torch.device("cpu")))
+    record = ActionTimes(clock=ActionClock(torch.device("cpu")))
     before_s = time.perf_counter()
     record.note(ACTION, record.now(), record.now())
     [row] = record.rows()
@@ -56,7 +56,7 @@ def test_marks_on_a_device_wait_for_nothing_until_they_are_read(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(time, "perf_counter", lambda: 50.0)
-    record = WalkRecord(clock=WalkClock(torch.device("cuda")))
+    record = ActionTimes(clock=ActionClock(torch.device("cuda")))
     waits = FakeEvent.waits
     record.note(ACTION, record.now(), record.now())
     assert FakeEvent.waits == waits

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weft.core.errors import PipelineError
 from weft.engine.pp.stages import StageCall, StageDone, Stages, drop_other_stages
 from weft.models.layout import describe
-from weft.models.pipeline_split import split_model
+from weft.models.pp.split import split_model
 
 WIDTH, CPU = 8, torch.device("cpu")
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from weft.engine.pp.versions import Versions
+from weft.engine.pp.weight_stash import WeightStash
 
 
-def made() -> tuple[nn.Module, Versions]:
+def made() -> tuple[nn.Module, WeightStash]:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight  # a tie: two places, one master
     nn.init.ones_(model[0].weight)
-    return model, Versions(model, dict(model.named_parameters()))
+    return model, WeightStash(model, dict(model.named_parameters()))
 
 
 def test_a_backward_has_the_values_of_its_forward() -> None:

@@ -7,10 +7,10 @@ import torch
 from tiny import FAMILIES
 
 from weft.core.errors import TensorParallelError
-from weft.engine.tp.cut import cut_parameters, line_parts, repeats
+from weft.engine.tp.one_d_shards import cut_parameters, line_parts, repeats
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import describe
-from weft.models.tensor_finder import find_tensor_layout
+from weft.models.tp.finder import find_tensor_layout
 
 
 def parts_of(family: str, degree: int, place: int, *, sequence_parallel: bool = False) -> dict[str, object]:

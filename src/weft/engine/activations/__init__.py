@@ -1,0 +1,1 @@
+"""Activations between forward and backward: recompute, split backward, layout-independent dropout."""

@@ -1,0 +1,271 @@
+"""Dropout that depends on (seed, step, global row) and not on the layout.
+
+torch draws one mask for a whole micro-batch, so its rows' masks change with the cut. Here the default generator,
+seeded alike on every rank, only numbers the dropout calls; each row's mask comes from (call number, global row).
+Replaying a forward with the generator's saved state, inside `replayed` (activation recompute), draws the same masks.
+Where a rank has a slice of a tensor (`Slices`: heads, a width, the sequence), it draws the whole mask and cuts it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from weft.core.errors import NotBuiltError
+from weft.engine.wrap_forward import Forward, wrap_forward
+from weft.models.layout import ModelLayout
+
+
+class Slices(Protocol):
+    """Knows which tensors at hand are slices, along which dimension, and what a whole one would be."""
+
+    def cut_dim(self, tensor: torch.Tensor) -> int | None: ...
+
+    def whole_shape(self, tensor: torch.Tensor, dim: int) -> tuple[int, ...]: ...
+
+    def own(self, whole: torch.Tensor, dim: int) -> torch.Tensor: ...
+
+
+def draw_call_number() -> int:
+    """The next number of the default generator, which is seeded alike on every rank."""
+    return int(torch.randint(2**62, ()).item())
+
+
+def uses_randomness(model: nn.Module) -> bool:
+    """Whether any module drops or jitters: nn.Dropout, or an attribute such as attention_dropout above zero."""
+    return any(_is_random(module) for module in model.modules())
+
+
+@contextmanager
+def seeded_forward(
+    *, seed: int, step: int, first_row: int, num_rows: int, is_random: bool, slices: Slices | None = None
+) -> Iterator[None]:
+    """The randomness of one micro-batch: rows `first_row` and on of the global batch of `step`."""
+    if not is_random:
+        yield
+        return
+    rows = _RowDropout(seed=_mix(seed, step), first_row=first_row, num_rows=num_rows, slices=slices)
+    torch.manual_seed(rows.seed)
+    with rows.drawing():
+        yield
+
+
+def number_blocks(model: nn.Module, layout: ModelLayout) -> None:
+    """Dropout calls are counted anew in every block: a pipeline's stage, which passes blocks by, counts alike."""
+    for index, name in enumerate(layout.blocks):
+        wrap_forward(model.get_submodule(name), _Numbered(index))
+
+
+class _Numbered:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        if _RowDropout.active is not None:
+            _RowDropout.active.begin_block(self.index)
+        return forward(*args, **kwargs)
+
+
+def replayed() -> AbstractContextManager[Any]:
+    """What must be around a repetition, in backward, of the forward that is running now."""
+    return _RowDropout.active.drawing() if _RowDropout.active is not None else nullcontext()
+
+
+# Random functions whose first argument has the rows in front. Called row by row, each with the row's own seed.
+_ROW_BY_ROW = frozenset(
+    {
+        F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.rrelu, F.gumbel_softmax,
+        torch.alpha_dropout, torch.bernoulli, torch.rand_like, torch.randn_like,
+        torch.Tensor.bernoulli, torch.Tensor.bernoulli_, torch.Tensor.uniform_, torch.Tensor.normal_,
+        torch.Tensor.exponential_,
+    }
+)  # fmt: skip
+
+
+class _RowDropout(TorchFunctionMode):
+    """Replaces dropout, attention dropout and other noise by row-wise draws."""
+
+    active: ClassVar[_RowDropout | None] = None  # torch turns the mode off in backward; `replayed` turns it on again
+
+    def __init__(self, *, seed: int, first_row: int, num_rows: int, slices: Slices | None = None) -> None:
+        super().__init__()
+        self.seed = seed
+        self._passes: Counter[int] = Counter()
+        self.first_row = first_row
+        self.num_rows = num_rows
+        self.slices = slices
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.dropout, torch.dropout):
+            return self._dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func in _ROW_BY_ROW and kwargs.get("generator") is None:
+            return self._row_by_row(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def begin_block(self, index: int) -> None:
+        """A block that is passed several times draws other numbers each time; repeated, those of its last pass."""
+        # Private: torch has no public way to ask whether a backward is running; checkpoint itself asks so.
+        # tests/unit/engine/activations/test_dropout.py fails when it moves.
+        is_repeating = torch._C._current_graph_task_id() != -1
+        self._passes[index] += not is_repeating
+        torch.manual_seed(_mix(_mix(self.seed, index + 1), self._passes[index]))
+
+    def _dropout(
+        self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **kwargs: Any
+    ) -> torch.Tensor:
+        training = kwargs.pop("train", training)  # torch.dropout's name for it
+        if not training or p == 0.0:
+            return input
+        if p == 1.0:
+            return input * 0.0
+        keep = 1.0 - p
+        return input * self._mask(input, keep).div_(keep)
+
+    def _mask(self, input: torch.Tensor, keep: float) -> torch.Tensor:
+        """Ones and zeros for every element of `input`: of the whole tensor's mask, the part that `input` is."""
+        dim = self.slices.cut_dim(input) if self.slices is not None else None
+        if dim == 2 and input.ndim == 3 and input.shape[0] != self.num_rows:
+            dim = 0  # a row's heads one after the other (XGLM): they are what is cut
+        generator = torch.Generator(device=input.device)
+        parts = []
+        for row, part in self._rows(input):
+            generator.manual_seed(row)
+            shape = part.shape if dim is None or self.slices is None else self.slices.whole_shape(part, dim)
+            # new_empty, not empty_like: numbers are drawn in the order of memory, which must not be a transposed one's
+            whole = part.new_empty(shape).bernoulli_(keep, generator=generator)
+            parts.append(whole if dim is None or self.slices is None else self.slices.own(whole, dim))
+        return torch.cat(parts)
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if dropout_p == 0.0:
+            return _attend(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+        if kwargs.pop("enable_gqa", False):  # kernels for shared keys draw other masks than those for repeated ones
+            times = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+        has_rows = attn_mask is not None and attn_mask.ndim == query.ndim and attn_mask.shape[0] == query.shape[0]
+        masks = self._split(attn_mask) if attn_mask is not None and has_rows else [attn_mask] * self.num_rows
+        outputs = []
+        for (seed, part), key_part, value_part, mask in zip(
+            self._rows(query), self._split(key), self._split(value), masks, strict=True
+        ):
+            with _seeded(seed, query.device):
+                outputs.append(self._attend_row(part, key_part, value_part, mask, dropout_p, *args, **kwargs))
+        return torch.cat(outputs)
+
+    def _attend_row(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attention of one row. A fused kernel draws its mask for the heads it is given, from the first one on.
+
+        So a rank with some of the heads runs the kernel of all, the others empty: it repeats their work, and has
+        the mask of the whole whichever kernel is used.
+        """
+        slices = self.slices
+        if slices is None or slices.cut_dim(query) is None:
+            return _attend(query, key, value, attn_mask, *args, **kwargs)
+
+        dim = query.ndim - 3  # [row, heads, …], or a row's heads in front
+
+        def among_all(own: torch.Tensor) -> torch.Tensor:
+            whole = own.new_zeros(slices.whole_shape(own, dim))
+            slices.own(whole, dim).copy_(own)
+            return whole
+
+        if attn_mask is not None and attn_mask.ndim == query.ndim and attn_mask.shape[dim] == query.shape[dim] > 1:
+            attn_mask = among_all(attn_mask)
+        whole = _attend(among_all(query), among_all(key), among_all(value), attn_mask, *args, **kwargs)
+        return slices.own(whole, dim)
+
+    def _row_by_row(self, func: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if input.ndim == 0 or not kwargs.get("training", True):
+            return func(input, *args, **kwargs)  # one number for all rows: alike on every rank already
+        if self.slices is not None and self.slices.cut_dim(input) is not None:
+            raise NotBuiltError(
+                f"{func.__name__} on a slice of a tensor is not drawn alike at every layout",
+                hint="set the model's noise (jitter, dropout) to 0 in [model.config]",
+            )
+        outputs = []
+        for seed, part in self._rows(input):
+            with _seeded(seed, input.device):
+                outputs.append(func(part, *args, **kwargs))
+        is_in_place = func.__name__.endswith("_")
+        return input if is_in_place else torch.cat(outputs)
+
+    def _rows(self, tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """(seed, part) of every row of the micro-batch; flattened tokens belong to rows in order."""
+        if tensor.ndim == 0 or tensor.shape[0] % self.num_rows:
+            raise NotBuiltError(
+                f"dropout on a tensor of shape {tuple(tensor.shape)} cannot be assigned to {self.num_rows} rows",
+                hint="set the model's dropout to 0 in [model.config]",
+            )
+        call = draw_call_number()
+        return [(_mix(call, self.first_row + index), part) for index, part in enumerate(self._split(tensor))]
+
+    def _split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.split(tensor, tensor.shape[0] // self.num_rows)
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """The mode, with the two main functions replaced under their names too: torch turns modes off inside its own
+        composite functions (nn.MultiheadAttention's), and what stands in for these is no torch function."""
+        saved, before = (F.dropout, F.scaled_dot_product_attention), _RowDropout.active
+        F.dropout, F.scaled_dot_product_attention = self._dropout, self._attention
+        _RowDropout.active = self
+        try:
+            with self:
+                yield
+        finally:
+            F.dropout, F.scaled_dot_product_attention = saved
+            _RowDropout.active = before
+
+
+_attend = F.scaled_dot_product_attention
+
+
+def _is_random(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+        return True
+    return any(
+        isinstance(value, float | int) and not isinstance(value, bool) and value > 0
+        for key, value in vars(module).items()
+        if "drop" in key or "jitter" in key
+    )
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """The default generators at `seed` inside, and where they were outside."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def _mix(first: int, second: int) -> int:
+    """A 63-bit seed from two numbers, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(f"{first}:{second}".encode(), digest_size=8).digest(), "little") >> 1

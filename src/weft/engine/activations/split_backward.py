@@ -1,0 +1,90 @@
+"""Backward in two halves: gradients of inputs at once, those of weight matrices when asked for.
+
+Inside, every product of an activation with a weight matrix keeps (input, gradient of the output) instead of computing
+its weight's gradient; `run` computes them all, by the formula that autograd itself uses: dW = dY' X. What is no such
+product (norms, biases, tables, experts in one tensor) has its gradient in the first half. It works below recompute and
+gathering alike, since it is part of the forward; autograd's own graph is not taken apart.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class SplitBackward(TorchFunctionMode):
+    """Around one forward; then `run` after its backward."""
+
+    alive: ClassVar[WeakSet[SplitBackward]] = WeakSet()  # for who measures: what waits belongs to no graph any more
+    active: ClassVar[SplitBackward | None] = None  # torch turns the mode off in backward; `splitting_again` turns it on
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, input, gradient of the output
+        SplitBackward.alive.add(self)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Those of outputs, that wait."""
+        return [gradient for _, _, gradient in self._waiting]
+
+    def __enter__(self) -> SplitBackward:
+        SplitBackward.active = self
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        SplitBackward.active = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def run(self) -> None:
+        """The gradients of all weights that wait, into the weights (through a cast, where one lies between)."""
+        while self._waiting:  # each is let go before the next one's gradient is made
+            weight, x, grad = self._waiting.pop(0)
+            with torch.no_grad():
+                gradient = _of_weight(x, grad)
+            torch.autograd.backward(weight, gradient)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        # an input without gradient would end the backward before this product is reached
+        if not (input.requires_grad and weight.requires_grad):
+            return F.linear(input, weight, bias)
+        # the weight goes along inside a tuple: as a tensor it would be part of the graph that the first half uses up
+        return _Product.apply(input, weight.detach(), bias, (weight,), self._waiting)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def splitting_again() -> AbstractContextManager[Any]:
+    """What must be around a repetition, in backward, of the forward that is running now."""
+    return SplitBackward.active or nullcontext()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, owner: tuple[Tensor], waiting: list[Any]
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.owner, ctx.waiting, ctx.has_bias = owner, waiting, bias is not None
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        input, weight = ctx.saved_tensors
+        # detached: an input with its graph would hold this node, which holds the list, and nothing were ever freed
+        ctx.waiting.append((ctx.owner[0], input.detach(), grad))
+        own_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return grad @ weight, None, own_bias, None, None
+
+
+def _of_weight(x: Tensor, grad: Tensor) -> Tensor:
+    return grad.flatten(0, -2).T @ x.flatten(0, -2)

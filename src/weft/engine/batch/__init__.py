@@ -1,0 +1,1 @@
+"""Rows of a batch: shares of ranks, micro-batches, packed sequences."""

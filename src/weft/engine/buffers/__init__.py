@@ -1,0 +1,1 @@
+"""Module buffers that forwards change, and batch norms over data-parallel ranks."""

@@ -1,0 +1,42 @@
+"""Gradients into the buffer of a reduce-scatter, at the speed of memory.
+
+`fully_shard` lays the gradients of a unit out by rank, cast to the format they travel in. Torch's kernel for it moves
+1.9 TB/s on an H200 where a copy moves 4.1: 26 ms of the 1.5 s of a step of an 8B model. This one is a copy for each
+parameter, whose rows divide; else torch's own does it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+# No public way to give another copy: tests/gpu/test_fast_path_gpu.py fails when it moves.
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+from weft.engine.kernels.triton_here import has_triton
+
+_torch_copy_in: Any = collectives.foreach_reduce_scatter_copy_in
+
+
+def patch_reduce_scatter_copy(kind: Literal["own", "torch"]) -> None:
+    """For every sharded model of this process; the numbers are the same."""
+    collectives.foreach_reduce_scatter_copy_in = copy_in if kind == "own" else _torch_copy_in  # type: ignore[assignment]
+
+
+def copy_in(gradients: list[torch.Tensor], buffer: torch.Tensor, world_size: int) -> None:
+    """`buffer` [ranks, ...] flat: for each rank its rows of every gradient in turn."""
+    if not (buffer.is_cuda and has_triton()) or not all(_divides(gradient, world_size) for gradient in gradients):
+        _torch_copy_in(gradients, buffer, world_size)
+        return
+    from weft.engine.dp.reduce_scatter_copy_triton import copy_rows
+
+    rows, begin = buffer.view(world_size, -1), 0
+    for gradient in gradients:
+        share = gradient.numel() // world_size
+        copy_rows(gradient, rows, begin, share)
+        begin += share
+
+
+def _divides(gradient: torch.Tensor, world_size: int) -> bool:
+    return gradient.is_contiguous() and gradient.shape[0] % world_size == 0

@@ -1,0 +1,94 @@
+"""The number formats really used, looked up on live tensors in the first step and held against the policy.
+
+Weights are seen inside a block's forward (each time it is computed), activations as they leave it, communication (of
+gradients: activations travel in their own format) on the wire, the rest after the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from weft.comm.observer import CollectiveObserver
+from weft.core.precision import PrecisionPolicy
+from weft.core.records import DtypeRecord
+from weft.engine.optim.adamw_8bit import quantised_parts
+from weft.engine.wrap_forward import Forward, inside
+from weft.models.layout import ModelLayout
+
+QUANTISED_STATE, QUANTISED_DTYPE = "quantised_state", "uint8"  # the large moments of an 8-bit optimizer
+_GRADIENT_COLLECTIVES = ("all_reduce", "reduce_scatter")
+
+
+class DtypeWatch:
+    """Collects dtypes by component during `watching`."""
+
+    def __init__(
+        self, model: nn.Module, layout: ModelLayout, policy: PrecisionPolicy, *, activation_groups: Collection[str] = ()
+    ) -> None:
+        self._activation_groups = activation_groups  # names of groups that send activations: in their own format
+        self._probe = model.get_submodule(layout.blocks[0]) if layout.blocks else model
+        self._policy = policy
+        self._found: dict[str, set[torch.dtype]] = {}
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether no update was looked at yet: the first step of this engine, of a new run or a resumed one."""
+        return "master_weights" not in self._found
+
+    @contextmanager
+    def watching(self, is_on: bool) -> Iterator[None]:
+        if not is_on:
+            yield
+            return
+        handle = self._probe.register_forward_hook(self._see_output)
+        observer = CollectiveObserver(no_dtypes_of=self._activation_groups)
+        try:
+            with inside(self._probe, self._see_weights), observer:
+                yield
+        finally:
+            handle.remove()
+        for name in _GRADIENT_COLLECTIVES:
+            for dtype in observer.dtypes.get(name, ()):
+                self._add("communication", dtype)
+
+    def look_at(self, parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
+        """After the update, while gradients are still there."""
+        for parameter in parameters:
+            self._add("master_weights", parameter.dtype)
+            if parameter.grad is not None:
+                self._add("gradients", parameter.grad.dtype)
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor) and value.ndim > 0:
+                    parts = quantised_parts(value)
+                    self._add(
+                        QUANTISED_STATE if parts else "optimizer_state", parts.codes.dtype if parts else value.dtype
+                    )
+
+    def records(self) -> list[DtypeRecord]:
+        return [
+            DtypeRecord(
+                component=component,
+                asked=QUANTISED_DTYPE if component == QUANTISED_STATE else getattr(self._policy, component),
+                found=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
+            )
+            for component, dtypes in self._found.items()
+        ]
+
+    def _see_weights(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        for parameter in self._probe.parameters():
+            self._add("weights", parameter.dtype)
+        return forward(*args, **kwargs)
+
+    def _see_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, torch.Tensor):
+            self._add("activations", first.dtype)
+
+    def _add(self, component: str, dtype: torch.dtype) -> None:
+        self._found.setdefault(component, set()).add(dtype)

@@ -1,0 +1,141 @@
+"""Which term each live byte belongs to, asked of the engine at the moment of the peak.
+
+Weights, states, gradients and what `fully_shard` has gathered or is reducing are looked up by their storages; the rest
+is told apart by when it was made: in the forward it is kept for the backward, in the backward it is on its way, unless
+it waits for the second half of one that is cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from weft.core.records import HolderRecord
+from weft.core.terms import MemoryTerm as Term
+from weft.engine.activations.split_backward import SplitBackward
+from weft.engine.measure.tracker import BEFORE, Live, parts_of
+
+if TYPE_CHECKING:
+    from weft.engine.engine import Engine
+
+LARGEST = 12
+
+
+def holders_of(engine: Engine, live: Mapping[int, Live], *, weights: Sequence[torch.Tensor]) -> list[HolderRecord]:
+    """Who holds the live bytes, largest first: tensors of one term, place and shape are one holder.
+
+    Their sum is all that is alive. `weights` are the parameters as they are between steps.
+    """
+    owner = _owners(engine, weights)
+    shapes = {tuple(parameter.shape) for parameter in engine.model.parameters()}
+    vocab_size = _vocab_size(engine)
+    waiting = {part.untyped_storage()._cdata for one in SplitBackward.alive for part in one.gradients}
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for key, entry in live.items():
+        term = owner.get(key) or _by_origin(entry, shapes, vocab_size)
+        term = Term.ACTIVATIONS if term is Term.TEMPORARIES and key in waiting else term
+        place = (term, _any_block(entry.module), entry.operator, entry.phase, entry.shape, entry.dtype)
+        found.setdefault(place, []).append(entry.nbytes)
+    holders = [
+        HolderRecord(
+            term=str(term),
+            nbytes=sum(sizes),
+            count=len(sizes),
+            module=module,
+            operator=operator,
+            phase=phase,
+            shape=shape,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        for (term, module, operator, phase, shape, dtype), sizes in found.items()
+    ]
+    return sorted(holders, key=lambda holder: -holder.nbytes)
+
+
+def _any_block(module: str) -> str:
+    """layers.3.mlp and layers.4.mlp are one place."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", module)
+
+
+def _by_origin(entry: Live, shapes: set[tuple[int, ...]], vocab_size: int) -> Term:
+    # a block's tensors may be as wide as a small vocabulary
+    in_block = _any_block(entry.module) != entry.module
+    if len(entry.shape) >= 2 and entry.shape[-1] == vocab_size and entry.shape not in shapes and not in_block:
+        return Term.LOGITS
+    if entry.phase == "forward":
+        is_cast = entry.operator.startswith("aten._to_copy") and entry.shape in shapes
+        return Term.GATHERED if is_cast else Term.ACTIVATIONS
+    return Term.OTHER if entry.phase == BEFORE else Term.TEMPORARIES
+
+
+def _vocab_size(engine: Engine) -> int:
+    config = getattr(engine.model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    return int(getattr(text, "vocab_size", None) or 0)
+
+
+def _owners(engine: Engine, weights: Sequence[torch.Tensor]) -> dict[int, Term]:
+    """Storage to term, of everything that has an owner."""
+    found: dict[int, Term] = {}
+    states = (value for state in engine.optimizer.state.values() for value in state.values())
+    gradients = [parameter.grad for parameter in engine.parameters if parameter.grad is not None]
+    _claim(found, _gathered(engine), Term.GATHERED)
+    _claim(found, _reducing(engine), Term.COMM_BUFFERS)
+    _claim(found, _waiting(engine), Term.GRADIENTS)
+    _claim(found, [*gradients, *engine.strategy.gradient_buckets()], Term.GRADIENTS)
+    if engine.delayed is not None:
+        _claim(found, engine.delayed.waiting_gradients, Term.GRADIENTS)
+        _claim(found, engine.delayed.walk.versions.older, Term.WEIGHT_VERSIONS)
+    _claim(found, engine.model.buffers(), Term.BUFFERS)
+    _claim(found, weights, Term.WEIGHTS)
+    _claim(found, (value for value in states if isinstance(value, torch.Tensor)), Term.OPTIMIZER_STATE)
+    return found
+
+
+def _claim(found: dict[int, Term], tensors: Iterable[torch.Tensor], term: Term) -> None:
+    for tensor in tensors:
+        for part in parts_of(tensor):
+            found[part.untyped_storage()._cdata] = term
+
+
+def _groups(engine: Engine) -> list[Any]:
+    """`fully_shard`'s parameter groups. Private: no public call tells what is gathered; tests/fake/dryrun pins it."""
+    units = [module for module in engine.model.modules() if isinstance(module, FSDPModule)]
+    groups: list[Any] = []
+    for unit in units:
+        state = unit._get_fsdp_state()
+        groups += list(getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)])
+    return [group for group in groups if group is not None]
+
+
+def _gathered(engine: Engine) -> Iterable[torch.Tensor]:
+    for group in _groups(engine):
+        for parameter in group.fsdp_params:
+            yield from getattr(parameter, "all_gather_outputs", ())
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if unsharded is not None:
+                yield unsharded
+
+
+def _reducing(engine: Engine) -> Iterable[torch.Tensor]:
+    """Inputs of reduce-scatters in flight."""
+    for group in _groups(engine):
+        context = group.comm_ctx
+        states = getattr(context, "reduce_scatter_states", None)  # torch 2.13; before it there was one at most
+        for state in states if states is not None else [getattr(context, "reduce_scatter_state", None)]:
+            if state is not None:
+                yield state.reduce_scatter_input
+
+
+def _waiting(engine: Engine) -> Iterable[torch.Tensor]:
+    """Gradients that wait unsharded for the last micro-batch: cast ones in one place, others in another."""
+    for group in _groups(engine) if engine.strategy.keeps_gradients_whole else ():
+        for parameter in group.fsdp_params:
+            accumulated = getattr(parameter, "unsharded_accumulated_grad", None)
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            waiting = (accumulated, unsharded.grad if unsharded is not None else None)
+            yield from (gradient for gradient in waiting if gradient is not None)

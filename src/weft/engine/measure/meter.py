@@ -1,0 +1,188 @@
+"""`StepMeter`: what one step of an engine costs this rank: peak memory by term, bytes on the wire, operations.
+
+Steps are alike, so each one says where the next will have most alive; there, the next asks what every live byte is.
+`is_complete` once the moment was foreseen: with the second step, unless steps differ. Real steps and dry ones are
+measured by this same code.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.comm.ledger import TrafficLedger
+from weft.comm.watch import OperatorWatch
+from weft.core.axes import DP_REPLICATE, PP, TP
+from weft.core.records import HolderRecord, PeakRecord
+from weft.core.terms import MemoryTerm as Term
+from weft.engine.measure.flops import FlopCounter
+from weft.engine.measure.memory_terms import LARGEST, holders_of
+from weft.engine.measure.module_watch import ModuleWatch
+from weft.engine.measure.tracker import Live, MemoryTracker, Moment, Peak
+
+if TYPE_CHECKING:
+    from weft.engine.engine import Engine
+
+
+NEAR = 0.99
+
+
+class StepMeter:
+    """`with meter.measuring():` around a step or several, `meter.next_step()` before each; then `peak`, `traffic`, …
+
+    Opened between two steps: parameters must be as they rest. The options are those of `MemoryTracker`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        workspace: Callable[[Any, Any], int] | None = None,
+        allocated: Callable[[int, int], None] | None = None,
+        on_error: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """`on_error` hears of errors of the measuring itself, which then end it and not the step."""
+        self._engine = engine
+        self._on_error = on_error
+        self._weights = list(engine.model.parameters())
+        self._modules = ModuleWatch(engine.model, closed=engine.layout.blocks if engine.plan.compile.enabled else ())
+        self._tracker = MemoryTracker(
+            device_type=engine.device.type,
+            look=self._look,
+            module=self._modules.current,
+            workspace=workspace,
+            allocated=allocated,
+            is_in_backward=self._is_in_backward,
+        )
+        topology = engine.topology
+        axes = {str(topology.group(axis).group_name): axis for axis in topology.axis_names}
+        axes |= {str(group.group_name): TP for group in engine.tensors.groups}
+        axes |= {str(group.group_name): PP for group in engine.pipeline.groups}
+        if engine.tensors.groups or engine.pipeline.groups:
+            # that of replicas, beside the mesh's: the ranks at the same place of their stage and tensor lines
+            axes.setdefault(str(topology.dp_group.group_name), DP_REPLICATE)
+        self._ledger = TrafficLedger(axes=axes, phase=self._phase_of_traffic)
+        self._flops = FlopCounter()
+        self._foreseen: Moment | None = None
+        self._holders: list[HolderRecord] = []
+        self._has_looked = False
+        self._module = ""
+        self.failed_in = ("", "")  # the phase and the module of an operator that raised
+
+    def _is_in_backward(self) -> bool:
+        walk = self._engine.pipeline.walk
+        return walk is not None and walk.is_in_backward
+
+    def _phase_of_traffic(self) -> str:
+        return "update" if self._engine.is_updating else self._tracker.phase
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        gc.collect()  # a cycle of the step before would count as alive
+        self._tracker.start(tensors_at_rest(self._engine))
+        watch = OperatorWatch(
+            self._tracker, self._ledger, self._flops, on_error=self._on_error, on_failure=self._note_failure
+        )
+        with self._modules.watching(), self._tracker.following(), watch, self._phases():
+            yield
+
+    def next_step(self) -> None:
+        """A step begins: what was counted before is forgotten, but for where its peak was."""
+        self._foreseen = self._tracker.peak.moment if self._tracker.peak.nbytes else None
+        self._has_looked = False
+        self._tracker.begin_again(look_at=self._foreseen)
+        self._modules.begin_again()
+        self._ledger.clear()
+        self._flops.total = 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether this step's peak was where it was looked for."""
+        return self._foreseen is not None and self._tracker.peak.moment == self._foreseen
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether as much was alive there as at the peak, or almost: real steps free a little sooner or later."""
+        looked_bytes = sum(holder.nbytes for holder in self._holders) if self._has_looked else 0
+        return self.is_exact or looked_bytes >= NEAR * self._tracker.peak.nbytes > 0
+
+    @property
+    def traffic(self) -> list[dict[str, Any]]:
+        return self._ledger.rows()
+
+    @property
+    def collective_seconds(self) -> dict[tuple[str, str], float]:
+        """By (axis, collective), from issue to completion, where the backend tells."""
+        return self._ledger.seconds()
+
+    @property
+    def flops(self) -> int:
+        return self._flops.total
+
+    @property
+    def peak(self) -> PeakRecord:
+        """The worst moment of the last step. Where it was not foreseen, the terms are those of the step before."""
+        found: Peak = self._tracker.peak
+        terms: Counter[str] = Counter()
+        for holder in self._holders:
+            terms[holder.term] += holder.nbytes
+        if found.workspace_bytes:
+            terms[str(Term.TEMPORARIES)] += found.workspace_bytes
+        return PeakRecord(
+            peak_bytes=sum(terms.values()),
+            terms={term: nbytes for term, nbytes in terms.most_common() if nbytes},
+            phase=found.moment.phase,
+            module=self._module,
+            operator=found.moment.operator,
+            largest=tuple(self._holders[:LARGEST]),
+        )
+
+    def holders_now(self) -> list[HolderRecord]:
+        """Who holds what is alive at this moment: after an allocation failed, say."""
+        return holders_of(self._engine, self._tracker.live, weights=self._weights)
+
+    def _note_failure(self) -> None:
+        self.failed_in = (self._tracker.phase, self._modules.current())
+
+    def _look(self, live: dict[int, Live]) -> None:
+        self._has_looked = True
+        self._holders = holders_of(self._engine, live, weights=self._weights)
+        self._module = self._modules.current()
+
+    @contextmanager
+    def _phases(self) -> Iterator[None]:
+        """forward and update, told by the optimizer's hooks; the tracker sees the backward by itself."""
+        tracker, optimizer = self._tracker, self._engine.optimizer
+        tracker.phase = "forward"
+        hooks = [
+            optimizer.register_step_pre_hook(lambda *_: setattr(tracker, "phase", "update")),
+            optimizer.register_step_post_hook(lambda *_: setattr(tracker, "phase", "forward")),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def measure_peak(
+    action: Callable[[], object], *, device_type: str, at_rest: Iterable[torch.Tensor] = (), **options: Any
+) -> int:
+    """The most that is alive while `action` runs, with what was there before."""
+    tracker = MemoryTracker(device_type=device_type, **options)
+    tracker.start(at_rest)
+    with tracker.following(), OperatorWatch(tracker):
+        action()
+    return max(tracker.peak.nbytes, tracker.current_bytes)
+
+
+def tensors_at_rest(engine: Engine) -> list[torch.Tensor]:
+    """What an engine holds between two steps."""
+    states = [value for state in engine.optimizer.state.values() for value in state.values()]
+    found = (*engine.model.parameters(), *engine.model.buffers(), *states, *engine.strategy.gradient_buckets())
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]

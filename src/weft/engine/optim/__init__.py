@@ -1,0 +1,1 @@
+"""Optimizers: construction, group rates, gradient norm and clipping, AdamW with low-precision states."""

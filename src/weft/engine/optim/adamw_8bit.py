@@ -1,0 +1,120 @@
+"""AdamW with 8-bit moments (torchao's format and update) whose numbers do not depend on the layout.
+
+torchao cuts each rank's flattened shard into blocks of 256, so another number of ranks means other blocks and another
+run. Here a block never crosses a row of the global parameter and the choice to quantise looks only at the global shape:
+sharding by rows cuts between blocks, and a checkpoint's codes and scales reshard exactly, without requantising.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from weft.core.extras import missing_extra
+from weft.engine.ownership import local
+
+MIN_ELEMENTS = 4096  # smaller tensors gain nothing and hurt most
+MIN_BLOCK, MAX_BLOCK = 64, 256
+
+
+def build_adamw8bit(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> Optimizer:
+    try:
+        import torchao.optim  # noqa: F401
+    except ImportError:
+        raise missing_extra("torchao") from None
+    return RowwiseAdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+
+
+def block_size_for(shape: torch.Size) -> int | None:
+    """Elements a block, a divisor of the row; None where the moments stay float32."""
+    if len(shape) < 2 or shape.numel() < MIN_ELEMENTS:
+        return None
+    row_elements = shape.numel() // shape[0]
+    block = MAX_BLOCK
+    while block >= MIN_BLOCK:
+        if row_elements % block == 0:
+            return block
+        block //= 2
+    return None
+
+
+class RowwiseAdamW8bit(Optimizer):
+    """State is kept for this rank's rows: plain tensors, never DTensors."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise TypeError("RowwiseAdamW8bit takes no closure")
+        for group in self.param_groups:
+            rate = torch.tensor(float(group["lr"]))
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group, rate)
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any], rate: torch.Tensor) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = _zeros(parameter, signed=True)
+            state["exp_avg_sq"] = _zeros(parameter, signed=False)
+        state["step"] += 1
+        values = local(parameter.detach())
+        if values.numel() == 0:
+            return
+        beta1, beta2 = group["betas"]
+        _update_rule(values.device)(
+            values, local(parameter.grad), state["step"], state["exp_avg"], state["exp_avg_sq"], None,  # type: ignore[arg-type]
+            rate, beta1, beta2, group["weight_decay"], group["eps"], True, False,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisedParts:
+    """The two tensors that make up an 8-bit moment of this rank's rows."""
+
+    codes: torch.Tensor  # uint8, the rows' shape
+    scales: torch.Tensor  # float32, [rows, blocks a row]
+
+
+def quantised_parts(value: torch.Tensor) -> QuantisedParts | None:
+    """The parts of an 8-bit moment, sharing its memory; None for any other tensor."""
+    codes, scale = getattr(value, "codes", None), getattr(value, "scale", None)
+    if not isinstance(codes, torch.Tensor) or not isinstance(scale, torch.Tensor):
+        return None
+    return QuantisedParts(codes=codes, scales=scale.view(codes.shape[0], -1) if codes.numel() else scale.view(0, 1))
+
+
+def _zeros(parameter: torch.Tensor, *, signed: bool) -> torch.Tensor:
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    values = local(parameter)
+    block = block_size_for(parameter.shape)
+    if block is None or values.numel() == 0:
+        dtype = torch.float32 if block is None else torch.uint8
+        return torch.zeros_like(values, dtype=dtype)
+    return OptimState8bit.zeros(values.shape, signed, block, values.device, dtype=values.dtype)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _update_rule(device: torch.device) -> Callable[..., None]:
+    """torchao's update of one tensor; compiled on a GPU, plain on a CPU, which may have no compiler."""
+    from torchao.optim.adam import single_param_adam  # not exported; tests/unit/engine/optim/test_adamw_8bit.py pins it
+
+    if device.type != "cuda":
+        return single_param_adam  # type: ignore[no-any-return]
+    compiled = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+
+    def update(*args: Any) -> None:
+        # one compiled update for each shape of the model: a fixed number, but soon above the compiler's limit
+        with torch._dynamo.utils.disable_cache_limit():
+            compiled(*args)  # type: ignore[no-untyped-call]
+
+    return update

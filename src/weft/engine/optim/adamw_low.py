@@ -1,0 +1,148 @@
+"""AdamW whose moments, and where asked the weights themselves, are bfloat16 in memory; and on a GPU all in float32 too.
+
+That one is torch's fused update with the clipping inside: a pass less over the gradients, at the speed of memory.
+
+State has torch's names (`exp_avg`, `exp_avg_sq`, `step`), so checkpoints are those of any AdamW. Rounding follows from
+the run's seed, a parameter's name, its step and the element's place in the whole tensor: every layout rounds alike, and
+a resumed run has the bits of the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weft.core.errors import BadValueError
+from weft.core.precision import PrecisionPolicy
+from weft.engine.kernels.triton_here import has_triton
+from weft.engine.optim.adamw_low_update import adamw_low_
+from weft.engine.optim.element_spans import Span, spans_of
+from weft.engine.optim.rounding_bits import key_of
+from weft.engine.ownership import Parts, chunks_of, local
+from weft.engine.precision import torch_dtype
+
+LARGE_ELEMENTS = 2**20  # of a tensor, on average
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a parameter's rounding depends on, beside the step."""
+
+    key: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowStates:
+    """The format of the moments, and every parameter's place; `rounds`: not all of it is float32."""
+
+    dtype: torch.dtype
+    places: Mapping[nn.Parameter, Place]
+    rounds: bool = True
+
+    @staticmethod
+    def of(
+        parameters: Mapping[str, nn.Parameter],
+        policy: PrecisionPolicy,
+        *,
+        seed: int,
+        parts: Parts,
+        copies: Mapping[str, str],
+    ) -> LowStates | None:
+        """None where the policy keeps all of it in float32, unless it pays there too. `copies`: names of tied weights
+        that another stage has too, and rounds alike."""
+        if not policy.has_low_states and not _pays(list(parameters.values())):
+            return None
+        return LowStates(
+            dtype=torch_dtype(policy.optimizer_state),
+            rounds=policy.has_low_states,
+            places={
+                parameter: place_of(parameter, name=copies.get(name, name), seed=seed, parts=parts, here=name)
+                for name, parameter in parameters.items()
+            },
+        )
+
+
+def _pays(parameters: Sequence[nn.Parameter]) -> bool:
+    """On a GPU, where tensors are large: it is a kernel a tensor, and torch's a kernel for many."""
+    shards = [local(parameter.detach()) for parameter in parameters]
+    is_fit = all(shard.is_cuda and shard.dtype == torch.float32 and shard.is_contiguous() for shard in shards)
+    return is_fit and has_triton() and sum(shard.numel() for shard in shards) >= LARGE_ELEMENTS * len(shards) > 0
+
+
+def place_of(parameter: nn.Parameter, *, name: str, seed: int, parts: Parts, here: str) -> Place:
+    if not local(parameter).is_contiguous():
+        raise BadValueError(
+            f"{here} does not lie row by row in memory, which bfloat16 states and weights ask for",
+            hint="call .contiguous() on it, or use precision.optimizer_state = 'float32'",
+        )
+    part = parts.get(here)
+    shape = part.shape if part is not None else tuple(parameter.shape)
+    return Place(key=key_of(seed, name), spans=tuple(spans_of(chunks_of(parameter, part), shape)))
+
+
+class AdamWLow(Optimizer):
+    """See the module. `gradient_factor`, a 0-dim tensor, multiplies the gradients of the next step on the way."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        states: LowStates,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._states = states
+        self.rounds = states.rounds
+        self.gradient_factor: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise TypeError("AdamWLow takes no closure")
+        factor, self.gradient_factor = self.gradient_factor, None
+        for group in self.param_groups:
+            self._update([parameter for parameter in group["params"] if parameter.grad is not None], group, factor)
+
+    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any], factor: Tensor | None) -> None:
+        tensors: list[list[Tensor]] = [[], [], [], []]
+        steps, keys, firsts, row_steps = [], [], [], []
+        for parameter in parameters:
+            state, place = self._state_of(parameter), self._states.places[parameter]
+            state["step"] += 1
+            whole = [parameter, _laid_out(parameter), state["exp_avg"], state["exp_avg_sq"]]
+            for span in place.spans:
+                for kept, tensor in zip(tensors, whole, strict=True):
+                    kept.append(span.of(local(tensor.detach())))
+                steps.append(state["step"])
+                keys.append(place.key)
+                firsts.append(span.first)
+                row_steps.append(span.row_step)
+        if steps:
+            beta1, beta2 = group["betas"]
+            adamw_low_(
+                *tensors, steps, factor, keys, firsts, row_steps,
+                float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"],
+            )  # fmt: skip
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=self._states.dtype)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self._states.dtype)
+        return state
+
+
+def _laid_out(parameter: nn.Parameter) -> Tensor:
+    """The gradient, as contiguous as its parameter."""
+    if parameter.grad is None:
+        raise RuntimeError("a parameter without a gradient is not updated")
+    return parameter.grad if local(parameter.grad).is_contiguous() else parameter.grad.contiguous()

@@ -1,0 +1,94 @@
+"""The gradient norm of the whole model, and clipping, from ownership alone.
+
+norm^2 = sum over groups of boxes with the same sharded axes of: all-reduce over these of sum(local grad^2) / copies.
+A replicated parameter is counted once because no axis sums it; a box that ranks of an axis share is divided by them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from weft.comm.groups import sum_over
+from weft.core import axes
+from weft.core.shards import Part
+from weft.engine.mesh import Topology
+from weft.engine.ownership import Parts, chunks_of, local, sharded_axes
+
+Owned = tuple[tuple[str, ...], int]  # axes that shard a box, and ranks of the tp axis that share it
+
+
+@torch.no_grad()
+def global_norm(
+    parameters: Mapping[str, nn.Parameter],
+    topology: Topology,
+    *,
+    parts: Parts,
+    not_counted: Container[str] = (),
+    device: torch.device,
+    of_stage: bool = False,
+) -> torch.Tensor:
+    """The 2-norm of all gradients, the same on every rank; stays on the device.
+
+    `not_counted`: parameters that another pipeline stage has too, and counts. `of_stage`: what this rank's stages have.
+    """
+    parameters = {name: parameter for name, parameter in parameters.items() if name not in not_counted}
+    groups: dict[Owned, list[torch.Tensor]] = defaultdict(list)
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            for owned, gradient in _owned(parameter.grad, sharded_axes(parameter), parts.get(name)):
+                groups[owned].append(gradient)
+    # a rank may hold no rows of a group that others have rows of; all must join in its sum
+    for name, parameter in parameters.items():
+        part = parts.get(name)
+        if part is not None and part.is_cut and parameter.grad is not None:
+            for box in part.boxes:
+                groups[(*sharded_axes(parameter), axes.TP), box.copies] += []
+    total = torch.zeros((), device=device)
+    # Every rank walks the groups in the same order: the order of a collective is part of its meaning.
+    for axis_names, copies in sorted(groups):
+        gradients = groups[axis_names, copies]
+        square = _total_norm(gradients).to(device=device, dtype=torch.float32).square() / copies
+        for axis in axis_names:
+            sum_over(square, topology.group(axis))
+        total = total + square
+    if topology.pp_degree > 1 and not of_stage:  # every stage has parameters of its own
+        sum_over(total, topology.group(axes.PP))
+    return total.sqrt()
+
+
+def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In float32 at least: torch gives the norm of a bfloat16 tensor in bfloat16, three digits of it."""
+    if any(gradient.dtype == torch.bfloat16 for gradient in gradients):
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        return torch.stack(norms).square().sum().sqrt()
+    return torch.nn.utils.get_total_norm(gradients)
+
+
+def _owned(gradient: torch.Tensor, sharded: tuple[str, ...], part: Part | None) -> list[tuple[Owned, torch.Tensor]]:
+    """A gradient by who owns it: whole, or box by box where ranks of the tp axis share some."""
+    own = local(gradient)
+    if part is None or not part.is_cut:
+        return [((sharded, 1), own)]
+    copies = {box.copies for box in part.boxes}
+    if len(copies) == 1:
+        return [(((*sharded, axes.TP), copies.pop()), own)]
+    return [(((*sharded, axes.TP), box.copies), own[box.local_index]) for box in chunks_of(gradient, part)]
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply every gradient by a 0-dim device tensor, without a host synchronisation."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(
+            gradients, factor
+        )  # what clip_grads_with_norm_ itself calls; that one refuses DTensors here
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """min(1, max_norm / norm); exactly 1 below the bound, so unclipped runs are untouched bit by bit."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,0 +1,194 @@
+"""Optimizers by name and of the user's own making, their decay groups, and their states before the first step.
+
+Matrices decay, vectors (norms, biases) do not. The kernel is the same on every device and layout, so that a dry run on
+another device needs what the real one needs: adam and adamw fused, sgd parameter by parameter, unless one is named.
+With states or weights in bfloat16 adamw is `adamw_low`; for large tensors on a GPU too, where it needs what fused does.
+Temporaries of an update: fused none; foreach one tensor for each parameter of the larger group (the matrices).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from weft.core.errors import BadValueError, NotBuiltError
+from weft.core.run_spec import TrainSpec
+from weft.engine.optim.adamw_low import AdamWLow, LowStates
+
+Kind = Literal["adamw", "adam", "sgd", "adamw8bit"]
+Kernel = Literal["auto", "fused", "foreach"]
+# From one group with "params" and "param_names", which torch's optimizers take as it is; or, where the argument is
+# called `named_parameters`, from (name, parameter) pairs.
+OptimizerFactory = Callable[[list[Any]], Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPolicy:
+    """Which optimizer, with which constants."""
+
+    kind: Kind = "adamw"
+    learning_rate: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    momentum: float = 0.9
+    weight_decay: float = 0.1
+    kernel: Kernel = "auto"
+
+    @staticmethod
+    def of(train: TrainSpec) -> OptimizerPolicy:
+        return OptimizerPolicy(
+            kind=train.optimizer,
+            learning_rate=train.learning_rate,
+            betas=train.betas,
+            epsilon=train.epsilon,
+            momentum=train.momentum,
+            weight_decay=train.weight_decay,
+            kernel=train.optimizer_kernel,
+        )
+
+
+def make_optimizer(
+    named: Mapping[str, nn.Parameter],
+    given: OptimizerPolicy | OptimizerFactory | str,
+    *,
+    low: LowStates | None,
+    is_cut: bool,
+) -> Optimizer:
+    """What an engine is given, as an optimizer; `is_cut`: tensor-parallel ranks hold parts of rows."""
+    if isinstance(given, str):
+        given = OptimizerPolicy(kind=given)  # type: ignore[arg-type]
+    if isinstance(given, OptimizerPolicy):
+        if given.kind == "adamw8bit" and is_cut:
+            raise NotBuiltError(
+                "8-bit moments are kept by whole rows, which tensor parallelism cuts",
+                hint="use train.optimizer = 'adamw', or mesh.tp = 1",
+            )
+        return build_optimizer(list(named.values()), given, low=low)
+    if low is not None and low.rounds:
+        raise BadValueError(
+            "bfloat16 states and weights are those of weft's own adamw, and an optimizer was given",
+            hint="give an OptimizerPolicy, or leave precision at its preset",
+        )
+    return given(list(named.items()) if _takes_pairs(given) else [_named_group(named)])
+
+
+def _takes_pairs(factory: OptimizerFactory) -> bool:
+    try:
+        arguments = list(inspect.signature(factory).parameters)
+    except (TypeError, ValueError):  # something built in, without a signature
+        return False
+    return arguments[:1] == ["named_parameters"]
+
+
+def _named_group(named: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """As torch writes a group down itself: whoever reads "params" finds tensors, and the names lie beside them."""
+    return {"params": list(named.values()), "param_names": list(named)}
+
+
+def build_optimizer(
+    parameters: Sequence[nn.Parameter], policy: OptimizerPolicy, *, low: LowStates | None = None
+) -> Optimizer:
+    """The optimizer of `policy` over the trainable parameters; `low` where the precision rounds in the update."""
+    groups = decay_groups(parameters, policy.weight_decay)
+    if low is not None and not low.rounds and (policy.kind, policy.kernel) != ("adamw", "auto"):
+        low = None
+    if policy.kind == "sgd" and low is None:
+        return SGD(groups, lr=policy.learning_rate, momentum=policy.momentum, **_sgd_kernel(parameters, policy.kernel))
+    adam: dict[str, Any] = {"lr": policy.learning_rate, "betas": policy.betas, "eps": policy.epsilon}
+    if low is not None:
+        if low.rounds:
+            _require_adamw(policy)
+        return AdamWLow(groups, states=low, **adam)
+    if policy.kind == "adamw8bit":
+        return _adamw8bit(groups, policy, adam)
+    return (AdamW if policy.kind == "adamw" else Adam)(groups, **_adam_kernel(parameters, policy.kernel), **adam)
+
+
+def _require_adamw(policy: OptimizerPolicy) -> None:
+    hint = "use train.optimizer = 'adamw' with optimizer_kernel = 'auto', or leave precision at its preset"
+    if policy.kind != "adamw":
+        raise BadValueError(f"bfloat16 states and weights are adamw's, and the optimizer is {policy.kind}", hint=hint)
+    if policy.kernel != "auto":
+        raise BadValueError(
+            f"adamw with bfloat16 states or weights has a kernel of its own, not {policy.kernel!r}", hint=hint
+        )
+
+
+def _adamw8bit(groups: list[dict[str, Any]], policy: OptimizerPolicy, adam: dict[str, Any]) -> Optimizer:
+    if policy.kernel != "auto":
+        raise BadValueError(
+            f"adamw8bit has a kernel of its own, not {policy.kernel!r}", hint="leave optimizer_kernel at 'auto'"
+        )
+    from weft.engine.optim.adamw_8bit import build_adamw8bit
+
+    return build_adamw8bit(groups, **adam)
+
+
+def _adam_kernel(parameters: Sequence[nn.Parameter], kernel: Kernel) -> dict[str, Any]:
+    if kernel == "foreach":
+        return {"foreach": True}
+    # Fused kernels exist for CPU and CUDA; elsewhere torch picks its own default.
+    has_fused = bool(parameters) and parameters[0].device.type in ("cpu", "cuda")
+    return {"fused": True if kernel == "fused" or has_fused else None}
+
+
+def _sgd_kernel(parameters: Sequence[nn.Parameter], kernel: Kernel) -> dict[str, Any]:
+    if kernel == "auto":
+        # torch's own default would be foreach for plain parameters on a GPU and this loop for all others
+        return {"foreach": False}
+    if kernel == "fused" and any(isinstance(parameter, DTensor) for parameter in parameters):
+        raise NotBuiltError(
+            "torch has no fused sgd for sharded parameters", hint="set train.optimizer_kernel to 'foreach' or 'auto'"
+        )
+    return {kernel: True}
+
+
+def decay_groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def create_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Give parameters without state their tensors and move no weight: one step where all is zero."""
+    # those with state keep out of it: a zero gradient would still shrink their moments
+    fresh = [parameter for parameter in parameters if parameter not in optimizer.state]
+    if not fresh:
+        return
+    # decay is off as well: coupled to the gradient (adam, sgd), it would enter the moments
+    saved = [(group, float(group["lr"]), group.get("weight_decay")) for group in optimizer.param_groups]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    for parameter in fresh:
+        parameter.grad = torch.zeros_like(parameter)
+    for group, _, decay in saved:
+        set_group_rate(group, 0.0)
+        if decay is not None:
+            group["weight_decay"] = 0.0
+    optimizer.step()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    for parameter in fresh:
+        for value in optimizer.state[parameter].values():
+            if isinstance(value, torch.Tensor) and value.ndim == 0:
+                value.zero_()  # the step counter: this was no step
+    for group, learning_rate, decay in saved:
+        set_group_rate(group, learning_rate)
+        if decay is not None:
+            group["weight_decay"] = decay
+
+
+def set_group_rate(group: dict[str, Any], learning_rate: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):  # torchao's optimizers insist on keeping their own tensor
+        group["lr"].fill_(learning_rate)
+    else:
+        group["lr"] = learning_rate

@@ -1,0 +1,158 @@
+"""The walk of a schedule that never drains (PipeDream, PipeDream-2BW): updates are made on the way, each stage its own.
+
+A call does the forwards of one step and whatever backwards and updates fall between; the rest is done in later calls,
+or in `drain`. Which weights a micro-batch reads is a matter of its number alone, not of time: draining in between costs
+a bubble and changes no value. `restart` does: from there on everything reads the newest weights, as at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.engine.pp.action_times import ActionTimes
+from weft.engine.pp.p2p import Line, ShapeKey
+from weft.engine.pp.schedule_runner import Forward, Step, Strategy, Walk
+from weft.engine.pp.stages import Stages
+from weft.engine.pp.weight_stash import WeightStash
+from weft.schedule import Action, Actions, Calls, Kind, Schedule, version_for
+
+
+class Updates(Protocol):
+    """What makes a step's updates: `seal` when the last gradient of one is there, `apply` when it is its turn."""
+
+    def seal(self, gradients: Sequence[Tensor | None]) -> Any: ...
+
+    def apply(self, sealed: Any) -> None: ...
+
+
+class NoFlushRunner(Walk):
+    """One rank of a pipeline that holds one stage."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        stages: Stages,
+        line: Line,
+        versions: WeightStash,
+        *,
+        across: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        super().__init__(calls.schedule, stages, line, device=device)
+        self.calls, self.versions = calls, versions
+        self.across = across  # the line once more, for sums over stages: ranks come to them in their own order
+        (self.stage,) = stages.own
+        self._step: Step | None = None
+        self._updates: dict[int, Updates] = {}  # by step, until its last update is made
+        self._sealed: dict[int, Any] = {}  # by the update's last micro-batch
+        self._num_steps = 0  # since the restart
+        self._num_forwards = 0  # micro-batches, since then
+        self._num_drained = 0  # of these, before the last drain
+        self._window: list[ActionTimes] = []
+        self._num_to_skip = 0
+
+    @property
+    def is_drained(self) -> bool:
+        return self._num_drained == self._num_steps
+
+    @property
+    def watched_schedule(self) -> Schedule:
+        return self.calls.first(max(1, len(self._window)))
+
+    def watch(self, num_steps: int, *, num_disturbed: int = 0) -> None:
+        """One stretch from an empty pipeline on; where it does not begin at once, the pipeline drains first."""
+        super().watch(num_steps - num_disturbed)
+        self._num_to_skip = num_disturbed
+        self._window = []
+
+    def weights(self, stage: int, index: int) -> AbstractContextManager[None]:
+        # an evaluation takes the newest, as they are in the model
+        return self.versions.reading(self._version(index)) if torch.is_grad_enabled() else nullcontext()
+
+    def train_on(self, forward: Forward, strategy: Strategy, updates: Updates, *, shapes: Sequence[ShapeKey]) -> None:
+        """The forwards of one more step, and what comes between."""
+        is_watched = self._begin_watch()
+        first = self._num_steps * self.calls.num_microbatches
+        if self._step is None:
+            self._step = Step(self, forward, strategy)
+        self._step.go_on(lambda stage, index: forward(stage, index - first))
+        self._updates[self._num_steps] = updates
+        call = self._num_steps - self._num_drained
+        self._num_steps += 1
+        self._step.record = ActionTimes(clock=self._clock if is_watched else None)
+        self._walk(self.calls.actions(call), {first + index: shape for index, shape in enumerate(shapes)})
+        self.record = self._step.record
+        if self._step.record.clock is not None:
+            self._window.append(self._step.record)
+            self.watched = [ActionTimes.joined(self._window)]
+
+    @torch.enable_grad()  # an evaluation, which needs none, may ask for it
+    def drain(self) -> None:
+        """What is under way comes to its end. Collective."""
+        if self._step is None or self.is_drained:
+            return
+        self._step.record = ActionTimes()
+        last_call = self._num_steps - self._num_drained - 1
+        self._walk(self.calls.drain(last_call), {})
+        self._step.mail.finish()
+        self._num_drained = self._num_steps
+        self._num_to_watch = min(self._num_to_watch, len(self._window) or self._num_to_watch)  # it ends a stretch
+
+    def restart(self) -> None:
+        """`drain`, and forget older weights: what comes next begins with the newest. Collective."""
+        self.drain()
+        self.versions.restart()
+        self._updates.clear()
+        self._num_steps = self._num_drained = self._num_forwards = 0
+
+    def _begin_watch(self) -> bool:
+        """Whether the next call is watched."""
+        is_due = self._clock is not None and self._num_to_skip == 0
+        self._num_to_skip = max(0, self._num_to_skip - 1)
+        if is_due and not self._window:
+            self.drain()
+        return is_due and len(self._window) < self._num_to_watch
+
+    def _walk(self, actions: Actions, shapes: dict[int, ShapeKey]) -> None:
+        step, shift = self._step, self._num_drained * self.calls.num_microbatches
+        if step is None:
+            raise RuntimeError("nothing is under way")
+        actions = tuple(tuple(a._replace(microbatch=a.microbatch + shift) for a in own) for own in actions)
+        step.mail.expect(actions, shapes)
+        for action in actions[self.line.place]:
+            if action.kind is Kind.U:
+                self._update(step, action)
+                continue
+            step.do(action, is_last_backward=False)
+            self._num_forwards += action.kind is Kind.F
+            if action.kind is Kind.B:
+                step.mail.forget(action.microbatch)
+                self._seal(action.microbatch)
+        self.is_in_backward = False
+
+    def _seal(self, index: int) -> None:
+        """After a backward: where it is the last of an update, its gradients are taken together."""
+        if (index + 1) % self.schedule.update_period == 0:
+            gradients = self.versions.take_gradients(self._version(index))
+            self._sealed[index] = self._updates[index // self.calls.num_microbatches].seal(gradients)
+
+    def _update(self, step: Step, action: Action) -> None:
+        start = step.record.now()
+        oldest = min((index for _, index in step.kept), default=self._num_forwards)
+        lowest = self._version(oldest)
+        number = action.microbatch // self.calls.num_microbatches
+        self.is_in_backward = False
+        with self.versions.updating(lowest=lowest):
+            self._updates[number].apply(self._sealed.pop(action.microbatch))
+        if (action.microbatch + 1) % self.calls.num_microbatches == 0:
+            del self._updates[number]
+        step.record.note(action, start, start)
+
+    def _version(self, index: int) -> int:
+        return version_for(self.schedule, stage=self.stage, microbatch=index)

@@ -1,0 +1,195 @@
+"""The walk over a rank's actions: forwards, backwards and weights' gradients in the schedule's order, and its clock.
+
+    F   receive, forward, send                      B   receive, backward, send the input's gradient
+    I   B without the weights' gradients            W   these gradients, of which nobody waits
+
+A schedule is only an order: gradients are those of one process whatever it is. What a micro-batch needs for its
+backward is let go with its last action; on the last stage that is the loss and its graph, and no logits are kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weft.engine.activations.split_backward import SplitBackward
+from weft.engine.pp.action_times import ActionClock, ActionTimes
+from weft.engine.pp.p2p import Book, Line, Mail, Message, ShapeKey
+from weft.engine.pp.stages import StageDone, Stages
+from weft.schedule import Action, Kind, Schedule
+
+
+class Strategy(Protocol):
+    """What a walk asks of data parallelism (`engine/dp/strategy.py`): when gradients travel and gathered weights go."""
+
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]: ...
+
+    def stage(self, blocks: Sequence[str], *, is_last: bool, is_very_last: bool) -> AbstractContextManager[None]: ...
+
+    def backward_input(self) -> AbstractContextManager[None]: ...
+
+    def backward_weight(self) -> None: ...
+
+    def after_backwards(self) -> None: ...
+
+
+Forward = Callable[[int, int], Tensor]  # (stage, micro-batch) -> hidden states, or the loss on the last stage
+
+
+class Walk:
+    """One rank of a pipeline."""
+
+    def __init__(self, schedule: Schedule, stages: Stages, line: Line, *, device: torch.device) -> None:
+        self.schedule, self.stages, self.line = schedule, stages, line
+        self.record = ActionTimes()  # of the last step
+        self.watched: list[ActionTimes] = []
+        self._clock: ActionClock | None = None
+        self._num_to_watch = 0
+        self._device = device
+        self.book = Book()
+        self.is_in_backward = False  # for who measures: part of a backward is no business of autograd
+        self._split = {action[1:] for action in schedule.ranks[line.place] if action.kind is Kind.I}
+        self._last_backward = _last_backwards(schedule.ranks[line.place])
+
+    def watch(self, num_steps: int, *, num_disturbed: int = 0) -> None:
+        """Time every action of the next `num_steps` steps, whose records `watched` will hold. Between two steps.
+
+        The first `num_disturbed` of them may be slower for other reasons."""
+        self._clock, self._num_to_watch = ActionClock(self._device), num_steps
+        self.watched = []
+
+    @property
+    def watched_schedule(self) -> Schedule:
+        """What each of `watched` ran."""
+        return self.schedule
+
+    def weights(self, stage: int, index: int) -> AbstractContextManager[None]:
+        """Around a forward or a backward: the model has the weights that this micro-batch reads."""
+        return nullcontext()
+
+    def train(self, forward: Forward, strategy: Strategy, *, shapes: Sequence[ShapeKey]) -> None:
+        """Gradients of every micro-batch, which have these shapes, into the parameters of this rank's stages."""
+        step = Step(self, forward, strategy)
+        step.mail.expect(self.schedule.ranks, dict(enumerate(shapes)))
+        step.record.clock = self._clock if len(self.watched) < self._num_to_watch else None
+        for index, action in enumerate(self.schedule.ranks[self.line.place]):
+            step.do(action, is_last_backward=self._last_backward[action.stage] == index)
+        step.mail.finish()
+        strategy.after_backwards()
+        self.is_in_backward = False
+        self.record = step.record
+        self.watched += [step.record] if step.record.clock is not None else []
+
+    def measure(self, forward: Forward, strategy: Strategy, *, shapes: Sequence[ShapeKey]) -> None:
+        """Forwards alone."""
+        ranks = [
+            [Action(Kind.F, stage, index) for index in range(len(shapes)) for stage in own]
+            for own in self.schedule.rank_to_stages
+        ]
+        step = Step(self, forward, strategy)
+        step.mail.expect(ranks, dict(enumerate(shapes)))
+        for action in ranks[self.line.place]:
+            step.forward(action)
+            step.kept.clear()
+        step.mail.finish()
+
+
+class Step:
+    """What is under way in a walk."""
+
+    def __init__(self, walk: Walk, forward: Forward, strategy: Strategy) -> None:
+        self.walk, self._forward, self._strategy = walk, forward, strategy
+        self.mail = Mail(walk.line, walk.schedule.stage_to_rank, walk.book)
+        self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor, SplitBackward | None]] = {}
+        self.record = ActionTimes()
+        self._in_flight: Counter[int] = Counter()
+        self._ended = 0  # stages whose last backward has begun
+
+    def go_on(self, forward: Forward) -> None:
+        """With other forwards; what is under way stays so."""
+        self._forward = forward
+
+    def do(self, action: Action, *, is_last_backward: bool) -> None:
+        self.walk.is_in_backward = action.kind is not Kind.F
+        if action.kind is Kind.F:
+            self.forward(action)
+        elif action.kind is Kind.W:
+            self.weights(action, is_last=is_last_backward)
+        else:
+            self.backward(action, is_last=is_last_backward)
+
+    def forward(self, action: Action) -> None:
+        _, stage, index = action
+        asked = self.record.now()
+        stages = self.walk.stages
+        received = self._receive(Message("forward", stage, index)) if stage > 0 else None
+        if received is not None and torch.is_grad_enabled():
+            received.requires_grad_()
+        start = self.record.now()
+        is_split = (stage, index) in self.walk._split and torch.is_grad_enabled()
+        deferred = SplitBackward() if is_split else None
+        with self.walk.weights(stage, index), stages.forward_of(stage, received):
+            try:
+                with deferred or nullcontext():
+                    output = self._forward(stage, index)
+            except StageDone as done:
+                output = done.hidden
+        self.record.note(action, asked, start)
+        self.kept[stage, index] = (received, output, deferred)
+        self._in_flight[stage] += 1
+        self.record.most_in_flight[stage] = max(self.record.most_in_flight.get(stage, 0), self._in_flight[stage])
+        if stage < stages.last:
+            self.walk.book.given[stage, self.mail.shape_of(index)] = (tuple(output.shape), output.dtype)
+            self.mail.send(Message("forward", stage + 1, index), output.detach())
+
+    def backward(self, action: Action, *, is_last: bool) -> None:
+        kind, stage, index = action
+        asked = self.record.now()
+        received, output, deferred = self.kept.pop((stage, index))
+        gradient = self._receive(Message("backward", stage, index)) if stage < self.walk.stages.last else None
+        start = self.record.now()
+        is_half = kind is Kind.I
+        strategy = self._strategy.backward_input() if is_half else self._strategy_of(stage, is_last=is_last)
+        with self.walk.weights(stage, index), strategy:
+            torch.autograd.backward(output, gradient)
+        self.record.note(action, asked, start)
+        if is_half:
+            self.kept[stage, index] = (None, output.new_empty(0), deferred)
+        else:
+            self._in_flight[stage] -= 1
+        if received is not None:
+            if received.grad is None:
+                raise RuntimeError(f"the input of stage {stage} got no gradient")
+            self.mail.send(Message("backward", stage - 1, index), received.grad)
+
+    def weights(self, action: Action, *, is_last: bool) -> None:
+        _, stage, index = action
+        _, _, deferred = self.kept.pop((stage, index))
+        start = self.record.now()
+        if deferred is None:
+            raise RuntimeError(f"{action} has no gradients that wait")
+        with self._strategy.backward_input():
+            deferred.run()
+            self._strategy.backward_weight()  # joins what the first half left: all in one format
+        with self._strategy_of(stage, is_last=is_last):
+            self._strategy.backward_weight()
+        self._in_flight[stage] -= 1
+        self.record.note(action, start, start)
+
+    def _strategy_of(self, stage: int, *, is_last: bool) -> AbstractContextManager[None]:
+        self._ended += is_last
+        is_very_last = self._ended == len(self.walk.stages.own)
+        return self._strategy.stage(self.walk.stages.split.stages[stage], is_last=is_last, is_very_last=is_very_last)
+
+    def _receive(self, message: Message) -> Tensor:
+        return self.mail.receive(message, device=self.walk._device)
+
+
+def _last_backwards(actions: Sequence[Action]) -> Mapping[int, int]:
+    """Of each stage, the position of the action that ends its gradients."""
+    return {action.stage: index for index, action in enumerate(actions) if action.kind in (Kind.B, Kind.W)}

@@ -1,0 +1,204 @@
+"""Tensor parallelism on grids carried out: layers around the linears, norms, tables and head of a model that is cut.
+
+    2d, 2.5d   hidden states are rows (d, i), features j everywhere; every linear is SUMMA's
+    3d         between regions rows (i, j), features k; inside rows (i, k), features j: column linears lead in, row
+               linears lead out
+
+A rank takes its rows of the batch, so attention is local: own rows, own heads. Logits come out as own rows and chunk j
+of the vocabulary; in 3d their rows, and so the labels', are (i, k). Selective recompute keeps attention alone: linears
+are computed, and sent, again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.core.errors import NotBuiltError
+from weft.core.plan import TensorParallel
+from weft.core.shards import even_span
+from weft.engine.activations.dropout import uses_randomness
+from weft.engine.tp import collectives, cube, summa
+from weft.engine.tp.activation_layout import ActivationLayout
+from weft.engine.tp.context import TokenLoss, TPContext
+from weft.engine.tp.cross_entropy import vocabulary_loss_sum
+from weft.engine.tp.grid import Grid
+from weft.engine.tp.grid_embedding import logits_run, token_table
+from weft.engine.tp.grid_shards import grid_parts, position_tables, stream_axis
+from weft.engine.tp.one_d import set_sizes
+from weft.engine.tp.one_d_shards import cut_parameters
+from weft.engine.tp.statistics import spanning
+from weft.engine.wrap_forward import Forward, wrap_forward
+from weft.models.layout import ModelLayout
+from weft.models.tp.layout import LinearCut, TensorLayout
+
+
+def apply_grids(
+    model: nn.Module,
+    layout: ModelLayout,
+    tensors: TensorLayout,
+    policy: TensorParallel,
+    *,
+    grid: Grid,
+    keep_logits_whole: bool,
+) -> TPContext:
+    """Cut the parameters of `model`, put the layers of `grid.mode` around its modules; what the engine must know."""
+    parts = grid_parts(model, layout, tensors, grid)
+    _require_simple(model, tensors, grid, keep_logits_whole=keep_logits_whole)
+    vocabulary = _vocabulary(model, tensors)
+    has_positions = bool(position_tables(model, tensors))
+    cut_parameters(model, layout, parts)
+    is_loss_cut = policy.loss_parallel and not keep_logits_whole
+    _put_layers(model, tensors, grid, vocabulary=vocabulary, whole_logits=not is_loss_cut)
+    if grid.mode == "3d":
+        wrap_forward(model, _RowInputs(grid, has_positions=has_positions))
+    side, place = grid.sizes["i"], grid.place
+    row_chunk = place["i"] * side + place["j"] if grid.mode == "3d" else place.get("d", 0) * side + place["i"]
+    return TPContext(
+        grid=grid,
+        parts=parts,
+        reasons={name: reason for name, reason in tensors.replicated.items() if not parts[name].is_cut},
+        zones=_GridZones(place=place["j"], degree=side, sequence_parallel=False),
+        token_loss=_token_loss(grid, vocabulary) if is_loss_cut else None,
+        row_chunks=side * grid.sizes["k"] if grid.mode == "3d" else grid.sizes.get("d", 1) * side,
+        row_chunk=row_chunk,
+        label_chunk=place["i"] * side + place["k"] if grid.mode == "3d" else row_chunk,
+        owns_loss=place["j"] == 0,
+    )
+
+
+@dataclass(kw_only=True)
+class _GridZones(ActivationLayout):
+    """On a square every tensor is cut at the same place: heads, or features last."""
+
+    def cut_dim(self, tensor: Tensor) -> int | None:
+        return 1 if tensor.ndim == 4 else tensor.ndim - 1
+
+
+class _Linear:
+    """A linear of a region, carried out on the grid in place of the module's own product."""
+
+    def __init__(self, module: nn.Module, cut: LinearCut, grid: Grid) -> None:
+        self.module, self.grid, self.is_transposed = module, grid, cut.is_transposed
+        if grid.mode == "3d":
+            self.product = cube.linear_pq if cut.side == "column" else cube.linear_qp
+        else:
+            self.product = summa.linear
+
+    def __call__(self, _forward: Forward, x: Tensor) -> Tensor:
+        module: Any = self.module
+        return self.product(x, module.weight, module.bias, self.grid, is_transposed=self.is_transposed)
+
+
+class _Table:
+    """The token table, and the number some families multiply its rows by."""
+
+    def __init__(self, module: nn.Module, grid: Grid, vocabulary: int) -> None:
+        self.module, self.grid, self.vocabulary = module, grid, vocabulary
+
+    def __call__(self, _forward: Forward, ids: Tensor) -> Tensor:
+        module: Any = self.module
+        found = token_table(
+            ids, module.weight, grid=self.grid, vocabulary=self.vocabulary, padding_idx=module.padding_idx
+        )
+        if type(module) is nn.Embedding:
+            return found
+        scale = module.embed_scale
+        return found * (scale.to(found.dtype) if isinstance(scale, Tensor) else scale)
+
+
+class _Head:
+    """The output head; `is_whole` puts the vocabulary's chunks together, for losses that need all of it."""
+
+    def __init__(self, module: nn.Module, grid: Grid, vocabulary: int, *, is_whole: bool) -> None:
+        self.module, self.grid, self.vocabulary, self.is_whole = module, grid, vocabulary, is_whole
+        self.product = cube.head if grid.mode == "3d" else summa.head
+
+    def __call__(self, _forward: Forward, x: Tensor) -> Tensor:
+        module: Any = self.module
+        logits = self.product(x, module.weight, module.bias, self.grid, vocabulary=self.vocabulary)
+        if not self.is_whole:
+            return logits
+        chunk = _first_chunk(self.grid, self.vocabulary)
+        padded = F.pad(logits, (0, chunk - logits.shape[-1]))
+        return collectives.collect(padded, self.grid.group("j"), padded.ndim - 1)[..., : self.vocabulary]
+
+
+class _RowInputs:
+    """3d: ids are of rows (i, j); positions and masks are used by attention, whose rows are (i, k): fetch those."""
+
+    def __init__(self, grid: Grid, *, has_positions: bool) -> None:
+        self.grid, self.has_positions = grid, has_positions
+
+    def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        named = {
+            key: self._of_attention(key, value) if isinstance(value, Tensor) and key != "input_ids" else value
+            for key, value in kwargs.items()
+        }
+        return forward(*args, **named)
+
+    def _of_attention(self, key: str, value: Tensor) -> Tensor:
+        if key not in ("position_ids", "attention_mask") or value.ndim != 2 or self.has_positions:
+            raise NotBuiltError(
+                f"the model's input {key!r} cannot be dealt out in tensor_parallel.mode = '3d'",
+                hint="use another tensor_parallel.mode, or data without it (data.isolate_documents = false)",
+            )
+        return collectives.gathered(value, self.grid.group("j"), 0).chunk(self.grid.sizes["k"])[self.grid.place["k"]]
+
+
+def _put_layers(model: nn.Module, tensors: TensorLayout, grid: Grid, *, vocabulary: int, whole_logits: bool) -> None:
+    for region in tensors.regions:
+        for cut in region.linears:
+            wrap_forward(model.get_submodule(cut.name), _Linear(model.get_submodule(cut.name), cut, grid))
+        for norm in region.wide_norms:
+            width = sum(segment.features for segment in norm.segments)
+            wrap_forward(
+                model.get_submodule(norm.name), spanning(model.get_submodule(norm.name), grid.group("j"), width)
+            )
+        set_sizes(model.get_submodule(region.name), region, grid.sizes["j"])
+    for name in tensors.norms:
+        module = model.get_submodule(name)
+        wrap_forward(module, spanning(module, grid.group(stream_axis(grid)), tensors.hidden_size))
+    table, head = (model.get_submodule(name or "") for name in (tensors.embedding, tensors.head))
+    wrap_forward(table, _Table(table, grid, vocabulary))
+    wrap_forward(head, _Head(head, grid, vocabulary, is_whole=whole_logits))
+
+
+def _require_simple(model: nn.Module, tensors: TensorLayout, grid: Grid, *, keep_logits_whole: bool) -> None:
+    """What grids do not do, beyond what cannot be cut."""
+    table = model.get_submodule(tensors.embedding or "")
+    if type(table) is not nn.Embedding and not hasattr(table, "embed_scale"):
+        raise NotBuiltError(
+            f"the token table is a {type(table).__name__}, which grids do not know", hint="use mode = '1d'"
+        )
+    if grid.mode != "3d":
+        return
+    if uses_randomness(model):  # rows change between regions, and masks are drawn by row
+        raise NotBuiltError(
+            "dropout is not drawn alike at every layout in tensor_parallel.mode = '3d'",
+            hint="set the model's dropout to 0 in [model.config], or use another mode",
+        )
+    if keep_logits_whole:
+        raise NotBuiltError(
+            "an objective of your own cannot be used with tensor_parallel.mode = '3d': logits have other rows than ids",
+            hint="use another tensor_parallel.mode",
+        )
+
+
+def _vocabulary(model: nn.Module, tensors: TensorLayout) -> int:
+    return model.get_parameter(f"{tensors.embedding}.weight").shape[0]
+
+
+def _token_loss(grid: Grid, vocabulary: int) -> TokenLoss:
+    first_token, group = logits_run(grid, vocabulary).begin, grid.group("j")
+    return lambda logits, labels: vocabulary_loss_sum(logits, labels, first_token=first_token, group=group)
+
+
+def _first_chunk(grid: Grid, vocabulary: int) -> int:
+    """Tokens of the largest chunk of logits."""
+    if grid.mode != "3d":
+        return even_span(vocabulary, degree=grid.sizes["j"], place=0).size
+    return even_span(vocabulary, degree=grid.sizes["j"] ** 2, place=0).size * grid.sizes["j"]

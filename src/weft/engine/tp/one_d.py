@@ -1,0 +1,291 @@
+"""One-dimensional tensor parallelism carried out: layers around modules, and nothing inside them.
+
+    a region      entry: whole -> whole, gradient all-reduced        exit: partial sums all-reduced, bias added once
+    with sequence parallel    entry: all-gather of the sequence      exit: reduce-scatter of it
+    token table   rows of other ranks give zeros, then all-reduce    head: own slice of the vocabulary's logits
+
+So a block costs two all-reduces forward and two backward, or all-gathers and reduce-scatters of the same volume.
+Model code stays as it is: it sees fewer heads and narrower matrices.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.core.errors import TensorParallelError
+from weft.engine.tp import collectives
+from weft.engine.tp.activation_layout import ActivationLayout
+from weft.engine.tp.context import TokenLoss
+from weft.engine.tp.cross_entropy import vocabulary_loss_sum
+from weft.engine.tp.grid import WHOLE, Grid
+from weft.engine.tp.one_d_shards import local_units
+from weft.engine.tp.statistics import spanning
+from weft.engine.wrap_forward import Forward, Layer, wrap_forward
+from weft.models.layout import ModelLayout
+from weft.models.tp.layout import Region, TensorLayout
+
+
+def apply_lines(
+    model: nn.Module,
+    layout: ModelLayout,
+    tensors: TensorLayout,
+    grid: Grid,
+    zones: ActivationLayout,
+    *,
+    loss_parallel: bool,
+) -> None:
+    """Put the layers of one-dimensional tensor parallelism around the modules of a model whose parameters are cut."""
+    for region in tensors.regions:
+        _Passage(region, grid, zones).apply(model)
+        for norm in region.wide_norms:
+            module, width = model.get_submodule(norm.name), sum(segment.features for segment in norm.segments)
+            own_width = sum(local_units(segment, grid.degree) * segment.size for segment in norm.segments)
+            copies = own_width * grid.degree // width
+            wrap_forward(module, spanning(module, grid.group(WHOLE), width, copies=copies))
+        set_sizes(model.get_submodule(region.name), region, grid.degree)
+    if tensors.embedding is not None:
+        table = model.get_submodule(tensors.embedding)
+        wrap_forward(table, _Table(table, grid))
+    if tensors.head is not None:
+        wrap_forward(
+            model.get_submodule(tensors.head),
+            _Head(grid, vocabulary=num_tokens(model, tensors.head), whole=not loss_parallel),
+        )
+    for name in layout.blocks:
+        wrap_forward(model.get_submodule(name), _from_the_start(zones))
+    if zones.sequence_parallel:
+        _apply_stream(model, layout, tensors, grid, zones)
+
+
+def vocabulary_loss(grid: Grid, *, first_token: int) -> TokenLoss:
+    """The loss of logits that are this rank's slice of the vocabulary."""
+    return lambda logits, labels: vocabulary_loss_sum(logits, labels, first_token=first_token, group=grid.group(WHOLE))
+
+
+class _Passage:
+    """The way into a region and out of it."""
+
+    def __init__(self, region: Region, grid: Grid, zones: ActivationLayout) -> None:
+        self.region, self.zones = region, zones
+        self.group = grid.group(WHOLE)
+        self.entered: tuple[Tensor, Tensor] | None = None  # what came in last and what was made of it
+        self.reads_left = 0
+
+    def apply(self, model: nn.Module) -> None:
+        for name in self.region.entries:
+            wrap_forward(
+                model.get_submodule(name), self.enter_all if self.region.kind == "experts" else self.enter_first
+            )
+        for linear in self.region.linears:
+            module = model.get_submodule(linear.name)
+            _set_features(module)
+            if linear.side == "row":
+                wrap_forward(module, _Row(module, self, is_transposed=linear.is_transposed))
+        if self.region.leaves_at is not None:
+            wrap_forward(model.get_submodule(self.region.leaves_at), self.leave_from)
+
+    def enter_first(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """The hidden states are the argument of that name, or the first one; wherever they are given again, too."""
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        made = self._enter(hidden)  # CTRL hands its attention the same tensor three times: each must be summed
+        args = tuple(made if value is hidden else value for value in args)
+        kwargs = {key: made if value is hidden else value for key, value in kwargs.items()}
+        self.zones.enter()
+        return forward(*args, **kwargs)
+
+    def enter_all(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Experts take tokens with their choices and weights: all of them belong to the tokens."""
+        self.zones.enter()
+        made = [self._make_whole(value) if isinstance(value, Tensor) else value for value in args]
+        named = {key: self._make_whole(value) if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+        return forward(*made, **named)
+
+    def leave_from(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        return self.leave(forward(*args, **kwargs))
+
+    def leave(self, partial: Tensor) -> Tensor:
+        # a second linear that reads the same input (a gate beside an up) shares its entry; the exit ends that
+        self.entered = None
+        self.zones.leave()
+        if not self.zones.sequence_parallel:
+            return collectives.leave(partial, self.group)
+        return collectives.scatter(partial, self.group, sequence_dim(partial))
+
+    def _enter(self, x: Tensor) -> Tensor:
+        """Once for all entries that read the same tensor, then let go.
+
+        Recomputing stops before the exit: what is kept until there would keep the recomputed block alive with it.
+        """
+        if self.entered is None or self.entered[0] is not x:
+            self.entered, self.reads_left = (x, self._make_whole(x)), len(self.region.entries)
+        made = self.entered[1]
+        self.reads_left -= 1
+        if self.reads_left == 0:
+            self.entered = None
+        return made
+
+    def _make_whole(self, x: Tensor) -> Tensor:
+        if self.zones.sequence_parallel:
+            return (
+                collectives.gather(x, self.group, sequence_dim(x))
+                if x.is_floating_point()
+                else collectives.gathered(x, self.group, sequence_dim(x))
+            )
+        return collectives.enter(x, self.group) if x.is_floating_point() else x
+
+
+class _Row:
+    """A linear whose inputs are cut: the product is a term of a sum; the bias is added to the sum, once."""
+
+    def __init__(self, module: Any, passage: _Passage, *, is_transposed: bool) -> None:
+        self.module, self.passage, self.is_transposed = module, passage, is_transposed
+
+    def __call__(self, _forward: Forward, x: Tensor) -> Tensor:
+        weight, bias = self.module.weight, self.module.bias
+        total = self.passage.leave(x @ weight if self.is_transposed else F.linear(x, weight))
+        return total if bias is None else total + bias
+
+
+class _Table:
+    """A token table with this rank's rows: tokens of other ranks are zeros until the sum."""
+
+    def __init__(self, module: Any, grid: Grid) -> None:
+        self.group = grid.group(WHOLE)
+        rows = module.weight.shape[0]
+        self.first = grid.rank * -(-int(module.num_embeddings) // grid.degree)
+        self.rows = rows
+        padding = module.padding_idx
+        module.num_embeddings = rows
+        if padding is not None:
+            module.padding_idx = padding - self.first if 0 <= padding - self.first < rows else None
+
+    def __call__(self, forward: Forward, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        own = ids - self.first
+        is_elsewhere = (own < 0) | (own >= self.rows)
+        found = forward(own.masked_fill(is_elsewhere, 0), *args, **kwargs)
+        return collectives.leave(found.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.group)
+
+
+class _Head:
+    """The output head over this rank's slice of the vocabulary; `whole` puts the slices together."""
+
+    def __init__(self, grid: Grid, *, vocabulary: int, whole: bool) -> None:
+        self.group, self.whole, self.vocabulary = grid.group(WHOLE), whole, vocabulary
+        self.chunk = -(-vocabulary // grid.degree)
+
+    def __call__(self, forward: Forward, x: Tensor) -> Tensor:
+        logits = forward(collectives.enter(x, self.group))
+        if not self.whole:
+            return logits  # type: ignore[no-any-return]
+        padded = F.pad(logits, (0, self.chunk - logits.shape[-1]))
+        return collectives.collect(padded, self.group, padded.ndim - 1)[..., : self.vocabulary]
+
+
+class _Stream:
+    """Sequence parallel: from the first block's entry to the last one's exit a rank has a slice of the sequence."""
+
+    def __init__(self, grid: Grid, zones: ActivationLayout) -> None:
+        self.group, self.zones, self.degree = grid.group(WHOLE), zones, grid.degree
+
+    def begin(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _with_first(args, kwargs, self._take)
+        self.zones.begin()
+        return forward(*args, **kwargs)
+
+    def end(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        self.zones.end()
+        return _of_first(output, lambda hidden: collectives.collect(hidden, self.group, 1))
+
+    def around_mixer(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """A module that every rank repeats on the whole sequence, and keeps its slice of."""
+        args, kwargs = _with_first(args, kwargs, lambda x: collectives.gather(x, self.group, 1))
+        self.zones.end()
+        output = forward(*args, **kwargs)
+        self.zones.begin()
+        return _of_first(output, lambda hidden: collectives.own_slice(hidden, self.group, 1))
+
+    def _take(self, hidden: Tensor) -> Tensor:
+        if hidden.shape[1] % self.degree:
+            raise TensorParallelError(
+                f"a sequence of {hidden.shape[1]} does not divide over {self.degree} tensor-parallel ranks",
+                hint="choose a data.sequence_length that does, or set tensor_parallel.sequence_parallel = false",
+            )
+        return collectives.take(hidden, self.group, 1)
+
+
+def sequence_dim(x: Tensor) -> int:
+    """[rows, sequence, …], or flattened tokens, whose order a gather changes and the scatter restores."""
+    return 1 if x.ndim >= 3 else 0
+
+
+def set_sizes(module: nn.Module, region: Region, degree: int) -> None:
+    """The numbers of heads a module keeps for its own reshapes become those of this rank."""
+    if region.heads is None:
+        return
+    heads = local_units(region.heads, degree)
+    kv_heads = local_units(region.kv_heads or region.heads, degree)
+    head_dim, kv_dim = region.heads.size, (region.kv_heads or region.heads).size
+    values = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "heads_per_kv": heads // kv_heads,
+        "width": heads * head_dim,
+        "kv_width": kv_heads * kv_dim,
+    }
+    for attribute, quantity in region.attributes.items():
+        owner, _, key = attribute.rpartition(".")
+        if owner:
+            # the module's own copy: other modules read the same config
+            setattr(module, owner, copy.copy(getattr(module, owner)))
+        setattr(getattr(module, owner) if owner else module, key, values[quantity])
+
+
+def _from_the_start(zones: ActivationLayout) -> Layer:
+    """A block begins outside of regions: recomputing the one before may have ended in the middle of one."""
+
+    def begin(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        zones.leave()
+        return forward(*args, **kwargs)
+
+    return begin
+
+
+def _apply_stream(
+    model: nn.Module, layout: ModelLayout, tensors: TensorLayout, grid: Grid, zones: ActivationLayout
+) -> None:
+    stream = _Stream(grid, zones)
+    for name in tensors.mixers:
+        wrap_forward(model.get_submodule(name), stream.around_mixer)
+    wrap_forward(model.get_submodule(layout.blocks[0]), stream.begin)
+    wrap_forward(model.get_submodule(layout.blocks[-1]), stream.end)
+
+
+def num_tokens(model: nn.Module, name: str) -> int:
+    """Tokens of the whole vocabulary: a linear remembers them though its weight is cut."""
+    return int(model.get_submodule(name).out_features)  # type: ignore[arg-type]
+
+
+def _set_features(module: Any) -> None:
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif hasattr(module, "nf"):  # Conv1D's own reshape
+        module.nf = module.weight.shape[1]
+
+
+def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The hidden states, by name or in front, changed."""
+    if "hidden_states" in kwargs:
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+    return (change(args[0]), *args[1:]), kwargs
+
+
+def _of_first(output: Any, change: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    return (change(output[0]), *output[1:])

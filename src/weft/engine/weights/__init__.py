@@ -1,0 +1,1 @@
+"""Initial values and memory of parameters on each rank; frozen parameters."""

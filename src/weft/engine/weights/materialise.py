@@ -1,0 +1,108 @@
+"""Gives a model on the meta device its memory and its values: each rank allocates and fills only what it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from weft.core.errors import ModelError
+from weft.engine.ownership import Parts, chunks_of, local
+from weft.models.initial import StoresBuffers, WeightSource
+from weft.models.layout import ModelLayout
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    return any(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+@torch.no_grad()
+def materialise(
+    model: nn.Module, layout: ModelLayout, source: WeightSource | None, *, device: torch.device, parts: Parts
+) -> None:
+    """Memory on `device` for this rank's parts, then values from `source`; real modules are only moved."""
+    if is_on_meta(model):
+        if source is None:
+            raise ModelError(
+                "the model is on the meta device and no weights were given",
+                hint="pass weights=, or a model with values",
+            )
+        _allocate(model, layout, device)
+        _fill(model, layout, source, parts)
+        if isinstance(source, StoresBuffers):
+            _fill_buffers(model, source, source.buffer_names())
+    _move_buffers(model, device)
+
+
+@torch.no_grad()
+def place_real_model(model: nn.Module, *, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """A module with values goes to the device, and rank 0's values to every rank: constructors draw per process."""
+    if is_on_meta(model):
+        return
+    model.to(device)
+    if dist.get_world_size(group) > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            wire = tensor.detach().contiguous()  # a transposed or expanded tensor does not travel as it is
+            dist.broadcast(wire, group=group, group_src=0)
+            if wire.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(wire)
+
+
+def _allocate(model: nn.Module, layout: ModelLayout, device: torch.device) -> None:
+    if isinstance(model, FSDPModule):
+        with _buffers_kept(model):
+            model.to_empty(device=device)
+        return
+    for name in layout.unit_of:
+        parameter = model.get_parameter(name)
+        real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+        for alias in (name, *(alias for alias, canonical in layout.ties.items() if canonical == name)):
+            owner, _, key = alias.rpartition(".")
+            model.get_submodule(owner)._parameters[key] = real
+
+
+def _fill(model: nn.Module, layout: ModelLayout, source: WeightSource, parts: Parts) -> None:
+    missing = set(layout.unit_of)
+    here = {layout.copies.get(name, name): name for name in layout.unit_of}
+    for first, read in source.readers(list(here)):
+        name = here[first]
+        parameter = model.get_parameter(name)
+        for box in chunks_of(parameter, parts.get(name)):
+            if box.num_elements:
+                local(parameter)[box.local_index].copy_(read(box.global_index))
+        missing.discard(name)
+    if missing:
+        raise ModelError(
+            f"{len(missing)} parameters got no value, the first is {min(missing)}", hint="check the weights"
+        )
+
+
+def _fill_buffers(model: nn.Module, source: WeightSource, names: Sequence[str]) -> None:
+    """Those that are here; every rank has them whole."""
+    here = {name: buffer for name, buffer in model.named_buffers() if name in set(names)}
+    for name, read in source.readers(list(here)):
+        here[name].copy_(read(tuple(slice(0, size) for size in here[name].shape)))
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[key] = buffer.to(device)
+
+
+class _buffers_kept:  # noqa: N801 - reads as a clause: with _buffers_kept(model)
+    """`to_empty` would replace the buffers' computed values by uninitialised memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.saved = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for module, key, buffer in self.saved:
+            module._buffers[key] = buffer

@@ -1,0 +1,62 @@
+"""What the engine puts around a module's forward. It lies inside the module's hooks, and no name changes.
+
+    hooks( outermost layer( … innermost layer( the module's own forward )))
+
+A hook sees a forward once; a layer is part of the forward, so it is computed again where the forward is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+Forward = Callable[..., Any]
+Layer = Callable[..., Any]  # layer(forward, *args, **kwargs) calls forward, or not
+
+
+class _Layered:
+    """A forward and the layers around it. An object, not a closure: a copied module must not call the original."""
+
+    def __init__(self, own: Forward) -> None:
+        functools.update_wrapper(self, own)  # transformers reads the signature of a model's forward
+        self.own = own
+        self.layers: list[Layer] = []  # innermost first
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.own
+        for layer in self.layers:
+            call = functools.partial(layer, call)
+        return call(*args, **kwargs)
+
+
+def wrap_forward(module: nn.Module, layer: Layer) -> None:
+    """`layer` around everything that is around `module`'s forward already."""
+    _layers_of(module).append(layer)
+
+
+@contextmanager
+def inside(module: nn.Module, layer: Layer) -> Iterator[None]:
+    """`layer` next to `module`'s own forward, for a while."""
+    layers = _layers_of(module)
+    layers.insert(0, layer)
+    try:
+        yield
+    finally:
+        layers.remove(layer)
+
+
+def replace_own(module: nn.Module, change: Callable[[Forward], Forward]) -> None:
+    """Another form of `module`'s own forward, with the same layers around it."""
+    _layers_of(module)
+    layered: Any = module.forward
+    layered.own = change(layered.own)
+
+
+def _layers_of(module: nn.Module) -> list[Layer]:
+    if not isinstance(module.forward, _Layered):
+        module.forward = _Layered(module.forward)
+    return module.forward.layers

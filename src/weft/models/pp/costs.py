@@ -1,0 +1,60 @@
+"""What each block of a model costs a token: the numbers by which `core/stages.py` makes pipeline stages equally long.
+
+a Hugging Face causal LM   as the planner has them: from the shape that `zoo` reads in its config
+any other module           elements of parameters: a block's own and of what is used after it before the next; what
+                           is used before the first block and after the last count there. Looking up rows of a table
+                           (nn.Embedding) costs nothing
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from weft import zoo
+from weft.core.errors import WeftError
+from weft.core.model_shape import ModelShape
+from weft.core.stages import deal_blocks, deal_shape
+from weft.models.layout import ROOT, ModelLayout
+from weft.models.pp.probe import Trace
+
+
+def deal_model(model: nn.Module, layout: ModelLayout, trace: Trace, *, num_stages: int) -> tuple[int, ...]:
+    """Blocks a stage, by cost; alike on every rank."""
+    shape = shape_of_model(model)
+    if shape is not None and shape.num_layers == len(trace.order) and trace.order == layout.blocks:
+        return deal_shape(shape, num_stages)
+    before, costs, after = count_elements(model, layout, trace)
+    return deal_blocks(costs, before=before, after=after, num_stages=num_stages)
+
+
+def shape_of_model(model: nn.Module) -> ModelShape | None:
+    """What the planner would make of the model's config; None where it has none, or no head over a vocabulary."""
+    config: Any = getattr(model, "config", None)
+    find_head = getattr(model, "get_output_embeddings", None)
+    if not hasattr(config, "to_dict") or not callable(find_head) or find_head() is None:
+        return None
+    try:
+        return zoo.shape_of(config.to_dict())
+    except WeftError:
+        return None
+
+
+def count_elements(model: nn.Module, layout: ModelLayout, trace: Trace) -> tuple[int, list[int], int]:
+    """(before the first block, of each block with what follows it, after the last)."""
+    before, costs, after = 0, [0] * len(trace.order), 0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding):
+            continue
+        unit, size = layout.unit_of[layout.ties.get(name, name)], prod(parameter.shape)
+        # what no walk has seen is the head, or used by nobody: both are on the last stage
+        time = trace.order.index(unit) + 1 if unit in trace.order else max(trace.uses.get(name, {len(costs)}))
+        if unit == ROOT and time == len(costs):
+            after += size
+        elif time == 0:
+            before += size
+        elif unit == ROOT or unit in trace.order:
+            costs[time - 1] += size
+    return before, costs, after

@@ -1,0 +1,321 @@
+"""One walk through a model's forward with stands in place of its blocks: what a pipeline would have to carry.
+
+It computes nothing of the model's: blocks are not run, parameters around them have no values. The walks:
+
+    trace_forward   in which order blocks are called, in which argument hidden states travel, and after how many blocks
+                    each other parameter is used. The forward is asked, not the order of definition: OPT defines its
+                    final norm before its blocks
+    require_stage   as a stage would see it. What only earlier stages have is NaN: parameters, and all that their blocks
+                    give. The first own block's hidden states are received; NaN in any other place is something that
+                    no stage sends
+
+What stands in line with blocks in an nn.Sequential is not run either. A model that takes no token ids is tried with
+floats. Every rank walks alike, so all of them refuse a model, or none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.models.layout import ROOT, ModelLayout
+from weft.models.pp.chain import beside_blocks
+from weft.models.pp.placeholders import (
+    NoTable,
+    Stand,
+    given_by,
+    noted,
+    nothing_for,
+    nothing_like,
+    tensors_in,
+    unchanged,
+)
+
+PROBE_TOKENS = 4
+MOST_GIVEN = 4
+MOST_WIDTHS = 4
+MOST_LETTERS = 120  # of the model's own message
+HIDDEN = "hidden_states"
+Place = int | str  # of an argument: its position or its name
+
+
+class UnfitError(Exception):
+    """Why the model cannot be cut; a clause about it ("it …")."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """`order`: blocks as they are called. `uses`: after how many blocks each parameter outside of them is used."""
+
+    order: tuple[str, ...]
+    uses: dict[str, frozenset[int]]
+    hidden: Place
+    num_given: int  # values that the model takes from a block, in a tuple; 0: hidden states as they are
+    beside: dict[str, int] = field(default_factory=dict)  # modules in line with the blocks -> how many come before
+    fed: tuple[int, ...] = ()  # the shape of the floats that the model was asked with; (): token ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """A stage: blocks `begin` to `end` in the order of the forward; `lost`: parameters that earlier stages have."""
+
+    begin: int
+    end: int
+    lost: frozenset[str]
+
+
+def trace_forward(model: nn.Module, layout: ModelLayout) -> Trace:
+    """Raises UnfitError where the forward does not suit any pipeline.
+
+    A model that takes no token ids is asked with floats, of the widths that its own layers take."""
+    try:
+        return _trace(model, layout, fed=())
+    except _NotEnteredError:
+        for fed in _shapes_of_floats(model, layout):
+            with suppress(_NotEnteredError):
+                return _trace(model, layout, fed=fed)
+        raise
+
+
+def _trace(model: nn.Module, layout: ModelLayout, *, fed: tuple[int, ...]) -> Trace:
+    """How many values a block gives shows in what the model's code takes of them."""
+    for num_given in range(MOST_GIVEN):
+        try:
+            return _Walk(model, layout, num_given=num_given, fed=fed).run()
+        except _GivenOtherwiseError:
+            continue
+    return _Walk(model, layout, num_given=MOST_GIVEN, fed=fed).run()
+
+
+def _shapes_of_floats(model: nn.Module, layout: ModelLayout) -> list[tuple[int, ...]]:
+    """Rows, and rows of sequences, for each width that a linear layer outside the blocks takes."""
+    linears = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and layout.unit_of.get(f"{name}.weight") == ROOT
+    ]
+    widths = list(dict.fromkeys(linear.in_features for linear in linears))
+    return [shape for width in widths[:MOST_WIDTHS] for shape in ((PROBE_TOKENS, width), (1, PROBE_TOKENS, width))]
+
+
+def require_stage(model: nn.Module, layout: ModelLayout, trace: Trace, view: View) -> None:
+    """Raises UnfitError where a stage would compute with something it does not have."""
+    _Walk(model, layout, num_given=trace.num_given, fed=trace.fed, view=view).run()
+
+
+class _GivenOtherwiseError(UnfitError):
+    """The model wants something else of a block than a stand gives."""
+
+
+class _NotEnteredError(UnfitError):
+    """The model fails before its first block."""
+
+
+class _EndError(Exception):
+    """The walk has come to the stage's end, or to the output head, whose product would only cost time."""
+
+
+class _Walk:
+    """`view`: the stage that is looked at; None: nothing is, parameters are all NaN."""
+
+    def __init__(
+        self, model: nn.Module, layout: ModelLayout, *, num_given: int, fed: tuple[int, ...], view: View | None = None
+    ) -> None:
+        self.model, self.layout, self.num_given, self.fed, self.view = model, layout, num_given, fed, view
+        self.order: list[str] = []
+        self.uses: dict[str, set[int]] = {}
+        self.beside: dict[str, int] = {}
+        self.hidden: Place | None = None
+        self.given: Tensor | None = None
+        self._looked: dict[int, tuple[Tensor, bool]] = {}
+
+    def run(self) -> Trace:
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), unchanged(self.model), self._at_head():
+                device = _device_of(self.model)
+                self._place_values(device)
+                self._place_stands()
+                ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=device)
+                fed = torch.zeros(self.fed, device=device) if self.fed else ids
+                keywords = {"use_cache": False} if hasattr(self.model, "config") else {}
+                self._look_at_end(self.model(fed, **keywords))
+        except _EndError:
+            pass
+        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+            self._explain(error)
+        if not self.order or self.hidden is None:
+            raise UnfitError(f"its forward does not call {self.layout.blocks[0]}")
+        uses = {name: frozenset(times) for name, times in self.uses.items()}
+        return Trace(
+            order=tuple(self.order),
+            uses=uses,
+            hidden=self.hidden,
+            num_given=self.num_given,
+            beside=self.beside,
+            fed=self.fed,
+        )
+
+    def _explain(self, error: Exception) -> None:
+        if len(self.order) == len(self.layout.blocks):
+            return  # what follows the blocks is all on one stage; stands give other shapes than blocks may
+        what = f"({type(error).__name__}: {_first_line(error)})"
+        if self.view is not None:
+            raise UnfitError(f"a later stage does not run without the tables of the first {what}") from error
+        if not self.order:
+            raise _NotEnteredError(f"its forward does not run on {PROBE_TOKENS} token ids alone {what}") from error
+        where = f"after {self.order[-1]}, when that gives hidden states alone"
+        raise _GivenOtherwiseError(f"its forward does not run {where} {what}") from error
+
+    def arrive(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block is called."""
+        if name in self.order:
+            raise UnfitError(f"it runs {name} more than once")
+        place = place_of_hidden(args, kwargs)
+        if place is None or self.hidden not in (None, place):
+            raise UnfitError(f"it does not call {name} with hidden states as it calls its other blocks")
+        self.hidden = place
+        hidden = kwargs[place] if isinstance(place, str) else args[place]
+        if _is_first_of(hidden, self.given):
+            raise _GivenOtherwiseError("it takes a part of what a block gives")
+        is_own = self.view is None or self.view.begin <= len(self.order)
+        if self.view is not None and is_own:
+            self._look_at_arguments(name, block, args, kwargs, self.view)
+        self.order.append(name)
+        self.given = _finite_like(hidden) if is_own else nothing_for(hidden)
+        return given_by(self.given, self.num_given, number=1.0 if is_own else float("nan"))
+
+    def pass_by(self, name: str, module: nn.Module) -> None:
+        """Something in line with the blocks is called: it takes and gives one tensor, and all it has is used now."""
+        self.beside[name] = len(self.order)
+        for key, _ in module.named_parameters(remove_duplicate=False):
+            self._used(f"{name}.{key}")
+
+    def _look_at_arguments(
+        self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], view: View
+    ) -> None:
+        named: dict[Place, Any] = dict(enumerate(args))
+        named.update(kwargs)
+        marked = [place for place, value in named.items() if any(map(self._has_nan, tensors_in(value)))]
+        others = [_argument_name(block, place) for place in marked if place != self.hidden]
+        if others:
+            raise UnfitError(f"its block {name} also takes {others[0]}, which stages do not send each other")
+        if self.hidden in marked and len(self.order) > view.begin:
+            raise UnfitError(f"it makes the hidden states for {name} from more than the block before gives")
+        if len(self.order) == view.end:  # the next stage's first block
+            raise _EndError
+
+    def _look_at_end(self, output: Any) -> None:
+        if self.view and any(map(self._has_nan, tensors_in(_logits_of(output)))):
+            raise UnfitError("after its blocks it uses more than the last of them gives")
+
+    def _has_nan(self, tensor: Tensor) -> bool:
+        """Blocks are given the same masks and positions: looked at once."""
+        if id(tensor) not in self._looked:
+            self._looked[id(tensor)] = (tensor, tensor.is_floating_point() and bool(tensor.isnan().any()))
+        return self._looked[id(tensor)][1]
+
+    def _place_stands(self) -> None:
+        for name in self.layout.blocks:
+            owner, _, key = name.rpartition(".")
+            block = self.model.get_submodule(name)
+            self.model.get_submodule(owner)._modules[key] = _ProbeStand(block, name, self)
+        for name in beside_blocks(self.model, self.layout):
+            owner, _, key = name.rpartition(".")
+            module = self.model.get_submodule(name)
+            self.model.get_submodule(owner)._modules[key] = _InLineStand(module, name, self)
+
+    def _place_values(self, device: torch.device) -> None:
+        """Parameters outside the blocks read as NaN or one, without memory, and their use is noted."""
+        for name, value in list(self.model.named_parameters(remove_duplicate=False)):
+            if self.layout.unit_of[self.layout.ties.get(name, name)] == ROOT:
+                owner, _, key = name.rpartition(".")
+                number = float("nan") if self.view is None or name in self.view.lost else 1.0
+                plain = nothing_like(value.shape, dtype=value.dtype, device=device, number=number)
+                module = self.model.get_submodule(owner)
+                module.__dict__[key] = noted(plain, partial(self._used, name))
+                if self.view is not None and name in self.view.lost and isinstance(module, nn.Embedding):
+                    lookup = NoTable(value.shape[-1], dtype=value.dtype, device=device)
+                    module.__dict__["forward"] = partial(lookup, module.forward)
+
+    @contextmanager
+    def _at_head(self) -> Iterator[None]:
+        def look(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            if self.order:
+                self._look_at_end(args)
+                raise _EndError
+
+        head = _head_of(self.model)
+        hook = head.register_forward_pre_hook(look) if head is not None else None
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    def _used(self, name: str) -> None:
+        self.uses.setdefault(name, set()).add(len(self.order))
+
+
+class _ProbeStand(Stand):
+    def __init__(self, block: nn.Module, name: str, walk: _Walk) -> None:
+        super().__init__(block)
+        self.__dict__.update(stands_for=name, walk=walk)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.walk.arrive(self.stands_for, self.block, args, kwargs)
+
+
+class _InLineStand(_ProbeStand):
+    """Between blocks of an nn.Sequential."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.walk.pass_by(self.stands_for, self.block)
+        return args[0]
+
+
+def place_of_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Place | None:
+    if isinstance(kwargs.get(HIDDEN), Tensor):
+        return HIDDEN
+    return 0 if args and isinstance(args[0], Tensor) else None
+
+
+def _is_first_of(hidden: Tensor, given: Tensor | None) -> bool:
+    """Whether it is `given[0]`."""
+    return given is not None and hidden.data_ptr() == given.data_ptr() and hidden.shape == given.shape[1:]
+
+
+def _finite_like(hidden: Tensor) -> Tensor:
+    """Not all equal: a norm divides by how much numbers differ."""
+    dtype = hidden.dtype if hidden.is_floating_point() else torch.get_default_dtype()
+    return torch.linspace(-1.0, 1.0, hidden.numel(), device=hidden.device).view(hidden.shape).to(dtype)
+
+
+def _argument_name(block: nn.Module, place: Place) -> str:
+    names = list(inspect.signature(block.forward).parameters)
+    return place if isinstance(place, str) else names[min(place, len(names) - 1)]
+
+
+def _logits_of(output: Any) -> Any:
+    return getattr(output, "logits", output)
+
+
+def _head_of(model: nn.Module) -> nn.Module | None:
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    return head if isinstance(head, nn.Module) else None
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = [value.device for value in model.parameters() if value.device.type != "meta"]
+    return devices[0] if devices else torch.device("cpu")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0].partition(". ")[0][:MOST_LETTERS]

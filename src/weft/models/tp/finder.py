@@ -1,0 +1,191 @@
+"""Finds the TensorLayout of a causal LM: which modules are regions, how each divides, what stays whole and why.
+
+    a region = a module whose every parameter is understood (tensor_attention, tensor_mla, tensor_mlp, tensor_experts)
+             + someone vouches for it: the config's own tp plan, or weft's list of families compared with one rank
+             + arithmetic that holds (tensor_checks)
+
+Anything else stays whole, with a reason. It decides nothing about degrees and changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from weft.models.layout import ModelLayout
+from weft.models.tp.attention import attention_region, split_attention_region
+from weft.models.tp.checks import wrong_arithmetic
+from weft.models.tp.experts import experts_region
+from weft.models.tp.heads import OTHER_STATES
+from weft.models.tp.layout import Region, TensorLayout
+from weft.models.tp.mla import latent_region
+from weft.models.tp.mlp import loose_mlp_region, mlp_region
+from weft.models.tp.reasons import OTHER_TOWERS, Found, is_inside, mixers_of, reasons_of
+from weft.models.tp.refusals import refusals_of
+from weft.models.tp.roles import DeclinedError, Site, is_norm, is_residual_norm, linear_facts, looks_like_norm
+from weft.models.tp.vocabulary import find_ends
+from weft.zoo import tensor_exceptions as known
+
+_WORDS = {"attention": "attention", "mlp": "a feed-forward layer", "experts": "experts"}
+_CUT_STYLES = re.compile(r"colwise|rowwise|moe_tp_experts")
+
+
+def find_tensor_layout(model: nn.Module, layout: ModelLayout) -> TensorLayout:
+    """Where `model` may be cut; `layout` is `models.layout.describe(model)`."""
+    config = text_config(model)
+    model_type, hidden_size = str(getattr(config, "model_type", "")), _number(config, "hidden_size")
+    tower, why_whole = text_tower(model, layout.blocks), known.UNCUT.get(model_type)
+    site = Site(
+        name=tower, module=model.get_submodule(tower), hidden_size=hidden_size, model_type=model_type, config=config
+    )
+    ends = find_ends(model, vocabulary=_number(config, "vocab_size"), why_whole=why_whole)
+    found = Found(declined={tower: why_whole} if why_whole else {})
+    text = replace(layout, blocks=_of_the_text(layout.blocks, tower))
+    if why_whole is None:
+        _walk(site, _Walk(model, text, config), found)
+        _decline_kin(model, text, found)
+    mixers = mixers_of(model, text, found)
+    regions = tuple(found.regions)
+    bare = TensorLayout(
+        regions=regions, embedding=ends.embedding, head=ends.head, hidden_size=hidden_size, replicated={},
+        mixers=mixers, norms=tuple(name for name in found.norms if not is_inside(name, mixers)),
+    )  # fmt: skip
+    told = replace(bare, replicated=reasons_of(model, bare, found, ends, tower=tower))
+    return replace(told, refusals=refusals_of(model, layout, told, model_type=model_type, ends=ends))
+
+
+class _Walk:
+    """What every step of the walk needs to know of the model."""
+
+    def __init__(self, model: nn.Module, layout: ModelLayout, config: Any) -> None:
+        self.model, self.blocks = model, set(layout.blocks)
+        self.plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+        self.ties = set(layout.ties.values())
+
+    def is_in_block(self, region: Region) -> bool:
+        return any(
+            f"{region.name}.".startswith(f"{block}.") or block.startswith(f"{region.name}.") for block in self.blocks
+        )
+
+    def vouched(self, region: Region, model_type: str) -> bool:
+        """Whether the family was compared with one rank, or its config's plan cuts the very same modules."""
+        names = [linear.name for linear in region.linears] + [tensor.name for tensor in region.tensors]
+        return model_type in known.COMPARED or all(self._planned(name) for name in names)
+
+    def _planned(self, name: str) -> bool:
+        general = re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}")
+        return any(
+            general.endswith(f".{pattern}") and _CUT_STYLES.search(style) for pattern, style in self.plan.items()
+        )
+
+
+Finder = Callable[[Site], Region | None]
+_FINDERS: tuple[tuple[str, Finder], ...] = (
+    ("attention", latent_region),
+    ("attention", attention_region),
+    ("experts", experts_region),
+    ("mlp", mlp_region),
+)
+# regions that span several modules of the one that holds them
+_PAIRS: tuple[tuple[str, Finder], ...] = (("attention", split_attention_region), ("mlp", loose_mlp_region))
+
+
+def _walk(site: Site, walk: _Walk, found: Found) -> None:
+    """One module: a norm, a region, something declined, or a container to open."""
+    if looks_like_norm(site.module):
+        if is_norm(site.module) and is_residual_norm(site.module, site.hidden_size):
+            found.norms.append(site.name)
+        return
+    if not any(True for _ in site.module.parameters()) or linear_facts(site.name, site.module) is not None:
+        return
+    if any(_settled(site, kind, finder, walk, found) for kind, finder in _FINDERS):
+        return
+    for kind, finder in _PAIRS:
+        _settled(site, kind, finder, walk, found)
+    for key, child in site.module._modules.items():
+        if child is not None and site.child(key) not in found.settled and not OTHER_TOWERS.search(key):
+            _walk(replace(site, name=site.child(key), module=child), walk, found)
+
+
+def _settled(site: Site, kind: str, finder: Finder, walk: _Walk, found: Found) -> bool:
+    """Whether the finder recognised the module: as a region, or as one that is declined."""
+    try:
+        region = finder(site)
+        if region is None:
+            return False
+        _require(region, site, walk, is_alone=(kind, finder) in _FINDERS)
+        found.regions.append(region)
+        found.settled |= {*region.entries, *(linear.name for linear in region.linears)}
+    except DeclinedError as error:
+        names = error.at or (site.name,)
+        found.declined |= dict.fromkeys(names, f"{_WORDS[kind]} of a kind weft does not cut: {error}")
+        found.settled |= set(names)
+        if kind == "attention":
+            found.whole_attention += names[:1]
+    return True
+
+
+def _require(region: Region, site: Site, walk: _Walk, *, is_alone: bool) -> None:
+    """The reasons, beyond its structure, why a region is none. `is_alone`: it is all of the module at the site."""
+    reason = wrong_arithmetic(region, walk.model, hidden_size=site.hidden_size)
+    if reason is None and not walk.is_in_block(region):
+        reason = "it stands outside the repeated blocks"
+    if reason is None and not walk.vouched(region, site.model_type):
+        reason = "its family was not compared with an uncut run, and its config has no plan for it"
+    if reason is None and any(f"{linear.name}.weight" in walk.ties for linear in region.linears):
+        reason = "another module uses its weights too"
+    if reason is not None:
+        raise DeclinedError(
+            reason, at=() if is_alone else (region.entries[0], *(linear.name for linear in region.linears))
+        )
+
+
+def _decline_kin(model: nn.Module, layout: ModelLayout, found: Found) -> None:
+    """Attention of which another of the same class stays whole may share something with it: all of them stay whole."""
+    mixers = (name for name in mixers_of(model, layout, found) if not _is_cross(found.declined.get(name, "")))
+    whole = {type(model.get_submodule(name)): name for name in mixers}
+    for region in [one for one in found.regions if one.kind == "attention"]:
+        kin = whole.get(type(model.get_submodule(region.name)))
+        if kin is not None:
+            found.regions.remove(region)
+            names = (region.name, *(linear.name for linear in region.linears))
+            found.declined |= dict.fromkeys(names, f"attention whose like in {kin} stays whole")
+            found.whole_attention.append(region.name)
+
+
+def _is_cross(reason: str) -> bool:
+    return reason.endswith(OTHER_STATES)
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the text part; nothing of a model without one."""
+    config = getattr(model, "config", None)
+    try:
+        return config.get_text_config() if config is not None else None
+    except (AttributeError, ValueError):
+        return config
+
+
+def text_tower(model: nn.Module, blocks: Sequence[str]) -> str:
+    """The name of the module that holds the text's blocks: the decoder, as Hugging Face says; else the whole model."""
+    try:
+        tower = model.get_decoder()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError):
+        return ""
+    name = next((name for name, module in model.named_modules() if module is tower), "")
+    return name if any(block.startswith(f"{name}.") for block in blocks) else ""
+
+
+def _of_the_text(blocks: Sequence[str], tower: str) -> tuple[str, ...]:
+    """Without the blocks of images and sound: text passes through none of them."""
+    inside = (block for block in blocks if not tower or block.startswith(f"{tower}."))
+    return tuple(block for block in inside if not OTHER_TOWERS.search(block))
+
+
+def _number(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else 0

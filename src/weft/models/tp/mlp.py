@@ -1,0 +1,123 @@
+"""A feed-forward layer as a region: columns of the up (and gate) projections, the same rows of the down projection.
+
+    hidden -> width (one or two projections, or both fused: width after width) -> hidden
+
+An activation acts on each feature by itself; where the code reads more than that, the module is declined.
+"""
+
+from __future__ import annotations
+
+from weft.models.tp.layout import LinearCut, Region, Segment, Segments, WideNorm
+from weft.models.tp.roles import (
+    MLP_ROLES,
+    DeclinedError,
+    LinearFacts,
+    Site,
+    child_linear,
+    column_cut,
+    entries_of,
+    is_norm,
+    linear_facts,
+    names_used,
+    parameters_beside,
+    row_cut,
+)
+from weft.zoo.tensor_exceptions import HALVES
+
+# what mixes features of a width, or takes statistics over it
+_MIXING = {"softmax", "mean", "std", "topk", "norm", "cumsum"}
+_WIDTHS = {"intermediate_size", "ffn_dim", "inner_dim", "ffn_hidden_size"}
+
+
+def mlp_region(site: Site) -> Region | None:
+    """The region of a module that holds the projections; nothing where it holds none."""
+    found = None if _is_crowded(site) else _projections(site)
+    if found is None:
+        return None
+    columns, row = found
+    used = names_used(site.module)
+    if used & _MIXING:
+        raise DeclinedError(f"its code reads {sorted(used & _MIXING)[0]}, which may mix the features of its width")
+    if used & _WIDTHS:
+        raise DeclinedError(f"its code reads {sorted(used & _WIDTHS)[0]}, so it is not free of its width")
+    if getattr(site.module, "pretraining_tp", 1) > 1:  # reads the weights in slices of its own
+        raise DeclinedError("pretraining_tp is set")
+    norms, partial = _extras(site, (*columns, row))
+    return Region(
+        kind="mlp",
+        name=site.name,
+        entries=entries_of(site, columns),
+        linears=_cuts(columns, row, has_chunk="chunk" in used or site.model_type in HALVES),
+        wide_norms=norms,
+        partial=partial,
+    )
+
+
+def loose_mlp_region(site: Site) -> Region | None:
+    """The region of projections that hang in a block among other things: OPT's fc1 and fc2, BERT's two dense."""
+    found = _projections(site) if _is_crowded(site) else None
+    column, row = (_inside(site, name) for name in ("intermediate.dense", "output.dense"))
+    if found is None and column is not None and row is not None:
+        found = (column,), row
+    if found is None:
+        return None
+    columns, row = found
+    try:
+        cuts = _cuts(columns, row, has_chunk=False)
+    except DeclinedError as error:
+        raise DeclinedError(str(error), at=tuple(facts.name for facts in (*columns, row))) from error
+    entries = tuple(facts.name for facts in columns)
+    return Region(kind="mlp", name=site.name, entries=entries, linears=cuts)
+
+
+def _is_crowded(site: Site) -> bool:
+    """Whether modules with modules of their own stand beside the projections: a block, not a feed-forward layer."""
+    return any(child is not None and child._modules for child in site.module._modules.values())
+
+
+def _inside(site: Site, path: str) -> LinearFacts | None:
+    holder = site.module._modules.get(path.partition(".")[0])
+    child = None if holder is None else holder._modules.get(path.partition(".")[2])
+    return None if child is None else linear_facts(site.child(path), child)
+
+
+def _projections(site: Site) -> tuple[tuple[LinearFacts, ...], LinearFacts] | None:
+    for names, row_name in MLP_ROLES:
+        columns = tuple(child_linear(site, (name,)) for name in names)
+        row = child_linear(site, (row_name,))
+        if row is not None and all(columns):
+            return tuple(facts for facts in columns if facts is not None), row
+    return None
+
+
+def _cuts(columns: tuple[LinearFacts, ...], row: LinearFacts, *, has_chunk: bool) -> tuple[LinearCut, ...]:
+    width = (Segment(units=row.inputs),)
+    return (
+        *(column_cut(facts, _outputs(facts, row.inputs, has_chunk=has_chunk)) for facts in columns),
+        row_cut(row, inputs=width),
+    )
+
+
+def _outputs(facts: LinearFacts, width: int, *, has_chunk: bool) -> Segments:
+    one = Segment(units=width)
+    if facts.outputs == width:
+        return (one,)
+    if facts.outputs == 2 * width and has_chunk:
+        return (one, one)
+    raise DeclinedError(f"its projection of {facts.outputs} features does not match a width of {width}")
+
+
+def _extras(site: Site, linears: tuple[LinearFacts, ...]) -> tuple[tuple[WideNorm, ...], tuple[str, ...]]:
+    """A norm over the width, numbers of an activation; anything else declines."""
+    width = linears[-1].inputs
+    norms: dict[str, WideNorm] = {}
+    partial: list[str] = []
+    for name, owner, parameter in parameters_beside(site, linears):
+        if is_norm(owner) and tuple(parameter.shape) == (width,):
+            owner_name = name.rpartition(".")[0]
+            norms[owner_name] = WideNorm(name=owner_name, segments=(Segment(units=width),))
+        elif "activation" in type(owner).__name__.lower() and parameter.numel() == 1:
+            partial.append(name)
+        else:
+            raise DeclinedError(f"its {name.removeprefix(site.name + '.')} is of a kind weft does not know")
+    return tuple(norms.values()), tuple(partial)

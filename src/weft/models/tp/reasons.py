@@ -1,0 +1,147 @@
+"""Why each parameter that is not cut stays whole, and which modules that stay whole may mix tokens.
+
+Not the search (tensor_finder), nor what a layout rules out (tensor_refusals).
+Every canonical parameter is either cut exactly once or named here with a reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from weft.models.layout import ModelLayout
+from weft.models.tp.layout import Region, TensorLayout
+from weft.models.tp.roles import linear_facts, looks_like_norm
+from weft.models.tp.vocabulary import Ends
+
+OUTSIDE = "outside the text's blocks"
+OTHER_TOWERS = re.compile(r"vision|visual|image|audio|speech")
+_ROUTERS = re.compile(r"(^|\.)(router|gate|shared_expert_gate)(\.|$)")
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What the walk over the modules has gathered."""
+
+    regions: list[Region] = field(default_factory=list)
+    declined: dict[str, str] = field(default_factory=dict)  # module -> reason
+    settled: set[str] = field(default_factory=set)  # modules not to open again
+    whole_attention: list[str] = field(default_factory=list)
+    norms: list[str] = field(default_factory=list)
+
+
+def mixers_of(model: nn.Module, layout: ModelLayout, found: Found) -> tuple[str, ...]:
+    """Modules in blocks that stay whole and may look at more than one token; what is not known to be per token is."""
+    mixers = list(found.whole_attention)
+    for block in layout.blocks:
+        for key, child in model.get_submodule(block).named_children():
+            name = f"{block}.{key}"
+            if _may_mix(child) and not _touches(name, found):
+                mixers.append(name)
+    return tuple(dict.fromkeys(mixers))
+
+
+def is_inside(name: str, modules: Sequence[str]) -> bool:
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
+def _may_mix(module: nn.Module) -> bool:
+    is_plain = looks_like_norm(module) or linear_facts("", module) is not None
+    return not is_plain and any(
+        not looks_like_norm(module.get_submodule(name.rpartition(".")[0])) for name, _ in module.named_parameters()
+    )
+
+
+def _touches(name: str, found: Found) -> bool:
+    """Whether something inside the module, or around it, is settled already."""
+    return any(one == name or one.startswith(f"{name}.") or name.startswith(f"{one}.") for one in found.settled)
+
+
+def reasons_of(model: nn.Module, layout: TensorLayout, found: Found, ends: Ends, *, tower: str) -> dict[str, str]:
+    """Canonical name of every parameter that is not cut -> why."""
+    cut = set(cut_parameters(layout, model))
+    partial = {name for region in layout.regions for name in region.partial}
+    sums = {f"{linear.name}.bias" for region in layout.regions for linear in region.linears if linear.side == "row"}
+    reasons = {**found.declined, **_of_parameters(model, ends.reasons)}
+    found_reasons = {}
+    for name, _ in model.named_parameters():
+        if name in cut:
+            continue
+        if name in partial:
+            found_reasons[name] = "used inside a region by every rank; its gradient is summed over them"
+        elif name in sums:
+            found_reasons[name] = "a bias added once, after the ranks' sum"
+        else:
+            found_reasons[name] = _nearest(name, reasons) or _by_kind(model, name, layout, tower)
+    return found_reasons
+
+
+def _of_parameters(model: nn.Module, reasons: dict[str, str]) -> dict[str, str]:
+    """Reasons of modules as reasons of their parameters, by canonical names: a tied one may have another home."""
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        canonical[id(parameter)]: reason
+        for module, reason in reversed(reasons.items())
+        for parameter in model.get_submodule(module).parameters()
+    }
+
+
+def _nearest(name: str, reasons: dict[str, str]) -> str | None:
+    """The reason of a parameter, or of the closest module above it."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:depth]) for depth in range(len(parts), -1, -1))
+    return next((reasons[prefix] for prefix in prefixes if prefix in reasons), None)
+
+
+def _by_kind(model: nn.Module, name: str, layout: TensorLayout, tower: str) -> str:
+    owner_name = name.rpartition(".")[0]
+    owner = model.get_submodule(owner_name)
+    mixer = next((one for one in layout.mixers if name.startswith(f"{one}.")), None)
+    if (tower and not name.startswith(f"{tower}.")) or OTHER_TOWERS.search(name):
+        return OUTSIDE
+    if mixer is not None:
+        return f"part of a {type(model.get_submodule(mixer)).__name__}, which weft does not cut"
+    if looks_like_norm(owner) or any(looks_like_norm(module) for module in _above(model, owner_name)):
+        return "a norm"
+    if _ROUTERS.search(owner_name) or "router" in type(owner).__name__.lower() or name.endswith("expert_bias"):
+        return "the router"
+    if isinstance(owner, nn.Embedding):
+        return "a table of something else than tokens"
+    return f"in a {type(owner).__name__}, which is no part of a region weft knows"
+
+
+def _above(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    while name := name.rpartition(".")[0]:
+        yield model.get_submodule(name)
+
+
+def cut_parameters(layout: TensorLayout, model: nn.Module) -> dict[str, str]:
+    """Canonical name of every cut parameter -> the region or end that cuts it. A parameter cut twice is an error."""
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, str] = {}
+    for owner, given in _cut_names(layout, model):
+        name = canonical[id(model.get_parameter(given))]
+        if name in found and {found[name], owner} != {layout.embedding, layout.head}:
+            raise ValueError(f"{name} is cut by {found[name]} and by {owner}")
+        found[name] = owner
+    return found
+
+
+def _cut_names(layout: TensorLayout, model: nn.Module) -> list[tuple[str, str]]:
+    """(owner, parameter): weights of cut linears, biases of column linears, bare tensors, wide norms, the two ends."""
+    names: list[tuple[str, str]] = []
+    for region in layout.regions:
+        for linear in region.linears:
+            names.append((region.name, f"{linear.name}.weight"))
+            if linear.side == "column" and getattr(model.get_submodule(linear.name), "bias", None) is not None:
+                names.append((region.name, f"{linear.name}.bias"))
+        names += [(region.name, tensor.name) for tensor in region.tensors]
+        for norm in region.wide_norms:
+            keys = dict(model.get_submodule(norm.name).named_parameters())
+            names += [(region.name, f"{norm.name}.{key}") for key in keys]
+    for end in filter(None, (layout.embedding, layout.head)):
+        names += [(end, f"{end}.{key}") for key, _ in model.get_submodule(end).named_parameters()]
+    return names

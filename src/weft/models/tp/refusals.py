@@ -1,0 +1,109 @@
+"""What a layout rules out, and why: sequence parallelism, grids of ranks, a loss over slices of the vocabulary.
+
+    sequence_parallel   blocks in one list, that take hidden states and what is the same for every part of the sequence
+    grid                every linear layer of a block in a region, nothing but norms beside them: features are cut too
+    loss_parallel       a head that is cut
+
+What is not known to be harmless rules out.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+from weft.models.layout import ModelLayout
+from weft.models.tp.layout import TensorLayout
+from weft.models.tp.reasons import OUTSIDE, cut_parameters
+from weft.models.tp.roles import linear_facts, takes
+from weft.models.tp.vocabulary import Ends
+from weft.zoo.tensor_exceptions import NOT_STRAIGHT
+
+# arguments of a block that do not change with the part of the sequence a rank keeps: attention has the whole of it
+_HARMLESS = {
+    "self", "hidden_states", "x", "activations", "attention_mask", "position_ids", "past_key_values", "layer_past",
+    "cache_params", "use_cache", "output_attentions", "position_embeddings", "kwargs", "alibi", "position_bias",
+    "encoder_hidden_states", "encoder_attention_mask", "attention_scaling", "mamba_attention_mask", "sinusoidal_pos",
+    "codebook_idx", "self_attn_prompt", "cross_attn_prompt",
+}  # fmt: skip
+
+
+def refusals_of(
+    model: nn.Module, layout: ModelLayout, found: TensorLayout, *, model_type: str, ends: Ends
+) -> dict[str, str]:
+    """What this layout rules out -> why."""
+    reasons = {
+        "sequence_parallel": NOT_STRAIGHT.get(model_type)
+        or _not_straight(model, layout, found)
+        or _sorted_experts(model, found)
+        or _unexplained(model, layout, found),
+        "grid": _no_grid(model, layout, found),
+        "loss_parallel": _whole_head(ends),
+    }
+    return {what: why for what, why in reasons.items() if why is not None}
+
+
+def _not_straight(model: nn.Module, layout: ModelLayout, found: TensorLayout) -> str | None:
+    """Why the blocks are not one chain through which hidden states pass, and nothing else that is cut with them."""
+    if not layout.blocks:
+        return "the model has no repeated blocks"
+    if any(found.replicated.get(name) == OUTSIDE for name in layout.unit_of if layout.unit_of[name] in layout.blocks):
+        return "text does not pass all of its blocks"
+    lists = {block.rpartition(".")[0] for block in layout.blocks}
+    if len(lists) > 1:
+        return f"its blocks stand in {len(lists)} lists, which are not one chain"
+    for block in {type(model.get_submodule(name)) for name in layout.blocks}:
+        others = set(inspect.signature(inspect.unwrap(block.forward)).parameters) - _HARMLESS
+        if others:
+            return f"its blocks also take {min(others)}"
+    return None
+
+
+def _sorted_experts(model: nn.Module, found: TensorLayout) -> str | None:
+    """Tokens that come sorted by expert cannot be put together again from slices of the sequence."""
+    experts = (region.name for region in found.regions if region.kind == "experts")
+    name = next((name for name in experts if not takes(model.get_submodule(name), "top_k_index")), None)
+    return None if name is None else f"{name} does not take the choice of experts beside its tokens"
+
+
+def _unexplained(model: nn.Module, layout: ModelLayout, found: TensorLayout) -> str | None:
+    """A parameter of a block that is in no region, mixer, norm, linear layer or router: what it does is not known."""
+    known = {name for region in found.regions for name in (*region.partial, *(cut.name for cut in region.tensors))}
+    for name, reason in found.replicated.items():
+        if name in known or layout.unit_of[name] not in layout.blocks or "does not cut" in reason:
+            continue
+        if reason in ("a norm", "the router") or any(name.startswith(f"{one}.") for one in found.mixers):
+            continue
+        if linear_facts("", model.get_submodule(name.rpartition(".")[0])) is None:
+            return f"what {name} does to its tokens is not known"
+    return None
+
+
+def _whole_head(ends: Ends) -> str | None:
+    if ends.head is not None:
+        return None
+    return f"the head stays whole: {next(reversed(ends.reasons.values()), 'the model names none')}"
+
+
+def _no_grid(model: nn.Module, layout: ModelLayout, found: TensorLayout) -> str | None:
+    if not found.regions:
+        return "no part of the model is cut"
+    if found.mixers:
+        return f"{found.mixers[0]} stays whole"
+    if any(region.kind == "experts" for region in found.regions):
+        return "experts are not cut on grids"
+    known = _understood(model, found)
+    beside = (name for name, unit in layout.unit_of.items() if unit in layout.blocks and name not in known)
+    name = next(beside, None)
+    return None if name is None else f"{name} belongs to no region and to no norm"
+
+
+def _understood(model: nn.Module, found: TensorLayout) -> set[str]:
+    """Parameters that a grid has a place for: cut ones, biases of rows, norms of the residual and of single heads."""
+    names = set(cut_parameters(found, model))
+    linears = {linear.name for region in found.regions for linear in region.linears}
+    norms = {*found.norms, *(name.rpartition(".")[0] for region in found.regions for name in region.partial)}
+    latent = {name for name in norms if isinstance(model.get_submodule(name), nn.Linear)}
+    homes = linears | (norms - latent)
+    return names | {name for name, _ in model.named_parameters() if name.rpartition(".")[0] in homes}

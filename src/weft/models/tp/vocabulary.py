@@ -1,0 +1,93 @@
+"""The two ends of a model under tensor parallelism: the token table and the output head, both cut by vocabulary.
+
+A table is cut only if nothing but a head that is cut too shares its weight: any other reader would need it whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from weft.models.tp.roles import linear_facts
+
+# subclasses of nn.Embedding whose forward is the table's row times a number
+_SCALED = "ScaledWordEmbedding"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """Names of the table and the head where they are cut, and why not where they are not (by module name)."""
+
+    embedding: str | None
+    head: str | None
+    reasons: dict[str, str]
+
+
+def find_ends(model: nn.Module, *, vocabulary: int, why_whole: str | None = None) -> Ends:
+    """The table and the head of `model`; `why_whole` keeps both whole."""
+    names = {id(module): name for name, module in model.named_modules()}
+    table, head = (_called(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings"))
+    table_name, head_name = (None if end is None else names.get(id(end)) for end in (table, head))
+    reasons: dict[str, str] = {}
+    wrong_table = why_whole or _wrong_table(table, table_name, vocabulary)
+    wrong_head = why_whole or _wrong_head(model, head, head_name, vocabulary)
+    owners = {} if table is None else _owners(model, getattr(table, "weight", None))
+    is_tied = head is not None and id(head) in owners
+    if set(owners) - {id(table), id(head)}:
+        wrong_table = wrong_table or "another module uses its weight too"
+        wrong_head = wrong_head or ("another module uses its weight too" if is_tied else None)
+    if is_tied and wrong_head:
+        wrong_table = wrong_table or f"the head shares its weight and stays whole: {wrong_head}"
+    if is_tied and wrong_table:
+        wrong_head = wrong_head or f"the token table shares its weight and stays whole: {wrong_table}"
+    if table_name is not None and wrong_table:
+        reasons[table_name] = wrong_table
+    if head_name is not None and wrong_head:
+        reasons[head_name] = wrong_head
+    return Ends(embedding=None if wrong_table else table_name, head=None if wrong_head else head_name, reasons=reasons)
+
+
+def _called(model: nn.Module, getter: str) -> Any:
+    """What a Hugging Face accessor returns; nothing where a model has none or does not say."""
+    try:
+        found = getattr(model, getter)()
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _wrong_table(table: Any, name: str | None, vocabulary: int) -> str | None:
+    if name is None:
+        return "the model does not say which module is its token table"
+    is_plain = type(table) is nn.Embedding or (
+        isinstance(table, nn.Embedding) and type(table).__name__.endswith(_SCALED)
+    )
+    if not is_plain or table._modules:
+        return "it is not a plain table"
+    if table.max_norm is not None:
+        return "its rows are renormalised as they are read"
+    if table.num_embeddings != vocabulary:
+        return "it has other rows than the vocabulary's"
+    return None
+
+
+def _wrong_head(model: nn.Module, head: Any, name: str | None, vocabulary: int) -> str | None:
+    facts = None if name is None else linear_facts(name, head)
+    if facts is None:
+        return "it is not a plain linear layer"
+    if facts.outputs != vocabulary:
+        return "it has other outputs than the vocabulary's"
+    if head.bias is not None and len(_owners(model, head.bias)) > 1:
+        return "another module holds its bias too"
+    return None
+
+
+def _owners(model: nn.Module, parameter: Any) -> dict[int, nn.Module]:
+    """The modules that hold this very parameter."""
+    return {
+        id(module): module
+        for module in model.modules()
+        if any(held is parameter for held in module._parameters.values()) and parameter is not None
+    }
