@@ -83,7 +83,7 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "2d": {"mesh": {"tp": 4}, "tensor_parallel": {"mode": "2d"}},
     },
     8: {
-        "2.5d": {"mesh": {"tp": 8}, "tensor_parallel": {"mode": "2.5d", "depth": 2}},
+        "2.5d": {"mesh": {"tp": 8}, "tensor_parallel": {"mode": "2.5d"}},
         "3d": {"mesh": {"tp": 8}, "tensor_parallel": {"mode": "3d"}},
         "pp x tp x zero-3": pipeline("1f1b", mesh={"tp": 2, "dp_shard": 2}, data_parallel={"zero": 3}),
     },

@@ -142,12 +142,12 @@ def compare(rank: int, degree: int, rounds: int, small: bool) -> Facts:
         engine.on_gradients = None
 
     engine.on_gradients = keep
-    walk = engine.pipeline.walk
-    if walk is None:
+    runner = engine.pipeline.runner
+    if runner is None:
         raise RuntimeError("the engine has no pipeline")
     sides = {
         "weft": weft_side(engine, batch),
-        "torch": torch_side(walk.stages.split.stages, batch, small=small, gradients=gradients["torch"]),
+        "torch": torch_side(runner.stages.split.stages, batch, small=small, gradients=gradients["torch"]),
     }
     pin(rank)
     taken: dict[str, list[Taken]] = {name: [] for name in sides}
@@ -172,7 +172,7 @@ def worst_difference(ours: Facts, theirs: Facts) -> float:
 
 
 def judge(degree: int, *, rounds: int, small: bool) -> list[Facts]:
-    """A row for the walk and one for the whole step; an error where the two do not compute the same."""
+    """A row for the runner and one for the whole step; an error where the two do not compute the same."""
     found = run_ranks(compare, degree, rounds, small, timeout_s=LIMIT_S)
     numbers = {
         "loss": max(one["loss_difference"] for one in found),

@@ -10,7 +10,7 @@ from tolerances import BF16_SAME_LOSS_ABS, SAMPLING_SIGMAS
 from torch import nn
 
 from weft.core.plan import Plan
-from weft.core.shards import Run, local_shard
+from weft.core.shards import Span, local_shard
 from weft.engine.engine import Engine
 from weft.engine.optim.adamw_low import AdamWLow, LowStates
 from weft.engine.optim.optimizers import OptimizerPolicy, build_optimizer
@@ -65,20 +65,20 @@ def test_the_bits_are_those_of_the_plain_form(weights: torch.dtype) -> None:
 def test_a_part_rounds_as_the_whole_does() -> None:
     whole = {"matrix": start(CUDA, BF16)["matrix"]}
     gradients = gradient(SHAPES["matrix"], 0, 0).to(CUDA, BF16)
-    part = local_shard(
-        SHAPES["matrix"], {0: [Run(begin=7, size=40)], 1: [Run(begin=5, size=20), Run(begin=30, size=9)]}
+    shard = local_shard(
+        SHAPES["matrix"], {0: [Span(begin=7, size=40)], 1: [Span(begin=5, size=20), Span(begin=30, size=9)]}
     )
-    own, own_gradient = (torch.empty(part.local_shape, dtype=BF16, device=CUDA) for _ in range(2))
-    for box in part.boxes:
-        own[box.local_index] = whole["matrix"].detach()[box.global_index]
-        own_gradient[box.local_index] = gradients[box.global_index]
+    own, own_gradient = (torch.empty(shard.local_shape, dtype=BF16, device=CUDA) for _ in range(2))
+    for chunk in shard.chunks:
+        own[chunk.local_index] = whole["matrix"].detach()[chunk.global_index]
+        own_gradient[chunk.local_index] = gradients[chunk.global_index]
     whole["matrix"].grad = gradients
     low_optimizer(whole, BF16).step()
     piece = nn.Parameter(own)
     piece.grad = own_gradient
-    low_optimizer({"matrix": piece}, BF16, part=part).step()
-    for box in part.boxes:
-        assert torch.equal(piece.detach()[box.local_index], whole["matrix"].detach()[box.global_index])
+    low_optimizer({"matrix": piece}, BF16, shard=shard).step()
+    for chunk in shard.chunks:
+        assert torch.equal(piece.detach()[chunk.local_index], whole["matrix"].detach()[chunk.global_index])
 
 
 def test_rounding_keeps_the_mean() -> None:
@@ -130,7 +130,7 @@ def test_large_tensors_in_float32_take_it_for_torchs_fused_update() -> None:
     for kernel in ("auto", "fused"):
         generator = torch.Generator().manual_seed(0)
         named = {name: nn.Parameter(torch.randn(shape, generator=generator).to(CUDA)) for name, shape in shapes.items()}
-        low = LowStates.of(named, plan.precision.policy(), seed=0, parts={}, copies={})
+        low = LowStates.of(named, plan.precision.policy(), seed=0, shards={}, copies={})
         assert low is not None
         optimizer = build_optimizer(list(named.values()), OptimizerPolicy(kernel=kernel), low=low)  # type: ignore[arg-type]
         assert isinstance(optimizer, AdamWLow) == (kernel == "auto")

@@ -8,7 +8,7 @@ import torch
 from tolerances import LOW_MOMENT_REL, LOW_UPDATE_REL, LOW_WEIGHT_STEP
 from torch import nn
 
-from weft.core.shards import Part, replicated_shard
+from weft.core.shards import LocalShard, replicated_shard
 from weft.engine.optim.adamw_low import AdamWLow, LowStates, Place
 from weft.engine.optim.element_spans import spans_of
 from weft.engine.optim.optimizers import decay_groups
@@ -19,13 +19,13 @@ ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
 def low_optimizer(
-    parameters: Parameters, moments: torch.dtype, *, seed: int = 0, part: Part | None = None, **adam: Any
+    parameters: Parameters, moments: torch.dtype, *, seed: int = 0, shard: LocalShard | None = None, **adam: Any
 ) -> AdamWLow:
-    """Over whole parameters, or over that part of each."""
+    """Over whole parameters, or over that shard of each."""
     places = {}
     for name, value in parameters.items():
-        own = part or replicated_shard(value.shape, copies=1)
-        places[value] = Place(key=key_of(seed, name), spans=tuple(spans_of(own.boxes, own.shape)))
+        own = shard or replicated_shard(value.shape, copies=1)
+        places[value] = Place(key=key_of(seed, name), spans=tuple(spans_of(own.chunks, own.shape)))
     groups = decay_groups(list(parameters.values()), 0.1)
     return AdamWLow(groups, states=LowStates(dtype=moments, places=places), **{**ADAM, **adam})
 

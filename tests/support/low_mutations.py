@@ -13,7 +13,7 @@ import weft.engine.optim.adamw_low_update as update
 import weft.engine.optim.clip
 from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.optim.adamw_low_update import Constants
-from weft.engine.optim.element_spans import Span
+from weft.engine.optim.element_spans import ElementSpan
 
 
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
@@ -76,10 +76,10 @@ def bits_by_local_element() -> Any:
     """Every rank counts its own rows from zero."""
 
     def make(original: Any) -> Any:
-        def spans_of(boxes: Any, shape: Any) -> list[Span]:
-            spans = original(boxes, shape)
+        def spans_of(chunks: Any, shape: Any) -> list[ElementSpan]:
+            spans = original(chunks, shape)
             return [
-                Span(local_index=s.local_index, rows=s.rows, columns=s.columns, first=0, row_step=s.row_step)
+                ElementSpan(local_index=s.local_index, rows=s.rows, columns=s.columns, first=0, row_step=s.row_step)
                 for s in spans
             ]
 

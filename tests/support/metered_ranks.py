@@ -21,7 +21,7 @@ def metered_in_rank(_rank: int, _num_ranks: int, run: Tables, plan: Tables) -> T
         with meter.measuring():
             meter.next_step()
             stage.step()
-    walk = stage.engine.pipeline.walk
-    held = walk.record.most_in_flight if walk is not None else {}
+    runner = stage.engine.pipeline.runner
+    held = runner.record.most_in_flight if runner is not None else {}
     found = {"is_complete": meter.is_complete, "traffic": meter.traffic, "flops": meter.flops, **meter.peak.as_dict()}
     return {**found, "held_by_stage": held}

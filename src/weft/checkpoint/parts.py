@@ -1,7 +1,7 @@
-"""A tensor of which a rank holds some boxes: how a checkpoint sees a part that is not one run of rows.
+"""A tensor of which a rank holds some chunks: how a checkpoint sees a shard that is not one run of rows.
 
 It looks like the whole tensor (shape, dtype) and holds the rank's own. DCP asks three things of such an object, by the
-method names below: what to write, what there is to read, and the memory of one box.
+method names below: what to write, what there is to read, and the memory of one chunk.
 """
 
 from __future__ import annotations
@@ -14,54 +14,54 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from weft.core.shards import Box
+from weft.core.shards import Chunk
 
 
 class ShardTensor(Tensor):
-    """`local` is this rank's memory, `boxes` say where it lies in the whole."""
+    """`local` is this rank's memory, `chunks` say where it lies in the whole."""
 
     local: Tensor
-    boxes: tuple[Box, ...]
+    chunks: tuple[Chunk, ...]
 
     @staticmethod
-    def of(local: Tensor, *, shape: Sequence[int], boxes: Sequence[Box]) -> ShardTensor:
+    def of(local: Tensor, *, shape: Sequence[int], chunks: Sequence[Chunk]) -> ShardTensor:
         made: ShardTensor = torch.Tensor._make_wrapper_subclass(  # the public way to a tensor without memory of its own
             ShardTensor, tuple(shape), dtype=local.dtype, device=local.device
         )
         made.local = local.detach()
-        made.boxes = tuple(box for box in boxes if box.num_elements)
+        made.chunks = tuple(chunk for chunk in chunks if chunk.num_elements)
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise TypeError(f"a ShardTensor only stands for its boxes; {func} was called on it")
+        raise TypeError(f"a ShardTensor only stands for its chunks; {func} was called on it")
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
         return [
             WriteItem(
-                index=MetadataIndex(fqn, torch.Size(box.offsets)),
+                index=MetadataIndex(fqn, torch.Size(chunk.offsets)),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=_chunk(box), properties=TensorProperties.create_from_tensor(self.local), size=self.size()
+                    chunk=_chunk(chunk), properties=TensorProperties.create_from_tensor(self.local), size=self.size()
                 ),
             )
-            for box in self.boxes
+            for chunk in self.chunks
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(box) for box in self.boxes]
+        return [_chunk(chunk) for chunk in self.chunks]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return box_at(self.local, self.boxes, index)
+        return chunk_at(self.local, self.chunks, index)
 
 
-def box_at(local: Tensor, boxes: Sequence[Box], index: MetadataIndex) -> Tensor:
-    """The memory, in `local`, of the box at a global offset."""
-    for box in boxes:
-        if index.offset is None or tuple(index.offset) == box.offsets:
-            return local[box.local_index]
-    raise KeyError(f"{index.fqn} has no box at {index.offset}")
+def chunk_at(local: Tensor, chunks: Sequence[Chunk], index: MetadataIndex) -> Tensor:
+    """The memory, in `local`, of the chunk at a global offset."""
+    for chunk in chunks:
+        if index.offset is None or tuple(index.offset) == chunk.offsets:
+            return local[chunk.local_index]
+    raise KeyError(f"{index.fqn} has no chunk at {index.offset}")
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+def _chunk(chunk: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.parts import ShardTensor, box_at
+from weft.checkpoint.parts import ShardTensor, chunk_at
 
 
 class StagedPlanner(DefaultSavePlanner):
@@ -26,8 +26,8 @@ class StagedPlanner(DefaultSavePlanner):
     def __init__(self, state: dict[str, Tensor], shards: dict[str, Tensor]) -> None:
         super().__init__()
         self._shards = shards
-        # boxes without the live memory behind them
-        self._boxes = {key: tensor.boxes for key, tensor in state.items() if isinstance(tensor, ShardTensor)}
+        # chunks without the live memory behind them
+        self._boxes = {key: tensor.chunks for key, tensor in state.items() if isinstance(tensor, ShardTensor)}
         self.set_up_planner(state)
         self._local_plan = super().create_local_plan()
         self.state_dict = {}
@@ -38,7 +38,7 @@ class StagedPlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         shard = self._shards[index.fqn]
         if index.fqn in self._boxes:
-            return box_at(shard, self._boxes[index.fqn], index)
+            return chunk_at(shard, self._boxes[index.fqn], index)
         return shard
 
 

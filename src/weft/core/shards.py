@@ -1,8 +1,8 @@
-"""Parts of tensors as boxes: which runs of a global tensor a rank's own tensor is made of. Arithmetic only.
+"""Parts of tensors as chunks: which spans of a global tensor a rank's own tensor is made of. Arithmetic only.
 
-    local[box.local_index] == whole[box.global_index]        for every box of a part
+    local[chunk.local_index] == whole[chunk.global_index]        for every chunk of a part
 
-Tensor parallelism deals a dimension out segment by segment (heads of q, of k, of v), so a part may have several boxes.
+Tensor parallelism deals a dimension out segment by segment (heads of q, of k, of v), so a part may have several chunks.
 Everything that must know who owns what follows from these: values, norms, checkpoints, comparisons.
 """
 
@@ -17,7 +17,7 @@ Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Span:
     """`size` places of one dimension from `begin`, held by `copies` of the ranks that the dimension is dealt over."""
 
     begin: int
@@ -26,7 +26,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Box:
+class Chunk:
     """A block of the whole tensor and where it lies in the rank's own. `copies` ranks of the axis hold it.
 
     `summed_over` names the ranks whose gradients of it must be added, where each has only its share of them.
@@ -52,88 +52,88 @@ class Box:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """A rank's own tensor of one parameter: the shape of the whole, its own shape, and the boxes between them."""
+class LocalShard:
+    """A rank's own tensor of one parameter: the shape of the whole, its own shape, and the chunks between them."""
 
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    chunks: tuple[Chunk, ...]
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether ranks of the axis hold different parts."""
         return self.local_shape != self.shape
 
-    def within(self, first_row: int, num_rows: int) -> tuple[Box, ...]:
-        """The boxes of rows `first_row` and on of the own tensor, local to those rows: a shard of a part."""
-        kept = (_clip(box, first_row, first_row + num_rows) for box in self.boxes)
-        return tuple(box for box in kept if box is not None)
+    def within(self, first_row: int, num_rows: int) -> tuple[Chunk, ...]:
+        """The chunks of rows `first_row` and on of the own tensor, local to those rows: a shard of a part."""
+        kept = (_clip(chunk, first_row, first_row + num_rows) for chunk in self.chunks)
+        return tuple(chunk for chunk in kept if chunk is not None)
 
 
-def replicated_shard(shape: Sequence[int], *, copies: int, summed_over: str | None = None) -> Part:
+def replicated_shard(shape: Sequence[int], *, copies: int, summed_over: str | None = None) -> LocalShard:
     """A parameter that every rank of the axis holds whole."""
-    box = Box(
+    chunk = Chunk(
         offsets=(0,) * len(shape),
         sizes=tuple(shape),
         local_offsets=(0,) * len(shape),
         copies=copies,
         summed_over=summed_over,
     )
-    return Part(shape=tuple(shape), local_shape=tuple(shape), boxes=(box,))
+    return LocalShard(shape=tuple(shape), local_shape=tuple(shape), chunks=(chunk,))
 
 
 def local_shard(
     shape: Sequence[int],
-    runs: Mapping[int, Sequence[Run]],
+    spans: Mapping[int, Sequence[Span]],
     *,
     copies: int = 1,
     summed_over: dict[int, str] | str | None = None,
-) -> Part:
-    """The part made of `runs` of some dimensions and all of the others; `copies` more ranks hold the very same.
+) -> LocalShard:
+    """The part made of `spans` of some dimensions and all of the others; `copies` more ranks hold the very same.
 
-    `summed_over`: the name for every box, or by the number of copies a run has (repeated heads among single ones).
+    `summed_over`: the name for every chunk, or by the number of copies a span has (repeated heads among single ones).
     """
-    dims = [list(runs.get(dim, [Run(begin=0, size=size)])) for dim, size in enumerate(shape)]
+    dims = [list(spans.get(dim, [Span(begin=0, size=size)])) for dim, size in enumerate(shape)]
     placed = [list(zip(of_dim, _starts(of_dim), strict=True)) for of_dim in dims]
-    boxes = []
+    chunks = []
     for chosen in itertools.product(*placed):
-        repeats = math.prod(run.copies for run, _ in chosen)
-        boxes.append(
-            Box(
-                offsets=tuple(run.begin for run, _ in chosen),
-                sizes=tuple(run.size for run, _ in chosen),
+        repeats = math.prod(span.copies for span, _ in chosen)
+        chunks.append(
+            Chunk(
+                offsets=tuple(span.begin for span, _ in chosen),
+                sizes=tuple(span.size for span, _ in chosen),
                 local_offsets=tuple(start for _, start in chosen),
                 copies=copies * repeats,
                 summed_over=summed_over.get(repeats) if isinstance(summed_over, dict) else summed_over,
             )
         )
-    local_shape = tuple(sum(run.size for run in of_dim) for of_dim in dims)
-    return Part(shape=tuple(shape), local_shape=local_shape, boxes=tuple(boxes))
+    local_shape = tuple(sum(span.size for span in of_dim) for of_dim in dims)
+    return LocalShard(shape=tuple(shape), local_shape=local_shape, chunks=tuple(chunks))
 
 
-def even_span(size: int, *, degree: int, place: int) -> Run:
-    """Rows dealt out in runs of ceil(size / degree): the last ranks may have fewer, or none (a vocabulary)."""
+def even_span(size: int, *, degree: int, place: int) -> Span:
+    """Rows dealt out in spans of ceil(size / degree): the last ranks may have fewer, or none (a vocabulary)."""
     chunk = -(-size // degree)
     begin = min(place * chunk, size)
-    return Run(begin=begin, size=min(chunk, size - begin))
+    return Span(begin=begin, size=min(chunk, size - begin))
 
 
-def _starts(runs: Sequence[Run]) -> list[int]:
-    return list(itertools.accumulate((run.size for run in runs), initial=0))[:-1]
+def _starts(spans: Sequence[Span]) -> list[int]:
+    return list(itertools.accumulate((span.size for span in spans), initial=0))[:-1]
 
 
-def _clip(box: Box, begin: int, end: int) -> Box | None:
-    """The rows of `box` between two rows of the own tensor."""
-    first, last = max(box.local_offsets[0], begin), min(box.local_offsets[0] + box.sizes[0], end)
-    if last <= first and not (box.sizes[0] == 0 and begin == 0):
+def _clip(chunk: Chunk, begin: int, end: int) -> Chunk | None:
+    """The rows of `chunk` between two rows of the own tensor."""
+    first, last = max(chunk.local_offsets[0], begin), min(chunk.local_offsets[0] + chunk.sizes[0], end)
+    if last <= first and not (chunk.sizes[0] == 0 and begin == 0):
         return None
     last = max(first, last)
-    return Box(
-        offsets=(box.offsets[0] + first - box.local_offsets[0], *box.offsets[1:]),
-        sizes=(last - first, *box.sizes[1:]),
-        local_offsets=(first - begin, *box.local_offsets[1:]),
-        copies=box.copies,
-        summed_over=box.summed_over,
+    return Chunk(
+        offsets=(chunk.offsets[0] + first - chunk.local_offsets[0], *chunk.offsets[1:]),
+        sizes=(last - first, *chunk.sizes[1:]),
+        local_offsets=(first - begin, *chunk.local_offsets[1:]),
+        copies=chunk.copies,
+        summed_over=chunk.summed_over,
     )
 
 

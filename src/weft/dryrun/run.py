@@ -183,16 +183,16 @@ class Stage:
 
     def expect_messages(self) -> None:
         """A stage is told the shape of what it gets by a message, which has no values here: said beforehand."""
-        walk, tensor = self.engine.pipeline.walk, self.plan.tensor_parallel
-        if walk is None:
+        runner, tensor = self.engine.pipeline.runner, self.plan.tensor_parallel
+        if runner is None:
             return
         rows = self._rows // self.plan.pipeline.microbatches
         length = self.run.data.sequence_length
         cut = self.plan.mesh.tp if tensor.sequence_parallel else 1
         shape = (rows, length // cut, self.config.get_text_config().hidden_size)
         dtype = torch_dtype(self.plan.precision.policy().weights)
-        for place in walk.stages.own:
-            walk.book.expect(place, (rows, length), shape=shape, dtype=dtype)
+        for place in runner.stages.own:
+            runner.known_shapes.expect(place, (rows, length), shape=shape, dtype=dtype)
 
     def step(self) -> None:
         self.engine.step_nowait(self._batch())

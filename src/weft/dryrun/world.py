@@ -1,6 +1,6 @@
 """A world that is not there: the `fake` process group, fake tensors, and what must be told about them.
 
-Each patch names what goes wrong without it; all are undone at the end. They reach into private parts of torch and
+Each patch names what goes wrong without it; all are undone at the end. They reach into private names of torch and
 transformers, because nothing public says "this is not real": tests/fake/dryrun fails when one of them moves.
 """
 
@@ -34,7 +34,7 @@ import weft.engine.kernels.head_loss as head_loss
 import weft.engine.mesh as mesh
 import weft.engine.ownership as ownership
 import weft.engine.pp.apply as pipeline
-import weft.engine.pp.p2p as mail
+import weft.engine.pp.p2p as p2p
 import weft.engine.pp.stages as stages
 from weft.dryrun.kernels import Kernel, gpu_attention
 from weft.dryrun.replicas import FakeReplicated
@@ -119,7 +119,7 @@ def _patches() -> list[Any]:
         mock.patch.object(pipeline, "split_model", _outside(split_model)),
         # DDP's reducer is C++ that reads memory
         mock.patch.object(choose, "Replicated", FakeReplicated),
-        # fully_shard cuts a parameter into as many parts as there are ranks, and keeps two
+        # fully_shard cuts a parameter into as many shards as there are ranks, and keeps two
         mock.patch.object(fsdp_param, "_chunk_with_empty", _Chunks),
         # torch multiplies by groups in any precision, but knows the shapes of bfloat16 only
         *([mock.patch.object(moe, "_grouped_mm", _grouped(moe._grouped_mm))] if hasattr(moe, "_grouped_mm") else []),
@@ -131,7 +131,7 @@ def _patches() -> list[Any]:
         mock.patch.object(buffer_sync, "read_least", lambda mine, **_: mine),
         mock.patch.object(randomness, "draw_call_number", return_value=0),
         # a message that never arrives would be held until the end of the step
-        mock.patch.object(mail, "has_left", _says(True)),
+        mock.patch.object(p2p, "has_left", _says(True)),
         mock.patch.object(torch, "rand", _rand),  # a layer is dropped where one number is below a threshold
     ]
     methods = {
@@ -188,7 +188,7 @@ def _rand(*size: Any, **options: Any) -> Any:
 
 
 class _Chunks:
-    """`torch.chunk` into a fixed number of parts, cut when asked for: thousands of views take minutes."""
+    """`torch.chunk` into a fixed number of shards, cut when asked for: thousands of views take minutes."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim

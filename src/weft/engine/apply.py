@@ -3,11 +3,11 @@
 1. freeze          before wrapping: strategies look at requires_grad
 2. place           a module with values: to the device, rank 0's values to all; parameters in the format they rest in
 3. split           where the pipeline cuts: asks the model's own forward, so before anything is around it
-4. cut             tensor parallelism: parameters become this rank's parts, layers go around modules
+4. cut             tensor parallelism: parameters become this rank's shards, layers go around modules
 5. span            batch norms: statistics over the rows of all data-parallel ranks
 6. keep            this rank's stages: other parameters are gone before any memory is spent
-7. shard           fully_shard, blocks then root, still on meta (ZeRO, HSDP): a shard of a part
-8. materialise     each rank allocates and fills only its own parts
+7. shard           fully_shard, blocks then root, still on meta (ZeRO, HSDP): a shard of a shard
+8. materialise     each rank allocates and fills only its own shards
 9. cast            compute dtype for unsharded strategies (sharded ones cast when they gather)
 10. compile        the blocks' own forwards, inside everything that is around them; a head takes its loss along
 11. recompute      around the cast, which is repeated too; inside the hooks that gather and reduce, which are not
@@ -38,7 +38,7 @@ from weft.engine.kernels.compiled import apply_compile
 from weft.engine.kernels.float8 import apply_float8
 from weft.engine.kernels.head_loss import HeadLoss, fuse_loss
 from weft.engine.mesh import Topology
-from weft.engine.pp.apply import build_pipeline, cut_pipeline, keep_own_stages
+from weft.engine.pp.apply import build_pipeline, keep_own_stages, split_pipeline
 from weft.engine.pp.runtime import PipelineRuntime
 from weft.engine.precision import apply_compute_dtype, store_weights, torch_dtype
 from weft.engine.tp.apply import apply_tensor_parallel
@@ -83,7 +83,7 @@ def apply_plan(
     freeze(model, frozen)
     place_real_model(model, device=device)
     store_weights(model, precision)
-    pipeline_cut = cut_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
+    pipeline_cut = split_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
     face = TPContext()
     if topology.tp_degree > 1:
         face = apply_tensor_parallel(model, layout, plan.tensor_parallel, topology, keep_logits_whole=has_own_objective)
@@ -96,7 +96,7 @@ def apply_plan(
         require_blocks(own)
         patch_reduce_scatter_copy(plan.kernels.gradient_copy)
         shard_units(model, own, mesh=topology.dp_mesh, stage=dp.zero, precision=precision)
-    materialise(model, own, weights, device=device, parts=face.parts)
+    materialise(model, own, weights, device=device, shards=face.shards)
     if dp.zero == 0:
         apply_compute_dtype(model, own, precision)
     float8 = apply_float8(model, own, plan.float8.linears, device=device)

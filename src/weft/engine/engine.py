@@ -25,7 +25,7 @@ from weft.core.terms import TimeTerm
 from weft.engine.activations.dropout import seeded_forward, uses_randomness
 from weft.engine.apply import apply_plan
 from weft.engine.batch.packed_sequences import skip_packed_sequence_check
-from weft.engine.batch.rows import cut_rows, num_rows, share_of_rows, to_device
+from weft.engine.batch.rows import num_rows, share_of_rows, split_rows, to_device
 from weft.engine.buffers.sync import BufferSync
 from weft.engine.kernels.attention import AttentionKernel
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
@@ -37,7 +37,7 @@ from weft.engine.optim.adamw_low import AdamWLow, LowStates
 from weft.engine.optim.clip import clip_factor, global_norm, scale_gradients
 from weft.engine.optim.group_rates import GroupRates, current_rates, require_one_base
 from weft.engine.optim.optimizers import OptimizerFactory, OptimizerPolicy, create_state, make_optimizer
-from weft.engine.ownership import Parts, parameter_records
+from weft.engine.ownership import LocalShards, parameter_records
 from weft.engine.pending import PendingStep
 from weft.engine.pp.delayed_updates import DelayedUpdates
 from weft.engine.pp.no_flush_runner import NoFlushRunner
@@ -87,7 +87,7 @@ class Engine:
         self.tensors, self.pipeline = applied.tensors, applied.pipeline
         self.head_loss, self.float8 = applied.head_loss, applied.float8
         self._notes = (*applied.layout.notes, *applied.notes)
-        self.parts: Parts = self.tensors.parts
+        self.shards: LocalShards = self.tensors.shards
         self.objective = objective or objective_for(model, self.tensors.token_loss, applied.head_loss)
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.parameters = list(self.trained.values())
@@ -104,14 +104,14 @@ class Engine:
         self.clip_norm = clip_norm
         self._is_random = uses_randomness(model)
         self.attention = AttentionKernel(model, plan, self.device)
-        walk = self.pipeline.walk
-        self.delayed = DelayedUpdates(self, walk) if isinstance(walk, NoFlushRunner) else None
+        runner = self.pipeline.runner
+        self.delayed = DelayedUpdates(self, runner) if isinstance(runner, NoFlushRunner) else None
         self.buffer_sync = BufferSync(
             applied.changes,
             self.topology,
             device=self.device,
             batch_norms=applied.batch_norms.names,
-            stages=self.pipeline.walk.stages if self.pipeline.walk is not None else None,
+            stages=self.pipeline.runner.stages if self.pipeline.runner is not None else None,
         )
         groups = [*self.tensors.groups, *([applied.batch_norms.group] if applied.batch_norms.group else [])]
         names = {str(group.group_name) for group in groups}
@@ -151,10 +151,10 @@ class Engine:
             loss_scale=self.loss_scale.value if self.loss_scale.enabled else None,
         )
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """A pipeline that does not drain by itself does. Collective; nothing happens in any other layout."""
         if self.delayed is not None:
-            self.delayed.walk.drain()
+            self.delayed.runner.drain()
 
     def _finish(self) -> tuple[torch.Tensor, bool]:
         """From all gradients of a step to its update."""
@@ -171,7 +171,7 @@ class Engine:
     def _forward_backward(self, batch: Batch, timer: StepTimer) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the summed loss over the global weight; returns this rank's sum and the global weight."""
         microbatches = self._split(batch)
-        self.attention.settle(microbatches[0])
+        self.attention.choose(microbatches[0])
         chunks = [num_rows(part) // self.tensors.row_chunks for part in microbatches]  # grids deal rows out once more
         begins = itertools.accumulate(map(num_rows, microbatches), initial=self.topology.dp_rank * num_rows(batch))
         first_rows = [begin + self.tensors.row_chunk * chunk for begin, chunk in zip(begins, chunks, strict=False)]
@@ -206,8 +206,7 @@ class Engine:
         return sum_over(torch.stack(own).to(self.device), self.topology.dp_group)
 
     def _loss_sum(self, microbatch: Batch, *, stage: int = 0) -> torch.Tensor:
-        """The summed loss of this rank's rows; in a grid those of a part of the micro-batch. Ends early on a stage that
-        is not the last (`StageDone`)."""
+        """The summed loss of this rank's rows. Stages other than the last end early (`StageDone`)."""
         module = self.pipeline.called(self.strategy.module, stage)
         about = self.tensors.explained(self.model, self.plan.tensor_parallel)
         with about, skip_packed_sequence_check(microbatch), self.attention.preferred():
@@ -220,7 +219,7 @@ class Engine:
         self.on_gradients({name: parameter.grad / scale for name, parameter in named if parameter.grad is not None})
 
     def gradient_norm(self, *, of_stage: bool = False) -> torch.Tensor:
-        given: dict[str, Any] = {"parts": self.parts, "not_counted": self.layout.copies, "device": self.device}
+        given: dict[str, Any] = {"shards": self.shards, "not_counted": self.layout.copies, "device": self.device}
         return global_norm(self.trained, self.topology, **given, of_stage=of_stage)
 
     def look_at_dtypes(self) -> None:
@@ -265,7 +264,7 @@ class Engine:
     @torch.no_grad()
     def evaluate_nowait(self, batches: Batch | Sequence[Batch]) -> torch.Tensor:
         """The sum of token losses and the number of tokens, over all ranks, which may still be on the device."""
-        self.settle()
+        self.drain()
         totals = torch.zeros(2, device=self.device, dtype=torch.float64)
         self.model.eval()
         try:
@@ -300,7 +299,7 @@ class Engine:
         if self.delayed is not None:
             self.delayed.restart()
         create_state(self.optimizer, self.parameters)
-        state = state_tensors(self.model, self.optimizer, self.parts)
+        state = state_tensors(self.model, self.optimizer, self.shards)
         state = {key: value for key, value in state.items() if not self.buffer_sync.is_foreign(key.removeprefix(MODEL))}
         copied = tuple(f"{prefix}{name}" for prefix in (MODEL, OPTIMIZER) for name in self.layout.copies)
         return {key: value for key, value in state.items() if not key.startswith(copied)} if copied else state
@@ -337,7 +336,7 @@ class Engine:
 
     def close(self) -> None:
         """Give the process groups that this engine made back; it cannot train any more. Collective; twice is once."""
-        self.settle()
+        self.drain()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # what still travels needs its group
         self.topology.close()
@@ -354,7 +353,7 @@ class Engine:
     def coverage(self) -> list[ParameterRecord]:
         """Which parameters are sharded on which axes and which stayed replicated."""
         reasons = self.tensors.reasons
-        return parameter_records(self.model, self.layout, self.topology.axis_names, parts=self.parts, reasons=reasons)
+        return parameter_records(self.model, self.layout, self.topology.axis_names, shards=self.shards, reasons=reasons)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -375,12 +374,12 @@ class Engine:
 
     def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:
         policy, copies = self.plan.precision.policy(), self.layout.copies
-        low = LowStates.of(self.trained, policy, seed=self._seed, parts=self.parts, copies=copies)
-        return make_optimizer(self.trained, given, low=low, is_cut=self.tensors.grid is not None)
+        low = LowStates.of(self.trained, policy, seed=self._seed, shards=self.shards, copies=copies)
+        return make_optimizer(self.trained, given, low=low, is_sharded=self.tensors.grid is not None)
 
     def _split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
         # a grid deals the rows of a micro-batch out once more
-        return cut_rows(batch, self.plan.pipeline.microbatches, must_be_equal=self.tensors.row_chunks > 1)
+        return split_rows(batch, self.plan.pipeline.microbatches, must_be_equal=self.tensors.row_chunks > 1)
 
     def _store(self, directory: str | Path) -> Any:
         from weft.checkpoint import CheckpointStore

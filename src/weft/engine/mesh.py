@@ -44,7 +44,7 @@ class Topology:
         return dist.get_world_size() // self.pp_degree
 
     @property
-    def pp_line(self) -> tuple[int, ...]:
+    def pp_ranks(self) -> tuple[int, ...]:
         """The global ranks of this rank's pipeline, first place first."""
         return tuple(range(dist.get_rank() % self.stage_size, dist.get_world_size(), self.stage_size))
 

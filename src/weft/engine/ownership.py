@@ -1,6 +1,6 @@
-"""Which mesh axes shard each parameter and which replicate it, and which boxes of the whole a rank holds.
+"""Which mesh axes shard each parameter and which replicate it, and which chunks of the whole a rank holds.
 
-Sharding is read off the live tensors, tensor parallelism off the table of parts; never kept by hand.
+Sharding is read off the live tensors, tensor parallelism off the table of shards; never kept by hand.
 Gradient norm, clipping, coverage, values and checkpoints all follow from this record.
 """
 
@@ -15,19 +15,19 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from weft.core import axes
 from weft.core.records import ParameterRecord
-from weft.core.shards import Box, Part, replicated_shard
+from weft.core.shards import Chunk, LocalShard, replicated_shard
 from weft.models.layout import ModelLayout
 
-Parts = Mapping[str, Part]  # by parameter name; empty without tensor parallelism
+LocalShards = Mapping[str, LocalShard]  # by parameter name; empty without tensor parallelism
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's own part of a tensor, sharing its memory."""
+    """This rank's own shard of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
-    """The mesh axes over which the tensor's parts differ."""
+    """The mesh axes over which the tensor's shards differ."""
     if not isinstance(tensor, DTensor):
         return ()
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -42,26 +42,31 @@ def local_index(tensor: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
 
 
-def chunks_of(tensor: torch.Tensor, part: Part | None) -> tuple[Box, ...]:
-    """The boxes of the whole tensor that `local(tensor)` is made of; `tensor` may be a shard of a part."""
+def chunks_of(tensor: torch.Tensor, shard: LocalShard | None) -> tuple[Chunk, ...]:
+    """The chunks of the whole tensor that `local(tensor)` is made of; `tensor` may be a shard of a shard."""
     index = local_index(tensor)
-    part = part or replicated_shard(tensor.shape, copies=1)
-    return part.within(index[0].start, index[0].stop - index[0].start) if index else part.boxes
+    shard = shard or replicated_shard(tensor.shape, copies=1)
+    return shard.within(index[0].start, index[0].stop - index[0].start) if index else shard.chunks
 
 
 def parameter_records(
-    model: nn.Module, layout: ModelLayout, axis_names: tuple[str, ...], *, parts: Parts, reasons: Mapping[str, str]
+    model: nn.Module,
+    layout: ModelLayout,
+    axis_names: tuple[str, ...],
+    *,
+    shards: LocalShards,
+    reasons: Mapping[str, str],
 ) -> list[ParameterRecord]:
     """One row for each parameter name, tied aliases included."""
     rows = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         canonical = layout.ties.get(name)
-        part = parts.get(canonical or name)
-        sharded = sharded_axes(parameter) + ((axes.TP,) if part is not None and part.is_cut else ())
+        shard = shards.get(canonical or name)
+        sharded = sharded_axes(parameter) + ((axes.TP,) if shard is not None and shard.is_sharded else ())
         rows.append(
             ParameterRecord(
                 name=name,
-                shape=part.shape if part else tuple(parameter.shape),
+                shape=shard.shape if shard else tuple(parameter.shape),
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 unit=layout.unit_of[canonical or name],
                 sharded_axes=sharded,

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from weft.checkpoint.parts import ShardTensor
 from weft.core.errors import CheckpointError
-from weft.core.shards import Part
+from weft.core.shards import LocalShard
 from weft.engine.optim.adamw_8bit import block_size_for, quantised_parts
-from weft.engine.ownership import Parts, chunks_of, local
+from weft.engine.ownership import LocalShards, chunks_of, local
 
 MODEL = "model."
 OPTIMIZER = "optim."
@@ -38,23 +38,23 @@ def meta_read() -> Iterator[None]:
         ) from None
 
 
-def state_tensors(model: nn.Module, optimizer: Optimizer, parts: Parts) -> dict[str, torch.Tensor]:
+def state_tensors(model: nn.Module, optimizer: Optimizer, shards: LocalShards) -> dict[str, torch.Tensor]:
     """Every tensor that decides how training goes on, by its logical name. They share memory with the live ones."""
-    state = {f"{MODEL}{name}": as_part(value.detach(), parts.get(name)) for name, value in model.named_parameters()}
+    state = {f"{MODEL}{name}": as_shard(value.detach(), shards.get(name)) for name, value in model.named_parameters()}
     state.update({f"{MODEL}{name}": buffer for name, buffer in persistent_buffers(model)})
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 of_key = _logical(f"{OPTIMIZER}{name}.{key}", value, parameter)
-                state.update({known: as_part(tensor, parts.get(name)) for known, tensor in of_key.items()})
+                state.update({known: as_shard(tensor, shards.get(name)) for known, tensor in of_key.items()})
     return state
 
 
-def as_part(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
-    """A tensor shaped like a cut parameter as the boxes of the whole that it is; others as they are."""
-    if part is None or not part.is_cut or tensor.ndim == 0:
+def as_shard(tensor: torch.Tensor, shard: LocalShard | None) -> torch.Tensor:
+    """A tensor shaped like a cut parameter as the chunks of the whole that it is; others as they are."""
+    if shard is None or not shard.is_sharded or tensor.ndim == 0:
         return tensor
-    return ShardTensor.of(local(tensor), shape=part.shape, boxes=chunks_of(tensor, part))
+    return ShardTensor.of(local(tensor), shape=shard.shape, chunks=chunks_of(tensor, shard))
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -70,7 +70,10 @@ def _logical(name: str, value: torch.Tensor, parameter: torch.Tensor) -> dict[st
         return {name: value}
     parts = quantised_parts(value)
     if parts is not None:
-        return {f"{name}.codes": _rowwise(parts.codes, parameter), f"{name}.scales": _rowwise(parts.scales, parameter)}
+        return {
+            f"{name}.codes": _rowwise(parts.codes, parameter),
+            f"{name}.scales": _rowwise(parts.scales, parameter),
+        }
     if (
         value.dtype == torch.uint8
     ):  # an 8-bit moment of a rank that owns no rows: nothing to quantise, still in the plan

@@ -91,12 +91,12 @@ def _rank_row(rank: int, values: list[int]) -> dict[str, Any]:
 
 
 def count_parameters(engine: Engine) -> tuple[int, int]:
-    """Elements of the whole model, and of what is trained. Collective in a pipeline, whose ranks have a part each."""
+    """Elements of the whole model, and of what is trained. Collective in a pipeline, whose ranks have a shard each."""
     own = [value for name, value in engine.model.named_parameters() if name not in engine.layout.copies]
     trained = [value for value in own if value.requires_grad]
     counts = torch.tensor([sum(value.numel() for value in some) for some in (own, trained)], device=engine.device)
-    if engine.pipeline.walk is not None:
-        dist.all_reduce(counts, group=engine.pipeline.walk.line.down)
+    if engine.pipeline.runner is not None:
+        dist.all_reduce(counts, group=engine.pipeline.runner.links.down)
     return int(counts[0]), int(counts[1])
 
 
@@ -227,9 +227,9 @@ def device_name(device: torch.device) -> str:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    parts = quantised_parts(tensor)
-    if parts is not None:
-        return parts.codes.nbytes + parts.scales.nbytes
+    shards = quantised_parts(tensor)
+    if shards is not None:
+        return shards.codes.nbytes + shards.scales.nbytes
     return local(tensor).nbytes
 
 

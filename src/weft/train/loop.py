@@ -109,7 +109,7 @@ class TrainingLoop:
         if pending is not None:
             self._finish_step(pending)
         with phase("ending what is under way"):
-            self.engine.settle()
+            self.engine.drain()
         self._end(stopping=stopping)
         return self.outcome
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from weft.engine.engine import Engine
-from weft.engine.pp.schedule_runner import Walk
+from weft.engine.pp.schedule_runner import ScheduleRunner
 from weft.schedule import Schedule, Timeline
 from weft.train.measuring import MAX_STEPS
 from weft.train.pipeline_record import PipelineRecord, WatchedStep
@@ -31,19 +31,22 @@ class PipelineWatch:
     """Watches the pipeline that this rank is in, where it is in one. Making it and `gather` are collective."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._walk = engine, engine.pipeline.walk
+        self._engine, self._run_actions = engine, engine.pipeline.runner
         self._first_step = engine.steps_done + 1
         self._shift_s, self._is_one_clock = 0.0, True
-        if self._walk is not None:
-            self._shift_s, self._is_one_clock = _compare_clocks(self._walk, engine.device)
-            self._walk.watch(WATCHED_STEPS, num_disturbed=MAX_STEPS)
+        if self._run_actions is not None:
+            self._shift_s, self._is_one_clock = _compare_clocks(self._run_actions, engine.device)
+            self._run_actions.watch(WATCHED_STEPS, num_disturbed=MAX_STEPS)
 
     def gather(self, *, num_measured: int) -> PipelineRecord | None:
         """The record of this rank's pipeline, on each of its ranks. `num_measured`: steps slowed by measuring."""
-        if self._walk is None:
+        if self._run_actions is None:
             return None
-        own = _pack(self._walk, shift_s=self._shift_s, num_measured=num_measured)
-        found = [_Packed(self._walk.watched_schedule, row) for row in _gathered(own, self._walk, self._engine.device)]
+        own = _pack(self._run_actions, shift_s=self._shift_s, num_measured=num_measured)
+        found = [
+            _Packed(self._run_actions.watched_schedule, row)
+            for row in _gathered(own, self._run_actions, self._engine.device)
+        ]
         num_steps = min(packed.num_steps for packed in found)
         if num_steps == 0:
             return None
@@ -55,7 +58,7 @@ class PipelineWatch:
             self._step(found, index, step=first + index, is_disturbed=index < disturbed) for index in range(num_steps)
         ]
         held = tuple(max(counts) for counts in zip(*(packed.in_flight for packed in found), strict=True))
-        ranks = self._engine.topology.pp_line
+        ranks = self._engine.topology.pp_ranks
         return PipelineRecord(steps=tuple(steps), most_in_flight=held, ranks=ranks, is_one_clock=self._is_one_clock)
 
     def _step(self, found: Sequence[_Packed], index: int, *, step: int, is_disturbed: bool) -> WatchedStep:
@@ -81,40 +84,40 @@ class _Packed:
         return found
 
 
-def _pack(walk: Walk, *, shift_s: float, num_measured: int) -> torch.Tensor:
-    most = max(map(len, walk.watched_schedule.ranks))
-    marks = torch.zeros(max(1, len(walk.watched)), most, 3, dtype=torch.float64)
-    for index, record in enumerate(walk.watched):
+def _pack(runner: ScheduleRunner, *, shift_s: float, num_measured: int) -> torch.Tensor:
+    most = max(map(len, runner.watched_schedule.ranks))
+    marks = torch.zeros(max(1, len(runner.watched)), most, 3, dtype=torch.float64)
+    for index, record in enumerate(runner.watched):
         rows = [row[1:] for row in record.rows()]
         marks[index, : len(rows)] = torch.tensor(rows, dtype=torch.float64) + shift_s
-    held = torch.zeros(walk.schedule.num_stages, dtype=torch.float64)
-    for record in walk.watched:
+    held = torch.zeros(runner.schedule.num_stages, dtype=torch.float64)
+    for record in runner.watched:
         for stage, count in record.most_in_flight.items():
             held[stage] = max(int(held[stage]), count)
-    head = [len(walk.watched), num_measured]
+    head = [len(runner.watched), num_measured]
     return torch.cat([torch.tensor(head, dtype=torch.float64), held, marks.flatten()])
 
 
-def _gathered(own: torch.Tensor, walk: Walk, device: torch.device) -> list[torch.Tensor]:
+def _gathered(own: torch.Tensor, runner: ScheduleRunner, device: torch.device) -> list[torch.Tensor]:
     """Of every rank of the pipeline, first place first."""
     sent = own.to(device)
-    rows = [torch.empty_like(sent) for _ in walk.line.ranks]
-    dist.all_gather(rows, sent, group=walk.line.down)
+    rows = [torch.empty_like(sent) for _ in runner.links.ranks]
+    dist.all_gather(rows, sent, group=runner.links.down)
     return [row.cpu() for row in rows]
 
 
-def _compare_clocks(walk: Walk, device: torch.device) -> tuple[float, bool]:
+def _compare_clocks(runner: ScheduleRunner, device: torch.device) -> tuple[float, bool]:
     """What to add to this rank's clock to have that of the first place, and whether all of the pipeline are one."""
     shifts, hosts = [], []
     for _ in range(CLOCK_ROUNDS):
         token = torch.zeros(1, dtype=torch.float64, device=device)
-        dist.all_reduce(token, group=walk.line.down)
+        dist.all_reduce(token, group=runner.links.down)
         token.item()  # waits for the device
         own = torch.tensor([time.perf_counter(), _host()], dtype=torch.float64)
-        rows = _gathered(own, walk, device)
+        rows = _gathered(own, runner, device)
         shifts.append(float(rows[0][0] - own[0]))
         hosts = [row[1].item() for row in rows]
-    is_same_host = hosts[0] == hosts[walk.line.place]
+    is_same_host = hosts[0] == hosts[runner.links.place]
     return (0.0 if is_same_host else statistics.median(shifts)), len(set(hosts)) == 1
 
 

@@ -223,8 +223,8 @@ def _resume(
 
 def _introduce(display: Display, bench: Workbench, plan: Plan, process: Process) -> None:
     parameters, _ = count_parameters(bench.engine)
-    walk = bench.engine.pipeline.walk
-    num_blocks = len(bench.engine.layout.blocks if walk is None else walk.stages.split.blocks)
+    runner = bench.engine.pipeline.runner
+    num_blocks = len(bench.engine.layout.blocks if runner is None else runner.stages.split.blocks)
     name = getattr(bench.model_config, "model_type", type(bench.engine.model).__name__)
     ranks = f"{process.world_size} rank{'s' if process.world_size > 1 else ''}"
     display.line(

@@ -18,12 +18,12 @@ from weft.checkpoint.parts import ShardTensor
 from weft.comm.observer import BUFFERS, CollectiveObserver
 from weft.core import axes
 from weft.core.records import DtypeRecord, ParameterRecord
-from weft.core.shards import Box
+from weft.core.shards import Chunk
 from weft.engine.engine import Engine
 from weft.engine.objective import Batch
 from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import chunks_of
-from weft.engine.state import MODEL, OPTIMIZER, as_part
+from weft.engine.state import MODEL, OPTIMIZER, as_shard
 from weft.verify.eight_bit import decode_moments
 from weft.verify.low_update import Update
 from weft.verify.pipeline_promise import PipelineFacts
@@ -88,7 +88,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
         if step < min(LOW_UPDATES, last) and _rounds(engine):
             _keep_update(evidence.updates[step], engine, record.grad_norm)
         if step == 0:
-            engine.settle()
+            engine.drain()
             evidence.first_weights = _whole_of(engine, dict(engine.model.named_parameters()))
         if step in (0, last):  # after the first: what an evaluation leaves behind must not change the steps that follow
             evidence.eval_losses.append(engine.evaluate(evaluation).loss)
@@ -123,7 +123,9 @@ def whole(tensor: torch.Tensor, engine: Engine | None = None) -> torch.Tensor:
 
 def _whole_of(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Parameters or their gradients, by name; of all stages."""
-    found = {name: whole(as_part(tensor.detach(), engine.parts.get(name)), engine) for name, tensor in tensors.items()}
+    found = {
+        name: whole(as_shard(tensor.detach(), engine.shards.get(name)), engine) for name, tensor in tensors.items()
+    }
     return _over_stages(engine, {name: value for name, value in found.items() if name not in engine.layout.copies})
 
 
@@ -142,15 +144,15 @@ def _coverage(engine: Engine) -> list[ParameterRecord]:
     return list(_over_stages(engine, rows).values())
 
 
-def _assemble(part: ShardTensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Every rank's boxes in their places; this rank's own last, so that copies that differ show in its digest."""
+def _assemble(shard: ShardTensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Every rank's chunks in their places; this rank's own last, so that copies that differ show in its digest."""
     held: list[Any] = [None] * dist.get_world_size(group)
-    own = (part.boxes, part.local.cpu())
+    own = (shard.chunks, shard.local.cpu())
     dist.all_gather_object(held, own, group=group)
-    made = torch.full(part.shape, float("nan"), dtype=part.dtype)
-    for boxes, memory in (*held, own):
-        for box in boxes:
-            made[box.global_index] = memory[box.local_index]
+    made = torch.full(shard.shape, float("nan"), dtype=shard.dtype)
+    for chunks, memory in (*held, own):
+        for chunk in chunks:
+            made[chunk.global_index] = memory[chunk.local_index]
     return made
 
 
@@ -171,18 +173,18 @@ def _owners(engine: Engine) -> dict[str, list[tuple[int, int]]]:
     """Rows of dim 0 that each rank holds, for every parameter that not every rank has whole."""
     mine: dict[str, tuple[int, int]] = {}
     for name, parameter in engine.model.named_parameters():
-        part = engine.parts.get(name)
-        is_cut = isinstance(parameter, DTensor) or (part is not None and part.is_cut)
-        if (is_cut or engine.topology.pp_degree > 1) and name not in engine.layout.copies:
-            mine[name] = _row_range(chunks_of(parameter, part))
+        shard = engine.shards.get(name)
+        is_sharded = isinstance(parameter, DTensor) or (shard is not None and shard.is_sharded)
+        if (is_sharded or engine.topology.pp_degree > 1) and name not in engine.layout.copies:
+            mine[name] = _row_range(chunks_of(parameter, shard))
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, mine)
     return {name: [of_rank.get(name, (0, 0)) for of_rank in held] for name in {key for one in held for key in one}}
 
 
-def _row_range(boxes: Sequence[Box]) -> tuple[int, int]:
+def _row_range(chunks: Sequence[Chunk]) -> tuple[int, int]:
     """From the first row to the last of what a rank holds."""
-    ends = [(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in boxes]
+    ends = [(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in chunks]
     return min((begin for begin, _ in ends), default=0), max((end for _, end in ends), default=0)
 
 
@@ -207,6 +209,6 @@ def _digest(tensor: torch.Tensor) -> int:
 
 
 def _gather(mine: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, mine, group=group)
-    return parts
+    shards = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, mine, group=group)
+    return shards

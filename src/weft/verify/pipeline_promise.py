@@ -22,12 +22,12 @@ class PipelineFacts:
 
     @staticmethod
     def of(engine: Engine) -> PipelineFacts | None:
-        walk = engine.pipeline.walk
-        if walk is None:
+        runner = engine.pipeline.runner
+        if runner is None:
             return None
-        place, schedule, ranks = walk.line.place, walk.schedule, walk.schedule.ranks
-        if isinstance(walk, NoFlushRunner):  # in a step that is full: nothing fills, nothing drains
-            ranks = walk.calls.actions(walk.calls.delay)
+        place, schedule, ranks = runner.links.place, runner.schedule, runner.schedule.ranks
+        if isinstance(runner, NoFlushRunner):  # in a step that is full: nothing fills, nothing drains
+            ranks = runner.calls.actions(runner.calls.delay)
         targets = [
             (source, target)
             for source, actions in enumerate(ranks)
@@ -36,7 +36,7 @@ class PipelineFacts:
         return PipelineFacts(
             sends=sum(source == place for source, _ in targets),
             receives=sum(target == place for _, target in targets),
-            num_stages=len(walk.stages.own),
+            num_stages=len(runner.stages.own),
             shared_weights=len(engine.pipeline.shared.names),
             updates=engine.pipeline.updates_per_step,
         )

@@ -96,12 +96,12 @@ def _num_parameters(engine: Engine) -> int:
 
 def _whole_size(name: str, parameter: torch.Tensor, engine: Engine) -> int:
     """Elements of the parameter before tensor parallelism cut it."""
-    return math.prod(engine.parts[name].shape) if name in engine.parts else parameter.numel()
+    return math.prod(engine.shards[name].shape) if name in engine.shards else parameter.numel()
 
 
 def _is_told_of(engine: Engine) -> bool:
     """The planner tells of the first rank: others may have fewer rows of a vocabulary, or none of a repeated head."""
-    return dist.get_rank() == 0 or (not engine.parts and engine.topology.pp_degree == 1)
+    return dist.get_rank() == 0 or (not engine.shards and engine.topology.pp_degree == 1)
 
 
 def _wire(rows: Traffic) -> dict[tuple[str, str, str], int]:

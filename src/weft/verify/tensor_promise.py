@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from weft.comm.observer import SMALL_ELEMENTS
 from weft.core.mixture import block_policies
 from weft.core.plan import Plan
-from weft.engine.batch.rows import cut_rows
+from weft.engine.batch.rows import split_rows
 from weft.engine.engine import Engine
 from weft.engine.kernels.head_loss import stretches_of
 from weft.engine.objective import Batch
@@ -70,7 +70,7 @@ class TensorFacts:
             passes=_passes(engine),
             begins=engine.pipeline.has_first,
             ends=engine.pipeline.has_loss,
-            stages=len(engine.pipeline.walk.stages.own) if engine.pipeline.walk is not None else 1,
+            stages=len(engine.pipeline.runner.stages.own) if engine.pipeline.runner is not None else 1,
         )
 
     def is_repeated(self, module: str) -> bool:
@@ -146,7 +146,7 @@ class _Tally:
 
 
 def _is_used(region: Region, used: Collection[str]) -> bool:
-    """A decoder's attention over an encoder that is not there takes no part."""
+    """A decoder's attention over an encoder that is not there takes no shard."""
     names = (*(f"{linear.name}." for linear in region.linears), *(tensor.name for tensor in region.tensors))
     return _has_used(names, used)
 
@@ -185,8 +185,8 @@ def _ends(tally: _Tally, layout: TensorLayout, facts: TensorFacts) -> None:
 
 def _kept(engine: Engine) -> tuple[str, ...]:
     """This rank's blocks that recompute leaves alone."""
-    walk, activations = engine.pipeline.walk, engine.plan.activations
-    blocks = engine.layout.blocks if walk is None else walk.stages.split.blocks
+    runner, activations = engine.pipeline.runner, engine.plan.activations
+    blocks = engine.layout.blocks if runner is None else runner.stages.split.blocks
     policies = block_policies(activations.policy, activations.mixture, num_blocks=len(blocks))
     left_alone = {name for name, policy in zip(blocks, policies, strict=True) if policy == "none"}
     return tuple(name for name in engine.layout.blocks if name in left_alone)
@@ -198,7 +198,9 @@ def _fused_sums(engine: Engine, batch: Batch) -> int | None:
         return None
     if not engine.pipeline.has_loss:
         return 0
-    sizes = [part["labels"].numel() for part in cut_rows(batch, engine.plan.pipeline.microbatches, must_be_equal=False)]
+    sizes = [
+        part["labels"].numel() for part in split_rows(batch, engine.plan.pipeline.microbatches, must_be_equal=False)
+    ]
     stretches = [len(stretches_of(size, fused.own.most_tokens)) for size in sizes]
     return 2 * sum(stretches)  # the largest of the ranks; then the sum and the label's logit
 
@@ -220,13 +222,13 @@ def _shared_sums(engine: Engine) -> int:
     together: Counter[str] = Counter()
     alone = 0
     for name, parameter in engine.model.named_parameters():
-        if not parameter.requires_grad or name not in engine.parts:
+        if not parameter.requires_grad or name not in engine.shards:
             continue
-        groups = sorted({box.summed_over for box in engine.parts[name].boxes if box.summed_over is not None})
+        groups = sorted({chunk.summed_over for chunk in engine.shards[name].chunks if chunk.summed_over is not None})
         together.update(groups[:1])  # a mark of who has a gradient
-        for box in chunks_of(parameter, engine.parts[name]):
-            if box.summed_over is not None and box.num_elements > ALONE_ELEMENTS:
+        for chunk in chunks_of(parameter, engine.shards[name]):
+            if chunk.summed_over is not None and chunk.num_elements > ALONE_ELEMENTS:
                 alone += 1
-            elif box.summed_over is not None:
-                together[box.summed_over] += box.num_elements
+            elif chunk.summed_over is not None:
+                together[chunk.summed_over] += chunk.num_elements
     return alone + sum(elements > SMALL_ELEMENTS for elements in together.values())

@@ -46,7 +46,7 @@ def mixed(rank: int, world: int) -> dict[str, float | list[bool]]:
             parameter.grad = distribute_tensor(value, mesh, placement, src_data_rank=None)
         parameters.append(parameter)
     parameters.append(nn.Parameter(torch.ones(3)))  # no gradient
-    norm = global_norm({str(index): value for index, value in enumerate(parameters)}, topology, parts={}, device=CPU)
+    norm = global_norm({str(index): value for index, value in enumerate(parameters)}, topology, shards={}, device=CPU)
     axes = [sharded_axes(parameter) for parameter in parameters]
     assert axes == [("dp_shard",), ("dp_replicate",), ("dp_replicate", "dp_shard"), (), (), ()]
     right = [
@@ -58,7 +58,7 @@ def mixed(rank: int, world: int) -> dict[str, float | list[bool]]:
     return {
         "norm": norm.item(),
         "clipped": global_norm(
-            {str(index): value for index, value in enumerate(parameters)}, topology, parts={}, device=CPU
+            {str(index): value for index, value in enumerate(parameters)}, topology, shards={}, device=CPU
         ).item(),
         "right": right,
     }
@@ -76,10 +76,10 @@ def test_norm_and_clip_over_mixed_placements() -> None:
 def nothing(rank: int, world: int) -> tuple[float, float]:
     topology = build_topology(Plan.from_tables({"mesh": {"dp_shard": 2}}), device_type="cpu")
     parameter = nn.Parameter(distribute_tensor(torch.zeros(1, 4), topology.mesh, (Shard(0),)))
-    before = global_norm({"p": parameter}, topology, parts={}, device=CPU).item()
+    before = global_norm({"p": parameter}, topology, shards={}, device=CPU).item()
     scale_gradients([parameter], torch.tensor(0.5))  # nothing to scale is no error
     parameter.grad = distribute_tensor(torch.full((1, 4), 2.0), topology.mesh, (Shard(0),))
-    return before, global_norm({"p": parameter}, topology, parts={}, device=CPU).item()
+    return before, global_norm({"p": parameter}, topology, shards={}, device=CPU).item()
 
 
 def test_no_gradients_at_all_and_a_rank_without_rows() -> None:

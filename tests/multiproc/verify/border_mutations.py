@@ -28,7 +28,7 @@ from weft.engine.engine import Engine
 from weft.engine.objective import CausalLanguageModel
 from weft.engine.optim.group_rates import GroupRates
 from weft.engine.optim.optimizers import set_group_rate
-from weft.engine.pp.p2p import Mail, Message
+from weft.engine.pp.p2p import Message, P2PExchange
 from weft.engine.tp import collectives
 from weft.engine.tp.one_d import _Table
 from weft.train.loop import TrainingLoop
@@ -168,16 +168,16 @@ def row_at_the_microbatch_border_taken_twice() -> Any:
     """A micro-batch begins with the last row of the one before."""
 
     def make(original: Any) -> Any:
-        def cut_rows(batch: Any, count: int, **given: Any) -> Any:
+        def split_rows(batch: Any, count: int, **given: Any) -> Any:
             pieces = original(batch, count, **given)
             for before, piece in itertools.pairwise(pieces):
                 for key, value in piece.items():
                     piece[key] = torch.cat([before[key][-1:], value[1:]])
             return pieces
 
-        return cut_rows
+        return split_rows
 
-    return replaced(weft.engine.engine, "cut_rows", make)
+    return replaced(weft.engine.engine, "split_rows", make)
 
 
 def batch_means_averaged() -> Any:
@@ -327,13 +327,13 @@ def gradient_lost_between_stages_of_one_rank() -> Any:
     """Of the second stage, for the last micro-batch."""
 
     def make(original: Any) -> Any:
-        def send(self: Mail, message: Message, tensor: torch.Tensor, **given: Any) -> None:
+        def send(self: P2PExchange, message: Message, tensor: torch.Tensor, **given: Any) -> None:
             is_lost = message == Message("backward", 1, 3)
             original(self, message, torch.zeros_like(tensor) if is_lost else tensor, **given)
 
         return send
 
-    return replaced(Mail, "send", make)
+    return replaced(P2PExchange, "send", make)
 
 
 def vectors_of_replicas_not_summed() -> Any:

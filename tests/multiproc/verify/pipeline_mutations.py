@@ -12,12 +12,12 @@ from mutations import replaced
 
 import weft.engine.engine
 from weft.engine.activations import dropout
+from weft.engine.activations.split_backward import SplitBackward
 from weft.engine.kernels import head_loss
 from weft.engine.pp import delayed_updates
-from weft.engine.activations.split_backward import SplitBackward
 from weft.engine.pp.no_flush_runner import NoFlushRunner
-from weft.engine.pp.p2p import Mail, Message
-from weft.engine.pp.schedule_runner import Walk
+from weft.engine.pp.p2p import Message, P2PExchange
+from weft.engine.pp.schedule_runner import ScheduleRunner
 from weft.engine.pp.shared_weights import SharedWeights
 from weft.engine.pp.stages import _Entry
 from weft.engine.pp.weight_stash import WeightStash
@@ -31,25 +31,25 @@ def microbatches_swapped_at_one_stage() -> Any:
     """The second stage gives the first activation the second micro-batch's labels, and the other way round."""
 
     def make(original: Any) -> Any:
-        def receive(self: Mail, message: Message, **given: Any) -> torch.Tensor:
+        def receive(self: P2PExchange, message: Message, **given: Any) -> torch.Tensor:
             swapped = _first_two_swapped(message) if message.way == "forward" else message
             return original(self, swapped, **given)  # type: ignore[no-any-return]
 
         return receive
 
-    return replaced(Mail, "receive", make)
+    return replaced(P2PExchange, "receive", make)
 
 
 def gradient_rows_reversed() -> Any:
     """The first stage goes back with the gradients of other rows."""
 
     def make(original: Any) -> Any:
-        def send(self: Mail, message: Message, tensor: torch.Tensor, **given: Any) -> None:
+        def send(self: P2PExchange, message: Message, tensor: torch.Tensor, **given: Any) -> None:
             original(self, message, tensor.flip(0) if message.way == "backward" else tensor, **given)
 
         return send
 
-    return replaced(Mail, "send", make)
+    return replaced(P2PExchange, "send", make)
 
 
 def stale_activation() -> Any:
@@ -57,7 +57,7 @@ def stale_activation() -> Any:
     kept: dict[int, torch.Tensor] = {}
 
     def make(original: Any) -> Any:
-        def receive(self: Mail, message: Message, **given: Any) -> torch.Tensor:
+        def receive(self: P2PExchange, message: Message, **given: Any) -> torch.Tensor:
             fresh: torch.Tensor = original(self, message, **given)
             if message.way != "forward":
                 return fresh
@@ -66,7 +66,7 @@ def stale_activation() -> Any:
 
         return receive
 
-    return replaced(Mail, "receive", make)
+    return replaced(P2PExchange, "receive", make)
 
 
 def tied_gradient_not_summed() -> Any:
@@ -105,13 +105,13 @@ def loss_scaled_by_the_cuts() -> Any:
     """Every micro-batch counts as if it were the whole batch."""
 
     def make(original: Any) -> Any:
-        def train(self: Walk, forward: Any, strategy: Any, **given: Any) -> None:
+        def train(self: ScheduleRunner, forward: Any, strategy: Any, **given: Any) -> None:
             cuts = self.schedule.num_microbatches
             original(self, lambda stage, index: forward(stage, index) * cuts, strategy, **given)
 
         return train
 
-    return replaced(Walk, "train", make)
+    return replaced(ScheduleRunner, "train", make)
 
 
 def weights_gradients_lost() -> Any:
@@ -198,13 +198,13 @@ def stages_agree_after_every_step() -> Any:
     """Right numbers, and traffic that nobody promised."""
 
     def make(original: Any) -> Any:
-        def train(self: Walk, *args: Any, **given: Any) -> None:
+        def train(self: ScheduleRunner, *args: Any, **given: Any) -> None:
             original(self, *args, **given)
             torch.distributed.all_reduce(torch.ones(64), group=self.line.down)
 
         return train
 
-    return replaced(Walk, "train", make)
+    return replaced(ScheduleRunner, "train", make)
 
 
 def head_left_to_the_second_half() -> Any:

@@ -22,7 +22,7 @@ import weft.engine.tp.one_d_shards
 from weft.checkpoint.parts import ShardTensor
 from weft.checkpoint.store import CheckpointStore
 from weft.core import axes
-from weft.core.shards import Run
+from weft.core.shards import Span
 from weft.data.loader import Loader
 from weft.engine.tp import collectives
 from weft.engine.tp.activation_layout import ActivationLayout
@@ -105,9 +105,9 @@ def input_sent_twice() -> Any:
 
 
 def fused_projection_cut_as_one() -> Any:
-    def deal(segments: Any, *, degree: int, place: int) -> list[Run]:
+    def deal(segments: Any, *, degree: int, place: int) -> list[Span]:
         size = sum(segment.features for segment in segments) // degree
-        return [Run(begin=place * size, size=size)]
+        return [Span(begin=place * size, size=size)]
 
     return replaced(weft.engine.tp.one_d_shards, "deal", lambda _: deal)
 
@@ -116,13 +116,13 @@ def kv_heads_dealt_in_turns() -> Any:
     """Ranks 0, 1, 2, 3 hold key-value heads 0, 1, 0, 1 where 0, 0, 1, 1 belong to their queries."""
 
     def make(original: Any) -> Any:
-        def deal(segments: Any, *, degree: int, place: int) -> list[Run]:
+        def deal(segments: Any, *, degree: int, place: int) -> list[Span]:
             runs = original(segments, degree=degree, place=place)
             for index, segment in enumerate(segments):
                 if segment.units < degree:
                     begin = runs[index].begin - place * segment.units // degree * segment.size
                     turn = begin + place % segment.units * segment.size
-                    runs[index] = Run(begin=turn, size=segment.size, copies=runs[index].copies)
+                    runs[index] = Span(begin=turn, size=segment.size, copies=runs[index].copies)
             return runs  # type: ignore[no-any-return]
 
         return deal
@@ -135,8 +135,8 @@ def kv_heads_dealt_in_turns() -> Any:
 
 def left_out_of_the_sum(is_left_out: Callable[[str], bool]) -> Any:
     def make(original: Any) -> Any:
-        def sum_partial(parameters: Any, parts: Any, grid: Any) -> None:
-            original({name: value for name, value in parameters.items() if not is_left_out(name)}, parts, grid)
+        def sum_partial(parameters: Any, shards: Any, grid: Any) -> None:
+            original({name: value for name, value in parameters.items() if not is_left_out(name)}, shards, grid)
 
         return sum_partial
 
@@ -156,13 +156,13 @@ def repeated_kv_heads_not_summed() -> Any:
 
 
 def norm_counts_cut_parameters_once() -> Any:
-    """The gradient norm of a rank's own parts: other ranks' parts are missing."""
+    """The gradient norm of a rank's own shards: other ranks' shards are missing."""
 
     def make(original: Any) -> Any:
-        def owned(gradient: Any, sharded: Any, part: Any) -> Any:
+        def owned(gradient: Any, sharded: Any, shard: Any) -> Any:
             return [
                 ((tuple(axis for axis in names if axis != axes.TP), copies), own)
-                for (names, copies), own in original(gradient, sharded, part)
+                for (names, copies), own in original(gradient, sharded, shard)
             ]
 
         return owned
@@ -172,9 +172,9 @@ def norm_counts_cut_parameters_once() -> Any:
 
 def norm_counts_whole_parameters_by_rank() -> Any:
     def make(original: Any) -> Any:
-        def owned(gradient: Any, sharded: Any, part: Any) -> Any:
-            found = original(gradient, sharded, part)
-            return found if part.is_cut else [(((*names, axes.TP), copies), own) for (names, copies), own in found]
+        def owned(gradient: Any, sharded: Any, shard: Any) -> Any:
+            found = original(gradient, sharded, shard)
+            return found if shard.is_sharded else [(((*names, axes.TP), copies), own) for (names, copies), own in found]
 
         return owned
 
@@ -336,7 +336,7 @@ def other_rows_on_the_second_rank() -> Any:
 
 
 def every_rank_saves_the_first_part() -> Any:
-    """Each rank writes its own part where rank 0's belongs, and nothing where its own does."""
+    """Each rank writes its own shard where rank 0's belongs, and nothing where its own does."""
 
     def make(original: Any) -> Any:
         def staged(self: Any, state: dict[str, torch.Tensor], shards: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Boxes of parts: together they are the whole, each as often as it says, and a shard of a part keeps its boxes."""
+"""Boxes of shards: together they are the whole, each as often as it says, and a shard of a shard keeps its chunks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.shards import Part, Run, even_span, local_shard, replicated_shard
+from weft.core.shards import LocalShard, Span, even_span, local_shard, replicated_shard
 
 
-def local_of(part: Part, whole: np.ndarray) -> np.ndarray:
-    made = np.full(part.local_shape, -1)
-    for box in part.boxes:
-        made[box.local_index] = whole[box.global_index]
+def local_of(shard: LocalShard, whole: np.ndarray) -> np.ndarray:
+    made = np.full(shard.local_shape, -1)
+    for chunk in shard.chunks:
+        made[chunk.local_index] = whole[chunk.global_index]
     return made
 
 
@@ -38,35 +38,35 @@ def test_parts_of_a_fused_matrix_cover_it_as_often_as_their_copies_say(
         for units in (heads, kv, kv):
             count = max(1, units // degree)
             copies = max(1, degree // units)
-            runs.append(Run(begin=begin + place * units // degree * size, size=count * size, copies=copies))
+            runs.append(Span(begin=begin + place * units // degree * size, size=count * size, copies=copies))
             begin += units * size
-        part = local_shard(whole.shape, {0: runs}, summed_over={2: "repeat2", 4: "repeat4"})
-        own = local_of(part, whole)
-        assert (own >= 0).all(), "a place of the own tensor has no box"
-        for box in part.boxes:
-            seen[box.global_index] += 1
-            promised[box.global_index] = box.copies
-            assert box.summed_over == (f"repeat{box.copies}" if box.copies > 1 else None)
+        shard = local_shard(whole.shape, {0: runs}, summed_over={2: "repeat2", 4: "repeat4"})
+        own = local_of(shard, whole)
+        assert (own >= 0).all(), "a place of the own tensor has no chunk"
+        for chunk in shard.chunks:
+            seen[chunk.global_index] += 1
+            promised[chunk.global_index] = chunk.copies
+            assert chunk.summed_over == (f"repeat{chunk.copies}" if chunk.copies > 1 else None)
     assert (seen == promised).all()
 
 
 @given(rows=st.integers(1, 12), shards=st.integers(1, 4), runs=st.integers(1, 3))
 def test_a_shard_of_a_part_has_the_values_of_its_rows(rows: int, shards: int, runs: int) -> None:
     whole = np.arange(runs * 2 * rows * 3).reshape(-1, 3)
-    part = local_shard(whole.shape, {0: [Run(begin=2 * index * rows, size=rows) for index in range(runs)]})
-    own = local_of(part, whole)
-    chunk = -(-len(own) // shards)
-    for shard in range(shards):
-        first = min(shard * chunk, len(own))
-        expected = own[first : first + chunk]
+    shard = local_shard(whole.shape, {0: [Span(begin=2 * index * rows, size=rows) for index in range(runs)]})
+    own = local_of(shard, whole)
+    num_rows = -(-len(own) // shards)
+    for place in range(shards):
+        first = min(place * num_rows, len(own))
+        expected = own[first : first + num_rows]
         made = np.full(expected.shape, -1)
-        for box in part.within(first, len(expected)):
-            made[box.local_index] = whole[box.global_index]
+        for chunk in shard.within(first, len(expected)):
+            made[chunk.local_index] = whole[chunk.global_index]
         assert (made == expected).all()
 
 
 def test_a_whole_part_is_not_cut() -> None:
-    part = replicated_shard((3, 2), copies=4, summed_over="tp")
-    assert not part.is_cut
-    assert part.boxes[0].copies == 4
-    assert part.within(1, 2)[0].offsets == (1, 0)
+    shard = replicated_shard((3, 2), copies=4, summed_over="tp")
+    assert not shard.is_sharded
+    assert shard.chunks[0].copies == 4
+    assert shard.within(1, 2)[0].offsets == (1, 0)

@@ -24,7 +24,7 @@ def share_of_rows(batch: Batch, *, rank: int, degree: int) -> dict[str, torch.Te
     return {key: value[begin : begin + rows // degree] for key, value in batch.items()}
 
 
-def cut_rows(batch: Batch, count: int, *, must_be_equal: bool) -> list[dict[str, torch.Tensor]]:
+def split_rows(batch: Batch, count: int, *, must_be_equal: bool) -> list[dict[str, torch.Tensor]]:
     """Micro-batches of equal rows, or of one row more for the first of them."""
     rows = num_rows(batch)
     if rows < count or (rows % count and must_be_equal):

@@ -58,7 +58,7 @@ class Shape:
 
 
 class AttentionKernel:
-    """Of one engine. Torch's own choice until `settle`, and wherever there is nothing to choose."""
+    """Of one engine. Torch's own choice until `choose`, and wherever there is nothing to choose."""
 
     def __init__(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
         self._model, self._plan, self._device = model, plan, device
@@ -67,7 +67,7 @@ class AttentionKernel:
         is_fused = getattr(config, "_attn_implementation", None) == "sdpa"
         self._is_open = plan.kernels.attention == "auto" and device.type == "cuda" and is_fused
 
-    def settle(self, microbatch: Mapping[str, torch.Tensor]) -> None:
+    def choose(self, microbatch: Mapping[str, torch.Tensor]) -> None:
         """Chosen before the first forward, once. Collective there."""
         if not self._is_open:
             return

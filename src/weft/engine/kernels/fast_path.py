@@ -37,7 +37,7 @@ def _blocks(engine: Engine) -> TechniqueRecord:
 
 
 def _here(engine: Engine) -> str:
-    return " of this rank's stages" if engine.pipeline.walk is not None else ""
+    return " of this rank's stages" if engine.pipeline.runner is not None else ""
 
 
 def _loss(engine: Engine) -> TechniqueRecord:
@@ -58,11 +58,11 @@ def _loss(engine: Engine) -> TechniqueRecord:
 
 def _made_whole(engine: Engine, asked: str) -> str:
     """What asked for whole logits; in a pipeline only the last stage's ranks have seen it."""
-    walk = engine.pipeline.walk
-    if walk is None:
+    runner = engine.pipeline.runner
+    if runner is None:
         return asked
     count = torch.tensor([float(bool(asked))], device=engine.device)
-    dist.all_reduce(count, group=walk.line.down)
+    dist.all_reduce(count, group=runner.links.down)
     return asked or ("on the last stage" if count.item() else "")
 
 

@@ -89,7 +89,7 @@ def _owners(engine: Engine, weights: Sequence[torch.Tensor]) -> dict[int, Term]:
     _claim(found, [*gradients, *engine.strategy.gradient_buckets()], Term.GRADIENTS)
     if engine.delayed is not None:
         _claim(found, engine.delayed.waiting_gradients, Term.GRADIENTS)
-        _claim(found, engine.delayed.walk.versions.older, Term.WEIGHT_VERSIONS)
+        _claim(found, engine.delayed.runner.versions.older, Term.WEIGHT_VERSIONS)
     _claim(found, engine.model.buffers(), Term.BUFFERS)
     _claim(found, weights, Term.WEIGHTS)
     _claim(found, (value for value in states if isinstance(value, torch.Tensor)), Term.OPTIMIZER_STATE)

@@ -75,8 +75,8 @@ class StepMeter:
         self.failed_in = ("", "")  # the phase and the module of an operator that raised
 
     def _is_in_backward(self) -> bool:
-        walk = self._engine.pipeline.walk
-        return walk is not None and walk.is_in_backward
+        runner = self._engine.pipeline.runner
+        return runner is not None and runner.is_in_backward
 
     def _phase_of_traffic(self) -> str:
         return "update" if self._engine.is_updating else self._tracker.phase

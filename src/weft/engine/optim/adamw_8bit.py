@@ -85,7 +85,7 @@ class QuantisedParts:
 
 
 def quantised_parts(value: torch.Tensor) -> QuantisedParts | None:
-    """The parts of an 8-bit moment, sharing its memory; None for any other tensor."""
+    """The shards of an 8-bit moment, sharing its memory; None for any other tensor."""
     codes, scale = getattr(value, "codes", None), getattr(value, "scale", None)
     if not isinstance(codes, torch.Tensor) or not isinstance(scale, torch.Tensor):
         return None

@@ -21,9 +21,9 @@ from weft.core.errors import BadValueError
 from weft.core.precision import PrecisionPolicy
 from weft.engine.kernels.triton_here import has_triton
 from weft.engine.optim.adamw_low_update import adamw_low_
-from weft.engine.optim.element_spans import Span, spans_of
+from weft.engine.optim.element_spans import ElementSpan, spans_of
 from weft.engine.optim.rounding_bits import key_of
-from weft.engine.ownership import Parts, chunks_of, local
+from weft.engine.ownership import LocalShards, chunks_of, local
 from weft.engine.precision import torch_dtype
 
 LARGE_ELEMENTS = 2**20  # of a tensor, on average
@@ -34,7 +34,7 @@ class Place:
     """What a parameter's rounding depends on, beside the step."""
 
     key: int
-    spans: tuple[Span, ...]
+    spans: tuple[ElementSpan, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class LowStates:
         policy: PrecisionPolicy,
         *,
         seed: int,
-        parts: Parts,
+        shards: LocalShards,
         copies: Mapping[str, str],
     ) -> LowStates | None:
         """None where the policy keeps all of it in float32, unless it pays there too. `copies`: names of tied weights
@@ -62,7 +62,7 @@ class LowStates:
             dtype=torch_dtype(policy.optimizer_state),
             rounds=policy.has_low_states,
             places={
-                parameter: place_of(parameter, name=copies.get(name, name), seed=seed, parts=parts, here=name)
+                parameter: place_of(parameter, name=copies.get(name, name), seed=seed, shards=shards, here=name)
                 for name, parameter in parameters.items()
             },
         )
@@ -75,15 +75,15 @@ def _pays(parameters: Sequence[nn.Parameter]) -> bool:
     return is_fit and has_triton() and sum(shard.numel() for shard in shards) >= LARGE_ELEMENTS * len(shards) > 0
 
 
-def place_of(parameter: nn.Parameter, *, name: str, seed: int, parts: Parts, here: str) -> Place:
+def place_of(parameter: nn.Parameter, *, name: str, seed: int, shards: LocalShards, here: str) -> Place:
     if not local(parameter).is_contiguous():
         raise BadValueError(
             f"{here} does not lie row by row in memory, which bfloat16 states and weights ask for",
             hint="call .contiguous() on it, or use precision.optimizer_state = 'float32'",
         )
-    part = parts.get(here)
-    shape = part.shape if part is not None else tuple(parameter.shape)
-    return Place(key=key_of(seed, name), spans=tuple(spans_of(chunks_of(parameter, part), shape)))
+    shard = shards.get(here)
+    shape = shard.shape if shard is not None else tuple(parameter.shape)
+    return Place(key=key_of(seed, name), spans=tuple(spans_of(chunks_of(parameter, shard), shape)))
 
 
 class AdamWLow(Optimizer):

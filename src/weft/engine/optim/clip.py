@@ -1,7 +1,7 @@
 """The gradient norm of the whole model, and clipping, from ownership alone.
 
-norm^2 = sum over groups of boxes with the same sharded axes of: all-reduce over these of sum(local grad^2) / copies.
-A replicated parameter is counted once because no axis sums it; a box that ranks of an axis share is divided by them.
+norm^2 = sum over groups of chunks with the same sharded axes of: all-reduce over these of sum(local grad^2) / copies.
+A replicated parameter is counted once because no axis sums it; a chunk that ranks of an axis share is divided by them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import nn
 
 from weft.comm.groups import sum_over
 from weft.core import axes
-from weft.core.shards import Part
+from weft.core.shards import LocalShard
 from weft.engine.mesh import Topology
-from weft.engine.ownership import Parts, chunks_of, local, sharded_axes
+from weft.engine.ownership import LocalShards, chunks_of, local, sharded_axes
 
-Owned = tuple[tuple[str, ...], int]  # axes that shard a box, and ranks of the tp axis that share it
+Owned = tuple[tuple[str, ...], int]  # axes that shard a chunk, and ranks of the tp axis that share it
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def global_norm(
     parameters: Mapping[str, nn.Parameter],
     topology: Topology,
     *,
-    parts: Parts,
+    shards: LocalShards,
     not_counted: Container[str] = (),
     device: torch.device,
     of_stage: bool = False,
@@ -39,14 +39,14 @@ def global_norm(
     groups: dict[Owned, list[torch.Tensor]] = defaultdict(list)
     for name, parameter in parameters.items():
         if parameter.grad is not None:
-            for owned, gradient in _owned(parameter.grad, sharded_axes(parameter), parts.get(name)):
+            for owned, gradient in _owned(parameter.grad, sharded_axes(parameter), shards.get(name)):
                 groups[owned].append(gradient)
     # a rank may hold no rows of a group that others have rows of; all must join in its sum
     for name, parameter in parameters.items():
-        part = parts.get(name)
-        if part is not None and part.is_cut and parameter.grad is not None:
-            for box in part.boxes:
-                groups[(*sharded_axes(parameter), axes.TP), box.copies] += []
+        shard = shards.get(name)
+        if shard is not None and shard.is_sharded and parameter.grad is not None:
+            for chunk in shard.chunks:
+                groups[(*sharded_axes(parameter), axes.TP), chunk.copies] += []
     total = torch.zeros((), device=device)
     # Every rank walks the groups in the same order: the order of a collective is part of its meaning.
     for axis_names, copies in sorted(groups):
@@ -68,15 +68,17 @@ def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.nn.utils.get_total_norm(gradients)
 
 
-def _owned(gradient: torch.Tensor, sharded: tuple[str, ...], part: Part | None) -> list[tuple[Owned, torch.Tensor]]:
-    """A gradient by who owns it: whole, or box by box where ranks of the tp axis share some."""
+def _owned(
+    gradient: torch.Tensor, sharded: tuple[str, ...], shard: LocalShard | None
+) -> list[tuple[Owned, torch.Tensor]]:
+    """A gradient by who owns it: whole, or chunk by chunk where ranks of the tp axis share some."""
     own = local(gradient)
-    if part is None or not part.is_cut:
+    if shard is None or not shard.is_sharded:
         return [((sharded, 1), own)]
-    copies = {box.copies for box in part.boxes}
+    copies = {chunk.copies for chunk in shard.chunks}
     if len(copies) == 1:
         return [(((*sharded, axes.TP), copies.pop()), own)]
-    return [(((*sharded, axes.TP), box.copies), own[box.local_index]) for box in chunks_of(gradient, part)]
+    return [(((*sharded, axes.TP), chunk.copies), own[chunk.local_index]) for chunk in chunks_of(gradient, shard)]
 
 
 @torch.no_grad()

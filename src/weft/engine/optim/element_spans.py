@@ -2,7 +2,7 @@
 
     element of (row, column) = first + row * row_step + column
 
-A shard of rows is one row; a matrix cut in its columns has many; several boxes are several spans.
+A shard of rows is one row; a matrix cut in its columns has many; several chunks are several spans.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.core.shards import Box, Index
+from weft.core.shards import Chunk, Index
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class ElementSpan:
     """A block of the rank's own tensor, `rows` x `columns` once flattened."""
 
     local_index: Index
@@ -31,35 +31,35 @@ class Span:
         return tensor[self.local_index].view(self.rows, self.columns)
 
 
-def spans_of(boxes: Sequence[Box], shape: Sequence[int]) -> list[Span]:
-    """The spans of all boxes of a part of a tensor of `shape`; none where the rank holds no element."""
-    return [span for box in boxes if box.num_elements for span in _spans(box, tuple(shape))]
+def spans_of(chunks: Sequence[Chunk], shape: Sequence[int]) -> list[ElementSpan]:
+    """The spans of all chunks of a shard of a tensor of `shape`; none where the rank holds no element."""
+    return [span for chunk in chunks if chunk.num_elements for span in _spans(chunk, tuple(shape))]
 
 
-def _spans(box: Box, shape: tuple[int, ...]) -> Iterator[Span]:
-    cut = [dim for dim, size in enumerate(shape) if box.sizes[dim] != size]
+def _spans(chunk: Chunk, shape: tuple[int, ...]) -> Iterator[ElementSpan]:
+    cut = [dim for dim, size in enumerate(shape) if chunk.sizes[dim] != size]
     last = cut[-1] if cut else 0
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if any(0 < dim < last for dim in cut):  # cut in the middle too: rows are not evenly apart, so one by one
-        for place in range(box.sizes[0]):
-            yield from _spans_of_slice(box, shape, place)
+        for place in range(chunk.sizes[0]):
+            yield from _spans_of_slice(chunk, shape, place)
         return
-    yield Span(
-        local_index=box.local_index,
-        rows=math.prod(box.sizes[:last]),
-        columns=math.prod(box.sizes[last:]),
-        first=sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True)),
+    yield ElementSpan(
+        local_index=chunk.local_index,
+        rows=math.prod(chunk.sizes[:last]),
+        columns=math.prod(chunk.sizes[last:]),
+        first=sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True)),
         row_step=math.prod(shape[last:]),
     )
 
 
-def _spans_of_slice(box: Box, shape: tuple[int, ...], place: int) -> Iterator[Span]:
+def _spans_of_slice(chunk: Chunk, shape: tuple[int, ...], place: int) -> Iterator[ElementSpan]:
     """Of one slice of the first dimension."""
-    inner = Box(offsets=box.offsets[1:], sizes=box.sizes[1:], local_offsets=box.local_offsets[1:])
-    begin = (box.offsets[0] + place) * math.prod(shape[1:])
-    row = slice(box.local_offsets[0] + place, box.local_offsets[0] + place + 1)
+    inner = Chunk(offsets=chunk.offsets[1:], sizes=chunk.sizes[1:], local_offsets=chunk.local_offsets[1:])
+    begin = (chunk.offsets[0] + place) * math.prod(shape[1:])
+    row = slice(chunk.local_offsets[0] + place, chunk.local_offsets[0] + place + 1)
     for span in _spans(inner, shape[1:]):
-        yield Span(
+        yield ElementSpan(
             local_index=(row, *span.local_index),
             rows=span.rows,
             columns=span.columns,

@@ -59,13 +59,13 @@ def make_optimizer(
     given: OptimizerPolicy | OptimizerFactory | str,
     *,
     low: LowStates | None,
-    is_cut: bool,
+    is_sharded: bool,
 ) -> Optimizer:
-    """What an engine is given, as an optimizer; `is_cut`: tensor-parallel ranks hold parts of rows."""
+    """What an engine is given, as an optimizer; `is_sharded`: tensor-parallel ranks hold parts of rows."""
     if isinstance(given, str):
         given = OptimizerPolicy(kind=given)  # type: ignore[arg-type]
     if isinstance(given, OptimizerPolicy):
-        if given.kind == "adamw8bit" and is_cut:
+        if given.kind == "adamw8bit" and is_sharded:
             raise NotBuiltError(
                 "8-bit moments are kept by whole rows, which tensor parallelism cuts",
                 hint="use train.optimizer = 'adamw', or mesh.tp = 1",

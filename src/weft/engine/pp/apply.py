@@ -12,9 +12,9 @@ from weft.core.errors import PipelineError
 from weft.core.plan import Pipeline
 from weft.engine.mesh import Topology
 from weft.engine.pp.no_flush_runner import NoFlushRunner
-from weft.engine.pp.p2p import Line
+from weft.engine.pp.p2p import StageLinks
 from weft.engine.pp.runtime import PipelineRuntime
-from weft.engine.pp.schedule_runner import Walk
+from weft.engine.pp.schedule_runner import ScheduleRunner
 from weft.engine.pp.shared_weights import SharedWeights, pair_group
 from weft.engine.pp.stages import Stages, drop_other_stages
 from weft.engine.pp.weight_stash import WeightStash
@@ -36,7 +36,7 @@ class Cut:
     own: tuple[int, ...]
 
 
-def cut_pipeline(model: nn.Module, layout: ModelLayout, policy: Pipeline, topology: Topology) -> Cut:
+def split_pipeline(model: nn.Module, layout: ModelLayout, policy: Pipeline, topology: Topology) -> Cut:
     """Where the model is cut. Looks at the model's own forward, so before anything is put around it."""
     num_ranks, num_microbatches, calls = topology.pp_degree, policy.microbatches, None
     schedule = generate(
@@ -66,17 +66,17 @@ def keep_own_stages(
 def build_pipeline(
     model: nn.Module, whole: ModelLayout, layout: ModelLayout, cut: Cut, topology: Topology, *, device: torch.device
 ) -> PipelineRuntime:
-    """The rank's walk, when the model is complete. Collective. `whole`: the layout before the cut."""
+    """The rank's runner, when the model is complete. Collective. `whole`: the layout before the cut."""
     placement = cut.schedule.stage_to_rank
     down, up = _group(topology), _group(topology)
     ahead = RECEIVES_AHEAD if dist.get_backend(down) == "gloo" else 0
-    line = Line(ranks=topology.pp_line, place=topology.pp_rank, down=down, up=up, ahead=ahead)
+    links = StageLinks(ranks=topology.pp_ranks, place=topology.pp_rank, down=down, up=up, ahead=ahead)
     stages = Stages(model, cut.split, cut.own)
-    walk = Walk(cut.schedule, stages, line, device=device)
+    runner = ScheduleRunner(cut.schedule, stages, links, device=device)
     if cut.calls is not None:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         versions = WeightStash(model, trained)
-        walk = NoFlushRunner(cut.calls, stages, line, versions, across=_group(topology), device=device)
+        runner = NoFlushRunner(cut.calls, stages, links, versions, across=_group(topology), device=device)
     shared = _shared(whole, cut, topology) if placement[0] != placement[-1] else ()
     if shared and cut.schedule.update_period == 1:
         raise PipelineError(
@@ -88,7 +88,10 @@ def build_pipeline(
     is_end = topology.pp_rank in (placement[0], placement[-1])
     names = tuple(here.get(canonical, canonical) for canonical in shared) if is_end else ()
     return PipelineRuntime(
-        walk=walk, shared=SharedWeights(names, group), has_first=0 in cut.own, has_loss=walk.stages.last in cut.own
+        runner=runner,
+        shared=SharedWeights(names, group),
+        has_first=0 in cut.own,
+        has_loss=runner.stages.last in cut.own,
     )
 
 

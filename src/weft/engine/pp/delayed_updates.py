@@ -41,9 +41,9 @@ class Sealed:
 class DelayedUpdates:
     """All updates of one engine."""
 
-    def __init__(self, engine: Engine, walk: NoFlushRunner) -> None:
-        self.engine, self.walk = engine, walk
-        self.is_global = walk.schedule.weight_rule is WeightRule.DOUBLE_BUFFER
+    def __init__(self, engine: Engine, runner: NoFlushRunner) -> None:
+        self.engine, self.runner = engine, runner
+        self.is_global = runner.schedule.weight_rule is WeightRule.DOUBLE_BUFFER
         self.sealed: list[Sealed] = []  # not yet applied
         self._squares: dict[int, list[Tensor]] = {}  # by step: those of its updates
         self._known: dict[int, Tensor] = {}  # by step: the whole of it, from an earlier process or before a restart
@@ -55,7 +55,7 @@ class DelayedUpdates:
     def waiting_gradients(self) -> list[Tensor]:
         """Of updates that are not made yet."""
         sealed = [gradient for one in self.sealed for gradient in one.gradients if gradient is not None]
-        return [*sealed, *self.walk.versions.gradients]
+        return [*sealed, *self.runner.versions.gradients]
 
     def add(self, step: int, square: Tensor) -> None:
         self._squares.setdefault(step, []).append(square)
@@ -70,7 +70,7 @@ class DelayedUpdates:
 
     def _square_share(self, step: int) -> Tensor:
         """What this rank adds to the mean square that the record of `step` tells; summed over all ranks."""
-        told = step - self.walk.calls.delay
+        told = step - self.runner.calls.delay
         nothing = torch.zeros((), device=self.engine.device)
         self._known = {known: value for known, value in self._known.items() if known >= told}
         if told in self._known:
@@ -81,11 +81,11 @@ class DelayedUpdates:
 
     def restart(self) -> None:
         """Everything drains, and norms that no record has told yet become known to every rank. Collective."""
-        self.walk.restart()
+        self.runner.restart()
         for step in sorted(self._squares):
             square = torch.stack(self._squares[step]).mean()
             if not self.is_global:
-                sum_over(square, self.walk.across)
+                sum_over(square, self.runner.across)
             self._known[step] = square
         self._squares.clear()
 
@@ -117,7 +117,7 @@ class StepUpdates:
             _wait(works)
         square = engine.gradient_norm(of_stage=True).square()
         if self._owner.is_global:
-            works.append(dist.all_reduce(square, group=self._owner.walk.across, async_op=True))
+            works.append(dist.all_reduce(square, group=self._owner.runner.across, async_op=True))
         sealed = Sealed(gradients=[parameter.grad for parameter in engine.parameters], square=square, works=works)
         _put(engine, [None] * len(engine.parameters))
         engine.is_updating = False

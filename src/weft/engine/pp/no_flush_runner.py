@@ -1,4 +1,4 @@
-"""The walk of a schedule that never drains (PipeDream, PipeDream-2BW): updates are made on the way, each stage its own.
+"""Runs a schedule that never flushes (PipeDream, PipeDream-2BW): each stage makes its updates between other actions.
 
 A call does the forwards of one step and whatever backwards and updates fall between; the rest is done in later calls,
 or in `drain`. Which weights a micro-batch reads is a matter of its number alone, not of time: draining in between costs
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.engine.pp.action_times import ActionTimes
-from weft.engine.pp.p2p import Line, ShapeKey
-from weft.engine.pp.schedule_runner import Forward, Step, Strategy, Walk
+from weft.engine.pp.p2p import ShapeKey, StageLinks
+from weft.engine.pp.schedule_runner import Forward, ScheduleRunner, Step, Strategy
 from weft.engine.pp.stages import Stages
 from weft.engine.pp.weight_stash import WeightStash
 from weft.schedule import Action, Actions, Calls, Kind, Schedule, version_for
@@ -31,22 +31,22 @@ class Updates(Protocol):
     def apply(self, sealed: Any) -> None: ...
 
 
-class NoFlushRunner(Walk):
+class NoFlushRunner(ScheduleRunner):
     """One rank of a pipeline that holds one stage."""
 
     def __init__(
         self,
         calls: Calls,
         stages: Stages,
-        line: Line,
+        links: StageLinks,
         versions: WeightStash,
         *,
         across: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        super().__init__(calls.schedule, stages, line, device=device)
+        super().__init__(calls.schedule, stages, links, device=device)
         self.calls, self.versions = calls, versions
-        self.across = across  # the line once more, for sums over stages: ranks come to them in their own order
+        self.across = across  # a second group, for sums over stages: ranks reach those in their own order
         (self.stage,) = stages.own
         self._step: Step | None = None
         self._updates: dict[int, Updates] = {}  # by step, until its last update is made
@@ -86,7 +86,7 @@ class NoFlushRunner(Walk):
         call = self._num_steps - self._num_drained
         self._num_steps += 1
         self._step.record = ActionTimes(clock=self._clock if is_watched else None)
-        self._walk(self.calls.actions(call), {first + index: shape for index, shape in enumerate(shapes)})
+        self._run_actions(self.calls.actions(call), {first + index: shape for index, shape in enumerate(shapes)})
         self.record = self._step.record
         if self._step.record.clock is not None:
             self._window.append(self._step.record)
@@ -99,8 +99,8 @@ class NoFlushRunner(Walk):
             return
         self._step.record = ActionTimes()
         last_call = self._num_steps - self._num_drained - 1
-        self._walk(self.calls.drain(last_call), {})
-        self._step.mail.finish()
+        self._run_actions(self.calls.drain(last_call), {})
+        self._step.p2p.finish()
         self._num_drained = self._num_steps
         self._num_to_watch = min(self._num_to_watch, len(self._window) or self._num_to_watch)  # it ends a stretch
 
@@ -119,20 +119,20 @@ class NoFlushRunner(Walk):
             self.drain()
         return is_due and len(self._window) < self._num_to_watch
 
-    def _walk(self, actions: Actions, shapes: dict[int, ShapeKey]) -> None:
+    def _run_actions(self, actions: Actions, shapes: dict[int, ShapeKey]) -> None:
         step, shift = self._step, self._num_drained * self.calls.num_microbatches
         if step is None:
             raise RuntimeError("nothing is under way")
         actions = tuple(tuple(a._replace(microbatch=a.microbatch + shift) for a in own) for own in actions)
-        step.mail.expect(actions, shapes)
-        for action in actions[self.line.place]:
+        step.p2p.expect(actions, shapes)
+        for action in actions[self.links.place]:
             if action.kind is Kind.U:
                 self._update(step, action)
                 continue
             step.do(action, is_last_backward=False)
             self._num_forwards += action.kind is Kind.F
             if action.kind is Kind.B:
-                step.mail.forget(action.microbatch)
+                step.p2p.forget(action.microbatch)
                 self._seal(action.microbatch)
         self.is_in_backward = False
 

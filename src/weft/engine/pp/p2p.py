@@ -35,7 +35,7 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class StageLinks:
     """One pipeline: the global rank at every place, and the groups of its two directions."""
 
     ranks: tuple[int, ...]
@@ -80,17 +80,17 @@ class _Sent(NamedTuple):
     tensor: Tensor
 
 
-class Mail:
+class P2PExchange:
     """Walks over a schedule's actions: every message is sent and received once.
 
     Gloo tells that a message has left only to who waits for it. But who hears of a rank's later action knows that the
     rank has taken what its earlier ones needed: then nobody waits, and the memory is let go.
     """
 
-    def __init__(self, line: Line, stage_to_rank: Sequence[int], book: Book) -> None:
-        self._line, self._placement, self._book = line, stage_to_rank, book
+    def __init__(self, links: StageLinks, stage_to_rank: Sequence[int], known_shapes: ShapeRegistry) -> None:
+        self._links, self._placement, self._known_shapes = links, stage_to_rank, known_shapes
         self._shapes: dict[int, ShapeKey] = {}
-        self._num_known = [0] * len(line.ranks)  # actions of every rank
+        self._num_known = [0] * len(links.ranks)  # actions of every rank
         self._expected: dict[int, deque[tuple[Message, int]]] = defaultdict(deque)  # with the action that makes it
         self._taken_at: dict[Message, int] = {}  # by the receiver's action, of messages that this rank sends
         self._arriving: dict[Message, tuple[Any, Tensor, int]] = {}
@@ -102,11 +102,11 @@ class Mail:
         self._shapes.update(shapes)
         last = len(self._placement) - 1
         for rank, own in enumerate(actions):
-            for number, action in enumerate(own, start=self._num_known[rank]) if rank != self._line.place else ():
+            for number, action in enumerate(own, start=self._num_known[rank]) if rank != self._links.place else ():
                 made, needed = _made_by(action, last), _needed_by(action, last)
-                if made is not None and self._placement[made.stage] == self._line.place:
+                if made is not None and self._placement[made.stage] == self._links.place:
                     self._expected[rank].append((made, number))
-                if needed is not None and self._sender(needed) == self._line.place:
+                if needed is not None and self._sender(needed) == self._links.place:
                     self._taken_at[needed] = number
             self._num_known[rank] += len(own)
 
@@ -119,12 +119,12 @@ class Mail:
 
     def send(self, message: Message, tensor: Tensor) -> None:
         target = self._placement[message.stage]
-        if target == self._line.place:
+        if target == self._links.place:
             self._at_hand[message] = tensor
             return
-        group, rank = self._line.group(source=self._line.place, target=target), self._line.ranks[target]
+        group, rank = self._links.group(source=self._links.place, target=target), self._links.ranks[target]
         tensor, leaving = tensor.contiguous(), self._leaving[target]
-        if message.way == "forward" and self._book.is_new(message.stage, self._shapes[message.microbatch]):
+        if message.way == "forward" and self._known_shapes.is_new(message.stage, self._shapes[message.microbatch]):
             header = _header(tensor)
             leaving.append(_Sent(message, dist.isend(header, rank, group=group), header))
         leaving.append(_Sent(message, dist.isend(tensor, rank, group=group), tensor))
@@ -137,7 +137,7 @@ class Mail:
         source = self._sender(message)
         while message not in self._arriving:
             self._post(source, device=device)
-        for _ in range(self._line.ahead):  # who posts late, waits for the whole way
+        for _ in range(self._links.ahead):  # who posts late, waits for the whole way
             if self._can_post(source):
                 self._post(source, device=device)
         work, tensor, made_at = self._arriving.pop(message)
@@ -169,25 +169,25 @@ class Mail:
         if not self._expected[source]:
             return False
         message, _ = self._expected[source][0]
-        if message in self._arriving or len(self._arriving) > self._line.ahead:
+        if message in self._arriving or len(self._arriving) > self._links.ahead:
             return False
-        known = self._book.given if message.way == "backward" else self._book.taken
+        known = self._known_shapes.given if message.way == "backward" else self._known_shapes.taken
         return (message.stage, self._shapes.get(message.microbatch)) in known
 
     def _post(self, source: int, *, device: torch.device) -> None:
         """Ask for the next message from `source`."""
         message, made_at = self._expected[source].popleft()
         shape_key = self._shapes[message.microbatch]
-        group = self._line.group(source=source, target=self._line.place)
-        rank = self._line.ranks[source]
+        group = self._links.group(source=source, target=self._links.place)
+        rank = self._links.ranks[source]
         if message.way == "backward":
-            shape, dtype = self._book.given[message.stage, shape_key]
-        elif self._book.is_new(message.stage, shape_key):
+            shape, dtype = self._known_shapes.given[message.stage, shape_key]
+        elif self._known_shapes.is_new(message.stage, shape_key):
             header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=device)
             dist.recv(header, rank, group=group)
-            shape, dtype = self._book.taken[message.stage, shape_key] = _read(header)
+            shape, dtype = self._known_shapes.taken[message.stage, shape_key] = _read(header)
         else:
-            shape, dtype = self._book.taken[message.stage, shape_key]
+            shape, dtype = self._known_shapes.taken[message.stage, shape_key]
         tensor = torch.empty(shape, dtype=dtype, device=device)
         self._arriving[message] = (dist.irecv(tensor, rank, group=group), tensor, made_at)
 
@@ -197,7 +197,7 @@ def has_left(work: Any) -> bool:
     return bool(work.is_completed())
 
 
-class Book:
+class ShapeRegistry:
     """Shapes that are known, for the life of an engine: (stage, shape of the micro-batch) -> (shape, dtype)."""
 
     def __init__(self) -> None:

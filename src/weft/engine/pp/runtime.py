@@ -13,7 +13,7 @@ from weft.core.terms import TimeTerm
 from weft.engine.measure.timer import StepTimer
 from weft.engine.objective import Batch
 from weft.engine.pp.no_flush_runner import NoFlushRunner, Updates
-from weft.engine.pp.schedule_runner import Forward, Strategy, Walk
+from weft.engine.pp.schedule_runner import Forward, ScheduleRunner, Strategy
 from weft.engine.pp.shared_weights import SharedWeights
 from weft.engine.pp.stages import StageCall
 
@@ -22,7 +22,7 @@ from weft.engine.pp.stages import StageCall
 class PipelineRuntime:
     """What the engine sees of a pipeline; `PipelineRuntime()` is a model that is not cut."""
 
-    walk: Walk | None = None
+    runner: ScheduleRunner | None = None
     shared: SharedWeights = field(default_factory=lambda: SharedWeights((), None))
     has_first: bool = True  # the first stage is here
     has_loss: bool = True  # the last one is
@@ -30,21 +30,21 @@ class PipelineRuntime:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """Those of messages, and of weights that two stages share."""
-        found = [self.walk.line.down, self.walk.line.up] if self.walk is not None else []
-        found += [self.walk.across] if isinstance(self.walk, NoFlushRunner) else []
+        found = [self.runner.links.down, self.runner.links.up] if self.runner is not None else []
+        found += [self.runner.across] if isinstance(self.runner, NoFlushRunner) else []
         return [*found, *([self.shared.group] if self.shared.group is not None else [])]
 
     @property
     def updates_per_step(self) -> int:
-        if not isinstance(self.walk, NoFlushRunner):
+        if not isinstance(self.runner, NoFlushRunner):
             return 1
-        return self.walk.calls.num_microbatches // self.walk.schedule.update_period
+        return self.runner.calls.num_microbatches // self.runner.schedule.update_period
 
     def called(self, module: nn.Module, stage: int) -> Any:
         """The model as an objective is to see it."""
-        if self.walk is None:
+        if self.runner is None:
             return module
-        return StageCall(module, self.walk.stages, stage)
+        return StageCall(module, self.runner.stages, stage)
 
     def train(
         self,
@@ -57,12 +57,12 @@ class PipelineRuntime:
         """Gradients of every micro-batch; `forward(stage, index)` gives the loss of one, or what a stage sends.
 
         `updates` makes those of a pipeline that does not drain."""
-        if self.walk is not None:
+        if self.runner is not None:
             shapes = list(map(_shape_of, microbatches))
-            if isinstance(self.walk, NoFlushRunner) and updates is not None:
-                self.walk.train_on(forward, strategy, updates, shapes=shapes)
+            if isinstance(self.runner, NoFlushRunner) and updates is not None:
+                self.runner.train_on(forward, strategy, updates, shapes=shapes)
             else:
-                self.walk.train(forward, strategy, shapes=shapes)
+                self.runner.train(forward, strategy, shapes=shapes)
             timer.mark(TimeTerm.FORWARD_BACKWARD)
             return
         for index in range(len(microbatches)):
@@ -74,8 +74,8 @@ class PipelineRuntime:
 
     def measure(self, forward: Forward, microbatches: Sequence[Batch], strategy: Strategy) -> None:
         """Forwards alone."""
-        if self.walk is not None:
-            self.walk.measure(forward, strategy, shapes=list(map(_shape_of, microbatches)))
+        if self.runner is not None:
+            self.runner.measure(forward, strategy, shapes=list(map(_shape_of, microbatches)))
             return
         for index in range(len(microbatches)):
             forward(0, index)

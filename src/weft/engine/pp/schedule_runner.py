@@ -1,4 +1,4 @@
-"""The walk over a rank's actions: forwards, backwards and weights' gradients in the schedule's order, and its clock.
+"""Runs the actions of one pipeline rank in the schedule's order: forwards, backwards, weight gradients; times them.
 
     F   receive, forward, send                      B   receive, backward, send the input's gradient
     I   B without the weights' gradients            W   these gradients, of which nobody waits
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from weft.engine.activations.split_backward import SplitBackward
 from weft.engine.pp.action_times import ActionClock, ActionTimes
-from weft.engine.pp.p2p import Book, Line, Mail, Message, ShapeKey
+from weft.engine.pp.p2p import Message, P2PExchange, ShapeKey, ShapeRegistry, StageLinks
 from weft.engine.pp.stages import StageDone, Stages
 from weft.schedule import Action, Kind, Schedule
 
 
 class Strategy(Protocol):
-    """What a walk asks of data parallelism (`engine/dp/strategy.py`): when gradients travel and gathered weights go."""
+    """The hooks of data parallelism (`engine/dp/strategy.py`): when to reduce gradients and free gathered weights."""
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]: ...
 
@@ -41,20 +41,20 @@ class Strategy(Protocol):
 Forward = Callable[[int, int], Tensor]  # (stage, micro-batch) -> hidden states, or the loss on the last stage
 
 
-class Walk:
+class ScheduleRunner:
     """One rank of a pipeline."""
 
-    def __init__(self, schedule: Schedule, stages: Stages, line: Line, *, device: torch.device) -> None:
-        self.schedule, self.stages, self.line = schedule, stages, line
+    def __init__(self, schedule: Schedule, stages: Stages, links: StageLinks, *, device: torch.device) -> None:
+        self.schedule, self.stages, self.links = schedule, stages, links
         self.record = ActionTimes()  # of the last step
         self.watched: list[ActionTimes] = []
         self._clock: ActionClock | None = None
         self._num_to_watch = 0
         self._device = device
-        self.book = Book()
+        self.known_shapes = ShapeRegistry()
         self.is_in_backward = False  # for who measures: part of a backward is no business of autograd
-        self._split = {action[1:] for action in schedule.ranks[line.place] if action.kind is Kind.I}
-        self._last_backward = _last_backwards(schedule.ranks[line.place])
+        self._split = {action[1:] for action in schedule.ranks[links.place] if action.kind is Kind.I}
+        self._last_backward = _last_backwards(schedule.ranks[links.place])
 
     def watch(self, num_steps: int, *, num_disturbed: int = 0) -> None:
         """Time every action of the next `num_steps` steps, whose records `watched` will hold. Between two steps.
@@ -75,11 +75,11 @@ class Walk:
     def train(self, forward: Forward, strategy: Strategy, *, shapes: Sequence[ShapeKey]) -> None:
         """Gradients of every micro-batch, which have these shapes, into the parameters of this rank's stages."""
         step = Step(self, forward, strategy)
-        step.mail.expect(self.schedule.ranks, dict(enumerate(shapes)))
+        step.p2p.expect(self.schedule.ranks, dict(enumerate(shapes)))
         step.record.clock = self._clock if len(self.watched) < self._num_to_watch else None
-        for index, action in enumerate(self.schedule.ranks[self.line.place]):
+        for index, action in enumerate(self.schedule.ranks[self.links.place]):
             step.do(action, is_last_backward=self._last_backward[action.stage] == index)
-        step.mail.finish()
+        step.p2p.finish()
         strategy.after_backwards()
         self.is_in_backward = False
         self.record = step.record
@@ -92,19 +92,19 @@ class Walk:
             for own in self.schedule.rank_to_stages
         ]
         step = Step(self, forward, strategy)
-        step.mail.expect(ranks, dict(enumerate(shapes)))
-        for action in ranks[self.line.place]:
+        step.p2p.expect(ranks, dict(enumerate(shapes)))
+        for action in ranks[self.links.place]:
             step.forward(action)
             step.kept.clear()
-        step.mail.finish()
+        step.p2p.finish()
 
 
 class Step:
-    """What is under way in a walk."""
+    """State of the actions in progress."""
 
-    def __init__(self, walk: Walk, forward: Forward, strategy: Strategy) -> None:
-        self.walk, self._forward, self._strategy = walk, forward, strategy
-        self.mail = Mail(walk.line, walk.schedule.stage_to_rank, walk.book)
+    def __init__(self, runner: ScheduleRunner, forward: Forward, strategy: Strategy) -> None:
+        self.runner, self._forward, self._strategy = runner, forward, strategy
+        self.p2p = P2PExchange(runner.links, runner.schedule.stage_to_rank, runner.known_shapes)
         self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor, SplitBackward | None]] = {}
         self.record = ActionTimes()
         self._in_flight: Counter[int] = Counter()
@@ -115,7 +115,7 @@ class Step:
         self._forward = forward
 
     def do(self, action: Action, *, is_last_backward: bool) -> None:
-        self.walk.is_in_backward = action.kind is not Kind.F
+        self.runner.is_in_backward = action.kind is not Kind.F
         if action.kind is Kind.F:
             self.forward(action)
         elif action.kind is Kind.W:
@@ -126,14 +126,14 @@ class Step:
     def forward(self, action: Action) -> None:
         _, stage, index = action
         asked = self.record.now()
-        stages = self.walk.stages
+        stages = self.runner.stages
         received = self._receive(Message("forward", stage, index)) if stage > 0 else None
         if received is not None and torch.is_grad_enabled():
             received.requires_grad_()
         start = self.record.now()
-        is_split = (stage, index) in self.walk._split and torch.is_grad_enabled()
+        is_split = (stage, index) in self.runner._split and torch.is_grad_enabled()
         deferred = SplitBackward() if is_split else None
-        with self.walk.weights(stage, index), stages.forward_of(stage, received):
+        with self.runner.weights(stage, index), stages.forward_of(stage, received):
             try:
                 with deferred or nullcontext():
                     output = self._forward(stage, index)
@@ -144,18 +144,18 @@ class Step:
         self._in_flight[stage] += 1
         self.record.most_in_flight[stage] = max(self.record.most_in_flight.get(stage, 0), self._in_flight[stage])
         if stage < stages.last:
-            self.walk.book.given[stage, self.mail.shape_of(index)] = (tuple(output.shape), output.dtype)
-            self.mail.send(Message("forward", stage + 1, index), output.detach())
+            self.runner.known_shapes.given[stage, self.p2p.shape_of(index)] = (tuple(output.shape), output.dtype)
+            self.p2p.send(Message("forward", stage + 1, index), output.detach())
 
     def backward(self, action: Action, *, is_last: bool) -> None:
         kind, stage, index = action
         asked = self.record.now()
         received, output, deferred = self.kept.pop((stage, index))
-        gradient = self._receive(Message("backward", stage, index)) if stage < self.walk.stages.last else None
+        gradient = self._receive(Message("backward", stage, index)) if stage < self.runner.stages.last else None
         start = self.record.now()
         is_half = kind is Kind.I
         strategy = self._strategy.backward_input() if is_half else self._strategy_of(stage, is_last=is_last)
-        with self.walk.weights(stage, index), strategy:
+        with self.runner.weights(stage, index), strategy:
             torch.autograd.backward(output, gradient)
         self.record.note(action, asked, start)
         if is_half:
@@ -165,7 +165,7 @@ class Step:
         if received is not None:
             if received.grad is None:
                 raise RuntimeError(f"the input of stage {stage} got no gradient")
-            self.mail.send(Message("backward", stage - 1, index), received.grad)
+            self.p2p.send(Message("backward", stage - 1, index), received.grad)
 
     def weights(self, action: Action, *, is_last: bool) -> None:
         _, stage, index = action
@@ -183,11 +183,11 @@ class Step:
 
     def _strategy_of(self, stage: int, *, is_last: bool) -> AbstractContextManager[None]:
         self._ended += is_last
-        is_very_last = self._ended == len(self.walk.stages.own)
-        return self._strategy.stage(self.walk.stages.split.stages[stage], is_last=is_last, is_very_last=is_very_last)
+        is_very_last = self._ended == len(self.runner.stages.own)
+        return self._strategy.stage(self.runner.stages.split.stages[stage], is_last=is_last, is_very_last=is_very_last)
 
     def _receive(self, message: Message) -> Tensor:
-        return self.mail.receive(message, device=self.walk._device)
+        return self.p2p.receive(message, device=self.runner._device)
 
 
 def _last_backwards(actions: Sequence[Action]) -> Mapping[int, int]:

@@ -8,15 +8,15 @@ from torch import nn
 
 from weft.core.errors import TensorParallelError
 from weft.core.plan import TensorParallel
-from weft.core.shards import Part
+from weft.core.shards import LocalShard
 from weft.engine.mesh import Topology
 from weft.engine.tp.activation_layout import ActivationLayout
 from weft.engine.tp.chunked_loss import HeadShard
 from weft.engine.tp.context import TPContext
 from weft.engine.tp.grid import WHOLE, Grid, build_grid
-from weft.engine.tp.grid_layers import apply_grids
-from weft.engine.tp.one_d import apply_lines, num_tokens, vocabulary_loss
-from weft.engine.tp.one_d_shards import cut_parameters, line_parts, repeats
+from weft.engine.tp.grid_layers import apply_grid
+from weft.engine.tp.one_d import apply_one_d, num_tokens, vocabulary_loss
+from weft.engine.tp.one_d_shards import one_d_shards, repeats, shard_parameters
 from weft.models.layout import ModelLayout
 from weft.models.tp.finder import find_tensor_layout
 from weft.models.tp.layout import TensorLayout
@@ -42,7 +42,7 @@ def apply_tensor_parallel(
         repeats=repeats(tensors, degree) if policy.mode == "1d" else (),
         owner=topology.groups,
     )
-    divide = _lines if policy.mode == "1d" else apply_grids
+    divide = _lines if policy.mode == "1d" else apply_grid
     return divide(model, layout, tensors, policy, grid=grid, keep_logits_whole=keep_logits_whole)
 
 
@@ -72,17 +72,17 @@ def _lines(
             f"sequence parallel does not work with {type(model).__name__}: {tensors.refusals['sequence_parallel']}",
             hint="set tensor_parallel.sequence_parallel = false",
         )
-    parts = line_parts(
+    shards = one_d_shards(
         model, layout, tensors, degree=grid.degree, place=grid.rank, sequence_parallel=policy.sequence_parallel
     )
-    cut_parameters(model, layout, parts)
+    shard_parameters(model, layout, shards)
     zones = ActivationLayout(place=grid.rank, degree=grid.degree, sequence_parallel=policy.sequence_parallel)
     is_loss_cut = policy.loss_parallel and tensors.head is not None and not keep_logits_whole
-    apply_lines(model, layout, tensors, grid, zones, loss_parallel=is_loss_cut)
-    head = _head_slice(model, layout, tensors, parts, grid) if tensors.head is not None else None
+    apply_one_d(model, layout, tensors, grid, zones, loss_parallel=is_loss_cut)
+    head = _head_shard(model, layout, tensors, shards, grid) if tensors.head is not None else None
     return TPContext(
         grid=grid,
-        parts=parts,
+        shards=shards,
         reasons=tensors.replicated,
         layout=tensors,
         zones=zones,
@@ -92,18 +92,18 @@ def _lines(
     )
 
 
-def _head_slice(
-    model: nn.Module, layout: ModelLayout, tensors: TensorLayout, parts: dict[str, Part], grid: Grid
+def _head_shard(
+    model: nn.Module, layout: ModelLayout, tensors: TensorLayout, shards: dict[str, LocalShard], grid: Grid
 ) -> HeadShard:
     vocabulary = num_tokens(model, str(tensors.head))
     return HeadShard(
-        first_token=_first_token(parts, tensors, layout),
+        first_token=_first_token(shards, tensors, layout),
         most_tokens=-(-vocabulary // grid.degree),
         group=grid.group(WHOLE),
     )
 
 
-def _first_token(parts: dict[str, Part], tensors: TensorLayout, layout: ModelLayout) -> int:
+def _first_token(shards: dict[str, LocalShard], tensors: TensorLayout, layout: ModelLayout) -> int:
     """Where this rank's slice of the vocabulary begins."""
     name = f"{tensors.head}.weight"
-    return parts[layout.ties.get(name, name)].boxes[0].offsets[0]
+    return shards[layout.ties.get(name, name)].chunks[0].offsets[0]

@@ -12,7 +12,7 @@ from torch import nn
 
 from weft.core.errors import TensorParallelError
 from weft.core.plan import TensorParallel
-from weft.core.shards import Part
+from weft.core.shards import LocalShard
 from weft.engine.tp.activation_layout import ActivationLayout
 from weft.engine.tp.chunked_loss import HeadShard
 from weft.engine.tp.gradients import sum_partial_gradients
@@ -25,14 +25,14 @@ TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits, lab
 
 @dataclass(frozen=True, kw_only=True)
 class TPContext:
-    """Parts of all parameters, how to take the loss of cut logits, and which rows of the batch this rank computes.
+    """Local shards of all parameters, the loss of sharded logits, and this rank's rows of the batch.
 
     `row_chunks` and `row_chunk`: the batch is dealt out over this many ranks of the axis (grids), and this rank's turn.
     `owns_loss`: of the ranks that compute the same loss, the one whose value counts.
     """
 
     grid: Grid | None = None  # None: one rank has all of the model
-    parts: dict[str, Part] = field(default_factory=dict)
+    shards: dict[str, LocalShard] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)  # why parameters stayed whole
     layout: TensorLayout | None = None  # what was cut, where what a step sends follows from it (one dimension)
     zones: ActivationLayout | None = None
@@ -55,14 +55,14 @@ class TPContext:
     def of_stages(self, layout: ModelLayout) -> TPContext:
         """What was cut of the parameters that are here, in a pipeline, by their names here."""
         here = {layout.copies.get(name, name): name for name in layout.unit_of}
-        parts = {here[name]: part for name, part in self.parts.items() if name in here}
+        shards = {here[name]: shard for name, shard in self.shards.items() if name in here}
         own = self.layout.within({*layout.unit_of, *layout.ties}) if self.layout else None
-        return replace(self, parts=parts, layout=own)
+        return replace(self, shards=shards, layout=own)
 
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Those of which ranks have only shares."""
         if self.grid is not None:
-            sum_partial_gradients(parameters, self.parts, self.grid)
+            sum_partial_gradients(parameters, self.shards, self.grid)
 
     @contextmanager
     def explained(self, model: nn.Module, policy: TensorParallel) -> Iterator[None]:

@@ -7,8 +7,8 @@
 | P to Q | "j"            | "i"                     | "k"                              | chunk k, chunk j        |
 | Q to P | "k"            | "i"                     | "j"                              | chunk j, chunk k        |
 
-A rank stores the i-th part of its block's outputs, 1 / q^3 of the matrix. The backward gathers again instead of keeping
-what was gathered: the inputs kept are 1 / q^3 too. Sums over ranks are in the product's own precision. Gradients of
+A rank stores the i-th shard of its block's outputs, 1 / q^3 of the matrix. The backward gathers again and keeps
+nothing gathered: the inputs kept are 1 / q^3 too. Sums over ranks are in the product's own precision. Gradients of
 weights come out whole; those of biases are over this rank's rows, to be summed after the backward: "ik" of P to Q, "ij"
 of Q to P.
 """
@@ -87,5 +87,5 @@ class _Linear(torch.autograd.Function):
 
 
 def _whole(weight: Tensor, grid: Grid, is_transposed: bool) -> Tensor:
-    """The block of which this rank stores the i-th part of the outputs."""
+    """The block of which this rank stores the i-th shard of the outputs."""
     return gathered(weight, grid.group("i"), 1 if is_transposed else 0)

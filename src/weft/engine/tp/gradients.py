@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.engine.ownership import Parts, chunks_of, local
+from weft.engine.ownership import LocalShards, chunks_of, local
 from weft.engine.tp.grid import Grid
 
 ALONE_ELEMENTS = 2**22  # a copy of more than this costs more memory than a collective costs time
 
 
 @torch.no_grad()
-def sum_partial_gradients(parameters: Mapping[str, nn.Parameter], parts: Parts, grid: Grid) -> None:
+def sum_partial_gradients(parameters: Mapping[str, nn.Parameter], shards: LocalShards, grid: Grid) -> None:
     """In place. Ranks walk the same parameters in the same order, so their sums meet.
 
     With sequence parallel a rank may use parameters that another does not (experts that stay whole, by their tokens):
@@ -29,7 +29,7 @@ def sum_partial_gradients(parameters: Mapping[str, nn.Parameter], parts: Parts, 
     marks: dict[str, list[torch.Tensor]] = defaultdict(list)
     absent: list[tuple[nn.Parameter, torch.Tensor, str, int]] = []
     for name, parameter in parameters.items():
-        groups = sorted({box.summed_over for box in parts[name].boxes if box.summed_over is not None})
+        groups = sorted({chunk.summed_over for chunk in shards[name].chunks if chunk.summed_over is not None})
         if not groups:
             continue
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -37,13 +37,13 @@ def sum_partial_gradients(parameters: Mapping[str, nn.Parameter], parts: Parts, 
             absent.append((parameter, gradient, groups[0], len(marks[groups[0]])))
         own = local(gradient)
         marks[groups[0]].append(own.new_full((1,), float(parameter.grad is not None)))
-        for box in chunks_of(gradient, parts[name]):
-            if box.summed_over is not None and box.num_elements:
-                view = own[box.local_index]
+        for chunk in chunks_of(gradient, shards[name]):
+            if chunk.summed_over is not None and chunk.num_elements:
+                view = own[chunk.local_index]
                 if view.numel() > ALONE_ELEMENTS and view.is_contiguous():
-                    dist.all_reduce(view, group=grid.group(box.summed_over))
+                    dist.all_reduce(view, group=grid.group(chunk.summed_over))
                 else:
-                    together[box.summed_over].append(view)
+                    together[chunk.summed_over].append(view)
     used = {name: _sum_together(together[name], marks[name], grid.group(name)) for name in sorted({*together, *marks})}
     for parameter, gradient, name, index in absent:  # rare, and the one place that waits for the device
         if used[name][index].item() > 0:

@@ -5,7 +5,7 @@
 | 2d, 2.5d | chunk i of q                    | chunk j  | "i"                                             |
 | 3d       | chunk j q + i of q^2            | chunk k  | "ij"                                            |
 
-Chunks are those of `core.boxes.even_span`: the last may be smaller, or empty. The same table serves the head
+Chunks are those of `core.chunks.even_span`: the last may be smaller, or empty. The same table serves the head
 (`summa.head`, `cube.head`), so tied weights stay one tensor. A table of positions, [positions, features chunk], is a
 plain lookup.
 """
@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.core.shards import Run, even_span
+from weft.core.shards import Span, even_span
 from weft.engine.tp.collectives import gathered, scatter
 from weft.engine.tp.grid import Grid
 
@@ -27,7 +27,7 @@ def table_group(grid: Grid) -> dist.ProcessGroup:
     return grid.group("ij" if grid.mode == "3d" else "i")
 
 
-def table_run(grid: Grid, vocabulary: int) -> Run:
+def table_run(grid: Grid, vocabulary: int) -> Span:
     """The tokens of this rank's table."""
     if grid.mode == "3d":
         side = grid.sizes["i"]
@@ -35,13 +35,13 @@ def table_run(grid: Grid, vocabulary: int) -> Run:
     return even_span(vocabulary, degree=grid.sizes["i"], place=grid.place["i"])
 
 
-def logits_run(grid: Grid, vocabulary: int) -> Run:
+def logits_run(grid: Grid, vocabulary: int) -> Span:
     """The tokens of this rank's logits: chunk j, in 3d made of q chunks of the table."""
     side, place = grid.sizes["j"], grid.place["j"]
     if grid.mode != "3d":
         return even_span(vocabulary, degree=side, place=place)
     begin, end = (even_span(vocabulary, degree=side**2, place=at * side).begin for at in (place, place + 1))
-    return Run(begin=begin, size=end - begin)
+    return Span(begin=begin, size=end - begin)
 
 
 def token_table(ids: Tensor, table: Tensor, *, grid: Grid, vocabulary: int, padding_idx: int | None = None) -> Tensor:

@@ -27,16 +27,16 @@ from weft.engine.tp.context import TokenLoss, TPContext
 from weft.engine.tp.cross_entropy import vocabulary_loss_sum
 from weft.engine.tp.grid import Grid
 from weft.engine.tp.grid_embedding import logits_run, token_table
-from weft.engine.tp.grid_shards import grid_parts, position_tables, stream_axis
+from weft.engine.tp.grid_shards import grid_shards, position_tables, stream_axis
 from weft.engine.tp.one_d import set_sizes
-from weft.engine.tp.one_d_shards import cut_parameters
+from weft.engine.tp.one_d_shards import shard_parameters
 from weft.engine.tp.statistics import spanning
 from weft.engine.wrap_forward import Forward, wrap_forward
 from weft.models.layout import ModelLayout
 from weft.models.tp.layout import LinearCut, TensorLayout
 
 
-def apply_grids(
+def apply_grid(
     model: nn.Module,
     layout: ModelLayout,
     tensors: TensorLayout,
@@ -46,11 +46,11 @@ def apply_grids(
     keep_logits_whole: bool,
 ) -> TPContext:
     """Cut the parameters of `model`, put the layers of `grid.mode` around its modules; what the engine must know."""
-    parts = grid_parts(model, layout, tensors, grid)
+    shards = grid_shards(model, layout, tensors, grid)
     _require_simple(model, tensors, grid, keep_logits_whole=keep_logits_whole)
     vocabulary = _vocabulary(model, tensors)
     has_positions = bool(position_tables(model, tensors))
-    cut_parameters(model, layout, parts)
+    shard_parameters(model, layout, shards)
     is_loss_cut = policy.loss_parallel and not keep_logits_whole
     _put_layers(model, tensors, grid, vocabulary=vocabulary, whole_logits=not is_loss_cut)
     if grid.mode == "3d":
@@ -59,8 +59,8 @@ def apply_grids(
     row_chunk = place["i"] * side + place["j"] if grid.mode == "3d" else place.get("d", 0) * side + place["i"]
     return TPContext(
         grid=grid,
-        parts=parts,
-        reasons={name: reason for name, reason in tensors.replicated.items() if not parts[name].is_cut},
+        shards=shards,
+        reasons={name: reason for name, reason in tensors.replicated.items() if not shards[name].is_sharded},
         zones=_GridZones(place=place["j"], degree=side, sequence_parallel=False),
         token_loss=_token_loss(grid, vocabulary) if is_loss_cut else None,
         row_chunks=side * grid.sizes["k"] if grid.mode == "3d" else grid.sizes.get("d", 1) * side,

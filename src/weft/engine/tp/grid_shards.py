@@ -1,4 +1,4 @@
-"""Parts of parameters on the grids 2d, 2.5d and 3d: which boxes a rank holds, who else holds them, who sums gradients.
+"""Local shards of parameters on the grids 2d, 2.5d and 3d: chunks of a rank, their copies, and gradient sums.
 
 | parameter                                | 2d, 2.5d               | 3d                           | summed over     |
 | ---------------------------------------- | ---------------------- | ---------------------------- | --------------- |
@@ -9,7 +9,7 @@
 | region: column biases, sinks, head bias  | outputs j              | outputs j                    | "i", "di", "ik" |
 | whole, used inside a region              | whole                  | whole                        | "tp"            |
 
-"i-th": of the block's outputs this rank stores the i-th of q parts. Regions' outputs and inputs are dealt out in whole
+"i-th": of the block's outputs this rank stores the i-th of q shards. Regions' outputs and inputs are dealt out in whole
 heads or columns. A parameter that is none of these refuses the model: on a grid nothing can see whole hidden states.
 """
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from weft.core.errors import TensorParallelError
-from weft.core.shards import Part, Run, even_span, local_shard, replicated_shard
+from weft.core.shards import LocalShard, Span, even_span, local_shard, replicated_shard
 from weft.engine.tp.grid import WHOLE, Grid
 from weft.engine.tp.grid_embedding import logits_run, table_run
 from weft.engine.tp.one_d_shards import deal
@@ -30,12 +30,12 @@ from weft.models.tp.finder import text_config
 from weft.models.tp.layout import LinearCut, Region, TensorLayout
 from weft.zoo.tensor_grids import COMPARED_ON_GRIDS
 
-Runs = dict[int, Sequence[Run]]
+Runs = dict[int, Sequence[Span]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """How many ranks hold the same box, and over whom its gradient is summed."""
+    """How many ranks hold the same chunk, and over whom its gradient is summed."""
 
     copies: int
     over: str | None
@@ -49,22 +49,22 @@ def stream_axis(grid: Grid) -> str:
     return "k" if grid.mode == "3d" else "j"
 
 
-def grid_parts(model: nn.Module, layout: ModelLayout, tensors: TensorLayout, grid: Grid) -> dict[str, Part]:
-    """The part of every parameter, by canonical name, that this rank holds."""
+def grid_shards(model: nn.Module, layout: ModelLayout, tensors: TensorLayout, grid: Grid) -> dict[str, LocalShard]:
+    """The shard of every parameter, by canonical name, that this rank holds."""
     require_grid(model, tensors, grid)
     cuts = {layout.ties.get(name, name): (runs, kind) for name, runs, kind in _cuts(model, tensors, grid)}
     partial = {name for region in tensors.regions for name in region.partial}
-    parts = {}
+    shards = {}
     for name, parameter in model.named_parameters():
         if name in cuts:
             runs, kind = cuts[name]
             shared = _shared(grid, kind)
-            parts[name] = local_shard(parameter.shape, runs, copies=shared.copies, summed_over=shared.over)
+            shards[name] = local_shard(parameter.shape, runs, copies=shared.copies, summed_over=shared.over)
         elif name in partial:
-            parts[name] = replicated_shard(parameter.shape, copies=grid.degree, summed_over=WHOLE)
+            shards[name] = replicated_shard(parameter.shape, copies=grid.degree, summed_over=WHOLE)
         else:
             raise _refused(model, name, tensors.replicated.get(name, "it is in no region"))
-    return parts
+    return shards
 
 
 def require_grid(model: nn.Module, tensors: TensorLayout, grid: Grid) -> None:
@@ -138,20 +138,20 @@ def _region_cuts(model: nn.Module, region: Region, grid: Grid) -> Iterator[tuple
             yield f"{norm.name}.{key}", {0: deal(norm.segments, degree=side, place=place)}, REGION
 
 
-def _column(linear: LinearCut, grid: Grid) -> tuple[list[Run], list[Run]]:
+def _column(linear: LinearCut, grid: Grid) -> tuple[list[Span], list[Span]]:
     """Inputs and outputs of the block that this rank, or its line along i, holds."""
     inputs = _chunk(sum(one.features for one in linear.inputs), grid, "k" if grid.mode == "3d" else "i")
     return [inputs], deal(linear.outputs, degree=grid.sizes["j"], place=grid.place["j"])
 
 
-def _row(linear: LinearCut, grid: Grid) -> tuple[list[Run], list[Run]]:
+def _row(linear: LinearCut, grid: Grid) -> tuple[list[Span], list[Span]]:
     place = grid.place["j" if grid.mode == "3d" else "i"]
     outputs = _chunk(sum(one.features for one in linear.outputs), grid, stream_axis(grid))
     return deal(linear.inputs, degree=grid.sizes["i"], place=place), [outputs]
 
 
-def _part_of(runs: Iterable[Run], grid: Grid) -> list[Run]:
-    """The i-th of q equal parts of runs that lie one after the other; a part may begin and end inside a run."""
+def _part_of(runs: Iterable[Span], grid: Grid) -> list[Span]:
+    """The i-th of q equal shards of runs that lie one after the other; a shard may begin and end inside a run."""
     runs = list(runs)
     size = sum(run.size for run in runs) // grid.sizes["i"]
     begin = grid.place["i"] * size
@@ -159,14 +159,14 @@ def _part_of(runs: Iterable[Run], grid: Grid) -> list[Run]:
     for run in runs:
         first, last = max(begin, at), min(begin + size, at + run.size)
         if last > first:
-            kept.append(Run(begin=run.begin + first - at, size=last - first, copies=run.copies))
+            kept.append(Span(begin=run.begin + first - at, size=last - first, copies=run.copies))
         at += run.size
     return kept
 
 
-def _chunk(size: int, grid: Grid, axis: str) -> Run:
+def _chunk(size: int, grid: Grid, axis: str) -> Span:
     own = size // grid.sizes[axis]
-    return Run(begin=grid.place[axis] * own, size=own)
+    return Span(begin=grid.place[axis] * own, size=own)
 
 
 def _stream_vectors(model: nn.Module, tensors: TensorLayout) -> Iterator[str]:

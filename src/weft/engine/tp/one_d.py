@@ -30,7 +30,7 @@ from weft.models.layout import ModelLayout
 from weft.models.tp.layout import Region, TensorLayout
 
 
-def apply_lines(
+def apply_one_d(
     model: nn.Module,
     layout: ModelLayout,
     tensors: TensorLayout,

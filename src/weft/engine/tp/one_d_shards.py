@@ -1,4 +1,4 @@
-"""Parts of parameters under one-dimensional tensor parallelism, and the act of cutting a model's parameters to them.
+"""Local shards of parameters under one-dimensional tensor parallelism, and sharding of a model's parameters.
 
     column linear   weight rows (outputs) and bias cut        row linear   weight columns (inputs) cut, bias whole
     token table, head   rows cut, the last rank may have fewer     anything else   whole
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from weft.core.errors import TensorParallelError
-from weft.core.shards import Part, Run, even_span, local_shard, replicated_shard
+from weft.core.shards import LocalShard, Span, even_span, local_shard, replicated_shard
 from weft.engine.tp.grid import WHOLE
 from weft.models.layout import ModelLayout
 from weft.models.tp.layout import LinearCut, Region, Segment, Segments, TensorLayout
@@ -23,10 +23,10 @@ from weft.models.tp.layout import LinearCut, Region, Segment, Segments, TensorLa
 LARGEST_DEGREE = 128  # nearest legal degrees are looked for up to here
 
 
-def line_parts(
+def one_d_shards(
     model: nn.Module, layout: ModelLayout, tensors: TensorLayout, *, degree: int, place: int, sequence_parallel: bool
-) -> dict[str, Part]:
-    """The part of every parameter (by canonical name) that the rank at `place` of `degree` holds."""
+) -> dict[str, LocalShard]:
+    """The shard of every parameter (by canonical name) that the rank at `place` of `degree` holds."""
     require_degree(tensors, degree)
     runs = {name: {dim: deal(segments, degree=degree, place=place)} for name, dim, segments in _cuts(model, tensors)}
     runs |= {
@@ -35,30 +35,30 @@ def line_parts(
     partial = {name for region in tensors.regions for name in region.partial}
     _require_understood(model, tensors, known={*runs, *partial})
     in_blocks = tuple(f"{block}." for block in layout.blocks)
-    parts = {}
+    shards = {}
     for name, parameter in model.named_parameters():
         aliases = (name, *(alias for alias, canonical in layout.ties.items() if canonical == name))
         cut = next((runs[alias] for alias in aliases if alias in runs), None)
         if cut is not None:
             [dealt] = cut.values()
             repeats = {run.copies: f"repeat{run.copies}" for run in dealt if run.copies > 1}
-            parts[name] = local_shard(parameter.shape, cut, summed_over=repeats)
+            shards[name] = local_shard(parameter.shape, cut, summed_over=repeats)
             continue
         is_partial = name in partial or (sequence_parallel and name.startswith(in_blocks))
-        parts[name] = replicated_shard(parameter.shape, copies=degree, summed_over=WHOLE if is_partial else None)
-    return parts
+        shards[name] = replicated_shard(parameter.shape, copies=degree, summed_over=WHOLE if is_partial else None)
+    return shards
 
 
-def deal(segments: Iterable[Segment], *, degree: int, place: int) -> list[Run]:
+def deal(segments: Iterable[Segment], *, degree: int, place: int) -> list[Span]:
     """The runs of a dimension that `place` of `degree` gets, one a segment."""
     runs, begin = [], 0
     for segment in segments:
         if segment.units >= degree:
             size = segment.units // degree * segment.size
-            runs.append(Run(begin=begin + place * size, size=size))
+            runs.append(Span(begin=begin + place * size, size=size))
         else:
             unit = place * segment.units // degree
-            runs.append(Run(begin=begin + unit * segment.size, size=segment.size, copies=degree // segment.units))
+            runs.append(Span(begin=begin + unit * segment.size, size=segment.size, copies=degree // segment.units))
         begin += segment.features
     return runs
 
@@ -72,7 +72,7 @@ def divides(segment: Segment, degree: int) -> bool:
 
 
 def require_degree(tensors: TensorLayout, degree: int) -> None:
-    """Refuse a degree that some part of the model cannot be dealt out over, naming the nearest that all can."""
+    """Refuse a degree that some module cannot be divided by; name the nearest degree that divides all."""
     for owner, segment, what in _segments(tensors):
         if not divides(segment, degree):
             raise TensorParallelError(
@@ -87,16 +87,16 @@ def repeats(tensors: TensorLayout, degree: int) -> set[int]:
 
 
 @torch.no_grad()
-def cut_parameters(model: nn.Module, layout: ModelLayout, parts: dict[str, Part]) -> None:
-    """Replace every cut parameter by this rank's own part of it, at all its names; values stay."""
-    for name, part in parts.items():
+def shard_parameters(model: nn.Module, layout: ModelLayout, shards: dict[str, LocalShard]) -> None:
+    """Replace every cut parameter by this rank's own shard of it, at all its names; values stay."""
+    for name, shard in shards.items():
         parameter = model.get_parameter(name)
-        if not part.is_cut:
+        if not shard.is_sharded:
             continue
-        own = torch.empty(part.local_shape, dtype=parameter.dtype, device=parameter.device)
+        own = torch.empty(shard.local_shape, dtype=parameter.dtype, device=parameter.device)
         if parameter.device.type != "meta":
-            for box in part.boxes:
-                own[box.local_index].copy_(parameter[box.global_index])
+            for chunk in shard.chunks:
+                own[chunk.local_index].copy_(parameter[chunk.global_index])
         replacement = nn.Parameter(own, requires_grad=parameter.requires_grad)
         for alias in (name, *(alias for alias, canonical in layout.ties.items() if canonical == name)):
             owner, _, key = alias.rpartition(".")
@@ -114,7 +114,7 @@ def _require_understood(model: nn.Module, tensors: TensorLayout, *, known: set[s
     for name, _ in model.named_parameters():
         if name.startswith(inside) and name not in known | after:
             raise TensorParallelError(
-                f"{name} lies in a part of the model that is divided, and weft does not know what it does there",
+                f"{name} lies in a shard of the model that is divided, and weft does not know what it does there",
                 hint="use mesh.tp = 1, and report the model",
             )
 
@@ -148,7 +148,7 @@ def _vocabulary(model: nn.Module, tensors: TensorLayout) -> list[str]:
     return [f"{name}.{key}" for name in modules for key, _ in model.get_submodule(name).named_parameters(recurse=False)]
 
 
-def _vocabulary_run(model: nn.Module, name: str, *, degree: int, place: int) -> Run:
+def _vocabulary_run(model: nn.Module, name: str, *, degree: int, place: int) -> Span:
     rows = model.get_parameter(name).shape[0]
     if even_span(rows, degree=degree, place=degree - 1).size == 0:
         raise TensorParallelError(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from weft.core.errors import ModelError
-from weft.engine.ownership import Parts, chunks_of, local
+from weft.engine.ownership import LocalShards, chunks_of, local
 from weft.models.initial import StoresBuffers, WeightSource
 from weft.models.layout import ModelLayout
 
@@ -21,9 +21,9 @@ def is_on_meta(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def materialise(
-    model: nn.Module, layout: ModelLayout, source: WeightSource | None, *, device: torch.device, parts: Parts
+    model: nn.Module, layout: ModelLayout, source: WeightSource | None, *, device: torch.device, shards: LocalShards
 ) -> None:
-    """Memory on `device` for this rank's parts, then values from `source`; real modules are only moved."""
+    """Memory on `device` for this rank's shards, then values from `source`; real modules are only moved."""
     if is_on_meta(model):
         if source is None:
             raise ModelError(
@@ -31,7 +31,7 @@ def materialise(
                 hint="pass weights=, or a model with values",
             )
         _allocate(model, layout, device)
-        _fill(model, layout, source, parts)
+        _fill(model, layout, source, shards)
         if isinstance(source, StoresBuffers):
             _fill_buffers(model, source, source.buffer_names())
     _move_buffers(model, device)
@@ -64,15 +64,15 @@ def _allocate(model: nn.Module, layout: ModelLayout, device: torch.device) -> No
             model.get_submodule(owner)._parameters[key] = real
 
 
-def _fill(model: nn.Module, layout: ModelLayout, source: WeightSource, parts: Parts) -> None:
+def _fill(model: nn.Module, layout: ModelLayout, source: WeightSource, shards: LocalShards) -> None:
     missing = set(layout.unit_of)
     here = {layout.copies.get(name, name): name for name in layout.unit_of}
     for first, read in source.readers(list(here)):
         name = here[first]
         parameter = model.get_parameter(name)
-        for box in chunks_of(parameter, parts.get(name)):
-            if box.num_elements:
-                local(parameter)[box.local_index].copy_(read(box.global_index))
+        for chunk in chunks_of(parameter, shards.get(name)):
+            if chunk.num_elements:
+                local(parameter)[chunk.local_index].copy_(read(chunk.global_index))
         missing.discard(name)
     if missing:
         raise ModelError(

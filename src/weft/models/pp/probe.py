@@ -1,4 +1,4 @@
-"""One walk through a model's forward with stands in place of its blocks: what a pipeline would have to carry.
+"""One runner through a model's forward with stands in place of its blocks: what a pipeline would have to carry.
 
 It computes nothing of the model's: blocks are not run, parameters around them have no values. The walks:
 
@@ -119,7 +119,7 @@ class _NotEnteredError(UnfitError):
 
 
 class _EndError(Exception):
-    """The walk has come to the stage's end, or to the output head, whose product would only cost time."""
+    """The runner has come to the stage's end, or to the output head, whose product would only cost time."""
 
 
 class _Walk:
@@ -264,19 +264,19 @@ class _Walk:
 
 
 class _ProbeStand(Stand):
-    def __init__(self, block: nn.Module, name: str, walk: _Walk) -> None:
+    def __init__(self, block: nn.Module, name: str, runner: _Walk) -> None:
         super().__init__(block)
-        self.__dict__.update(stands_for=name, walk=walk)
+        self.__dict__.update(stands_for=name, runner=runner)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.walk.arrive(self.stands_for, self.block, args, kwargs)
+        return self.runner.arrive(self.stands_for, self.block, args, kwargs)
 
 
 class _InLineStand(_ProbeStand):
     """Between blocks of an nn.Sequential."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.walk.pass_by(self.stands_for, self.block)
+        self.runner.pass_by(self.stands_for, self.block)
         return args[0]
 
 

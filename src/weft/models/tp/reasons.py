@@ -62,7 +62,7 @@ def _touches(name: str, found: Found) -> bool:
 
 def reasons_of(model: nn.Module, layout: TensorLayout, found: Found, ends: Ends, *, tower: str) -> dict[str, str]:
     """Canonical name of every parameter that is not cut -> why."""
-    cut = set(cut_parameters(layout, model))
+    cut = set(shard_parameters(layout, model))
     partial = {name for region in layout.regions for name in region.partial}
     sums = {f"{linear.name}.bias" for region in layout.regions for linear in region.linears if linear.side == "row"}
     reasons = {**found.declined, **_of_parameters(model, ends.reasons)}
@@ -118,7 +118,7 @@ def _above(model: nn.Module, name: str) -> Iterator[nn.Module]:
         yield model.get_submodule(name)
 
 
-def cut_parameters(layout: TensorLayout, model: nn.Module) -> dict[str, str]:
+def shard_parameters(layout: TensorLayout, model: nn.Module) -> dict[str, str]:
     """Canonical name of every cut parameter -> the region or end that cuts it. A parameter cut twice is an error."""
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, str] = {}

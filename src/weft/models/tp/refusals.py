@@ -15,7 +15,7 @@ from torch import nn
 
 from weft.models.layout import ModelLayout
 from weft.models.tp.layout import TensorLayout
-from weft.models.tp.reasons import OUTSIDE, cut_parameters
+from weft.models.tp.reasons import OUTSIDE, shard_parameters
 from weft.models.tp.roles import linear_facts, takes
 from weft.models.tp.vocabulary import Ends
 from weft.zoo.tensor_exceptions import NOT_STRAIGHT
@@ -101,7 +101,7 @@ def _no_grid(model: nn.Module, layout: ModelLayout, found: TensorLayout) -> str 
 
 def _understood(model: nn.Module, found: TensorLayout) -> set[str]:
     """Parameters that a grid has a place for: cut ones, biases of rows, norms of the residual and of single heads."""
-    names = set(cut_parameters(found, model))
+    names = set(shard_parameters(found, model))
     linears = {linear.name for region in found.regions for linear in region.linears}
     norms = {*found.norms, *(name.rpartition(".")[0] for region in found.regions for name in region.partial)}
     latent = {name for name in norms if isinstance(model.get_submodule(name), nn.Linear)}

@@ -46,10 +46,10 @@ def trained(
         losses.append(engine.step(engine.share_of(global_batch(step))).loss)
         if evaluates:
             engine.evaluate(engine.share_of(global_batch(99)))
-    engine.settle()
-    walk: Any = engine.pipeline.walk
+    engine.drain()
+    runner: Any = engine.pipeline.runner
     weights = {name: value.detach().numpy().copy() for name, value in engine.model.named_parameters()}
-    return weights, losses, walk.versions.most, dict(walk.record.most_in_flight)
+    return weights, losses, runner.versions.most, dict(runner.record.most_in_flight)
 
 
 def all_trained(rank: int, world: int, family: str, plans: dict[str, dict[str, Any]]) -> dict[str, Any]:

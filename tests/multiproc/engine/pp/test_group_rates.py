@@ -32,7 +32,7 @@ def trained(plan: dict[str, Any], steps: int, **options: Any) -> dict[str, torch
     engine = build_engine("llama", plan, optimizer=grouped, clip_norm=0.0, **options)  # type: ignore[arg-type]
     for step in range(steps):
         engine.step(engine.share_of(global_batch(step)), learning_rate=0.5 / (step + 1))
-    engine.settle()
+    engine.drain()
     return {name: value.detach().clone() for name, value in engine.model.named_parameters()}
 
 

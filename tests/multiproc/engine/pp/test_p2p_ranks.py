@@ -1,4 +1,4 @@
-"""Mail between real ranks, as an engine sets it up: what is held, and what was asked for before it was needed."""
+"""P2P exchange between real ranks, as an engine sets it up: tensors held, and receives posted ahead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gloo_ranks import run_ranks
 from tiny import build_engine, global_batch
 from torch import Tensor
 
-from weft.engine.pp.p2p import Mail, Message
+from weft.engine.pp.p2p import Message, P2PExchange
 
 CUTS = 4
 PLAN: dict[str, Any] = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b", "microbatches": CUTS}}
@@ -24,19 +24,19 @@ def watched_step(rank: int, world: int) -> tuple[list[int], list[list[int]]]:
     early: list[int] = []
     held: list[list[int]] = []
     sent: dict[int, weakref.ref[Tensor]] = {}
-    send, receive = Mail.send, Mail.receive
+    send, receive = P2PExchange.send, P2PExchange.receive
 
-    def seen_send(mail: Mail, message: Message, tensor: Tensor) -> None:
+    def seen_send(p2p: P2PExchange, message: Message, tensor: Tensor) -> None:
         sent[message.microbatch] = weakref.ref(tensor)
-        send(mail, message, tensor)
+        send(p2p, message, tensor)
 
-    def seen_receive(mail: Mail, message: Message, **given: Any) -> Tensor:
-        early.extend([message.microbatch] if message in mail._arriving else [])
-        found = receive(mail, message, **given)
+    def seen_receive(p2p: P2PExchange, message: Message, **given: Any) -> Tensor:
+        early.extend([message.microbatch] if message in p2p._arriving else [])
+        found = receive(p2p, message, **given)
         held.append([number for number, tensor in sent.items() if tensor() is not None])
         return found
 
-    with mock.patch.object(Mail, "send", seen_send), mock.patch.object(Mail, "receive", seen_receive):
+    with mock.patch.object(P2PExchange, "send", seen_send), mock.patch.object(P2PExchange, "receive", seen_receive):
         engine.step(global_batch(1))
     return early, held
 

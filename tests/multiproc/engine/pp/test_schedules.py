@@ -45,8 +45,8 @@ def first_gradients(rank: int, world: int, family: str, plan: dict[str, Any]) ->
     kept: Arrays = {}
     engine.on_gradients = lambda found: kept.update({name: value.numpy().copy() for name, value in found.items()})
     loss = engine.step(global_batch(0)).loss
-    walk = engine.pipeline.walk
-    return kept, loss, dict(walk.record.most_in_flight) if walk is not None else {}
+    runner = engine.pipeline.runner
+    return kept, loss, dict(runner.record.most_in_flight) if runner is not None else {}
 
 
 def all_gradients(rank: int, world: int, family: str) -> dict[str, tuple[Arrays, float, dict[int, int]]]:

@@ -93,8 +93,8 @@ def trained(
         losses = [engine.step(global_batch(step), learning_rate=1e-2).loss for step in range(STEPS)]
         losses.append(engine.evaluate(global_batch(99)).loss)
         weights = {name: value.detach().numpy().copy() for name, value in engine.model.named_parameters()}
-        walk = engine.pipeline.walk
-        found[case] = gradients, weights, losses, [] if walk is None else list(map(len, walk.stages.split.stages))
+        runner = engine.pipeline.runner
+        found[case] = gradients, weights, losses, [] if runner is None else list(map(len, runner.stages.split.stages))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Whole models on grids against one process: the loss, and every parameter's gradient, box by box."""
+"""Whole models on grids against one process: the loss, and every parameter's gradient, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.engine.activations.dropout import seeded_forward
 from weft.engine.objective import CausalLanguageModel
 from weft.engine.tp.gradients import sum_partial_gradients
 from weft.engine.tp.grid import Grid
-from weft.engine.tp.grid_layers import apply_grids
+from weft.engine.tp.grid_layers import apply_grid
 from weft.models.build import build_config
 from weft.models.layout import describe
 from weft.models.tp.finder import find_tensor_layout
@@ -108,7 +108,7 @@ def compare(
     grid = whole_grid(mode, DEGREES[mode])
     layout = describe(model)
     policy = TensorParallel(mode=mode, loss_parallel=loss_parallel)
-    face = apply_grids(model, layout, find_tensor_layout(model, layout), policy, grid=grid, keep_logits_whole=False)
+    face = apply_grid(model, layout, find_tensor_layout(model, layout), policy, grid=grid, keep_logits_whole=False)
     objective = CausalLanguageModel(face.token_loss)
     rows = ROWS // face.row_chunks
     first_row, zones = face.row_chunk * rows, face.zones
@@ -120,25 +120,25 @@ def compare(
     assert total.item() == pytest.approx(expected.item(), rel=LOSS_REL), family
 
     gradients = dict(model.named_parameters())
-    sum_partial_gradients(gradients, face.parts, grid)
+    sum_partial_gradients(gradients, face.shards, grid)
     largest = max(parameter.grad.abs().max() for parameter in whole.parameters() if parameter.grad is not None)
     for name, parameter in whole.named_parameters():
-        assert_same(f"{family}.{name}", gradients[name], parameter, face.parts[name], atol=GRADIENT_REL * largest)
-    assert held_once(face.parts, grid) == sum(parameter.numel() for parameter in whole.parameters())
+        assert_same(f"{family}.{name}", gradients[name], parameter, face.shards[name], atol=GRADIENT_REL * largest)
+    assert held_once(face.shards, grid) == sum(parameter.numel() for parameter in whole.parameters())
 
 
-def assert_same(name: str, own: nn.Parameter, whole: nn.Parameter, part: Any, *, atol: torch.Tensor) -> None:
+def assert_same(name: str, own: nn.Parameter, whole: nn.Parameter, shard: Any, *, atol: torch.Tensor) -> None:
     assert own.grad is not None
     assert whole.grad is not None
-    assert tuple(own.shape) == part.local_shape
-    for box in part.boxes:
-        difference = (own.grad[box.local_index] - whole.grad[box.global_index]).abs().max()
+    assert tuple(own.shape) == shard.local_shape
+    for chunk in shard.chunks:
+        difference = (own.grad[chunk.local_index] - whole.grad[chunk.global_index]).abs().max()
         assert difference <= atol, f"{name}: {difference} > {atol}"
 
 
-def held_once(parts: dict[str, Any], grid: Grid) -> int:
+def held_once(shards: dict[str, Any], grid: Grid) -> int:
     """Elements of all ranks, each divided by those that hold the same: every element of the model, once."""
-    own = torch.tensor([sum(box.num_elements / box.copies for part in parts.values() for box in part.boxes)])
+    own = torch.tensor([sum(chunk.num_elements / chunk.copies for shard in shards.values() for chunk in shard.chunks)])
     dist.all_reduce(own, group=grid.group("tp"))
     return round(own.item())
 

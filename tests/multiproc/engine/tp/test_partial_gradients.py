@@ -27,13 +27,13 @@ def sum_in_rank(rank: int, world: int) -> dict[str, Any]:
     assert group is not None
     grid = Grid(mode="1d", sizes={"t": world}, place={"t": rank}, groups={WHOLE: group})
     parameters = {name: nn.Parameter(torch.zeros(3)) for name in (*GIVEN, "alike")}
-    parts = {name: replicated_shard((3,), copies=world, summed_over=WHOLE) for name in GIVEN}
-    parts["alike"] = replicated_shard((3,), copies=world)
+    shards = {name: replicated_shard((3,), copies=world, summed_over=WHOLE) for name in GIVEN}
+    shards["alike"] = replicated_shard((3,), copies=world)
     for name, values in GIVEN.items():
         value = values[rank]
         parameters[name].grad = None if value is None else torch.full((3,), value)
     parameters["alike"].grad = torch.full((3,), 7.0)
-    sum_partial_gradients(parameters, parts, grid)
+    sum_partial_gradients(parameters, shards, grid)
     return {name: None if value.grad is None else value.grad.tolist() for name, value in parameters.items()}
 
 

@@ -76,10 +76,10 @@ def compare_fused(
     assert_close(found, expected, **loose)
     (expected * 0.25).backward()
     (found * 0.25).backward()
-    for kept, (right, part) in zip(own, zip(whole, (slice(None), mine, mine), strict=True), strict=True):
+    for kept, (right, shard) in zip(own, zip(whole, (slice(None), mine, mine), strict=True), strict=True):
         assert right.grad is not None
         assert kept.grad is not None
-        assert_close(kept.grad, right.grad[part], **loose)
+        assert_close(kept.grad, right.grad[shard], **loose)
     with torch.no_grad():
         assert_close(
             change(LazyLogits(*own, own=slice_of(rank, world, vocabulary))).loss_sum(labels), expected, **loose

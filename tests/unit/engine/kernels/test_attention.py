@@ -75,7 +75,7 @@ def test_a_gpu_times_large_shapes_once_and_keeps_the_choice(monkeypatch: pytest.
     monkeypatch.setattr(AttentionKernel, "_agreed", lambda _self, shape: asked.append(shape) or "flash")
     on_gpu = AttentionKernel(engine.model, Plan(), torch.device("cuda"))
     for _ in range(2):
-        on_gpu.settle(global_batch(0))
+        on_gpu.choose(global_batch(0))
     assert asked == [LARGE]
     assert on_gpu.chosen == "flash"
     with on_gpu.preferred():
@@ -91,7 +91,7 @@ def test_nothing_is_timed_where_nothing_is_won(way: str, monkeypatch: pytest.Mon
     kernel = AttentionKernel(model, plan, torch.device("cpu" if way == "a CPU" else "cuda"))
     if way != "a small shape":
         monkeypatch.setattr(attention, "shape_of", lambda *_: LARGE)
-    kernel.settle(global_batch(0))
+    kernel.choose(global_batch(0))
     assert kernel.chosen == TORCHS_OWN
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from weft.comm.groups import ensure_group
 from weft.core.errors import BadValueError, CheckpointError
 from weft.core.plan import Plan
-from weft.core.shards import Run, local_shard
+from weft.core.shards import Span, local_shard
 from weft.engine.mesh import build_topology
 from weft.engine.optim.adamw_low import AdamWLow, LowStates, Place
 from weft.engine.optim.adamw_low_update import PIECE_ELEMENTS
@@ -103,19 +103,19 @@ def test_spans_number_the_elements_of_any_part() -> None:
     whole = torch.arange(6 * 8 * 10).view(6, 8, 10)
     for runs in (
         {},
-        {0: [Run(begin=2, size=3)]},
-        {1: [Run(begin=1, size=2), Run(begin=5, size=3)]},
-        {2: [Run(begin=4, size=5)]},
-        {0: [Run(begin=1, size=4)], 2: [Run(begin=0, size=5)]},
-        {1: [Run(begin=2, size=4)], 2: [Run(begin=3, size=2), Run(begin=7, size=3)]},
-        {0: [Run(begin=3, size=0)]},
+        {0: [Span(begin=2, size=3)]},
+        {1: [Span(begin=1, size=2), Span(begin=5, size=3)]},
+        {2: [Span(begin=4, size=5)]},
+        {0: [Span(begin=1, size=4)], 2: [Span(begin=0, size=5)]},
+        {1: [Span(begin=2, size=4)], 2: [Span(begin=3, size=2), Span(begin=7, size=3)]},
+        {0: [Span(begin=3, size=0)]},
     ):
-        part = local_shard(whole.shape, runs)
-        own = torch.full(part.local_shape, -1)
-        for box in part.boxes:
-            own[box.local_index] = whole[box.global_index]
-        found = torch.full(part.local_shape, -1)
-        for span in spans_of(part.boxes, part.shape):
+        shard = local_shard(whole.shape, runs)
+        own = torch.full(shard.local_shape, -1)
+        for chunk in shard.chunks:
+            own[chunk.local_index] = whole[chunk.global_index]
+        found = torch.full(shard.local_shape, -1)
+        for span in spans_of(shard.chunks, shard.shape):
             rows = torch.arange(span.rows)[:, None] * span.row_step
             span.of(found).copy_(span.first + rows + torch.arange(span.columns))
         assert torch.equal(found, own), runs
@@ -128,19 +128,19 @@ def test_a_part_rounds_as_the_whole_does() -> None:
     gradients = gradient(shape, 0, 0).to(BF16)
     whole["matrix"].grad = gradients
     low_optimizer({"matrix": whole["matrix"]}, BF16).step()
-    runs = {0: [Run(begin=7, size=40)], 1: [Run(begin=5, size=20), Run(begin=30, size=9)]}
-    part = local_shard(shape, runs)
-    own, own_gradient = torch.empty(part.local_shape, dtype=BF16), torch.empty(part.local_shape, dtype=BF16)
-    for box in part.boxes:
-        own[box.local_index] = given(BF16)["matrix"].detach()[box.global_index]
-        own_gradient[box.local_index] = gradients[box.global_index]
+    runs = {0: [Span(begin=7, size=40)], 1: [Span(begin=5, size=20), Span(begin=30, size=9)]}
+    shard = local_shard(shape, runs)
+    own, own_gradient = torch.empty(shard.local_shape, dtype=BF16), torch.empty(shard.local_shape, dtype=BF16)
+    for chunk in shard.chunks:
+        own[chunk.local_index] = given(BF16)["matrix"].detach()[chunk.global_index]
+        own_gradient[chunk.local_index] = gradients[chunk.global_index]
     piece = nn.Parameter(own)
     piece.grad = own_gradient
-    place = Place(key=key_of(0, "matrix"), spans=tuple(spans_of(part.boxes, part.shape)))
+    place = Place(key=key_of(0, "matrix"), spans=tuple(spans_of(shard.chunks, shard.shape)))
     states = LowStates(dtype=BF16, places={piece: place})
     AdamWLow(decay_groups([piece], 0.1), states=states, **ADAM).step()  # type: ignore[arg-type]
-    for box in part.boxes:
-        assert torch.equal(piece.detach()[box.local_index], whole["matrix"].detach()[box.global_index])
+    for chunk in shard.chunks:
+        assert torch.equal(piece.detach()[chunk.local_index], whole["matrix"].detach()[chunk.global_index])
 
 
 def test_the_factor_is_that_of_scaled_gradients_and_is_used_once() -> None:
@@ -206,7 +206,7 @@ def test_a_parameter_that_is_transposed_in_memory_is_refused() -> None:
 
     transposed = {"w": nn.Parameter(torch.zeros(4, 8).t())}
     with pytest.raises(BadValueError, match="row by row"):
-        LowStates.of(transposed, resolve("bf16", {"optimizer_state": "bfloat16"}), seed=0, parts={}, copies={})
+        LowStates.of(transposed, resolve("bf16", {"optimizer_state": "bfloat16"}), seed=0, shards={}, copies={})
 
 
 def test_without_the_options_the_optimizer_is_torchs() -> None:
@@ -265,7 +265,7 @@ def test_the_norm_of_bfloat16_gradients_is_taken_in_float32() -> None:
     parameter.grad = torch.full_like(parameter, 1.0)
     ensure_group(device_type="cpu")
     topology = build_topology(Plan(), device_type="cpu")
-    norm = global_norm({"w": parameter}, topology, parts={}, device=torch.device("cpu"))
+    norm = global_norm({"w": parameter}, topology, shards={}, device=torch.device("cpu"))
     assert norm.item() == pytest.approx(1000**0.5, rel=1e-6)  # bfloat16 has 31.625
 
 
@@ -280,7 +280,7 @@ def test_all_in_float32_it_stands_for_torchs_adamw_alone() -> None:
     assert isinstance(build_optimizer(values, OptimizerPolicy(kernel="fused"), low=low), torch.optim.AdamW)
     assert type(build_optimizer(values, OptimizerPolicy(kind="adam"), low=low)) is torch.optim.Adam
     assert isinstance(build_optimizer(values, OptimizerPolicy(kind="sgd"), low=low), torch.optim.SGD)
-    mine = make_optimizer(parameters, lambda groups: torch.optim.SGD(groups, lr=0.1), low=low, is_cut=False)
+    mine = make_optimizer(parameters, lambda groups: torch.optim.SGD(groups, lr=0.1), low=low, is_sharded=False)
     assert isinstance(mine, torch.optim.SGD)
 
 
@@ -288,7 +288,7 @@ def test_all_in_float32_a_cpu_keeps_torchs() -> None:
     from weft.core.precision import resolve
 
     large = {"w": nn.Parameter(torch.zeros(1024, 1024))}
-    assert LowStates.of(large, resolve("bf16", {}), seed=0, parts={}, copies={}) is None
+    assert LowStates.of(large, resolve("bf16", {}), seed=0, shards={}, copies={}) is None
 
 
 def test_all_in_float32_it_is_torchs_update() -> None:

@@ -1,4 +1,4 @@
-"""One rank's mail over a wire that is played here: what is held until when, what is asked for before it is needed.
+"""One rank's p2p over a wire that is played here: what is held until when, what is asked for before it is needed.
 
 As with Gloo, a message that was sent tells nobody that it has left; who waits for one that was not taken waits forever,
 which is an error here.
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.engine.pp.p2p import Book, Line, Mail, Message
+from weft.engine.pp.p2p import Message, P2PExchange, ShapeRegistry, StageLinks
 from weft.schedule import Action, Kind, generate
 
 SHAPE = (2, 3)
@@ -39,7 +39,7 @@ class Received:
 
 
 class Wire:
-    """The other side of the mail: counts what was sent and what was asked for; `num_taken` is for the test to say."""
+    """The other side of the p2p: counts what was sent and what was asked for; `num_taken` is for the test to say."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_sent = self.num_asked = self.num_taken = 0
@@ -55,30 +55,30 @@ class Wire:
         return Received()
 
 
-def mail_at(place: int, *, ahead: int) -> Mail:
+def mail_at(place: int, *, ahead: int) -> P2PExchange:
     """Of a rank of 1F1B over two, whose shapes are known; rank 0 does F0 F1 B0 F2 B1 F3 B2 B3, rank 1 F0 B0 F1 B1 …"""
     schedule = generate("1f1b", num_ranks=2, num_microbatches=CUTS)
     group: Any = None
-    book = Book()
-    book.given[0, SHAPE] = (SHAPE, torch.float32)
-    book.expect(1, SHAPE, shape=SHAPE, dtype=torch.float32)
-    line = Line(ranks=(0, 1), place=place, down=group, up=group, ahead=ahead)
-    mail = Mail(line, schedule.stage_to_rank, book)
-    mail.expect(schedule.ranks, dict.fromkeys(range(CUTS), SHAPE))
-    return mail
+    known_shapes = ShapeRegistry()
+    known_shapes.given[0, SHAPE] = (SHAPE, torch.float32)
+    known_shapes.expect(1, SHAPE, shape=SHAPE, dtype=torch.float32)
+    line = StageLinks(ranks=(0, 1), place=place, down=group, up=group, ahead=ahead)
+    p2p = P2PExchange(line, schedule.stage_to_rank, known_shapes)
+    p2p.expect(schedule.ranks, dict.fromkeys(range(CUTS), SHAPE))
+    return p2p
 
 
-def walk(mail: Mail, place: int, after: Callable[[Action], None], before: Callable[[Action], None]) -> None:
+def runner(p2p: P2PExchange, place: int, after: Callable[[Action], None], before: Callable[[Action], None]) -> None:
     """The messages of a rank's actions, in order."""
     for action in generate("1f1b", num_ranks=2, num_microbatches=CUTS).ranks[place]:
         before(action)
         index = action.microbatch
         if (action.kind is Kind.F) == (place == 0):
-            mail.send(Message("forward", 1, index) if place == 0 else Message("backward", 0, index), torch.ones(SHAPE))
+            p2p.send(Message("forward", 1, index) if place == 0 else Message("backward", 0, index), torch.ones(SHAPE))
         else:
-            mail.receive(Message("forward", 1, index) if place == 1 else Message("backward", 0, index), device=CPU)
+            p2p.receive(Message("forward", 1, index) if place == 1 else Message("backward", 0, index), device=CPU)
         after(action)
-    mail.finish()
+    p2p.finish()
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -99,7 +99,7 @@ def test_a_sent_activation_is_let_go_when_its_receiver_has_moved_on(
             wire.num_taken = action.microbatch + 1
 
     monkeypatch.setattr("torch.distributed.isend", seen)
-    walk(
+    runner(
         mail_at(0, ahead=ahead),
         0,
         lambda _: held.append([number for number, tensor in enumerate(sent) if tensor() is not None]),
@@ -121,5 +121,5 @@ def test_messages_are_asked_for_ahead_and_no_further(place: int, ahead: int, mon
         if action.kind is is_receive:
             asked.append(wire.num_asked)
 
-    walk(mail_at(place, ahead=ahead), place, after, lambda _: None)
+    runner(mail_at(place, ahead=ahead), place, after, lambda _: None)
     assert asked == [min(number + 1 + ahead, CUTS) for number in range(CUTS)]

@@ -1,4 +1,4 @@
-"""Marks of a walk as seconds: the host's own on a CPU, a device's events on the host's clock."""
+"""Marks of a runner as seconds: the host's own on a CPU, a device's events on the host's clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of each parameter a rank of a grid holds, and which models and sizes grids refuse."""
+"""Which shard of each parameter a rank of a grid holds, and which models and sizes grids refuse."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tiny import FAMILIES
 from weft.core.errors import NotBuiltError, TensorParallelError
 from weft.core.plan import TensorParallel
 from weft.core.run_spec import ModelSpec
-from weft.core.shards import Part
+from weft.core.shards import LocalShard
 from weft.core.tensor_grid import grid_sizes, place_of
 from weft.engine.tp.grid import Grid
-from weft.engine.tp.grid_layers import apply_grids
-from weft.engine.tp.grid_shards import grid_parts
+from weft.engine.tp.grid_layers import apply_grid
+from weft.engine.tp.grid_shards import grid_shards
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import describe
 from weft.models.tp.finder import find_tensor_layout
@@ -33,9 +33,9 @@ def skeleton(family: str, **config: Any) -> Any:
     return build_skeleton(build_config(ModelSpec(type=spec.type, config={**spec.config, **config}), vocab_size=5))
 
 
-def parts_of(model: Any, grid: Grid) -> dict[str, Part]:
+def parts_of(model: Any, grid: Grid) -> dict[str, LocalShard]:
     layout = describe(model)
-    return grid_parts(model, layout, find_tensor_layout(model, layout), grid)
+    return grid_shards(model, layout, find_tensor_layout(model, layout), grid)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-tied", "gpt2"])
@@ -44,9 +44,9 @@ def test_ranks_together_hold_every_parameter_as_often_as_they_say(family: str, m
     model = skeleton(family, vocab_size=257)
     held = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
     for rank in range(MODES[mode]):
-        for name, part in parts_of(model, grid_at(mode, rank)).items():
-            for box in part.boxes:
-                held[name][box.global_index] += 1.0 / box.copies
+        for name, shard in parts_of(model, grid_at(mode, rank)).items():
+            for chunk in shard.chunks:
+                held[name][chunk.global_index] += 1.0 / chunk.copies
     for name, times in held.items():
         assert torch.equal(times, torch.ones_like(times)), name
 
@@ -55,9 +55,9 @@ def test_a_matrix_is_held_once_but_in_each_layer() -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     elements = {}
     for mode in MODES:
-        part = parts_of(skeleton("llama"), grid_at(mode))[name]
-        elements[mode] = sum(box.num_elements for box in part.boxes)
-        assert {box.summed_over for box in part.boxes} == {"d" if mode == "2.5d" else None}
+        shard = parts_of(skeleton("llama"), grid_at(mode))[name]
+        elements[mode] = sum(chunk.num_elements for chunk in shard.chunks)
+        assert {chunk.summed_over for chunk in shard.chunks} == {"d" if mode == "2.5d" else None}
     assert elements == {"2d": 32 * 48 // 4, "2.5d": 32 * 48 // 4, "3d": 32 * 48 // 8}
 
 
@@ -91,4 +91,4 @@ def test_the_cube_refuses_what_depends_on_rows(family: str, whole: bool, said: s
     layout = describe(model)
     tensors = find_tensor_layout(model, layout)
     with pytest.raises(NotBuiltError, match=said):
-        apply_grids(model, layout, tensors, TensorParallel(mode="3d"), grid=grid_at("3d"), keep_logits_whole=whole)
+        apply_grid(model, layout, tensors, TensorParallel(mode="3d"), grid=grid_at("3d"), keep_logits_whole=whole)
