@@ -43,6 +43,7 @@ from weft.core.quiet import quiet_libraries
 from weft.core.terms import TimeTerm
 from weft.engine.engine import Engine
 from weft.engine.objective import token_loss_sum
+from weft.engine.pp.runtime import PipelineRuntime
 
 BOUND = 1.03
 LOSS_BOUND, GRADIENT_BOUND = 1e-6, 1e-6  # relative: the same operators in the same order
@@ -142,9 +143,10 @@ def compare(rank: int, degree: int, rounds: int, small: bool) -> Facts:
         engine.on_gradients = None
 
     engine.on_gradients = keep
-    runner = engine.pipeline.runner
-    if runner is None:
+    pipeline = PipelineRuntime.of(engine)
+    if pipeline is None:
         raise RuntimeError("the engine has no pipeline")
+    runner = pipeline.schedule_runner
     sides = {
         "weft": weft_side(engine, batch),
         "torch": torch_side(runner.stages.split.stages, batch, small=small, gradients=gradients["torch"]),

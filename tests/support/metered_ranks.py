@@ -8,6 +8,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.dryrun.run import Stage
 from weft.engine.measure.meter import StepMeter
+from weft.engine.pp.runtime import PipelineRuntime
 
 Tables = dict[str, Any]
 
@@ -21,7 +22,7 @@ def metered_in_rank(_rank: int, _num_ranks: int, run: Tables, plan: Tables) -> T
         with meter.measuring():
             meter.next_step()
             stage.step()
-    runner = stage.engine.pipeline.runner
-    held = runner.record.most_in_flight if runner is not None else {}
+    pipeline = PipelineRuntime.of(stage.engine)
+    held = pipeline.schedule_runner.record.most_in_flight if pipeline is not None else {}
     found = {"is_complete": meter.is_complete, "traffic": meter.traffic, "flops": meter.flops, **meter.peak.as_dict()}
     return {**found, "held_by_stage": held}

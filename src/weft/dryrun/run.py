@@ -32,6 +32,7 @@ from weft.engine.engine import Engine
 from weft.engine.measure.meter import StepMeter, measure_peak, tensors_at_rest
 from weft.engine.measure.tracker import parts_of
 from weft.engine.optim.optimizers import OptimizerPolicy
+from weft.engine.pp.runtime import PipelineRuntime
 from weft.engine.precision import torch_dtype
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import ModelLayout, describe
@@ -183,9 +184,10 @@ class Stage:
 
     def expect_messages(self) -> None:
         """A stage is told the shape of what it gets by a message, which has no values here: said beforehand."""
-        runner, tensor = self.engine.pipeline.runner, self.plan.tensor_parallel
-        if runner is None:
+        pipeline, tensor = PipelineRuntime.of(self.engine), self.plan.tensor_parallel
+        if pipeline is None:
             return
+        runner = pipeline.schedule_runner
         rows = self._rows // self.plan.pipeline.microbatches
         length = self.run.data.sequence_length
         cut = self.plan.mesh.tp if tensor.sequence_parallel else 1

@@ -28,7 +28,6 @@ import weft.engine.activations.dropout as randomness
 import weft.engine.buffers.changes as buffers
 import weft.engine.buffers.sync as buffer_sync
 import weft.engine.dp.choose as choose
-import weft.engine.engine as engine
 import weft.engine.kernels.float8 as float8
 import weft.engine.kernels.head_loss as head_loss
 import weft.engine.mesh as mesh
@@ -36,6 +35,7 @@ import weft.engine.ownership as ownership
 import weft.engine.pp.apply as pipeline
 import weft.engine.pp.p2p as p2p
 import weft.engine.pp.stages as stages
+import weft.engine.updates as updates
 from weft.dryrun.kernels import Kernel, gpu_attention
 from weft.dryrun.replicas import FakeReplicated
 from weft.dryrun.streams import CurrentStream
@@ -124,7 +124,7 @@ def _patches() -> list[Any]:
         # torch multiplies by groups in any precision, but knows the shapes of bfloat16 only
         *([mock.patch.object(moe, "_grouped_mm", _grouped(moe._grouped_mm))] if hasattr(moe, "_grouped_mm") else []),
         # values that steer the host: there are none
-        mock.patch.object(engine, "read_is_finite", return_value=True),
+        mock.patch.object(updates, "read_is_finite", return_value=True),
         mock.patch.object(stages, "read_is_nan", _says(False)),
         mock.patch.object(buffers, "has_other_values", _says(False)),
         mock.patch.object(buffer_sync, "read_any", _says(False)),

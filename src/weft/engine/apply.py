@@ -27,6 +27,7 @@ from torch import nn
 from weft.core.plan import Plan, require_mixture
 from weft.engine.activations.dropout import number_blocks
 from weft.engine.activations.recompute import apply_recompute
+from weft.engine.axis import Axes
 from weft.engine.buffers.batch_norms import BatchNorms, apply_batch_norms
 from weft.engine.buffers.changes import BufferChanges
 from weft.engine.dp.choose import choose_strategy
@@ -40,6 +41,7 @@ from weft.engine.kernels.head_loss import HeadLoss, fuse_loss
 from weft.engine.mesh import Topology
 from weft.engine.pp.apply import build_pipeline, keep_own_stages, split_pipeline
 from weft.engine.pp.runtime import PipelineRuntime
+from weft.engine.pp.stages import Stages
 from weft.engine.precision import apply_compute_dtype, store_weights, torch_dtype
 from weft.engine.tp.apply import apply_tensor_parallel
 from weft.engine.tp.context import TPContext
@@ -51,12 +53,12 @@ from weft.models.layout import ModelLayout, require_blocks
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """The faces of a model that is laid out, and the layout of what this rank has of it."""
+    """The axes of a model under a plan, and the layout of this rank's part of it."""
 
     layout: ModelLayout
+    stages: Stages | None  # of this rank, in a pipeline
     strategy: Strategy
-    tensors: TPContext
-    pipeline: PipelineRuntime
+    axes: Axes
     head_loss: HeadLoss | None  # None: the objective takes the loss of logits
     float8: dict[str, bool]  # linear layers of the blocks, and whether they multiply in float8
     batch_norms: BatchNorms
@@ -75,7 +77,7 @@ def apply_plan(
     frozen: Sequence[str] = (),
     has_own_objective: bool = False,
 ) -> Applied:
-    """`model`, laid out as `plan` says, behind the faces of its kinds of parallelism."""
+    """Apply every axis of `plan` to `model`."""
     precision, dp = plan.precision.policy(), plan.data_parallel
     require_mixture(plan, num_blocks=len(layout.blocks))
     if dp.strategy == "dataparallel":
@@ -84,38 +86,40 @@ def apply_plan(
     place_real_model(model, device=device)
     store_weights(model, precision)
     pipeline_cut = split_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
-    face = TPContext()
+    tp: TPContext | None = None
     if topology.tp_degree > 1:
-        face = apply_tensor_parallel(model, layout, plan.tensor_parallel, topology, keep_logits_whole=has_own_objective)
+        tp = apply_tensor_parallel(model, layout, plan.tensor_parallel, topology, keep_logits_whole=has_own_objective)
     batch_norms = apply_batch_norms(model, plan, topology)
     own = layout
     if pipeline_cut is not None:
         own = keep_own_stages(model, layout, pipeline_cut, dtype=torch_dtype(precision.weights), device=device)
-        face = face.of_stages(own)
+        tp = tp.of_stages(own) if tp is not None else None
     if dp.zero > 0:
         require_blocks(own)
         patch_reduce_scatter_copy(plan.kernels.gradient_copy)
         shard_units(model, own, mesh=topology.dp_mesh, stage=dp.zero, precision=precision)
-    materialise(model, own, weights, device=device, shards=face.shards)
+    materialise(model, own, weights, device=device, shards=tp.shards if tp is not None else {})
     if dp.zero == 0:
         apply_compute_dtype(model, own, precision)
     float8 = apply_float8(model, own, plan.float8.linears, device=device)
     notes = apply_compile(model, own, device=device) if plan.compile.enabled else ()
     is_fused = plan.kernels.loss == "fused" and not has_own_objective
-    head_loss, why_not = fuse_loss(model, is_asked=is_fused, own=face.head, token_loss=face.token_loss)
+    head_loss, why_not = fuse_loss(
+        model, is_asked=is_fused, own=tp.head if tp else None, token_loss=tp.token_loss if tp else None
+    )
     changes = BufferChanges(model)
     apply_recompute(model, layout, plan.activations, changes, own=own.blocks)
     number_blocks(model, layout)
     strategy = choose_strategy(model, plan, topology)
-    pipeline = PipelineRuntime()
+    pp: PipelineRuntime | None = None
     if pipeline_cut is not None:
         strategy.keep_apart([pipeline_cut.split.stages[stage] for stage in pipeline_cut.own])
-        pipeline = build_pipeline(model, layout, own, pipeline_cut, topology, device=device)
+        pp = build_pipeline(model, layout, own, pipeline_cut, topology, device=device)
     return Applied(
         layout=own,
         strategy=strategy,
-        tensors=face,
-        pipeline=pipeline,
+        stages=pp.schedule_runner.stages if pp is not None else None,
+        axes=Axes(context for context in (tp, pp) if context is not None),
         head_loss=head_loss,
         float8=float8,
         batch_norms=batch_norms,

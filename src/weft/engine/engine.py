@@ -32,17 +32,17 @@ from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
 from weft.engine.measure.dtypes import DtypeWatch
 from weft.engine.measure.timer import StepTimer
 from weft.engine.mesh import build_topology
+from weft.engine.microbatches import SequentialRunner
 from weft.engine.objective import Batch, Objective, objective_for
-from weft.engine.optim.adamw_low import AdamWLow, LowStates
-from weft.engine.optim.clip import clip_factor, global_norm, scale_gradients
-from weft.engine.optim.group_rates import GroupRates, current_rates, require_one_base
+from weft.engine.optim.adamw_low import LowStates
+from weft.engine.optim.clip import global_norm
+from weft.engine.optim.group_rates import GroupRates, require_one_base
 from weft.engine.optim.optimizers import OptimizerFactory, OptimizerPolicy, create_state, make_optimizer
 from weft.engine.ownership import LocalShards, parameter_records
 from weft.engine.pending import PendingStep
-from weft.engine.pp.delayed_updates import DelayedUpdates
-from weft.engine.pp.no_flush_runner import NoFlushRunner
-from weft.engine.precision import LossScale, read_is_finite, torch_dtype
+from weft.engine.precision import LossScale, torch_dtype
 from weft.engine.state import MODEL, OPTIMIZER, meta_read, state_tensors
+from weft.engine.updates import Updates, divisor
 from weft.models.initial import WeightSource
 from weft.models.layout import describe
 
@@ -84,11 +84,12 @@ class Engine:
             has_own_objective=objective is not None,
         )
         self.layout, self.strategy = applied.layout, applied.strategy
-        self.tensors, self.pipeline = applied.tensors, applied.pipeline
+        self.all_blocks = applied.stages.split.blocks if applied.stages is not None else applied.layout.blocks
+        self.axes, self.runner = applied.axes, applied.axes.runner() or SequentialRunner()
         self.head_loss, self.float8 = applied.head_loss, applied.float8
         self._notes = (*applied.layout.notes, *applied.notes)
-        self.shards: LocalShards = self.tensors.shards
-        self.objective = objective or objective_for(model, self.tensors.token_loss, applied.head_loss)
+        self.shards: LocalShards = self.axes.shards
+        self.objective = objective or objective_for(model, self.axes.token_loss, applied.head_loss)
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.parameters = list(self.trained.values())
         self._seed = seed
@@ -104,16 +105,15 @@ class Engine:
         self.clip_norm = clip_norm
         self._is_random = uses_randomness(model)
         self.attention = AttentionKernel(model, plan, self.device)
-        runner = self.pipeline.runner
-        self.delayed = DelayedUpdates(self, runner) if isinstance(runner, NoFlushRunner) else None
+        self.updates = self.axes.updates(self) or Updates(self)
         self.buffer_sync = BufferSync(
             applied.changes,
             self.topology,
             device=self.device,
             batch_norms=applied.batch_norms.names,
-            stages=self.pipeline.runner.stages if self.pipeline.runner is not None else None,
+            stages=applied.stages,
         )
-        groups = [*self.tensors.groups, *([applied.batch_norms.group] if applied.batch_norms.group else [])]
+        groups = [*self.axes.activation_groups, *([applied.batch_norms.group] if applied.batch_norms.group else [])]
         names = {str(group.group_name) for group in groups}
         self._dtypes = DtypeWatch(model, self.layout, plan.precision.policy(), activation_groups=names)
         model.train()
@@ -127,20 +127,16 @@ class Engine:
 
     def step_nowait(self, batch: Batch, *, learning_rate: float | None = None, vote_stop: bool = False) -> PendingStep:
         """As `step`, without waiting for the device; `vote_stop` travels with the loss, so all ranks hear it."""
-        timer, norm, skipped = StepTimer(self.device), torch.zeros(()), False
+        timer = StepTimer(self.device)
         if learning_rate is not None:
             self.rates.set(learning_rate)
         with self._dtypes.watching(self._dtypes.is_incomplete):
             loss_sum, weight = self._forward_backward(to_device(batch, self.device), timer)
-            if self.delayed is None:  # else updates were made on the way
-                norm, skipped = self._finish()
+            norm, skipped = self.updates.finish_step()
         self.buffer_sync.after_step()
         timer.mark(TimeTerm.OPTIMIZER)
         self.steps_done += 1
-        if self.delayed is not None:
-            values, work = self.delayed.gather_values(loss_sum, weight, vote_stop=vote_stop)
-        else:
-            values, work = self._gather_values(loss_sum, weight, norm, vote_stop=vote_stop), None
+        values, work = self.updates.gather_values(loss_sum, weight, norm, vote_stop=vote_stop)
         return PendingStep(
             step=self.steps_done,
             learning_rate=self.rates.rate,
@@ -152,31 +148,18 @@ class Engine:
         )
 
     def drain(self) -> None:
-        """A pipeline that does not drain by itself does. Collective; nothing happens in any other layout."""
-        if self.delayed is not None:
-            self.delayed.runner.drain()
-
-    def _finish(self) -> tuple[torch.Tensor, bool]:
-        """From all gradients of a step to its update."""
-        self.is_updating = True
-        self.tensors.sum_gradients(self.trained)
-        self.pipeline.shared.sum_gradients(self.trained)
-        self.show_gradients()
-        norm, skipped = self._update()
-        self.look_at_dtypes()
-        self.strategy.after_update(self.optimizer)
-        self.is_updating = False
-        return norm, skipped
+        """Finish the micro-batches in flight of a pipeline that never flushes. Collective; a no-op in other layouts."""
+        self.updates.drain()
 
     def _forward_backward(self, batch: Batch, timer: StepTimer) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the summed loss over the global weight; returns this rank's sum and the global weight."""
         microbatches = self._split(batch)
         self.attention.choose(microbatches[0])
-        chunks = [num_rows(part) // self.tensors.row_chunks for part in microbatches]  # grids deal rows out once more
+        chunks = [num_rows(part) // self.axes.row_chunks for part in microbatches]
         begins = itertools.accumulate(map(num_rows, microbatches), initial=self.topology.dp_rank * num_rows(batch))
-        first_rows = [begin + self.tensors.row_chunk * chunk for begin, chunk in zip(begins, chunks, strict=False)]
+        first_rows = [begin + self.axes.row_chunk * chunk for begin, chunk in zip(begins, chunks, strict=False)]
         weights = self._weights(batch, microbatches)
-        factors = self.loss_scale.value / _divisor(weights)
+        factors = self.loss_scale.value / divisor(weights)
         total = torch.zeros((), device=self.device)
 
         def forward(stage: int, index: int) -> torch.Tensor:
@@ -186,31 +169,27 @@ class Engine:
                 first_row=first_rows[index],
                 num_rows=chunks[index],
                 is_random=self._is_random,
-                slices=self.tensors.zones,
+                slices=self.axes.activation_layout,
             )
             with seeded, self.buffer_sync.forward(stage):
                 loss_sum = self._loss_sum(microbatches[index], stage=stage)
             total.add_(loss_sum.detach())
             return loss_sum * factors[index if len(factors) > 1 else 0]
 
-        updates = None
-        if self.delayed is not None:
-            updates = self.delayed.of_step(self.steps_done, rates=current_rates(self.optimizer))
-        self.pipeline.train(forward, microbatches, self.strategy, timer, updates)
+        self.runner.train(forward, microbatches, self.strategy, timer, self.updates.begin_step())
         return total, weights.sum()
 
     def _weights(self, batch: Batch, microbatches: Sequence[Batch]) -> torch.Tensor:
-        """What losses are divided by, over all ranks: tokens of each update, and most layouts make one a step."""
-        is_each = self.delayed is not None and not self.delayed.is_global
-        own = [self.objective.weight(part) for part in (microbatches if is_each else [batch])]
+        """The divisors of losses, over all ranks: tokens of each update, and most layouts make one per step."""
+        own = [self.objective.weight(part) for part in self.updates.parts_of(batch, microbatches)]
         return sum_over(torch.stack(own).to(self.device), self.topology.dp_group)
 
     def _loss_sum(self, microbatch: Batch, *, stage: int = 0) -> torch.Tensor:
         """The summed loss of this rank's rows. Stages other than the last end early (`StageDone`)."""
-        module = self.pipeline.called(self.strategy.module, stage)
-        about = self.tensors.explained(self.model, self.plan.tensor_parallel)
-        with about, skip_packed_sequence_check(microbatch), self.attention.preferred():
-            return self.objective.loss_sum(module, self.tensors.rows_of(microbatch))
+        module = self.runner.callable_for(self.strategy.module, stage)
+        explained = self.axes.explain_errors(self.model)
+        with explained, skip_packed_sequence_check(microbatch), self.attention.preferred():
+            return self.objective.loss_sum(module, self.axes.rows_of(microbatch))
 
     def show_gradients(self) -> None:
         if self.on_gradients is None:
@@ -219,47 +198,26 @@ class Engine:
         self.on_gradients({name: parameter.grad / scale for name, parameter in named if parameter.grad is not None})
 
     def gradient_norm(self, *, of_stage: bool = False) -> torch.Tensor:
-        given: dict[str, Any] = {"shards": self.shards, "not_counted": self.layout.copies, "device": self.device}
-        return global_norm(self.trained, self.topology, **given, of_stage=of_stage)
+        return global_norm(
+            self.trained,
+            self.topology,
+            shards=self.shards,
+            not_counted=self.layout.copies,
+            partitioning=() if of_stage else self.axes.partitioning,
+            device=self.device,
+        )
 
     def look_at_dtypes(self) -> None:
         """After an update, while its gradients are there; the first time only."""
         if self._dtypes.is_incomplete:
             self._dtypes.look_at(self.parameters, self.optimizer)
 
-    def _update(self) -> tuple[torch.Tensor, bool]:
-        """Norm, clip, optimizer; returns the norm before clipping and whether an overflow skipped the update."""
-        norm = self.gradient_norm() / self.loss_scale.value
-        if self.loss_scale.enabled:
-            is_finite = read_is_finite(norm)
-            scale = self.loss_scale.value
-            self.loss_scale.update(is_finite=is_finite)
-            if not is_finite:
-                return norm, True
-            scale_gradients(self.parameters, torch.full_like(norm, 1.0 / scale))
-        if self.clip_norm > 0:
-            factor = clip_factor(norm, self.clip_norm)
-            if isinstance(self.optimizer, AdamWLow):
-                self.optimizer.gradient_factor = factor  # its kernel multiplies as it reads: no pass of its own
-            else:
-                scale_gradients(self.parameters, factor)
-        self.optimizer.step()
-        return norm, False
-
-    def _gather_values(
-        self, loss_sum: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor, *, vote_stop: bool
-    ) -> torch.Tensor:
-        vote = torch.full_like(loss_sum, float(vote_stop))
-        summed = sum_over(torch.stack([loss_sum * self.tensors.owns_loss, vote]), None)
-        # float64: a float32 counts tokens exactly only up to 16.7 million
-        return torch.stack([value.double() for value in (summed[0] / _divisor(weight), norm, weight, summed[1])])
-
     # --- evaluation ---------------------------------------------------------------------------------------------
 
     def evaluate(self, batches: Batch | Sequence[Batch]) -> EvalRecord:
         """The mean token loss over one batch or several, by the same objective and division as training."""
         loss_sum, weight = self.evaluate_nowait(batches)
-        return EvalRecord(loss=float(loss_sum / _divisor(weight)), tokens=int(weight))
+        return EvalRecord(loss=float(loss_sum / divisor(weight)), tokens=int(weight))
 
     @torch.no_grad()
     def evaluate_nowait(self, batches: Batch | Sequence[Batch]) -> torch.Tensor:
@@ -270,9 +228,8 @@ class Engine:
         try:
             for batch in [batches] if isinstance(batches, Mapping) else batches:
                 on_device = to_device(batch, self.device)
-                counts = self.tensors.owns_weight and self.pipeline.has_loss
-                totals[1] += self.objective.weight(on_device).to(self.device) * counts
-                totals[0] += self._evaluated(self._split(on_device)) * self.tensors.owns_loss
+                totals[1] += self.objective.weight(on_device).to(self.device) * self.axes.owns_weight
+                totals[0] += self._evaluated(self._split(on_device)) * self.axes.owns_loss
         finally:
             self.model.train()
             self.strategy.after_evaluation()
@@ -288,7 +245,7 @@ class Engine:
             total.add_(loss_sum)
             return loss_sum
 
-        self.pipeline.measure(forward, microbatches, self.strategy)
+        self.runner.measure(forward, microbatches, self.strategy)
         return total
 
     # --- state --------------------------------------------------------------------------------------------------
@@ -296,8 +253,7 @@ class Engine:
     def state(self) -> dict[str, torch.Tensor]:
         """Every tensor of model and optimizer under its logical name, sharing memory with the live ones. A pipeline
         that does not drain starts anew from here, as it will where this state is loaded."""
-        if self.delayed is not None:
-            self.delayed.restart()
+        self.updates.restart()
         create_state(self.optimizer, self.parameters)
         state = state_tensors(self.model, self.optimizer, self.shards)
         state = {key: value for key, value in state.items() if not self.buffer_sync.is_foreign(key.removeprefix(MODEL))}
@@ -306,15 +262,14 @@ class Engine:
 
     def scalars(self) -> dict[str, Any]:
         """The rest of the state, as JSON."""
-        late = self.delayed.scalars() if self.delayed is not None else {}
+        late = self.updates.scalars()
         return {"steps_done": self.steps_done, "loss_scale": self.loss_scale.state(), "late_norms": late}
 
     def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
         self.steps_done = int(scalars["steps_done"])
         self.loss_scale.restore(scalars["loss_scale"])
-        if self.delayed is not None:
-            self.delayed.restore(scalars.get("late_norms", {}))
-        self.pipeline.shared.spread(self.trained, self.optimizer)
+        self.updates.restore(scalars.get("late_norms", {}))
+        self.axes.after_load(self.trained, self.optimizer)
         self.buffer_sync.restart()
 
     def restore_meta(self, meta: Mapping[str, Any]) -> None:
@@ -352,7 +307,7 @@ class Engine:
 
     def coverage(self) -> list[ParameterRecord]:
         """Which parameters are sharded on which axes and which stayed replicated."""
-        reasons = self.tensors.reasons
+        reasons = self.axes.replicated_reasons
         return parameter_records(self.model, self.layout, self.topology.axis_names, shards=self.shards, reasons=reasons)
 
     @property
@@ -375,11 +330,10 @@ class Engine:
     def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:
         policy, copies = self.plan.precision.policy(), self.layout.copies
         low = LowStates.of(self.trained, policy, seed=self._seed, shards=self.shards, copies=copies)
-        return make_optimizer(self.trained, given, low=low, is_sharded=self.tensors.grid is not None)
+        return make_optimizer(self.trained, given, low=low, is_sharded=bool(self.shards))
 
     def _split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
-        # a grid deals the rows of a micro-batch out once more
-        return split_rows(batch, self.plan.pipeline.microbatches, must_be_equal=self.tensors.row_chunks > 1)
+        return split_rows(batch, self.plan.pipeline.microbatches, must_be_equal=self.axes.row_chunks > 1)
 
     def _store(self, directory: str | Path) -> Any:
         from weft.checkpoint import CheckpointStore
@@ -390,8 +344,3 @@ class Engine:
 def default_device() -> torch.device:
     """The GPU of this process where there is one, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _divisor(weight: torch.Tensor) -> torch.Tensor:
-    """A global batch of zero weight (all padding) has zero loss and gradients, not 0/0."""
-    return torch.where(weight > 0, weight, torch.ones_like(weight))

@@ -7,9 +7,11 @@ Topology is passed as this value; nothing in the engine reads ranks from a modul
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -86,6 +88,11 @@ class Topology:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.mesh.get_group(axis)
+
+    def sum_over(self, value: torch.Tensor, axis_names: Sequence[str]) -> None:
+        """Sum `value` in place over the ranks of some axes. Collective."""
+        for axis in axis_names:
+            dist.all_reduce(value, group=self.group(axis))
 
     def close(self) -> None:
         """Give the groups back. Collective."""

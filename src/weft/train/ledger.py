@@ -95,8 +95,7 @@ def count_parameters(engine: Engine) -> tuple[int, int]:
     own = [value for name, value in engine.model.named_parameters() if name not in engine.layout.copies]
     trained = [value for value in own if value.requires_grad]
     counts = torch.tensor([sum(value.numel() for value in some) for some in (own, trained)], device=engine.device)
-    if engine.pipeline.runner is not None:
-        dist.all_reduce(counts, group=engine.pipeline.runner.links.down)
+    engine.topology.sum_over(counts, engine.axes.partitioning)
     return int(counts[0]), int(counts[1])
 
 

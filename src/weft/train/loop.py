@@ -74,7 +74,7 @@ class TrainingLoop:
         self.samples = samples  # of the global data order, consumed so far
         self.outcome = LoopOutcome()
         # A GPU runs ahead while the previous step's numbers travel, and so do stages of a pipeline that does not drain.
-        self._resolve_late = self.engine.device.type == "cuda" or self.engine.delayed is not None
+        self._resolve_late = self.engine.device.type == "cuda" or self.engine.updates.is_delayed
         self._last_saved = self.engine.steps_done
         self._clock_s = time.perf_counter()
         self._last_measured = 0

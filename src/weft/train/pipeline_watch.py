@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from weft.engine.engine import Engine
+from weft.engine.pp.runtime import PipelineRuntime
 from weft.engine.pp.schedule_runner import ScheduleRunner
 from weft.schedule import Schedule, Timeline
 from weft.train.measuring import MAX_STEPS
@@ -31,28 +32,28 @@ class PipelineWatch:
     """Watches the pipeline that this rank is in, where it is in one. Making it and `gather` are collective."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._run_actions = engine, engine.pipeline.runner
+        pipeline = PipelineRuntime.of(engine)
+        self._engine, self._runner = engine, pipeline.schedule_runner if pipeline is not None else None
         self._first_step = engine.steps_done + 1
         self._shift_s, self._is_one_clock = 0.0, True
-        if self._run_actions is not None:
-            self._shift_s, self._is_one_clock = _compare_clocks(self._run_actions, engine.device)
-            self._run_actions.watch(WATCHED_STEPS, num_disturbed=MAX_STEPS)
+        if self._runner is not None:
+            self._shift_s, self._is_one_clock = _compare_clocks(self._runner, engine.device)
+            self._runner.watch(WATCHED_STEPS, num_disturbed=MAX_STEPS)
 
     def gather(self, *, num_measured: int) -> PipelineRecord | None:
         """The record of this rank's pipeline, on each of its ranks. `num_measured`: steps slowed by measuring."""
-        if self._run_actions is None:
+        if self._runner is None:
             return None
-        own = _pack(self._run_actions, shift_s=self._shift_s, num_measured=num_measured)
+        own = _pack(self._runner, shift_s=self._shift_s, num_measured=num_measured)
         found = [
-            _Packed(self._run_actions.watched_schedule, row)
-            for row in _gathered(own, self._run_actions, self._engine.device)
+            _Packed(self._runner.watched_schedule, row) for row in _gathered(own, self._runner, self._engine.device)
         ]
         num_steps = min(packed.num_steps for packed in found)
         if num_steps == 0:
             return None
         disturbed = max(1, *(packed.num_measured for packed in found))
         first = self._first_step
-        if self._engine.delayed is not None:  # one stretch of several steps, after those
+        if self._engine.updates.is_delayed:  # one stretch of several steps, after those
             first, disturbed = first + MAX_STEPS, 0
         steps = [
             self._step(found, index, step=first + index, is_disturbed=index < disturbed) for index in range(num_steps)

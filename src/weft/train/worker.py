@@ -223,8 +223,7 @@ def _resume(
 
 def _introduce(display: Display, bench: Workbench, plan: Plan, process: Process) -> None:
     parameters, _ = count_parameters(bench.engine)
-    runner = bench.engine.pipeline.runner
-    num_blocks = len(bench.engine.layout.blocks if runner is None else runner.stages.split.blocks)
+    num_blocks = len(bench.engine.all_blocks)
     name = getattr(bench.model_config, "model_type", type(bench.engine.model).__name__)
     ranks = f"{process.world_size} rank{'s' if process.world_size > 1 else ''}"
     display.line(

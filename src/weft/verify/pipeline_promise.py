@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from weft.engine.engine import Engine
 from weft.engine.pp.no_flush_runner import NoFlushRunner
 from weft.engine.pp.p2p import sent_by
+from weft.engine.pp.runtime import PipelineRuntime
 from weft.verify.tensor_promise import Promise
 
 
@@ -22,9 +23,10 @@ class PipelineFacts:
 
     @staticmethod
     def of(engine: Engine) -> PipelineFacts | None:
-        runner = engine.pipeline.runner
-        if runner is None:
+        pipeline = PipelineRuntime.of(engine)
+        if pipeline is None:
             return None
+        runner = pipeline.schedule_runner
         place, schedule, ranks = runner.links.place, runner.schedule, runner.schedule.ranks
         if isinstance(runner, NoFlushRunner):  # in a step that is full: nothing fills, nothing drains
             ranks = runner.calls.actions(runner.calls.delay)
@@ -37,8 +39,8 @@ class PipelineFacts:
             sends=sum(source == place for source, _ in targets),
             receives=sum(target == place for _, target in targets),
             num_stages=len(runner.stages.own),
-            shared_weights=len(engine.pipeline.shared.names),
-            updates=engine.pipeline.updates_per_step,
+            shared_weights=len(pipeline.shared.names),
+            updates=pipeline.updates_per_step,
         )
 
     def promise(self) -> Promise:

@@ -28,6 +28,8 @@ from weft.engine.engine import Engine
 from weft.engine.kernels.head_loss import stretches_of
 from weft.engine.objective import Batch
 from weft.engine.ownership import chunks_of
+from weft.engine.pp.runtime import PipelineRuntime
+from weft.engine.tp.context import TPContext
 from weft.engine.tp.gradients import ALONE_ELEMENTS
 from weft.models.tp.finder import text_config
 from weft.models.tp.layout import Region, TensorLayout
@@ -56,21 +58,22 @@ class TensorFacts:
     @staticmethod
     def of(engine: Engine, batch: Batch) -> TensorFacts | None:
         """`batch`: one of this rank's. After a step, which shows whether a model's code lets its logits be late."""
-        if engine.tensors.grid is None:
+        tp, pp = TPContext.of(engine), PipelineRuntime.of(engine)
+        if tp is None:
             return None
         kept = _kept(engine)
         return TensorFacts(
-            layout=None if _is_looped(engine) else engine.tensors.layout,
-            is_loss_cut=engine.tensors.token_loss is not None,
+            layout=None if _is_looped(engine) else tp.layout,
+            is_loss_cut=tp.token_loss is not None,
             fused_sums=_fused_sums(engine, batch),
             num_repeated=len(engine.layout.blocks) - len(kept),
             kept=kept,
             is_partly_frozen=any(not parameter.requires_grad for parameter in engine.model.parameters()),
-            shared_sums=_shared_sums(engine) * engine.pipeline.updates_per_step,
+            shared_sums=_shared_sums(engine) * (pp.updates_per_step if pp is not None else 1),
             passes=_passes(engine),
-            begins=engine.pipeline.has_first,
-            ends=engine.pipeline.has_loss,
-            stages=len(engine.pipeline.runner.stages.own) if engine.pipeline.runner is not None else 1,
+            begins=pp is None or pp.has_first,
+            ends=pp is None or pp.has_loss,
+            stages=len(pp.schedule_runner.stages.own) if pp is not None else 1,
         )
 
     def is_repeated(self, module: str) -> bool:
@@ -185,8 +188,7 @@ def _ends(tally: _Tally, layout: TensorLayout, facts: TensorFacts) -> None:
 
 def _kept(engine: Engine) -> tuple[str, ...]:
     """This rank's blocks that recompute leaves alone."""
-    runner, activations = engine.pipeline.runner, engine.plan.activations
-    blocks = engine.layout.blocks if runner is None else runner.stages.split.blocks
+    activations, blocks = engine.plan.activations, engine.all_blocks
     policies = block_policies(activations.policy, activations.mixture, num_blocks=len(blocks))
     left_alone = {name for name, policy in zip(blocks, policies, strict=True) if policy == "none"}
     return tuple(name for name in engine.layout.blocks if name in left_alone)
@@ -196,7 +198,8 @@ def _fused_sums(engine: Engine, batch: Batch) -> int | None:
     fused = engine.head_loss
     if fused is None or fused.own is None or fused.made_whole:
         return None
-    if not engine.pipeline.has_loss:
+    pp = PipelineRuntime.of(engine)
+    if pp is not None and not pp.has_loss:
         return 0
     sizes = [
         part["labels"].numel() for part in split_rows(batch, engine.plan.pipeline.microbatches, must_be_equal=False)

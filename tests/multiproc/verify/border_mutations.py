@@ -21,6 +21,7 @@ import weft.engine.optim.adamw_8bit
 import weft.engine.tp.chunked_loss
 import weft.engine.tp.cross_entropy
 import weft.engine.tp.grid_embedding
+import weft.engine.updates
 from weft.checkpoint.staging import StagingBuffers
 from weft.data.loader import IGNORED, Loader
 from weft.engine.dp.pipeline_replicas import Summed
@@ -287,7 +288,7 @@ def head_gradient_of_the_last_stretch_alone() -> Any:
 
 def small_gradients_scaled_up() -> Any:
     """Every gradient has the norm that is only the largest allowed."""
-    return replaced(weft.engine.engine, "clip_factor", lambda _: lambda norm, max_norm: max_norm / (norm + 1e-6))
+    return replaced(weft.engine.updates, "clip_factor", lambda _: lambda norm, max_norm: max_norm / (norm + 1e-6))
 
 
 def rate_of_the_matrices_alone() -> Any:

@@ -31,6 +31,7 @@ import weft.engine.kernels.head_loss
 import weft.engine.objective
 import weft.engine.optim.clip
 import weft.engine.optim.optimizers
+import weft.engine.updates
 import weft.models.initial
 import weft.train.export
 import weft.train.loop
@@ -43,6 +44,7 @@ from weft.engine.engine import Engine
 from weft.engine.objective import CausalLanguageModel
 from weft.engine.ownership import local
 from weft.engine.precision import _CastUnit
+from weft.engine.updates import Updates
 from weft.train.loop import TrainingLoop
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -212,11 +214,11 @@ def clipped_by_own_norm() -> Any:
 
         return scale
 
-    return replaced(weft.engine.engine, "scale_gradients", make)
+    return replaced(weft.engine.updates, "scale_gradients", make)
 
 
 def not_clipped() -> Any:
-    return replaced(weft.engine.engine, "clip_factor", lambda _: lambda norm, max_norm: torch.ones_like(norm))
+    return replaced(weft.engine.updates, "clip_factor", lambda _: lambda norm, max_norm: torch.ones_like(norm))
 
 
 def loss_scale_left_in() -> Any:
@@ -227,7 +229,7 @@ def loss_scale_left_in() -> Any:
 
         return scale
 
-    return replaced(weft.engine.engine, "scale_gradients", make)
+    return replaced(weft.engine.updates, "scale_gradients", make)
 
 
 def vectors_decay_too() -> Any:
@@ -240,14 +242,14 @@ def vectors_decay_too() -> Any:
 
 def frozen_parameter_decays() -> Any:
     def make(original: Any) -> Any:
-        def update(self: Engine) -> Any:
+        def update(self: Updates) -> Any:
             with torch.no_grad():
-                self.model.get_parameter(NORM).mul_(1 - 1e-4)
+                self.engine.model.get_parameter(NORM).mul_(1 - 1e-4)
             return original(self)
 
         return update
 
-    return replaced(Engine, "_update", make)
+    return replaced(Updates, "_update", make)
 
 
 def frozen_parameter_trained() -> Any:
@@ -256,17 +258,17 @@ def frozen_parameter_trained() -> Any:
 
 def last_update_lost_on_one_replica() -> Any:
     def make(original: Any) -> Any:
-        def update(self: Engine) -> Any:
-            before = self.model.get_parameter(FIRST_NORM).detach().clone()
+        def update(self: Updates) -> Any:
+            before = self.engine.model.get_parameter(FIRST_NORM).detach().clone()
             outcome = original(self)
-            if self.steps_done == 3 and dist.get_rank() == 1:
+            if self.engine.steps_done == 3 and dist.get_rank() == 1:
                 with torch.no_grad():
-                    self.model.get_parameter(FIRST_NORM).copy_(before)
+                    self.engine.model.get_parameter(FIRST_NORM).copy_(before)
             return outcome
 
         return update
 
-    return replaced(Engine, "_update", make)
+    return replaced(Updates, "_update", make)
 
 
 # --- sharding ---------------------------------------------------------------------------------------------------------
@@ -276,14 +278,14 @@ def weights_gathered_before_the_update() -> Any:
     """A prefetch that comes too early: the next forward uses what the update has not reached."""
 
     def make(original: Any) -> Any:
-        def update(self: Engine) -> Any:
-            for unit in self.strategy._units:  # type: ignore[attr-defined]
+        def update(self: Updates) -> Any:
+            for unit in self.engine.strategy._units:  # type: ignore[attr-defined]
                 unit.unshard()
             return original(self)
 
         return update
 
-    return replaced(Engine, "_update", make)
+    return replaced(Updates, "_update", make)
 
 
 def weights_stay_gathered_after_evaluation() -> Any:

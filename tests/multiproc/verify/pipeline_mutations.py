@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -94,9 +93,7 @@ def norm_of_the_own_stage() -> Any:
         weft.engine.engine,
         "global_norm",
         lambda original: (
-            lambda parameters, topology, **given: original(
-                parameters, dataclasses.replace(topology, pp_degree=1), **given
-            )
+            lambda parameters, topology, **given: original(parameters, topology, **{**given, "partitioning": ()})
         ),
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from weft.core.executable import why_not_compiled, why_not_fused
 from weft.core.records import TechniqueRecord
@@ -37,7 +36,7 @@ def _blocks(engine: Engine) -> TechniqueRecord:
 
 
 def _here(engine: Engine) -> str:
-    return " of this rank's stages" if engine.pipeline.runner is not None else ""
+    return " of this rank's stages" if engine.axes.partitioning else ""
 
 
 def _loss(engine: Engine) -> TechniqueRecord:
@@ -58,11 +57,8 @@ def _loss(engine: Engine) -> TechniqueRecord:
 
 def _made_whole(engine: Engine, asked: str) -> str:
     """What asked for whole logits; in a pipeline only the last stage's ranks have seen it."""
-    runner = engine.pipeline.runner
-    if runner is None:
-        return asked
     count = torch.tensor([float(bool(asked))], device=engine.device)
-    dist.all_reduce(count, group=runner.links.down)
+    engine.topology.sum_over(count, engine.axes.partitioning)
     return asked or ("on the last stage" if count.item() else "")
 
 

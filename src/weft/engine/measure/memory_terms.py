@@ -87,9 +87,8 @@ def _owners(engine: Engine, weights: Sequence[torch.Tensor]) -> dict[int, Term]:
     _claim(found, _reducing(engine), Term.COMM_BUFFERS)
     _claim(found, _waiting(engine), Term.GRADIENTS)
     _claim(found, [*gradients, *engine.strategy.gradient_buckets()], Term.GRADIENTS)
-    if engine.delayed is not None:
-        _claim(found, engine.delayed.waiting_gradients, Term.GRADIENTS)
-        _claim(found, engine.delayed.runner.versions.older, Term.WEIGHT_VERSIONS)
+    for term, tensors in engine.updates.held_tensors():
+        _claim(found, tensors, term)
     _claim(found, engine.model.buffers(), Term.BUFFERS)
     _claim(found, weights, Term.WEIGHTS)
     _claim(found, (value for value in states if isinstance(value, torch.Tensor)), Term.OPTIMIZER_STATE)

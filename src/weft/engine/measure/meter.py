@@ -17,7 +17,7 @@ import torch
 
 from weft.comm.ledger import TrafficLedger
 from weft.comm.watch import OperatorWatch
-from weft.core.axes import DP_REPLICATE, PP, TP
+from weft.core.axes import DP_REPLICATE
 from weft.core.records import HolderRecord, PeakRecord
 from weft.core.terms import MemoryTerm as Term
 from weft.engine.measure.flops import FlopCounter
@@ -61,9 +61,8 @@ class StepMeter:
         )
         topology = engine.topology
         axes = {str(topology.group(axis).group_name): axis for axis in topology.axis_names}
-        axes |= {str(group.group_name): TP for group in engine.tensors.groups}
-        axes |= {str(group.group_name): PP for group in engine.pipeline.groups}
-        if engine.tensors.groups or engine.pipeline.groups:
+        axes |= engine.axes.group_axes
+        if engine.axes.group_axes:
             # that of replicas, beside the mesh's: the ranks at the same place of their stage and tensor lines
             axes.setdefault(str(topology.dp_group.group_name), DP_REPLICATE)
         self._ledger = TrafficLedger(axes=axes, phase=self._phase_of_traffic)
@@ -75,8 +74,7 @@ class StepMeter:
         self.failed_in = ("", "")  # the phase and the module of an operator that raised
 
     def _is_in_backward(self) -> bool:
-        runner = self._engine.pipeline.runner
-        return runner is not None and runner.is_in_backward
+        return self._engine.runner.is_in_backward
 
     def _phase_of_traffic(self) -> str:
         return "update" if self._engine.is_updating else self._tracker.phase

@@ -28,12 +28,13 @@ def global_norm(
     *,
     shards: LocalShards,
     not_counted: Container[str] = (),
+    partitioning: Sequence[str] = (),
     device: torch.device,
-    of_stage: bool = False,
 ) -> torch.Tensor:
     """The 2-norm of all gradients, the same on every rank; stays on the device.
 
-    `not_counted`: parameters that another pipeline stage has too, and counts. `of_stage`: what this rank's stages have.
+    `not_counted`: parameters that another pipeline stage has too, and counts. `partitioning`: axes whose ranks hold
+    different parameters; without them the norm is that of this rank's stages.
     """
     parameters = {name: parameter for name, parameter in parameters.items() if name not in not_counted}
     groups: dict[Owned, list[torch.Tensor]] = defaultdict(list)
@@ -55,8 +56,7 @@ def global_norm(
         for axis in axis_names:
             sum_over(square, topology.group(axis))
         total = total + square
-    if topology.pp_degree > 1 and not of_stage:  # every stage has parameters of its own
-        sum_over(total, topology.group(axes.PP))
+    topology.sum_over(total, partitioning)
     return total.sqrt()
 
 

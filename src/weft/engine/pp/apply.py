@@ -88,7 +88,7 @@ def build_pipeline(
     is_end = topology.pp_rank in (placement[0], placement[-1])
     names = tuple(here.get(canonical, canonical) for canonical in shared) if is_end else ()
     return PipelineRuntime(
-        runner=runner,
+        schedule_runner=runner,
         shared=SharedWeights(names, group),
         has_first=0 in cut.own,
         has_loss=runner.stages.last in cut.own,

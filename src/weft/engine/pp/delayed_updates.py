@@ -11,7 +11,7 @@ there is one; where a step has several, the root of their mean square.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.groups import sum_over
+from weft.core.terms import MemoryTerm
+from weft.engine.objective import Batch
 from weft.engine.optim.clip import clip_factor, scale_gradients
-from weft.engine.optim.group_rates import at_rate
+from weft.engine.optim.group_rates import at_rate, current_rates
 from weft.engine.pp.no_flush_runner import NoFlushRunner
+from weft.engine.pp.shared_weights import SharedWeights
+from weft.engine.updates import Updates
 from weft.schedule import WeightRule
 
 if TYPE_CHECKING:
@@ -38,32 +42,45 @@ class Sealed:
     works: list[dist.Work]
 
 
-class DelayedUpdates:
-    """All updates of one engine."""
+class DelayedUpdates(Updates):
+    """The updates of an engine whose pipeline never flushes."""
 
-    def __init__(self, engine: Engine, runner: NoFlushRunner) -> None:
-        self.engine, self.runner = engine, runner
+    is_delayed = True
+
+    def __init__(self, engine: Engine, runner: NoFlushRunner, shared: SharedWeights, *, has_first: bool) -> None:
+        super().__init__(engine)
+        self.runner, self.shared, self.has_first = runner, shared, has_first
         self.is_global = runner.schedule.weight_rule is WeightRule.DOUBLE_BUFFER
         self.sealed: list[Sealed] = []  # not yet applied
         self._squares: dict[int, list[Tensor]] = {}  # by step: those of its updates
         self._known: dict[int, Tensor] = {}  # by step: the whole of it, from an earlier process or before a restart
 
-    def of_step(self, step: int, *, rates: Sequence[float]) -> StepUpdates:
-        return StepUpdates(self, step=step, rates=rates)
+    def parts_of(self, batch: Batch, microbatches: Sequence[Batch]) -> Sequence[Batch]:
+        return [batch] if self.is_global else microbatches
 
-    @property
-    def waiting_gradients(self) -> list[Tensor]:
-        """Of updates that are not made yet."""
+    def begin_step(self) -> StepUpdates:
+        return StepUpdates(self, step=self.engine.steps_done, rates=current_rates(self.engine.optimizer))
+
+    def finish_step(self) -> tuple[Tensor, bool]:
+        return torch.zeros(()), False  # updates were made between other actions
+
+    def held_tensors(self) -> Iterator[tuple[MemoryTerm, Sequence[Tensor]]]:
         sealed = [gradient for one in self.sealed for gradient in one.gradients if gradient is not None]
-        return [*sealed, *self.runner.versions.gradients]
+        yield MemoryTerm.GRADIENTS, [*sealed, *self.runner.versions.gradients]
+        yield MemoryTerm.WEIGHT_VERSIONS, self.runner.versions.older
+
+    def drain(self) -> None:
+        self.runner.drain()
 
     def add(self, step: int, square: Tensor) -> None:
         self._squares.setdefault(step, []).append(square)
 
-    def gather_values(self, loss_sum: Tensor, weight: Tensor, *, vote_stop: bool) -> tuple[Tensor, dist.Work]:
-        """What a `PendingStep` holds, on its way: ranks are at different places, and none waits for another here."""
+    def gather_values(
+        self, loss_sum: Tensor, weight: Tensor, norm: Tensor, *, vote_stop: bool
+    ) -> tuple[Tensor, dist.Work | None]:
+        """As `Updates.gather_values`, not waited for: ranks are at different actions. The norm is squared."""
         engine, is_first = self.engine, dist.get_rank() == 0
-        loss = loss_sum * engine.tensors.owns_loss / torch.clamp(weight, min=1)
+        loss = loss_sum * engine.axes.owns_loss / torch.clamp(weight, min=1)
         square, vote = self._square_share(engine.steps_done - 1), torch.full_like(loss, float(vote_stop))
         values = torch.stack([value.double() for value in (loss, square, weight * is_first, vote)])
         return values, dist.all_reduce(values, async_op=True)
@@ -111,9 +128,11 @@ class StepUpdates:
         _put(engine, gradients)
         engine.strategy.reduce(engine.parameters)
         engine.is_updating = True
-        engine.tensors.sum_gradients(engine.trained)
-        works = engine.pipeline.shared.begin_sum(engine.trained)
-        if engine.pipeline.has_first:  # the copy that counts; all others have begun by now
+        for context in engine.axes:
+            if not context.partitions_model:  # the stages' own sums begin below, and are waited for later
+                context.sum_gradients(engine.trained)
+        works = self._owner.shared.begin_sum(engine.trained)
+        if self._owner.has_first:  # the copy that counts; all others have begun by now
             _wait(works)
         square = engine.gradient_norm(of_stage=True).square()
         if self._owner.is_global:

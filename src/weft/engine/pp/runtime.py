@@ -1,84 +1,98 @@
-"""What the engine sees of a pipeline, whether there is one or not: who computes what of a step, in which order."""
+"""The pipeline axis of one rank: its schedule runner, weights that two stages share, and what the rank owns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
+from weft.core import axes
 from weft.core.terms import TimeTerm
+from weft.engine.axis import AxisContext
 from weft.engine.measure.timer import StepTimer
+from weft.engine.microbatches import Forward, MicrobatchRunner
 from weft.engine.objective import Batch
-from weft.engine.pp.no_flush_runner import NoFlushRunner, Updates
-from weft.engine.pp.schedule_runner import Forward, ScheduleRunner, Strategy
+from weft.engine.pp.delayed_updates import DelayedUpdates
+from weft.engine.pp.no_flush_runner import NoFlushRunner
+from weft.engine.pp.schedule_runner import ScheduleRunner, Strategy
 from weft.engine.pp.shared_weights import SharedWeights
 from weft.engine.pp.stages import StageCall
 
+if TYPE_CHECKING:
+    from weft.engine.engine import Engine
+
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineRuntime:
-    """What the engine sees of a pipeline; `PipelineRuntime()` is a model that is not cut."""
+class PipelineRuntime(AxisContext):
+    """`has_first` and `has_loss`: whether the first and the last stage are on this rank."""
 
-    runner: ScheduleRunner | None = None
-    shared: SharedWeights = field(default_factory=lambda: SharedWeights((), None))
-    has_first: bool = True  # the first stage is here
-    has_loss: bool = True  # the last one is
+    axis = axes.PP
+    partitions_model = True
+
+    schedule_runner: ScheduleRunner
+    shared: SharedWeights
+    has_first: bool
+    has_loss: bool
 
     @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        """Those of messages, and of weights that two stages share."""
-        found = [self.runner.links.down, self.runner.links.up] if self.runner is not None else []
-        found += [self.runner.across] if isinstance(self.runner, NoFlushRunner) else []
+    def owns_weight(self) -> bool:
+        return self.has_loss
+
+    @property
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        """The groups of P2P messages, and of weights that two stages share."""
+        runner = self.schedule_runner
+        found = [runner.links.down, runner.links.up]
+        found += [runner.across] if isinstance(runner, NoFlushRunner) else []
         return [*found, *([self.shared.group] if self.shared.group is not None else [])]
 
     @property
     def updates_per_step(self) -> int:
-        if not isinstance(self.runner, NoFlushRunner):
+        runner = self.schedule_runner
+        if not isinstance(runner, NoFlushRunner):
             return 1
-        return self.runner.calls.num_microbatches // self.runner.schedule.update_period
+        return runner.calls.num_microbatches // runner.schedule.update_period
 
-    def called(self, module: nn.Module, stage: int) -> Any:
-        """The model as an objective is to see it."""
-        if self.runner is None:
-            return module
-        return StageCall(module, self.runner.stages, stage)
+    def sum_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
+        self.shared.sum_gradients(trained)
+
+    def after_load(self, trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+        self.shared.spread(trained, optimizer)
+
+    def runner(self) -> MicrobatchRunner:
+        return self
+
+    def updates(self, engine: Engine) -> DelayedUpdates | None:
+        runner = self.schedule_runner
+        if not isinstance(runner, NoFlushRunner):
+            return None
+        return DelayedUpdates(engine, runner, self.shared, has_first=self.has_first)
+
+    # --- as a runner of micro-batches ---------------------------------------------------------------------------
+
+    @property
+    def is_in_backward(self) -> bool:
+        return self.schedule_runner.is_in_backward
+
+    def callable_for(self, module: nn.Module, stage: int) -> Any:
+        return StageCall(module, self.schedule_runner.stages, stage)
 
     def train(
-        self,
-        forward: Forward,
-        microbatches: Sequence[Batch],
-        strategy: Strategy,
-        timer: StepTimer,
-        updates: Updates | None = None,
+        self, forward: Forward, microbatches: Sequence[Batch], strategy: Strategy, timer: StepTimer, updates: Any
     ) -> None:
-        """Gradients of every micro-batch; `forward(stage, index)` gives the loss of one, or what a stage sends.
-
-        `updates` makes those of a pipeline that does not drain."""
-        if self.runner is not None:
-            shapes = list(map(_shape_of, microbatches))
-            if isinstance(self.runner, NoFlushRunner) and updates is not None:
-                self.runner.train_on(forward, strategy, updates, shapes=shapes)
-            else:
-                self.runner.train(forward, strategy, shapes=shapes)
-            timer.mark(TimeTerm.FORWARD_BACKWARD)
-            return
-        for index in range(len(microbatches)):
-            with strategy.microbatch(is_last=index == len(microbatches) - 1):
-                loss = forward(0, index)
-                timer.mark(TimeTerm.FORWARD)
-                loss.backward()  # type: ignore[no-untyped-call]
-                timer.mark(TimeTerm.BACKWARD)
+        runner, shapes = self.schedule_runner, list(map(_shape_of, microbatches))
+        if isinstance(runner, NoFlushRunner):
+            runner.train_on(forward, strategy, updates, shapes=shapes)
+        else:
+            runner.train(forward, strategy, shapes=shapes)
+        timer.mark(TimeTerm.FORWARD_BACKWARD)
 
     def measure(self, forward: Forward, microbatches: Sequence[Batch], strategy: Strategy) -> None:
-        """Forwards alone."""
-        if self.runner is not None:
-            self.runner.measure(forward, strategy, shapes=list(map(_shape_of, microbatches)))
-            return
-        for index in range(len(microbatches)):
-            forward(0, index)
+        self.schedule_runner.measure(forward, strategy, shapes=list(map(_shape_of, microbatches)))
 
 
 def _shape_of(batch: Batch) -> tuple[int, ...]:

@@ -4,7 +4,7 @@
     stream    sequence parallel: [rows, own slice of the sequence, hidden]
     inside    in a region: heads of [rows, heads, …], or the last dimension of [rows, sequence, width]
 
-A forward walks through the zones; layers around modules say where it is.
+A forward walks through the activations; layers around modules say where it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from weft.core.errors import NotBuiltError
 
-Zone = Literal["whole", "stream", "inside"]
+Layout = Literal["whole", "stream", "inside"]
 
 
 @dataclass(kw_only=True)
@@ -26,7 +26,7 @@ class ActivationLayout:
     place: int
     degree: int
     sequence_parallel: bool
-    now: Zone = field(default="whole")
+    now: Layout = field(default="whole")
 
     def enter(self) -> None:
         self.now = "inside"

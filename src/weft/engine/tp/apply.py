@@ -76,16 +76,16 @@ def _lines(
         model, layout, tensors, degree=grid.degree, place=grid.rank, sequence_parallel=policy.sequence_parallel
     )
     shard_parameters(model, layout, shards)
-    zones = ActivationLayout(place=grid.rank, degree=grid.degree, sequence_parallel=policy.sequence_parallel)
+    activations = ActivationLayout(place=grid.rank, degree=grid.degree, sequence_parallel=policy.sequence_parallel)
     is_loss_cut = policy.loss_parallel and tensors.head is not None and not keep_logits_whole
-    apply_one_d(model, layout, tensors, grid, zones, loss_parallel=is_loss_cut)
+    apply_one_d(model, layout, tensors, grid, activations, loss_parallel=is_loss_cut)
     head = _head_shard(model, layout, tensors, shards, grid) if tensors.head is not None else None
     return TPContext(
         grid=grid,
         shards=shards,
-        reasons=tensors.replicated,
+        replicated_reasons=tensors.replicated,
         layout=tensors,
-        zones=zones,
+        activation_layout=activations,
         token_loss=vocabulary_loss(grid, first_token=head.first_token) if head is not None and is_loss_cut else None,
         head=head,
         owns_loss=grid.rank == 0,

@@ -21,9 +21,10 @@ from weft.core.errors import NotBuiltError
 from weft.core.plan import TensorParallel
 from weft.core.shards import even_span
 from weft.engine.activations.dropout import uses_randomness
+from weft.engine.objective import TokenLoss
 from weft.engine.tp import collectives, cube, summa
 from weft.engine.tp.activation_layout import ActivationLayout
-from weft.engine.tp.context import TokenLoss, TPContext
+from weft.engine.tp.context import TPContext
 from weft.engine.tp.cross_entropy import vocabulary_loss_sum
 from weft.engine.tp.grid import Grid
 from weft.engine.tp.grid_embedding import logits_run, token_table
@@ -60,8 +61,8 @@ def apply_grid(
     return TPContext(
         grid=grid,
         shards=shards,
-        reasons={name: reason for name, reason in tensors.replicated.items() if not shards[name].is_sharded},
-        zones=_GridZones(place=place["j"], degree=side, sequence_parallel=False),
+        replicated_reasons={name: reason for name, reason in tensors.replicated.items() if not shards[name].is_sharded},
+        activation_layout=_GridActivations(place=place["j"], degree=side, sequence_parallel=False),
         token_loss=_token_loss(grid, vocabulary) if is_loss_cut else None,
         row_chunks=side * grid.sizes["k"] if grid.mode == "3d" else grid.sizes.get("d", 1) * side,
         row_chunk=row_chunk,
@@ -71,7 +72,7 @@ def apply_grid(
 
 
 @dataclass(kw_only=True)
-class _GridZones(ActivationLayout):
+class _GridActivations(ActivationLayout):
     """On a square every tensor is cut at the same place: heads, or features last."""
 
     def cut_dim(self, tensor: Tensor) -> int | None:

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.core.errors import TensorParallelError
+from weft.engine.objective import TokenLoss
 from weft.engine.tp import collectives
 from weft.engine.tp.activation_layout import ActivationLayout
-from weft.engine.tp.context import TokenLoss
 from weft.engine.tp.cross_entropy import vocabulary_loss_sum
 from weft.engine.tp.grid import WHOLE, Grid
 from weft.engine.tp.one_d_shards import local_units
@@ -35,13 +35,13 @@ def apply_one_d(
     layout: ModelLayout,
     tensors: TensorLayout,
     grid: Grid,
-    zones: ActivationLayout,
+    activations: ActivationLayout,
     *,
     loss_parallel: bool,
 ) -> None:
     """Put the layers of one-dimensional tensor parallelism around the modules of a model whose parameters are cut."""
     for region in tensors.regions:
-        _Passage(region, grid, zones).apply(model)
+        _Passage(region, grid, activations).apply(model)
         for norm in region.wide_norms:
             module, width = model.get_submodule(norm.name), sum(segment.features for segment in norm.segments)
             own_width = sum(local_units(segment, grid.degree) * segment.size for segment in norm.segments)
@@ -57,9 +57,9 @@ def apply_one_d(
             _Head(grid, vocabulary=num_tokens(model, tensors.head), whole=not loss_parallel),
         )
     for name in layout.blocks:
-        wrap_forward(model.get_submodule(name), _from_the_start(zones))
-    if zones.sequence_parallel:
-        _apply_stream(model, layout, tensors, grid, zones)
+        wrap_forward(model.get_submodule(name), _from_the_start(activations))
+    if activations.sequence_parallel:
+        _apply_stream(model, layout, tensors, grid, activations)
 
 
 def vocabulary_loss(grid: Grid, *, first_token: int) -> TokenLoss:
@@ -70,8 +70,8 @@ def vocabulary_loss(grid: Grid, *, first_token: int) -> TokenLoss:
 class _Passage:
     """The way into a region and out of it."""
 
-    def __init__(self, region: Region, grid: Grid, zones: ActivationLayout) -> None:
-        self.region, self.zones = region, zones
+    def __init__(self, region: Region, grid: Grid, activations: ActivationLayout) -> None:
+        self.region, self.activations = region, activations
         self.group = grid.group(WHOLE)
         self.entered: tuple[Tensor, Tensor] | None = None  # what came in last and what was made of it
         self.reads_left = 0
@@ -95,12 +95,12 @@ class _Passage:
         made = self._enter(hidden)  # CTRL hands its attention the same tensor three times: each must be summed
         args = tuple(made if value is hidden else value for value in args)
         kwargs = {key: made if value is hidden else value for key, value in kwargs.items()}
-        self.zones.enter()
+        self.activations.enter()
         return forward(*args, **kwargs)
 
     def enter_all(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Experts take tokens with their choices and weights: all of them belong to the tokens."""
-        self.zones.enter()
+        self.activations.enter()
         made = [self._make_whole(value) if isinstance(value, Tensor) else value for value in args]
         named = {key: self._make_whole(value) if isinstance(value, Tensor) else value for key, value in kwargs.items()}
         return forward(*made, **named)
@@ -111,8 +111,8 @@ class _Passage:
     def leave(self, partial: Tensor) -> Tensor:
         # a second linear that reads the same input (a gate beside an up) shares its entry; the exit ends that
         self.entered = None
-        self.zones.leave()
-        if not self.zones.sequence_parallel:
+        self.activations.leave()
+        if not self.activations.sequence_parallel:
             return collectives.leave(partial, self.group)
         return collectives.scatter(partial, self.group, sequence_dim(partial))
 
@@ -130,7 +130,7 @@ class _Passage:
         return made
 
     def _make_whole(self, x: Tensor) -> Tensor:
-        if self.zones.sequence_parallel:
+        if self.activations.sequence_parallel:
             return (
                 collectives.gather(x, self.group, sequence_dim(x))
                 if x.is_floating_point()
@@ -189,25 +189,25 @@ class _Head:
 class _Stream:
     """Sequence parallel: from the first block's entry to the last one's exit a rank has a slice of the sequence."""
 
-    def __init__(self, grid: Grid, zones: ActivationLayout) -> None:
-        self.group, self.zones, self.degree = grid.group(WHOLE), zones, grid.degree
+    def __init__(self, grid: Grid, activations: ActivationLayout) -> None:
+        self.group, self.activations, self.degree = grid.group(WHOLE), activations, grid.degree
 
     def begin(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _with_first(args, kwargs, self._take)
-        self.zones.begin()
+        self.activations.begin()
         return forward(*args, **kwargs)
 
     def end(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        self.zones.end()
+        self.activations.end()
         return _of_first(output, lambda hidden: collectives.collect(hidden, self.group, 1))
 
     def around_mixer(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """A module that every rank repeats on the whole sequence, and keeps its slice of."""
         args, kwargs = _with_first(args, kwargs, lambda x: collectives.gather(x, self.group, 1))
-        self.zones.end()
+        self.activations.end()
         output = forward(*args, **kwargs)
-        self.zones.begin()
+        self.activations.begin()
         return _of_first(output, lambda hidden: collectives.own_slice(hidden, self.group, 1))
 
     def _take(self, hidden: Tensor) -> Tensor:
@@ -246,20 +246,20 @@ def set_sizes(module: nn.Module, region: Region, degree: int) -> None:
         setattr(getattr(module, owner) if owner else module, key, values[quantity])
 
 
-def _from_the_start(zones: ActivationLayout) -> Layer:
+def _from_the_start(activations: ActivationLayout) -> Layer:
     """A block begins outside of regions: recomputing the one before may have ended in the middle of one."""
 
     def begin(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        zones.leave()
+        activations.leave()
         return forward(*args, **kwargs)
 
     return begin
 
 
 def _apply_stream(
-    model: nn.Module, layout: ModelLayout, tensors: TensorLayout, grid: Grid, zones: ActivationLayout
+    model: nn.Module, layout: ModelLayout, tensors: TensorLayout, grid: Grid, activations: ActivationLayout
 ) -> None:
-    stream = _Stream(grid, zones)
+    stream = _Stream(grid, activations)
     for name in tensors.mixers:
         wrap_forward(model.get_submodule(name), stream.around_mixer)
     wrap_forward(model.get_submodule(layout.blocks[0]), stream.begin)

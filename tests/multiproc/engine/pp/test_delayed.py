@@ -18,6 +18,7 @@ from tiny import CPU, FAMILIES, build_engine, global_batch
 from tolerances import SAME_STEP_REL
 
 from weft.engine.optim.optimizers import OptimizerPolicy
+from weft.engine.pp.runtime import PipelineRuntime
 from weft.models.build import build_config, build_skeleton
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
@@ -47,7 +48,8 @@ def trained(
         if evaluates:
             engine.evaluate(engine.share_of(global_batch(99)))
     engine.drain()
-    runner: Any = engine.pipeline.runner
+    pipeline: Any = PipelineRuntime.of(engine)
+    runner = pipeline.schedule_runner
     weights = {name: value.detach().numpy().copy() for name, value in engine.model.named_parameters()}
     return weights, losses, runner.versions.most, dict(runner.record.most_in_flight)
 

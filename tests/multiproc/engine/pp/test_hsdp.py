@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm.observer import CollectiveObserver
 from weft.engine.optim.optimizers import OptimizerPolicy
+from weft.engine.pp.runtime import PipelineRuntime
 
 CUTS, STEPS = 4, 2
 MESH = {"pp": 2, "dp_replicate": 2, "dp_shard": 2}
@@ -54,7 +55,9 @@ def train(family: str, plan: dict[str, Any]) -> Found:
         with CollectiveObserver() as seen:
             engine.step(engine.share_of(global_batch(STEPS)))
         units = {record.unit for record in engine.coverage() if record.trainable}  # some ranks have none of the root
-        return gradients, weights, norms, dict(seen.counts), len(units) + len(engine.pipeline.shared.names)
+        pipeline = PipelineRuntime.of(engine)
+        num_shared = len(pipeline.shared.names) if pipeline is not None else 0
+        return gradients, weights, norms, dict(seen.counts), len(units) + num_shared
 
 
 def train_all(rank: int, world: int, family: str, plans: dict[str, dict[str, Any]]) -> dict[str, Found]:

@@ -22,6 +22,7 @@ from torch._dynamo.utils import counters
 import weft.engine.kernels.compiled as compiled
 import weft.engine.kernels.head_loss as head_loss
 from weft.engine.kernels.fast_path import fast_path
+from weft.engine.pp.runtime import PipelineRuntime
 from weft.schedule import count_in_flight, generate
 
 STEPS = 4
@@ -45,8 +46,8 @@ def first_gradients(rank: int, world: int, family: str, plan: dict[str, Any]) ->
     kept: Arrays = {}
     engine.on_gradients = lambda found: kept.update({name: value.numpy().copy() for name, value in found.items()})
     loss = engine.step(global_batch(0)).loss
-    runner = engine.pipeline.runner
-    return kept, loss, dict(runner.record.most_in_flight) if runner is not None else {}
+    pipeline = PipelineRuntime.of(engine)
+    return kept, loss, dict(pipeline.schedule_runner.record.most_in_flight) if pipeline is not None else {}
 
 
 def all_gradients(rank: int, world: int, family: str) -> dict[str, tuple[Arrays, float, dict[int, int]]]:

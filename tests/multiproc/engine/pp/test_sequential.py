@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from weft.core.plan import Plan
 from weft.engine.engine import Engine
 from weft.engine.objective import Batch
+from weft.engine.pp.runtime import PipelineRuntime
 
 ROWS, CUTS, STEPS = 16, 4, 3
 Arrays = dict[str, npt.NDArray[np.float32]]
@@ -93,8 +94,9 @@ def trained(
         losses = [engine.step(global_batch(step), learning_rate=1e-2).loss for step in range(STEPS)]
         losses.append(engine.evaluate(global_batch(99)).loss)
         weights = {name: value.detach().numpy().copy() for name, value in engine.model.named_parameters()}
-        runner = engine.pipeline.runner
-        found[case] = gradients, weights, losses, [] if runner is None else list(map(len, runner.stages.split.stages))
+        pipeline = PipelineRuntime.of(engine)
+        stages = pipeline.schedule_runner.stages.split.stages if pipeline is not None else ()
+        found[case] = gradients, weights, losses, list(map(len, stages))
     return found
 
 

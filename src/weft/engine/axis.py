@@ -1,0 +1,172 @@
+"""The contract of a mesh axis inside the engine: what generic code asks of an axis after a plan was applied.
+
+| question | answer of an axis |
+| --- | --- |
+| placement of each parameter | `shards`, and `replicated_reasons` for parameters that could be sharded and are not |
+| rows of the batch | `row_chunks`, `row_chunk`, `rows_of` |
+| loss and token count | `owns_loss`, `owns_weight`: of ranks with the same value, the one that counts |
+| gradients | `sum_gradients`, in the order of `Axes`, after the last backward and before the norm |
+| process groups | `groups`; `activation_groups` for those that carry activations |
+| parameters of its own on every rank | `partitions_model`: norms and counts are summed over the axis |
+
+The defaults are those of an axis that only replicates. Norm, clip, values, checkpoints, coverage and traffic follow
+from these answers: `Engine` loops over `Axes` and names no axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from weft.core.shards import LocalShard
+from weft.engine.objective import Batch, TokenLoss
+
+if TYPE_CHECKING:
+    from weft.engine.engine import Engine
+    from weft.engine.microbatches import MicrobatchRunner
+    from weft.engine.updates import Updates
+
+T = TypeVar("T")
+
+
+class AxisContext:
+    """One axis of an applied plan, on one rank. Axes override what differs from replication."""
+
+    axis: str  # a name of `core.axes`
+    partitions_model: bool = False
+    shards: Mapping[str, LocalShard] = MappingProxyType({})  # by name, of parameters that this axis knows
+    replicated_reasons: Mapping[str, str] = MappingProxyType({})
+    row_chunks: int = 1  # the rows of a micro-batch are divided over this many ranks of the axis
+    row_chunk: int = 0
+    owns_loss: bool = True
+    token_loss: TokenLoss | None = None  # the loss of logits that the axis shards
+    activation_layout: Any = None  # where activations are sharded, for dropout; None: never
+
+    @classmethod
+    def of(cls, engine: Engine) -> Self | None:
+        """The context of this class in `engine`; None without such an axis."""
+        return next((context for context in engine.axes if isinstance(context, cls)), None)
+
+    @property
+    def owns_weight(self) -> bool:
+        return True
+
+    @property
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        return ()
+
+    @property
+    def activation_groups(self) -> Sequence[dist.ProcessGroup]:
+        return ()
+
+    def rows_of(self, batch: Batch) -> Batch:
+        """This rank's rows of a micro-batch, whose forward begins."""
+        return batch
+
+    def sum_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
+        """Sum gradients of which ranks of the axis hold partial sums."""
+
+    def after_load(self, trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+        """Make copies that a checkpoint does not hold equal to what was loaded."""
+
+    def explain_errors(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Turn errors of model code that come from this axis into one sentence."""
+        return nullcontext()
+
+    def runner(self) -> MicrobatchRunner | None:
+        """Runs the micro-batches of a step; None leaves that to others."""
+        return None
+
+    def updates(self, engine: Engine) -> Updates | None:
+        """Makes the optimizer updates of a step; None leaves that to others."""
+        return None
+
+
+class Axes(tuple[AxisContext, ...]):
+    """All axes of an engine, in the order of their gradient sums."""
+
+    @property
+    def shards(self) -> dict[str, LocalShard]:
+        """One axis shards a parameter in chunks; `fully_shard` may shard its rows again."""
+        return {name: shard for context in self for name, shard in context.shards.items()}
+
+    @property
+    def replicated_reasons(self) -> dict[str, str]:
+        return {name: reason for context in self for name, reason in context.replicated_reasons.items()}
+
+    @property
+    def partitioning(self) -> tuple[str, ...]:
+        """Axes whose ranks hold different parameters."""
+        return tuple(context.axis for context in self if context.partitions_model)
+
+    @property
+    def owns_loss(self) -> bool:
+        return all(context.owns_loss for context in self)
+
+    @property
+    def owns_weight(self) -> bool:
+        return all(context.owns_weight for context in self)
+
+    @property
+    def activation_groups(self) -> list[dist.ProcessGroup]:
+        return [group for context in self for group in context.activation_groups]
+
+    @property
+    def group_axes(self) -> dict[str, str]:
+        """Group name -> axis, for all groups that axes made for themselves."""
+        return {str(group.group_name): context.axis for context in self for group in context.groups}
+
+    @property
+    def token_loss(self) -> TokenLoss | None:
+        return self._first(lambda context: context.token_loss)
+
+    @property
+    def activation_layout(self) -> Any:
+        return self._first(lambda context: context.activation_layout)
+
+    @property
+    def row_chunks(self) -> int:
+        return math.prod(context.row_chunks for context in self)
+
+    @property
+    def row_chunk(self) -> int:
+        place = 0
+        for context in self:
+            place = place * context.row_chunks + context.row_chunk
+        return place
+
+    def rows_of(self, batch: Batch) -> Batch:
+        for context in self:
+            batch = context.rows_of(batch)
+        return batch
+
+    def sum_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
+        for context in self:
+            context.sum_gradients(trained)
+
+    def after_load(self, trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+        for context in self:
+            context.after_load(trained, optimizer)
+
+    @contextmanager
+    def explain_errors(self, model: nn.Module) -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in self:
+                stack.enter_context(context.explain_errors(model))
+            yield
+
+    def runner(self) -> MicrobatchRunner | None:
+        return self._first(lambda context: context.runner())
+
+    def updates(self, engine: Engine) -> Updates | None:
+        return self._first(lambda context: context.updates(engine))
+
+    def _first(self, ask: Callable[[AxisContext], T | None]) -> T | None:
+        return next((found for found in map(ask, self) if found is not None), None)
