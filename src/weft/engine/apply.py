@@ -3,7 +3,7 @@
 1. freeze          before wrapping: strategies look at requires_grad
 2. place           a module with values: to the device, rank 0's values to all; parameters in the format they rest in
 3. split           where the pipeline cuts: asks the model's own forward, so before anything is around it
-4. cut             tensor parallelism: parameters become this rank's shards, layers go around modules
+4. tensor_shard    tensor parallelism: parameters become this rank's shards, layers go around modules
 5. span            batch norms: statistics over the rows of all data-parallel ranks
 6. keep            this rank's stages: other parameters are gone before any memory is spent
 7. shard           fully_shard, blocks then root, still on meta (ZeRO, HSDP): a shard of a shard
