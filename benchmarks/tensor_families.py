@@ -36,7 +36,7 @@ from weft.core.errors import WeftError
 from weft.engine.engine import Engine
 from weft.engine.objective import Batch
 from weft.verify.evidence import _whole_of
-from weft.verify.tensor_promise import TensorFacts, promised_by_tensors
+from weft.verify.expected_tp import ExpectedTP, expected_of_tp
 from weft.zoo import tensor_exceptions
 
 LIMIT_S = 120
@@ -84,13 +84,13 @@ def _train(model_type: str, tables: Facts) -> Facts:
 
 def _unpromised(engine: Engine, counts: Mapping[str, int], *, batch: Batch, used: Collection[str]) -> str:
     """How the collectives of a step differ from what weft verify holds them to."""
-    facts = TensorFacts.of(engine, batch)
+    facts = ExpectedTP.of(engine, batch)
     if facts is None or facts.layout is None:
         return ""
-    promise = promised_by_tensors(facts, facts.layout, engine.plan, used=used)
+    expected = expected_of_tp(facts, facts.layout, engine.plan, used=used)
     found = {name: count for name, count in counts.items() if not name.startswith("small")}
-    odd = {name for name in {*promise, *found} if not _within(found.get(name, 0), promise.get(name, (0, 0)))}
-    told = ", ".join(f"{found.get(name, 0)} {name}, promised {promise.get(name)}" for name in sorted(odd))
+    odd = {name for name in {*expected, *found} if not _within(found.get(name, 0), expected.get(name, (0, 0)))}
+    told = ", ".join(f"{found.get(name, 0)} {name}, expected {expected.get(name)}" for name in sorted(odd))
     return told and f"collectives: {told}"
 
 
@@ -201,7 +201,7 @@ def result_page(rows: list[Facts], by_layout: list[Facts], *, degree: int) -> st
         "",
         "Caveats: models of two layers and width 64 with random weights, three steps, float32, CPU processes on one",
         f"machine, rows of {tiny.LENGTH} tokens. Compared with one process: {tiny.COMPARED}, and the",
-        "collectives of a step with what the layout promises. Vectors are moved off their initial zeros and ones, as",
+        "collectives of a step with what the layout expected. Vectors are moved off their initial zeros and ones, as",
         "those hide bugs.",
         "",
         f"- torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}",

@@ -29,7 +29,7 @@ from gloo import run_ranks
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.dryrun.run import Stage, dry_run
+from weft.dryrun.run import FakeTraining, dry_run
 from weft.engine.measure.meter import StepMeter
 
 GIB = 2**30
@@ -117,7 +117,7 @@ def against_gloo() -> list[str]:
 
 
 def measured(rank: int, world: int, mode: str) -> list[dict[str, Any]]:
-    stage = Stage(run_of(SMALL, rows=8, length=32), plan_of(mode, world, precision="fp32"))
+    stage = FakeTraining(run_of(SMALL, rows=8, length=32), plan_of(mode, world, precision="fp32"))
     stage.build()
     meter = StepMeter(stage.engine)
     for _ in range(2):

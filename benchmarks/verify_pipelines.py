@@ -26,7 +26,7 @@ import transformers
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.verify.request import Request
+from weft.verify.request import VerifyRequest
 
 ROTARY: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8,
@@ -104,7 +104,7 @@ def verify(family: str, plans: list[dict[str, Any]], *, num_ranks: int, steps: i
     with tempfile.TemporaryDirectory() as folder:
         answer, request = Path(folder, "verdicts.json"), Path(folder, "request.json")
         request.write_text(
-            Request(run=run, plans=plans, steps=steps, as_is=True, answer=str(answer)).to_json(), encoding="utf-8"
+            VerifyRequest(run=run, plans=plans, steps=steps, as_is=True, answer=str(answer)).to_json(), encoding="utf-8"
         )
         code = (
             "import sys; from pathlib import Path; from weft.launch.local import launch;"

@@ -16,7 +16,7 @@ from tiny import FAMILIES, global_batch
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.dryrun.run import Stage, dry_run
+from weft.dryrun.run import FakeTraining, dry_run
 from weft.engine.engine import Engine
 from weft.engine.kernels.compiled import failures
 from weft.engine.measure.meter import StepMeter
@@ -44,7 +44,7 @@ def of_vocabulary(vocab_size: int) -> RunSpec:
 
 def measured(plan: Plan, run: RunSpec = RUN) -> tuple[int, StepMeter]:
     """The allocator's peak of a step, and what the meter says of the next ones."""
-    stage = Stage(run, plan, device=torch.device("cuda", 0))
+    stage = FakeTraining(run, plan, device=torch.device("cuda", 0))
     stage.build()
     for _ in range(2):
         stage.step()

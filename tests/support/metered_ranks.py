@@ -6,7 +6,7 @@ from typing import Any
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.dryrun.run import Stage
+from weft.dryrun.run import FakeTraining
 from weft.engine.measure.meter import StepMeter
 from weft.engine.pp.runtime import PipelineRuntime
 
@@ -14,7 +14,7 @@ Tables = dict[str, Any]
 
 
 def metered_in_rank(_rank: int, _num_ranks: int, run: Tables, plan: Tables) -> Tables:
-    stage = Stage(RunSpec.from_tables(run), Plan.from_tables(plan))
+    stage = FakeTraining(RunSpec.from_tables(run), Plan.from_tables(plan))
     stage.build()
     stage.step()  # DDP's buckets are known once they were sent
     meter = StepMeter(stage.engine)

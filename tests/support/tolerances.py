@@ -4,7 +4,7 @@ float32 has 24 bits: one rounding is 6e-8 relative. A loss is a sum over a few t
 parameter; another order of summation moves them by a few roundings, and twenty optimizer steps let that grow.
 """
 
-# Twenty steps, any data-parallel layout against one process, in float32 (the promise of the README).
+# Twenty steps, any data-parallel layout against one process, in float32 (the expected of the README).
 SAME_CURVE_LOSS_ABS = 1e-5
 SAME_CURVE_NORM_REL = 1e-5
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # imported inside the verb: `weft --help` must not pay for wh
     from weft.core.plan import Plan
     from weft.core.run_spec import RunSpec
     from weft.dryrun.fit import Fit
-    from weft.dryrun.many import Job
+    from weft.dryrun.many import DryRunJob
     from weft.dryrun.record import DryRun
     from weft.plan.changes import Change
     from weft.plan.estimate import Estimate
@@ -99,11 +99,11 @@ class Question:
             request=_request(run, plan, devices),
         )
 
-    def job(self, *, rank: int, memory_only: bool = False) -> Job:
-        from weft.dryrun.many import Job
+    def job(self, *, rank: int, memory_only: bool = False) -> DryRunJob:
+        from weft.dryrun.many import DryRunJob
 
         device = self.cluster.device if self.cluster is not None else None
-        return Job.on(device, self.run, self.plan, rank=rank, memory_only=memory_only)
+        return DryRunJob.on(device, self.run, self.plan, rank=rank, memory_only=memory_only)
 
     def fit(self, found: DryRun) -> Fit | None:
         from weft.dryrun.fit import fit_of

@@ -42,7 +42,7 @@ class Confirmation:
 def confirm(question: Question, answer: Answer, *, model: str) -> list[Confirmation]:
     """One for each plan, in order; dry runs of all that are built, in parallel."""
     from weft.cli.dryrun_view import Progress
-    from weft.dryrun.many import Job, dry_runs
+    from weft.dryrun.many import DryRunJob, dry_runs
     from weft.plan.stages import rank_at
     from weft.plan.trained import why_not_trained
 
@@ -50,7 +50,7 @@ def confirm(question: Question, answer: Answer, *, model: str) -> list[Confirmat
     refused = [why_not_trained(found) for found in answer.plans]
     built = [found for found, reason in zip(answer.plans, refused, strict=True) if not reason]
     jobs = [
-        Job.on(device, run, found.plan, rank=rank_at(shape, found.plan, found.place), memory_only=True)
+        DryRunJob.on(device, run, found.plan, rank=rank_at(shape, found.plan, found.place), memory_only=True)
         for found in built
     ]
     with Progress(f"{len(jobs)} of {len(answer.plans)} plans by dry run", total=len(jobs)) as progress:

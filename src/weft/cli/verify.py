@@ -14,7 +14,7 @@ import typer
 from weft.cli.device import Device
 
 if TYPE_CHECKING:  # imported inside the verb: `weft --help` must not pay for what it does not use
-    from weft.verify.request import Request
+    from weft.verify.request import VerifyRequest
     from weft.verify.verdict import Verdict
 
 
@@ -41,8 +41,8 @@ def verify(
     from weft.core.batching import require_divisible
     from weft.core.executable import require_executable
     from weft.core.plan import Plan
-    from weft.verify.request import Request, every_plan
-    from weft.verify.verdict import Matrix
+    from weft.verify.request import VerifyRequest, every_plan
+    from weft.verify.verdict import VerdictTable
 
     given = settings or []
     require_known_sections(given)
@@ -52,7 +52,7 @@ def verify(
     plans = every_plan(num_ranks, tables, spec) if all_plans else [tables]
     for legal in plans:
         require_divisible(spec, Plan.from_tables(legal))  # told before any rank starts
-    request = Request(
+    request = VerifyRequest(
         run=spec,
         plans=plans,
         steps=steps,
@@ -60,7 +60,7 @@ def verify(
         device=device.value,
     )
     verdicts = _carry_out(request, num_ranks=num_ranks)
-    answer = Matrix(run=str(run or "the embedded default"), verdicts=tuple(verdicts))
+    answer = VerdictTable(run=str(run or "the embedded default"), verdicts=tuple(verdicts))
     _tell(answer, is_matrix=all_plans, as_json=as_json)
     if all_plans and matrix is not None:
         from weft.report.matrix import write_matrix
@@ -99,7 +99,7 @@ def _verify_server(
     raise typer.Exit(code=0 if verdict.ok else 1)
 
 
-def _carry_out(request: Request, *, num_ranks: int) -> list[Verdict]:
+def _carry_out(request: VerifyRequest, *, num_ranks: int) -> list[Verdict]:
     import dataclasses
 
     from weft.core.quiet import quiet_libraries

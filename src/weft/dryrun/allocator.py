@@ -32,7 +32,7 @@ ADDRESSES = LARGE_SEGMENT_BYTES * 2**30  # a segment's address space: more than 
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class AllocatorEvent:
     """`nbytes` > 0 allocates under `key` (again: the new block is taken before the old one is freed), 0 frees."""
 
     key: int
@@ -50,7 +50,9 @@ class Reserved:
     out_of_memory: bool = False  # the trace did not fit `capacity_bytes`, and was left there
 
 
-def simulate(events: Iterable[Event], *, expandable_segments: bool, capacity_bytes: int | None = None) -> Reserved:
+def simulate(
+    events: Iterable[AllocatorEvent], *, expandable_segments: bool, capacity_bytes: int | None = None
+) -> Reserved:
     """Replay `events`. `capacity_bytes`: what the allocator may take of the device; without it, there is no limit."""
     allocator = _Allocator(expandable=expandable_segments, capacity_bytes=capacity_bytes)
     for event in events:
@@ -61,7 +63,7 @@ def simulate(events: Iterable[Event], *, expandable_segments: bool, capacity_byt
     return allocator.result(out_of_memory=False)
 
 
-def least_capacity(events: Sequence[Event], *, expandable_segments: bool) -> int:
+def least_capacity(events: Sequence[AllocatorEvent], *, expandable_segments: bool) -> int:
     """The smallest device on which the trace still ends: what is cached has to be given back there, on the way.
 
     Found by halving what lies between allocated and reserved, to a 64th of it.

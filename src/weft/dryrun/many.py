@@ -28,7 +28,7 @@ from weft.dryrun.record import DryRun
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class DryRunJob:
     """One rank of one plan."""
 
     run: RunSpec
@@ -39,11 +39,11 @@ class Job:
     memory_only: bool = False  # half the work where there are many micro-batches: traffic and FLOPs are left out
 
     @staticmethod
-    def on(device: Device | None, run: RunSpec, plan: Plan, *, rank: int = 0, memory_only: bool = False) -> Job:
+    def on(device: Device | None, run: RunSpec, plan: Plan, *, rank: int = 0, memory_only: bool = False) -> DryRunJob:
         """With that device's kernels; those of a Hopper GPU where none is named."""
         if device is None:
-            return Job(run=run, plan=plan, rank=rank, memory_only=memory_only)
-        return Job(
+            return DryRunJob(run=run, plan=plan, rank=rank, memory_only=memory_only)
+        return DryRunJob(
             run=run,
             plan=plan,
             rank=rank,
@@ -57,7 +57,7 @@ Outcome = DryRun | WeftError
 
 
 def dry_runs(
-    jobs: Sequence[Job],
+    jobs: Sequence[DryRunJob],
     *,
     on_done: Callable[[int, Outcome], None] | None = None,
     processes: ProcessPoolExecutor | None = None,
@@ -76,8 +76,8 @@ def dry_runs(
 
 def _collected(
     processes: ProcessPoolExecutor,
-    jobs: Sequence[Job],
-    parts: list[list[Job]],
+    jobs: Sequence[DryRunJob],
+    parts: list[list[DryRunJob]],
     on_done: Callable[[int, Outcome], None] | None,
 ) -> list[Outcome]:
     places = {
@@ -115,7 +115,7 @@ def worker_processes(count: int | None = None) -> Iterator[ProcessPoolExecutor]:
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _parts(job: Job) -> list[Job]:
+def _parts(job: DryRunJob) -> list[DryRunJob]:
     if not are_alike(job.run, job.plan):
         return [job]
     counts = (FEW,) if job.memory_only else (FEW, MORE)
@@ -123,7 +123,7 @@ def _parts(job: Job) -> list[Job]:
     return [replace(job, run=run, plan=plan) for run, plan in short]
 
 
-def _joined(processes: ProcessPoolExecutor, job: Job, done: list[Outcome]) -> Outcome:
+def _joined(processes: ProcessPoolExecutor, job: DryRunJob, done: list[Outcome]) -> Outcome:
     found = [outcome for outcome in done if isinstance(outcome, DryRun)]
     if len(found) < len(done):
         return next(outcome for outcome in done if isinstance(outcome, WeftError))
@@ -146,7 +146,7 @@ def _prepare() -> None:
     quiet_libraries()
 
 
-def _carry_out(job: Job) -> DryRun | WeftError:
+def _carry_out(job: DryRunJob) -> DryRun | WeftError:
     """Errors come back as values: what cannot be pickled would break the pool."""
     from weft.dryrun.run import dry_run
 

@@ -23,7 +23,7 @@ from weft.core.plan import Compile, Plan
 from weft.core.records import PeakRecord
 from weft.core.run_spec import RunSpec
 from weft.core.terms import MemoryTerm as Term
-from weft.dryrun.allocator import Event, least_capacity, simulate
+from weft.dryrun.allocator import AllocatorEvent, least_capacity, simulate
 from weft.dryrun.compiler import compiler_without_code, why_not_followed
 from weft.dryrun.kernels import LIBRARY_WORKSPACES_BYTES, Kernel, workspace_bytes
 from weft.dryrun.record import DryRun
@@ -68,7 +68,7 @@ def dry_run(run: RunSpec, plan: Plan, *, rank: int = 0, on_gpu: bool = True, att
 def _of_rank(run: RunSpec, plan: Plan, kernel: Kernel | None, began_s: float, *, rank: int) -> DryRun:
     compiler = compiler_without_code() if plan.compile.enabled else nullcontext()
     with compiler, fake_world(num_ranks=plan.num_ranks, rank=rank, attention=kernel) as world:
-        stage = Stage(run, plan)
+        stage = FakeTraining(run, plan)
         try:
             with world.mode:
                 return _measure(stage, world, began_s, rank=rank)
@@ -82,14 +82,16 @@ def _of_rank(run: RunSpec, plan: Plan, kernel: Kernel | None, began_s: float, *,
 def _stand_in(run: RunSpec, plan: Plan) -> Plan:
     """The plan with eager blocks that keep about what compiled ones do; those computed again fully stay so."""
     policy, full = plan.activations.policy, (plan.activations.mixture or (0, 0))[0]
-    num_blocks = len(describe(Stage(run, plan).skeleton).blocks)
+    num_blocks = len(describe(FakeTraining(run, plan).skeleton).blocks)
     mixed = {"policy": "budget", "mixture": (full, num_blocks - full)}
     change = {} if policy == "full" else mixed if policy == "budget" else {"policy": "selective"}
     activations = plan.activations.model_copy(update=change)
     return plan.model_copy(update={"activations": activations, "compile": Compile(enabled=False)})
 
 
-def _needs_values(stage: Stage, error: DataDependentOutputException | DynamicOutputShapeException) -> NotBuiltError:
+def _needs_values(
+    stage: FakeTraining, error: DataDependentOutputException | DynamicOutputShapeException
+) -> NotBuiltError:
     return NotBuiltError(
         f"a {stage.config.model_type!r} model decides by the values of its tensors ({error.func}), "
         "and a dry run has none",
@@ -97,7 +99,7 @@ def _needs_values(stage: Stage, error: DataDependentOutputException | DynamicOut
     )
 
 
-def _measure(stage: Stage, world: FakeWorld, began_s: float, *, rank: int) -> DryRun:
+def _measure(stage: FakeTraining, world: FakeWorld, began_s: float, *, rank: int) -> DryRun:
     loading_bytes = measure_peak(stage.build, device_type=CPU.type)
     stage.expect_messages()
     recorder = _Recorder(world)
@@ -129,7 +131,7 @@ def _measure(stage: Stage, world: FakeWorld, began_s: float, *, rank: int) -> Dr
     )
 
 
-def _other_moments(stage: Stage) -> dict[str, int]:
+def _other_moments(stage: FakeTraining) -> dict[str, int]:
     """Evaluation, and going on from a checkpoint, whose states are made before they are read."""
     engine = stage.engine
     found = {"evaluation_bytes": measure_peak(stage.evaluate, device_type=CPU.type, at_rest=tensors_at_rest(engine))}
@@ -144,10 +146,10 @@ class _Recorder:
 
     def __init__(self, world: FakeWorld) -> None:
         self._world = world
-        self._events = [Event(-2 - index, nbytes) for index, nbytes in enumerate(LIBRARY_WORKSPACES_BYTES)]
+        self._events = [AllocatorEvent(-2 - index, nbytes) for index, nbytes in enumerate(LIBRARY_WORKSPACES_BYTES)]
 
     def allocated(self, key: int, nbytes: int) -> None:
-        self._events.append(Event(key, nbytes, self._world.stream.number))
+        self._events.append(AllocatorEvent(key, nbytes, self._world.stream.number))
 
     def reserved(self) -> dict[str, int]:
         return {
@@ -159,7 +161,7 @@ class _Recorder:
         return least_capacity(self._events, expandable_segments=True)
 
 
-class Stage:
+class FakeTraining:
     """The engine and the batches of one dry run; on another device, or outside the mode, of a real one like it."""
 
     def __init__(self, run: RunSpec, plan: Plan, *, device: torch.device = CPU) -> None:
@@ -177,7 +179,7 @@ class Stage:
             seed=run.train.seed,
             clip_norm=run.train.clip_norm,
             frozen=run.train.frozen,
-            weights=_NoValues(self.skeleton, describe(self.skeleton)),
+            weights=_FakeWeights(self.skeleton, describe(self.skeleton)),
             device=self.device,
         )
         self._rows = run.train.global_batch // plan.mesh.dp_degree
@@ -221,7 +223,7 @@ def _with_library(peak: PeakRecord) -> PeakRecord:
     )
 
 
-def _notes(stage: Stage) -> tuple[str, ...]:
+def _notes(stage: FakeTraining) -> tuple[str, ...]:
     notes = []
     if stage.plan.data_parallel.zero == 0 and stage.plan.mesh.dp_degree > 1:
         notes.append("DDP's reducer is modelled: its buckets and all-reduces are, its internals are not")
@@ -230,7 +232,7 @@ def _notes(stage: Stage) -> tuple[str, ...]:
     return tuple(notes)
 
 
-class _NoValues:
+class _FakeWeights:
     """Weights of the right shapes, one unit whole at a time, for a model whose values nobody reads."""
 
     def __init__(self, skeleton: torch.nn.Module, layout: ModelLayout) -> None:

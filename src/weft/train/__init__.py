@@ -14,7 +14,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 
 
-class _CallableRoom(ModuleType):
+class _TrainModule(ModuleType):
     """`weft.train` is both the package and the verb."""
 
     def __call__(
@@ -28,4 +28,4 @@ class _CallableRoom(ModuleType):
         return run_job(job)
 
 
-sys.modules[__name__].__class__ = _CallableRoom
+sys.modules[__name__].__class__ = _TrainModule

@@ -24,7 +24,7 @@ from weft.models.layout import describe
 from weft.models.pretrained import PretrainedWeights
 from weft.train.held_out import why_no_evaluation
 from weft.train.isolation import require_isolation
-from weft.train.out_of_memory import Scene
+from weft.train.out_of_memory import OutOfMemoryScene
 from weft.train.process import Process, phase
 from weft.train.tokenising import TokenisingDisplay
 from weft.zoo.hub import model_folder, reads_weights
@@ -49,7 +49,7 @@ class Workbench:
 
 
 def build_workbench(
-    run: RunSpec, plan: Plan, process: Process, *, device: torch.device, scene: Scene | None = None
+    run: RunSpec, plan: Plan, process: Process, *, device: torch.device, scene: OutOfMemoryScene | None = None
 ) -> Workbench:
     """The engine and the loaders of `run` under `plan`, on every rank; `scene` hears what comes to be."""
     require_divisible(run, plan)

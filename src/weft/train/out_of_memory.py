@@ -36,7 +36,7 @@ _FREE = re.compile(r"of which ([\d.]+) (bytes|[KMG]iB) is free", re.IGNORECASE)
 
 
 @dataclass(kw_only=True)
-class Scene:
+class OutOfMemoryScene:
     """What is known of the run at this moment."""
 
     run: RunSpec
@@ -49,7 +49,7 @@ class Scene:
 
 
 @contextmanager
-def explained(scene: Scene) -> Iterator[None]:
+def explained(scene: OutOfMemoryScene) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -60,7 +60,7 @@ def explained(scene: Scene) -> Iterator[None]:
         raise told from error
 
 
-def explain(error: Exception, scene: Scene) -> MemoryLimitError:
+def explain(error: Exception, scene: OutOfMemoryScene) -> MemoryLimitError:
     """The sentence. Nothing in here may hide the error itself."""
     asked_bytes, total_bytes = _bytes(_ASKED, error), _device_bytes(scene)
     parts = [
@@ -73,7 +73,7 @@ def explain(error: Exception, scene: Scene) -> MemoryLimitError:
     return MemoryLimitError(sentence, hint=_hint(scene, asked_bytes or 0, total_bytes))
 
 
-def _where(error: Exception, scene: Scene) -> str:
+def _where(error: Exception, scene: OutOfMemoryScene) -> str:
     """step 3, backward of model.layers.3.mlp: the part by the stack, the module by it or by the meter."""
     failed = scene.measuring.failed if scene.measuring is not None else None
     part, module = (failed.phase, failed.module) if failed is not None else ("", "")
@@ -111,13 +111,13 @@ def _device(error: Exception, total_bytes: int | None) -> str:
     return f"{has}, {format_bytes(free_bytes)} of it free" if has and free_bytes is not None else has
 
 
-def _held(scene: Scene) -> str:
+def _held(scene: OutOfMemoryScene) -> str:
     terms = _terms_now(scene)
     named = [f"{term.replace('_', ' ')} {format_bytes(size)}" for term, size in terms.most_common(LARGEST) if size]
     return f"it held {', '.join(named)}" if named else ""
 
 
-def _terms_now(scene: Scene) -> Counter[str]:
+def _terms_now(scene: OutOfMemoryScene) -> Counter[str]:
     """By the meter where it was measuring, else what can be counted on live tensors."""
     if scene.measuring is not None and scene.measuring.failed is not None:
         found: Counter[str] = Counter()
@@ -134,7 +134,7 @@ def _terms_now(scene: Scene) -> Counter[str]:
     return Counter(counted)
 
 
-def _hint(scene: Scene, asked_bytes: int, total_bytes: int | None) -> str:
+def _hint(scene: OutOfMemoryScene, asked_bytes: int, total_bytes: int | None) -> str:
     """The planner's smallest change. It is asked for less than it believes the plan needs, for it did not suffice."""
     general = "use more micro-batches, recompute activations, or more ranks"
     try:
@@ -152,7 +152,7 @@ def _hint(scene: Scene, asked_bytes: int, total_bytes: int | None) -> str:
     return f"the smallest change that would fit: {changes[0].text}" if changes else general
 
 
-def _device_bytes(scene: Scene) -> int | None:
+def _device_bytes(scene: OutOfMemoryScene) -> int | None:
     """A GPU's memory; of a host's, this rank's share."""
     if scene.device.type == "cuda":
         return int(torch.cuda.get_device_properties(scene.device).total_memory)

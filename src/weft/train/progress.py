@@ -14,7 +14,7 @@ _STACK_FRAMES = 4
 _MAIL = "/weft/engine/pp/p2p.py"
 
 
-class Progress:
+class RankProgress:
     """The phases of the main thread, innermost last. Phases of other threads (a save in the background) are not its."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Progress:
             self._shown = (self._names[-1] if self._names else f"after {left}", time.time())
 
 
-progress = Progress()  # one a process, as there is one main thread
+progress = RankProgress()  # one a process, as there is one main thread
 
 
 def main_stack() -> list[str]:

@@ -24,7 +24,7 @@ from weft.core.errors import StallError
 from weft.train.failures import FailureRecord, is_timeout
 from weft.train.progress import is_message_wait, progress
 from weft.train.rank_environment import Process
-from weft.train.stalls import Scene, explain, explain_lost_store
+from weft.train.stalls import StallScene, explain, explain_lost_store
 from weft.train.standing import Standing, stand
 
 _BEAT_S = 1.0
@@ -87,7 +87,7 @@ class RankWatch:
             return explain_lost_store(address=self._address, silent_s=silent_s, rank_0=self._rank_0, own=own)
         answered, last_seen = asked
         return explain(
-            Scene(
+            StallScene(
                 rank=own.rank,
                 world_size=self._process.world_size,
                 answered={**answered, own.rank: own},

@@ -34,7 +34,7 @@ _HELD_OUT = (*_CONTENT, "data.sequence_length", "data.isolate_documents", "train
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class RunChange:
     """One key of run.toml with another value; None where there was or is none."""
 
     key: str
@@ -64,22 +64,22 @@ class Change:
         return _is_within(self.key, _HELD_OUT)
 
 
-def changes_between(old: RunSpec, new: RunSpec) -> list[Change]:
+def changes_between(old: RunSpec, new: RunSpec) -> list[RunChange]:
     """In the order of the documents."""
     before, now = dict(_leaves(_tables(old))), dict(_leaves(_tables(new)))
     keys = [*now, *(key for key in before if key not in now)]
-    found = [Change(key=key, old=before.get(key), new=now.get(key)) for key in keys]
+    found = [RunChange(key=key, old=before.get(key), new=now.get(key)) for key in keys]
     return [change for change in found if change.old != change.new]
 
 
-def change_of_content(old: Any, new: Mapping[str, int], run: RunSpec) -> list[Change]:
+def change_of_content(old: Any, new: Mapping[str, int], run: RunSpec) -> list[RunChange]:
     """The same name of a source may have other text behind it by now; `old` is None in checkpoints of before."""
     if not isinstance(old, dict) or old == new:
         return []
-    return [Change(key="data.source", old=_contents(run, old), new=_contents(run, new))]
+    return [RunChange(key="data.source", old=_contents(run, old), new=_contents(run, new))]
 
 
-def require_said(changes: Sequence[Change], said: Collection[str], earlier: Collection[Change] = ()) -> None:
+def require_said(changes: Sequence[RunChange], said: Collection[str], earlier: Collection[RunChange] = ()) -> None:
     """Other data must be asked for by name; what an earlier resume asked for is still asked for."""
     known = {(change.key, _shown(change.new)) for change in earlier}
     silent = [

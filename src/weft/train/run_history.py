@@ -17,7 +17,7 @@ from typing import Any
 from weft.core.json_files import parse_json
 from weft.core.records import StepRecord
 from weft.core.run_spec import RunSpec
-from weft.train.run_changes import Change
+from weft.train.run_changes import RunChange
 from weft.train.run_folder import write_whole
 
 CHANGES_NAME = "changes.json"
@@ -35,11 +35,11 @@ class RunHistory:
         except (OSError, ValueError, KeyError, TypeError):
             return []
 
-    def asked_for(self) -> list[Change]:
+    def asked_for(self) -> list[RunChange]:
         """Every change that a resume has made."""
-        return [Change(**change) for entry in self.read() for change in entry["changes"]]
+        return [RunChange(**change) for entry in self.read() for change in entry["changes"]]
 
-    def record(self, step: int, old: RunSpec, changes: Sequence[Change]) -> None:
+    def record(self, step: int, old: RunSpec, changes: Sequence[RunChange]) -> None:
         """Go on after `step` with `changes`; entries of steps that are run again go."""
         entries = self.read()
         kept = [entry for entry in entries if entry["step"] < step]
@@ -67,7 +67,7 @@ def comparable(records: Sequence[StepRecord], entries: Sequence[dict[str, Any]])
     }
 
 
-def _entry(step: int, changes: Sequence[Change]) -> dict[str, Any]:
+def _entry(step: int, changes: Sequence[RunChange]) -> dict[str, Any]:
     return {
         "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

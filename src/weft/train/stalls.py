@@ -25,7 +25,7 @@ _ALIKE = frozenset({"all_reduce", "broadcast"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scene:
+class StallScene:
     """What one rank found after it had waited in vain. `answered` has the rank itself; `last_seen` those that were
     there once and do not answer."""
 
@@ -42,7 +42,7 @@ class Scene:
         return self.answered[self.rank]
 
 
-def explain(scene: Scene) -> StallError | None:
+def explain(scene: StallScene) -> StallError | None:
     """The rank to blame and the collective; None where all have arrived everywhere."""
     silent = [rank for rank in range(scene.world_size) if rank not in scene.answered]
     if silent:
@@ -63,7 +63,7 @@ def explain_lost_store(*, address: str, silent_s: float, rank_0: Standing | None
     )
 
 
-def _silent(scene: Scene, silent: Sequence[int]) -> StallError:
+def _silent(scene: StallScene, silent: Sequence[int]) -> StallError:
     absent = [rank for rank in silent if rank not in scene.last_seen]
     if absent:
         return StallError(
@@ -80,7 +80,7 @@ def _silent(scene: Scene, silent: Sequence[int]) -> StallError:
     return StallError(f"{_name(known)} {what}", hint=_hint(first, state, scene.own))
 
 
-def _unlike(scene: Scene) -> StallError | None:
+def _unlike(scene: StallScene) -> StallError | None:
     """The first collective that is another one on some rank than on most."""
     for key, trace in reversed(scene.own.groups.items()):
         members = [rank for rank in trace.ranks if key in scene.answered[rank].groups]
@@ -100,7 +100,7 @@ def _unlike(scene: Scene) -> StallError | None:
     return None
 
 
-def _behind(scene: Scene) -> StallError | None:
+def _behind(scene: StallScene) -> StallError | None:
     passed, rank, late = [scene.rank], scene.rank, _late(scene, scene.rank)
     found = late
     while late is not None:
@@ -118,7 +118,7 @@ def _behind(scene: Scene) -> StallError | None:
     return _late_error(scene, rank, f"{name}{_of(scene.answered[waiting].groups[key])} of {scene.own.phase}")
 
 
-def _late(scene: Scene, rank: int) -> tuple[str, int, int] | None:
+def _late(scene: StallScene, rank: int) -> tuple[str, int, int] | None:
     """The group in which another rank is furthest behind this one: (group, that rank, this rank)."""
     for key, trace in reversed(scene.answered[rank].groups.items()):
         numbers = {other: _number(scene.answered[other], key) for other in trace.ranks if other in scene.answered}
@@ -131,7 +131,7 @@ def _late(scene: Scene, rank: int) -> tuple[str, int, int] | None:
     return None
 
 
-def _circle(scene: Scene, passed: Sequence[int]) -> StallError:
+def _circle(scene: StallScene, passed: Sequence[int]) -> StallError:
     waits = [f"rank {rank} is in {_where_is(scene.answered[rank])}" for rank in passed]
     return StallError(
         f"{_ranks(passed)} wait for each other: {', '.join(waits)}",
@@ -139,7 +139,7 @@ def _circle(scene: Scene, passed: Sequence[int]) -> StallError:
     )
 
 
-def _busy(scene: Scene) -> StallError | None:
+def _busy(scene: StallScene) -> StallError | None:
     """Where traces say nothing, as of messages between stages: whoever is not waiting for others at all."""
     busy = [rank for rank, standing in scene.answered.items() if not standing.is_waiting]
     if len(busy) != 1 or busy == [scene.rank]:
@@ -147,7 +147,7 @@ def _busy(scene: Scene) -> StallError | None:
     return _late_error(scene, busy[0], _where(scene, busy))
 
 
-def _late_error(scene: Scene, rank: int, where: str) -> StallError:
+def _late_error(scene: StallScene, rank: int, where: str) -> StallError:
     late = scene.answered[rank]
     state = _state(late, scene.own)
     since_s = max(0.0, late.time - late.phase_since)
@@ -159,7 +159,7 @@ def _late_error(scene: Scene, rank: int, where: str) -> StallError:
     )
 
 
-def _where(scene: Scene, ranks: Sequence[int]) -> str:
+def _where(scene: StallScene, ranks: Sequence[int]) -> str:
     """What the rank itself waited in: the last collective of a group with one of these."""
     phase = scene.own.phase
     if scene.is_message:

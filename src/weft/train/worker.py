@@ -35,12 +35,12 @@ from weft.train.job import DeviceChoice, Job
 from weft.train.ledger import build_ledger, count_parameters, gather_memory
 from weft.train.loop import LoopOutcome, TrainingLoop
 from weft.train.metrics import MetricsWriter
-from weft.train.out_of_memory import Scene, explained
+from weft.train.out_of_memory import OutOfMemoryScene, explained
 from weft.train.pipeline_record import write_pipeline
 from weft.train.pipeline_watch import PipelineWatch
 from weft.train.process import Process, StopFlag, join, leave, phase
 from weft.train.rank_environment import read_local_size
-from weft.train.run_changes import Change, change_of_content, changes_between, recorded_run, require_said
+from weft.train.run_changes import RunChange, change_of_content, changes_between, recorded_run, require_said
 from weft.train.run_folder import RunFolder
 from weft.train.run_history import RunHistory, comparable
 from weft.train.settle import agreed, settle_plan
@@ -55,7 +55,7 @@ class Resumed:
 
     samples: int = 0
     run: RunSpec | None = None
-    changes: list[Change] = field(default_factory=list)
+    changes: list[RunChange] = field(default_factory=list)
 
 
 def run_job(job: Job, *, lock: FolderLock | None = None) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _train(
     history = RunHistory(folder.path)
     before, asked_before = (folder.read_run() if is_resumed else None), history.asked_for()
     plan = agreed(plan, device=device)
-    scene = Scene(run=job.run, plan=plan, device=device, local_ranks=read_local_size(os.environ))
+    scene = OutOfMemoryScene(run=job.run, plan=plan, device=device, local_ranks=read_local_size(os.environ))
     with explained(scene):
         bench = build_workbench(job.run, plan, process, device=device, scene=scene)
     store = CheckpointStore(
@@ -198,7 +198,7 @@ def _require_said_early(job: Job) -> None:
 
 
 def _resume(
-    job: Job, bench: Workbench, store: CheckpointStore, before: RunSpec, asked_before: list[Change], display: Display
+    job: Job, bench: Workbench, store: CheckpointStore, before: RunSpec, asked_before: list[RunChange], display: Display
 ) -> Resumed:
     """Load the newest good checkpoint, and see what the run asked for changes about it."""
     with phase("loading the checkpoint"):

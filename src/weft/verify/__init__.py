@@ -15,7 +15,7 @@ from weft.core.server_spec import ServerRun
 from weft.verify.verdict import Verdict
 
 
-class _CallableRoom(ModuleType):
+class _VerifyModule(ModuleType):
     """`weft.verify` is both the package and the verb."""
 
     def __call__(
@@ -26,11 +26,11 @@ class _CallableRoom(ModuleType):
 
             return verify_server(run, steps=steps, as_is=as_is)
         plan = plan or Plan()
-        from weft.verify.request import Request
+        from weft.verify.request import VerifyRequest
         from weft.verify.worker import run_request
 
         tables = [plan.model_dump(mode="json", exclude_none=True)]
-        return run_request(Request(run=run, plans=tables, steps=steps, as_is=as_is))[0]
+        return run_request(VerifyRequest(run=run, plans=tables, steps=steps, as_is=as_is))[0]
 
 
-sys.modules[__name__].__class__ = _CallableRoom
+sys.modules[__name__].__class__ = _VerifyModule

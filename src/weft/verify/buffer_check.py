@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 
 from weft.verify.checks import check_tensors
 from weft.verify.evidence import Evidence
-from weft.verify.reference import Course, Tensors
+from weft.verify.reference import RunTrace, Tensors
 from weft.verify.verdict import Check, Finding
 
 NAME, RULE = "buffers", 11
 
 
-def check_buffers(truth: Course, same: Course, found: Evidence, *, step: int, noise_share: float) -> Check:
+def check_buffers(truth: RunTrace, same: RunTrace, found: Evidence, *, step: int, noise_share: float) -> Check:
     if not found.buffers and not truth.buffers:
         return Check.passed(NAME, "no forward changes any")
     odd = _odd(found.buffer_digests)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from weft.verify.reference import Course, Tensors
+from weft.verify.reference import RunTrace, Tensors
 from weft.verify.tolerances import NOISE_SHARE, Bound, envelope, scalar_bound, tensor_bound
 from weft.verify.verdict import Check, Finding, Worst
 
@@ -105,7 +105,7 @@ def check_tensors(
     ), worst
 
 
-def check_same_bits(name: str, first: Course, second: Course, *, rule: int, detail: str) -> Check:
+def check_same_bits(name: str, first: RunTrace, second: RunTrace, *, rule: int, detail: str) -> Check:
     """Two courses that must be equal in every bit."""
     for what, left, right in (("loss", first.losses, second.losses), ("gradient norm", first.norms, second.norms)):
         for step, (expected, value) in enumerate(zip(left, right, strict=True), start=1):

@@ -33,7 +33,7 @@ from weft.verify.exercise import plan_precision
 from weft.verify.facts import check_collectives, check_dtypes, check_initial, check_replicas, check_rows
 from weft.verify.layouts import coordinates_of
 from weft.verify.low_update import LowUpdate, check_updates
-from weft.verify.reference import Course, Exercise, Tensors, has_experts, one_update
+from weft.verify.reference import Exercise, RunTrace, Tensors, has_experts, one_update
 from weft.verify.references import References
 from weft.verify.tolerances import (
     CODE_ROUNDOFF,
@@ -115,7 +115,7 @@ class Comparison:
         return [*checks, check_collectives(self.plan, found)]
 
     def _gradients(
-        self, right: Course, near: Course, *, dtype: str = "float32", drifts: Drifts = None
+        self, right: RunTrace, near: RunTrace, *, dtype: str = "float32", drifts: Drifts = None
     ) -> tuple[Check, Worst]:
         return check_tensors(
             "gradients", right.first_gradients, near.first_gradients, self.found.first_gradients,
@@ -148,7 +148,7 @@ class Comparison:
         )
         return [check_updates(how, self.found.initial, self.found.updates)]
 
-    def _first_update(self, right: Course, near: Course) -> Check:
+    def _first_update(self, right: RunTrace, near: RunTrace) -> Check:
         """Against the truth's. Where gradients part at once it is judged from the plan's own: Adam moves a weight whose
         gradient is noise by the full rate either way, and of a norm's 32 weights one is a third of the update."""
         expected, rounded, share = right.first_weights, near.first_weights, self.references.parting.update
@@ -175,7 +175,7 @@ class Comparison:
         is_delayed = self.plan.mesh.pp > 1 and self.plan.pipeline.never_drains
         return is_delayed or plan_precision(self.plan, self.train).rounds_weights
 
-    def _weights(self, right: Course, near: Course, *, drifts: Drifts = None) -> tuple[Check, Worst]:
+    def _weights(self, right: RunTrace, near: RunTrace, *, drifts: Drifts = None) -> tuple[Check, Worst]:
         parameters = {key: value for key, value in self.found.weights.items() if key in self.found.initial}
         return check_tensors(
             "weights", right.weights, near.weights, parameters, rule=2, dtype="float32", step=self.steps,
@@ -183,7 +183,7 @@ class Comparison:
             noise_share=self.references.parting.update,
         )  # fmt: skip
 
-    def _states(self, right: Course, near: Course, *, drifts: Drifts = None) -> Check:
+    def _states(self, right: RunTrace, near: RunTrace, *, drifts: Drifts = None) -> Check:
         owners = {key: self.found.owners.get(key.rpartition(".")[0], []) for key in self.found.optimizer}
         if self.references.parting.is_at_once:  # weights that parted have other gradients
             share, given = self.references.parting.update, drifts or {}
@@ -194,7 +194,7 @@ class Comparison:
         )  # fmt: skip
         return check
 
-    def _same_precision(self, reordered: Course) -> Check:
+    def _same_precision(self, reordered: RunTrace) -> Check:
         """Against one process in the plan's own precision, within what another order of sums does to it."""
         is_at_once = self.references.parting.is_at_once
         parts = self._first_step_alike(reordered) if is_at_once else self._all_alike(reordered)
@@ -205,7 +205,7 @@ class Comparison:
         what = "the first step" if is_at_once else "losses, gradients, weights and states"
         return Check.passed("same precision", f"{what} of one process", margin=max(part.margin for part in parts))
 
-    def _all_alike(self, reordered: Course) -> list[Check]:
+    def _all_alike(self, reordered: RunTrace) -> list[Check]:
         truth, same, found = self.references.truth, self.references.same, self.found
         every, ends = list(range(1, self.steps + 1)), [1, self.steps]
 
@@ -226,7 +226,7 @@ class Comparison:
             scalars("evaluation", "eval_losses", ends),
         ]
 
-    def _first_step_alike(self, reordered: Course) -> list[Check]:
+    def _first_step_alike(self, reordered: RunTrace) -> list[Check]:
         """Where ranks round the terms of a sum, runs part at once; after an update the truth alone is a yardstick."""
         truth, same, found, parting = self.references.truth, self.references.same, self.found, self.references.parting
 

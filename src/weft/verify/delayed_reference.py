@@ -22,10 +22,10 @@ from weft.models.pp.split import split_model
 from weft.verify.eight_bit import round_moments
 from weft.verify.reference import (
     Batch,
-    Course,
-    Cut,
+    BatchSplit,
     Exercise,
-    Precision,
+    ReferencePrecision,
+    RunTrace,
     Tensors,
     add_gradients,
     clip_gradients,
@@ -95,14 +95,16 @@ class Delay:
 
 
 def run_delayed(
-    build: Callable[[], nn.Module], exercise: Exercise, precision: Precision, cut: Cut, delay: Delay
-) -> Course:
+    build: Callable[[], nn.Module], exercise: Exercise, precision: ReferencePrecision, cut: BatchSplit, delay: Delay
+) -> RunTrace:
     """As `run_reference`, with the delays of a pipeline."""
     return _Run(build(), exercise, precision, cut, delay).course()
 
 
 class _Run:
-    def __init__(self, model: nn.Module, exercise: Exercise, precision: Precision, cut: Cut, delay: Delay) -> None:
+    def __init__(
+        self, model: nn.Module, exercise: Exercise, precision: ReferencePrecision, cut: BatchSplit, delay: Delay
+    ) -> None:
         self._model, self._aliases = prepare(model, precision, cut)
         self._exercise, self._precision, self._cut, self._delay = exercise, precision, cut, delay
         self._device = next(model.parameters()).device
@@ -115,9 +117,9 @@ class _Run:
         self._trained = {name: master for name, master in self._masters.items() if master.requires_grad}
         self._optimizer = plain_optimizer(list(self._trained.values()), exercise.train, is_fused=cut.is_reordered)
         self._versions: list[Tensors] = [self._snapshot()]  # since the last restart
-        self._course = Course(initial=exercise.initial)
+        self._course = RunTrace(initial=exercise.initial)
 
-    def course(self) -> Course:
+    def course(self) -> RunTrace:
         exercise, course = self._exercise, self._course
         evaluation = [moved(batch, self._device) for batch in exercise.evaluation]
         norms: list[float] = []

@@ -25,17 +25,17 @@ from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import chunks_of
 from weft.engine.state import MODEL, OPTIMIZER, as_shard
 from weft.verify.eight_bit import decode_moments
-from weft.verify.low_update import Update
-from weft.verify.pipeline_promise import PipelineFacts
-from weft.verify.reference import Course, Tensors
-from weft.verify.tensor_promise import TensorFacts
+from weft.verify.expected_pp import ExpectedP2P
+from weft.verify.expected_tp import ExpectedTP
+from weft.verify.low_update import LowPrecisionStep
+from weft.verify.reference import RunTrace, Tensors
 
 BESIDE = ("small", BUFFERS)  # collectives that are no traffic of the layout
 LOW_UPDATES = 2  # that are kept where they round: the first has no moments before it
 
 
 @dataclass(kw_only=True)
-class Evidence(Course):
+class Evidence(RunTrace):
     """A course with what only a plan has: its rows, dtypes, collectives, coverage and who owns which rows."""
 
     batches: list[Tensors] = field(default_factory=list)  # the global batch of every step, as the ranks held it
@@ -45,12 +45,12 @@ class Evidence(Course):
     own: list[ParameterRecord] = field(default_factory=list)  # of the coverage, what rank 0's stages have
     units: int = 0
     num_in_float8: int = 0  # weights that are gathered so
-    pipeline: PipelineFacts | None = None
-    tensors: TensorFacts | None = None  # under tensor parallelism
+    pipeline: ExpectedP2P | None = None
+    tensors: ExpectedTP | None = None  # under tensor parallelism
     owners: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # rows of dim 0 by rank
     digests: dict[str, list[int]] = field(default_factory=dict)  # of every whole tensor at the end, by rank
     buffer_digests: dict[str, list[int]] = field(default_factory=dict)  # of those that forwards change, by rank
-    updates: list[Update] = field(default_factory=list)  # the first ones, where the update itself rounds
+    updates: list[LowPrecisionStep] = field(default_factory=list)  # the first ones, where the update itself rounds
 
 
 def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], evaluation: Sequence[Batch]) -> Evidence:
@@ -62,7 +62,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
         own=engine.coverage(),
         units=len(engine.layout.units),
         num_in_float8=engine.strategy.num_in_float8,
-        pipeline=PipelineFacts.of(engine),
+        pipeline=ExpectedP2P.of(engine),
         owners=_owners(engine),
     )
 
@@ -71,7 +71,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
         if not evidence.first_gradients or is_kept:
             whole_gradients = _whole_of(engine, gradients)
             evidence.first_gradients = evidence.first_gradients or whole_gradients
-            evidence.updates += [Update(gradients=whole_gradients)] if is_kept else []
+            evidence.updates += [LowPrecisionStep(gradients=whole_gradients)] if is_kept else []
 
     engine.on_gradients = keep
     last = len(batches) - 1
@@ -93,7 +93,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
         if step in (0, last):  # after the first: what an evaluation leaves behind must not change the steps that follow
             evidence.eval_losses.append(engine.evaluate(evaluation).loss)
     engine.on_gradients = None
-    evidence.tensors = TensorFacts.of(engine, batches[last])
+    evidence.tensors = ExpectedTP.of(engine, batches[last])
     evidence.dtypes = engine.dtypes()
     state = _over_stages(engine, {key: whole(value, engine) for key, value in engine.state().items()})
     evidence.weights = _part(state, MODEL)
@@ -108,7 +108,7 @@ def _rounds(engine: Engine) -> bool:
     return isinstance(engine.optimizer, AdamWLow) and engine.optimizer.rounds
 
 
-def _keep_update(update: Update, engine: Engine, norm: float) -> None:
+def _keep_update(update: LowPrecisionStep, engine: Engine, norm: float) -> None:
     state = _over_stages(engine, {key: whole(value, engine) for key, value in engine.state().items()})
     update.norm, update.weights, update.states = norm, _part(state, MODEL), _part(state, OPTIMIZER)
 

@@ -24,7 +24,7 @@ from weft.models.initial import InitialWeights
 from weft.models.layout import describe
 from weft.train.rate import learning_rate_at
 from weft.verify.borders import Borders
-from weft.verify.reference import Cut, Exercise, Precision, Tensors
+from weft.verify.reference import BatchSplit, Exercise, ReferencePrecision, Tensors
 
 CPU = torch.device("cpu")
 # Small enough that no gradient of a fresh model overflows float16: a skipped step would prove nothing.
@@ -169,12 +169,12 @@ def _vocab_size(model: Any, known: int) -> int:
     return min(sizes, default=known)
 
 
-def plan_precision(plan: Plan, train: TrainSpec) -> Precision:
+def plan_precision(plan: Plan, train: TrainSpec) -> ReferencePrecision:
     """The plan's own precision for one process."""
     policy = plan.precision.policy()
     scale = LOSS_SCALE if policy.loss_scaling else 1.0
     is_master_free = policy.master_weights == "bfloat16"
-    return Precision(
+    return ReferencePrecision(
         compute=getattr(torch, policy.weights),
         master=torch.float32 if is_master_free else getattr(torch, policy.master_weights),
         loss_scale=scale,
@@ -186,23 +186,23 @@ def plan_precision(plan: Plan, train: TrainSpec) -> Precision:
     )
 
 
-def at_rest(exercise: Exercise, precision: Precision) -> Exercise:
+def at_rest(exercise: Exercise, precision: ReferencePrecision) -> Exercise:
     """The exercise from the values that the plan's weights begin with: the truth is not to begin elsewhere."""
     if not precision.rounds_weights:
         return exercise
     return replace(exercise, initial={name: value.bfloat16() for name, value in exercise.initial.items()})
 
 
-def plan_cut(plan: Plan, train: TrainSpec) -> Cut:
+def plan_cut(plan: Plan, train: TrainSpec) -> BatchSplit:
     """The rows of one micro-batch of one rank."""
     rows = train.global_batch // (plan.mesh.dp_degree * plan.pipeline.microbatches)
-    return Cut(chunk_rows=max(1, rows), unties=plan.mesh.pp > 1)
+    return BatchSplit(chunk_rows=max(1, rows), unties=plan.mesh.pp > 1)
 
 
-def joint_cut(plan: Plan, train: TrainSpec) -> Cut:
+def joint_cut(plan: Plan, train: TrainSpec) -> BatchSplit:
     """The rows of one micro-batch of all ranks: what a forward that changes buffers is to see."""
     rows = max(1, train.global_batch // plan.pipeline.microbatches)
-    return Cut(chunk_rows=rows, ranks=plan.mesh.dp_degree, unties=plan.mesh.pp > 1)
+    return BatchSplit(chunk_rows=rows, ranks=plan.mesh.dp_degree, unties=plan.mesh.pp > 1)
 
 
 def _frozen(subject: Subject) -> frozenset[str]:

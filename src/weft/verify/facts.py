@@ -10,8 +10,8 @@ from weft.comm.observer import SMALL_ELEMENTS
 from weft.core.plan import Plan
 from weft.core.records import DtypeRecord
 from weft.verify.evidence import Evidence
+from weft.verify.expected_tp import ExpectedCollectives, added, expected_of_tp
 from weft.verify.reference import Batch, Tensors
-from weft.verify.tensor_promise import Promise, added, promised_by_tensors
 from weft.verify.verdict import Check, Finding
 
 IGNORED = -100
@@ -103,32 +103,32 @@ def check_dtypes(records: Sequence[DtypeRecord]) -> Check:
 
 
 def check_collectives(plan: Plan, found: Evidence) -> Check:
-    """Collectives of one step against what the stage promises."""
+    """Collectives of one step against those that the plan's axes declare."""
     counts = ", ".join(f"{count} {name}" for name, count in sorted(found.collectives.items()))
     if found.tensors is not None and found.tensors.layout is None:
-        return Check.passed("collectives", f"{counts}: not judged, a grid or a loop over blocks promises none")
-    promised = promised_collectives(plan, found)
-    for name in sorted(set(promised) | set(found.collectives)):
-        low, high = promised.get(name, (0, 0))
+        return Check.passed("collectives", f"{counts}: not judged: a grid or a loop over blocks declares none")
+    expected = expected_collectives(plan, found)
+    for name in sorted(set(expected) | set(found.collectives)):
+        low, high = expected.get(name, (0, 0))
         count = found.collectives.get(name, 0)
         if not low <= count <= high:
-            expected = f"{low} {name} a step" if low == high else f"{low} to {high} {name} a step"
-            return Check.failed("collectives", Finding(rule=9, expected=expected, found=str(count)))
+            bounds = f"{low} {name} a step" if low == high else f"{low} to {high} {name} a step"
+            return Check.failed("collectives", Finding(rule=9, expected=bounds, found=str(count)))
     return Check.passed("collectives", counts or "none, as one rank needs none")
 
 
-def promised_collectives(plan: Plan, found: Evidence) -> Promise:
+def expected_collectives(plan: Plan, found: Evidence) -> ExpectedCollectives:
     """(least, most) a step, of data and of tensor parallelism."""
-    promise = _promised_by_data(plan, found)
+    expected = _expected_of_dp(plan, found)
     if found.pipeline is not None:
-        promise = added(promise, found.pipeline.promise())
+        expected = added(expected, found.pipeline.expected())
     if found.tensors is None or found.tensors.layout is None:
-        return promise
+        return expected
     used = found.first_gradients
-    return added(promise, promised_by_tensors(found.tensors, found.tensors.layout, plan, used=used))
+    return added(expected, expected_of_tp(found.tensors, found.tensors.layout, plan, used=used))
 
 
-def _promised_by_data(plan: Plan, found: Evidence) -> Promise:
+def _expected_of_dp(plan: Plan, found: Evidence) -> ExpectedCollectives:
     """U units, M micro-batches; units without a trainable parameter reduce nothing; every stage gathers the root."""
     stages = found.pipeline.num_stages if found.pipeline is not None else 1
     units, cuts = found.units, plan.pipeline.microbatches
@@ -145,11 +145,11 @@ def _promised_by_data(plan: Plan, found: Evidence) -> Promise:
     reduces = trained * (1 if zero == 1 else cuts)
     # a pipeline's stages may bring the root's gradients one after the other
     again = (stages - 1) * (0 if zero == 1 else cuts)
-    promise: Promise = (
+    expected: ExpectedCollectives = (
         {"all_gather": (gathers, gathers), "reduce_scatter": (reduces, reduces + again)} if mesh.dp_shard > 1 else {}
     )
     reduced = trained if mesh.dp_replicate > 1 else 0
     scaled = int(found.num_in_float8 > SMALL_ELEMENTS)  # the scales of all of them at once
     if reduced + scaled:
-        promise["all_reduce"] = (reduced + scaled, reduced + scaled)
-    return promise
+        expected["all_reduce"] = (reduced + scaled, reduced + scaled)
+    return expected

@@ -25,7 +25,7 @@ KINDS = ("exp_avg", "exp_avg_sq", "weight")
 
 
 @dataclass(kw_only=True)
-class Update:
+class LowPrecisionStep:
     """One update of a plan, gathered: gradients as they came, their norm, and what it left."""
 
     gradients: Tensors = field(default_factory=dict)
@@ -72,9 +72,9 @@ def rounded(values: Tensor, bits: Tensor) -> Tensor:
     return away.view(torch.float32)
 
 
-def check_updates(how: LowUpdate, initial: Tensors, updates: Sequence[Update]) -> Check:
+def check_updates(how: LowUpdate, initial: Tensors, updates: Sequence[LowPrecisionStep]) -> Check:
     """Every element of the first updates, from the gradients and states that the plan itself had."""
-    before = Update(weights=initial)
+    before = LowPrecisionStep(weights=initial)
     worst = 0.0
     for step, update in enumerate(updates, start=1):
         flips = dict.fromkeys(KINDS, 0)
@@ -100,7 +100,7 @@ def check_updates(how: LowUpdate, initial: Tensors, updates: Sequence[Update]) -
 
 
 def _right(
-    how: LowUpdate, name: str, gradient: Tensor, before: Update, step: int, norm: float
+    how: LowUpdate, name: str, gradient: Tensor, before: LowPrecisionStep, step: int, norm: float
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Moments and weight after the update, as float64 numbers, and how large the terms are that they are sums of."""
     train, rate = how.train, how.rates[step - 1]

@@ -35,7 +35,7 @@ Aliases = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
+class ReferencePrecision:
     """float64 throughout is the truth; the plan's own precision shows what rounding does."""
 
     compute: torch.dtype
@@ -53,7 +53,7 @@ class Precision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class BatchSplit:
     """How the rows of a batch are processed; `is_reordered` adds the same numbers in another order."""
 
     chunk_rows: int
@@ -62,11 +62,11 @@ class Cut:
     unties: bool = False  # in low precision a weight that two stages share is cast, and its gradient rounded, on each
 
 
-TRUTH = Precision(compute=torch.float64, master=torch.float64)
+TRUTH = ReferencePrecision(compute=torch.float64, master=torch.float64)
 
 
 @dataclass(kw_only=True)
-class Course:
+class RunTrace:
     """What happened: one process's run, or a plan's run gathered to whole tensors."""
 
     losses: list[float] = field(default_factory=list)
@@ -102,7 +102,9 @@ def has_experts(exercise: Exercise) -> bool:
     return any(".experts." in name for name in exercise.initial)
 
 
-def run_reference(build: Callable[[], nn.Module], exercise: Exercise, precision: Precision, cut: Cut) -> Course:
+def run_reference(
+    build: Callable[[], nn.Module], exercise: Exercise, precision: ReferencePrecision, cut: BatchSplit
+) -> RunTrace:
     """Train as `exercise` says; `build` gives a fresh model with real parameters, on the device that computes."""
     model, aliases = prepare(build(), precision, cut)
     device = next(model.parameters()).device
@@ -113,7 +115,7 @@ def run_reference(build: Callable[[], nn.Module], exercise: Exercise, precision:
     evaluation = [moved(batch, device) for batch in exercise.evaluation]
     trainable = {name: master for name, master in masters.items() if master.requires_grad}
     optimizer = plain_optimizer(list(trainable.values()), exercise.train, is_fused=cut.is_reordered)
-    course = Course(initial=exercise.initial)
+    course = RunTrace(initial=exercise.initial)
     buffers = on_host(dict(model.named_buffers()))
     for step, batch in enumerate(exercise.batches):
         for group in optimizer.param_groups:
@@ -209,8 +211,8 @@ def _backward(
     trainable: Mapping[str, nn.Parameter],
     batch: Batch,
     exercise: Exercise,
-    precision: Precision,
-    cut: Cut,
+    precision: ReferencePrecision,
+    cut: BatchSplit,
     aliases: Aliases,
     *,
     step: int,
@@ -243,7 +245,7 @@ def add_gradients(
     batch: Batch,
     rows: range,
     exercise: Exercise,
-    precision: Precision,
+    precision: ReferencePrecision,
     aliases: Aliases,
     *,
     step: int,
@@ -291,7 +293,7 @@ def evaluate(model: nn.Module, batches: Sequence[Batch]) -> float:
     return total / max(1, count)
 
 
-def prepare(model: nn.Module, precision: Precision, cut: Cut) -> tuple[nn.Module, Aliases]:
+def prepare(model: nn.Module, precision: ReferencePrecision, cut: BatchSplit) -> tuple[nn.Module, Aliases]:
     """The model as it computes, and which of its parameters are copies of which."""
     layout = describe(model)
     model = _cast(model, precision)
@@ -308,7 +310,7 @@ def prepare(model: nn.Module, precision: Precision, cut: Cut) -> tuple[nn.Module
     return model, layout.ties
 
 
-def _cast(model: nn.Module, precision: Precision) -> nn.Module:
+def _cast(model: nn.Module, precision: ReferencePrecision) -> nn.Module:
     """Parameters in the compute dtype. Buffers (rotary frequencies) keep their own unless all is float64."""
     if precision.compute == torch.float64:
         if hasattr(model, "set_experts_implementation"):

@@ -14,16 +14,16 @@ from weft.core.plan import Plan
 from weft.verify.delayed_reference import Delay, run_delayed
 from weft.verify.exercise import Subject, at_rest, joint_cut, plan_cut, plan_precision
 from weft.verify.late_division import is_fused
-from weft.verify.reference import TRUTH, Course, Cut, Exercise, Precision, has_experts, run_reference
-from weft.verify.tolerances import ALONG_SHARE, ROUTED_ALONG, Parting, flipped_terms, rounded_terms
+from weft.verify.reference import TRUTH, BatchSplit, Exercise, ReferencePrecision, RunTrace, has_experts, run_reference
+from weft.verify.tolerances import ALONG_SHARE, ROUTED_ALONG, RoundingAllowance, flipped_terms, rounded_terms
 
 
 @dataclass(frozen=True, kw_only=True)
 class References:
-    truth: Course = field(default_factory=Course)
-    same: Course = field(default_factory=Course)
-    reordered: Course | None = None  # in low precision only
-    parting: Parting = field(default_factory=Parting)  # where ranks round the terms of a sum
+    truth: RunTrace = field(default_factory=RunTrace)
+    same: RunTrace = field(default_factory=RunTrace)
+    reordered: RunTrace | None = None  # in low precision only
+    parting: RoundingAllowance = field(default_factory=RoundingAllowance)  # where ranks round the terms of a sum
 
     @property
     def evaluation_least(self) -> tuple[float, float]:
@@ -44,7 +44,7 @@ class Library:
     def __init__(self, *, is_main: bool) -> None:
         self._is_main = is_main
         self._exercises: dict[str, Exercise] = {}
-        self._courses: dict[tuple[str, Precision, Cut | None, Delay | None], Course] = {}
+        self._courses: dict[tuple[str, ReferencePrecision, BatchSplit | None, Delay | None], RunTrace] = {}
         self._fuses: dict[str, bool] = {}
 
     def exercise(self, name: str, make: Callable[[], Exercise]) -> Exercise:
@@ -53,14 +53,14 @@ class Library:
             self._exercises[name] = make()
         return self._exercises[name]
 
-    def _precision(self, name: str, subject: Subject, exercise: Exercise, plan: Plan) -> Precision:
+    def _precision(self, name: str, subject: Subject, exercise: Exercise, plan: Plan) -> ReferencePrecision:
         """The plan's; a loss that the engine cannot fuse divides as any other."""
         precision = plan_precision(plan, subject.run.train)
         if precision.divides_last and name not in self._fuses:
             self._fuses[name] = is_fused(subject.build(), exercise.batches[0])
         return replace(precision, divides_last=precision.divides_last and self._fuses[name])
 
-    def first_step(self, name: str, subject: Subject, make: Callable[[], Exercise], plan: Plan) -> Course:
+    def first_step(self, name: str, subject: Subject, make: Callable[[], Exercise], plan: Plan) -> RunTrace:
         """The first step alone, in the plan's precision and cut."""
         exercise, cut = self.exercise(name, make), plan_cut(plan, subject.run.train)
         precision = self._precision(name, subject, exercise, plan)
@@ -83,7 +83,7 @@ class Library:
         begins = "in bfloat16" if precision.rounds_weights else ""
         delay = Delay.of(plan, subject.skeleton())
 
-        def course(precision: Precision, cut: Cut) -> Course:
+        def course(precision: ReferencePrecision, cut: BatchSplit) -> RunTrace:
             is_any = precision is TRUTH and cut.ranks == 0  # float64, and nothing is kept from chunk to chunk
             key = (f"{name} {begins}", precision, None if is_any else cut, delay)
             if key not in self._courses:
@@ -103,7 +103,7 @@ class Library:
         )
 
 
-def _parting(plan: Plan, precision: Precision, *, routes: bool) -> Parting:
+def _parting(plan: Plan, precision: ReferencePrecision, *, routes: bool) -> RoundingAllowance:
     """Plans whose roundings in low precision are not those of one process from the first step on. Gradients at rest in
     bfloat16 are summed over micro-batches so: rounded terms, as those of tensor parallelism."""
     along = ROUTED_ALONG if routes else ALONG_SHARE
@@ -112,4 +112,4 @@ def _parting(plan: Plan, precision: Precision, *, routes: bool) -> Parting:
     is_float32, compute = precision.compute == precision.master, str(precision.compute).removeprefix("torch.")
     if precision.rounds_weights or (not is_float32 and (plan.mesh.tp > 1 or plan.compile.enabled)):
         return rounded_terms(compute, along=along)
-    return flipped_terms(compute) if not is_float32 and precision.divides_last else Parting()
+    return flipped_terms(compute) if not is_float32 and precision.divides_last else RoundingAllowance()

@@ -20,7 +20,7 @@ SCHEDULES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class VerifyRequest:
     run: RunSpec
     plans: list[dict[str, Any]]
     steps: int = 5
@@ -33,9 +33,9 @@ class Request:
         return json.dumps(fields)
 
     @staticmethod
-    def from_json(text: str) -> Request:
+    def from_json(text: str) -> VerifyRequest:
         fields = json.loads(text)
-        return Request(**{**fields, "run": RunSpec.from_tables(fields["run"])})
+        return VerifyRequest(**{**fields, "run": RunSpec.from_tables(fields["run"])})
 
 
 def every_plan(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[dict[str, Any]]:

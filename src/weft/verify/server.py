@@ -25,7 +25,7 @@ from weft.server.node.reshard import reshard
 from weft.server.task import open_task
 from weft.server.worker import order_of
 from weft.verify.server_reference import Reference
-from weft.verify.server_runs import Found, changed, follow, schedule, shrunk, train
+from weft.verify.server_runs import ServerRunResult, changed, follow, schedule, shrunk, train
 from weft.verify.tolerances import SLACK, SUM_ROUNDINGS, UNIT_ROUNDOFF
 from weft.verify.verdict import Check, Finding, Verdict, Worst
 
@@ -89,7 +89,7 @@ class ServerSession:
         reference = Reference(run, open_task(run, self._folder()))
         order = order_of(run, reference.task)
         reference.follow(events, order, discount=run.server.discount)
-        expected = Found(losses=(), tables={n: table.everything() for n, table in reference.tables.items()})
+        expected = ServerRunResult(losses=(), tables={n: table.everything() for n, table in reference.tables.items()})
         _, allowed = self._reference(run)
         wrong, margin = self._compare(first, expected, allowed, place="following the schedule")
         if wrong is not None:
@@ -114,7 +114,7 @@ class ServerSession:
         found = train(changed(run, "server", servers=3), folder, resume=True)
         return _same_bits("resume", found, whole, "stopped half way, from 2 servers to 3: the whole run's bits")
 
-    def _reference(self, run: ServerRun) -> tuple[Found, dict[str, float]]:
+    def _reference(self, run: ServerRun) -> tuple[ServerRunResult, dict[str, float]]:
         """What must come out, and how far each table may be from it."""
         task = open_task(run, self._folder())
         runs = []
@@ -122,7 +122,7 @@ class ServerSession:
             reference = Reference(run, task)
             losses = reference.train(self.steps, pieces=pieces)
             tables = {name: table.everything() for name, table in reference.tables.items()}
-            runs.append(Found(losses=tuple(losses), tables=tables))
+            runs.append(ServerRunResult(losses=tuple(losses), tables=tables))
         first, *others = runs
         allowed = {"loss": max(abs(a - b) for other in others for a, b in zip(other.losses, first.losses, strict=True))}
         for name, (_, rows) in first.tables.items():
@@ -132,7 +132,7 @@ class ServerSession:
         return first, allowed
 
     def _compare(
-        self, found: Found, expected: Found, allowed: dict[str, float], *, place: str
+        self, found: ServerRunResult, expected: ServerRunResult, allowed: dict[str, float], *, place: str
     ) -> tuple[Finding | None, float]:
         """The first wrong thing, and the largest difference over what is allowed."""
         margin = 0.0
@@ -149,7 +149,7 @@ class ServerSession:
         return None, margin
 
     def _compare_table(
-        self, name: str, found: Found, keys: np.ndarray, rows: np.ndarray, allowed: float, *, place: str
+        self, name: str, found: ServerRunResult, keys: np.ndarray, rows: np.ndarray, allowed: float, *, place: str
     ) -> tuple[Finding | None, float]:
         own_keys, own_rows = found.tables.get(name, (np.empty(0, np.int64), np.empty((0, 0), np.float32)))
         if not np.array_equal(own_keys, keys):
@@ -165,7 +165,7 @@ class ServerSession:
         told = f"key {keys[row]}, column {column}: {rows[row, column]:.7g}"
         return _wrong(told, f"{own_rows[row, column]:.7g}", place=place, table=name), margin
 
-    def _train(self, run: ServerRun) -> Found:
+    def _train(self, run: ServerRun) -> ServerRunResult:
         return train(run, self._folder())
 
     def _folder(self) -> Path:
@@ -205,7 +205,7 @@ def _with_optimizer(run: ServerRun, kind: str) -> ServerRun:
     return run
 
 
-def _same_bits(name: str, found: Found, expected: Found, what: str) -> Check:
+def _same_bits(name: str, found: ServerRunResult, expected: ServerRunResult, what: str) -> Check:
     for table, (keys, rows) in expected.tables.items():
         own_keys, own_rows = found.tables.get(table, (np.empty(0, np.int64), np.empty((0, 0), np.float32)))
         if not np.array_equal(own_keys, keys) or not np.array_equal(own_rows, rows):

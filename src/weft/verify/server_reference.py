@@ -33,7 +33,7 @@ Gradients = Mapping[str, tuple[Keys, Rows]]
 
 
 @dataclass(frozen=True)
-class Event:
+class ServerEvent:
     """Worker `worker` reads for its unit, or sends what it found."""
 
     worker: int
@@ -164,7 +164,7 @@ class Reference:
             losses.append(sum(loss_sum for loss_sum, _ in found) / len(indices))
         return losses
 
-    def follow(self, events: Sequence[Event], order: SampleOrder, *, discount: float) -> None:
+    def follow(self, events: Sequence[ServerEvent], order: SampleOrder, *, discount: float) -> None:
         """Pulls and pushes in the order of `events`; a push is applied at once, discounted by its staleness."""
         read: dict[int, tuple[int, Gradients, int]] = {}
         num_applied = 0

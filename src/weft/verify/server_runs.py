@@ -26,7 +26,7 @@ from weft.server.node.spec import NodeSpec
 from weft.server.server_rows import ServerRows
 from weft.server.task import Task, open_task
 from weft.server.worker import Worker, build_seeded, order_of
-from weft.verify.server_reference import Event
+from weft.verify.server_reference import ServerEvent
 
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
@@ -41,7 +41,7 @@ _SMALL: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ServerRunResult:
     """What came of a run: its losses by step, and every row of every table in order of keys."""
 
     losses: tuple[float, ...]
@@ -72,12 +72,12 @@ def changed(run: ServerRun, section: str, **fields: Any) -> ServerRun:
     return run.model_copy(update={section: getattr(run, section).model_copy(update=fields)})
 
 
-def train(run: ServerRun, out: Path, *, resume: bool = False) -> Found:
+def train(run: ServerRun, out: Path, *, resume: bool = False) -> ServerRunResult:
     run_job(run, out, resume=resume, quiet=True, draws_report=False)
     return found_in(out)
 
 
-def found_in(out: Path) -> Found:
+def found_in(out: Path) -> ServerRunResult:
     """From the folder alone, so that what servers keep is what is judged."""
     folder = ServerFolder(out)
     parts: dict[str, list[tuple[Keys, Rows]]] = {}
@@ -87,7 +87,7 @@ def found_in(out: Path) -> Found:
             records = table.records(0, table.num_slots)
             parts.setdefault(table.spec.name, []).append((np.array(records["key"]), np.array(records["values"])))
     losses = tuple(record.loss for record in folder.metrics.read())
-    return Found(losses=losses, tables={name: _in_order(pairs) for name, pairs in parts.items()})
+    return ServerRunResult(losses=losses, tables={name: _in_order(pairs) for name, pairs in parts.items()})
 
 
 def _in_order(pairs: Sequence[tuple[Keys, Rows]]) -> tuple[Keys, Rows]:
@@ -96,7 +96,7 @@ def _in_order(pairs: Sequence[tuple[Keys, Rows]]) -> tuple[Keys, Rows]:
     return keys[order], rows[order]
 
 
-def schedule(num_units: int, *, workers: int, seed: int) -> list[Event]:
+def schedule(num_units: int, *, workers: int, seed: int) -> list[ServerEvent]:
     """An order of pulls and pushes as free workers might make them: each has one unit under way at a time."""
     generator, events = np.random.default_rng(seed), []
     under_way: dict[int, int] = {}
@@ -105,15 +105,15 @@ def schedule(num_units: int, *, workers: int, seed: int) -> list[Event]:
     while left or under_way:
         worker = int(generator.integers(workers))
         if worker in under_way:
-            events.append(Event(worker, under_way.pop(worker), is_push=True))
+            events.append(ServerEvent(worker, under_way.pop(worker), is_push=True))
         elif left:
             under_way[worker] = next(units)
-            events.append(Event(worker, under_way[worker], is_push=False))
+            events.append(ServerEvent(worker, under_way[worker], is_push=False))
             left -= 1
     return events
 
 
-def follow(run: ServerRun, out: Path, events: Sequence[Event]) -> Found:
+def follow(run: ServerRun, out: Path, events: Sequence[ServerEvent]) -> ServerRunResult:
     """The real servers, clients and workers, one event after another."""
     task = open_task(run, out)
     with _served(run, out) as endpoints:

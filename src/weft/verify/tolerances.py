@@ -103,7 +103,7 @@ def scalar_bound(*, truth: float, same_precision: float, distance: float, drift:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parting:
+class RoundingAllowance:
     """How far right runs part at least, relatively: at once, in later losses and norms, of the update of a weight."""
 
     first: float = 0.0
@@ -126,10 +126,10 @@ class Parting:
         return self.first_norm, self.norm
 
 
-def rounded_terms(compute: str, *, along: float) -> Parting:
+def rounded_terms(compute: str, *, along: float) -> RoundingAllowance:
     """Of ranks that round the terms of a sum to `compute`."""
     roundoff = UNIT_ROUNDOFF[compute]
-    return Parting(
+    return RoundingAllowance(
         first=TERM_SHARE * roundoff,
         first_norm=TERM_FIRST_NORM * roundoff,
         loss=TERM_LOSS,
@@ -139,13 +139,13 @@ def rounded_terms(compute: str, *, along: float) -> Parting:
     )
 
 
-def flipped_terms(compute: str) -> Parting:
+def flipped_terms(compute: str) -> RoundingAllowance:
     """Of a fused loss alone: the roundings of one process, but for single ones that flip."""
     parting = rounded_terms(compute, along=FLIPPED_ALONG)
     return replace(parting, first_norm=parting.first)
 
 
-def parted_norm_bound(*, size: float, gap: float, along: float, parting: Parting, roundoff: float) -> Bound:
+def parted_norm_bound(*, size: float, gap: float, along: float, parting: RoundingAllowance, roundoff: float) -> Bound:
     """For the first norm of a run that parts from one process at once. `gap` is the distance of all their gradients,
     `along` the difference of their norms; `roundoff` that of the coarsest format."""
     across = math.sqrt(max(0.0, gap**2 - along**2))

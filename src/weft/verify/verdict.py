@@ -21,7 +21,7 @@ RULES = {
     5: "checkpoints are logical and resumable on any layout",
     6: "precision is what was asked",
     7: "the loss is reduced to the logging rank",
-    9: "coverage is told: what a stage promises is what it does",
+    9: "coverage is told: what a stage expected is what it does",
     11: "buffers that forwards change are those of one process, equal on every rank",
     12: "what every layout shares (model, loss, update, schedule, data, export) is what torch and transformers define",
     10: "servers hold what one process would: every update once, weighted by its samples, in an order that is known",
@@ -206,7 +206,7 @@ def _check_from(fields: Mapping[str, Any]) -> Check:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matrix:
+class VerdictTable:
     """Verdicts of several plans over one run, for a table."""
 
     run: str

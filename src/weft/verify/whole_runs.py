@@ -31,7 +31,7 @@ from weft.verify.finite_text import EVAL_FRACTION, FiniteText
 from weft.verify.layouts import other_layout, plan_name
 from weft.verify.oracle import Oracle
 from weft.verify.oracle_facts import collect_facts
-from weft.verify.reference import Course
+from weft.verify.reference import RunTrace
 from weft.verify.references import Library, References
 from weft.verify.verdict import Check, Finding, at_place
 
@@ -121,7 +121,7 @@ class WholeRuns:
         return self._oracle.checks(facts)
 
     def _resumed(
-        self, name: str, run: RunSpec, plan: Plan, folder: Path, found: Course, *, prompt: frozenset[int]
+        self, name: str, run: RunSpec, plan: Plan, folder: Path, found: RunTrace, *, prompt: frozenset[int]
     ) -> Check:
         """A run of delayed updates that went on without delays in the steps `prompt`, where it had another layout."""
         references = self._references("resumed", run, plan, folder, steps=self._steps, prompt=prompt)
@@ -150,7 +150,7 @@ class WholeRuns:
         if found != expected:
             finding = Finding(rule=3, expected=f"tokens a step {expected}", found=str(found))
             return [Check.failed("finite data", finding)]
-        course = Course(losses=[record.loss for record in records], norms=[record.grad_norm for record in records])
+        course = RunTrace(losses=[record.loss for record in records], norms=[record.grad_norm for record in records])
         references = self._references("finite", run, plan, folder, steps=len(expected), text=text)
         check = self._against("finite data", references, course, self._skipped(folder))
         detail = f"{len(expected)} steps, the last with {expected[1]} of {expected[0]} tokens"
@@ -182,7 +182,7 @@ class WholeRuns:
             plan,
         )
 
-    def _against(self, name: str, references: References, found: Course, skipped: frozenset[int]) -> Check:
+    def _against(self, name: str, references: References, found: RunTrace, skipped: frozenset[int]) -> Check:
         """Losses, norms and, where the run saved any, final weights against one process."""
         if not self._process.is_main:
             return Check.passed(name, "")
@@ -212,8 +212,8 @@ class WholeRuns:
 
     def _near(
         self,
-        straight: Course,
-        resumed: Course,
+        straight: RunTrace,
+        resumed: RunTrace,
         references: References,
         other: Plan,
         middle: int,
@@ -264,7 +264,7 @@ class WholeRuns:
         records = RunFolder(folder).metrics.read() if self._process.is_main else []
         return frozenset(index for index, record in enumerate(records) if record.skipped)
 
-    def _export(self, folder: Path, straight: Course) -> Check:
+    def _export(self, folder: Path, straight: RunTrace) -> Check:
         if not self._process.is_main:
             return Check.passed("export", "")
         from transformers import AutoModelForCausalLM
@@ -312,13 +312,13 @@ class WholeRuns:
         self._barrier()
         return copy
 
-    def _course_of(self, folder: Path) -> Course:
+    def _course_of(self, folder: Path) -> RunTrace:
         """Losses, norms and final tensors of a run folder; empty on ranks but 0."""
         if not self._process.is_main:
-            return Course()
+            return RunTrace()
         records = RunFolder(folder).metrics.read()
         tensors = dict(read_tensors(step_path(folder / "checkpoints", self._steps)))
-        return Course(
+        return RunTrace(
             losses=[record.loss for record in records],
             norms=[record.grad_norm for record in records],
             weights={k.removeprefix(MODEL): v for k, v in tensors.items() if k.startswith(MODEL)},

@@ -27,7 +27,7 @@ from weft.train.process import Process, join, leave, phase, report_failures
 from weft.train.rank_environment import read_local_size
 from weft.train.worker import choose_device_type
 from weft.verify.layouts import plan_name
-from weft.verify.request import Request
+from weft.verify.request import VerifyRequest
 from weft.verify.session import Session
 from weft.verify.shrink import shrink
 from weft.verify.small_mixture import shrink_mixture
@@ -36,7 +36,7 @@ from weft.verify.verdict import Verdict
 _PATH_BYTES = 1024
 
 
-def run_request(request: Request, *, progress: Callable[[str, str], None] | None = None) -> list[Verdict]:
+def run_request(request: VerifyRequest, *, progress: Callable[[str, str], None] | None = None) -> list[Verdict]:
     """Verify every plan of the request; the verdicts are meaningful on rank 0. Collective."""
     device_type = _device_type(request.device)
     plans = [plan_on(tables, on_gpu=device_type == "cuda") for tables in request.plans]
@@ -67,7 +67,7 @@ def _device_type(choice: DeviceChoice) -> Literal["cpu", "cuda"]:
 
 
 def _verify_all(
-    request: Request,
+    request: VerifyRequest,
     plans: list[Plan],
     process: Process,
     scratch: Path,
@@ -93,7 +93,7 @@ def _verify_all(
     return verdicts
 
 
-def _small_run(request: Request, plan: Plan) -> tuple[RunSpec, Plan, list[str]]:
+def _small_run(request: VerifyRequest, plan: Plan) -> tuple[RunSpec, Plan, list[str]]:
     vocab_size = open_corpus(request.run.data).vocab_size
     run, changes = (request.run, []) if request.as_is else shrink(request.run, plan, vocab_size=vocab_size)
     plan, mixed = shrink_mixture(plan, whole=request.run, small=run, vocab_size=vocab_size)
@@ -114,7 +114,7 @@ def _agree_on_path(folder: Path, process: Process) -> Path:
 def main() -> None:
     """A launched rank."""
     with report_failures():
-        request = Request.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        request = VerifyRequest.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
         verdicts = run_request(request, progress=_tell)
         if request.answer is not None and verdicts and verdicts[0].checks and _is_main():
             Path(request.answer).write_text(json.dumps([verdict.as_dict() for verdict in verdicts]), encoding="utf-8")

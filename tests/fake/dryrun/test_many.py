@@ -18,7 +18,7 @@ from weft.core.errors import BatchError, MeshError, RunError, WeftError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.dryrun import many
-from weft.dryrun.many import Job, dry_runs, usual_workers, worker_processes
+from weft.dryrun.many import DryRunJob, dry_runs, usual_workers, worker_processes
 from weft.dryrun.record import DryRun
 from weft.dryrun.run import dry_run
 
@@ -56,7 +56,7 @@ def same(left: DryRun, right: DryRun) -> bool:
 
 
 def test_figures_are_those_of_one_process_in_the_order_asked(processes: ProcessPoolExecutor) -> None:
-    jobs = [Job(run=RUN, plan=plan_of(3), rank=1), Job(run=RUN, plan=plan_of(0), rank=1, on_gpu=False)]
+    jobs = [DryRunJob(run=RUN, plan=plan_of(3), rank=1), DryRunJob(run=RUN, plan=plan_of(0), rank=1, on_gpu=False)]
     heard: dict[int, DryRun | WeftError] = {}
     found = dry_runs(jobs, on_done=heard.__setitem__, processes=processes)
     for job, outcome in zip(jobs, found, strict=True):
@@ -73,7 +73,7 @@ def whole_step(zero: int) -> DryRun:
 
 @pytest.mark.parametrize("zero", [3, *(pytest.param(zero, marks=pytest.mark.slow) for zero in (0, 1, 2))])
 def test_two_short_steps_stand_for_a_long_one(zero: int, processes: ProcessPoolExecutor) -> None:
-    (found,) = dry_runs([Job(run=RUN, plan=plan_of(zero, microbatches=4))], processes=processes)
+    (found,) = dry_runs([DryRunJob(run=RUN, plan=plan_of(zero, microbatches=4))], processes=processes)
     assert isinstance(found, DryRun)
     whole = whole_step(zero)
     assert "stand for one of 4" in found.notes[-1]
@@ -85,14 +85,18 @@ def test_two_short_steps_stand_for_a_long_one(zero: int, processes: ProcessPoolE
 
 
 def test_memory_alone_takes_one_short_step(processes: ProcessPoolExecutor) -> None:
-    (found,) = dry_runs([Job(run=RUN, plan=plan_of(3, microbatches=4), memory_only=True)], processes=processes)
+    (found,) = dry_runs([DryRunJob(run=RUN, plan=plan_of(3, microbatches=4), memory_only=True)], processes=processes)
     assert isinstance(found, DryRun)
     assert found.peak_bytes == pytest.approx(whole_step(3).peak_bytes, rel=0.02)
     assert (found.traffic, found.flops) == ([], 0)
 
 
 def test_errors_are_values_and_do_not_stop_the_others(processes: ProcessPoolExecutor) -> None:
-    jobs = [Job(run=RUN, plan=plan_of(3), rank=2), Job(run=RUN, plan=plan_of(3)), Job(run=RUN, plan=plan_of(3, 3))]
+    jobs = [
+        DryRunJob(run=RUN, plan=plan_of(3), rank=2),
+        DryRunJob(run=RUN, plan=plan_of(3)),
+        DryRunJob(run=RUN, plan=plan_of(3, 3)),
+    ]
     outside, fine, uneven = dry_runs(jobs, processes=processes)
     assert isinstance(outside, MeshError)
     assert outside.hint == "ranks are 0 to 1"
@@ -107,7 +111,7 @@ def test_an_interrupt_ends_the_processes() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        dry_runs([Job(run=RUN, plan=plan_of(3), rank=9)], on_done=interrupt)
+        dry_runs([DryRunJob(run=RUN, plan=plan_of(3), rank=9)], on_done=interrupt)
     assert set(multiprocessing.active_children()) <= before
 
 

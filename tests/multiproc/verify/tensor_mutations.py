@@ -28,7 +28,7 @@ from weft.engine.tp import collectives
 from weft.engine.tp.activation_layout import ActivationLayout
 from weft.engine.tp.chunked_loss import HeadShard
 from weft.engine.tp.context import TPContext
-from weft.engine.tp.one_d import _Head, _Passage, _Row, _Stream, _Table
+from weft.engine.tp.one_d import _Head, _Passage, _Row, _SequenceParallel, _Table
 
 # --- into regions and out of them -------------------------------------------------------------------------------------
 
@@ -294,20 +294,22 @@ def slice_of_another_rank() -> Any:
 
 
 def stream_begins_without_gather_in_backward() -> Any:
-    return replaced(_Stream, "_take", lambda _: lambda self, hidden: collectives.own_slice(hidden, self.group, 1))
+    return replaced(
+        _SequenceParallel, "_take", lambda _: lambda self, hidden: collectives.own_slice(hidden, self.group, 1)
+    )
 
 
 def stream_ends_with_a_sum_in_backward() -> Any:
     """What every rank repeats after the last block counts as often."""
 
     def make(original: Any) -> Any:
-        def end(self: _Stream, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        def end(self: _SequenceParallel, forward: Any, *args: Any, **kwargs: Any) -> Any:
             with patch.object(collectives, "collect", collectives.gather):
                 return original(self, forward, *args, **kwargs)
 
         return end
 
-    return replaced(_Stream, "end", make)
+    return replaced(_SequenceParallel, "end", make)
 
 
 # --- dropout and data -------------------------------------------------------------------------------------------------

@@ -9,27 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.dryrun.allocator import Event, Reserved, least_capacity, segment_bytes, simulate
+from weft.dryrun.allocator import AllocatorEvent, Reserved, least_capacity, segment_bytes, simulate
 
 MIB = 2**20
 KIB = 2**10
 GRANULE = 20 * MIB
 
 
-def classic(*events: Event, capacity_bytes: int | None = None) -> Reserved:
+def classic(*events: AllocatorEvent, capacity_bytes: int | None = None) -> Reserved:
     return simulate(events, expandable_segments=False, capacity_bytes=capacity_bytes)
 
 
-def growing(*events: Event, capacity_bytes: int | None = None) -> Reserved:
+def growing(*events: AllocatorEvent, capacity_bytes: int | None = None) -> Reserved:
     return simulate(events, expandable_segments=True, capacity_bytes=capacity_bytes)
 
 
-def take(key: int, nbytes: int, stream: int = 0) -> Event:
-    return Event(key, nbytes, stream)
+def take(key: int, nbytes: int, stream: int = 0) -> AllocatorEvent:
+    return AllocatorEvent(key, nbytes, stream)
 
 
-def drop(key: int) -> Event:
-    return Event(key, 0)
+def drop(key: int) -> AllocatorEvent:
+    return AllocatorEvent(key, 0)
 
 
 # --- sizes and segments ---------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_a_segment_in_part_use_cannot_go_back() -> None:
         [take(2, 10 * MIB), take(1, 50 * MIB), drop(1)],  # [10 used][50 free]: granules 2 and 3
     ],
 )
-def test_a_growing_segment_gives_back_whole_free_granules(before: list[Event]) -> None:
+def test_a_growing_segment_gives_back_whole_free_granules(before: list[AllocatorEvent]) -> None:
     other = take(3, 40 * MIB, stream=1)
     assert growing(*before, other).peak_reserved_bytes == 100 * MIB
     assert not growing(*before, other, capacity_bytes=60 * MIB).out_of_memory
@@ -203,8 +203,8 @@ SIZES = st.one_of(st.integers(1, 2 * MIB), st.integers(MIB, 64 * MIB), st.sample
 STEPS = st.lists(st.tuples(st.integers(0, 9), st.one_of(st.just(0), SIZES), st.integers(0, 1)), max_size=60)
 
 
-def as_events(steps: list[tuple[int, int, int]]) -> list[Event]:
-    return [Event(*step) for step in steps]
+def as_events(steps: list[tuple[int, int, int]]) -> list[AllocatorEvent]:
+    return [AllocatorEvent(*step) for step in steps]
 
 
 @settings(max_examples=150)
@@ -273,7 +273,13 @@ def test_a_long_trace_takes_about_a_second() -> None:
 
 def test_the_least_capacity_is_where_the_trace_still_ends() -> None:
     """Two streams take turns: neither can use what the other cached, but the device can take it back."""
-    events = [Event(1, 400 * MIB, 0), Event(1, 0, 0), Event(2, 400 * MIB, 1), Event(2, 0, 1), Event(3, 100 * MIB, 0)]
+    events = [
+        AllocatorEvent(1, 400 * MIB, 0),
+        AllocatorEvent(1, 0, 0),
+        AllocatorEvent(2, 400 * MIB, 1),
+        AllocatorEvent(2, 0, 1),
+        AllocatorEvent(3, 100 * MIB, 0),
+    ]
     wanted = simulate(events, expandable_segments=True).peak_reserved_bytes
     least = least_capacity(events, expandable_segments=True)
     assert wanted == 800 * MIB

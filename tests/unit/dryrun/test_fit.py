@@ -9,7 +9,7 @@ from dry_run_cases import found_of
 
 from weft import hardware
 from weft.dryrun.fit import attention_of, fit_of, is_cpu
-from weft.dryrun.many import Job
+from weft.dryrun.many import DryRunJob
 
 H200 = hardware.cluster("H200").device
 
@@ -45,9 +45,9 @@ def test_kernels_are_the_devices(name: str, kernel: str) -> None:
 
     device = hardware.cluster(name).device
     assert attention_of(device) == kernel
-    job = Job.on(device, RunSpec.default(), Plan(), rank=3)
+    job = DryRunJob.on(device, RunSpec.default(), Plan(), rank=3)
     assert (job.on_gpu, job.attention, job.rank) == (True, kernel, 3)
-    assert not Job.on(hardware.cluster("CPU").device, RunSpec.default(), Plan()).on_gpu
+    assert not DryRunJob.on(hardware.cluster("CPU").device, RunSpec.default(), Plan()).on_gpu
 
 
 def test_extra_bytes_move_the_verdict() -> None:

@@ -14,7 +14,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.models.build import build_config
 from weft.train.failures import phase, phase_of, record_failure
-from weft.train.out_of_memory import Scene, explained
+from weft.train.out_of_memory import OutOfMemoryScene, explained
 from weft.train.rank_environment import Process
 
 CUDA = (
@@ -25,7 +25,7 @@ HOST = (
 )
 
 
-def scene_of(**known: Any) -> Scene:
+def scene_of(**known: Any) -> OutOfMemoryScene:
     run = RunSpec.from_tables(
         {
             "model": FAMILIES["llama"].model_dump(exclude_none=True),
@@ -34,7 +34,7 @@ def scene_of(**known: Any) -> Scene:
         }
     )
     config = build_config(FAMILIES["llama"], vocab_size=257)
-    return Scene(run=run, plan=Plan(), device=torch.device("cpu"), config=config, **known)
+    return OutOfMemoryScene(run=run, plan=Plan(), device=torch.device("cpu"), config=config, **known)
 
 
 def fail(module: nn.Module, error: Exception) -> None:

@@ -18,7 +18,7 @@ from weft.report.curves import draw_loss
 from weft.report.facts import gather_facts
 from weft.report.folder import read_folder
 from weft.train.process import leave
-from weft.train.run_changes import Change, changes_between, keys_of, recorded_run, require_said
+from weft.train.run_changes import RunChange, changes_between, keys_of, recorded_run, require_said
 from weft.train.run_history import RunHistory
 
 
@@ -67,7 +67,7 @@ def test_each_change_is_found_and_what_is_trained_must_be_named(key: str) -> Non
         require_said([change], (said,))
     require_said([change], (), earlier=[change])  # an earlier resume said so
     with pytest.raises(RunChangedError):
-        require_said([change], (), earlier=[Change(key=key, old=0, new="another value")])
+        require_said([change], (), earlier=[RunChange(key=key, old=0, new="another value")])
 
 
 def test_a_value_that_comes_or_goes_is_a_change() -> None:
@@ -178,7 +178,7 @@ def test_another_batch_goes_on_at_the_same_sample(tmp_path: Path, corpus: Path) 
 
 def test_a_change_that_is_run_again_from_before_it_is_no_longer_recorded(tmp_path: Path) -> None:
     history, run = RunHistory(tmp_path), RunSpec.default()
-    seed, source = Change(key="train.seed", old=0, new=1), Change(key="data.source", old="a", new="b")
+    seed, source = RunChange(key="train.seed", old=0, new=1), RunChange(key="data.source", old="a", new="b")
     history.record(4, run, [seed])
     history.record(8, run, [source])
     assert [entry["step"] for entry in history.read()] == [4, 8]

@@ -8,7 +8,7 @@ import re
 from weft.comm.flight import GroupTrace, Issued
 from weft.core.errors import StallError
 from weft.core.processes import start_of
-from weft.train.stalls import Scene, explain, explain_lost_store
+from weft.train.stalls import StallScene, explain, explain_lost_store
 from weft.train.standing import Standing, stand
 
 ALL, DP, TP = "gloo 0", "gloo 1", "gloo 2"
@@ -36,8 +36,10 @@ def standing(rank: int, groups: dict[str, GroupTrace], *, host: str = "a", phase
     )
 
 
-def scene(*answered: Standing, gone: tuple[Standing, ...] = (), world_size: int = 0, is_timeout: bool = True) -> Scene:
-    return Scene(
+def scene(
+    *answered: Standing, gone: tuple[Standing, ...] = (), world_size: int = 0, is_timeout: bool = True
+) -> StallScene:
+    return StallScene(
         rank=answered[0].rank,
         world_size=world_size or len(answered) + len(gone),
         answered={one.rank: one for one in answered},

@@ -14,7 +14,7 @@ from weft.verify.checks import check_same_bits, check_scalars, check_tensors, wo
 from weft.verify.evidence import Evidence
 from weft.verify.facts import check_collectives, check_dtypes, check_initial, check_replicas, check_rows
 from weft.verify.layouts import coordinates_of, other_layout, plan_name
-from weft.verify.reference import Course
+from weft.verify.reference import RunTrace
 from weft.verify.tolerances import SLACK, UNIT_ROUNDOFF
 
 TRUTH = {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64), "b": torch.ones(3, dtype=torch.float64)}
@@ -92,15 +92,15 @@ def test_a_low_precision_tensor_is_not_excused_by_its_format() -> None:
 
 
 def test_same_bits_sees_one_bit_anywhere() -> None:
-    course = Course(losses=[5.0], norms=[1.0], weights={"w": torch.ones(2)}, optimizer={"w.step": torch.tensor(1.0)})
+    course = RunTrace(losses=[5.0], norms=[1.0], weights={"w": torch.ones(2)}, optimizer={"w.step": torch.tensor(1.0)})
     assert check_same_bits("resume", course, course, rule=5, detail="").ok
     next_up = math.nextafter(5.0, 6.0)
-    other = Course(losses=[next_up], norms=[1.0], weights=course.weights, optimizer=course.optimizer)
+    other = RunTrace(losses=[next_up], norms=[1.0], weights=course.weights, optimizer=course.optimizer)
     assert check_same_bits("resume", course, other, rule=5, detail="").finding.step == 1  # type: ignore[union-attr]
     bits = torch.nextafter(torch.ones(2), torch.full((2,), 2.0))
-    other = Course(losses=[5.0], norms=[1.0], weights={"w": bits}, optimizer=course.optimizer)
+    other = RunTrace(losses=[5.0], norms=[1.0], weights={"w": bits}, optimizer=course.optimizer)
     assert check_same_bits("resume", course, other, rule=5, detail="").finding.parameter == "w"  # type: ignore[union-attr]
-    other = Course(losses=[5.0], norms=[1.0], weights=course.weights, optimizer={})
+    other = RunTrace(losses=[5.0], norms=[1.0], weights=course.weights, optimizer={})
     finding = check_same_bits("resume", course, other, rule=5, detail="").finding
     assert finding is not None
     assert finding.parameter == "optim w.step"

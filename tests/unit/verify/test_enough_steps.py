@@ -14,7 +14,7 @@ from weft.core.errors import PipelineError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.verify import worker
-from weft.verify.request import Request
+from weft.verify.request import VerifyRequest
 from weft.verify.session import Session, require_enough_steps
 from weft.verify.verdict import Check
 
@@ -60,7 +60,7 @@ def verified(monkeypatch: pytest.MonkeyPatch, plans: list[Plan], *, steps: int) 
     """The plans that have a verdict, and what was told."""
     monkeypatch.setattr(worker, "Session", Untrained)
     process: Any = SimpleNamespace(is_main=False, world_size=1)
-    request = Request(run=RunSpec.from_tables({"model": {"type": "llama"}}), plans=[], steps=steps, as_is=True)
+    request = VerifyRequest(run=RunSpec.from_tables({"model": {"type": "llama"}}), plans=[], steps=steps, as_is=True)
     told: list[str] = []
     found = worker._verify_all(request, plans, process, Path(), CPU, lambda plan, what: told.append(f"{plan}: {what}"))
     return [verdict.plan for verdict in found], told

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weft.verify.checks import check_scalars, check_tensors
-from weft.verify.tolerances import Parting, envelope, flipped_terms, parted_norm_bound, rounded_terms
+from weft.verify.tolerances import RoundingAllowance, envelope, flipped_terms, parted_norm_bound, rounded_terms
 
 
 def test_where_curves_cross_the_earlier_distance_counts() -> None:
@@ -33,8 +33,8 @@ def test_ranks_that_round_the_terms_of_a_sum_part_at_once_and_further_after_an_u
     assert envelope([1.0, 1.0], [1.0, 1.0], least=parting.losses) == [2.0**-16, 2.0**-13]
     assert envelope([1.0, 1.0], [1.0, 1.0], least=parting.norms) == [2.0**-13, 2.0**-9]
     assert flipped_terms("bfloat16").norms == (2.0**-16, 2.0**-9), "a fused loss rounds as its reference does"
-    assert not Parting().is_at_once
-    assert envelope([1.0], [1.0], least=Parting().losses) == [0.0]
+    assert not RoundingAllowance().is_at_once
+    assert envelope([1.0], [1.0], least=RoundingAllowance().losses) == [0.0]
 
 
 def test_a_flipped_weight_is_noise_only_where_terms_are_rounded() -> None:

@@ -15,7 +15,7 @@ import weft.engine.kernels.head_loss as head_loss
 from weft.core.run_spec import ModelSpec, RunSpec
 from weft.models.build import build_config, build_skeleton
 from weft.verify.late_division import is_fused
-from weft.verify.request import Request
+from weft.verify.request import VerifyRequest
 from weft.verify.verdict import Verdict
 from weft.verify.worker import run_request
 
@@ -29,7 +29,7 @@ def verified(model: ModelSpec, seed: int) -> Verdict:
         "train": {"steps": 20, "global_batch": 8, "learning_rate": 1e-3, "warmup_steps": 2, "seed": seed},
     }
     plan = {"precision": {"preset": "bf16"}, "pipeline": {"microbatches": 2}, "kernels": {"loss": "fused"}}
-    return run_request(Request(run=RunSpec.from_tables(run), plans=[plan], steps=2))[0]
+    return run_request(VerifyRequest(run=RunSpec.from_tables(run), plans=[plan], steps=2))[0]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from weft.engine.optim.adamw_low import AdamWLow, LowStates
 from weft.engine.optim.clip import clip_factor
 from weft.engine.optim.optimizers import decay_groups
 from weft.engine.optim.rounding_bits import round_with
-from weft.verify.low_update import LowUpdate, Update, check_updates, rounded
+from weft.verify.low_update import LowPrecisionStep, LowUpdate, check_updates, rounded
 from weft.verify.verdict import Check
 
 TRAIN = TrainSpec(seed=3, weight_decay=0.1)
@@ -50,7 +50,7 @@ def run(*, weights: str, moments: str, bug: Callable[[], Any] = nullcontext) -> 
             optimizer.gradient_factor = clip_factor(norm, 0.25)
             optimizer.step()
             updates.append(
-                Update(
+                LowPrecisionStep(
                     gradients=gradients,
                     norm=float(norm),
                     weights={name: value.detach().clone() for name, value in named.items()},

@@ -12,7 +12,7 @@ from weft.core.run_spec import RunSpec
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import describe
 from weft.verify import shrink as room
-from weft.verify.request import Request
+from weft.verify.request import VerifyRequest
 from weft.verify.shrink import shrink
 from weft.verify.worker import run_request
 
@@ -118,7 +118,7 @@ def test_shrinking_does_not_make_an_illegal_batch_legal() -> None:
     run = RunSpec.default().model_copy(update={"train": RunSpec.default().train.model_copy(update={"global_batch": 9})})
     plan = {"pipeline": {"microbatches": 2}}
     with pytest.raises(BatchError):
-        run_request(Request(run=run, plans=[plan]))
+        run_request(VerifyRequest(run=run, plans=[plan]))
 
 
 @pytest.mark.parametrize(("family", "key"), [("gpt2", "n_positions"), ("opt", "max_position_embeddings")])

@@ -15,8 +15,8 @@ import weft.cli.verify
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.report.matrix import render_matrix, write_matrix
-from weft.verify.request import Request, data_parallel_plans, every_plan, tensor_parallel_plans
-from weft.verify.verdict import RULES, Check, Coverage, Finding, Matrix, Verdict, Worst
+from weft.verify.request import VerifyRequest, data_parallel_plans, every_plan, tensor_parallel_plans
+from weft.verify.verdict import RULES, Check, Coverage, Finding, VerdictTable, Verdict, Worst
 
 GOOD = Verdict(
     plan="ZeRO-3",
@@ -69,14 +69,16 @@ def test_the_text_names_the_first_wrong_thing_and_its_rule() -> None:
 
 
 def test_a_matrix_without_verdicts_proves_nothing() -> None:
-    assert not Matrix(run="x").ok
-    assert Matrix(run="x", verdicts=(GOOD,)).ok
-    assert not Matrix(run="x", verdicts=(GOOD, BAD)).ok
+    assert not VerdictTable(run="x").ok
+    assert VerdictTable(run="x", verdicts=(GOOD,)).ok
+    assert not VerdictTable(run="x", verdicts=(GOOD, BAD)).ok
 
 
 def test_a_request_comes_back_from_json() -> None:
-    request = Request(run=RunSpec.default(), plans=[{"mesh": {"dp_shard": 2}}], steps=3, as_is=True, answer="a.json")
-    assert Request.from_json(request.to_json()) == request
+    request = VerifyRequest(
+        run=RunSpec.default(), plans=[{"mesh": {"dp_shard": 2}}], steps=3, as_is=True, answer="a.json"
+    )
+    assert VerifyRequest.from_json(request.to_json()) == request
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(1, 4), (2, 4), (4, 7), (6, 10)])
@@ -111,11 +113,11 @@ def test_the_coverage_of_tensor_parallelism_is_one_line() -> None:
     assert Verdict.from_dict(json.loads(json.dumps(verdict.as_dict()))) == verdict
 
 
-def answer_with(monkeypatch: pytest.MonkeyPatch, *verdicts: Verdict) -> list[Request]:
+def answer_with(monkeypatch: pytest.MonkeyPatch, *verdicts: Verdict) -> list[VerifyRequest]:
     """The command with ranks that answer at once; what they were asked."""
-    asked: list[Request] = []
+    asked: list[VerifyRequest] = []
 
-    def carry_out(request: Request, *, num_ranks: int) -> list[Verdict]:
+    def carry_out(request: VerifyRequest, *, num_ranks: int) -> list[Verdict]:
         asked.append(request)
         return list(verdicts)
 
@@ -166,7 +168,7 @@ def test_the_matrix_page_has_no_script_and_lets_no_name_out_of_its_quotes() -> N
     evil = "<script>alert(1)</script><img src=x onerror=alert(1)>"
     wrong = Check.failed("loss", Finding(rule=1, expected=evil, found=evil))
     verdict = Verdict(plan=evil, steps=5, checks=(wrong,))
-    page = render_matrix(Matrix(run=evil, verdicts=(verdict, GOOD)).as_dict())
+    page = render_matrix(VerdictTable(run=evil, verdicts=(verdict, GOOD)).as_dict())
     assert "<script" not in page
     assert "<img" not in page
     assert "&lt;script&gt;" in page
@@ -176,7 +178,7 @@ def test_the_matrix_page_has_no_script_and_lets_no_name_out_of_its_quotes() -> N
 
 
 def test_a_check_a_plan_does_not_have_is_a_dash() -> None:
-    page = render_matrix(Matrix(run="x", verdicts=(GOOD, BAD)).as_dict())
+    page = render_matrix(VerdictTable(run="x", verdicts=(GOOD, BAD)).as_dict())
     assert "–" in page
     assert page.count("FAIL") >= 2
 
@@ -185,6 +187,6 @@ def test_a_matrix_that_cannot_be_written_is_an_error_of_ours(tmp_path: Path) -> 
     from weft.core.errors import RunFolderError
 
     (tmp_path / "file").write_text("", encoding="utf-8")
-    answer: dict[str, Any] = Matrix(run="x", verdicts=(GOOD,)).as_dict()
+    answer: dict[str, Any] = VerdictTable(run="x", verdicts=(GOOD,)).as_dict()
     with pytest.raises(RunFolderError):
         write_matrix(answer, tmp_path / "file" / "matrix.html")

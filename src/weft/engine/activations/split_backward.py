@@ -60,7 +60,7 @@ class SplitBackward(TorchFunctionMode):
         if not (input.requires_grad and weight.requires_grad):
             return F.linear(input, weight, bias)
         # the weight goes along inside a tuple: as a tensor it would be part of the graph that the first half uses up
-        return _Product.apply(input, weight.detach(), bias, (weight,), self._waiting)  # type: ignore[no-any-return, no-untyped-call]
+        return _SplitProduct.apply(input, weight.detach(), bias, (weight,), self._waiting)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def splitting_again() -> AbstractContextManager[Any]:
@@ -68,7 +68,7 @@ def splitting_again() -> AbstractContextManager[Any]:
     return SplitBackward.active or nullcontext()
 
 
-class _Product(torch.autograd.Function):
+class _SplitProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, owner: tuple[Tensor], waiting: list[Any]

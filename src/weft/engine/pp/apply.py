@@ -27,7 +27,7 @@ RECEIVES_AHEAD = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class PipelineSplitPlan:
     """A model's split over a schedule, before it is carried out."""
 
     schedule: Schedule
@@ -36,7 +36,7 @@ class Cut:
     own: tuple[int, ...]
 
 
-def split_pipeline(model: nn.Module, layout: ModelLayout, policy: Pipeline, topology: Topology) -> Cut:
+def split_pipeline(model: nn.Module, layout: ModelLayout, policy: Pipeline, topology: Topology) -> PipelineSplitPlan:
     """Where the model is cut. Looks at the model's own forward, so before anything is put around it."""
     num_ranks, num_microbatches, calls = topology.pp_degree, policy.microbatches, None
     schedule = generate(
@@ -54,17 +54,23 @@ def split_pipeline(model: nn.Module, layout: ModelLayout, policy: Pipeline, topo
         )
         schedule = calls.schedule
     split = split_model(model, layout, num_stages=schedule.num_stages, sizes=policy.blocks)
-    return Cut(schedule=schedule, calls=calls, split=split, own=schedule.rank_to_stages[topology.pp_rank])
+    return PipelineSplitPlan(schedule=schedule, calls=calls, split=split, own=schedule.rank_to_stages[topology.pp_rank])
 
 
 def keep_own_stages(
-    model: nn.Module, layout: ModelLayout, cut: Cut, *, dtype: torch.dtype, device: torch.device
+    model: nn.Module, layout: ModelLayout, cut: PipelineSplitPlan, *, dtype: torch.dtype, device: torch.device
 ) -> ModelLayout:
     return drop_other_stages(model, layout, cut.split, cut.own, dtype=dtype, device=device)
 
 
 def build_pipeline(
-    model: nn.Module, whole: ModelLayout, layout: ModelLayout, cut: Cut, topology: Topology, *, device: torch.device
+    model: nn.Module,
+    whole: ModelLayout,
+    layout: ModelLayout,
+    cut: PipelineSplitPlan,
+    topology: Topology,
+    *,
+    device: torch.device,
 ) -> PipelineRuntime:
     """The rank's runner, when the model is complete. Collective. `whole`: the layout before the cut."""
     placement = cut.schedule.stage_to_rank
@@ -95,7 +101,7 @@ def build_pipeline(
     )
 
 
-def _shared(whole: ModelLayout, cut: Cut, topology: Topology) -> tuple[str, ...]:
+def _shared(whole: ModelLayout, cut: PipelineSplitPlan, topology: Topology) -> tuple[str, ...]:
     """First names of weights that the first and the last stage both use."""
     before = cut.split.before
     return tuple(

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from weft.engine.pp.action_times import ActionTimes
 from weft.engine.pp.p2p import ShapeKey, StageLinks
-from weft.engine.pp.schedule_runner import Forward, ScheduleRunner, Step, Strategy
+from weft.engine.pp.schedule_runner import Forward, ScheduleRunner, Step, StrategyHooks
 from weft.engine.pp.stages import Stages
 from weft.engine.pp.weight_stash import WeightStash
 from weft.schedule import Action, Actions, Calls, Kind, Schedule, version_for
 
 
-class Updates(Protocol):
+class StepUpdateHooks(Protocol):
     """What makes a step's updates: `seal` when the last gradient of one is there, `apply` when it is its turn."""
 
     def seal(self, gradients: Sequence[Tensor | None]) -> Any: ...
@@ -49,7 +49,7 @@ class NoFlushRunner(ScheduleRunner):
         self.across = across  # a second group, for sums over stages: ranks reach those in their own order
         (self.stage,) = stages.own
         self._step: Step | None = None
-        self._updates: dict[int, Updates] = {}  # by step, until its last update is made
+        self._updates: dict[int, StepUpdateHooks] = {}  # by step, until its last update is made
         self._sealed: dict[int, Any] = {}  # by the update's last micro-batch
         self._num_steps = 0  # since the restart
         self._num_forwards = 0  # micro-batches, since then
@@ -75,7 +75,9 @@ class NoFlushRunner(ScheduleRunner):
         # an evaluation takes the newest, as they are in the model
         return self.versions.reading(self._version(index)) if torch.is_grad_enabled() else nullcontext()
 
-    def train_on(self, forward: Forward, strategy: Strategy, updates: Updates, *, shapes: Sequence[ShapeKey]) -> None:
+    def train_on(
+        self, forward: Forward, strategy: StrategyHooks, updates: StepUpdateHooks, *, shapes: Sequence[ShapeKey]
+    ) -> None:
         """The forwards of one more step, and what comes between."""
         is_watched = self._begin_watch()
         first = self._num_steps * self.calls.num_microbatches

@@ -18,7 +18,7 @@ from weft.engine.microbatches import Forward, MicrobatchRunner
 from weft.engine.objective import Batch
 from weft.engine.pp.delayed_updates import DelayedUpdates
 from weft.engine.pp.no_flush_runner import NoFlushRunner
-from weft.engine.pp.schedule_runner import ScheduleRunner, Strategy
+from weft.engine.pp.schedule_runner import ScheduleRunner, StrategyHooks
 from weft.engine.pp.shared_weights import SharedWeights
 from weft.engine.pp.stages import StageCall
 
@@ -82,7 +82,7 @@ class PipelineRuntime(AxisContext):
         return StageCall(module, self.schedule_runner.stages, stage)
 
     def train(
-        self, forward: Forward, microbatches: Sequence[Batch], strategy: Strategy, timer: StepTimer, updates: Any
+        self, forward: Forward, microbatches: Sequence[Batch], strategy: StrategyHooks, timer: StepTimer, updates: Any
     ) -> None:
         runner, shapes = self.schedule_runner, list(map(_shape_of, microbatches))
         if isinstance(runner, NoFlushRunner):
@@ -91,7 +91,7 @@ class PipelineRuntime(AxisContext):
             runner.train(forward, strategy, shapes=shapes)
         timer.mark(TimeTerm.FORWARD_BACKWARD)
 
-    def measure(self, forward: Forward, microbatches: Sequence[Batch], strategy: Strategy) -> None:
+    def measure(self, forward: Forward, microbatches: Sequence[Batch], strategy: StrategyHooks) -> None:
         self.schedule_runner.measure(forward, strategy, shapes=list(map(_shape_of, microbatches)))
 
 

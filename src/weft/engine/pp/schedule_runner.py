@@ -24,7 +24,7 @@ from weft.engine.pp.stages import StageDone, Stages
 from weft.schedule import Action, Kind, Schedule
 
 
-class Strategy(Protocol):
+class StrategyHooks(Protocol):
     """The hooks of data parallelism (`engine/dp/strategy.py`): when to reduce gradients and free gathered weights."""
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]: ...
@@ -72,7 +72,7 @@ class ScheduleRunner:
         """Around a forward or a backward: the model has the weights that this micro-batch reads."""
         return nullcontext()
 
-    def train(self, forward: Forward, strategy: Strategy, *, shapes: Sequence[ShapeKey]) -> None:
+    def train(self, forward: Forward, strategy: StrategyHooks, *, shapes: Sequence[ShapeKey]) -> None:
         """Gradients of every micro-batch, which have these shapes, into the parameters of this rank's stages."""
         step = Step(self, forward, strategy)
         step.p2p.expect(self.schedule.ranks, dict(enumerate(shapes)))
@@ -85,7 +85,7 @@ class ScheduleRunner:
         self.record = step.record
         self.watched += [step.record] if step.record.clock is not None else []
 
-    def measure(self, forward: Forward, strategy: Strategy, *, shapes: Sequence[ShapeKey]) -> None:
+    def measure(self, forward: Forward, strategy: StrategyHooks, *, shapes: Sequence[ShapeKey]) -> None:
         """Forwards alone."""
         ranks = [
             [Action(Kind.F, stage, index) for index in range(len(shapes)) for stage in own]
@@ -102,7 +102,7 @@ class ScheduleRunner:
 class Step:
     """State of the actions in progress."""
 
-    def __init__(self, runner: ScheduleRunner, forward: Forward, strategy: Strategy) -> None:
+    def __init__(self, runner: ScheduleRunner, forward: Forward, strategy: StrategyHooks) -> None:
         self.runner, self._forward, self._strategy = runner, forward, strategy
         self.p2p = P2PExchange(runner.links, runner.schedule.stage_to_rank, runner.known_shapes)
         self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor, SplitBackward | None]] = {}

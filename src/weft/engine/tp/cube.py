@@ -52,11 +52,11 @@ def head(x: Tensor, table: Tensor, bias: Tensor | None, grid: Grid, *, vocabular
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid, way: tuple[str, str], is_transposed: bool
 ) -> Tensor:
-    out: Tensor = _Linear.apply(x, weight, grid, way, is_transposed)  # type: ignore[no-untyped-call]
+    out: Tensor = _CubeLinear.apply(x, weight, grid, way, is_transposed)  # type: ignore[no-untyped-call]
     return out if bias is None else out + bias
 
 
-class _Linear(torch.autograd.Function):
+class _CubeLinear(torch.autograd.Function):
     """`way`: the coordinate of the rows that x is gathered over, and the one the product is dealt out over."""
 
     @staticmethod

@@ -79,7 +79,7 @@ class _GridActivations(ActivationLayout):
         return 1 if tensor.ndim == 4 else tensor.ndim - 1
 
 
-class _Linear:
+class _GridLinear:
     """A linear of a region, carried out on the grid in place of the module's own product."""
 
     def __init__(self, module: nn.Module, cut: LinearCut, grid: Grid) -> None:
@@ -94,7 +94,7 @@ class _Linear:
         return self.product(x, module.weight, module.bias, self.grid, is_transposed=self.is_transposed)
 
 
-class _Table:
+class _GridTable:
     """The token table, and the number some families multiply its rows by."""
 
     def __init__(self, module: nn.Module, grid: Grid, vocabulary: int) -> None:
@@ -111,7 +111,7 @@ class _Table:
         return found * (scale.to(found.dtype) if isinstance(scale, Tensor) else scale)
 
 
-class _Head:
+class _GridHead:
     """The output head; `is_whole` puts the vocabulary's chunks together, for losses that need all of it."""
 
     def __init__(self, module: nn.Module, grid: Grid, vocabulary: int, *, is_whole: bool) -> None:
@@ -153,7 +153,7 @@ class _RowInputs:
 def _put_layers(model: nn.Module, tensors: TensorLayout, grid: Grid, *, vocabulary: int, whole_logits: bool) -> None:
     for region in tensors.regions:
         for cut in region.linears:
-            wrap_forward(model.get_submodule(cut.name), _Linear(model.get_submodule(cut.name), cut, grid))
+            wrap_forward(model.get_submodule(cut.name), _GridLinear(model.get_submodule(cut.name), cut, grid))
         for norm in region.wide_norms:
             width = sum(segment.features for segment in norm.segments)
             wrap_forward(
@@ -164,8 +164,8 @@ def _put_layers(model: nn.Module, tensors: TensorLayout, grid: Grid, *, vocabula
         module = model.get_submodule(name)
         wrap_forward(module, spanning(module, grid.group(stream_axis(grid)), tensors.hidden_size))
     table, head = (model.get_submodule(name or "") for name in (tensors.embedding, tensors.head))
-    wrap_forward(table, _Table(table, grid, vocabulary))
-    wrap_forward(head, _Head(head, grid, vocabulary, is_whole=whole_logits))
+    wrap_forward(table, _GridTable(table, grid, vocabulary))
+    wrap_forward(head, _GridHead(head, grid, vocabulary, is_whole=whole_logits))
 
 
 def _require_simple(model: nn.Module, tensors: TensorLayout, grid: Grid, *, keep_logits_whole: bool) -> None:

@@ -59,7 +59,7 @@ def apply_one_d(
     for name in layout.blocks:
         wrap_forward(model.get_submodule(name), _from_the_start(activations))
     if activations.sequence_parallel:
-        _apply_stream(model, layout, tensors, grid, activations)
+        _apply_sequence_parallel(model, layout, tensors, grid, activations)
 
 
 def vocabulary_loss(grid: Grid, *, first_token: int) -> TokenLoss:
@@ -186,7 +186,7 @@ class _Head:
         return collectives.collect(padded, self.group, padded.ndim - 1)[..., : self.vocabulary]
 
 
-class _Stream:
+class _SequenceParallel:
     """Sequence parallel: from the first block's entry to the last one's exit a rank has a slice of the sequence."""
 
     def __init__(self, grid: Grid, activations: ActivationLayout) -> None:
@@ -256,10 +256,10 @@ def _from_the_start(activations: ActivationLayout) -> Layer:
     return begin
 
 
-def _apply_stream(
+def _apply_sequence_parallel(
     model: nn.Module, layout: ModelLayout, tensors: TensorLayout, grid: Grid, activations: ActivationLayout
 ) -> None:
-    stream = _Stream(grid, activations)
+    stream = _SequenceParallel(grid, activations)
     for name in tensors.mixers:
         wrap_forward(model.get_submodule(name), stream.around_mixer)
     wrap_forward(model.get_submodule(layout.blocks[0]), stream.begin)

@@ -33,19 +33,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid, *, is_tra
 
     Every chunk of the inputs must be of the same size.
     """
-    out = _Linear.apply(x.flatten(0, -2), weight, bias, grid, is_transposed)  # type: ignore[no-untyped-call]
+    out = _SummaLinear.apply(x.flatten(0, -2), weight, bias, grid, is_transposed)  # type: ignore[no-untyped-call]
     return out.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
 
 
 def head(x: Tensor, table: Tensor, bias: Tensor | None, grid: Grid, *, vocabulary: int) -> Tensor:
     """Logits of the vocabulary's chunk j; `table` [vocabulary chunk i, hidden chunk j] may be the embedding's."""
     sizes = [even_span(vocabulary, degree=grid.sizes["j"], place=place).size for place in range(grid.sizes["j"])]
-    out = _Head.apply(x.flatten(0, -2), table, grid, sizes)  # type: ignore[no-untyped-call]
+    out = _SummaHead.apply(x.flatten(0, -2), table, grid, sizes)  # type: ignore[no-untyped-call]
     out = out.unflatten(0, x.shape[:-1])
     return out if bias is None else out + bias  # type: ignore[no-any-return]
 
 
-class _Linear(torch.autograd.Function):
+class _SummaLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid, is_transposed: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -77,7 +77,7 @@ class _Linear(torch.autograd.Function):
         return own_x, own_weight, own_bias, None, None
 
 
-class _Head(torch.autograd.Function):
+class _SummaHead(torch.autograd.Function):
     """`sizes`: tokens of every chunk of the vocabulary."""
 
     @staticmethod

@@ -63,7 +63,7 @@ class Trace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class ProbeView:
     """A stage: blocks `begin` to `end` in the order of the forward; `lost`: parameters that earlier stages have."""
 
     begin: int
@@ -88,10 +88,10 @@ def _trace(model: nn.Module, layout: ModelLayout, *, fed: tuple[int, ...]) -> Tr
     """How many values a block gives shows in what the model's code takes of them."""
     for num_given in range(MOST_GIVEN):
         try:
-            return _Walk(model, layout, num_given=num_given, fed=fed).run()
+            return _Probe(model, layout, num_given=num_given, fed=fed).run()
         except _GivenOtherwiseError:
             continue
-    return _Walk(model, layout, num_given=MOST_GIVEN, fed=fed).run()
+    return _Probe(model, layout, num_given=MOST_GIVEN, fed=fed).run()
 
 
 def _shapes_of_floats(model: nn.Module, layout: ModelLayout) -> list[tuple[int, ...]]:
@@ -105,9 +105,9 @@ def _shapes_of_floats(model: nn.Module, layout: ModelLayout) -> list[tuple[int, 
     return [shape for width in widths[:MOST_WIDTHS] for shape in ((PROBE_TOKENS, width), (1, PROBE_TOKENS, width))]
 
 
-def require_stage(model: nn.Module, layout: ModelLayout, trace: Trace, view: View) -> None:
+def require_stage(model: nn.Module, layout: ModelLayout, trace: Trace, view: ProbeView) -> None:
     """Raises UnfitError where a stage would compute with something it does not have."""
-    _Walk(model, layout, num_given=trace.num_given, fed=trace.fed, view=view).run()
+    _Probe(model, layout, num_given=trace.num_given, fed=trace.fed, view=view).run()
 
 
 class _GivenOtherwiseError(UnfitError):
@@ -122,11 +122,17 @@ class _EndError(Exception):
     """The runner has come to the stage's end, or to the output head, whose product would only cost time."""
 
 
-class _Walk:
+class _Probe:
     """`view`: the stage that is looked at; None: nothing is, parameters are all NaN."""
 
     def __init__(
-        self, model: nn.Module, layout: ModelLayout, *, num_given: int, fed: tuple[int, ...], view: View | None = None
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        *,
+        num_given: int,
+        fed: tuple[int, ...],
+        view: ProbeView | None = None,
     ) -> None:
         self.model, self.layout, self.num_given, self.fed, self.view = model, layout, num_given, fed, view
         self.order: list[str] = []
@@ -198,7 +204,7 @@ class _Walk:
             self._used(f"{name}.{key}")
 
     def _look_at_arguments(
-        self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], view: View
+        self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], view: ProbeView
     ) -> None:
         named: dict[Place, Any] = dict(enumerate(args))
         named.update(kwargs)
@@ -264,7 +270,7 @@ class _Walk:
 
 
 class _ProbeStand(Stand):
-    def __init__(self, block: nn.Module, name: str, runner: _Walk) -> None:
+    def __init__(self, block: nn.Module, name: str, runner: _Probe) -> None:
         super().__init__(block)
         self.__dict__.update(stands_for=name, runner=runner)
 

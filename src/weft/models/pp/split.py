@@ -21,7 +21,7 @@ from torch import nn
 from weft.core.errors import PipelineError
 from weft.models.layout import ModelLayout
 from weft.models.pp.costs import deal_model
-from weft.models.pp.probe import HIDDEN, Place, Trace, UnfitError, View, require_stage, trace_forward
+from weft.models.pp.probe import HIDDEN, Place, ProbeView, Trace, UnfitError, require_stage, trace_forward
 
 # What a probe that runs no block cannot see, by the config's field
 UNSEEN = {
@@ -105,10 +105,10 @@ def _split(trace: Trace, layout: ModelLayout, counts: Sequence[int]) -> Pipeline
     return split
 
 
-def _view(split: PipelineSplit, trace: Trace, stage: int) -> View:
+def _view(split: PipelineSplit, trace: Trace, stage: int) -> ProbeView:
     begin = sum(len(blocks) for blocks in split.stages[:stage])
     lost = frozenset(name for name in trace.uses if split.home(name) < stage)
-    return View(begin=begin, end=begin + len(split.stages[stage]), lost=lost)
+    return ProbeView(begin=begin, end=begin + len(split.stages[stage]), lost=lost)
 
 
 def _stage_at(num_blocks_done: int, ends: Sequence[int]) -> int:

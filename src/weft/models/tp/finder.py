@@ -24,7 +24,7 @@ from weft.models.tp.heads import OTHER_STATES
 from weft.models.tp.layout import Region, TensorLayout
 from weft.models.tp.mla import latent_region
 from weft.models.tp.mlp import loose_mlp_region, mlp_region
-from weft.models.tp.reasons import OTHER_TOWERS, Found, is_inside, mixers_of, reasons_of
+from weft.models.tp.reasons import OTHER_TOWERS, SearchResult, is_inside, mixers_of, reasons_of
 from weft.models.tp.refusals import refusals_of
 from weft.models.tp.roles import DeclinedError, Site, is_norm, is_residual_norm, linear_facts, looks_like_norm
 from weft.models.tp.vocabulary import find_ends
@@ -43,10 +43,10 @@ def find_tensor_layout(model: nn.Module, layout: ModelLayout) -> TensorLayout:
         name=tower, module=model.get_submodule(tower), hidden_size=hidden_size, model_type=model_type, config=config
     )
     ends = find_ends(model, vocabulary=_number(config, "vocab_size"), why_whole=why_whole)
-    found = Found(declined={tower: why_whole} if why_whole else {})
+    found = SearchResult(declined={tower: why_whole} if why_whole else {})
     text = replace(layout, blocks=_of_the_text(layout.blocks, tower))
     if why_whole is None:
-        _walk(site, _Walk(model, text, config), found)
+        _walk(site, _Finder(model, text, config), found)
         _decline_kin(model, text, found)
     mixers = mixers_of(model, text, found)
     regions = tuple(found.regions)
@@ -58,7 +58,7 @@ def find_tensor_layout(model: nn.Module, layout: ModelLayout) -> TensorLayout:
     return replace(told, refusals=refusals_of(model, layout, told, model_type=model_type, ends=ends))
 
 
-class _Walk:
+class _Finder:
     """What every step of the walk needs to know of the model."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, config: Any) -> None:
@@ -94,7 +94,7 @@ _FINDERS: tuple[tuple[str, Finder], ...] = (
 _PAIRS: tuple[tuple[str, Finder], ...] = (("attention", split_attention_region), ("mlp", loose_mlp_region))
 
 
-def _walk(site: Site, walk: _Walk, found: Found) -> None:
+def _walk(site: Site, walk: _Finder, found: SearchResult) -> None:
     """One module: a norm, a region, something declined, or a container to open."""
     if looks_like_norm(site.module):
         if is_norm(site.module) and is_residual_norm(site.module, site.hidden_size):
@@ -111,7 +111,7 @@ def _walk(site: Site, walk: _Walk, found: Found) -> None:
             _walk(replace(site, name=site.child(key), module=child), walk, found)
 
 
-def _settled(site: Site, kind: str, finder: Finder, walk: _Walk, found: Found) -> bool:
+def _settled(site: Site, kind: str, finder: Finder, walk: _Finder, found: SearchResult) -> bool:
     """Whether the finder recognised the module: as a region, or as one that is declined."""
     try:
         region = finder(site)
@@ -129,7 +129,7 @@ def _settled(site: Site, kind: str, finder: Finder, walk: _Walk, found: Found) -
     return True
 
 
-def _require(region: Region, site: Site, walk: _Walk, *, is_alone: bool) -> None:
+def _require(region: Region, site: Site, walk: _Finder, *, is_alone: bool) -> None:
     """The reasons, beyond its structure, why a region is none. `is_alone`: it is all of the module at the site."""
     reason = wrong_arithmetic(region, walk.model, hidden_size=site.hidden_size)
     if reason is None and not walk.is_in_block(region):
@@ -144,7 +144,7 @@ def _require(region: Region, site: Site, walk: _Walk, *, is_alone: bool) -> None
         )
 
 
-def _decline_kin(model: nn.Module, layout: ModelLayout, found: Found) -> None:
+def _decline_kin(model: nn.Module, layout: ModelLayout, found: SearchResult) -> None:
     """Attention of which another of the same class stays whole may share something with it: all of them stay whole."""
     mixers = (name for name in mixers_of(model, layout, found) if not _is_cross(found.declined.get(name, "")))
     whole = {type(model.get_submodule(name)): name for name in mixers}

@@ -23,7 +23,7 @@ _ROUTERS = re.compile(r"(^|\.)(router|gate|shared_expert_gate)(\.|$)")
 
 
 @dataclass(kw_only=True)
-class Found:
+class SearchResult:
     """What the walk over the modules has gathered."""
 
     regions: list[Region] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Found:
     norms: list[str] = field(default_factory=list)
 
 
-def mixers_of(model: nn.Module, layout: ModelLayout, found: Found) -> tuple[str, ...]:
+def mixers_of(model: nn.Module, layout: ModelLayout, found: SearchResult) -> tuple[str, ...]:
     """Modules in blocks that stay whole and may look at more than one token; what is not known to be per token is."""
     mixers = list(found.whole_attention)
     for block in layout.blocks:
@@ -55,12 +55,14 @@ def _may_mix(module: nn.Module) -> bool:
     )
 
 
-def _touches(name: str, found: Found) -> bool:
+def _touches(name: str, found: SearchResult) -> bool:
     """Whether something inside the module, or around it, is settled already."""
     return any(one == name or one.startswith(f"{name}.") or name.startswith(f"{one}.") for one in found.settled)
 
 
-def reasons_of(model: nn.Module, layout: TensorLayout, found: Found, ends: Ends, *, tower: str) -> dict[str, str]:
+def reasons_of(
+    model: nn.Module, layout: TensorLayout, found: SearchResult, ends: Ends, *, tower: str
+) -> dict[str, str]:
     """Canonical name of every parameter that is not cut -> why."""
     cut = set(shard_parameters(layout, model))
     partial = {name for region in layout.regions for name in region.partial}

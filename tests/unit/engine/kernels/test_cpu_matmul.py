@@ -11,7 +11,7 @@ from tiny import FAMILIES, build_engine
 
 from weft.engine.kernels import cpu_matmul as cpu_products
 from weft.models.build import build_config, build_skeleton
-from weft.verify.reference import Cut, Precision, prepare
+from weft.verify.reference import BatchSplit, ReferencePrecision, prepare
 
 CHECK = """
 import torch
@@ -97,5 +97,5 @@ def test_the_reference_of_verify_has_the_same_products(monkeypatch: pytest.Monke
     monkeypatch.setattr(cpu_products, "install", lambda: mended.append("bf16"))
     model = build_skeleton(build_config(FAMILIES["llama"], vocab_size=257)).to_empty(device="cpu")
     for compute in (torch.float32, torch.bfloat16):
-        prepare(model, Precision(compute=compute, master=torch.float32), Cut(chunk_rows=1))
+        prepare(model, ReferencePrecision(compute=compute, master=torch.float32), BatchSplit(chunk_rows=1))
     assert mended == ["bf16"]

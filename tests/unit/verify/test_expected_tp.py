@@ -1,4 +1,4 @@
-"""The promise of tensor parallelism, counted by hand for two blocks of attention and MLP."""
+"""The expected of tensor parallelism, counted by hand for two blocks of attention and MLP."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from weft.core.plan import Plan
 from weft.models.tp.layout import LinearCut, Region, Segment, TensorCut, TensorLayout
 from weft.verify.evidence import Evidence
+from weft.verify.expected_tp import ExpectedTP, added, expected_of_tp
 from weft.verify.facts import check_collectives
-from weft.verify.tensor_promise import TensorFacts, added, promised_by_tensors
 
 ONE = (Segment(units=4),)
 
@@ -31,62 +31,62 @@ LAYOUT = TensorLayout(
     regions=tuple(dense(name) for name in "abcd"), embedding="table", head="head", hidden_size=8, replicated={}
 )
 USED = {f"{name}.up.weight" for name in "abcd"} | {"e.up"}
-FACTS = TensorFacts(layout=LAYOUT, is_loss_cut=True, num_repeated=0, is_partly_frozen=False, shared_sums=1)
+FACTS = ExpectedTP(layout=LAYOUT, is_loss_cut=True, num_repeated=0, is_partly_frozen=False, shared_sums=1)
 
 
-def promise(*, layout: TensorLayout = LAYOUT, used: set[str] = USED, **given: Any) -> dict[str, tuple[int, int]]:
+def expected(*, layout: TensorLayout = LAYOUT, used: set[str] = USED, **given: Any) -> dict[str, tuple[int, int]]:
     switches = {key: given.pop(key) for key in ("sequence_parallel",) if key in given}
     tables = {
         "mesh": {"tp": 2},
         "tensor_parallel": {"loss_parallel": given.get("is_loss_cut", True), **switches},
         "pipeline": {"microbatches": given.pop("microbatches", 1)},
     }
-    return promised_by_tensors(dataclasses.replace(FACTS, **given), layout, Plan.from_tables(tables), used=used)
+    return expected_of_tp(dataclasses.replace(FACTS, **given), layout, Plan.from_tables(tables), used=used)
 
 
 def test_without_a_stream_everything_is_all_reduced() -> None:
     # 4 exits, the table, 4 entries backward, the head backward, 2 of the loss; a step's shared gradients
-    assert promise(sequence_parallel=False) == {"all_reduce": (13, 13)}
-    assert promise(sequence_parallel=False, microbatches=3) == {"all_reduce": (37, 37)}
-    assert promise(sequence_parallel=False, is_loss_cut=False) == {"all_reduce": (11, 11), "all_gather": (1, 1)}
+    assert expected(sequence_parallel=False) == {"all_reduce": (13, 13)}
+    assert expected(sequence_parallel=False, microbatches=3) == {"all_reduce": (37, 37)}
+    assert expected(sequence_parallel=False, is_loss_cut=False) == {"all_reduce": (11, 11), "all_gather": (1, 1)}
 
 
 def test_a_fused_loss_sends_two_sums_a_stretch_and_gathers_no_logits() -> None:
-    cut = promise(sequence_parallel=False)["all_reduce"][0]
+    cut = expected(sequence_parallel=False)["all_reduce"][0]
     for is_loss_cut in (True, False):
-        found = promise(sequence_parallel=False, is_loss_cut=is_loss_cut, fused_sums=6)
+        found = expected(sequence_parallel=False, is_loss_cut=is_loss_cut, fused_sums=6)
         assert found == {"all_reduce": (cut - 2 + 6,) * 2}
 
 
 def test_with_a_stream_regions_gather_and_scatter() -> None:
-    assert promise() == {"all_gather": (10, 10), "reduce_scatter": (8, 8), "all_reduce": (5, 5)}
+    assert expected() == {"all_gather": (10, 10), "reduce_scatter": (8, 8), "all_reduce": (5, 5)}
 
 
 def test_experts_take_tokens_choices_and_weights() -> None:
     layout = dataclasses.replace(LAYOUT, regions=(EXPERTS,))
     # gathers: up to three things in, the exit's backward, two ends; scatters: the exit, one or two gradients
-    assert promise(layout=layout) == {"all_gather": (4, 6), "reduce_scatter": (2, 3), "all_reduce": (5, 5)}
+    assert expected(layout=layout) == {"all_gather": (4, 6), "reduce_scatter": (2, 3), "all_reduce": (5, 5)}
 
 
 def test_a_region_that_two_blocks_share_is_passed_twice() -> None:
-    assert promise(sequence_parallel=False, passes={"d": 2}) == {"all_reduce": (15, 15)}
+    assert expected(sequence_parallel=False, passes={"d": 2}) == {"all_reduce": (15, 15)}
 
 
 def test_a_region_without_gradients_takes_no_part() -> None:
     idle = {name for name in USED if not name.startswith("d")}
-    assert promise(sequence_parallel=False, used=idle) == {"all_reduce": (11, 11)}
+    assert expected(sequence_parallel=False, used=idle) == {"all_reduce": (11, 11)}
 
 
 def test_recompute_repeats_forwards_but_for_what_a_block_ends_with() -> None:
-    assert promise(sequence_parallel=False, num_repeated=2) == {"all_reduce": (15, 17)}
+    assert expected(sequence_parallel=False, num_repeated=2) == {"all_reduce": (15, 17)}
     # entries are gathered again: 4; the last exit of a block is not awaited, nor is the end of the stream
-    assert promise(num_repeated=2) == {"all_gather": (14, 15), "reduce_scatter": (10, 12), "all_reduce": (5, 5)}
+    assert expected(num_repeated=2) == {"all_gather": (14, 15), "reduce_scatter": (10, 12), "all_reduce": (5, 5)}
 
 
 def test_blocks_that_a_budget_keeps_are_not_repeated() -> None:
     # of four exits two are repeated, one of them the last thing its block sends
-    assert promise(sequence_parallel=False, num_repeated=1, kept=("a", "b")) == {"all_reduce": (14, 15)}
-    assert promise(num_repeated=1, kept=("a", "b")) == {
+    assert expected(sequence_parallel=False, num_repeated=1, kept=("a", "b")) == {"all_reduce": (14, 15)}
+    assert expected(num_repeated=1, kept=("a", "b")) == {
         "all_gather": (12, 13),
         "reduce_scatter": (9, 10),
         "all_reduce": (5, 5),
@@ -94,7 +94,7 @@ def test_blocks_that_a_budget_keeps_are_not_repeated() -> None:
 
 
 def test_what_is_frozen_may_lack_a_backward() -> None:
-    assert promise(sequence_parallel=False, is_partly_frozen=True) == {"all_reduce": (8, 13)}
+    assert expected(sequence_parallel=False, is_partly_frozen=True) == {"all_reduce": (8, 13)}
 
 
 def test_promises_of_two_axes_add_up() -> None:

@@ -1,4 +1,4 @@
-"""What a pipeline's rank promises to send and receive in a step: its schedule says it, message by message."""
+"""What a pipeline's rank expected to send and receive in a step: its schedule says it, message by message."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from weft.engine.engine import Engine
 from weft.engine.pp.no_flush_runner import NoFlushRunner
 from weft.engine.pp.p2p import sent_by
 from weft.engine.pp.runtime import PipelineRuntime
-from weft.verify.tensor_promise import Promise
+from weft.verify.expected_tp import ExpectedCollectives
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineFacts:
+class ExpectedP2P:
     """Of one rank, in one step."""
 
     sends: int
@@ -22,7 +22,7 @@ class PipelineFacts:
     updates: int  # in a step
 
     @staticmethod
-    def of(engine: Engine) -> PipelineFacts | None:
+    def of(engine: Engine) -> ExpectedP2P | None:
         pipeline = PipelineRuntime.of(engine)
         if pipeline is None:
             return None
@@ -35,7 +35,7 @@ class PipelineFacts:
             for source, actions in enumerate(ranks)
             for target, _ in sent_by(actions, schedule.stage_to_rank)
         ]
-        return PipelineFacts(
+        return ExpectedP2P(
             sends=sum(source == place for source, _ in targets),
             receives=sum(target == place for _, target in targets),
             num_stages=len(runner.stages.own),
@@ -43,6 +43,6 @@ class PipelineFacts:
             updates=pipeline.updates_per_step,
         )
 
-    def promise(self) -> Promise:
+    def expected(self) -> ExpectedCollectives:
         counts = {"send": self.sends, "recv": self.receives, "all_reduce": self.shared_weights}
         return {name: (count, count) for name, count in counts.items()}

@@ -1,4 +1,4 @@
-"""What one-dimensional tensor parallelism promises to send in a step, from the model's layout alone: no observation.
+"""What one-dimensional tensor parallelism expected to send in a step, from the model's layout alone: no observation.
 
 | per micro-batch        | forward                            | backward                       |
 | ---------------------- | ---------------------------------- | ------------------------------ |
@@ -34,13 +34,13 @@ from weft.engine.tp.gradients import ALONE_ELEMENTS
 from weft.models.tp.finder import text_config
 from weft.models.tp.layout import Region, TensorLayout
 
-Promise = dict[str, tuple[int, int]]  # (least, most) a step, by collective
+ExpectedCollectives = dict[str, tuple[int, int]]  # (least, most) a step, by collective
 LOOPED = frozenset({"hrm_text"})  # blocks that are passed several times, as often as the config says
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorFacts:
+class ExpectedTP:
     """What decides the traffic of tensor parallelism on a rank. `layout` is none where it does not: a grid, a loop."""
 
     layout: TensorLayout | None
@@ -56,13 +56,13 @@ class TensorFacts:
     stages: int = 1  # that this rank has: the token table, where it is, is read for each of them
 
     @staticmethod
-    def of(engine: Engine, batch: Batch) -> TensorFacts | None:
+    def of(engine: Engine, batch: Batch) -> ExpectedTP | None:
         """`batch`: one of this rank's. After a step, which shows whether a model's code lets its logits be late."""
         tp, pp = TPContext.of(engine), PipelineRuntime.of(engine)
         if tp is None:
             return None
         kept = _kept(engine)
-        return TensorFacts(
+        return ExpectedTP(
             layout=None if _is_looped(engine) else tp.layout,
             is_loss_cut=tp.token_loss is not None,
             fused_sums=_fused_sums(engine, batch),
@@ -81,7 +81,9 @@ class TensorFacts:
         return self.num_repeated > 0 and not f"{module}.".startswith(tuple(f"{block}." for block in self.kept))
 
 
-def promised_by_tensors(facts: TensorFacts, layout: TensorLayout, plan: Plan, *, used: Collection[str]) -> Promise:
+def expected_of_tp(
+    facts: ExpectedTP, layout: TensorLayout, plan: Plan, *, used: Collection[str]
+) -> ExpectedCollectives:
     """(least, most) of every collective over the tp axis. `used`: the parameters that got a gradient."""
     is_stream = plan.tensor_parallel.sequence_parallel
     tally = _Tally(may_lack_backward=facts.is_partly_frozen)
@@ -103,12 +105,12 @@ def promised_by_tensors(facts: TensorFacts, layout: TensorLayout, plan: Plan, *,
     tally.least[out] = max(0, tally.least[out] - facts.num_repeated)
     _ends(tally, layout, facts)
     cuts = plan.pipeline.microbatches
-    promise = {name: (tally.least[name] * cuts, tally.most[name] * cuts) for name in tally.most}
+    expected = {name: (tally.least[name] * cuts, tally.most[name] * cuts) for name in tally.most}
     sums = facts.shared_sums + (facts.fused_sums or 0)
-    return added(promise, {ALL_REDUCE: (sums, sums)})
+    return added(expected, {ALL_REDUCE: (sums, sums)})
 
 
-def added(first: Promise, second: Promise) -> Promise:
+def added(first: ExpectedCollectives, second: ExpectedCollectives) -> ExpectedCollectives:
     return {
         name: tuple(a + b for a, b in zip(first.get(name, (0, 0)), second.get(name, (0, 0)), strict=True))  # type: ignore[misc]
         for name in {**first, **second}
@@ -175,7 +177,7 @@ def _region(tally: _Tally, region: Region, *, is_stream: bool) -> None:
         tally.backward(ALL_REDUCE, 1, 2)
 
 
-def _ends(tally: _Tally, layout: TensorLayout, facts: TensorFacts) -> None:
+def _ends(tally: _Tally, layout: TensorLayout, facts: ExpectedTP) -> None:
     if layout.embedding is not None:
         tally.forward(ALL_REDUCE, facts.stages)
     if layout.head is not None:
