@@ -16,7 +16,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.report.matrix import render_matrix, write_matrix
 from weft.verify.request import VerifyRequest, data_parallel_plans, every_plan, tensor_parallel_plans
-from weft.verify.verdict import RULES, Check, Coverage, Finding, VerdictTable, Verdict, Worst
+from weft.verify.verdict import RULES, Check, Coverage, Finding, Verdict, VerdictTable, Worst
 
 GOOD = Verdict(
     plan="ZeRO-3",
