@@ -39,8 +39,8 @@ global_batch = 32
 """
 PLAN = '[mesh]\ndp_shard = 8\n[precision]\npreset = "bf16"\n'
 
-Measured = Callable[[many.Job], "DryRun | WeftError"]
-Stub = Callable[[Measured], list[many.Job]]
+Measured = Callable[[many.DryRunJob], "DryRun | WeftError"]
+Stub = Callable[[Measured], list[many.DryRunJob]]
 
 
 @pytest.fixture
@@ -55,10 +55,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def measured_by(monkeypatch: pytest.MonkeyPatch) -> Stub:
     """Puts a function in place of dry runs; the jobs it was asked are in the list returned."""
 
-    def put(measured: Measured) -> list[many.Job]:
-        seen: list[many.Job] = []
+    def put(measured: Measured) -> list[many.DryRunJob]:
+        seen: list[many.DryRunJob] = []
 
-        def dry_runs(jobs: Sequence[many.Job], *, on_done: Any = None, processes: Any = None) -> list[Any]:
+        def dry_runs(jobs: Sequence[many.DryRunJob], *, on_done: Any = None, processes: Any = None) -> list[Any]:
             seen.extend(jobs)
             found = [measured(job) for job in jobs]
             for place, outcome in enumerate(found):
@@ -72,7 +72,7 @@ def measured_by(monkeypatch: pytest.MonkeyPatch) -> Stub:
     return put
 
 
-def of_tokens(job: many.Job) -> DryRun:
+def of_tokens(job: many.DryRunJob) -> DryRun:
     """8 GiB and a KiB for each token of a micro-batch: 64 KiB of reserved memory a token."""
     rows = job.run.train.global_batch // job.plan.mesh.dp_degree // job.plan.pipeline.microbatches
     tokens = rows * job.run.data.sequence_length
@@ -199,7 +199,7 @@ def test_an_error_of_the_dry_run_is_the_answer(files: Path, measured_by: Stub) -
 
 
 def test_an_interrupt_ends_in_one_line(files: Path, measured_by: Stub) -> None:
-    def interrupted(job: many.Job) -> DryRun:
+    def interrupted(job: many.DryRunJob) -> DryRun:
         raise KeyboardInterrupt
 
     measured_by(interrupted)
@@ -266,7 +266,7 @@ def test_a_sweep_goes_down_where_the_start_is_too_much(files: Path, measured_by:
 
 
 def test_a_curve_that_is_no_line_is_closed_in_on_as_well(measured_by: Stub, files: Path) -> None:
-    def quadratic(job: many.Job) -> DryRun:
+    def quadratic(job: many.DryRunJob) -> DryRun:
         size = 8 * GIB + 4 * job.run.data.sequence_length**2
         return found_of(terms={"activations": size}, reserved_bytes={"expandable_segments": size})
 
