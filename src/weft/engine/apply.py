@@ -45,6 +45,7 @@ from weft.engine.pp.stages import Stages
 from weft.engine.precision import apply_compute_dtype, store_weights, torch_dtype
 from weft.engine.tp.apply import apply_tensor_parallel
 from weft.engine.tp.context import TPContext
+from weft.engine.tp_grid.apply import apply_tensor_grid
 from weft.engine.weights.freeze import freeze
 from weft.engine.weights.materialise import materialise, place_real_model
 from weft.models.initial import WeightSource
@@ -88,7 +89,8 @@ def apply_plan(
     pipeline_cut = split_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
     tp: TPContext | None = None
     if topology.tp_degree > 1:
-        tp = apply_tensor_parallel(model, layout, plan.tensor_parallel, topology, keep_logits_whole=has_own_objective)
+        shard_tensors = apply_tensor_parallel if plan.tensor_parallel.mode == "1d" else apply_tensor_grid
+        tp = shard_tensors(model, layout, plan.tensor_parallel, topology, keep_logits_whole=has_own_objective)
     batch_norms = apply_batch_norms(model, plan, topology)
     own = layout
     if pipeline_cut is not None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
 from weft.core.terms import TimeTerm
-from weft.engine.dp.strategy import Strategy
 from weft.engine.measure.timer import StepTimer
 from weft.engine.objective import Batch
+
+if TYPE_CHECKING:
+    from weft.engine.dp.strategy import Strategy
 
 Forward = Callable[[int, int], Tensor]  # (stage, micro-batch) -> hidden states, or the loss on the last stage
 

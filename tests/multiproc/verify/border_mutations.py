@@ -20,7 +20,7 @@ import weft.engine.kernels.head_loss
 import weft.engine.optim.adamw_8bit
 import weft.engine.tp.chunked_loss
 import weft.engine.tp.cross_entropy
-import weft.engine.tp.grid_embedding
+import weft.engine.tp_grid.embedding
 import weft.engine.updates
 from weft.checkpoint.staging import StagingBuffers
 from weft.data.loader import IGNORED, Loader
@@ -83,7 +83,7 @@ def grid_table_rows(lower: int, upper: int) -> Any:
         is_here = (places >= lower) & (places < table.shape[0] + upper)
         return table[places.clamp(0, table.shape[0] - 1)].masked_fill(~is_here.unsqueeze(-1), 0.0)
 
-    return replaced(weft.engine.tp.grid_embedding, "_rows_here", lambda _: rows_here)
+    return replaced(weft.engine.tp_grid.embedding, "_rows_here", lambda _: rows_here)
 
 
 def first_row_of_the_grid_table_missing() -> Any:

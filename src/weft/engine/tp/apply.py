@@ -6,6 +6,7 @@ from collections import Counter
 
 from torch import nn
 
+from weft.core.axes import TP
 from weft.core.errors import TensorParallelError
 from weft.core.plan import TensorParallel
 from weft.core.shards import LocalShard
@@ -14,7 +15,6 @@ from weft.engine.tp.activation_layout import ActivationLayout
 from weft.engine.tp.chunked_loss import HeadShard
 from weft.engine.tp.context import TPContext
 from weft.engine.tp.grid import WHOLE, Grid, build_grid
-from weft.engine.tp.grid_layers import apply_grid
 from weft.engine.tp.one_d import apply_one_d, num_tokens, vocabulary_loss
 from weft.engine.tp.one_d_shards import one_d_shards, repeats, shard_parameters
 from weft.models.layout import ModelLayout
@@ -30,43 +30,15 @@ def apply_tensor_parallel(
     *,
     keep_logits_whole: bool,
 ) -> TPContext:
-    """Divide `model` over the tp axis. `keep_logits_whole`: the loss is not ours, so it must see all logits."""
-    tensors = find_tensor_layout(model, layout)
-    require_regions(tensors, type(model).__name__)
-    degree = topology.tp_degree
-    group = topology.group("tp")
+    """Shard `model` in one dimension. `keep_logits_whole`: the loss is a user's, so it must see all logits."""
+    tensors = find_regions(model, layout)
     grid = build_grid(
-        policy.mode,
-        group,
+        "1d",
+        topology.group(TP),
         axis_ranks=topology.tp_lines,
-        repeats=repeats(tensors, degree) if policy.mode == "1d" else (),
+        repeats=repeats(tensors, topology.tp_degree),
         owner=topology.groups,
     )
-    divide = _lines if policy.mode == "1d" else apply_grid
-    return divide(model, layout, tensors, policy, grid=grid, keep_logits_whole=keep_logits_whole)
-
-
-def require_regions(tensors: TensorLayout, model_name: str) -> None:
-    if not tensors.regions:
-        # the commonest that says more than that norms are never cut
-        reasons = Counter(reason for reason in tensors.replicated.values() if reason != "a norm")
-        reason = reasons.most_common(1)[0][0] if reasons else "it has no attention or feed-forward layer weft knows"
-        raise TensorParallelError(
-            f"no part of {model_name} can be divided over tensor-parallel ranks: {reason}",
-            hint="use mesh.tp = 1; ZeRO-3 (data_parallel.zero = 3) shards any model",
-        )
-
-
-def _lines(
-    model: nn.Module,
-    layout: ModelLayout,
-    tensors: TensorLayout,
-    policy: TensorParallel,
-    *,
-    grid: Grid,
-    keep_logits_whole: bool,
-) -> TPContext:
-    """One dimension."""
     if policy.sequence_parallel and "sequence_parallel" in tensors.refusals:
         raise TensorParallelError(
             f"sequence parallel does not work with {type(model).__name__}: {tensors.refusals['sequence_parallel']}",
@@ -90,6 +62,24 @@ def _lines(
         head=head,
         owns_loss=grid.rank == 0,
     )
+
+
+def find_regions(model: nn.Module, layout: ModelLayout) -> TensorLayout:
+    """The tensor layout of `model`, which must have a region."""
+    tensors = find_tensor_layout(model, layout)
+    require_regions(tensors, type(model).__name__)
+    return tensors
+
+
+def require_regions(tensors: TensorLayout, model_name: str) -> None:
+    if not tensors.regions:
+        # the commonest that says more than that norms are never cut
+        reasons = Counter(reason for reason in tensors.replicated.values() if reason != "a norm")
+        reason = reasons.most_common(1)[0][0] if reasons else "it has no attention or feed-forward layer weft knows"
+        raise TensorParallelError(
+            f"no part of {model_name} can be divided over tensor-parallel ranks: {reason}",
+            hint="use mesh.tp = 1; ZeRO-3 (data_parallel.zero = 3) shards any model",
+        )
 
 
 def _head_shard(

@@ -23,8 +23,8 @@ from torch import nn
 from weft.core.errors import TensorParallelError
 from weft.core.shards import LocalShard, Span, even_span, local_shard, replicated_shard
 from weft.engine.tp.grid import WHOLE, Grid
-from weft.engine.tp.grid_embedding import logits_run, table_run
 from weft.engine.tp.one_d_shards import deal
+from weft.engine.tp_grid.embedding import logits_run, table_run
 from weft.models.layout import ModelLayout
 from weft.models.tp.finder import text_config
 from weft.models.tp.layout import LinearCut, Region, TensorLayout

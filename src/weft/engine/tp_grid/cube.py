@@ -24,8 +24,8 @@ from torch import Tensor
 from weft.core.shards import even_span
 from weft.engine.tp.collectives import gathered, scattered
 from weft.engine.tp.grid import Grid
-from weft.engine.tp.grid_embedding import logits_run
-from weft.engine.tp.summa import product
+from weft.engine.tp_grid.embedding import logits_run
+from weft.engine.tp_grid.summa import product
 
 
 def linear_pq(x: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid, *, is_transposed: bool = False) -> Tensor:

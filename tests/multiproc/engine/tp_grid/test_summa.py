@@ -10,10 +10,10 @@ from tensor_grids import bytes_on_the_wire, chunk, numbers, own, summed, whole_g
 from torch.testing import assert_close
 
 from weft.engine.objective import token_loss_sum
-from weft.engine.tp import summa
 from weft.engine.tp.cross_entropy import vocabulary_loss_sum
 from weft.engine.tp.grid import Grid
-from weft.engine.tp.grid_embedding import logits_run, table_run, token_table
+from weft.engine.tp_grid import summa
+from weft.engine.tp_grid.embedding import logits_run, table_run, token_table
 
 ROWS, LENGTH, INPUTS, OUTPUTS = 8, 3, 4, 6
 # 2 x 2: chunks of 3 and 2, of 2 and 2, and one that leaves the second chunk empty

@@ -14,8 +14,8 @@ from weft.core.run_spec import ModelSpec
 from weft.core.shards import LocalShard
 from weft.core.tensor_grid import grid_sizes, place_of
 from weft.engine.tp.grid import Grid
-from weft.engine.tp.grid_layers import apply_grid
-from weft.engine.tp.grid_shards import grid_shards
+from weft.engine.tp_grid.apply import apply_grid
+from weft.engine.tp_grid.shards import grid_shards
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import describe
 from weft.models.tp.finder import find_tensor_layout

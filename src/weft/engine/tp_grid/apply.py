@@ -17,24 +17,37 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.core.axes import TP
 from weft.core.errors import NotBuiltError
 from weft.core.plan import TensorParallel
 from weft.core.shards import even_span
 from weft.engine.activations.dropout import uses_randomness
+from weft.engine.mesh import Topology
 from weft.engine.objective import TokenLoss
-from weft.engine.tp import collectives, cube, summa
+from weft.engine.tp import collectives
 from weft.engine.tp.activation_layout import ActivationLayout
+from weft.engine.tp.apply import find_regions
 from weft.engine.tp.context import TPContext
 from weft.engine.tp.cross_entropy import vocabulary_loss_sum
-from weft.engine.tp.grid import Grid
-from weft.engine.tp.grid_embedding import logits_run, token_table
-from weft.engine.tp.grid_shards import grid_shards, position_tables, stream_axis
+from weft.engine.tp.grid import Grid, build_grid
 from weft.engine.tp.one_d import set_sizes
 from weft.engine.tp.one_d_shards import shard_parameters
 from weft.engine.tp.statistics import spanning
+from weft.engine.tp_grid import cube, summa
+from weft.engine.tp_grid.embedding import logits_run, token_table
+from weft.engine.tp_grid.shards import grid_shards, position_tables, stream_axis
 from weft.engine.wrap_forward import Forward, wrap_forward
 from weft.models.layout import ModelLayout
 from weft.models.tp.layout import LinearCut, TensorLayout
+
+
+def apply_tensor_grid(
+    model: nn.Module, layout: ModelLayout, policy: TensorParallel, topology: Topology, *, keep_logits_whole: bool
+) -> TPContext:
+    """Shard `model` over a grid. `keep_logits_whole`: the loss is a user's, so it must see all logits."""
+    tensors = find_regions(model, layout)
+    grid = build_grid(policy.mode, topology.group(TP), axis_ranks=topology.tp_lines, owner=topology.groups)
+    return apply_grid(model, layout, tensors, policy, grid=grid, keep_logits_whole=keep_logits_whole)
 
 
 def apply_grid(
@@ -46,7 +59,7 @@ def apply_grid(
     grid: Grid,
     keep_logits_whole: bool,
 ) -> TPContext:
-    """Cut the parameters of `model`, put the layers of `grid.mode` around its modules; what the engine must know."""
+    """Shard the parameters of `model` and wrap its modules with the layers of `grid.mode`."""
     shards = grid_shards(model, layout, tensors, grid)
     _require_simple(model, tensors, grid, keep_logits_whole=keep_logits_whole)
     vocabulary = _vocabulary(model, tensors)

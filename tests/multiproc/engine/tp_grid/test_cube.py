@@ -9,10 +9,10 @@ from tensor_grids import bytes_on_the_wire, chunk, numbers, own, summed, whole_g
 from torch.testing import assert_close
 
 from weft.engine.objective import token_loss_sum
-from weft.engine.tp import cube
 from weft.engine.tp.cross_entropy import vocabulary_loss_sum
 from weft.engine.tp.grid import Grid
-from weft.engine.tp.grid_embedding import logits_run, table_run, token_table
+from weft.engine.tp_grid import cube
+from weft.engine.tp_grid.embedding import logits_run, table_run, token_table
 
 ROWS, LENGTH, INPUTS, OUTPUTS = 8, 3, 4, 8
 # four chunks: 3 3 3 1, 2 2 1 0, 1 1 0 0 (a rank column without any logit), 2 2 2 2

@@ -20,7 +20,7 @@ from weft.engine.activations.dropout import seeded_forward
 from weft.engine.objective import CausalLanguageModel
 from weft.engine.tp.gradients import sum_partial_gradients
 from weft.engine.tp.grid import Grid
-from weft.engine.tp.grid_layers import apply_grid
+from weft.engine.tp_grid.apply import apply_grid
 from weft.models.build import build_config
 from weft.models.layout import describe
 from weft.models.tp.finder import find_tensor_layout
