@@ -31,7 +31,7 @@ from weft.engine.kernels.attention import AttentionKernel
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
 from weft.engine.measure.dtypes import DtypeWatch
 from weft.engine.measure.timer import StepTimer
-from weft.engine.mesh import build_topology
+from weft.engine.mesh import build_topology, default_device
 from weft.engine.microbatches import SequentialRunner
 from weft.engine.objective import Batch, Objective, objective_for
 from weft.engine.optim.adamw_low import LowStates
@@ -339,8 +339,3 @@ class Engine:
         from weft.checkpoint import CheckpointStore
 
         return CheckpointStore(Path(directory), process_group=self.topology.checkpoint_group())
-
-
-def default_device() -> torch.device:
-    """The GPU of this process where there is one, else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

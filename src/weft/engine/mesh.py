@@ -165,3 +165,8 @@ def describe_mesh(plan: Plan) -> str:
     """'dp_replicate 2 x dp_shard 4', leaving out axes of one."""
     parts = [f"{axis} {size}" for axis, size in plan.mesh.sizes().items() if size > 1]
     return " x ".join(parts) or "one rank"
+
+
+def default_device() -> torch.device:
+    """The GPU of this process where there is one, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
