@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 
 
-def by_default(chosen: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
-    """`cases` for parametrize (tuples are several arguments), all but the chosen ones slow."""
-    chosen, cases = list(chosen), list(cases)
-    missing = [case for case in chosen if case not in cases]
+def by_default(chosen: Iterable[Any], cases: Iterable[Any], *, extended: Iterable[Any] = ()) -> list[Any]:
+    """`cases` for parametrize (tuples are several arguments): chosen ones run always, `extended` ones in CI, others are
+    slow."""
+    chosen, cases, extended = list(chosen), list(cases), list(extended)
+    missing = [case for case in (*chosen, *extended) if case not in cases]
     if missing:
         raise ValueError(f"not among the cases: {missing}")
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in chosen else pytest.mark.slow)
-        for case in cases
-    ]
+
+    def marks(case: Any) -> Any:
+        if case in chosen:
+            return ()
+        return pytest.mark.extended if case in extended else pytest.mark.slow
+
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks(case)) for case in cases]
