@@ -1,4 +1,4 @@
-"""WeightStash of a stage's weights: a micro-batch goes back with the values that it went forward with.
+"""Versions of a stage's weights: the backward of a micro-batch reads the values of its forward.
 
 The optimizer works on the masters, which stay in its groups for ever; forwards and backwards read through leaves that
 share a version's memory. An update of values that somebody will still read moves the masters to memory of their own
@@ -73,7 +73,7 @@ class WeightStash:
         self.most = max(self.most, len({*self._leaves, self.newest}))
 
     def forget(self, lowest: int) -> None:
-        """WeightStash below `lowest` are let go."""
+        """Free versions below `lowest`."""
         for version in [version for version in self._leaves if version < lowest]:
             del self._leaves[version]
 
