@@ -1,8 +1,8 @@
-"""Modules that stand in line with blocks inside an nn.Sequential: activations, reshapes, layers that are no blocks.
+"""Modules between blocks inside an nn.Sequential: activations, reshapes, layers that are no blocks.
 
-A Sequential hands each of its modules the one tensor that the one before gave. So what stands between two blocks is of
-the stage of the block before, with whatever it has, and later stages pass it by like a block: what would reach it there
-is a stand's output, whose shape need not be the block's.
+A Sequential passes one tensor from module to module. So a module between two blocks belongs, with its parameters, to
+the stage of the block before it, and later stages skip it like a block: there its input would be a placeholder's output,
+whose shape may differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weft.models.layout import ModelLayout
 
 
 def beside_blocks(model: nn.Module, layout: ModelLayout) -> list[str]:
-    """Their names; none of them holds a block."""
+    """The names of these modules; none of them holds a block."""
     holders = dict.fromkeys(holder for block in layout.blocks for holder in _holders(block))
     found = []
     for holder in holders:

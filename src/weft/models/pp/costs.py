@@ -1,6 +1,6 @@
-"""What each block of a model costs a token: the numbers by which `core/stages.py` makes pipeline stages equally long.
+"""The cost of each block per token, by which `core/stages.py` balances pipeline stages.
 
-a Hugging Face causal LM   as the planner has them: from the shape that `zoo` reads in its config
+a Hugging Face causal LM   the planner's, from the shape that `zoo` reads in its config
 any other module           elements of parameters: a block's own and of what is used after it before the next; what
                            is used before the first block and after the last count there. Looking up rows of a table
                            (nn.Embedding) costs nothing
@@ -21,8 +21,8 @@ from weft.models.layout import ROOT, ModelLayout
 from weft.models.pp.probe import Trace
 
 
-def deal_model(model: nn.Module, layout: ModelLayout, trace: Trace, *, num_stages: int) -> tuple[int, ...]:
-    """Blocks a stage, by cost; alike on every rank."""
+def partition_blocks(model: nn.Module, layout: ModelLayout, trace: Trace, *, num_stages: int) -> tuple[int, ...]:
+    """Blocks per stage, by cost; the same on every rank."""
     shape = shape_of_model(model)
     if shape is not None and shape.num_layers == len(trace.order) and trace.order == layout.blocks:
         return deal_shape(shape, num_stages)
@@ -31,7 +31,7 @@ def deal_model(model: nn.Module, layout: ModelLayout, trace: Trace, *, num_stage
 
 
 def shape_of_model(model: nn.Module) -> ModelShape | None:
-    """What the planner would make of the model's config; None where it has none, or no head over a vocabulary."""
+    """The planner's shape of the model's config; None without a config, or without a head over a vocabulary."""
     config: Any = getattr(model, "config", None)
     find_head = getattr(model, "get_output_embeddings", None)
     if not hasattr(config, "to_dict") or not callable(find_head) or find_head() is None:
@@ -49,7 +49,7 @@ def count_elements(model: nn.Module, layout: ModelLayout, trace: Trace) -> tuple
         if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding):
             continue
         unit, size = layout.unit_of[layout.ties.get(name, name)], prod(parameter.shape)
-        # what no walk has seen is the head, or used by nobody: both are on the last stage
+        # parameters that no probe has seen are the head's, or unused: both are on the last stage
         time = trace.order.index(unit) + 1 if unit in trace.order else max(trace.uses.get(name, {len(costs)}))
         if unit == ROOT and time == len(costs):
             after += size

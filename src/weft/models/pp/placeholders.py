@@ -1,7 +1,7 @@
-"""What stands in for parts of a model that are not there: blocks, parameters, what they would give.
+"""Placeholders for parts of a model on other stages: blocks, parameters, their outputs.
 
-Most of it is NaN: whoever computes with it by mistake is not quiet about it. `pipeline_probe.py` walks through a model
-with these; a pipeline's stages use the same, so a walk sees what a stage will see.
+Most of them are NaN, so that a computation with one by mistake is loud. `probe` runs a model's forward with them, and
+pipeline stages use the same ones, so the probe sees what a stage will see.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ def given_by(hidden: Tensor, num_given: int, *, number: float = float("nan")) ->
 def nothing_like(
     shape: Sequence[int], *, dtype: torch.dtype, device: torch.device, number: float = float("nan")
 ) -> Tensor:
-    """One number in every place and in memory. NaN: whoever computes with it by mistake is not quiet about it."""
+    """A NaN tensor of the same shape that needs memory for one number."""
     return torch.full((), number, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def nothing_for(hidden: Tensor) -> Tensor:
-    """In place of what a block makes of `hidden`."""
+    """A placeholder for a block's output for `hidden`."""
     dtype = hidden.dtype if hidden.is_floating_point() else torch.get_default_dtype()
     return nothing_like(hidden.shape, dtype=dtype, device=hidden.device)
 
 
 class NoTable:
-    """Around a token table of another stage, with all that tensor parallelism put around it: sends nothing."""
+    """Around a token table of another stage and the layers of tensor parallelism: no collective runs."""
 
     def __init__(self, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.width, self.dtype, self.device = width, dtype, device
@@ -81,7 +81,7 @@ class NoTable:
 
 
 class _Noted(Tensor):
-    """A tensor that tells when something is computed from it; reading its shape or dtype is not told."""
+    """A tensor that records when something is computed from it; reads of its shape or dtype do not count."""
 
     plain: Tensor
     tell: Callable[[], None]

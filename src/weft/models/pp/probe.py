@@ -1,16 +1,16 @@
-"""One runner through a model's forward with stands in place of its blocks: what a pipeline would have to carry.
+"""Runs a model's forward with placeholders for its blocks, to find what a pipeline has to send.
 
-It computes nothing of the model's: blocks are not run, parameters around them have no values. The walks:
+No block runs, and parameters around the blocks have no values. The probes:
 
     trace_forward   in which order blocks are called, in which argument hidden states travel, and after how many blocks
-                    each other parameter is used. The forward is asked, not the order of definition: OPT defines its
-                    final norm before its blocks
+                    each other parameter is used. The order of definition would be wrong: OPT defines its final norm
+                    before its blocks
     require_stage   as a stage would see it. What only earlier stages have is NaN: parameters, and all that their blocks
                     give. The first own block's hidden states are received; NaN in any other place is something that
                     no stage sends
 
-What stands in line with blocks in an nn.Sequential is not run either. A model that takes no token ids is tried with
-floats. Every rank walks alike, so all of them refuse a model, or none.
+Modules between blocks in an nn.Sequential do not run either. A model that takes no token ids is tried with floats. All
+ranks probe alike, so all of them refuse a model, or none.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _NotEnteredError(UnfitError):
 
 
 class _EndError(Exception):
-    """The runner has come to the stage's end, or to the output head, whose product would only cost time."""
+    """The forward has reached the stage's end, or the output head, whose product would only cost time."""
 
 
 class _Probe:

@@ -1,4 +1,4 @@
-"""Where a model can be cut into pipeline stages: its blocks by stage, and which stage has each of the other parameters.
+"""Where a model can be split into pipeline stages: its blocks by stage, and the stage of every other parameter.
 
 It describes; it changes nothing. A stage reaches from its first block to the moment before the next stage's first:
 
@@ -6,8 +6,7 @@ It describes; it changes nothing. A stage reaches from its first block to the mo
     used after a block, before the next         the stage of the block before
     used after the last block, or never         the last stage
 
-`pipeline_probe.py` asks the model's own forward for all of it. Blocks are dealt to stages by cost
-(`pipeline_costs.py`) where no one says otherwise.
+`probe` reads all of it off the model's own forward. By default blocks are partitioned by cost (`costs`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import nn
 
 from weft.core.errors import PipelineError
 from weft.models.layout import ModelLayout
-from weft.models.pp.costs import deal_model
+from weft.models.pp.costs import partition_blocks
 from weft.models.pp.probe import HIDDEN, Place, ProbeView, Trace, UnfitError, require_stage, trace_forward
 
 # What a probe that runs no block cannot see, by the config's field
@@ -63,13 +62,13 @@ class PipelineSplit:
 def split_model(
     model: nn.Module, layout: ModelLayout, *, num_stages: int, sizes: Sequence[int] | None = None
 ) -> PipelineSplit:
-    """`sizes`: blocks a stage, where a person chose them. Raises alike on every rank."""
+    """`sizes`: blocks per stage, if the plan names them. Raises alike on every rank."""
     _require_enough(model, len(layout.blocks), num_stages)
     try:
         _require_nothing_unseen(model)
         trace = trace_forward(model, layout)
         _require_enough(model, len(trace.order), num_stages)
-        counts = tuple(sizes) if sizes else deal_model(model, layout, trace, num_stages=num_stages)
+        counts = tuple(sizes) if sizes else partition_blocks(model, layout, trace, num_stages=num_stages)
         _require_dealt(counts, len(trace.order), num_stages)
         split = _split(trace, layout, counts)
         for stage in range(1, num_stages):

@@ -1,8 +1,8 @@
-"""Attention as a region: whole heads to a rank. Separate or fused projections, gates, norms, sinks.
+"""Attention as a region: each rank has whole heads. Separate or fused projections, gates, norms, sinks.
 
     q: heads x head_dim   k, v: kv_heads x head_dim   o: inputs heads x value_dim
 
-Latent attention is in tensor_mla. Any parameter that is not named here declines the module: it stays whole.
+Latent attention is in `mla`. A module with any other parameter is declined and stays replicated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PER_HEAD = {"sinks", "gate_bias"}  # a number for each head
 
 
 def attention_region(site: Site, *, output: LinearFacts | None = None) -> Region | None:
-    """The region of an attention module; nothing where the module has no projections of that kind.
+    """The region of an attention module; None without projections of that kind.
 
     `output` is the output projection where another module holds it.
     """
@@ -69,7 +69,7 @@ def assemble(
     row: LinearFacts,
     latents: tuple[LinearFacts, ...] = (),
 ) -> Region:
-    """The region around its column cuts; `latents` are linears inside that every rank computes."""
+    """The region around its column-parallel linears; `latents` are linears inside that every rank computes."""
     cut = (*columns, row_cut(row, inputs=(_row_segment(columns, counts),)))
     facts = tuple(_facts_of(site, one) for one in cut)
     tensors, norms, partial = _extras(site, (*facts, *latents), counts)
@@ -115,7 +115,7 @@ def _fused(site: Site, linears: dict[str, LinearFacts]) -> tuple[Heads, tuple[Li
 
 
 def _row_segment(columns: tuple[LinearCut, ...], counts: Heads) -> Segment:
-    """Heads, or groups of them where the projection can only be dealt out by group."""
+    """Heads, or groups of heads if the projection divides by group only."""
     first = columns[0].outputs
     if len(columns) == 1 and len(first) == 1 and first[0].units != counts.heads:
         return Segment(units=first[0].units, size=counts.output.features // first[0].units)
@@ -147,7 +147,7 @@ def _parameters_of(site: Site, linears: tuple[LinearFacts, ...]) -> tuple[str, .
 def _extras(
     site: Site, linears: tuple[LinearFacts, ...], counts: Heads
 ) -> tuple[tuple[TensorCut, ...], tuple[WideNorm, ...], tuple[str, ...]]:
-    """What is not a projection: norms over a head, over the whole width, one a head; sinks. Anything else declines."""
+    """Parameters beside the projections: norms over a head, over the full width, per head; sinks. Others decline."""
     tensors: list[TensorCut] = []
     norms: dict[str, WideNorm] = {}
     partial: list[str] = []

@@ -1,4 +1,4 @@
-"""Arithmetic of a region against the tensors it names: a cut that does not add up is no cut.
+"""Arithmetic of a region against the tensors it names: sizes that do not add up decline the region.
 
 features of the segments = size of the dimension they divide
 units of every column segment divide with the units of the row's inputs: heads with heads, width with width
@@ -12,7 +12,7 @@ from weft.models.tp.layout import LinearCut, Region, Segments
 
 
 def wrong_arithmetic(region: Region, model: nn.Module, *, hidden_size: int) -> str | None:
-    """Why the region does not add up; nothing where it does."""
+    """The reason why the region does not add up, or nothing."""
     for linear in region.linears:
         if _sizes(linear) != _weight_sizes(linear, model):
             return f"its {_last(linear.name)} is {_weight_sizes(linear, model)}, not {_sizes(linear)}"

@@ -2,7 +2,7 @@
 
     gate_up [experts, 2 width, hidden]   down [experts, hidden, width]      (or each with its last two swapped)
 
-The router is outside: all ranks route alike. A bias of the down projection would be added once a rank, so it declines.
+The router is outside: all ranks route alike. A bias of the down projection would be added on every rank: it declines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _UP = ("gate_up_proj", "up_proj", "gate_proj")
 
 
 def experts_region(site: Site) -> Region | None:
-    """The region of a module of experts; nothing where it has no three-dimensional down projection."""
+    """The region of a module of experts; None without a three-dimensional down projection."""
     down = site.module._parameters.get("down_proj")
     ups = {name: site.module._parameters[name] for name in _UP if site.module._parameters.get(name) is not None}
     if down is None or down.dim() != 3 or not ups:
@@ -41,7 +41,7 @@ def experts_region(site: Site) -> Region | None:
 
 
 def _width(site: Site, down: nn.Parameter) -> tuple[int, int]:
-    """(dimension, size) of the experts' width in the down projection, as the module says or the shape shows."""
+    """(dimension, size) of the experts' width in the down projection, from the module's attributes or its shapes."""
     is_transposed = getattr(site.module, "is_transposed", None)
     if not isinstance(is_transposed, bool):
         if down.shape[1] == down.shape[2]:

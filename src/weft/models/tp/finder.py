@@ -1,10 +1,10 @@
-"""Finds the TensorLayout of a causal LM: which modules are regions, how each divides, what stays whole and why.
+"""Finds the TensorLayout of a causal LM: which modules are regions, how each divides, what stays replicated and why.
 
-    a region = a module whose every parameter is understood (tensor_attention, tensor_mla, tensor_mlp, tensor_experts)
-             + someone vouches for it: the config's own tp plan, or weft's list of families compared with one rank
-             + arithmetic that holds (tensor_checks)
+    a region = a module whose every parameter is understood (`attention`, `mla`, `mlp`, `experts`)
+             + evidence: the config's own tp plan, or weft's list of families compared with one rank
+             + arithmetic that holds (`checks`)
 
-Anything else stays whole, with a reason. It decides nothing about degrees and changes nothing.
+Everything else stays replicated, with a reason. The finder knows no degree and changes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CUT_STYLES = re.compile(r"colwise|rowwise|moe_tp_experts")
 
 
 def find_tensor_layout(model: nn.Module, layout: ModelLayout) -> TensorLayout:
-    """Where `model` may be cut; `layout` is `models.layout.describe(model)`."""
+    """Where `model` can be sharded; `layout` is `models.layout.describe(model)`."""
     config = text_config(model)
     model_type, hidden_size = str(getattr(config, "model_type", "")), _number(config, "hidden_size")
     tower, why_whole = text_tower(model, layout.blocks), known.UNCUT.get(model_type)
@@ -59,7 +59,7 @@ def find_tensor_layout(model: nn.Module, layout: ModelLayout) -> TensorLayout:
 
 
 class _Finder:
-    """What every step of the walk needs to know of the model."""
+    """The search through the modules of one model."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, config: Any) -> None:
         self.model, self.blocks = model, set(layout.blocks)
@@ -72,7 +72,7 @@ class _Finder:
         )
 
     def vouched(self, region: Region, model_type: str) -> bool:
-        """Whether the family was compared with one rank, or its config's plan cuts the very same modules."""
+        """Whether the family was compared with one rank, or its config's plan shards the same modules."""
         names = [linear.name for linear in region.linears] + [tensor.name for tensor in region.tensors]
         return model_type in known.COMPARED or all(self._planned(name) for name in names)
 
@@ -95,7 +95,7 @@ _PAIRS: tuple[tuple[str, Finder], ...] = (("attention", split_attention_region),
 
 
 def _walk(site: Site, walk: _Finder, found: SearchResult) -> None:
-    """One module: a norm, a region, something declined, or a container to open."""
+    """Classify one module: a norm, a region, declined, or a container to open."""
     if looks_like_norm(site.module):
         if is_norm(site.module) and is_residual_norm(site.module, site.hidden_size):
             found.norms.append(site.name)
@@ -130,7 +130,7 @@ def _settled(site: Site, kind: str, finder: Finder, walk: _Finder, found: Search
 
 
 def _require(region: Region, site: Site, walk: _Finder, *, is_alone: bool) -> None:
-    """The reasons, beyond its structure, why a region is none. `is_alone`: it is all of the module at the site."""
+    """Decline a region for reasons beyond its structure. `is_alone`: the region is the whole module at the site."""
     reason = wrong_arithmetic(region, walk.model, hidden_size=site.hidden_size)
     if reason is None and not walk.is_in_block(region):
         reason = "it stands outside the repeated blocks"
@@ -145,7 +145,7 @@ def _require(region: Region, site: Site, walk: _Finder, *, is_alone: bool) -> No
 
 
 def _decline_kin(model: nn.Module, layout: ModelLayout, found: SearchResult) -> None:
-    """Attention of which another of the same class stays whole may share something with it: all of them stay whole."""
+    """Decline all attention of a class if one of that class is declined: they may share state."""
     mixers = (name for name in mixers_of(model, layout, found) if not _is_cross(found.declined.get(name, "")))
     whole = {type(model.get_submodule(name)): name for name in mixers}
     for region in [one for one in found.regions if one.kind == "attention"]:
@@ -162,7 +162,7 @@ def _is_cross(reason: str) -> bool:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The config of the text part; nothing of a model without one."""
+    """The config of the text part, or None."""
     config = getattr(model, "config", None)
     try:
         return config.get_text_config() if config is not None else None
@@ -171,7 +171,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def text_tower(model: nn.Module, blocks: Sequence[str]) -> str:
-    """The name of the module that holds the text's blocks: the decoder, as Hugging Face says; else the whole model."""
+    """The name of the module with the text's blocks: Hugging Face's decoder, or else the whole model."""
     try:
         tower = model.get_decoder()  # type: ignore[operator]
     except (AttributeError, NotImplementedError, TypeError):
@@ -181,7 +181,7 @@ def text_tower(model: nn.Module, blocks: Sequence[str]) -> str:
 
 
 def _of_the_text(blocks: Sequence[str], tower: str) -> tuple[str, ...]:
-    """Without the blocks of images and sound: text passes through none of them."""
+    """Drop blocks of images and sound, which text does not pass through."""
     inside = (block for block in blocks if not tower or block.startswith(f"{tower}."))
     return tuple(block for block in inside if not OTHER_TOWERS.search(block))
 

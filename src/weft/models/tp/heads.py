@@ -1,8 +1,8 @@
-"""The heads of an attention module: how many, how large, where the module keeps the numbers, what forbids cutting them.
+"""The heads of an attention module: how many, how large, where the module keeps the numbers, what forbids sharding.
 
     heads = inputs of the output projection / value_dim      kv_heads = features of the keys / key_dim
 
-Counts come from shapes; what the module says of itself must agree, or it is declined.
+Counts come from shapes; the module's attributes must agree, or it is declined.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _expected(counts: Heads) -> dict[Quantity, int]:
 
 
 def require_cuttable(site: Site) -> None:
-    """Nothing the family is known for stands against it, and nothing in the module that a slice of heads cannot use."""
+    """Decline heads that a known trait of the family, or a buffer of the module, makes indivisible."""
     reason = UNCUT_ATTENTION.get(site.model_type)
     for model_type, field, why in UNCUT_ATTENTION_WHERE:
         if site.model_type == model_type and getattr(site.config, field, None):
@@ -120,7 +120,7 @@ def _require_own_hidden_states(site: Site) -> None:
 
 
 def _require_shared_buffers(site: Site) -> None:
-    """A buffer or a bare tensor may hold something for each head (slopes, decays), of no use to a slice."""
+    """Decline buffers and bare tensors with one entry per head (slopes, decays): a rank's heads cannot use them."""
     for name, _ in site.module.named_buffers():
         if name.rpartition(".")[2] not in _SHARED_BUFFERS:
             raise DeclinedError(f"its buffer {name} may hold something for each head")

@@ -1,8 +1,8 @@
-"""Where tensor parallelism may cut a model: regions between which activations are whole, how each parameter divides.
+"""Where tensor parallelism can shard a model: regions between which activations are full, how each parameter divides.
 
-It describes; it changes nothing and knows no degree. `tensor_finder` fills it from a model's structure, `engine.tp`
-carries it out. Everything inside a region is computed on a slice (of heads, of a width); a region's output is the sum
-of its slices. A parameter that no region and no table names stays replicated, and the layout says why.
+It describes, changes nothing and knows no degree. `finder` fills it from a model's structure, `engine.tp` and
+`engine.tp_grid` apply it. A rank computes its slice (of heads, of a width) of a region; the region's output is the sum
+of the slices. A parameter that no region and no table names stays replicated, and the layout holds the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """`units` x `size` features that are dealt out in runs of whole units: heads of a projection, columns of an MLP."""
+    """`units` x `size` features that divide into runs of whole units: heads of a projection, columns of an MLP."""
 
     units: int
     size: int = 1
@@ -25,12 +25,12 @@ class Segment:
         return self.units * self.size
 
 
-Segments = tuple[Segment, ...]  # one after the other along a dimension, each dealt out by itself
+Segments = tuple[Segment, ...]  # one after the other along a dimension, each divided by itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCut:
-    """A linear module of a region: "column" cuts its outputs, "row" its inputs. Grids cut both."""
+    """A linear module of a region: "column" shards its outputs, "row" its inputs. Grids shard both."""
 
     name: str  # of the module
     side: Literal["column", "row"]
@@ -41,7 +41,7 @@ class LinearCut:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCut:
-    """A bare parameter inside a region, cut along one dimension of its own: experts' matrices, attention sinks."""
+    """A bare parameter inside a region, sharded along one dimension: experts' matrices, attention sinks."""
 
     name: str  # of the parameter
     dim: int
@@ -50,7 +50,7 @@ class TensorCut:
 
 @dataclass(frozen=True, kw_only=True)
 class WideNorm:
-    """A norm inside a region over features that are cut: its statistics span the ranks, its weight is cut."""
+    """A norm inside a region over sharded features: its statistics span the ranks, its weight is sharded."""
 
     name: str  # of the module
     segments: Segments
@@ -61,11 +61,11 @@ Quantity = Literal["heads", "kv_heads", "heads_per_kv", "width", "kv_width"]
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """One part of a block whose work is divided. Its hidden states enter at each module of `entries`."""
+    """A part of a block whose work is sharded. Its hidden states enter at each module of `entries`."""
 
     kind: Literal["attention", "mlp", "experts"]
     name: str  # of the module that holds it
-    entries: tuple[str, ...]  # modules whose floating tensors of hidden width are whole outside and used sliced inside
+    entries: tuple[str, ...]  # modules whose floating inputs of hidden width are full outside the region
     linears: tuple[LinearCut, ...] = ()
     tensors: tuple[TensorCut, ...] = ()
     wide_norms: tuple[WideNorm, ...] = ()
@@ -75,24 +75,24 @@ class Region:
     attributes: dict[str, Quantity] = field(
         default_factory=dict
     )  # sizes the module keeps: "num_heads", "config.n_head"
-    partial: tuple[str, ...] = ()  # parameters used inside and not cut: each rank has its share of their gradient
+    partial: tuple[str, ...] = ()  # replicated parameters used inside: each rank has a partial sum of their gradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLayout:
-    """A model as tensor parallelism sees it. `replicated` maps each parameter that stays whole to the reason."""
+    """The tensor-parallel layout of a model. `replicated`: the reason of every parameter that is not sharded."""
 
     regions: tuple[Region, ...]
-    embedding: str | None  # the token table, cut by vocabulary
-    head: str | None  # the output head, cut by vocabulary; may be tied to the table
+    embedding: str | None  # the token table, sharded by vocabulary
+    head: str | None  # the output head, sharded by vocabulary; may be tied to the table
     hidden_size: int
     replicated: dict[str, str]
-    mixers: tuple[str, ...] = ()  # replicated modules inside blocks that need the whole sequence (a state-space mixer)
+    mixers: tuple[str, ...] = ()  # replicated modules inside blocks that need the full sequence (a state-space mixer)
     norms: tuple[str, ...] = ()  # modules that normalise the residual stream: per token, over the hidden size
     refusals: dict[str, str] = field(default_factory=dict)  # "sequence_parallel" | "grid" | "loss_parallel" -> why not
 
     def within(self, parameters: Container[str]) -> TensorLayout:
-        """Of what is cut, that which these parameters are part of: a pipeline's stages."""
+        """Restrict the layout to these parameters: those of a pipeline's stages."""
 
         def is_here(region: Region) -> bool:
             names = [*(f"{linear.name}.weight" for linear in region.linears), *(cut.name for cut in region.tensors)]

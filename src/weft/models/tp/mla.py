@@ -1,7 +1,7 @@
-"""Latent attention (DeepSeek V2 and its kin) as a region: the up-projections are cut by heads, the latents are whole.
+"""Latent attention (DeepSeek V2 and others) as a region: up-projections are sharded by heads, latents replicated.
 
 q_b (or q): heads x (nope + rope)   kv_b: heads x (nope + value)   o: inputs heads x value
-q_a, kv_a and their norms: computed by every rank; the gradient each one gets is a share of the sum
+q_a, kv_a and their norms: computed by every rank; each rank's gradient is a partial sum
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weft.models.tp.roles import DeclinedError, Site, child_linear, column_cut
 
 
 def latent_region(site: Site) -> Region | None:
-    """The region of a latent attention module; nothing where the module is not one."""
+    """The region of a latent attention module, or None."""
     kv_b, o = child_linear(site, ("kv_b_proj",)), child_linear(site, ("o_proj",))
     q = child_linear(site, ("q_b_proj", "q_proj"))
     if kv_b is None or o is None or q is None:

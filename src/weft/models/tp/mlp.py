@@ -2,7 +2,7 @@
 
     hidden -> width (one or two projections, or both fused: width after width) -> hidden
 
-An activation acts on each feature by itself; where the code reads more than that, the module is declined.
+An activation acts on each feature by itself; a module whose code reads more is declined.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from weft.models.tp.roles import (
 )
 from weft.zoo.tensor_exceptions import HALVES
 
-# what mixes features of a width, or takes statistics over it
+# functions that mix features of a width, or take statistics over it
 _MIXING = {"softmax", "mean", "std", "topk", "norm", "cumsum"}
 _WIDTHS = {"intermediate_size", "ffn_dim", "inner_dim", "ffn_hidden_size"}
 
 
 def mlp_region(site: Site) -> Region | None:
-    """The region of a module that holds the projections; nothing where it holds none."""
+    """The region of a module that holds the projections, or None."""
     found = None if _is_crowded(site) else _projections(site)
     if found is None:
         return None
@@ -54,7 +54,7 @@ def mlp_region(site: Site) -> Region | None:
 
 
 def loose_mlp_region(site: Site) -> Region | None:
-    """The region of projections that hang in a block among other things: OPT's fc1 and fc2, BERT's two dense."""
+    """The region of projections that a block holds among other modules: OPT's fc1 and fc2, BERT's two dense."""
     found = _projections(site) if _is_crowded(site) else None
     column, row = (_inside(site, name) for name in ("intermediate.dense", "output.dense"))
     if found is None and column is not None and row is not None:

@@ -1,7 +1,7 @@
-"""Why each parameter that is not cut stays whole, and which modules that stay whole may mix tokens.
+"""Why each parameter that is not sharded stays replicated, and which replicated modules may mix tokens.
 
-Not the search (tensor_finder), nor what a layout rules out (tensor_refusals).
-Every canonical parameter is either cut exactly once or named here with a reason.
+Not the search (`finder`), nor what a layout rules out (`refusals`).
+Every canonical parameter is sharded exactly once or named here with a reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROUTERS = re.compile(r"(^|\.)(router|gate|shared_expert_gate)(\.|$)")
 
 @dataclass(kw_only=True)
 class SearchResult:
-    """What the walk over the modules has gathered."""
+    """The result of the search."""
 
     regions: list[Region] = field(default_factory=list)
     declined: dict[str, str] = field(default_factory=dict)  # module -> reason
@@ -34,7 +34,7 @@ class SearchResult:
 
 
 def mixers_of(model: nn.Module, layout: ModelLayout, found: SearchResult) -> tuple[str, ...]:
-    """Modules in blocks that stay whole and may look at more than one token; what is not known to be per token is."""
+    """Replicated modules in blocks that may mix tokens: all that are not known to work per token."""
     mixers = list(found.whole_attention)
     for block in layout.blocks:
         for key, child in model.get_submodule(block).named_children():
@@ -56,15 +56,15 @@ def _may_mix(module: nn.Module) -> bool:
 
 
 def _touches(name: str, found: SearchResult) -> bool:
-    """Whether something inside the module, or around it, is settled already."""
+    """Whether something inside the module, or around it, is classified already."""
     return any(one == name or one.startswith(f"{name}.") or name.startswith(f"{one}.") for one in found.settled)
 
 
 def reasons_of(
     model: nn.Module, layout: TensorLayout, found: SearchResult, ends: Ends, *, tower: str
 ) -> dict[str, str]:
-    """Canonical name of every parameter that is not cut -> why."""
-    cut = set(shard_parameters(layout, model))
+    """Canonical name of every parameter that is not sharded -> why."""
+    cut = set(sharded_parameters(layout, model))
     partial = {name for region in layout.regions for name in region.partial}
     sums = {f"{linear.name}.bias" for region in layout.regions for linear in region.linears if linear.side == "row"}
     reasons = {**found.declined, **_of_parameters(model, ends.reasons)}
@@ -82,7 +82,7 @@ def reasons_of(
 
 
 def _of_parameters(model: nn.Module, reasons: dict[str, str]) -> dict[str, str]:
-    """Reasons of modules as reasons of their parameters, by canonical names: a tied one may have another home."""
+    """Reasons of modules as reasons of their parameters, by canonical name."""
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         canonical[id(parameter)]: reason
@@ -120,8 +120,8 @@ def _above(model: nn.Module, name: str) -> Iterator[nn.Module]:
         yield model.get_submodule(name)
 
 
-def shard_parameters(layout: TensorLayout, model: nn.Module) -> dict[str, str]:
-    """Canonical name of every cut parameter -> the region or end that cuts it. A parameter cut twice is an error."""
+def sharded_parameters(layout: TensorLayout, model: nn.Module) -> dict[str, str]:
+    """Canonical name of every sharded parameter -> its region, table or head. Two of them are an error."""
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, str] = {}
     for owner, given in _cut_names(layout, model):
@@ -133,7 +133,7 @@ def shard_parameters(layout: TensorLayout, model: nn.Module) -> dict[str, str]:
 
 
 def _cut_names(layout: TensorLayout, model: nn.Module) -> list[tuple[str, str]]:
-    """(owner, parameter): weights of cut linears, biases of column linears, bare tensors, wide norms, the two ends."""
+    """(owner, parameter): weights of linears, biases of column linears, bare tensors, wide norms, table and head."""
     names: list[tuple[str, str]] = []
     for region in layout.regions:
         for linear in region.linears:

@@ -1,10 +1,10 @@
-"""What a layout rules out, and why: sequence parallelism, grids of ranks, a loss over slices of the vocabulary.
+"""What a layout rules out, and why: sequence parallelism, grids of ranks, a loss over a sharded vocabulary.
 
-    sequence_parallel   blocks in one list, that take hidden states and what is the same for every part of the sequence
-    grid                every linear layer of a block in a region, nothing but norms beside them: features are cut too
-    loss_parallel       a head that is cut
+    sequence_parallel   blocks in one list, whose other arguments do not depend on the part of the sequence
+    grid                every linear layer of a block in a region, only norms beside them: features are sharded too
+    loss_parallel       a sharded head
 
-What is not known to be harmless rules out.
+Anything that is not known to be harmless is refused.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import nn
 
 from weft.models.layout import ModelLayout
 from weft.models.tp.layout import TensorLayout
-from weft.models.tp.reasons import OUTSIDE, shard_parameters
+from weft.models.tp.reasons import OUTSIDE, sharded_parameters
 from weft.models.tp.roles import linear_facts, takes
 from weft.models.tp.vocabulary import Ends
 from weft.zoo.tensor_exceptions import NOT_STRAIGHT
 
-# arguments of a block that do not change with the part of the sequence a rank keeps: attention has the whole of it
+# arguments of a block that do not depend on the rank's part of the sequence: attention sees all of it
 _HARMLESS = {
     "self", "hidden_states", "x", "activations", "attention_mask", "position_ids", "past_key_values", "layer_past",
     "cache_params", "use_cache", "output_attentions", "position_embeddings", "kwargs", "alibi", "position_bias",
@@ -32,7 +32,7 @@ _HARMLESS = {
 def refusals_of(
     model: nn.Module, layout: ModelLayout, found: TensorLayout, *, model_type: str, ends: Ends
 ) -> dict[str, str]:
-    """What this layout rules out -> why."""
+    """Feature that this layout rules out -> why."""
     reasons = {
         "sequence_parallel": NOT_STRAIGHT.get(model_type)
         or _not_straight(model, layout, found)
@@ -45,7 +45,7 @@ def refusals_of(
 
 
 def _not_straight(model: nn.Module, layout: ModelLayout, found: TensorLayout) -> str | None:
-    """Why the blocks are not one chain through which hidden states pass, and nothing else that is cut with them."""
+    """The reason why the blocks are not one chain of hidden states, or nothing."""
     if not layout.blocks:
         return "the model has no repeated blocks"
     if any(found.replicated.get(name) == OUTSIDE for name in layout.unit_of if layout.unit_of[name] in layout.blocks):
@@ -68,7 +68,7 @@ def _sorted_experts(model: nn.Module, found: TensorLayout) -> str | None:
 
 
 def _unexplained(model: nn.Module, layout: ModelLayout, found: TensorLayout) -> str | None:
-    """A parameter of a block that is in no region, mixer, norm, linear layer or router: what it does is not known."""
+    """A parameter of a block that is in no region, mixer, norm, linear layer or router."""
     known = {name for region in found.regions for name in (*region.partial, *(cut.name for cut in region.tensors))}
     for name, reason in found.replicated.items():
         if name in known or layout.unit_of[name] not in layout.blocks or "does not cut" in reason:
@@ -100,8 +100,8 @@ def _no_grid(model: nn.Module, layout: ModelLayout, found: TensorLayout) -> str 
 
 
 def _understood(model: nn.Module, found: TensorLayout) -> set[str]:
-    """Parameters that a grid has a place for: cut ones, biases of rows, norms of the residual and of single heads."""
-    names = set(shard_parameters(found, model))
+    """Parameters that a grid places: sharded ones, biases of rows, norms of the residual stream and of single heads."""
+    names = set(sharded_parameters(found, model))
     linears = {linear.name for region in found.regions for linear in region.linears}
     norms = {*found.norms, *(name.rpartition(".")[0] for region in found.regions for name in region.partial)}
     latent = {name for name in norms if isinstance(model.get_submodule(name), nn.Linear)}

@@ -1,7 +1,7 @@
-"""What the modules of a block are to tensor parallelism: linears and their shapes, norms, the parts that names play.
+"""Roles of a block's modules in tensor parallelism: linears and their shapes, norms, names.
 
-Not the regions (tensor_attention, tensor_mlp, tensor_experts build those). Names decide which part a linear plays;
-shapes must agree, or the region is declined. `names_used` is what a class's methods read: bytecode, not source text.
+Not the regions (`attention`, `mlp`, `experts` build those). Names decide the role of a linear; shapes must agree, or
+the region is declined. `names_used` reads the bytecode of a class's methods, not their source.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from weft.models.tp.layout import LinearCut, Segment, Segments
 
-# subclasses of nn.Linear whose forward is a linear's; others may do anything
+# subclasses of nn.Linear with the forward of a linear; others are unknown
 _PLAIN_LINEARS = ("Linear", "FalconLinear")
 
 _NORM = re.compile(r"norm(1p|gated|perhead)?$", re.IGNORECASE)  # not RobertaPreLayerNormModel
@@ -49,9 +49,9 @@ MLP_ROLES: tuple[tuple[tuple[str, ...], str], ...] = (  # columns, row
 
 
 class DeclinedError(Exception):
-    """A module looks like a region and has something weft does not understand: it stays whole. The text says what.
+    """A module looks like a region and holds something unknown, so it stays replicated. The text names it.
 
-    `at` names what stays whole where that is not the module under examination.
+    `at`: the replicated module, if it is not the one under examination.
     """
 
     def __init__(self, reason: str, *, at: tuple[str, ...] = ()) -> None:
@@ -61,7 +61,7 @@ class DeclinedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A module under examination, with what the model says about itself."""
+    """A module under examination, with facts of its model."""
 
     name: str
     module: nn.Module
@@ -84,7 +84,7 @@ class LinearFacts:
 
 
 def linear_facts(name: str, module: nn.Module) -> LinearFacts | None:
-    """Of nn.Linear and GPT-2's Conv1D; nothing of any other module."""
+    """Facts of an nn.Linear or GPT-2's Conv1D; None for other modules."""
     if isinstance(module, nn.Linear) and type(module).__name__ in _PLAIN_LINEARS:
         outputs, inputs = module.weight.shape
         return LinearFacts(name=name, inputs=inputs, outputs=outputs, is_transposed=False)
@@ -110,7 +110,7 @@ def child_linear(site: Site, names: tuple[str, ...]) -> LinearFacts | None:
 
 
 def looks_like_norm(module: nn.Module) -> bool:
-    """Anything that calls itself a norm: per token, whatever it keeps."""
+    """Whether a class is named as a norm: norms work per token."""
     return _NORM.search(type(module).__name__) is not None
 
 
@@ -132,12 +132,12 @@ def row_cut(facts: LinearFacts, inputs: Segments) -> LinearCut:
 
 
 def whole(features: int) -> Segments:
-    """Features that a line of ranks does not cut, and a grid may cut anywhere."""
+    """Features that one-dimensional tensor parallelism replicates and a grid may divide anywhere."""
     return (Segment(units=features),)
 
 
 def is_residual_norm(module: nn.Module, hidden_size: int) -> bool:
-    """A norm over the hidden size, or one without parameters to tell."""
+    """Whether a norm is over the hidden size, or has no parameters that show its size."""
     return all(tuple(parameter.shape) == (hidden_size,) for parameter in module.parameters())
 
 
@@ -185,9 +185,9 @@ def takes(module: nn.Module, argument: str) -> bool:
 
 
 def entries_of(site: Site, columns: tuple[LinearFacts, ...]) -> tuple[str, ...]:
-    """Where the hidden states enter: the module, or its column linears where the module also adds the residual.
+    """Where the hidden states enter: the module, or its column linears if the module also adds the residual.
 
-    A residual that entered would have its gradient summed over the ranks though each of them has all of it.
+    A residual that entered would have its full gradient summed over the ranks.
     """
     if takes(site.module, "residual"):
         return tuple(facts.name for facts in columns)

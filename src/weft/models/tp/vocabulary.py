@@ -1,6 +1,6 @@
-"""The two ends of a model under tensor parallelism: the token table and the output head, both cut by vocabulary.
+"""The token table and the output head under tensor parallelism, both sharded by vocabulary.
 
-A table is cut only if nothing but a head that is cut too shares its weight: any other reader would need it whole.
+A table is sharded only if no module but a sharded head shares its weight: any other reader needs all rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SCALED = "ScaledWordEmbedding"
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """Names of the table and the head where they are cut, and why not where they are not (by module name)."""
+    """Names of the sharded table and head; reasons, by module name, of those that are not sharded."""
 
     embedding: str | None
     head: str | None
@@ -26,7 +26,7 @@ class Ends:
 
 
 def find_ends(model: nn.Module, *, vocabulary: int, why_whole: str | None = None) -> Ends:
-    """The table and the head of `model`; `why_whole` keeps both whole."""
+    """The table and the head of `model`; `why_whole` keeps both replicated."""
     names = {id(module): name for name, module in model.named_modules()}
     table, head = (_called(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings"))
     table_name, head_name = (None if end is None else names.get(id(end)) for end in (table, head))
@@ -50,7 +50,7 @@ def find_ends(model: nn.Module, *, vocabulary: int, why_whole: str | None = None
 
 
 def _called(model: nn.Module, getter: str) -> Any:
-    """What a Hugging Face accessor returns; nothing where a model has none or does not say."""
+    """The result of a Hugging Face accessor; None if the model has none."""
     try:
         found = getattr(model, getter)()
     except (AttributeError, NotImplementedError, TypeError):
@@ -85,7 +85,7 @@ def _wrong_head(model: nn.Module, head: Any, name: str | None, vocabulary: int) 
 
 
 def _owners(model: nn.Module, parameter: Any) -> dict[int, nn.Module]:
-    """The modules that hold this very parameter."""
+    """The modules that hold this parameter."""
     return {
         id(module): module
         for module in model.modules()

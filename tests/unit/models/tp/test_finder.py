@@ -24,7 +24,7 @@ from weft.models.layout import describe
 from weft.models.tp.checks import wrong_arithmetic
 from weft.models.tp.finder import find_tensor_layout
 from weft.models.tp.layout import LinearCut, Region, Segment, TensorLayout
-from weft.models.tp.reasons import shard_parameters
+from weft.models.tp.reasons import sharded_parameters
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "zoo"))
 from meta_models import draw
@@ -301,7 +301,7 @@ def test_arithmetic_that_does_not_hold_is_no_region() -> None:
 def judge(model: nn.Module) -> TensorLayout:
     """Every parameter is cut exactly once or stays whole with a reason; every region adds up."""
     layout = find_tensor_layout(model, describe(model))
-    cut = shard_parameters(layout, model)
+    cut = sharded_parameters(layout, model)
     names = {name for name, _ in model.named_parameters()}
     assert set(cut) | set(layout.replicated) == names
     assert not set(cut) & set(layout.replicated)
