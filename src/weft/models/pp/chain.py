@@ -1,8 +1,8 @@
 """Modules between blocks inside an nn.Sequential: activations, reshapes, layers that are no blocks.
 
 A Sequential passes one tensor from module to module. So a module between two blocks belongs, with its parameters, to
-the stage of the block before it, and later stages skip it like a block: there its input would be a placeholder's output,
-whose shape may differ.
+the stage of the block before it, and later stages skip it like a block: there its input would be a placeholder's
+output, whose shape may differ.
 """
 
 from __future__ import annotations
