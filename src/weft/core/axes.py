@@ -13,6 +13,7 @@ DP_REPLICATE: Final = "dp_replicate"
 DP_SHARD: Final = "dp_shard"
 CP: Final = "cp"
 TP: Final = "tp"
+EP: Final = "ep"  # no axis of the mesh
 
 MESH_ORDER: Final = (PP, DP_REPLICATE, DP_SHARD, CP, TP)
 DATA_AXES: Final = (DP_REPLICATE, DP_SHARD)

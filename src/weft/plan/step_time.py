@@ -20,7 +20,7 @@ from weft.plan.compute import ATTENTION_BACKWARD, BlockSeconds, block_seconds, m
 from weft.plan.links import AxisLink, axis_link, expert_link
 from weft.plan.request import Request
 from weft.plan.stages import bubble_of
-from weft.plan.traffic import EP, Traffic, estimate_traffic
+from weft.plan.traffic import Traffic, estimate_traffic
 from weft.plan.view import View, busiest_view
 
 OVERLAP = 0.9  # of arithmetic that can run beside communication: both want memory bandwidth and a few processors
@@ -78,7 +78,7 @@ def _stage_terms(view: View) -> Terms:
         Term.LAUNCH: m * busy.launch,
         Term.TP_COMM: wire[axes.TP],
         Term.CP_COMM: np.maximum(wire[axes.CP] - OVERLAP * attention, 0.0),
-        Term.EP_COMM: wire[EP],
+        Term.EP_COMM: wire[axes.EP],
         Term.PP_COMM: EXPOSED_SENDS * wire[axes.PP],
         Term.DP_COMM: _data_parallel(request, columns, traffic, busy),
         **_update(view),
@@ -99,8 +99,8 @@ def _wire(request: Request, columns: Columns, traffic: Traffic) -> dict[str, Flo
         axis: _seconds(axis_link(request.cluster, columns, (axis,)), traffic.of(axis))
         for axis in (axes.TP, axes.CP, axes.PP)
     }
-    moved, count = traffic.of(EP)
-    seconds[EP] = expert_link(request.cluster, columns).exchange_seconds(moved, num_calls=count)
+    moved, count = traffic.of(axes.EP)
+    seconds[axes.EP] = expert_link(request.cluster, columns).exchange_seconds(moved, num_calls=count)
     return seconds
 
 

@@ -27,10 +27,11 @@ from typing import Literal
 import numpy as np
 
 from weft.core.model_shape import BlockShape, LinearShape, NormShape
+from weft.plan.axis import TrafficRow
 from weft.plan.columns import Bools, Floats
-from weft.plan.line_traffic import ALONE_ELEMENTS, FLOAT32_BYTES, INDEX_BYTES, SMALL_ELEMENTS, Sent
 from weft.plan.links import gather_bytes, reduce_bytes
 from weft.plan.tensors import is_wide
+from weft.plan.tp.traffic import ALONE_ELEMENTS, FLOAT32_BYTES, INDEX_BYTES, SMALL_ELEMENTS, Sent, collected
 from weft.plan.view import View
 
 Passed = tuple[str, Floats, Floats]  # collective, bytes, count
@@ -56,8 +57,12 @@ class _Grid:
         return np.where(self.is_cube, self.side**2, self.side * self.layers)
 
 
-def grid_traffic(view: View) -> Iterator[Sent]:
-    """All collectives of the tensor axis in modes 2d, 2.5d and 3d; rows of other plans are zero."""
+def traffic(view: View) -> list[TrafficRow]:
+    """All collectives of the grids; zero for plans of mode 1d."""
+    return collected(_sent(view))
+
+
+def _sent(view: View) -> Iterator[Sent]:
     columns = view.columns
     is_grid = columns.is_grid
     if not np.any(is_grid):

@@ -22,12 +22,14 @@ Once a step: all_reduce of the gradients that tensor ranks have shares of (see t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from weft.core import axes
 from weft.core.model_shape import BlockShape
+from weft.plan.axis import TrafficRow
 from weft.plan.columns import TP_MODES, Floats
 from weft.plan.fused_loss import num_stretches
 from weft.plan.links import gather_bytes, reduce_bytes
@@ -88,8 +90,23 @@ def _keeps_after_sum(block: BlockShape) -> bool:
     return block.ends_in_norm or block.dropout > 0 or has_whole_feed
 
 
-def line_traffic(view: View) -> Iterator[Sent]:
-    """All collectives of the tensor axis, in mode 1d; rows of other plans are zero."""
+def traffic(view: View) -> list[TrafficRow]:
+    """All collectives of mode 1d; zero for plans of other modes."""
+    return collected(_sent(view))
+
+
+def collected(sent: Iterable[Sent]) -> list[TrafficRow]:
+    """One row of the tensor axis per collective and phase."""
+    rows: dict[tuple[str, str], TrafficRow] = {}
+    for collective, phase, nbytes, count in sent:
+        before = rows.get((collective, phase))
+        if before is not None:
+            nbytes, count = before.bytes + nbytes, before.count + count
+        rows[collective, phase] = TrafficRow(axes.TP, collective, phase, nbytes, count)
+    return list(rows.values())
+
+
+def _sent(view: View) -> Iterator[Sent]:
     columns = view.columns
     is_line = (columns.tp > 1) & (columns.tp_mode == TP_MODES.index("1d"))
     if not np.any(is_line):

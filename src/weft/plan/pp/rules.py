@@ -1,0 +1,84 @@
+"""What makes a pipeline legal: stages have blocks, and the schedule suits stages and micro-batches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.plan.axis import Rule
+from weft.plan.columns import LOOPED, SCHEDULES, Bools, Columns
+from weft.plan.request import Request
+
+
+def _stages_have_blocks(request: Request, columns: Columns) -> Bools:
+    stages = columns.pp * np.where(columns.is_v_shaped, 2, columns.virtual_stages)
+    return stages > request.shape.num_layers
+
+
+def _blocks_add_up(request: Request, columns: Columns) -> Bools:
+    """Of those dealt by hand: as many numbers as stages, and together all blocks of the model."""
+    lengths, totals = (np.asarray([of(deal) for deal in columns.deals], dtype=np.int64) for of in (len, sum))
+    stages = columns.pp * columns.virtual_stages
+    wrong = (lengths[columns.deal] != stages) | (totals[columns.deal] != request.shape.num_layers)
+    return (columns.deal > 0) & wrong
+
+
+def _virtual_stages_suit(request: Request, columns: Columns) -> Bools:
+    looped = np.isin(columns.schedule, [SCHEDULES.index(name) for name in LOOPED])
+    v = columns.virtual_stages
+    wants_one = ~looped & ~columns.is_v_shaped
+    return (
+        (wants_one & (v != 1))
+        | (columns.is_v_shaped & (v != 2))
+        | (looped & (columns.pp > 1) & (v < 2))
+        | ((columns.pp == 1) & (v != 1))
+    )
+
+
+def _microbatches_suit(request: Request, columns: Columns) -> Bools:
+    m, p = columns.microbatches, columns.pp
+    is_pipeline = p > 1
+    return is_pipeline & (
+        (columns.named("naive") & (m != 1))
+        | (columns.named("interleaved_1f1b") & (m % p != 0))
+        | (columns.named("dualpipev") & (m < 2 * p))
+        | ((columns.named("zbv") | columns.named("pipedream_2bw")) & (m < p))
+    )
+
+
+def _schedule_without_pipeline(request: Request, columns: Columns) -> Bools:
+    return (columns.pp == 1) & ~columns.named("1f1b")
+
+
+def _gathers_with_pipeline(request: Request, columns: Columns) -> Bools:
+    """Asynchronous pipelines keep several whole weight versions: nothing there to gather anew."""
+    is_async = columns.named("pipedream") | columns.named("pipedream_2bw")
+    return is_async & (columns.zero > 0) & (columns.pp > 1)
+
+
+def _numbers_of_blocks(request: Request, columns: Columns) -> str:
+    stages, blocks = int(columns.pp[0] * columns.virtual_stages[0]), request.shape.num_layers
+    return f"name {stages} numbers, each at least 1, that add up to {blocks}; [] deals by cost"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "stages",
+        "every pipeline stage needs a block",
+        _stages_have_blocks,
+        lambda request, columns: f"pp x virtual_stages may be at most {request.shape.num_layers}",
+    ),
+    Rule(
+        "blocks",
+        "pipeline.blocks does not deal all blocks of the model to the stages",
+        _blocks_add_up,
+        lambda request, columns: _numbers_of_blocks(request, columns),
+    ),
+    Rule("virtual_stages", "the schedule does not go with that many stages a rank", _virtual_stages_suit),
+    Rule("microbatches", "the schedule does not go with that many micro-batches", _microbatches_suit),
+    Rule("schedule", "a schedule is for a pipeline", _schedule_without_pipeline),
+    Rule(
+        "asynchronous",
+        "an asynchronous pipeline keeps whole weights, so it takes no ZeRO stage",
+        _gathers_with_pipeline,
+    ),
+)

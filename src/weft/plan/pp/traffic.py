@@ -1,0 +1,36 @@
+"""Traffic of pipelines: activations and gradients between stages, and the gradient of a table on two stages."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.core import axes
+from weft.plan.axis import TrafficRow
+from weft.plan.links import reduce_bytes
+from weft.plan.parameters import table_elements
+from weft.plan.stages import PLACES
+from weft.plan.view import View
+
+
+def traffic(view: View) -> list[TrafficRow]:
+    """A rank sends on what its stages compute, but for the very last, and gradients back, but for the very first."""
+    columns, stage = view.columns, view.stage
+    m = columns.microbatches * (columns.pp > 1)
+    turns = columns.is_v_shaped & (PLACES[view.place] == "last")  # a V turns on its last rank, where nothing is sent
+    stages = columns.virtual_stages - turns
+    forward, backward = m * (stages - stage.holds_head), m * (stages - stage.holds_embedding)
+    sends = [
+        TrafficRow(axes.PP, "send", phase, np.asarray(view.stream_bytes * times), times.astype(np.float64))
+        for phase, times in (("forward", forward), ("backward", backward))
+    ]
+    return [*sends, _shared_table(view)]
+
+
+def _shared_table(view: View) -> TrafficRow:
+    """A table that is the head too, on two ranks: its gradients are summed between them."""
+    columns, stage = view.columns, view.stage
+    is_shared = (columns.pp > 1) & (stage.holds_embedding != stage.holds_head) & view.shape.tied_head
+    held = table_elements(view.shape, columns)
+    elements = np.where(columns.zero > 0, held.shard, held.whole)
+    nbytes = reduce_bytes(elements * view.sizes.gradient, np.full(len(columns), 2.0)) * is_shared
+    return TrafficRow(axes.PP, "all_reduce", "update", nbytes, is_shared.astype(np.float64))

@@ -1,0 +1,1 @@
+"""One-dimensional tensor parallelism in the planner."""

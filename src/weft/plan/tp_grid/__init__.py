@@ -1,0 +1,1 @@
+"""Grids of tensor-parallel ranks in the planner."""
