@@ -78,12 +78,11 @@ def test_gradients_are_summed_in_the_order_of_the_axes() -> None:
 
 
 def test_answers_of_several_axes_are_joined() -> None:
-    class Sharding(Toy):
-        shards = {"a": replicated_shard((2, 3), copies=2)}
-        replicated_reasons = {"b": "too small"}
-        partitions_model = True
-
-    axes = Axes((Rows(), Rows(), Sharding()))
+    sharding = Toy()
+    sharding.shards = {"a": replicated_shard((2, 3), copies=2)}
+    sharding.replicated_reasons = {"b": "too small"}
+    sharding.partitions_model = True
+    axes = Axes((Rows(), Rows(), sharding))
     assert (axes.row_chunks, axes.row_chunk) == (4, 3)
     assert axes.partitioning == ("toy",)
     assert isinstance(axes.shards["a"], LocalShard)
