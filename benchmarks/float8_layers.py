@@ -2,7 +2,7 @@
 
     python benchmarks/float8_layers.py --rows 16384 8192
 
-Prints one row for each layer, ms. The constants of `plan/float8.py` come from here.
+Prints one row for each layer, ms. The constants of `plan/time/float8.py` come from here.
 """
 
 from __future__ import annotations

@@ -179,8 +179,8 @@ def _estimate_one(question: Question, path: Path, settings: list[str]) -> Answer
     from weft.core.config import apply_settings, read_toml
     from weft.core.open_choices import plan_on
     from weft.plan.ask import require_legal
-    from weft.plan.budget import settled
     from weft.plan.estimate import estimate
+    from weft.plan.memory.budget import settled
     from weft.plan.search import Answer
 
     began_s = time.perf_counter()

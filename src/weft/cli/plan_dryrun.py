@@ -43,7 +43,7 @@ def confirm(question: Question, answer: Answer, *, model: str) -> list[Confirmat
     """One for each plan, in order; dry runs of all that are built, in parallel."""
     from weft.cli.dryrun_view import Progress
     from weft.dryrun.many import DryRunJob, dry_runs
-    from weft.plan.stages import rank_at
+    from weft.plan.pp.stages import rank_at
     from weft.plan.trained import why_not_trained
 
     device, run, shape = question.request.cluster.device, run_of(question, model), question.request.shape

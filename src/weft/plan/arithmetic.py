@@ -11,13 +11,13 @@ import numpy as np
 
 from weft.core.plan import Plan
 from weft.core.terms import MemoryTerm as Term
-from weft.plan.activations import bytes_of, kept_by, kept_compiled, kept_fully, kept_selectively
 from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
-from weft.plan.fused_loss import num_stretches
-from weft.plan.memory import COMMUNICATOR_BYTES, FRAGMENTATION, LOSS_BYTES
+from weft.plan.memory.block_activations import bytes_of, kept_by, kept_compiled, kept_fully, kept_selectively
+from weft.plan.memory.fused_loss import num_stretches
+from weft.plan.memory.peak import COMMUNICATOR_BYTES, FRAGMENTATION, LOSS_BYTES
+from weft.plan.pp.stages import PLACES
 from weft.plan.request import Request, byte_sizes
-from weft.plan.stages import PLACES
 from weft.plan.view import View, is_compiled, view_at
 
 GB = 1e9

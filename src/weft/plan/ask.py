@@ -18,14 +18,14 @@ from weft.core.plan import DATAPARALLEL_SPREADS, Plan, Precision, check_consiste
 from weft.core.precision import PrecisionPolicy
 from weft.core.run_spec import RunSpec
 from weft.core.vocabulary import BYTE_VOCABULARY, BYTES, padded
-from weft.plan.budget import settled
 from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
+from weft.plan.memory.budget import settled
+from weft.plan.pp.stages import Place
 from weft.plan.request import AttentionKind, OptimizerKind, Request, Workload
 from weft.plan.rules import check_plan
 from weft.plan.search import Answer, search
 from weft.plan.space import Freedom, check_fixed
-from weft.plan.stages import Place
 from weft.zoo.hub import cached_folder
 
 MAX_DEFAULT_SEQUENCE = 8192

@@ -8,12 +8,12 @@ import numpy as np
 
 from weft.core.plan import Plan
 from weft.plan.columns import Bools, Columns, Floats, columns_of
-from weft.plan.links import leaves_node
-from weft.plan.memory import MemoryEstimate, estimate_memory
-from weft.plan.moments import moments_of
+from weft.plan.memory.load_and_save import moments_of
+from weft.plan.memory.peak import MemoryEstimate, estimate_memory
+from weft.plan.pp.stages import PLACES, Place, blocks_of
 from weft.plan.request import Request
-from weft.plan.stages import PLACES, Place, blocks_of
-from weft.plan.step_time import TimeEstimate, estimate_time
+from weft.plan.time.links import leaves_node
+from weft.plan.time.step_time import TimeEstimate, estimate_time
 from weft.plan.traffic import Traffic, estimate_traffic
 from weft.plan.view import view_at, views_of
 

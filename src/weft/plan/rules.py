@@ -12,8 +12,8 @@ import numpy as np
 from weft.plan.axes import AXES
 from weft.plan.axis import Rule, common, divisors, head_counts
 from weft.plan.columns import TP_MODES, Bools, Columns
-from weft.plan.float8 import has_float8
 from weft.plan.request import Request
+from weft.plan.time.float8 import has_float8
 
 
 def _ranks_fill_the_cluster(request: Request, columns: Columns) -> Bools:

@@ -16,11 +16,11 @@ import numpy as np
 
 from weft.plan.columns import Bools, Columns, Floats, Ints, columns_of, plan_at
 from weft.plan.estimate import Costs, Estimate, estimate_columns, fitting, record_at
-from weft.plan.memory import estimate_memory
+from weft.plan.memory.peak import estimate_memory
 from weft.plan.request import Request
 from weft.plan.rules import legal_rows
 from weft.plan.space import Freedom, enumerate_plans
-from weft.plan.step_time import estimate_time
+from weft.plan.time.step_time import estimate_time
 from weft.plan.view import views_of
 
 TIE = 0.03  # the formulas cannot tell plans closer than this apart (median error of step time: see docs)

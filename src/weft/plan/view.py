@@ -10,10 +10,10 @@ import numpy as np
 from weft.core.model_shape import BlockShape, ModelShape
 from weft.core.plan import Float8Choice
 from weft.plan.columns import FLOAT8, Bools, Columns, Floats, Ints
-from weft.plan.float8 import multiplies_in_float8
-from weft.plan.parameters import Share, share_of
+from weft.plan.memory.parameters import Share, share_of
+from weft.plan.pp.stages import PLACES, Seen, Stage, stage_of
 from weft.plan.request import ByteSizes, Request, byte_sizes
-from weft.plan.stages import PLACES, Seen, Stage, stage_of
+from weft.plan.time.float8 import multiplies_in_float8
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from weft.core.units import format_bytes, format_seconds
 from weft.plan.changes import fewest_devices
 from weft.plan.columns import Columns, columns_of, plan_at
 from weft.plan.estimate import Estimate, estimate
-from weft.plan.float8 import multiplies_in_float8, why_no_float8
 from weft.plan.request import Request
 from weft.plan.rules import legal_rows
 from weft.plan.search import Answer, ranked
+from weft.plan.time.float8 import multiplies_in_float8, why_no_float8
 from weft.plan.words import describe
 
 

@@ -35,7 +35,7 @@ from weft.engine.kernels.fast_path import fast_path
 from weft.engine.measure.timer import now, seconds_between
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.models.build import build_config, build_skeleton
-from weft.plan.compute import model_flops
+from weft.plan.time.compute import model_flops
 from weft.train.build import weight_source
 from weft.train.kernel_classes import kernel_times
 from weft.train.predicted import find_device, request_for

@@ -16,7 +16,7 @@ from weft.dryrun.record import DryRun
 from weft.dryrun.run import dry_run
 from weft.plan.ask import estimate_plan, resolve_model
 from weft.plan.estimate import Estimate
-from weft.plan.stages import Place, rank_at
+from weft.plan.pp.stages import Place, rank_at
 
 CLOSE = 0.04  # of the peak
 BF16 = {"precision": {"preset": "bf16"}}

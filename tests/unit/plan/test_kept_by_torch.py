@@ -24,7 +24,7 @@ from weft.engine.buffers.changes import BufferChanges
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import describe
-from weft.plan.activations import Kept, kept_by, kept_fully, kept_selectively
+from weft.plan.memory.block_activations import Kept, kept_by, kept_fully, kept_selectively
 
 ROWS, LENGTH = 2, 96
 ROTARY = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 2}

@@ -6,8 +6,8 @@ import numpy as np
 
 from weft.core import axes
 from weft.plan.axis import TrafficRow
-from weft.plan.links import gather_bytes, reduce_bytes
-from weft.plan.parameters import table_elements
+from weft.plan.memory.parameters import table_elements
+from weft.plan.time.links import gather_bytes, reduce_bytes
 from weft.plan.view import View
 
 

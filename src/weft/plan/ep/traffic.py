@@ -6,7 +6,7 @@ import numpy as np
 
 from weft.core import axes
 from weft.plan.axis import TrafficRow
-from weft.plan.links import gather_bytes
+from weft.plan.time.links import gather_bytes
 from weft.plan.view import View
 
 

@@ -6,9 +6,9 @@ import numpy as np
 
 from weft.core import axes
 from weft.plan.axis import TrafficRow
-from weft.plan.links import reduce_bytes
-from weft.plan.parameters import table_elements
-from weft.plan.stages import PLACES
+from weft.plan.memory.parameters import table_elements
+from weft.plan.pp.stages import PLACES
+from weft.plan.time.links import reduce_bytes
 from weft.plan.view import View
 
 

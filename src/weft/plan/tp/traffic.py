@@ -31,9 +31,9 @@ from weft.core import axes
 from weft.core.model_shape import BlockShape
 from weft.plan.axis import TrafficRow
 from weft.plan.columns import TP_MODES, Floats
-from weft.plan.fused_loss import num_stretches
-from weft.plan.links import gather_bytes, reduce_bytes
-from weft.plan.tensors import is_wide, tensors_of
+from weft.plan.memory.block_tensors import is_wide, tensors_of
+from weft.plan.memory.fused_loss import num_stretches
+from weft.plan.time.links import gather_bytes, reduce_bytes
 from weft.plan.view import View
 
 FLOAT32_BYTES = 4

@@ -29,8 +29,8 @@ import numpy as np
 from weft.core.model_shape import BlockShape, LinearShape, NormShape
 from weft.plan.axis import TrafficRow
 from weft.plan.columns import Bools, Floats
-from weft.plan.links import gather_bytes, reduce_bytes
-from weft.plan.tensors import is_wide
+from weft.plan.memory.block_tensors import is_wide
+from weft.plan.time.links import gather_bytes, reduce_bytes
 from weft.plan.tp.traffic import ALONE_ELEMENTS, FLOAT32_BYTES, INDEX_BYTES, SMALL_ELEMENTS, Sent, collected
 from weft.plan.view import View
 

@@ -8,8 +8,16 @@ from plan_cases import columns_with, one, plan_with, request_of, tiny_llama, tin
 
 from weft import zoo
 from weft.core.model_shape import BlockShape
-from weft.plan.activations import Kept, bytes_of, kept_by, kept_compiled, kept_fully, kept_selectively, mean_keys
 from weft.plan.arithmetic import explain_memory
+from weft.plan.memory.block_activations import (
+    Kept,
+    bytes_of,
+    kept_by,
+    kept_compiled,
+    kept_fully,
+    kept_selectively,
+    mean_keys,
+)
 
 H, F, HEADS, KV_HEADS, DIM = 4096, 14_336, 32, 8, 128  # Llama-3 8B
 LLAMA = zoo.named("llama-3-8b").kinds[0]

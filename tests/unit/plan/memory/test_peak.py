@@ -13,7 +13,7 @@ from plan_cases import columns_with, legal_plans, one, request_of, requests, tin
 from weft import hardware
 from weft.core.model_shape import ModelShape
 from weft.core.terms import MemoryTerm as Term
-from weft.plan.memory import COMMUNICATOR_BYTES, MATMUL_WORKSPACE_BYTES, MemoryEstimate, estimate_memory
+from weft.plan.memory.peak import COMMUNICATOR_BYTES, MATMUL_WORKSPACE_BYTES, MemoryEstimate, estimate_memory
 from weft.plan.request import Request
 from weft.plan.view import views_of
 

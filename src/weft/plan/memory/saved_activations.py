@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.plan.activations import bytes_of, kept_by, kept_compiled, kept_fully, kept_selectively
-from weft.plan.again import Again
 from weft.plan.columns import Bools, Floats
+from weft.plan.memory.block_activations import bytes_of, kept_by, kept_compiled, kept_fully, kept_selectively
+from weft.plan.memory.recompute import Again
 from weft.plan.view import View, is_compiled
 
 

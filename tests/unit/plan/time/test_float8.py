@@ -10,10 +10,10 @@ from plan_cases import columns_with, one, plan_with, request_of, tiny_mixtral, v
 from weft.core.errors import PlanError
 from weft.core.terms import StepTerm
 from weft.plan.ask import ask, estimate_plan, require_legal, search_plans
-from weft.plan.compute import BlockSeconds, block_seconds, linear_s
 from weft.plan.estimate import Estimate, estimate
-from weft.plan.float8 import quantise_bytes
 from weft.plan.request import Request
+from weft.plan.time.compute import BlockSeconds, block_seconds, linear_s
+from weft.plan.time.float8 import quantise_bytes
 from weft.plan.trained import best_trained, built, why_not_trained
 from weft.plan.why import why_best
 

@@ -16,10 +16,10 @@ import numpy as np
 from weft.core import axes
 from weft.core.terms import StepTerm as Term
 from weft.plan.columns import Columns, Floats, Ints
-from weft.plan.compute import ATTENTION_BACKWARD, BlockSeconds, block_seconds, model_flops
-from weft.plan.links import AxisLink, axis_link, expert_link
+from weft.plan.pp.stages import bubble_of
 from weft.plan.request import Request
-from weft.plan.stages import bubble_of
+from weft.plan.time.compute import ATTENTION_BACKWARD, BlockSeconds, block_seconds, model_flops
+from weft.plan.time.links import AxisLink, axis_link, expert_link
 from weft.plan.traffic import Traffic, estimate_traffic
 from weft.plan.view import View, busiest_view
 

@@ -15,9 +15,9 @@ from weft.core.plan import Plan, with_mixture
 from weft.core.terms import MemoryTerm
 from weft.plan.arithmetic import explain_memory
 from weft.plan.ask import estimate_plan, settle_budget
-from weft.plan.budget import choose_mixture, every_mixture, settled
 from weft.plan.columns import columns_of
 from weft.plan.estimate import estimate
+from weft.plan.memory.budget import choose_mixture, every_mixture, settled
 from weft.plan.request import Request
 from weft.plan.words import describe
 

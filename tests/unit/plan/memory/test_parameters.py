@@ -9,7 +9,7 @@ from plan_cases import columns_with, one, request_of, tiny_llama, tiny_mixtral, 
 
 from weft import zoo
 from weft.core.model_shape import BlockShape, ExtraShape, LinearShape
-from weft.plan.parameters import Share, block_elements, linear_elements
+from weft.plan.memory.parameters import Share, block_elements, linear_elements
 
 LLAMA_8B = 8_030_261_248
 MATRIX = LinearShape(name="m", in_features=10, out_features=9, style="column")

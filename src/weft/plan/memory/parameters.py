@@ -12,8 +12,8 @@ import numpy as np
 
 from weft.core.model_shape import BlockShape, ExtraShape, LinearShape, ModelShape
 from weft.plan.columns import Columns, Floats, Ints
-from weft.plan.stages import Stage
-from weft.plan.tensors import HeldTensor, extra_tensor, linear_tensors, tensors_of
+from weft.plan.memory.block_tensors import HeldTensor, extra_tensor, linear_tensors, tensors_of
+from weft.plan.pp.stages import Stage
 
 
 @dataclass(frozen=True)

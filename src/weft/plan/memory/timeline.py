@@ -28,7 +28,7 @@ import numpy as np
 
 from weft.core.terms import MemoryTerm as Term
 from weft.plan.columns import Bools, Floats
-from weft.plan.kept import KeptBlocks
+from weft.plan.memory.saved_activations import KeptBlocks
 from weft.plan.view import View
 
 MIB = 2**20

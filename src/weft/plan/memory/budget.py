@@ -13,9 +13,9 @@ import numpy as np
 
 from weft.core.plan import Plan, with_mixture
 from weft.plan.columns import MIXED, Bools, Columns, Ints, columns_of
-from weft.plan.memory import estimate_memory
+from weft.plan.memory.peak import estimate_memory
 from weft.plan.request import Request
-from weft.plan.step_time import estimate_time
+from weft.plan.time.step_time import estimate_time
 from weft.plan.view import views_of
 
 CHUNK = 4_000  # mixtures estimated at a time

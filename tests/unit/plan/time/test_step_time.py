@@ -11,9 +11,9 @@ from plan_cases import columns_with, legal_plans, one, request_of, requests, vie
 from weft import zoo
 from weft.core.cluster import Link
 from weft.core.terms import StepTerm as Term
-from weft.plan.compute import block_seconds, model_flops
 from weft.plan.request import Request
-from weft.plan.step_time import CONTENTION, EXPOSED_SENDS, OVERLAP, UPDATE_PASSES, TimeEstimate, estimate_time
+from weft.plan.time.compute import block_seconds, model_flops
+from weft.plan.time.step_time import CONTENTION, EXPOSED_SENDS, OVERLAP, UPDATE_PASSES, TimeEstimate, estimate_time
 from weft.plan.view import View, busiest_view, views_of
 
 REQUEST = request_of(global_batch=64, sequence_length=4096)

@@ -8,7 +8,8 @@ import pytest
 from plan_cases import columns_with, one, request_of, tiny_mixtral, view_with
 
 from weft import hardware
-from weft.plan.compute import (
+from weft.plan.request import Request
+from weft.plan.time.compute import (
     ATTENTION_BACKWARD,
     ATTENTION_SHARE,
     LAUNCH_COMPILED_S,
@@ -21,7 +22,6 @@ from weft.plan.compute import (
     linear_s,
     model_flops,
 )
-from weft.plan.request import Request
 from weft.plan.view import views_of
 
 REQUEST = request_of(global_batch=8, sequence_length=8192)

@@ -20,8 +20,8 @@ import numpy as np
 from weft.core.model_shape import ModelShape
 from weft.core.plan import Plan
 from weft.core.stages import deal_shape
-from weft.plan.again import Again, Stretch
 from weft.plan.columns import V_SHAPED, Bools, Columns, Floats, PipelineKey
+from weft.plan.memory.recompute import Again, Stretch
 from weft.schedule import formulas
 
 Place = Literal["first", "middle", "last"]

@@ -13,11 +13,11 @@ import numpy as np
 
 from weft.core.model_shape import ModelShape
 from weft.core.terms import MemoryTerm as Term
-from weft.plan import fused_loss
 from weft.plan.columns import Floats, Ints
-from weft.plan.flight import LOG_PROBABILITY_BYTES, edge_bytes, flight_of, waiting_bytes
-from weft.plan.instants import MIB, Parts, Terms, gradients_of_earlier, has_buckets, instants_of
-from weft.plan.kept import kept_blocks
+from weft.plan.memory import fused_loss
+from weft.plan.memory.in_flight import LOG_PROBABILITY_BYTES, edge_bytes, flight_of, waiting_bytes
+from weft.plan.memory.saved_activations import kept_blocks
+from weft.plan.memory.timeline import MIB, Parts, Terms, gradients_of_earlier, has_buckets, instants_of
 from weft.plan.view import View
 
 MATMUL_WORKSPACE_BYTES = 64 * MIB  # 32 MiB for each of the two threads that multiply (measured on Hopper)

@@ -4,7 +4,7 @@ import pytest
 from plan_cases import columns_with, one, request_of, tiny_llama
 
 from weft import zoo
-from weft.plan.stages import PLACES, Place, Stage, bubble_of, chunks_of, stage_of
+from weft.plan.pp.stages import PLACES, Place, Stage, bubble_of, chunks_of, stage_of
 from weft.schedule import count_in_flight, generate
 
 LLAMA_405B = zoo.named("llama-3.1-405b")

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.core.model_shape import BlockShape
-from weft.plan.activations import Kept, bytes_of
 from weft.plan.columns import Bools, Floats
-from weft.plan.tensors import is_key_value
+from weft.plan.memory.block_activations import Kept, bytes_of
+from weft.plan.memory.block_tensors import is_key_value
 from weft.plan.view import View
 
 LOG_PROBABILITY_BYTES = 4  # what the loss keeps of a logit

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from plan_cases import columns_with, one, request_of
 
 from weft.core import axes
-from weft.plan.links import axis_link, expert_link, gather_bytes, inner_degree, reduce_bytes
+from weft.plan.time.links import axis_link, expert_link, gather_bytes, inner_degree, reduce_bytes
 
 FOUR_NODES = request_of(devices="4x8xH100-80GB").cluster
 INSIDE, BETWEEN = FOUR_NODES.inside, FOUR_NODES.between

@@ -3,7 +3,7 @@
 product     flops / (peak x share reached at this size); forward once, backward twice
 attention   causal: 2 products of queries with half the keys; a fused kernel reaches ATTENTION_SHARE of the best
             product, its backward does 2.5 times the forward's arithmetic
-float8      layers of the blocks that multiply in it: by that rate, and the passes that quantise (plan/float8.py)
+float8      layers of the blocks that multiply in it: by that rate, and the passes that quantise (plan/time/float8.py)
 pointwise   bytes moved / memory bandwidth. Measured on an H200: eager HF blocks move 12 times what autograd
             keeps of them, compiled ones 2.5 times, forward and backward together
 launch      a block's forward cannot take less than its operators need on the host: small models wait for them.
@@ -18,11 +18,11 @@ import numpy as np
 
 from weft.core.cluster import Device
 from weft.core.model_shape import BlockShape, LinearShape
-from weft.plan.activations import bytes_of, kept_by, kept_selectively, mean_keys
 from weft.plan.columns import FLOAT8, Bools, Columns, Floats
-from weft.plan.float8 import RATE, has_float8, multiplies_in_float8, quantise_bytes
-from weft.plan.fused_loss import is_cut
+from weft.plan.memory.block_activations import bytes_of, kept_by, kept_selectively, mean_keys
+from weft.plan.memory.fused_loss import is_cut
 from weft.plan.request import Request, byte_sizes
+from weft.plan.time.float8 import RATE, has_float8, multiplies_in_float8, quantise_bytes
 from weft.plan.view import View
 
 ATTENTION_SHARE = 0.6

@@ -22,7 +22,7 @@ import numpy as np
 
 from weft.core.model_shape import AttentionShape, BlockShape, LinearShape, NormShape
 from weft.plan.columns import TP_MODES, Columns, Floats
-from weft.plan.tensors import is_inside, is_key_value
+from weft.plan.memory.block_tensors import is_inside, is_key_value
 
 # Tensors of the MLP's width that an activation function keeps, its output not counted. gelu_new is written out in
 # Python: a cube, a tanh and two products; fused ones keep their input; relu keeps only its output.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plan_cases import request_of, view_with
 
 from weft.core.mixture import BlockPolicy, block_policies
-from weft.plan.stages import _stretches
+from weft.plan.pp.stages import _stretches
 from weft.plan.view import View
 
 PIPELINES: list[dict[str, Any]] = [

@@ -1,0 +1,1 @@
+"""Seconds of a step: arithmetic, links, float8, overlap."""
