@@ -130,7 +130,7 @@ def _run_beside_dry_run(job: Job, lock: FolderLock, *, num_ranks: int, is_one_of
     """As `_run`, with rank 0's step on fake tensors meanwhile; its figures join the finished run's ledger."""
     import torch
 
-    from weft.cli.beside import DryRunBeside
+    from weft.cli.dryrun.beside import DryRunBeside
     from weft.train.run_folder import RunFolder
 
     on_gpu = job.device != "cpu" and torch.cuda.device_count() > 0

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tiny_run import run_tables, write_corpus
 
-from weft.cli import beside
-from weft.cli.beside import DryRunBeside
+from weft.cli.dryrun import beside
+from weft.cli.dryrun.beside import DryRunBeside
 from weft.core.run_spec import RunSpec
 from weft.train.costs import row
 from weft.train.job import Job

@@ -1,8 +1,7 @@
-"""`weft dryrun --sweep`: the same step at several values of one key, each by its own dry run, all cores at work.
+"""`weft dryrun --sweep`: the same step at several values of one key, one dry run per value, on all cores.
 
-KEY=V1,V2,… asks for those values. KEY alone doubles the value until it no longer fits and then closes in on the largest
-that does, neighbours at a time, where a straight line between what is known crosses the device's memory. It takes
-memory to grow with the value.
+KEY=V1,V2,… runs those values. KEY alone doubles the value until it no longer fits, then interpolates linearly between
+the known peaks to find the largest value that fits. The search assumes that memory grows with the value.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from weft.cli.dryrun import Question
-from weft.cli.dryrun_view import Progress
+from weft.cli.dryrun.question import Question
+from weft.cli.dryrun.view import Progress
 from weft.core import plan as plans
 from weft.core import run_spec as runs
 from weft.core.config import apply_settings
@@ -31,23 +30,23 @@ from weft.dryrun.record import DryRun
 
 MICROBATCH = "microbatch"  # rows of one micro-batch on one rank; the global batch follows
 SEQUENCE_STEP = 256
-MOST_RUNS = 20
+MAX_RUNS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One value and what became of it."""
+    """One value and the outcome of its dry run."""
 
     value: Any
     peak_bytes: int | None = None
     reserved_bytes: int | None = None  # with expandable segments
-    needed_bytes: int | None = None  # on the device named
+    needed_bytes: int | None = None  # on the named device
     fits: bool | None = None
     error: str | None = None
 
 
-def carry_out(question: Question, sweep: str, *, rank: int, as_json: bool) -> int:
-    """Prints the sweep; the exit code."""
+def run_sweep(question: Question, sweep: str, *, rank: int, as_json: bool) -> int:
+    """Print the sweep; returns the exit code."""
     key, has_values, listed = sweep.partition("=")
     _require_key(key, sweep)
     values = _values(listed, sweep) if has_values else None
@@ -58,7 +57,9 @@ def carry_out(question: Question, sweep: str, *, rank: int, as_json: bool) -> in
 
         rows = ask(values) if values is not None else _search(question, key, ask)
     if all(row.error is not None for row in rows):
-        raise InputError(f"--sweep {sweep}: {rows[0].error}", hint="no value could be run; weft dryrun without --sweep")
+        raise InputError(
+            f"--sweep {sweep}: {rows[0].error}", hint="every value failed; try weft dryrun without --sweep"
+        )
     if as_json:
         print(json.dumps(as_dict(question, key, rows)))
     else:
@@ -67,7 +68,7 @@ def carry_out(question: Question, sweep: str, *, rank: int, as_json: bool) -> in
 
 
 def as_dict(question: Question, key: str, rows: list[Row]) -> dict[str, Any]:
-    """What --json prints."""
+    """The object that --json prints."""
     device = question.cluster.device if question.cluster is not None else None
     return {
         "sweep": {"key": key, "rows": [asdict(row) for row in rows], "largest_fitting": largest_fitting(rows)},
@@ -77,7 +78,7 @@ def as_dict(question: Question, key: str, rows: list[Row]) -> dict[str, Any]:
 
 
 def largest_fitting(rows: list[Row]) -> Any:
-    """The largest number that fits; None where values are no numbers, or none fits."""
+    """The largest number that fits; None where no value fits or the values are not numbers."""
     fitting = [row.value for row in rows if row.fits and _is_number(row.value)]
     return max(fitting, default=None)
 
@@ -92,11 +93,11 @@ def changed(question: Question, key: str, value: Any) -> Question:
         run = RunSpec.from_tables(apply_settings(run.model_dump(), setting), source="--sweep")
     else:
         tables = apply_settings(tables, setting)
-    return Question.of(run, tables, question.device, source="--sweep")  # what is left open is chosen for every value
+    return Question.of(run, tables, question.device, source="--sweep")  # resolved anew for every value
 
 
 def next_values(rows: dict[int, Row], *, start: int, step: int, capacity_bytes: int) -> list[int]:
-    """Which values to try after `rows`; none when the largest that fits is known."""
+    """The values to try after `rows`; none when the largest that fits is known."""
     fitting = [value for value, row in rows.items() if row.fits]
     failing = [value for value, row in rows.items() if not row.fits]
     if not rows:
@@ -112,7 +113,7 @@ def next_values(rows: dict[int, Row], *, start: int, step: int, capacity_bytes: 
 def _between(rows: dict[int, Row], *, low: int, high: int, step: int, capacity_bytes: int) -> list[int]:
     """The multiple of `step` where the line through both ends meets the capacity, and its neighbour.
 
-    Where that has missed once, memory is no line: the middle too, so that the gap at least halves.
+    Where the line missed once, memory is not linear: the midpoint too, so that the interval at least halves.
     """
     first, last = low // step * step + step, (high - 1) // step * step
     if first > last:
@@ -129,9 +130,9 @@ def _between(rows: dict[int, Row], *, low: int, high: int, step: int, capacity_b
 def _search(question: Question, key: str, ask: Callable[[list[Any]], list[Row]]) -> list[Row]:
     start, step = _start_and_step(question, key)
     if question.cluster is None:
-        raise BadValueError(f"--sweep {key}: the largest that fits on what?", hint="name it: --device H200")
+        raise BadValueError(f"--sweep {key} without values needs a device to fit on", hint="name one: --device H200")
     rows: dict[int, Row] = {}
-    while len(rows) < MOST_RUNS:
+    while len(rows) < MAX_RUNS:
         wanted = [
             value
             for value in next_values(rows, start=start, step=step, capacity_bytes=question.cluster.device.memory_bytes)
@@ -154,13 +155,13 @@ def _start_and_step(question: Question, key: str) -> tuple[int, int]:
         case "train.global_batch":
             return batch, pieces
     raise BadValueError(
-        f"--sweep {key}: only data.sequence_length, microbatch and train.global_batch are searched",
+        f"--sweep {key}: a search needs data.sequence_length, microbatch or train.global_batch",
         hint=f"give values: --sweep {key}=V1,V2",
     )
 
 
 def _rows(question: Question, key: str, values: list[Any], *, rank: int, processes: ProcessPoolExecutor) -> list[Row]:
-    """A dry run for each value, in parallel."""
+    """One dry run per value, in parallel."""
     asked: dict[int, Question] = {}
     rows: dict[int, Row] = {}
     for place, value in enumerate(values):
@@ -171,8 +172,8 @@ def _rows(question: Question, key: str, values: list[Any], *, rank: int, process
         except WeftError as error:
             rows[place] = Row(value=value, error=error.message)
     jobs = [one.job(rank=rank, memory_only=True) for one in asked.values()]
-    said = ", ".join(f"{value:,}" if _is_number(value) else str(value) for value in values)
-    with Progress(f"{key} = {said}", total=len(jobs)) as progress:
+    listed = ", ".join(f"{value:,}" if _is_number(value) else str(value) for value in values)
+    with Progress(f"{key} = {listed}", total=len(jobs)) as progress:
         outcomes = dry_runs(jobs, on_done=progress.advance, processes=processes)
     for (place, one), outcome in zip(asked.items(), outcomes, strict=True):
         rows[place] = _row(one, values[place], outcome)
@@ -208,7 +209,9 @@ def _values(listed: str, sweep: str) -> list[Any]:
         raise BadValueError(f"--sweep {sweep!r} has an empty value", hint="--sweep KEY=V1,V2,…")
     values = [apply_settings({}, [f"x.y={text}"])["x"]["y"] for text in texts]
     if sweep.startswith(f"{MICROBATCH}=") and not all(isinstance(value, int) and value > 0 for value in values):
-        raise BadValueError(f"--sweep {sweep!r}: rows are whole numbers above 0", hint="--sweep microbatch=1,2,4")
+        raise BadValueError(
+            f"--sweep {sweep!r}: rows per micro-batch are integers above 0", hint="--sweep microbatch=1,2,4"
+        )
     return values
 
 
@@ -218,7 +221,7 @@ def _show(question: Question, key: str, rows: list[Row], *, is_listed: bool) -> 
         table.add_column(name, justify="right" if name != "fits" else "left")
     for row in rows:
         cells = [format_bytes(nbytes) if nbytes is not None else "" for nbytes in (row.peak_bytes, row.reserved_bytes)]
-        table.add_row(f"{row.value:,}" if _is_number(row.value) else str(row.value), *cells, _say_fits(row))
+        table.add_row(f"{row.value:,}" if _is_number(row.value) else str(row.value), *cells, _fits_text(row))
     Console(file=sys.stdout, highlight=False).print(table)
     if question.cluster is not None:
         print(sentence(key, rows, device=question.cluster.device.name, is_listed=is_listed))
@@ -233,7 +236,7 @@ def sentence(key: str, rows: list[Row], *, device: str, is_listed: bool) -> str:
     return f"fits on {device} with {key} = {', '.join(fitting)}" if fitting else f"none fits on {device}"
 
 
-def _say_fits(row: Row) -> str:
+def _fits_text(row: Row) -> str:
     if row.error is not None:
         return row.error
     return {True: "yes", False: "no", None: ""}[row.fits]

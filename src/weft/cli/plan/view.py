@@ -1,17 +1,13 @@
-"""What `weft plan` shows on a terminal: a table with memory bars, the reasons, the arithmetic; all of it on stdout."""
+"""The terminal output of `weft plan` and `weft inference`: a table with memory bars, the reasons, the arithmetic."""
 
 from __future__ import annotations
 
-import shutil
-import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.core.errors import BadValueError
 from weft.core.units import format_bytes, format_count, format_seconds
 from weft.plan.trained import best_trained, why_not_trained
 from weft.plan.words import describe
@@ -24,7 +20,7 @@ if TYPE_CHECKING:
     from weft.plan.search import Answer
 
 BAR_WIDTH = 20
-# One sign and colour for each group of memory terms, in the order they are drawn.
+# (name, sign, colour, memory terms), in the order of drawing
 GROUPS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("states", "█", "blue", ("weights", "optimizer_state", "gradients", "weight_versions")),
     ("gathered", "▓", "cyan", ("gathered_weights", "communication_buffers")),
@@ -35,7 +31,7 @@ GROUPS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 
 
 def show(question: Question, answer: Answer, *, confirmed: list[str] | None = None) -> None:
-    """The whole answer; `confirmed` is a column more, what dry runs say."""
+    """Print the answer on stdout; `confirmed` adds a column with the dry runs."""
     console = Console(stderr=False, highlight=False)
     console.print(_headline(question))
     for line in question.assumed:
@@ -52,7 +48,7 @@ def show(question: Question, answer: Answer, *, confirmed: list[str] | None = No
 
 
 def show_arithmetic(answer: Answer, what: str) -> None:
-    """--explain."""
+    """Print the terms of the best plan: --explain."""
     console = Console(highlight=False)
     best = answer.plans[0]
     if what == "memory":
@@ -68,7 +64,7 @@ def show_arithmetic(answer: Answer, what: str) -> None:
             (r["axis"], r["collective"], r["phase"], f"{r['count']:,}", format_bytes(int(r["bytes"])))
             for r in best.traffic
         ]
-        _print_rows(console, ("axis", "collective", "phase", "calls a step", "sent a rank"), traffic)
+        _print_rows(console, ("axis", "collective", "phase", "calls per step", "sent per rank"), traffic)
 
 
 def show_inference(shape: ModelShape, found: InferenceEstimate) -> None:
@@ -84,48 +80,12 @@ def show_inference(shape: ModelShape, found: InferenceEstimate) -> None:
         ),
         ("framework", "context, workspaces", format_bytes(found.overhead_bytes)),
         ("total", "fits" if found.fits else "does not fit", format_bytes(found.total_bytes)),
-        ("capacity", "a device", format_bytes(found.capacity_bytes)),
+        ("capacity", "per device", format_bytes(found.capacity_bytes)),
     ]
-    _print_rows(console, ("a device", "", "bytes"), rows)
+    _print_rows(console, ("per device", "", "bytes"), rows)
     console.print(
-        f"{format_bytes(found.cache_bytes_per_token)} of cache a token, {format_bytes(cache)} a sequence: "
+        f"{format_bytes(found.cache_bytes_per_token)} of cache per token, {format_bytes(cache)} per sequence: "
         f"{found.max_concurrent:,} sequences of {found.context:,} tokens fit"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drawing:
-    """A schedule drawn."""
-
-    text: str
-    svg: str
-    bubble_share: float
-    in_flight: tuple[int, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"grid": self.text, "bubble_share": self.bubble_share, "in_flight_by_rank": list(self.in_flight)}
-
-
-def draw(name: str, *, stages: int, microbatches: int) -> Drawing:
-    """A schedule as text and as a picture."""
-    from weft import schedule as schedules
-
-    virtual = {"zbv": 2, "dualpipev": 2, "interleaved_1f1b": 2, "looped_bfs": 2}.get(name, 1)
-    if name not in schedules.NAMES:
-        raise BadValueError(f"there is no schedule {name!r}", hint=" | ".join(schedules.NAMES))
-    reasons = schedules.check_request(name, num_ranks=stages, num_microbatches=microbatches, virtual_stages=virtual)
-    if reasons:
-        raise BadValueError(f"{name}: {reasons[0]}", hint="try other --stages or --microbatches")
-    made = schedules.generate(name, num_ranks=stages, num_microbatches=microbatches, virtual_stages=virtual)
-    timeline = schedules.simulate(made)
-    held = schedules.count_in_flight(made).by_rank_until_weight
-    note = f"micro-batches held at most, by rank: {', '.join(map(str, held))}"
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return Drawing(
-        text=schedules.draw_grid(timeline, columns=columns) + note,
-        svg=schedules.draw_svg(timeline),
-        bubble_share=timeline.bubble_share,
-        in_flight=tuple(held),
     )
 
 
@@ -137,7 +97,7 @@ def _headline(question: Question) -> str:
         f"{shape.name or shape.model_type}: {about}{format_count(shape.num_parameters)} parameters, "
         f"{shape.num_layers} blocks; "
         f"{cluster.name} ({cluster.num_devices:,} x {format_bytes(cluster.device.memory_bytes)}); "
-        f"{workload.global_batch:,} x {workload.sequence_length:,} tokens a step, {workload.optimizer}, "
+        f"{workload.global_batch:,} x {workload.sequence_length:,} tokens per step, {workload.optimizer}, "
         f"{question.precision.get('preset', '')}"
     )
 
@@ -162,7 +122,7 @@ def _table(answer: Answer) -> Table:
 
 
 def _confirmed_table(answer: Answer, confirmed: list[str]) -> Table:
-    """Numbers beside numbers: no bars, since two figures of memory are to be compared."""
+    """Without bars, so that predicted and dry-run memory are read side by side."""
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     for name in ("", "layout", "memory", "step", "MFU", "dry run, allocated"):
         table.add_column(name, justify="left" if name == "layout" else "right", no_wrap=name != "layout")
@@ -173,7 +133,7 @@ def _confirmed_table(answer: Answer, confirmed: list[str]) -> Table:
 
 
 def _bar(found: Estimate, capacity_bytes: int) -> Text:
-    """A device's memory, filled by groups of terms; an overfull one ends in >>."""
+    """A device's memory by groups of terms; one that is too small ends in >>."""
     bar = Text()
     for _, sign, colour, terms in GROUPS:
         share = sum(found.memory_terms.get(term, 0) for term in terms) / capacity_bytes
@@ -198,15 +158,19 @@ def _sections(answer: Answer) -> list[tuple[str, list[str]]]:
     best = answer.plans[0]
     sections = [("why", why_best(answer).split("; "))]
     if not best.fits:
-        sections.append(("nothing fits; what would", smallest_changes(answer)))
+        sections.append(("nothing fits; it would fit with", smallest_changes(answer)))
     elif len(answer.plans) > 1:
-        sections.append(("what would change it", what_would_change(answer)))
+        sections.append(("the best plan changes with", what_would_change(answer)))
     if why_not_trained(best):
-        sections.append(("this version of weft plans it and does not train it yet", [_trained_instead(answer)]))
+        sections.append(
+            ("this version of weft plans this layout and does not train it yet", [_trained_instead(answer)])
+        )
     plans = "plan" if answer.considered == 1 else "plans"
     counts = f"{answer.considered:,} {plans} considered, {answer.estimated:,} legal, {answer.num_fitting:,} fit"
-    refused = [f"{count:,} refused: {reason}" for reason, count in sorted(answer.rejected.items(), key=lambda i: -i[1])]
-    sections.append((f"{counts}, {answer.elapsed_s:.2f} s", refused))
+    rejected = [
+        f"{count:,} rejected: {reason}" for reason, count in sorted(answer.rejected.items(), key=lambda i: -i[1])
+    ]
+    sections.append((f"{counts}, {answer.elapsed_s:.2f} s", rejected))
     return sections
 
 
@@ -225,13 +189,13 @@ def _show_memory(console: Console, answer: Answer, best: Estimate) -> None:
     table = textbook_states(answer.request, shards=shards)
     console.print(f"\n[bold]model states as textbooks count them, over {shards} devices[/bold]")
     rows = [(stage, formula, f"{size / 1e9:,.2f} GB") for stage, formula, size in table.rows()]
-    _print_rows(console, ("stage", "parameters x bytes", "a device"), rows)
+    _print_rows(console, ("stage", "parameters x bytes", "per device"), rows)
     mesh, workload = best.plan.mesh, answer.request.workload
     tokens = workload.tokens / (mesh.dp_degree * best.plan.pipeline.microbatches * mesh.cp)
     whole, checkpointed = textbook_activations(answer.request, tokens=tokens)
     console.print(
         f"activations of one micro-batch, 12 x hidden x tokens x layers: {whole / 1e9:,.1f} GB, "
-        f"{checkpointed / 1e9:,.1f} GB with checkpointing; what this model's operators keep follows"
+        f"{checkpointed / 1e9:,.1f} GB with checkpointing; the activations that this model's operators save follow"
     )
     found, lines = explain_memory(answer.request, best.plan)
     console.print(f"\n[bold]this plan, at its peak: {found.peak_at}[/bold]")

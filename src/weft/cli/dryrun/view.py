@@ -1,4 +1,4 @@
-"""What `weft dryrun` shows: bars by term, the peak's moment and its culprit, the verdict. Progress goes to stderr."""
+"""The terminal output of `weft dryrun`: memory by term, the peak and its largest holder, the verdict; progress bars."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.plan.changes import say_keys
 from weft.plan.words import describe
 
 if TYPE_CHECKING:
-    from weft.cli.dryrun import Answer
+    from weft.cli.dryrun.question import Answer
     from weft.core.records import HolderRecord, PeakRecord
     from weft.dryrun.fit import Fit
     from weft.plan.changes import Change
@@ -33,7 +33,7 @@ NAMES = {
     Term.LOGITS: "logits and their gradients",
     Term.TEMPORARIES: "temporaries",
 }
-# What a change does, by its first key.
+# The effect of a change, by its first key.
 DOES = {
     "pipeline.microbatches": "smaller micro-batches",
     "activations.policy": "recomputing activations",
@@ -47,7 +47,7 @@ DOES = {
 
 
 class Progress:
-    """A bar on a terminal, one line elsewhere; gone when the work is done."""
+    """A progress bar on a terminal, one line elsewhere; removed when the work is done."""
 
     def __init__(self, title: str, *, total: int) -> None:
         self._console = Console(file=sys.stderr)
@@ -78,7 +78,7 @@ class Progress:
 
 
 def show(answer: Answer) -> None:
-    """The whole answer, on stdout."""
+    """Print the answer on stdout."""
     console = Console(highlight=False, soft_wrap=True)
     for line in lines_of(answer):
         console.print(line, markup=False)
@@ -96,14 +96,14 @@ def lines_of(answer: Answer) -> list[str]:
         *_moments(answer),
         *_other_ranks(answer),
         *_traffic(answer),
-        f"computes {_say_flops(found.flops)} a step",
+        f"computes {_flops_text(found.flops)} per step",
         *(f"note: {note}" for note in found.notes),
         *(_verdict(answer.fit, answer.changes) if answer.fit is not None else []),
         f"{format_seconds(found.elapsed_s)}, nothing was allocated",
     ]
 
 
-def _say_flops(flops: int) -> str:
+def _flops_text(flops: int) -> str:
     for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12)):
         if flops >= size:
             return f"{flops / size:.2f} {unit}"
@@ -111,14 +111,14 @@ def _say_flops(flops: int) -> str:
 
 
 def culprit(peak: PeakRecord) -> dict[str, Any]:
-    """What holds most at the peak: its term, its bytes, a sentence that says where it was made."""
+    """The largest term at the peak: its name, its bytes, and a sentence that names the module that allocated it."""
     term, nbytes = max(peak.terms.items(), key=lambda item: item[1])
     mine = [holder for holder in peak.largest if holder.term == term]
-    text = f"{NAMES.get(Term(term), term)}: {format_bytes(nbytes)}{_made(term, mine, nbytes)}"
+    text = f"{NAMES.get(Term(term), term)}: {format_bytes(nbytes)}{_allocated_by(term, mine, nbytes)}"
     return {"term": term, "bytes": nbytes, "text": text}
 
 
-def _made(term: str, holders: list[HolderRecord], whole: int) -> str:
+def _allocated_by(term: str, holders: list[HolderRecord], whole: int) -> str:
     if not holders or term in (Term.WEIGHTS, Term.OPTIMIZER_STATE, Term.GRADIENTS):
         return ""
     if term == Term.LOGITS:
@@ -133,7 +133,7 @@ def _made(term: str, holders: list[HolderRecord], whole: int) -> str:
 
 
 def _part(module: str) -> str:
-    """model.layers.*.mlp.up_proj is of model.layers.*.mlp."""
+    """model.layers.*.mlp.up_proj -> model.layers.*.mlp."""
     block, star, rest = module.partition(".*.")
     return f"{block}{star}{rest.partition('.')[0]}" if star else module
 
@@ -151,7 +151,7 @@ def _bars(answer: Answer) -> list[str]:
     found = answer.found
     predicted = answer.predicted.memory_terms if answer.predicted else {}
     rows = [(term, nbytes, predicted.get(term, 0)) for term, nbytes in found.terms.items()]
-    rows += [(term, 0, guess) for term, guess in predicted.items() if guess and not _is_told(term, found.terms)]
+    rows += [(term, 0, guess) for term, guess in predicted.items() if guess and not _is_listed(term, found.terms)]
     width = max(len(term) for term, _, _ in rows)
     head = f"  {'':{width}}  {'dry run':>10}  {'':{BAR_WIDTH}}  {'weft plan':>10}"
     lines = [
@@ -164,7 +164,7 @@ def _bars(answer: Answer) -> list[str]:
     return [head if predicted else "", *lines, last + (f"{format_bytes(total):>10}" if predicted else "")]
 
 
-def _is_told(term: str, terms: dict[str, int]) -> bool:
+def _is_listed(term: str, terms: dict[str, int]) -> bool:
     return term in terms or term == Term.FRAMEWORK  # which is outside the peak
 
 
@@ -197,8 +197,8 @@ def _reserved(answer: Answer) -> list[str]:
 def _moments(answer: Answer) -> list[str]:
     from weft.dryrun.fit import device_moments
 
-    said = [f"{name} {format_bytes(nbytes)}" for name, nbytes in device_moments(answer.found).items() if nbytes]
-    return [f"other moments: {', '.join(said)}"] if said else []
+    peaks = [f"{name} {format_bytes(nbytes)}" for name, nbytes in device_moments(answer.found).items() if nbytes]
+    return [f"other moments: {', '.join(peaks)}"] if peaks else []
 
 
 def _other_ranks(answer: Answer) -> list[str]:
@@ -216,7 +216,7 @@ def _verdict(fit: Fit, changes: list[Change]) -> list[str]:
     if fit.is_tight:
         return [
             f"fits on {fit.device}, tightly: the allocator would keep {format_bytes(fit.wanted_bytes)}, "
-            f"and has to give memory back in every step, which is slow"
+            f"so it frees and reallocates memory in every step, which is slow"
         ]
     if fit.fits:
         return [f"fits on {fit.device}: {format_bytes(fit.capacity_bytes - fit.wanted_bytes)} to spare"]

@@ -1,4 +1,4 @@
-"""`weft plan --dryrun`: the plans of an answer confirmed by dry run, as far as the engine carries them out."""
+"""`weft plan --dryrun`: a dry run of every plan of an answer that the engine executes, beside its prediction."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Confirmation:
-    """What a dry run says of a plan, or why there is none."""
+    """The dry run of a plan, or the reason why there is none."""
 
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     fits: bool | None = None
-    error: float | None = None  # predicted over dry run, minus 1; both without what is outside the allocator
-    reason: str | None = None  # "not built", or what went wrong
+    error: float | None = None  # predicted / dry run - 1; both without memory outside the allocator
+    reason: str | None = None  # "not built: …" or "failed: …"
 
     def as_dict(self) -> dict[str, Any]:
         found = {"peak_bytes": self.peak_bytes, "reserved_bytes": self.reserved_bytes, "fits": self.fits}
         return {**found, "error": self.error, "reason": self.reason}
 
     def text(self) -> str:
-        """A cell of the table."""
+        """The table cell."""
         if self.peak_bytes is None or self.error is None:
             return (self.reason or "").partition(":")[0]
         return f"{format_bytes(self.peak_bytes)} ({self.error:+.1%})" + ("" if self.fits else " too much")
 
 
 def confirm(question: Question, answer: Answer, *, model: str) -> list[Confirmation]:
-    """One for each plan, in order; dry runs of all that are built, in parallel."""
-    from weft.cli.dryrun_view import Progress
+    """One per plan, in order; the dry runs of all plans that the engine executes run in parallel."""
+    from weft.cli.dryrun.view import Progress
     from weft.dryrun.many import Job, dry_runs
     from weft.plan.stages import rank_at
     from weft.plan.trained import why_not_trained
@@ -62,7 +62,7 @@ def confirm(question: Question, answer: Answer, *, model: str) -> list[Confirmat
 
 
 def run_of(question: Question, model: str) -> RunSpec:
-    """The run that the question is about."""
+    """The run of the question."""
     from weft.cli.resolve import resolve_model
 
     workload = question.request.workload
