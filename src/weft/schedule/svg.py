@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from itertools import chain
 
 from weft.schedule.actions import Kind
 from weft.schedule.draw import chunk_of, label_of, slot_s
@@ -23,6 +22,7 @@ _COLOURS = {  # white text has a contrast of at least 4.5 : 1 on each
     Kind.U.words: "#bc3f7d",
     "receive": "#8a6d09",
     "send": "#23789b",
+    "idle": "",  # the lane
 }
 _LATER = {Kind.F.words: "#1d4084", Kind.B.words: "#743408", Kind.I.words: "#0b4c47", Kind.W.words: "#4c317d"}
 _LEFT, _ROW, _BAR = 64, 30, 24  # pixels
@@ -56,14 +56,16 @@ def draw_svg(
     width = max(timeline.makespan_s, end_s or 0) * scale
     top = 44
     bottom = top + _ROW * len(names)
+    full_width, height = max(width, 420) + _LEFT + 28, bottom + (22 if show else 6)
     title = f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches"
-    bars = [bar for bar in chain(timeline.events(), gaps) if bar.rank < len(names) and bar.end_s > bar.start_s]
+    found: list[Event | Gap] = [*timeline.events(), *gaps]
+    bars = [bar for bar in found if bar.rank < len(names) and bar.end_s > bar.start_s]
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="timeline" width="{max(width, 420) + _LEFT + 28:.0f}" '
-        f'height="{bottom + (22 if show else 6)}" role="img" aria-label="{escape(title)}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="timeline" viewBox="0 0 {full_width:.0f} {height}" '
+        f'width="{full_width:.0f}" height="{height}" role="img" aria-label="{escape(title)}">',
         f"<style>{_STYLE}</style>",
-        f'<text x="{_LEFT}" y="14">{escape(title)}, idle {timeline.bubble_share:.1%}</text>',
-        *_legend([word for word in _COLOURS if any(_word(bar) == word for bar in bars)]),
+        "" if show else f'<text x="{_LEFT}" y="14">{escape(title)}, idle {timeline.bubble_share:.1%}</text>',
+        *_legend([word for word in _COLOURS if word == "idle" or any(_word(bar) == word for bar in bars)]),
     ]
     for rank, name in enumerate(names):
         lane = f'x="{_LEFT}" y="{top + _ROW * rank}" width="{timeline.makespan_s * scale:.1f}" height="{_BAR}"'
@@ -90,7 +92,8 @@ def _word(bar: Event | Gap) -> str:
 def _legend(words: Sequence[str]) -> list[str]:
     parts, x = [], _LEFT
     for word in words:
-        parts.append(f'<rect x="{x}" y="22" width="12" height="12" rx="2" fill="{_COLOURS[word]}"/>')
+        look = f'fill="{_COLOURS[word]}"' if _COLOURS[word] else 'class="lane"'
+        parts.append(f'<rect x="{x}" y="22" width="12" height="12" rx="2" {look}/>')
         parts.append(f'<text x="{x + 17}" y="32">{word}</text>')
         x += 36 + 6 * len(word)
     return parts
@@ -100,7 +103,7 @@ def _bar(timeline: Timeline, bar: Event | Gap, name: str, scale: float, top: int
     """An action or a wait; the lane itself shows idle time, so that gets the hover text and no colour."""
     start_s, length_s = bar.start_s - timeline.origin_s, bar.end_s - bar.start_s
     x, y, width = _LEFT + start_s * scale, top + _ROW * bar.rank, length_s * scale
-    colour, label, hover = _COLOURS.get(_word(bar), "none"), "", _word(bar)
+    colour, label, hover = _COLOURS[_word(bar)] or "none", "", _word(bar)
     if isinstance(bar, Event):
         if chunk_of(timeline.schedule, bar.action) > 0:
             colour = _LATER.get(_word(bar), colour)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weft.report.facts import counted, gather_facts, steps_phrase, verdict
+from weft.report.facts import counted
 from weft.report.folder import read_folder
+from weft.report.training.facts import gather_facts, verdict
 
 Write = Callable[..., Path]
 
@@ -18,7 +19,7 @@ def test_the_verdict_of_a_finished_run(whole_folder: Write) -> None:
     assert (size, where) == ("5.31 M parameters", "ZeRO-3 (FSDP), 2 ranks, AMD EPYC 7763 64-Core Processor")
     assert (steps, loss, evaluation) == ("200 steps", "loss 1.748", "evaluation loss 1.838")
     assert rate.endswith(" K tokens/s")
-    assert peak == "peak 300.4 MiB a rank"
+    assert peak == "peak 300.4 MiB per rank"
 
 
 def test_without_a_ledger_plan_and_metrics_speak(whole_folder: Write) -> None:
@@ -27,7 +28,7 @@ def test_without_a_ledger_plan_and_metrics_speak(whole_folder: Write) -> None:
     assert facts.peak_bytes == 318_000_000
     assert facts.parameters is None
     assert facts.elapsed_s is None
-    assert steps_phrase(facts) == "4 of 200 steps"
+    assert facts.steps_phrase == "4 of 200 steps"
 
 
 def test_with_metrics_alone_nothing_is_invented(whole_folder: Write) -> None:

@@ -1,7 +1,7 @@
-"""The coverage list of a model, folded until a person can read it. Values only; markup is elsewhere.
+"""The coverage list of a model, grouped so that it can be read. Values only; the markup is in coverage_table.
 
-Two folds: inside a unit, parameters that differ in an index alone become one row (experts.*.w1); units with equal rows
-become one group (model.layers.0–31). A model of 10,000 parameters comes down to a few dozen rows.
+Inside a unit, parameters that differ only in an index become one row (experts.*.w1); units with equal rows become one
+group (model.layers.0–31). A model of 10,000 parameters comes down to a few dozen rows.
 """
 
 from __future__ import annotations
@@ -9,35 +9,28 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.core.records import ParameterRecord
 
 MAX_RANGES = 8
 
-_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole dotted part made of digits
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a dotted part made of digits
 _ITEM_BYTES = {"64": 8, "32": 4, "16": 2, "8": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One or more like parameters of a unit."""
+    """`count` parameters of a unit that differ in an index at most; names are relative to the unit."""
 
-    name: str
+    record: ParameterRecord
     count: int
-    shape: tuple[int, ...]
-    dtype: str
-    sharded_axes: tuple[str, ...]
-    replicated_axes: tuple[str, ...]
-    local_elements: int  # of one of them
-    tied_to: str | None
-    trainable: bool
-    reason: str = ""  # why tensor parallelism left it whole
 
     @property
     def elements(self) -> int:
-        return math.prod(self.shape)
+        """Elements of one of them."""
+        return math.prod(self.record.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +46,7 @@ class UnitGroup:
 
     @property
     def elements(self) -> int:
-        return len(self.units) * sum(row.count * row.elements for row in self.rows if row.tied_to is None)
+        return len(self.units) * sum(row.count * row.elements for row in self.rows if row.record.tied_to is None)
 
     @property
     def label(self) -> str:
@@ -61,12 +54,12 @@ class UnitGroup:
 
 
 def parse_records(fields: Iterable[dict[str, Any]]) -> list[ParameterRecord]:
-    """The ledger's rows as records; a row without name or shape is left out."""
+    """The ledger's rows as records, without those that have no name or shape."""
     return [_parse(row) for row in fields if isinstance(row.get("name"), str) and _is_shape(row.get("shape"))]
 
 
 def group_coverage(records: Iterable[ParameterRecord]) -> list[UnitGroup]:
-    """The records folded, in the order in which units first appear."""
+    """The records grouped, in the order of the units."""
     by_unit: dict[str, list[ParameterRecord]] = {}
     for record in records:
         by_unit.setdefault(record.unit, []).append(record)
@@ -77,16 +70,16 @@ def group_coverage(records: Iterable[ParameterRecord]) -> list[UnitGroup]:
 
 
 def fold_unit(unit: str, records: Sequence[ParameterRecord]) -> tuple[Row, ...]:
-    """The rows of one unit; names are relative to it."""
-    folded: dict[tuple[Any, ...], list[str]] = {}
+    """The rows of one unit."""
+    alike: dict[ParameterRecord, list[str]] = {}
     for record in records:
-        name = record.name.removeprefix(f"{unit}.")
-        tied_to = None if record.tied_to is None else record.tied_to.removeprefix(f"{unit}.")
-        place = (record.shape, record.dtype, record.sharded_axes, record.replicated_axes, record.local_elements)
-        folded.setdefault(
-            (_masked(name), *place, tied_to and _masked(tied_to), record.trainable, record.reason), []
-        ).append(name)
-    return tuple(_row(key, names) for key, names in folded.items())
+        name, tied_to = (value and value.removeprefix(f"{unit}.") for value in (record.name, record.tied_to))
+        key = replace(record, name=_masked(name or ""), tied_to=tied_to and _masked(tied_to), unit="")
+        alike.setdefault(key, []).append(name or "")
+    return tuple(
+        Row(record=replace(key, name=names[0]) if len(names) == 1 else key, count=len(names))
+        for key, names in alike.items()
+    )
 
 
 def label_units(units: Sequence[str]) -> str:
@@ -104,7 +97,7 @@ def label_units(units: Sequence[str]) -> str:
 
 
 def item_bytes(dtype: str) -> int | None:
-    """Bytes of one element, from the digits of the dtype's name; None where the name does not say."""
+    """Bytes of one element, from the digits of the dtype's name; None where the name has none."""
     digits = re.search(r"(?:float|bfloat|int)(64|32|16|8)", dtype)
     return _ITEM_BYTES[digits.group(1)] if digits else None
 
@@ -121,22 +114,6 @@ def _spans(numbers: list[int]) -> list[str]:
 
 def _masked(name: str) -> str:
     return _INDEX.sub("*", name)
-
-
-def _row(key: tuple[Any, ...], names: list[str]) -> Row:
-    masked, shape, dtype, sharded_axes, replicated_axes, local_elements, tied_to, trainable, reason = key
-    return Row(
-        name=names[0] if len(names) == 1 else masked,
-        count=len(names),
-        shape=shape,
-        dtype=dtype,
-        sharded_axes=sharded_axes,
-        replicated_axes=replicated_axes,
-        local_elements=local_elements,
-        tied_to=tied_to,
-        trainable=trainable,
-        reason=reason,
-    )
 
 
 def _parse(row: dict[str, Any]) -> ParameterRecord:

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from weft.cli.main import app
 from weft.core.errors import RunFolderError
 from weft.core.server_spec import ServerRun
-from weft.report import shell, write_report
-from weft.report.folder import is_server_run
-from weft.report.server_folder import read_server_folder, train_seconds
+from weft.report import page as pages
+from weft.report import write_report
+from weft.report.folder import is_server_run, read_server_folder, train_seconds
 
 EVIL = "</script><script>alert('weft')</script>\"><img src=x onerror=alert(1)>"
 SECTIONS = ("curves", "staleness", "servers", "workers", "hot-keys", "events", "documents", "environment")
@@ -116,7 +116,7 @@ def write_run(folder: Path, **files: Any) -> Path:
 @pytest.fixture(autouse=True)
 def _short_script(monkeypatch: pytest.MonkeyPatch) -> None:
     """test_page has plotly in its pages; five megabytes in each of these would only cost time."""
-    monkeypatch.setattr(shell, "get_plotlyjs", lambda: "/* plotly */")
+    monkeypatch.setattr(pages, "_plotly_script", lambda: "/* plotly */")
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_every_section_is_there_with_its_figures(drawn: Any) -> None:
     assert set(page.figures()) == {*one_run, "staleness", *loads}
     links = [value.removeprefix("#") for tag, name, value in page.attributes if (tag, name) == ("a", "href")]
     assert links == list(SECTIONS)
-    assert "What to know about this folder" not in page.text
+    assert "Remarks on this folder" not in page.text
 
 
 def test_the_head_and_the_tiles_say_what_the_files_say(drawn: Any) -> None:
@@ -214,7 +214,7 @@ def test_the_slowest_worker_is_marked_and_the_waiting_summed(drawn: Any) -> None
     compute, waiting = page.figures()["workers"]["data"]
     assert compute["y"] == ["worker 0", "worker 1 (slowest)", "worker 2"]
     assert (compute["x"], waiting["x"]) == ([1.2, 2.4, 1.2], [1.0, 0.2, 1.0])
-    assert "is 31% of the workers' time. worker 1 is the slowest: 40ms of compute a unit, × 2.00" in page.text
+    assert "is 31% of the workers' time. worker 1 is the slowest: 40ms of compute per unit, × 2.00" in page.text
 
 
 @pytest.mark.parametrize(("mode", "shares"), [("async", "180 100.0% 42 90 50.0%"), ("geo", "180 99.4% 42 90 49.7%")])
@@ -406,7 +406,7 @@ def test_the_command_takes_further_runs(tmp_path: Path) -> None:
 
 def test_the_page_needs_neither_torch_nor_the_servers() -> None:
     code = (
-        "import sys, weft.report.server_page; "
+        "import sys, weft.report.server.page; "
         "assert 'torch' not in sys.modules; assert 'weft.server' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from weft.report import write_report
-from weft.report.coverage import group_coverage, item_bytes, label_units, parse_records
-from weft.report.coverage_table import MAX_ROWS, cut
+from weft.report.training.coverage import group_coverage, item_bytes, label_units, parse_records
+from weft.report.training.coverage_table import MAX_ROWS, limit_rows
 
 
 def test_equal_blocks_become_one_group(coverage_of: Any) -> None:
@@ -35,13 +35,13 @@ def test_experts_become_one_row(parameter_of: Any) -> None:
     fields = [parameter_of(f"{unit}.experts.{expert}.w1", (4, 4), unit=unit) for expert in range(64)]
     (group,) = group_coverage(parse_records(fields))
     (row,) = group.rows
-    assert (row.name, row.count, group.elements) == ("experts.*.w1", 64, 64 * 16)
+    assert (row.record.name, row.count, group.elements) == ("experts.*.w1", 64, 64 * 16)
 
 
 def test_tied_weights_are_counted_once(coverage_of: Any) -> None:
     root = group_coverage(parse_records(coverage_of(1)))[0]
     assert root.elements == 260 * 256 + 256
-    assert [row.tied_to for row in root.rows] == [None, None, "model.embed_tokens.weight"]
+    assert [row.record.tied_to for row in root.rows] == [None, None, "model.embed_tokens.weight"]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_model_that_does_not_fold_is_cut_and_says_so(
 
 def test_cutting_counts_what_is_left_out(coverage_of: Any) -> None:
     groups = group_coverage(parse_records(coverage_of(2)))
-    assert cut(groups, limit=100) == (groups, 0)
-    kept, num_left_out = cut(groups, limit=5)
+    assert limit_rows(groups, limit=100) == (groups, 0)
+    kept, num_left_out = limit_rows(groups, limit=5)
     assert (sum(len(group.rows) for group in kept), num_left_out) == (5, 7)
-    assert cut(groups, limit=3)[1] == 9
+    assert limit_rows(groups, limit=3)[1] == 9

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from weft.report import tables
-from weft.report.folder import RunFolder, read_folder
+from weft.report.folder import TrainingFolder, read_folder
+from weft.report.training import costs, tables
 
 Write = Callable[..., Path]
 
 
 @pytest.fixture
-def folder_of(whole_folder: Write, ledger_of: Any) -> Callable[..., RunFolder]:
+def folder_of(whole_folder: Write, ledger_of: Any) -> Callable[..., TrainingFolder]:
     return lambda **parts: read_folder(whole_folder(num_steps=2, ledger={**ledger_of(), **parts}))
 
 
@@ -39,17 +39,17 @@ def test_a_dtype_that_differs_is_named_above_the_table(folder_of: Any) -> None:
 
 def test_columns_without_a_number_are_left_out(folder_of: Any) -> None:
     terms = {"weights": {"predicted": None, "dry_run": None, "measured": 1024}}
-    assert "predicted" not in tables.memory_terms(folder_of(memory={"terms": terms}))
+    assert "predicted" not in costs.memory_terms(folder_of(memory={"terms": terms}))
     terms["weights"]["predicted"] = 2048
-    markup = tables.memory_terms(folder_of(memory={"terms": terms}))
+    markup = costs.memory_terms(folder_of(memory={"terms": terms}))
     assert markup.index("2.0 KiB") < markup.index("1.0 KiB")
     assert "dry run" not in markup
 
 
 def test_traffic_is_shown_when_there_is_some(folder_of: Any) -> None:
-    assert tables.traffic(folder_of()) == ""
+    assert costs.traffic(folder_of()) == ""
     row = {"axis": "dp_shard", "collective": "all_gather", "phase": "forward", "count": 7, "measured": 4096}
-    markup = tables.traffic(folder_of(traffic=[{**row, "predicted": 2048, "dry_run": None, "error": 1.0}]))
+    markup = costs.traffic(folder_of(traffic=[{**row, "predicted": 2048, "dry_run": None, "error": 1.0}]))
     assert markup.index("2.0 KiB") < markup.index("4.0 KiB") < markup.index("+100.0%")
     assert "dry run" not in markup
 
@@ -57,21 +57,21 @@ def test_traffic_is_shown_when_there_is_some(folder_of: Any) -> None:
 def test_terms_have_their_error_and_their_total(folder_of: Any) -> None:
     row = {"predicted": 2048, "dry_run": 1024, "measured": 1024, "error": -0.5}
     total = {**row, "measured": 4096, "error": 1.0}
-    markup = tables.memory_terms(folder_of(memory={"terms": {"weights": row}, "total": total}))
+    markup = costs.memory_terms(folder_of(memory={"terms": {"weights": row}, "total": total}))
     assert markup.index("dry run") < markup.index("-50.0%") < markup.index("in the allocator") < markup.index("+100.0%")
 
 
 def test_predictions_that_were_off_are_named(folder_of: Any) -> None:
-    assert tables.remarks(folder_of()) == ""
-    markup = tables.remarks(folder_of(warnings=["memory term <x>: much"], remarks=["no dry run: it was interrupted"]))
+    assert costs.remarks(folder_of()) == ""
+    markup = costs.remarks(folder_of(warnings=["memory term <x>: much"], remarks=["no dry run: it was interrupted"]))
     assert "✗ Prediction off: memory term &lt;x&gt;: much." in markup
     assert "no dry run: it was interrupted" in markup
 
 
 def test_seconds_of_collectives(folder_of: Any) -> None:
-    assert tables.collectives(folder_of()) == ""
+    assert costs.collectives(folder_of()) == ""
     row = {"axis": "dp_shard", "collective": "all_gather", "measured": 0.012}
-    assert "12ms" in tables.collectives(folder_of(time={"collectives": [row]}))
+    assert "12ms" in costs.collectives(folder_of(time={"collectives": [row]}))
 
 
 def test_sampled_steps_hold_the_first_and_the_last(whole_folder: Write) -> None:

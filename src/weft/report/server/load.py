@@ -1,8 +1,8 @@
-"""Who did how much: figures of each server, worker and hot key, taken out of server.json. Reading only; no drawing.
+"""Load: figures of each server, worker and hot key, read from server.json. No drawing.
 
-imbalance = max / mean over the servers: 1 is perfect, n means that one of n does everything
-the slowest worker has the most seconds of compute a unit: where steps are summed, the others wait for it
-a hot key's share = updates of its row / the updates it can be in: steps where they are summed (sync), else pushes
+imbalance = max / mean over the servers: 1 is even, n means that one of n servers has all the load
+the slowest worker has the most seconds of compute per unit: where steps are summed, the others wait for it
+a hot key's share = updates of its row / updates that can change a row: steps where they are summed (sync), else pushes
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.report.folder import number, rows, table
-from weft.report.server_facts import gate_of
-from weft.report.server_folder import ServerRunFolder
+from weft.report.fields import number, rows, table
+from weft.report.folder import ServerFolder
+from weft.report.server.facts import gate_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLoad:
-    """What one server held and did since it came up."""
+    """Contents and work of one server since it started."""
 
     name: str
     tables: dict[str, tuple[float, float]]  # rows and bytes by table
@@ -48,6 +48,10 @@ class WorkerLoad:
     wait_s: float
 
     @property
+    def waiting_share(self) -> float | None:
+        return waiting_share([self])
+
+    @property
     def compute_s_per_unit(self) -> float:
         return self.compute_s / self.units if self.units else 0.0
 
@@ -59,29 +63,29 @@ class HotKey:
     share: float | None
 
 
-def server_loads(folder: ServerRunFolder) -> list[ServerLoad]:
-    return [_server_load(server, place) for place, server in enumerate(rows(folder.figures, "servers"))]
+def server_loads(folder: ServerFolder) -> list[ServerLoad]:
+    return [_server_load(server, place) for place, server in enumerate(rows(folder.servers, "servers"))]
 
 
-def worker_loads(folder: ServerRunFolder) -> list[WorkerLoad]:
-    return [_worker_load(worker) for worker in rows(folder.figures, "workers")]
+def worker_loads(folder: ServerFolder) -> list[WorkerLoad]:
+    return [_worker_load(worker) for worker in rows(folder.servers, "workers")]
 
 
-def hot_keys(folder: ServerRunFolder) -> dict[str, list[HotKey]]:
+def hot_keys(folder: ServerFolder) -> dict[str, list[HotKey]]:
     """By table, the most pushed first."""
     total = num_updates(folder)
-    found = {name: _pairs(pairs) for name, pairs in table(folder.figures, "hot_keys").items()}
+    found = {name: _pairs(pairs) for name, pairs in table(folder.servers, "hot_keys").items()}
     return {name: [_hot_key(*pair, total) for pair in pairs] for name, pairs in found.items() if pairs}
 
 
-def update_word(folder: ServerRunFolder) -> str:
-    """What changes a row once; a geo exchange is a push too."""
+def update_word(folder: ServerFolder) -> str:
+    """The name of the updates that change a row; a geo exchange is a push too."""
     return "steps" if gate_of(folder) == 0 else "pushes"
 
 
-def num_updates(folder: ServerRunFolder) -> float | None:
-    """How often a row can have been changed."""
-    servers, spec = rows(folder.figures, "servers"), table(folder.run, "server")
+def num_updates(folder: ServerFolder) -> float | None:
+    """How many updates can have changed a row."""
+    servers, spec = rows(folder.servers, "servers"), table(folder.run, "server")
     if spec.get("mode") == "geo":  # exchanges carry no units
         return max((number(server.get("pushes")) or 0.0 for server in servers), default=0.0) or None
     units = max((number(server.get("units")) or 0.0 for server in servers), default=0.0)
@@ -91,7 +95,7 @@ def num_updates(folder: ServerRunFolder) -> float | None:
 
 
 def imbalance(values: Sequence[float | None]) -> float | None:
-    """max / mean; None where there is nothing to compare."""
+    """max / mean; None for fewer than two values."""
     known = [value for value in values if value is not None]
     mean = statistics.fmean(known) if known else 0.0
     return max(known) / mean if len(known) > 1 and mean > 0 else None
@@ -141,6 +145,6 @@ def _is_key(key: Any) -> bool:
 
 
 def _hot_key(key: int, updates: float, total: float | None) -> HotKey:
-    """Counters of a server begin anew when it comes back, a row's do not: a share above 1 is not known."""
+    """A restarted server counts from 0 and its rows do not: a share above 1 means that it is not known."""
     share = updates / total if total else None
     return HotKey(key=key, updates=updates, share=share if share is not None and share <= 1 else None)
