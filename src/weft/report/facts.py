@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.core.units import format_count
 from weft.report.fields import count, number, table, word
-from weft.report.folder import RunFolder
+from weft.report.folder import RunRecords
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Facts:
         return f"of {self.steps_asked:,} asked" if self.steps_asked is not None else ""
 
 
-def common_facts(folder: RunFolder[Any]) -> dict[str, Any]:
+def common_facts(folder: RunRecords[Any]) -> dict[str, Any]:
     """The fields of `Facts` that are read alike from every folder."""
     run, steps = table(folder.ledger, "run"), folder.metrics.steps
     return {

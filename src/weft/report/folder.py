@@ -54,7 +54,7 @@ class Metrics(Generic[Step]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFolder(Generic[Step]):
+class RunRecords(Generic[Step]):
     """The records of a run. Tables are empty and texts None where a file is missing; `remarks` lists those."""
 
     path: Path
@@ -70,8 +70,8 @@ class RunFolder(Generic[Step]):
     servers: dict[str, Any] = field(default_factory=dict)  # of server.json
 
 
-TrainingFolder = RunFolder[StepRecord]
-ServerFolder = RunFolder[ServerStep]
+TrainingFolder = RunRecords[StepRecord]
+ServerFolder = RunRecords[ServerStep]
 
 
 def read_folder(run_dir: Path) -> TrainingFolder:
@@ -87,7 +87,7 @@ def read_folder(run_dir: Path) -> TrainingFolder:
     pipeline = read_json(run_dir / PIPELINE, remarks) if (run_dir / PIPELINE).exists() else {}
     changes = read_changes(run_dir, remarks)
     remarks += [f"Changed after step {change.step:,}: {'; '.join(change.lines)}." for change in changes]
-    return RunFolder(
+    return RunRecords(
         path=run_dir,
         metrics=metrics,
         ledger=ledger,
@@ -118,7 +118,7 @@ def read_server_folder(run_dir: Path) -> ServerFolder:
         remarks.append(f"Without {SERVER} there are no figures of servers, workers, staleness, keys and events.")
     if not ledger:
         remarks.append("Without the ledger the end of the run is not known.")
-    return RunFolder(
+    return RunRecords(
         path=run_dir,
         metrics=replace(metrics, steps=_with_evaluations(metrics.steps, rows(servers, "evaluations"))),
         ledger=ledger,

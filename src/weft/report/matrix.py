@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.report.markup import Markup, chip, fold, grid, join, text
-from weft.report.page import Page, Section, render, write_page
+from weft.report.page import Page, PageSection, render, write_page
 
 
 def write_matrix(answer: Mapping[str, Any], path: Path) -> Path:
@@ -29,8 +29,8 @@ def _page(answer: Mapping[str, Any]) -> Page:
         status="pass" if answer["ok"] else "FAIL",
         verdict=f"{answer['run']}: {passed} of {len(verdicts)} plans pass",
         sections=[
-            Section(key="matrix", title="Plans and checks", content=_table(verdicts)),
-            Section(key="details", title="Details", content=join(details)),
+            PageSection(key="matrix", title="Plans and checks", content=_table(verdicts)),
+            PageSection(key="details", title="Details", content=join(details)),
         ],
         has_charts=False,
     )

@@ -28,7 +28,7 @@ _NO_SCRIPT = Markup(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
+class PageSection:
     """A part of the page; left out of the page and its navigation where it has no content."""
 
     key: str
@@ -45,7 +45,7 @@ class Page:
     heading: str
     status: str
     verdict: str
-    sections: Sequence[Section]
+    sections: Sequence[PageSection]
     tiles: Sequence[Markup] = ()
     remarks: Sequence[str] = ()
     has_charts: bool = True
@@ -94,7 +94,7 @@ def _head(page: Page) -> Markup:
     return join(head)
 
 
-def _section(section: Section) -> Markup:
+def _section(section: PageSection) -> Markup:
     heading = tag("h2", text(section.title), id=f"{section.key}-title")
     return tag("section", heading, section.content, id=section.key, aria_labelledby=f"{section.key}-title")
 

@@ -12,7 +12,7 @@ from html import escape
 from weft.schedule.actions import Kind
 from weft.schedule.draw import chunk_of, label_of, slot_s
 from weft.schedule.measured import Gap, GapKind
-from weft.schedule.timeline import Event, Timeline
+from weft.schedule.timeline import TimedAction, Timeline
 
 _COLOURS = {  # white text has a contrast of at least 4.5 : 1 on each
     Kind.F.words: "#2f66c8",
@@ -54,18 +54,18 @@ def draw_svg(
     names = rank_names or [f"rank {rank}" for rank in range(schedule.num_ranks)]
     scale = scale or pixels_per_s(timeline)
     width = max(timeline.makespan_s, end_s or 0) * scale
-    top = 44
+    top = 24 if show else 44  # inside a page the title is around the picture
     bottom = top + _ROW * len(names)
     full_width, height = max(width, 420) + _LEFT + 28, bottom + (22 if show else 6)
     title = f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches"
-    found: list[Event | Gap] = [*timeline.events(), *gaps]
+    found: list[TimedAction | Gap] = [*timeline.events(), *gaps]
     bars = [bar for bar in found if bar.rank < len(names) and bar.end_s > bar.start_s]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="timeline" viewBox="0 0 {full_width:.0f} {height}" '
         f'width="{full_width:.0f}" height="{height}" role="img" aria-label="{escape(title)}">',
         f"<style>{_STYLE}</style>",
         "" if show else f'<text x="{_LEFT}" y="14">{escape(title)}, idle {timeline.bubble_share:.1%}</text>',
-        *_legend([word for word in _COLOURS if word == "idle" or any(_word(bar) == word for bar in bars)]),
+        *_legend(top - 22, [word for word in _COLOURS if word == "idle" or any(_word(bar) == word for bar in bars)]),
     ]
     for rank, name in enumerate(names):
         lane = f'x="{_LEFT}" y="{top + _ROW * rank}" width="{timeline.makespan_s * scale:.1f}" height="{_BAR}"'
@@ -85,31 +85,35 @@ def pixels_per_s(timeline: Timeline) -> float:
     return min(max(per_slot, 3), 28) / slot
 
 
-def _word(bar: Event | Gap) -> str:
-    return bar.action.kind.words if isinstance(bar, Event) else str(bar.kind)
+def _word(bar: TimedAction | Gap) -> str:
+    return bar.action.kind.words if isinstance(bar, TimedAction) else str(bar.kind)
 
 
-def _legend(words: Sequence[str]) -> list[str]:
+def _legend(y: int, words: Sequence[str]) -> list[str]:
     parts, x = [], _LEFT
     for word in words:
         look = f'fill="{_COLOURS[word]}"' if _COLOURS[word] else 'class="lane"'
-        parts.append(f'<rect x="{x}" y="22" width="12" height="12" rx="2" {look}/>')
-        parts.append(f'<text x="{x + 17}" y="32">{word}</text>')
+        parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" rx="2" {look}/>')
+        parts.append(f'<text x="{x + 17}" y="{y + 10}">{word}</text>')
         x += 36 + 6 * len(word)
     return parts
 
 
-def _bar(timeline: Timeline, bar: Event | Gap, name: str, scale: float, top: int, show: Callable[[float], str]) -> str:
+def _bar(
+    timeline: Timeline, bar: TimedAction | Gap, name: str, scale: float, top: int, show: Callable[[float], str]
+) -> str:
     """An action or a wait; the lane itself shows idle time, so that gets the hover text and no colour."""
     start_s, length_s = bar.start_s - timeline.origin_s, bar.end_s - bar.start_s
     x, y, width = _LEFT + start_s * scale, top + _ROW * bar.rank, length_s * scale
     colour, label, hover = _COLOURS[_word(bar)] or "none", "", _word(bar)
-    if isinstance(bar, Event):
+    if isinstance(bar, TimedAction):
         if chunk_of(timeline.schedule, bar.action) > 0:
             colour = _LATER.get(_word(bar), colour)
         label = label_of(timeline.schedule, bar.action)[1:]
         hover = f"{bar.action}, stage {bar.action.stage}, micro-batch {bar.action.microbatch}"
-    outline = "" if not isinstance(bar, Event) and bar.kind is GapKind.IDLE else ' stroke="#fff" stroke-width="0.5"'
+    outline = (
+        "" if not isinstance(bar, TimedAction) and bar.kind is GapKind.IDLE else ' stroke="#fff" stroke-width="0.5"'
+    )
     drawn = (
         f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" rx="2" fill="{colour}"{outline} '
         f'pointer-events="all"><title>{hover}, {escape(name)}: {show(length_s)} from {show(start_s)} on</title></rect>'

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.schedule.timeline import Event, Timeline
+from weft.schedule.timeline import TimedAction, Timeline
 
 
 def chrome_trace(timeline: Timeline) -> list[dict[str, Any]]:
@@ -20,7 +20,7 @@ def _name(what: str, rank: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": 0, "tid": rank, "args": {"name": name}}
 
 
-def _complete(event: Event, origin_s: float) -> dict[str, Any]:
+def _complete(event: TimedAction, origin_s: float) -> dict[str, Any]:
     action = event.action
     return {
         "name": str(action),

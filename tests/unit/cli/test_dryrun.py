@@ -381,6 +381,8 @@ def test_what_would_fit_is_never_more_than_the_device(
     fit = SimpleNamespace(fits=False, capacity_bytes=80, needed_bytes=125)
     question: Any = SimpleNamespace(fit=lambda _found: fit, request=1, plan=2)
     asked: list[int] = []
-    monkeypatch.setattr(question, "smallest_changes", lambda *_, budget_bytes: asked.append(budget_bytes) or [])
+    monkeypatch.setattr(
+        "weft.cli.dryrun.question.smallest_changes", lambda *_, budget_bytes: asked.append(budget_bytes) or []
+    )
     changes_that_fit(question, SimpleNamespace(), SimpleNamespace(memory_bytes=foreseen * 1.0))  # type: ignore[arg-type]
     assert asked == [budget]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.report.markup import grid, join, script_json, table_of, tag, text
-from weft.report.page import Page, Section, render
+from weft.report.page import Page, PageSection, render
 
 
 @settings(max_examples=60)
@@ -22,7 +22,9 @@ def test_no_string_leaves_its_quotes(value: str) -> None:
 
 
 def test_a_section_without_content_is_nothing_and_has_no_link() -> None:
-    sections = [Section(key=key, title=key.upper(), content=text(content)) for key, content in (("x", ""), ("y", "z"))]
+    sections = [
+        PageSection(key=key, title=key.upper(), content=text(content)) for key, content in (("x", ""), ("y", "z"))
+    ]
     page = render(Page(title="t", heading="h", status="done", verdict="v", sections=sections, has_charts=False))
     assert 'id="x"' not in page
     assert page.count("#x") == 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft import hardware
-from weft.cli.dryrun.view import Progress, culprit
+from weft.cli.dryrun.view import ProgressBar, culprit
 from weft.core.batching import require_divisible
 from weft.core.cluster import Cluster
 from weft.core.errors import BadValueError, MeshError, PlanError, WeftError
@@ -27,7 +27,7 @@ ANY_GPU = "H100-80GB"  # its formulas predict where no device is named: every GP
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class DryRunQuestion:
     """A run under a plan, the devices that must hold it, and the planner's request where its model is known."""
 
     run: RunSpec
@@ -38,7 +38,7 @@ class Question:
     request: Request | None
 
     @staticmethod
-    def of(run: RunSpec, tables: dict[str, Any], device: str | None, *, source: str = "the plan") -> Question:
+    def of(run: RunSpec, tables: dict[str, Any], device: str | None, *, source: str = "the plan") -> DryRunQuestion:
         """Checks that the plan is executable, before any process starts."""
         is_cpu = device is not None and device.upper().startswith("CPU")
         plan = plan_on(tables, on_gpu=not is_cpu, source=source)
@@ -46,7 +46,7 @@ class Question:
         require_divisible(run, plan)
         devices = devices_of(device or ANY_GPU, num_ranks=plan.num_ranks)
         plan = _resolved(run, plan, devices if device is not None else None)
-        return Question(
+        return DryRunQuestion(
             run=run,
             asked=tables,
             plan=plan,
@@ -67,10 +67,10 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class DryRunAnswer:
     """The dry run of the rank with the highest peak, and the planner's prediction for it."""
 
-    question: Question
+    question: DryRunQuestion
     found: DryRun
     others: tuple[DryRun, ...]  # ranks with lower peaks
     predicted: Estimate | None
@@ -88,17 +88,11 @@ class Answer:
         if self.question.plan.activations.mixture is not None:
             answer["mixture"] = list(self.question.plan.activations.mixture)
         answer["changes"] = [change.as_dict() for change in self.changes]
-        fit = self.fit
-        return answer | {
-            "device": fit.device if fit else None,
-            "capacity_bytes": fit.capacity_bytes if fit else None,
-            "needed_bytes": fit.needed_bytes if fit else None,
-            "free_bytes": fit.free_bytes if fit else None,
-            "fits": fit.fits if fit else None,
-        }
+        fields = ("device", "capacity_bytes", "needed_bytes", "free_bytes", "fits")
+        return answer | {field: getattr(self.fit, field, None) for field in fields}
 
 
-def measure(question: Question, *, rank: int | None) -> Answer:
+def measure(question: DryRunQuestion, *, rank: int | None) -> DryRunAnswer:
     """Dry runs of the ranks that can have the highest peak, with the planner's prediction."""
     plan = question.plan
     if rank is not None and rank >= plan.num_ranks:
@@ -108,7 +102,7 @@ def measure(question: Question, *, rank: int | None) -> Answer:
         )
     ranks = [rank] if rank is not None else ranks_that_differ(question)
     jobs = [question.job(rank=one) for one in ranks]
-    with Progress(f"{'a step' if len(jobs) == 1 else 'steps'} on fake tensors", total=len(jobs)) as progress:
+    with ProgressBar(f"{'a step' if len(jobs) == 1 else 'steps'} on fake tensors", total=len(jobs)) as progress:
         outcomes = dry_runs(jobs, on_done=progress.advance)
     for outcome in outcomes:
         if isinstance(outcome, WeftError):
@@ -116,7 +110,7 @@ def measure(question: Question, *, rank: int | None) -> Answer:
     found = sorted((one for one in outcomes if not isinstance(one, WeftError)), key=lambda one: -one.peak_bytes)
     fullest, predicted, request = found[0], question.predicted(), question.request
     changes = changes_that_fit(question, fullest, predicted)
-    return Answer(
+    return DryRunAnswer(
         question=question,
         found=fullest,
         others=tuple(found[1:]),
@@ -127,7 +121,7 @@ def measure(question: Question, *, rank: int | None) -> Answer:
     )
 
 
-def changes_that_fit(question: Question, found: DryRun, predicted: Estimate | None) -> list[Change]:
+def changes_that_fit(question: DryRunQuestion, found: DryRun, predicted: Estimate | None) -> list[Change]:
     """The planner's smallest changes, with its budget scaled by predicted over dry-run memory where that is below 1."""
     fit = question.fit(found)
     if fit is None or fit.fits or predicted is None or question.request is None:
@@ -136,7 +130,7 @@ def changes_that_fit(question: Question, found: DryRun, predicted: Estimate | No
     return smallest_changes(question.request, question.plan, budget_bytes=budget)
 
 
-def ranks_that_differ(question: Question) -> list[int]:
+def ranks_that_differ(question: DryRunQuestion) -> list[int]:
     """The first rank, whose local shards are the largest; and the last one where shards are uneven.
 
     With a pipeline: the first rank of the first stage, of a middle stage and of the last stage.

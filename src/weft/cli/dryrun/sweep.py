@@ -16,8 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from weft.cli.dryrun.question import Question
-from weft.cli.dryrun.view import Progress
+from weft.cli.dryrun.question import DryRunQuestion
+from weft.cli.dryrun.view import ProgressBar
 from weft.core import plan as plans
 from weft.core import run_spec as runs
 from weft.core.config import apply_settings
@@ -34,7 +34,7 @@ MAX_RUNS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SweepRow:
     """One value and the outcome of its dry run."""
 
     value: Any
@@ -45,14 +45,14 @@ class Row:
     error: str | None = None
 
 
-def run_sweep(question: Question, sweep: str, *, rank: int, as_json: bool) -> int:
+def run_sweep(question: DryRunQuestion, sweep: str, *, rank: int, as_json: bool) -> int:
     """Print the sweep; returns the exit code."""
     key, has_values, listed = sweep.partition("=")
     _require_key(key, sweep)
     values = _values(listed, sweep) if has_values else None
     with worker_processes() as processes:
 
-        def ask(wanted: list[Any]) -> list[Row]:
+        def ask(wanted: list[Any]) -> list[SweepRow]:
             return _rows(question, key, wanted, rank=rank, processes=processes)
 
         rows = ask(values) if values is not None else _search(question, key, ask)
@@ -67,7 +67,7 @@ def run_sweep(question: Question, sweep: str, *, rank: int, as_json: bool) -> in
     return 1 if question.cluster is not None and not any(row.fits for row in rows) else 0
 
 
-def as_dict(question: Question, key: str, rows: list[Row]) -> dict[str, Any]:
+def as_dict(question: DryRunQuestion, key: str, rows: list[SweepRow]) -> dict[str, Any]:
     """The object that --json prints."""
     device = question.cluster.device if question.cluster is not None else None
     return {
@@ -77,13 +77,13 @@ def as_dict(question: Question, key: str, rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def largest_fitting(rows: list[Row]) -> Any:
+def largest_fitting(rows: list[SweepRow]) -> Any:
     """The largest number that fits; None where no value fits or the values are not numbers."""
     fitting = [row.value for row in rows if row.fits and _is_number(row.value)]
     return max(fitting, default=None)
 
 
-def changed(question: Question, key: str, value: Any) -> Question:
+def changed(question: DryRunQuestion, key: str, value: Any) -> DryRunQuestion:
     """The same question with one key changed."""
     run, tables, plan = question.run, question.asked, question.plan
     if key == MICROBATCH:
@@ -93,10 +93,10 @@ def changed(question: Question, key: str, value: Any) -> Question:
         run = RunSpec.from_tables(apply_settings(run.model_dump(), setting), source="--sweep")
     else:
         tables = apply_settings(tables, setting)
-    return Question.of(run, tables, question.device, source="--sweep")  # resolved anew for every value
+    return DryRunQuestion.of(run, tables, question.device, source="--sweep")  # resolved anew for every value
 
 
-def next_values(rows: dict[int, Row], *, start: int, step: int, capacity_bytes: int) -> list[int]:
+def next_values(rows: dict[int, SweepRow], *, start: int, step: int, capacity_bytes: int) -> list[int]:
     """The values to try after `rows`; none when the largest that fits is known."""
     fitting = [value for value, row in rows.items() if row.fits]
     failing = [value for value, row in rows.items() if not row.fits]
@@ -110,7 +110,7 @@ def next_values(rows: dict[int, Row], *, start: int, step: int, capacity_bytes: 
     return _between(rows, low=max(fitting), high=min(failing), step=step, capacity_bytes=capacity_bytes)
 
 
-def _between(rows: dict[int, Row], *, low: int, high: int, step: int, capacity_bytes: int) -> list[int]:
+def _between(rows: dict[int, SweepRow], *, low: int, high: int, step: int, capacity_bytes: int) -> list[int]:
     """The multiple of `step` where the line through both ends meets the capacity, and its neighbour.
 
     Where the line missed once, memory is not linear: the midpoint too, so that the interval at least halves.
@@ -127,11 +127,11 @@ def _between(rows: dict[int, Row], *, low: int, high: int, step: int, capacity_b
     return sorted({guess, min(guess + step, last), *([middle] if high < 2 * low else [])})
 
 
-def _search(question: Question, key: str, ask: Callable[[list[Any]], list[Row]]) -> list[Row]:
+def _search(question: DryRunQuestion, key: str, ask: Callable[[list[Any]], list[SweepRow]]) -> list[SweepRow]:
     start, step = _start_and_step(question, key)
     if question.cluster is None:
         raise BadValueError(f"--sweep {key} without values needs a device to fit on", hint="name one: --device H200")
-    rows: dict[int, Row] = {}
+    rows: dict[int, SweepRow] = {}
     while len(rows) < MAX_RUNS:
         wanted = [
             value
@@ -144,7 +144,7 @@ def _search(question: Question, key: str, ask: Callable[[list[Any]], list[Row]])
     return [rows[value] for value in sorted(rows)]
 
 
-def _start_and_step(question: Question, key: str) -> tuple[int, int]:
+def _start_and_step(question: DryRunQuestion, key: str) -> tuple[int, int]:
     plan, batch = question.plan, question.run.train.global_batch
     pieces = plan.mesh.dp_degree * plan.pipeline.microbatches
     match key:
@@ -160,31 +160,33 @@ def _start_and_step(question: Question, key: str) -> tuple[int, int]:
     )
 
 
-def _rows(question: Question, key: str, values: list[Any], *, rank: int, processes: ProcessPoolExecutor) -> list[Row]:
+def _rows(
+    question: DryRunQuestion, key: str, values: list[Any], *, rank: int, processes: ProcessPoolExecutor
+) -> list[SweepRow]:
     """One dry run per value, in parallel."""
-    asked: dict[int, Question] = {}
-    rows: dict[int, Row] = {}
+    asked: dict[int, DryRunQuestion] = {}
+    rows: dict[int, SweepRow] = {}
     for place, value in enumerate(values):
         try:
             asked[place] = changed(question, key, value)
         except UnknownKeyError:
             raise
         except WeftError as error:
-            rows[place] = Row(value=value, error=error.message)
+            rows[place] = SweepRow(value=value, error=error.message)
     jobs = [one.job(rank=rank, memory_only=True) for one in asked.values()]
     listed = ", ".join(f"{value:,}" if _is_number(value) else str(value) for value in values)
-    with Progress(f"{key} = {listed}", total=len(jobs)) as progress:
+    with ProgressBar(f"{key} = {listed}", total=len(jobs)) as progress:
         outcomes = dry_runs(jobs, on_done=progress.advance, processes=processes)
     for (place, one), outcome in zip(asked.items(), outcomes, strict=True):
         rows[place] = _row(one, values[place], outcome)
     return [rows[place] for place in range(len(values))]
 
 
-def _row(question: Question, value: Any, outcome: DryRun | WeftError) -> Row:
+def _row(question: DryRunQuestion, value: Any, outcome: DryRun | WeftError) -> SweepRow:
     if isinstance(outcome, WeftError):
-        return Row(value=value, error=outcome.message)
+        return SweepRow(value=value, error=outcome.message)
     fit = question.fit(outcome)
-    return Row(
+    return SweepRow(
         value=value,
         peak_bytes=outcome.peak_bytes,
         reserved_bytes=outcome.reserved_bytes.get(EXPANDABLE),
@@ -215,7 +217,7 @@ def _values(listed: str, sweep: str) -> list[Any]:
     return values
 
 
-def _show(question: Question, key: str, rows: list[Row], *, is_listed: bool) -> None:
+def _show(question: DryRunQuestion, key: str, rows: list[SweepRow], *, is_listed: bool) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     for name in (key, "peak", "reserved", "fits"):
         table.add_column(name, justify="right" if name != "fits" else "left")
@@ -227,7 +229,7 @@ def _show(question: Question, key: str, rows: list[Row], *, is_listed: bool) -> 
         print(sentence(key, rows, device=question.cluster.device.name, is_listed=is_listed))
 
 
-def sentence(key: str, rows: list[Row], *, device: str, is_listed: bool) -> str:
+def sentence(key: str, rows: list[SweepRow], *, device: str, is_listed: bool) -> str:
     best = largest_fitting(rows)
     if best is not None:
         of_these = " of these" if is_listed else ""
@@ -236,7 +238,7 @@ def sentence(key: str, rows: list[Row], *, device: str, is_listed: bool) -> str:
     return f"fits on {device} with {key} = {', '.join(fitting)}" if fitting else f"none fits on {device}"
 
 
-def _fits_text(row: Row) -> str:
+def _fits_text(row: SweepRow) -> str:
     if row.error is not None:
         return row.error
     return {True: "yes", False: "no", None: ""}[row.fits]

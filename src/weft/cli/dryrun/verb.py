@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
+from weft.cli.options import RunOrModel, Settings
+
 
 def dryrun(
-    run: Annotated[
-        str | None, typer.Argument(help="run.toml, or a model as weft plan takes it; without, the embedded default.")
-    ] = None,
+    run: RunOrModel = None,
     plan: Annotated[Path | None, typer.Option(help="plan.toml: the layout, of any number of ranks.")] = None,
     device: Annotated[
         str | None, typer.Option(help="The device that must hold it: H200, A100-40GB, …; CPU runs CPU kernels.")
@@ -23,13 +23,11 @@ def dryrun(
     sweep: Annotated[
         str | None, typer.Option(help="KEY=V1,V2,… or KEY alone, up to the largest that fits; or microbatch[=…].")
     ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="section.key=value of run.toml or plan.toml; may be repeated.")
-    ] = None,
+    settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON on stdout.")] = False,
 ) -> None:
     """Run the training step of one rank on fake tensors: peak memory by term, traffic, and whether it fits."""
-    from weft.cli.dryrun.question import Question, measure
+    from weft.cli.dryrun.question import DryRunQuestion, measure
     from weft.cli.resolve import require_known_sections, resolve_model, resolve_plan
     from weft.core.plan import Plan
 
@@ -38,7 +36,7 @@ def dryrun(
     tables, source = resolve_plan(plan, given, num_ranks=None)[0], str(plan or "the plan")
     layout = Plan.from_tables(tables, source=source)
     spec = resolve_model(run, given, rows=layout.mesh.dp_degree * layout.pipeline.microbatches)
-    question = Question.of(spec, tables, device, source=source)
+    question = DryRunQuestion.of(spec, tables, device, source=source)
     if sweep is not None:
         from weft.cli.dryrun.sweep import run_sweep
 

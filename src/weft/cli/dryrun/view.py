@@ -17,7 +17,7 @@ from weft.plan.changes import say_keys
 from weft.plan.words import describe
 
 if TYPE_CHECKING:
-    from weft.cli.dryrun.question import Answer
+    from weft.cli.dryrun.question import DryRunAnswer
     from weft.core.records import HolderRecord, PeakRecord
     from weft.dryrun.fit import Fit
     from weft.plan.changes import Change
@@ -46,7 +46,7 @@ DOES = {
 }
 
 
-class Progress:
+class ProgressBar:
     """A progress bar on a terminal, one line elsewhere; removed when the work is done."""
 
     def __init__(self, title: str, *, total: int) -> None:
@@ -64,7 +64,7 @@ class Progress:
         )
         self._task = self._bars.add_task(title, total=total)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         if not self._console.is_terminal:
             print(self._title, file=sys.stderr)
         self._bars.start()
@@ -77,14 +77,14 @@ class Progress:
         self._bars.advance(self._task)
 
 
-def show(answer: Answer) -> None:
+def show(answer: DryRunAnswer) -> None:
     """Print the answer on stdout."""
     console = Console(highlight=False, soft_wrap=True)
     for line in lines_of(answer):
         console.print(line, markup=False)
 
 
-def lines_of(answer: Answer) -> list[str]:
+def lines_of(answer: DryRunAnswer) -> list[str]:
     found, peak = answer.found, answer.found.peak
     return [
         f"{describe(answer.question.plan)}: rank {found.rank} of {found.world_size:,}, "
@@ -147,7 +147,7 @@ def _place(module: str) -> str:
     return module or "outside the blocks"
 
 
-def _bars(answer: Answer) -> list[str]:
+def _bars(answer: DryRunAnswer) -> list[str]:
     found = answer.found
     predicted = answer.predicted.memory_terms if answer.predicted else {}
     rows = [(term, nbytes, predicted.get(term, 0)) for term, nbytes in found.terms.items()]
@@ -172,7 +172,7 @@ def _bar(nbytes: int, whole: int) -> str:
     return f"{'█' * round(BAR_WIDTH * nbytes / max(whole, 1)):{BAR_WIDTH}}"
 
 
-def _culprit_lines(answer: Answer) -> list[str]:
+def _culprit_lines(answer: DryRunAnswer) -> list[str]:
     lines = [culprit(answer.found.peak)["text"]]
     saving = answer.saving
     if saving is not None:
@@ -181,7 +181,7 @@ def _culprit_lines(answer: Answer) -> list[str]:
     return lines
 
 
-def _reserved(answer: Answer) -> list[str]:
+def _reserved(answer: DryRunAnswer) -> list[str]:
     from weft.dryrun.fit import EXPANDABLE, FIXED
 
     reserved = answer.found.reserved_bytes
@@ -194,18 +194,18 @@ def _reserved(answer: Answer) -> list[str]:
     ]
 
 
-def _moments(answer: Answer) -> list[str]:
+def _moments(answer: DryRunAnswer) -> list[str]:
     from weft.dryrun.fit import device_moments
 
     peaks = [f"{name} {format_bytes(nbytes)}" for name, nbytes in device_moments(answer.found).items() if nbytes]
     return [f"other moments: {', '.join(peaks)}"] if peaks else []
 
 
-def _other_ranks(answer: Answer) -> list[str]:
+def _other_ranks(answer: DryRunAnswer) -> list[str]:
     return [f"rank {one.rank} has its peak at {format_bytes(one.peak_bytes)}" for one in answer.others]
 
 
-def _traffic(answer: Answer) -> list[str]:
+def _traffic(answer: DryRunAnswer) -> list[str]:
     return [
         f"sends {format_bytes(row['bytes'])} on {row['axis']}: {row['count']:,} x {row['collective']}, {row['phase']}"
         for row in answer.found.traffic

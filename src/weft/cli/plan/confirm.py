@@ -41,7 +41,7 @@ class Confirmation:
 
 def confirm(question: Question, answer: Answer, *, model: str) -> list[Confirmation]:
     """One per plan, in order; the dry runs of all plans that the engine executes run in parallel."""
-    from weft.cli.dryrun.view import Progress
+    from weft.cli.dryrun.view import ProgressBar
     from weft.dryrun.many import Job, dry_runs
     from weft.plan.stages import rank_at
     from weft.plan.trained import why_not_trained
@@ -53,7 +53,7 @@ def confirm(question: Question, answer: Answer, *, model: str) -> list[Confirmat
         Job.on(device, run, found.plan, rank=rank_at(shape, found.plan, found.place), memory_only=True)
         for found in built
     ]
-    with Progress(f"{len(jobs)} of {len(answer.plans)} plans by dry run", total=len(jobs)) as progress:
+    with ProgressBar(f"{len(jobs)} of {len(answer.plans)} plans by dry run", total=len(jobs)) as progress:
         outcomes = iter(dry_runs(jobs, on_done=progress.advance))
     return [
         Confirmation(reason=f"not built: {reason}") if reason else _confirmation(found, next(outcomes), device)

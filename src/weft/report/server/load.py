@@ -111,6 +111,9 @@ def waiting_share(workers: Sequence[WorkerLoad]) -> float | None:
     return sum(worker.wait_s for worker in workers) / total if total > 0 else None
 
 
+_SAME_NAMES = ("pulled_rows_per_s", "pushed_rows_per_s", "pulls", "pushes", "repeated", "up_s")
+
+
 def _server_load(server: dict[str, Any], place: int) -> ServerLoad:
     index = server.get("index", place)
     held = {
@@ -120,13 +123,8 @@ def _server_load(server: dict[str, Any], place: int) -> ServerLoad:
     return ServerLoad(
         name=f"server {index}",
         tables=held,
-        pulled_rows_per_s=number(server.get("pulled_rows_per_s")),
-        pushed_rows_per_s=number(server.get("pushed_rows_per_s")),
         busy_share=number(server.get("load")),
-        pulls=number(server.get("pulls")),
-        pushes=number(server.get("pushes")),
-        repeated=number(server.get("repeated")),
-        up_s=number(server.get("up_s")),
+        **{key: number(server.get(key)) for key in _SAME_NAMES},
     )
 
 

@@ -13,7 +13,7 @@ from weft.report.chart import chart_grid
 from weft.report.fields import table
 from weft.report.folder import RUN, ServerFolder, read_server_folder
 from weft.report.markup import NOTHING, Markup, absent, document, facts_list, join, tag, tile
-from weft.report.page import Page, Section
+from weft.report.page import Page, PageSection
 from weft.report.server import charts, tables
 from weft.report.server.compare import draw_beside
 from weft.report.server.facts import ServerFacts, gather_server_facts, run_names, verdict
@@ -37,15 +37,15 @@ def build_server_page(run_dir: Path, *, beside: Sequence[Path] = ()) -> Page:
         remarks=[*folder.remarks, *remarks],
         tiles=_tiles(facts, folder),
         sections=[
-            Section(key="beside", title="Beside other runs", content=_beside(facts, folder, folders)),
-            Section(key="curves", title="Curves", content=_curves(folder)),
-            Section(key="staleness", title="Staleness", content=_staleness(facts, folder)),
-            Section(key="servers", title="Servers", content=_servers(folder)),
-            Section(key="workers", title="Workers", content=_workers(folder)),
-            Section(key="hot-keys", title="Hot keys", content=_hot_keys(folder)),
-            Section(key="events", title="Events", content=tables.events(folder)),
-            Section(key="documents", title="Run, as resolved", link="Run", content=document(RUN, folder.run_text)),
-            Section(key="environment", title="Environment", content=_environment(folder)),
+            PageSection(key="beside", title="Beside other runs", content=_beside(facts, folder, folders)),
+            PageSection(key="curves", title="Curves", content=_curves(folder)),
+            PageSection(key="staleness", title="Staleness", content=_staleness(facts, folder)),
+            PageSection(key="servers", title="Servers", content=_servers(folder)),
+            PageSection(key="workers", title="Workers", content=_workers(folder)),
+            PageSection(key="hot-keys", title="Hot keys", content=_hot_keys(folder)),
+            PageSection(key="events", title="Events", content=tables.events(folder)),
+            PageSection(key="documents", title="Run, as resolved", link="Run", content=document(RUN, folder.run_text)),
+            PageSection(key="environment", title="Environment", content=_environment(folder)),
         ],
     )
 

@@ -21,7 +21,7 @@ _ITEM_BYTES = {"64": 8, "32": 4, "16": 2, "8": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CoverageRow:
     """`count` parameters of a unit that differ in an index at most; names are relative to the unit."""
 
     record: ParameterRecord
@@ -38,7 +38,7 @@ class UnitGroup:
     """Units whose rows are equal."""
 
     units: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[CoverageRow, ...]
 
     @property
     def num_parameters(self) -> int:
@@ -63,13 +63,13 @@ def group_coverage(records: Iterable[ParameterRecord]) -> list[UnitGroup]:
     by_unit: dict[str, list[ParameterRecord]] = {}
     for record in records:
         by_unit.setdefault(record.unit, []).append(record)
-    alike: dict[tuple[str, tuple[Row, ...]], list[str]] = {}
+    alike: dict[tuple[str, tuple[CoverageRow, ...]], list[str]] = {}
     for unit, members in by_unit.items():
         alike.setdefault((_masked(unit), fold_unit(unit, members)), []).append(unit)
     return [UnitGroup(units=tuple(units), rows=rows) for (_, rows), units in alike.items()]
 
 
-def fold_unit(unit: str, records: Sequence[ParameterRecord]) -> tuple[Row, ...]:
+def fold_unit(unit: str, records: Sequence[ParameterRecord]) -> tuple[CoverageRow, ...]:
     """The rows of one unit."""
     alike: dict[ParameterRecord, list[str]] = {}
     for record in records:
@@ -77,7 +77,7 @@ def fold_unit(unit: str, records: Sequence[ParameterRecord]) -> tuple[Row, ...]:
         key = replace(record, name=_masked(name or ""), tied_to=tied_to and _masked(tied_to), unit="")
         alike.setdefault(key, []).append(name or "")
     return tuple(
-        Row(record=replace(key, name=names[0]) if len(names) == 1 else key, count=len(names))
+        CoverageRow(record=replace(key, name=names[0]) if len(names) == 1 else key, count=len(names))
         for key, names in alike.items()
     )
 

@@ -13,7 +13,7 @@ from weft.core.units import format_bytes, format_count
 from weft.report.fields import rows, table
 from weft.report.folder import TrainingFolder
 from weft.report.markup import NOTHING, Markup, absent, chip, fold, join, table_of, tag, text
-from weft.report.training.coverage import Row, UnitGroup, group_coverage, item_bytes, parse_records
+from weft.report.training.coverage import CoverageRow, UnitGroup, group_coverage, item_bytes, parse_records
 
 MAX_ROWS = 600
 
@@ -89,7 +89,7 @@ def _replicated(groups: Sequence[UnitGroup]) -> str:
     return f"{count:,} stayed replicated, which costs each rank {format_bytes(cost)} of weights."
 
 
-def _is_replicated(row: Row) -> bool:
+def _is_replicated(row: CoverageRow) -> bool:
     record = row.record
     return bool(record.replicated_axes) and not record.sharded_axes and record.tied_to is None
 
@@ -111,12 +111,12 @@ def _fold(group: UnitGroup) -> Markup:
     return fold(tag("span", *summary, class_="unit"), body)
 
 
-def _name(row: Row) -> Markup:
+def _name(row: CoverageRow) -> Markup:
     name = tag("code", text(row.record.name))
     return join([name, text(f" ×{row.count}")]) if row.count > 1 else name
 
 
-def _layout(row: Row) -> list[Markup]:
+def _layout(row: CoverageRow) -> list[Markup]:
     record, chips = row.record, []
     if record.sharded_axes:
         chips.append(chip(f"sharded: {', '.join(record.sharded_axes)}", kind="shard"))
@@ -127,7 +127,7 @@ def _layout(row: Row) -> list[Markup]:
     return chips + ([] if record.trainable else [chip("frozen", kind="warn")])
 
 
-def _notes_of(row: Row) -> list[Markup]:
+def _notes_of(row: CoverageRow) -> list[Markup]:
     tie = [chip(f"tied to {row.record.tied_to}")] if row.record.tied_to is not None else []
     reason = [tag("span", text(f" replicated on tp: {row.record.reason}"), class_="muted")] if row.record.reason else []
     return tie + reason

@@ -10,7 +10,7 @@ from weft.report.curves import draw_curves
 from weft.report.fields import table
 from weft.report.folder import PLAN, RUN, TrainingFolder, read_folder
 from weft.report.markup import Markup, absent, document, facts_list, join, tag, tile
-from weft.report.page import Page, Section
+from weft.report.page import Page, PageSection
 from weft.report.training import costs, tables
 from weft.report.training.coverage_table import coverage
 from weft.report.training.facts import TrainingFacts, gather_facts, verdict
@@ -32,29 +32,29 @@ def build_training_page(run_dir: Path) -> Page:
     )
 
 
-def _sections(facts: TrainingFacts, folder: TrainingFolder) -> list[Section]:
+def _sections(facts: TrainingFacts, folder: TrainingFolder) -> list[PageSection]:
     curves = chart_grid(draw_curves(folder)) or absent("No step was recorded, so there is no curve to draw.")
     bars = chart_grid(costs.draw_costs(folder)) or absent("No memory or time terms were recorded.")
     terms = [part(folder) for part in (costs.memory_terms, costs.time_terms, costs.traffic, costs.collectives)]
     documents = [document(PLAN, folder.plan_text), document(RUN, folder.run_text)]
     return [
-        Section(key="curves", title="Curves", content=join([curves, tables.sampled_steps(folder.metrics.steps)])),
-        Section(
+        PageSection(key="curves", title="Curves", content=join([curves, tables.sampled_steps(folder.metrics.steps)])),
+        PageSection(
             key="costs",
             title="Memory, traffic and time",
             content=join([costs.remarks(folder), bars, tag("div", *terms, class_="columns")]),
         ),
-        Section(key="pipeline", title="Pipeline", content=pipeline_section(folder.pipeline)),
-        Section(key="precision", title="Precision", content=tables.dtypes(folder)),
-        Section(key="coverage", title="Coverage", content=coverage(folder)),
-        Section(key="checkpoints", title="Checkpoints", content=tables.checkpoints(folder)),
-        Section(
+        PageSection(key="pipeline", title="Pipeline", content=pipeline_section(folder.pipeline)),
+        PageSection(key="precision", title="Precision", content=tables.dtypes(folder)),
+        PageSection(key="coverage", title="Coverage", content=coverage(folder)),
+        PageSection(key="checkpoints", title="Checkpoints", content=tables.checkpoints(folder)),
+        PageSection(
             key="documents",
             title="Plan and run, as resolved",
             link="Plan and run",
             content=tag("div", *documents, class_="columns"),
         ),
-        Section(key="environment", title="Environment", content=_environment(facts, folder)),
+        PageSection(key="environment", title="Environment", content=_environment(facts, folder)),
     ]
 
 

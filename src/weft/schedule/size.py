@@ -1,6 +1,6 @@
-"""`Request` and `ScheduleSpec`: what a generator is given, and what a generator's file declares about itself.
+"""`PipelineSize` and `ScheduleSpec`: the input of a generator, and the declaration in a generator's file.
 
-A generator is a pure function (request, rank) -> actions; `RankProgram` numbers the micro-batches for it.
+A generator is a pure function (size, rank) -> actions; `RankProgram` numbers the micro-batches for it.
 To add a schedule: one file in `generators` with a SPEC, its line in `registry`, its name in `core.plan`.
 """
 
@@ -16,8 +16,8 @@ from weft.schedule.schedule import WeightRule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """The size of a pipeline: p ranks, m micro-batches a step, v stages a rank, over a number of steps."""
+class PipelineSize:
+    """p ranks, m micro-batches per step, v stages per rank, over a number of steps."""
 
     num_ranks: int
     num_microbatches: int
@@ -33,20 +33,20 @@ class Request:
         return self.num_microbatches * self.num_steps
 
 
-def no_further_rule(request: Request) -> list[str]:
+def no_further_rule(size: PipelineSize) -> list[str]:
     return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """`virtual_stages` is the least and the most a rank may hold (None: any number)."""
+    """`virtual_stages`: the minimum and the maximum of stages per rank (None: any number)."""
 
     name: str
-    rank_actions: Callable[[Request, int], Iterable[Action]]
+    rank_actions: Callable[[PipelineSize, int], Iterable[Action]]
     placement: Literal["loop", "v"] = "loop"
     virtual_stages: tuple[int, int | None] = (1, 1)
     weight_rule: WeightRule = WeightRule.FLUSH
-    check: Callable[[Request], list[str]] = no_further_rule  # reasons beyond the counts above
+    check: Callable[[PipelineSize], list[str]] = no_further_rule  # further reasons
 
 
 @dataclass
@@ -57,7 +57,7 @@ class RankProgram:
     done: Counter[tuple[Kind, int]] = field(default_factory=Counter)
 
     def add(self, kind: Kind, stage: int) -> int:
-        """The next micro-batch of `stage` for `kind`; its number."""
+        """Append the next micro-batch of `stage` for `kind`; returns its number."""
         microbatch = self.done[kind, stage]
         self.done[kind, stage] += 1
         self.actions.append(Action(kind, stage, microbatch))
