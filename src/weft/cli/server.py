@@ -114,7 +114,7 @@ def bench(
 def export(
     run: Annotated[Path, typer.Argument(help="The folder of an ended run.")],
     out: Annotated[Path, typer.Option(help="The new folder: keys and rows as .npy, dense parameters as safetensors.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the written files as JSON on stdout.")] = False,
 ) -> None:
     """Export the tables of a run: keys and rows, independent of the number of servers."""
     require_extra("numba")

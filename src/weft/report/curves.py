@@ -70,9 +70,9 @@ def draw_loss(
         name = f"smoothed over {2 * width + 1} steps"
         add_line(figure, thin(smooth(losses, width=width)), name=name, colour="blue", width=2.4)
         legend.append(Entry(words=name, colour="blue"))
-    stretches = split_held_out(evals, changes)
-    for stretch in stretches:
-        add_line(figure, stretch, name="evaluation", colour="orange", mode="lines+markers", line={"dash": "dot"})
+    groups = split_held_out(evals, changes)
+    for group in groups:
+        add_line(figure, group, name="evaluation", colour="orange", mode="lines+markers", line={"dash": "dot"})
     if evals:
         legend.append(Entry(words="evaluation", colour="orange", drawn="dots"))
     marked = [change for change in changes if change.keys]
@@ -81,7 +81,7 @@ def draw_loss(
         mark_steps(figure, [change.step], note=label(f"changed: {change.note}"))
     figure.update_layout(height=360)
     compared = [point for point in losses if point[0] > last_data_change(changes)] or losses
-    caption = _loss_caption(compared, stretches[-1] if stretches else [], num_missing=len(steps) - len(losses))
+    caption = _loss_caption(compared, groups[-1] if groups else [], num_missing=len(steps) - len(losses))
     if last_held_out_change(changes):
         caption += f" Held-out values before step {last_held_out_change(changes) + 1:,} belong to other data."
     return Chart(key="loss", title="Loss", caption=caption, figure=figure, legend=tuple(legend), is_wide=True)

@@ -39,7 +39,7 @@ class PageSection:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """`heading`, `status` and `verdict` open the page; `remarks` list what is wrong with the records."""
+    """`heading`, `status` and `verdict` open the page; `remarks` list problems of the records."""
 
     title: str
     heading: str

@@ -1,4 +1,4 @@
-"""`Action`: one piece of work of one stage on one micro-batch; a value whose printed form, "2I1", parses back.
+"""`Action`: one piece of work of one stage on one micro-batch; its printed form, "2I1", parses back.
 
 Times and ranks belong to `Schedule` and `Timeline`; sends and receives follow from the stages.
 Printed form: stage, kind, micro-batch, in the letters that torch's pipeline runtime reads.

@@ -118,7 +118,7 @@ def culprit(peak: PeakRecord) -> dict[str, Any]:
     return {"term": term, "bytes": nbytes, "text": text}
 
 
-def _allocated_by(term: str, holders: list[HolderRecord], whole: int) -> str:
+def _allocated_by(term: str, holders: list[HolderRecord], total_bytes: int) -> str:
     if not holders or term in (Term.WEIGHTS, Term.OPTIMIZER_STATE, Term.GRADIENTS):
         return ""
     if term == Term.LOGITS:
@@ -128,7 +128,7 @@ def _allocated_by(term: str, holders: list[HolderRecord], whole: int) -> str:
     for holder in holders:
         places[_part(holder.module)] += holder.nbytes
     place, nbytes = places.most_common(1)[0]
-    share = "all of it" if nbytes > 0.99 * whole else f"at least {format_bytes(nbytes)} of it"
+    share = "all of it" if nbytes > 0.99 * total_bytes else f"at least {format_bytes(nbytes)} of it"
     return f", {share} from {_place(place)}"
 
 
@@ -168,8 +168,8 @@ def _is_listed(term: str, terms: dict[str, int]) -> bool:
     return term in terms or term == Term.FRAMEWORK  # which is outside the peak
 
 
-def _bar(nbytes: int, whole: int) -> str:
-    return f"{'█' * round(BAR_WIDTH * nbytes / max(whole, 1)):{BAR_WIDTH}}"
+def _bar(nbytes: int, total_bytes: int) -> str:
+    return f"{'█' * round(BAR_WIDTH * nbytes / max(total_bytes, 1)):{BAR_WIDTH}}"
 
 
 def _culprit_lines(answer: DryRunAnswer) -> list[str]:

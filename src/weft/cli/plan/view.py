@@ -36,11 +36,9 @@ def show(question: Question, answer: Answer, *, confirmed: list[str] | None = No
     console.print(_headline(question))
     for line in question.assumed:
         console.print(f"assumed: {line}", style="dim")
+    console.print(_table(answer, confirmed))
     if confirmed is None:
-        console.print(_table(answer))
         console.print(_legend())
-    else:
-        console.print(_confirmed_table(answer, confirmed))
     for title, lines in _sections(answer):
         console.print(f"[bold]{title}[/bold]")
         for line in lines:
@@ -68,8 +66,10 @@ def show_arithmetic(answer: Answer, what: str) -> None:
 
 
 def show_inference(shape: ModelShape, found: InferenceEstimate) -> None:
-    console = Console(highlight=False)
-    console.print(f"{shape.name}: {format_count(shape.num_parameters)} parameters on {found.num_devices} devices")
+    console, plural = Console(highlight=False), "" if found.num_devices == 1 else "s"
+    console.print(
+        f"{shape.name}: {format_count(shape.num_parameters)} parameters on {found.num_devices} device{plural}"
+    )
     cache = found.cache_bytes_per_sequence
     rows = [
         ("weights", found.weights, format_bytes(found.weight_bytes)),
@@ -102,33 +102,22 @@ def _headline(question: Question) -> str:
     )
 
 
-def _table(answer: Answer) -> Table:
+def _table(answer: Answer, confirmed: list[str] | None) -> Table:
+    """One row per plan; with dry runs there are no bars, so that predicted and dry-run memory stand side by side."""
     table = Table(box=None, pad_edge=False, padding=(0, 1))
-    for name, justify in (("", "right"), ("layout", "left"), ("memory", "left"), ("", "right"), ("step", "right")):
-        table.add_column(name, justify=justify, no_wrap=name != "layout")  # type: ignore[arg-type]
-    table.add_column("tokens/s", justify="right")
-    table.add_column("MFU", justify="right")
-    for number, found in enumerate(answer.plans, start=1):
-        table.add_row(
-            str(number),
-            describe(found.plan),
-            _bar(found, answer.request.cluster.device.memory_bytes),
-            format_bytes(found.memory_bytes) + ("" if found.fits else " too much"),
-            format_seconds(found.step_s),
-            format_count(found.tokens_per_s),
-            f"{found.mfu:.0%}",
-        )
-    return table
-
-
-def _confirmed_table(answer: Answer, confirmed: list[str]) -> Table:
-    """Without bars, so that predicted and dry-run memory are read side by side."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    for name in ("", "layout", "memory", "step", "MFU", "dry run, allocated"):
-        table.add_column(name, justify="left" if name == "layout" else "right", no_wrap=name != "layout")
-    for number, (found, said) in enumerate(zip(answer.plans, confirmed, strict=True), start=1):
+    plain, with_dry_runs = ("memory", "", "step", "tokens/s", "MFU"), ("memory", "step", "MFU", "dry run, allocated")
+    for name in ("", "layout", *(plain if confirmed is None else with_dry_runs)):
+        is_left = name == "layout" or (name == "memory" and confirmed is None)
+        table.add_column(name, justify="left" if is_left else "right", no_wrap=name != "layout")
+    for place, found in enumerate(answer.plans):
         memory = format_bytes(found.memory_bytes) + ("" if found.fits else " too much")
-        table.add_row(str(number), describe(found.plan), memory, format_seconds(found.step_s), f"{found.mfu:.0%}", said)
+        step, mfu = format_seconds(found.step_s), f"{found.mfu:.0%}"
+        if confirmed is None:
+            bar = _bar(found, answer.request.cluster.device.memory_bytes)
+            cells: tuple[str | Text, ...] = (bar, memory, step, format_count(found.tokens_per_s), mfu)
+        else:
+            cells = (memory, step, mfu, confirmed[place])
+        table.add_row(str(place + 1), describe(found.plan), *cells)
     return table
 
 
@@ -160,7 +149,7 @@ def _sections(answer: Answer) -> list[tuple[str, list[str]]]:
     if not best.fits:
         sections.append(("nothing fits; it would fit with", smallest_changes(answer)))
     elif len(answer.plans) > 1:
-        sections.append(("the best plan changes with", what_would_change(answer)))
+        sections.append(("the best plan would be", what_would_change(answer)))
     if why_not_trained(best):
         sections.append(
             ("this version of weft plans this layout and does not train it yet", [_trained_instead(answer)])
@@ -192,9 +181,9 @@ def _show_memory(console: Console, answer: Answer, best: Estimate) -> None:
     _print_rows(console, ("stage", "parameters x bytes", "per device"), rows)
     mesh, workload = best.plan.mesh, answer.request.workload
     tokens = workload.tokens / (mesh.dp_degree * best.plan.pipeline.microbatches * mesh.cp)
-    whole, checkpointed = textbook_activations(answer.request, tokens=tokens)
+    full, checkpointed = textbook_activations(answer.request, tokens=tokens)
     console.print(
-        f"activations of one micro-batch, 12 x hidden x tokens x layers: {whole / 1e9:,.1f} GB, "
+        f"activations of one micro-batch, 12 x hidden x tokens x layers: {full / 1e9:,.1f} GB, "
         f"{checkpointed / 1e9:,.1f} GB with checkpointing; the activations that this model's operators save follow"
     )
     found, lines = explain_memory(answer.request, best.plan)

@@ -63,7 +63,7 @@ def gather_server_facts(folder: ServerFolder) -> ServerFacts:
 
 
 def verdict(facts: ServerFacts) -> str:
-    """The run in one line, below its model's name, without what is not known."""
+    """The run in one line, below its model's name, without unknown figures."""
     servers = counted(facts.servers, "server") if facts.servers else ""
     workers = counted(facts.workers, "worker") if facts.workers else ""
     return one_line(

@@ -59,7 +59,7 @@ def gather_facts(folder: TrainingFolder) -> TrainingFacts:
 
 
 def verdict(facts: TrainingFacts) -> str:
-    """The run in one line, below its model's name, without what is not known."""
+    """The run in one line, below its model's name, without unknown figures."""
     ranks = counted(facts.num_ranks, "rank") if facts.num_ranks else None
     return one_line(
         phrase(facts.parameters or None, "{count} parameters"),

@@ -24,7 +24,7 @@ def dtypes(folder: TrainingFolder) -> Markup:
     verdict = (
         tag("p", text(f"✗ Not as asked: {', '.join(wrong)}."), class_="bad")
         if wrong
-        else tag("p", text("✓ Every component found is what was asked."), class_="good")
+        else tag("p", text("✓ Every component found is as asked."), class_="good")
     )
     columns = {
         "component": lambda row: text(readable(str(row.get("component", "?")))),
@@ -36,7 +36,7 @@ def dtypes(folder: TrainingFolder) -> Markup:
 
 
 def dtype_ok(row: dict[str, Any]) -> bool:
-    """A component of which no tensor was found is not wrong; its chip reads "not seen"."""
+    """A component without a tensor is not wrong; its chip reads "not seen"."""
     asked = str(row.get("asked", "")).removeprefix("torch.")
     return all(dtype == asked for dtype in _found(row))
 

@@ -1,7 +1,7 @@
 """Interleaved 1F1B: v stages per rank, visited in rounds of about p micro-batches, depth first.
 
 (Narayanan et al. 2021, arXiv 2104.04473.) Rank r runs 2(p-1-r) + (v-1)g forwards ahead, g the micro-batches of a round;
-bubble (p-1)/(v*m+p-1) where p divides m. Rounds need not be of p: g = m / max(1, m // p) as torch allows, if whole.
+bubble (p-1)/(v*m+p-1) where p divides m. A round need not have p: g = m / max(1, m // p), an integer, as in torch.
 """
 
 from __future__ import annotations
