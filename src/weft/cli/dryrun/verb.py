@@ -27,7 +27,6 @@ def dryrun(
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON on stdout.")] = False,
 ) -> None:
     """Run the training step of one rank on fake tensors: peak memory by term, traffic, and whether it fits."""
-    from weft.cli.dryrun.question import DryRunQuestion, measure
     from weft.cli.resolve import require_known_sections, resolve_model, resolve_plan
     from weft.core.plan import Plan
 
@@ -36,6 +35,8 @@ def dryrun(
     tables, source = resolve_plan(plan, given, num_ranks=None)[0], str(plan or "the plan")
     layout = Plan.from_tables(tables, source=source)
     spec = resolve_model(run, given, rows=layout.mesh.dp_degree * layout.pipeline.microbatches)
+    from weft.cli.dryrun.question import DryRunQuestion, measure  # numpy: not for a refused command
+
     question = DryRunQuestion.of(spec, tables, device, source=source)
     if sweep is not None:
         from weft.cli.dryrun.sweep import run_sweep
