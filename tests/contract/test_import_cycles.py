@@ -13,17 +13,17 @@ import weft
 
 SOURCE = Path(weft.__file__).parent
 
-# Each entry is one strongly connected group of modules (without the leading "weft.").
+# Each entry is one strongly connected group, by the last part of the modules' names; cli, report, schedule have none.
 ALLOWED = {
-    frozenset({"engine.adamw_low_triton", "engine.adamw_low_update"}),
-    frozenset({"engine.cross_entropy", "engine.cross_entropy_triton"}),
-    frozenset({"server.launchers", *(f"server.launchers.{name}" for name in ("in_process", "processes", "ray"))}),
+    frozenset({"adamw_low_triton", "adamw_low_update"}),
+    frozenset({"cross_entropy", "cross_entropy_triton"}),
+    frozenset({"launchers", "in_process", "processes", "ray"}),
 }
 
 
 def test_the_import_cycles_are_the_ones_listed() -> None:
-    found = {frozenset(name.removeprefix("weft.") for name in group) for group in find_cycles(read_imports(SOURCE))}
-    assert found == ALLOWED
+    groups = find_cycles(read_imports(SOURCE))
+    assert {frozenset(name.rpartition(".")[2] for name in group) for group in groups} == ALLOWED, groups
 
 
 def test_a_cycle_through_a_function_is_found_and_one_for_types_is_not(tmp_path: Path) -> None:

@@ -30,28 +30,30 @@ from weft.plan.why import loses_by, smallest_changes, what_would_change, why_bes
 from weft.plan.words import describe
 
 
-def ask_planner(
-    model: str, devices: str, plan_path: Path | None, settings: list[str], *, precision: str | None, **workload: Any
-) -> Question:
-    """The planner's question; `workload`: global_batch, sequence_length and optimizer, None where not given."""
+def find_plans(
+    model: str,
+    devices: str,
+    *,
+    plan_path: Path | None,
+    settings: list[str],
+    precision: str | None,
+    only_trained: bool,
+    top: int,
+    **workload: Any,
+) -> tuple[Question, Answer]:
+    """The plan of `plan_path` estimated, or the best plans of the search.
+
+    `workload`: global_batch, sequence_length and optimizer, None where not given.
+    """
     attention, settings = attention_of(settings)
     fixed = fixed_keys(settings)
     tables = _precision(plan_path, fixed, precision, devices)
     question = ask(model, devices, precision=tables, attention=attention, **workload)
     if plan_path is not None or "mesh.tp" in fixed:
         question = replace(question, request=replace(question.request, tp_may_leave_node=True))
-    return question
-
-
-def find_plans(
-    question: Question, plan_path: Path | None, settings: list[str], *, only_trained: bool, top: int
-) -> Answer:
-    """The plan of `plan_path` estimated, or the best plans of the search."""
-    _, settings = attention_of(settings)
     if plan_path is not None:
-        return _estimate_one(question, plan_path, settings)
-    fixed = fixed_keys(settings)
-    return _search(question, built(fixed) if only_trained else Freedom(fixed=fixed), top=top)
+        return question, _estimate_one(question, plan_path, settings)
+    return question, _search(question, built(fixed) if only_trained else Freedom(fixed=fixed), top=top)
 
 
 def attention_of(settings: list[str]) -> tuple[str | None, list[str]]:

@@ -64,20 +64,21 @@ def plan(
     if old_inference:
         inference(model, devices, weights, kv_cache, concurrent=concurrent, context=context, as_json=as_json)
         return
-    from weft.cli.plan.answer import ask_planner, find_plans, print_answer, write_plan
+    from weft.cli.plan.answer import find_plans, print_answer, write_plan
     from weft.cli.plan.confirm import confirm
 
-    question = ask_planner(
+    question, answer = find_plans(
         model,
         devices,
-        plan_path,
-        settings or [],
+        plan_path=plan_path,
+        settings=settings or [],
         precision=precision,
+        only_trained=trains,
+        top=top,
         global_batch=global_batch,
         sequence_length=sequence_length,
         optimizer=optimizer,
     )
-    answer = find_plans(question, plan_path, settings or [], only_trained=trains, top=top)
     confirmed = confirm(question, answer, model=model) if dryrun else None
     print_answer(question, answer, confirmed, explain=explain.value if explain else None, as_json=as_json)
     if out is not None:
