@@ -11,20 +11,19 @@ from html import escape
 
 from weft.schedule.actions import Kind
 from weft.schedule.draw import chunk_of, label_of, slot_s
-from weft.schedule.measured import Gap, GapKind
+from weft.schedule.measured import Gap
 from weft.schedule.timeline import TimedAction, Timeline
 
-_COLOURS = {  # white text has a contrast of at least 4.5 : 1 on each
-    Kind.F.words: "#2f66c8",
-    Kind.B.words: "#b4520f",
-    Kind.I.words: "#147a73",
-    Kind.W.words: "#7b52c0",
-    Kind.U.words: "#bc3f7d",
-    "receive": "#8a6d09",
-    "send": "#23789b",
-    "idle": "",  # the lane
+_COLOURS = {  # of the first and of later stages of a rank; white text has a contrast of at least 4.5 : 1 on each
+    Kind.F.words: ("#2f66c8", "#1d4084"),
+    Kind.B.words: ("#b4520f", "#743408"),
+    Kind.I.words: ("#147a73", "#0b4c47"),
+    Kind.W.words: ("#7b52c0", "#4c317d"),
+    Kind.U.words: ("#bc3f7d", "#bc3f7d"),
+    "receive": ("#8a6d09", "#8a6d09"),
+    "send": ("#23789b", "#23789b"),
+    "idle": ("", ""),  # the lane
 }
-_LATER = {Kind.F.words: "#1d4084", Kind.B.words: "#743408", Kind.I.words: "#0b4c47", Kind.W.words: "#4c317d"}
 _LEFT, _ROW, _BAR = 64, 30, 24  # pixels
 _TICKS = 5
 # The variables are those of the report's page, which has themes of its own; a picture alone takes the colours given.
@@ -33,6 +32,11 @@ _STYLE = (
     ".timeline .lane{fill:var(--line,#eceff3)}.timeline text.on{fill:#fff;text-anchor:middle;pointer-events:none}"
     "@media(prefers-color-scheme:dark){.timeline{background:var(--card,#12151b)}"
     ".timeline text{fill:var(--ink,#e7eaf0)}.timeline .lane{fill:var(--line,#252b35)}}"
+    ".timeline .bar{stroke:#fff;stroke-width:.5;rx:2px}.timeline .idle{fill:none;stroke:none;pointer-events:all}"
+) + "".join(
+    f".timeline .{word.replace(' ', '-')}{{fill:{first}}}.timeline .{word.replace(' ', '-')}.later{{fill:{later}}}"
+    for word, (first, later) in _COLOURS.items()
+    if first
 )
 
 
@@ -92,8 +96,8 @@ def _word(bar: TimedAction | Gap) -> str:
 def _legend(y: int, words: Sequence[str]) -> list[str]:
     parts, x = [], _LEFT
     for word in words:
-        look = f'fill="{_COLOURS[word]}"' if _COLOURS[word] else 'class="lane"'
-        parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" rx="2" {look}/>')
+        look = "lane" if word == "idle" else f"bar {word.replace(' ', '-')}"
+        parts.append(f'<rect class="{look}" x="{x}" y="{y}" width="12" height="12"/>')
         parts.append(f'<text x="{x + 17}" y="{y + 10}">{word}</text>')
         x += 36 + 6 * len(word)
     return parts
@@ -102,21 +106,17 @@ def _legend(y: int, words: Sequence[str]) -> list[str]:
 def _bar(
     timeline: Timeline, bar: TimedAction | Gap, name: str, scale: float, top: int, show: Callable[[float], str]
 ) -> str:
-    """An action or a wait; the lane itself shows idle time, so that gets the hover text and no colour."""
+    """An action or a wait; an idle rank shows its lane, so idle time gets a hover text and no colour."""
     start_s, length_s = bar.start_s - timeline.origin_s, bar.end_s - bar.start_s
     x, y, width = _LEFT + start_s * scale, top + _ROW * bar.rank, length_s * scale
-    colour, label, hover = _COLOURS[_word(bar)] or "none", "", _word(bar)
+    look, label, hover = _word(bar).replace(" ", "-"), "", _word(bar)
     if isinstance(bar, TimedAction):
-        if chunk_of(timeline.schedule, bar.action) > 0:
-            colour = _LATER.get(_word(bar), colour)
+        look += " later" if chunk_of(timeline.schedule, bar.action) > 0 else ""
         label = label_of(timeline.schedule, bar.action)[1:]
         hover = f"{bar.action}, stage {bar.action.stage}, micro-batch {bar.action.microbatch}"
-    outline = (
-        "" if not isinstance(bar, TimedAction) and bar.kind is GapKind.IDLE else ' stroke="#fff" stroke-width="0.5"'
-    )
     drawn = (
-        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" rx="2" fill="{colour}"{outline} '
-        f'pointer-events="all"><title>{hover}, {escape(name)}: {show(length_s)} from {show(start_s)} on</title></rect>'
+        f'<rect class="bar {look}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}">'
+        f"<title>{hover}, {escape(name)}: {show(length_s)} from {show(start_s)} on</title></rect>"
     )
     if not label or width < 7 * len(label):
         return drawn
