@@ -151,8 +151,10 @@ def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
     [
         ["-m", "weft", "plan", "llama-3-8b", "--devices", "8xH100-80GB"],
         ["-m", "weft", "plan", "--draw-schedule", "1f1b", "--json"],  # which writes no file
+        ["-m", "weft", "schedule", "1f1b", "--json"],
+        ["-m", "weft", "inference", "llama-3-8b", "--devices", "H100"],
         ["-c", "import weft; weft.search; weft.estimate"],
-        ["-c", "import weft.dryrun.many, weft.cli.plan_dryrun, weft.cli.dryrun_sweep"],  # their processes need torch
+        ["-c", "import weft.dryrun.many, weft.cli.plan.confirm, weft.cli.dryrun.sweep"],  # their processes need torch
     ],
     ids=" ".join,
 )

@@ -1,4 +1,4 @@
-"""The table of schedules in the pipeline guide says what `schedule.summary` computes."""
+"""The table of schedules in the pipeline guide has the figures of the simulation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from blocks import ROOT
 
 from weft.core.executable import require_executable
 from weft.core.plan import Plan
-from weft.schedule import NAMES, summary
+from weft.schedule import NAMES, count_in_flight, generate, simulate
 
 TEXT = (ROOT / "docs" / "guides" / "pipeline.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `(\w+)` \| (\d)[^|]*\| ([\d.]+)% \| ([\d.]+)% \| ([\d.]+) \| ([\d.]+) \|", TEXT, re.MULTILINE)
@@ -18,9 +18,10 @@ ROWS = re.findall(r"^\| `(\w+)` \| (\d)[^|]*\| ([\d.]+)% \| ([\d.]+)% \| ([\d.]+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_a_row_is_what_the_simulation_says(row: tuple[str, ...]) -> None:
     name, virtual_stages, *figures = row
-    found = [summary(name, 4, microbatches, int(virtual_stages)) for microbatches in (8, 16)]
-    shares = [f"{100 * one.bubble_share:.1f}" for one in found]
-    held = [f"{max(one.in_flight.by_rank_until_weight) / int(virtual_stages):g}" for one in found]
+    stages = int(virtual_stages)
+    found = [generate(name, num_ranks=4, num_microbatches=count, virtual_stages=stages) for count in (8, 16)]
+    shares = [f"{100 * simulate(one).bubble_share:.1f}" for one in found]
+    held = [f"{max(count_in_flight(one).by_rank_until_weight) / stages:g}" for one in found]
     assert [*shares, *held] == figures
 
 

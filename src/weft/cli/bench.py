@@ -1,4 +1,4 @@
-"""`weft bench step`: a rank's step in figures, beside a plain Hugging Face loop on the same device."""
+"""`weft bench step`: time and memory of a rank's step, beside a plain Hugging Face loop on the same device."""
 
 from __future__ import annotations
 
@@ -9,30 +9,28 @@ from typing import Annotated, Any
 
 import typer
 
-from weft.cli.device import Device
+from weft.cli.options import DeviceChoice, RunOrModel, Settings
 
 bench_app = typer.Typer(name="bench", help="Measure: step.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @bench_app.callback()
 def bench() -> None:
-    """Measure a plan in the user's place."""
+    """Measure a plan on this machine."""
 
 
 @bench_app.command()
 def step(
-    run: Annotated[
-        str | None, typer.Argument(help="run.toml, or a model as weft plan takes it; without, the embedded default.")
-    ] = None,
+    run: RunOrModel = None,
     plan: Annotated[Path | None, typer.Option(help="plan.toml: a data-parallel layout of any number of ranks.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 10,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before them; the first compiles.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 10,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before the timed ones; the first compiles.")] = 3,
     against: Annotated[bool, typer.Option(help="Measure a plain Hugging Face loop too.")] = True,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="section.key=value of run.toml or plan.toml; may be repeated.")
-    ] = None,
-    device: Annotated[Device, typer.Option(help="Where; auto takes the GPU when there is one.")] = Device.AUTO,
-    out: Annotated[Path | None, typer.Option(help="A file for the dated result, as markdown.")] = None,
+    settings: Settings = None,
+    device: Annotated[
+        DeviceChoice, typer.Option(help="Where to measure; auto takes the GPU when there is one.")
+    ] = DeviceChoice.AUTO,
+    out: Annotated[Path | None, typer.Option(help="Write the dated result to this markdown file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
 ) -> None:
     """Time the training step of rank 0 of a plan, alone: tokens/s, MFU, peak memory, kernels by class."""
@@ -55,11 +53,11 @@ def step(
     spec = resolve_model(run, given, rows=layout.mesh.dp_degree * layout.pipeline.microbatches)
     layout = settle_plan(spec, layout, on_gpu=kind == "cuda")
     question = Bench(run=spec, plan=layout, device=torch.device(kind), steps=steps, warmup=warmup)
-    _say("measuring weft's step")
+    _print_progress("measuring weft's step")
     found, techniques, notes = measure_engine(question)
     plain = None
     if against:
-        _say("measuring a plain Hugging Face loop")
+        _print_progress("measuring a plain Hugging Face loop")
         plain = measure_plain(question)
     answer = {
         **found.as_dict(),
@@ -77,7 +75,7 @@ def step(
     print(json.dumps(answer) if as_json else _markdown(answer))
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     print(f"{text} …", file=sys.stderr, flush=True)
 
 
@@ -91,7 +89,7 @@ def _versions() -> dict[str, str]:
 
 
 def _markdown(answer: dict[str, Any]) -> str:
-    """The dated result: what was measured, on what, and the two loops side by side."""
+    """The dated result: hardware, versions, and the two loops side by side."""
     from datetime import date
 
     from weft.core.units import format_bytes, format_seconds
@@ -101,8 +99,8 @@ def _markdown(answer: dict[str, Any]) -> str:
     lines = [
         f"# A step, {date.today():%Y-%m-%d}",
         "",
-        f"{answer['device']}; {versions}; {answer['tokens']:,} tokens a step and rank; median of "
-        f"{len(answer['steps_s'])} steps. A rank of several is measured alone: no network.",
+        f"{answer['device']}; {versions}; {answer['tokens']:,} tokens per step and rank; median of "
+        f"{len(answer['steps_s'])} steps. One rank is measured alone: no network.",
         "",
         "| loop | tokens/s | step | MFU | peak allocated | peak reserved | first step |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -1,6 +1,6 @@
-"""What can be found missing before torch is imported: files, folders, tokenizers, optional libraries.
+"""Checks before torch is imported: files, folders, tokenizers and optional libraries exist.
 
-It opens no file and downloads nothing; what is inside the files is seen later.
+They open no file and download nothing; the contents are checked later.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weft.core.server_spec import GENERATED, ServerRun
 
 
 def require_inputs(run: RunSpec) -> None:
-    """Data, tokenizer and libraries that a run names are there; `weft.zoo.hub` looks for the model's files."""
+    """Data, tokenizer and libraries of the run exist; `weft.zoo.hub` checks the model's files."""
     _require_data(run)
     if run.train.optimizer == "adamw8bit":
         require_extra("torchao")
@@ -46,5 +46,5 @@ def _require_data(run: RunSpec) -> None:
             source.require_folder()
         elif isinstance(source, FileSource) and any(file.suffix.lower() == ".parquet" for file in source.files):
             require_extra("pyarrow")
-    if run.tokenizer != run.model.path:  # a model without a tokenizer of its own is the data's to judge
+    if run.tokenizer != run.model.path:  # weft.data reports a model without a tokenizer
         open_tokenizer(run.tokenizer)

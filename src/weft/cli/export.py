@@ -20,10 +20,12 @@ class ExportDtype(StrEnum):
 
 def export(
     run: Annotated[Path, typer.Argument(help="The run folder.")],
-    out: Annotated[Path, typer.Option(help="The folder to write; it must not exist or be empty.")],
-    step: Annotated[int | None, typer.Option(min=0, help="Which checkpoint; default the newest good one.")] = None,
+    out: Annotated[Path, typer.Option(help="The folder to write; it must be new or empty.")],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="The step of the checkpoint; default the newest valid one.")
+    ] = None,
     dtype: Annotated[ExportDtype, typer.Option(help="The dtype of the weights.")] = ExportDtype.AS_TRAINED,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the written files as JSON on stdout.")] = False,
 ) -> None:
     """Write a run's weights as a folder that AutoModelForCausalLM.from_pretrained loads."""
     from weft.core.quiet import quiet_libraries

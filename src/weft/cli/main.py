@@ -1,4 +1,4 @@
-"""The `weft` command: its verbs, and the one place where errors become a sentence, a code, a hint and an exit code."""
+"""The `weft` command: its verbs, and the place that turns errors into a sentence, a code, a hint and an exit code."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Annotated
 import typer
 
 from weft.cli.bench import bench_app
-from weft.cli.dryrun import dryrun
+from weft.cli.dryrun.verb import dryrun
 from weft.cli.export import export
-from weft.cli.plan import plan
+from weft.cli.inference import inference
+from weft.cli.plan.verb import plan
 from weft.cli.report import report
+from weft.cli.schedule import schedule
 from weft.cli.server import server_app
 from weft.cli.train import train
 from weft.cli.verify import verify
@@ -22,6 +24,7 @@ from weft.core.disk import disk_full, is_full
 from weft.core.errors import InputError, WeftError
 
 INTERRUPTED = 130
+_INTERRUPT = InputError("interrupted", hint="nothing goes on in the background")
 
 app = typer.Typer(
     name="weft",
@@ -31,12 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(plan)
-app.command()(dryrun)
-app.command()(train)
-app.command()(verify)
-app.command()(export)
-app.command()(report)
+for verb in (plan, inference, schedule, dryrun, train, verify, export, report):
+    app.command()(verb)
 app.add_typer(bench_app)
 app.add_typer(server_app)
 
@@ -62,27 +61,27 @@ def main() -> None:
     """Run a verb. Exit codes: 0 done, 1 the answer is no, 2 bad input, 3 a failure while running."""
     try:
         code = app(standalone_mode=False)
-        if code == INTERRUPTED:  # the option parser has made an exit code of Ctrl-C
-            tell(InputError("interrupted", hint="nothing goes on in the background"))
+        if code == INTERRUPTED:  # the option parser turned Ctrl-C into an exit code
+            report_error(_INTERRUPT)
     except WeftError as error:
-        code = tell(error)
+        code = report_error(error)
     except KeyboardInterrupt:
-        code = tell(InputError("interrupted", hint="nothing goes on in the background")) and INTERRUPTED
+        code = report_error(_INTERRUPT) and INTERRUPTED
     except Exception as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # the help was asked for by saying nothing else
+        if type(error).__name__ == "NoArgsIsHelpError":  # no verb was given: print the help
             print(error.format_message())  # type: ignore[attr-defined]
             code = 0
         elif not hasattr(error, "format_message"):
-            code = _tell_unforeseen(error)
+            code = _report_unexpected(error)
         else:  # a usage error of the option parser, whichever library provides it
-            code = tell(
-                InputError(error.format_message(), hint="weft --help, or weft VERB --help, lists what is possible")
+            code = report_error(
+                InputError(error.format_message(), hint="weft --help, or weft VERB --help, lists verbs and options")
             )
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def tell(error: WeftError) -> int:
-    """The error on stderr for people, on stdout as JSON when --json was given."""
+def report_error(error: WeftError) -> int:
+    """Print the error on stderr, and as JSON on stdout with --json; returns the exit code."""
     if "--json" in sys.argv:
         print(json.dumps(error.as_dict()))
     print(f"error [{error.code}]: {error.message}", file=sys.stderr)
@@ -91,17 +90,15 @@ def tell(error: WeftError) -> int:
     return error.exit_code
 
 
-def _tell_unforeseen(error: Exception) -> int:
-    """A defect of weft or a library: one line, and the trace only for who asks."""
+def _report_unexpected(error: Exception) -> int:
+    """Print an error that is a bug of weft or a library: one line, and the stack trace with WEFT_DEBUG=1."""
     if os.environ.get("WEFT_DEBUG", "0") not in ("", "0"):
         traceback.print_exception(error)
     if isinstance(error, OSError) and is_full(error):
-        return tell(disk_full(error))
+        return report_error(disk_full(error))
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    failure = WeftError(
-        f"{type(error).__name__}: {first}", hint="this was not foreseen; WEFT_DEBUG=1 shows the stack trace"
-    )
-    return tell(failure)
+    failure = WeftError(f"{type(error).__name__}: {first}", hint="this is a bug; WEFT_DEBUG=1 shows the stack trace")
+    return report_error(failure)
 
 
 if __name__ == "__main__":

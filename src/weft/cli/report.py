@@ -1,4 +1,4 @@
-"""`weft report`: draw a run folder's report again."""
+"""`weft report`: draw the report of a run folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def report(
 ) -> None:
     """Draw a run: one self-contained page with curves, memory, number formats and coverage.
 
-    Of a run on parameter servers: curves, staleness, the load of servers and workers, hot keys and restarts.
+    For a run on parameter servers: curves, staleness, load of servers and workers, hot keys and restarts.
     """
     from weft.report import write_report
 

@@ -1,4 +1,4 @@
-"""From options to a run and a plan, without torch: files, then --set, then what --nproc implies."""
+"""From options to a run and a plan, without torch: files, then --set, then --nproc."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from weft.core.run_spec import DEFAULT_RUN, RunSpec
 
 
 def resolve_run(path: Path | None, settings: list[str]) -> RunSpec:
-    """The run of a file, or the embedded default, with settings put in."""
+    """The run of a file, or the embedded default, with settings applied."""
     tables = read_toml(path) if path is not None else DEFAULT_RUN
     source = str(path) if path is not None else "the embedded default"
     return RunSpec.from_tables(apply_settings(tables, _for(settings, runs.SECTIONS)), source=source)
 
 
 def resolve_model(model: str | None, settings: list[str], *, rows: int = 1) -> RunSpec:
-    """A run for whatever `weft plan` takes for a model: a run.toml, a name, a config.json or a folder with one.
+    """A run for any model that `weft plan` takes: a run.toml, a name, a config.json or a folder with one.
 
-    Without a run.toml: sequences of what the model takes, at most MAX_DEFAULT_SEQUENCE, and `rows` of them a step.
+    Without a run.toml: the longest sequences of the model up to MAX_DEFAULT_SEQUENCE, `rows` of them per step.
     """
     if model is None or model.endswith(".toml"):
         return resolve_run(Path(model) if model is not None else None, settings)
-    from weft.plan import ask  # numpy: `weft train` need not pay for it
+    from weft.plan import ask  # imports numpy, which `weft train` does not need
 
     shape, _ = ask.resolve_model(model)
     sequence_length = min(shape.max_positions or ask.MAX_DEFAULT_SEQUENCE, ask.MAX_DEFAULT_SEQUENCE)
@@ -51,25 +51,18 @@ def _model_tables(model: str) -> dict[str, Any]:
 
 
 def resolve_plan(path: Path | None, settings: list[str], *, num_ranks: int | None) -> tuple[dict[str, Any], int]:
-    """The plan's tables and its number of ranks; `num_ranks` is what was asked for or given, None for neither."""
+    """The plan's tables and its number of ranks; `num_ranks` comes from --nproc or the launcher, else None."""
     tables = apply_settings(read_toml(path) if path is not None else {}, _for(settings, plans.SECTIONS))
     source = str(path) if path is not None else "the plan"
     if num_ranks is not None:
         tables = default_plan_tables(tables, num_ranks=num_ranks)
-    plan = Plan.from_tables(tables, source=source)
-    if num_ranks is not None and plan.num_ranks != num_ranks:
-        sizes = {axis: size for axis, size in plan.mesh.sizes().items() if size > 1}
-        raise MeshError(
-            f"{source}: the mesh has {plan.num_ranks} ranks ({sizes or 'all axes 1'}) but {num_ranks} were asked for",
-            hint=f"use --nproc {plan.num_ranks}, or change [mesh] so that its product is {num_ranks}",
-        )
-    return tables, plan.num_ranks
+    return tables, _require_ranks(tables, num_ranks, source=source)
 
 
 def resolve_resumed(
     folder: Path, plan_path: Path | None, settings: list[str], *, num_ranks: int | None
 ) -> tuple[RunSpec, dict[str, Any], int]:
-    """As the folder has it, changed by what is given; another number of ranks drops the old mesh."""
+    """The folder's run and plan with the given changes; another number of ranks drops the old mesh."""
     run = resolve_run(folder / "run.toml", settings)
     if plan_path is not None:
         tables, ranks = resolve_plan(plan_path, settings, num_ranks=num_ranks)
@@ -83,11 +76,11 @@ def resolve_resumed(
     tables = apply_settings(old, _for(settings, plans.SECTIONS))
     if num_ranks is not None:
         tables = default_plan_tables(tables, num_ranks=num_ranks)
-    return run, tables, _require_ranks(tables, num_ranks)
+    return run, tables, _require_ranks(tables, num_ranks, source="the plan")
 
 
 def require_known_sections(settings: list[str], *, known: Sequence[str] = (*runs.SECTIONS, *plans.SECTIONS)) -> None:
-    """A setting of none of the documents is a misspelt section."""
+    """Raise UnknownKeyError for a section that no document has."""
     for setting in settings:
         section = setting.partition("=")[0].partition(".")[0].strip()
         if section not in known and "=" in setting:
@@ -96,16 +89,17 @@ def require_known_sections(settings: list[str], *, known: Sequence[str] = (*runs
             raise UnknownKeyError(f"--set: there is no section {section!r}", hint=f"{hint}sections: {', '.join(known)}")
 
 
-def _require_ranks(tables: Mapping[str, Any], num_ranks: int | None) -> int:
-    plan = Plan.from_tables(dict(tables), source="the plan")
+def _require_ranks(tables: Mapping[str, Any], num_ranks: int | None, *, source: str) -> int:
+    plan = Plan.from_tables(dict(tables), source=source)
     if num_ranks is not None and plan.num_ranks != num_ranks:
+        sizes = {axis: size for axis, size in plan.mesh.sizes().items() if size > 1}
         raise MeshError(
-            f"the plan's mesh has {plan.num_ranks} ranks but {num_ranks} were asked for",
-            hint=f"use --nproc {plan.num_ranks}, or --set mesh.… to a product of {num_ranks}",
+            f"{source}: the mesh has {plan.num_ranks} ranks ({sizes or 'all axes 1'}) but {num_ranks} were asked for",
+            hint=f"use --nproc {plan.num_ranks}, or change [mesh] so that its product is {num_ranks}",
         )
     return plan.num_ranks
 
 
 def _for(settings: list[str], sections: tuple[str, ...]) -> list[str]:
-    """The settings of these sections; malformed ones go to both, where they are refused."""
+    """The settings of these sections, and malformed ones, which the parser refuses."""
     return [setting for setting in settings if setting.partition(".")[0].strip() in sections or "=" not in setting]

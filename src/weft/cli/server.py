@@ -1,4 +1,4 @@
-"""`weft server`: train on parameter servers, look at a run, measure this machine, take tables out."""
+"""`weft server`: train on parameter servers, show the status of a run, measure this machine, export tables."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def train(
     servers: Annotated[int | None, typer.Option(min=1, help="Server processes.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Worker processes.")] = None,
     mode: Annotated[str | None, typer.Option(help="sync | async | geo")] = None,
-    staleness: Annotated[str | None, typer.Option(help="Of async: steps ahead of the slowest, or 'free'.")] = None,
+    staleness: Annotated[str | None, typer.Option(help="async: steps ahead of the slowest, or 'free'.")] = None,
     launcher: Annotated[str | None, typer.Option(help="processes | ray | in_process")] = None,
-    address: Annotated[str | None, typer.Option(help="Of a Ray cluster; implies --launcher ray.")] = None,
+    address: Annotated[str | None, typer.Option(help="Address of a Ray cluster; implies --launcher ray.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value of run.toml; may be repeated.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder to make; default runs/<model>-<time>.")] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="A run folder to go on with, on as many servers as asked.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The new run folder; default runs/<model>-<time>.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="The run folder to resume, on any number of servers.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the run's ledger as JSON on stdout.")] = False,
 ) -> None:
-    """Train. With no arguments: a DeepFM on a generated click log, on this machine."""
+    """Train. Without arguments: a DeepFM on a generated click log, on this machine."""
     from weft.cli.early_checks import require_server_inputs
     from weft.core.errors import BadValueError
 
     if resume is not None and (run is not None or out is not None):
-        raise BadValueError("--resume goes on in its own folder with its own run.toml", hint="change values with --set")
+        raise BadValueError(
+            "--resume takes no run.toml and no --out: it continues its own folder", hint="change values with --set"
+        )
     if address is not None:
         launcher = launcher or "ray"
     given = {"servers": servers, "workers": workers, "mode": mode, "staleness": staleness, "launcher": launcher}
@@ -64,10 +64,10 @@ def train(
 
 @server_app.command()
 def status(
-    run: Annotated[Path, typer.Argument(help="The run folder of a run that is going on, or has ended.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a run, running or ended.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")] = False,
 ) -> None:
-    """How a run stands: steps, workers, and what each server holds and does."""
+    """Show the status of a run: steps, workers, and the contents and load of each server."""
     from weft.server.status import read_status, status_table
 
     found = read_status(run)
@@ -80,8 +80,8 @@ def status(
 
 
 @server_app.command()
-def join(run: Annotated[Path, typer.Argument(help="The run folder of a run that is going on.")]) -> None:
-    """One worker more, in this process, until the run ends; it may leave at any time."""
+def join(run: Annotated[Path, typer.Argument(help="The folder of a running run.")]) -> None:
+    """Add a worker, in this process, until the run ends; it may leave at any time."""
     require_extra("numba")
     from weft.core.quiet import quiet_libraries
     from weft.server.status import join_live
@@ -97,7 +97,7 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians.")] = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
 ) -> None:
-    """Rows a second over this machine's loopback, against raw TCP and the table's own kernel."""
+    """Measure rows per second over this machine's loopback, beside raw TCP and the table's own kernel."""
     require_extra("numba")
     from weft.server.bench import bench_table, run_bench
 
@@ -112,13 +112,11 @@ def bench(
 
 @server_app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="The run folder of a run that has ended.")],
-    out: Annotated[
-        Path, typer.Option(help="The folder to make: keys and rows as .npy, dense parameters as safetensors.")
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON on stdout.")] = False,
+    run: Annotated[Path, typer.Argument(help="The folder of an ended run.")],
+    out: Annotated[Path, typer.Option(help="The new folder: keys and rows as .npy, dense parameters as safetensors.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the written files as JSON on stdout.")] = False,
 ) -> None:
-    """Take the tables out of a run: keys and rows, whatever the number of servers was."""
+    """Export the tables of a run: keys and rows, independent of the number of servers."""
     require_extra("numba")
     from weft.server.export import export_tables
 
@@ -131,7 +129,7 @@ def export(
 
 
 def resolve(path: Path | None, settings: list[str]) -> ServerRun:
-    """The run of a file, or the embedded default, with settings put in."""
+    """The run of a file, or the embedded default, with settings applied."""
     from weft.cli.resolve import require_known_sections
     from weft.core.config import apply_settings, read_toml
     from weft.core.server_spec import SECTIONS, ServerRun

@@ -1,4 +1,4 @@
-"""`weft train`: resolve, then train in this process, in ranks of its own, or in the ranks torchrun or Slurm gave."""
+"""`weft train`: resolve, then train in this process, in ranks that it starts, or as a rank of torchrun or Slurm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.device import Device
+from weft.cli.options import DeviceChoice, NumRanks, RunFile, Settings
 
 if TYPE_CHECKING:  # imported inside the verb: `weft --help` must not pay for what it does not use
     from weft.train.folder_lock import FolderLock
@@ -20,21 +20,19 @@ if TYPE_CHECKING:  # imported inside the verb: `weft --help` must not pay for wh
 
 
 def train(
-    run: Annotated[Path | None, typer.Argument(help="run.toml; without it, the embedded default.")] = None,
-    plan: Annotated[Path | None, typer.Option(help="plan.toml: how the model is laid out.")] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks to start on this machine.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="section.key=value of run.toml or plan.toml; may be repeated.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder to make; default runs/<model>-<time>.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="A run folder to go on with, on this or another layout.")] = None,
+    run: RunFile = None,
+    plan: Annotated[Path | None, typer.Option(help="plan.toml: the layout of the model.")] = None,
+    nproc: NumRanks = None,
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="The new run folder; default runs/<model>-<time>.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="The run folder to resume, on this or another layout.")] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="Restarts from the last checkpoint after a failure.")] = 0,
     device: Annotated[
-        Device, typer.Option(help="Where to train; auto takes the GPUs when there are any.")
-    ] = Device.AUTO,
+        DeviceChoice, typer.Option(help="Where to train; auto takes the GPUs when there are any.")
+    ] = DeviceChoice.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Print the run's ledger as JSON on stdout.")] = False,
 ) -> None:
-    """Train a model. With no arguments: a small Llama on Python's own source, on this machine."""
+    """Train a model. Without arguments: a small Llama on Python's own source, on this machine."""
     from weft.cli.early_checks import require_inputs
     from weft.cli.resolve import require_known_sections, resolve_plan, resolve_run
     from weft.core.batching import require_divisible
@@ -68,12 +66,12 @@ def train(
 
         job = settle_job(job)
     is_main = outside is None or _given_rank() == 0
-    carry_out = _run_beside_dry_run if is_main and job.run.ledger.dry_run else _run
+    run_training = _run_beside_dry_run if is_main and job.run.ledger.dry_run else _run
     with FolderLock(job.out) as lock:
-        if outside is None:  # ranks of torchrun have joined by the time that rank 0 takes it: all end with one message
-            _say(lock.acquire())
+        if outside is None:  # under torchrun rank 0 takes it after all ranks have joined: all end with one message
+            _print_note(lock.acquire())
             job = dataclasses.replace(job, is_locked=True)
-        carry_out(job, lock, num_ranks=num_ranks, is_one_of_many=outside is not None, max_restarts=max_restarts)
+        run_training(job, lock, num_ranks=num_ranks, is_one_of_many=outside is not None, max_restarts=max_restarts)
     if as_json and is_main:
         print(json.dumps({"run_dir": str(job.out), **RunFolder(job.out).read_ledger()}))
 
@@ -85,7 +83,7 @@ def _resumed_job(
     plan: Path | None,
     settings: list[str],
     num_ranks: int | None,
-    device: Device,
+    device: DeviceChoice,
 ) -> tuple[Job, int]:
     from weft.cli.resolve import resolve_resumed
     from weft.core.errors import BadValueError
@@ -94,7 +92,9 @@ def _resumed_job(
     from weft.train.run_changes import keys_of
 
     if run is not None or out is not None:
-        raise BadValueError("--resume goes on in its own folder with its own run.toml", hint="change values with --set")
+        raise BadValueError(
+            "--resume takes no run.toml and no --out: it continues its own folder", hint="change values with --set"
+        )
     look_at(folder).require_resumable()
     spec, tables, ranks = resolve_resumed(folder, plan, settings, num_ranks=num_ranks)
     job = Job.create(
@@ -127,10 +127,10 @@ def _run(job: Job, lock: FolderLock, *, num_ranks: int, is_one_of_many: bool, ma
 
 
 def _run_beside_dry_run(job: Job, lock: FolderLock, *, num_ranks: int, is_one_of_many: bool, max_restarts: int) -> None:
-    """As `_run`, with rank 0's step on fake tensors meanwhile; its figures join the finished run's ledger."""
+    """As `_run`, with a dry run of rank 0's step at the same time; its figures go into the run's ledger."""
     import torch
 
-    from weft.cli.beside import DryRunBeside
+    from weft.cli.dryrun.beside import DryRunBeside
     from weft.train.run_folder import RunFolder
 
     on_gpu = job.device != "cpu" and torch.cuda.device_count() > 0
@@ -140,7 +140,7 @@ def _run_beside_dry_run(job: Job, lock: FolderLock, *, num_ranks: int, is_one_of
         beside.join(RunFolder(job.out))
 
 
-def _say(note: str) -> None:
+def _print_note(note: str) -> None:
     if note:
         print(f"note: {note}", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""`weft verify`: does this plan compute the right thing? Exit 0 yes, 1 no."""
+"""`weft verify`: compare a plan with a one-process reference. Exit 0 when they agree, 1 when not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.device import Device
+from weft.cli.options import DeviceChoice, NumRanks, RunFile, Settings
 
 if TYPE_CHECKING:  # imported inside the verb: `weft --help` must not pay for what it does not use
     from weft.verify.request import VerifyRequest
@@ -19,24 +19,26 @@ if TYPE_CHECKING:  # imported inside the verb: `weft --help` must not pay for wh
 
 
 def verify(
-    run: Annotated[Path | None, typer.Argument(help="run.toml; without it, the embedded default.")] = None,
-    plan: Annotated[Path | None, typer.Option(help="plan.toml: the layout to prove.")] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks to start on this machine.")] = None,
+    run: RunFile = None,
+    plan: Annotated[Path | None, typer.Option(help="plan.toml: the layout to verify.")] = None,
+    nproc: NumRanks = None,
     steps: Annotated[int, typer.Option(min=2, help="Training steps compared.")] = 5,
     as_is: Annotated[bool, typer.Option("--as-is", help="Do not shrink the model, the rows or the batch.")] = False,
-    all_plans: Annotated[bool, typer.Option("--all", help="Every legal plan of that many ranks.")] = False,
-    matrix: Annotated[Path | None, typer.Option(help="Where --all writes its HTML matrix.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="section.key=value of run.toml or plan.toml; may be repeated.")
-    ] = None,
-    device: Annotated[Device, typer.Option(help="Where to verify; auto is GPUs where there are enough.")] = Device.AUTO,
+    all_plans: Annotated[bool, typer.Option("--all", help="Verify every legal plan of this number of ranks.")] = False,
+    matrix: Annotated[Path | None, typer.Option(help="The HTML file that --all writes.")] = None,
+    settings: Settings = None,
+    device: Annotated[
+        DeviceChoice, typer.Option(help="Where to verify; auto takes GPUs where there are enough.")
+    ] = DeviceChoice.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
 ) -> None:
     """Compare a plan's losses, gradients, norms, weights, resume and export with a one-process reference.
 
     A run.toml with a [server] table is verified on parameter servers: every optimizer, mode and layout."""
     if run is not None and _is_server_run(run):
-        _verify_server(run, steps=steps, as_is=as_is, settings=settings or [], as_json=as_json, unfit=(plan, nproc))
+        _verify_server(
+            run, steps=steps, as_is=as_is, settings=settings or [], as_json=as_json, not_for_servers=(plan, nproc)
+        )
     from weft.cli.resolve import require_known_sections, resolve_plan, resolve_run
     from weft.core.batching import require_divisible
     from weft.core.executable import require_executable
@@ -51,7 +53,7 @@ def verify(
     spec = resolve_run(run, given)
     plans = every_plan(num_ranks, tables, spec) if all_plans else [tables]
     for legal in plans:
-        require_divisible(spec, Plan.from_tables(legal))  # told before any rank starts
+        require_divisible(spec, Plan.from_tables(legal))  # fails before any rank starts
     request = VerifyRequest(
         run=spec,
         plans=plans,
@@ -59,9 +61,9 @@ def verify(
         as_is=as_is,
         device=device.value,
     )
-    verdicts = _carry_out(request, num_ranks=num_ranks)
+    verdicts = _run_ranks(request, num_ranks=num_ranks)
     answer = VerdictTable(run=str(run or "the embedded default"), verdicts=tuple(verdicts))
-    _tell(answer, is_matrix=all_plans, as_json=as_json)
+    _print_answer(answer, is_matrix=all_plans, as_json=as_json)
     if all_plans and matrix is not None:
         from weft.report.matrix import write_matrix
 
@@ -77,15 +79,15 @@ def _is_server_run(path: Path) -> bool:
 
 
 def _verify_server(
-    path: Path, *, steps: int, as_is: bool, settings: list[str], as_json: bool, unfit: tuple[Any, ...]
+    path: Path, *, steps: int, as_is: bool, settings: list[str], as_json: bool, not_for_servers: tuple[Any, ...]
 ) -> None:
     from weft.cli.server import resolve
     from weft.core.errors import BadValueError
     from weft.core.extras import require_extra
 
-    if any(given is not None for given in unfit):
+    if any(given is not None for given in not_for_servers):
         raise BadValueError(
-            "--plan and --nproc are for collectives; this run.toml is for parameter servers",
+            "--plan and --nproc do not apply: this run.toml is for parameter servers",
             hint="leave them out: every layout of workers and servers is verified",
         )
     spec = resolve(path, settings)
@@ -99,7 +101,7 @@ def _verify_server(
     raise typer.Exit(code=0 if verdict.ok else 1)
 
 
-def _carry_out(request: VerifyRequest, *, num_ranks: int) -> list[Verdict]:
+def _run_ranks(request: VerifyRequest, *, num_ranks: int) -> list[Verdict]:
     import dataclasses
 
     from weft.core.quiet import quiet_libraries
@@ -107,7 +109,7 @@ def _carry_out(request: VerifyRequest, *, num_ranks: int) -> list[Verdict]:
     from weft.verify.verdict import Verdict
 
     quiet_libraries()
-    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' own bars, one for every reload
+    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers shows a bar per reload
     with tempfile.TemporaryDirectory(prefix="weft-") as scratch:
         answer = Path(scratch) / "verdicts.json"
         request_path = Path(scratch) / "request.json"
@@ -118,7 +120,7 @@ def _carry_out(request: VerifyRequest, *, num_ranks: int) -> list[Verdict]:
     return [Verdict.from_dict(verdict) for verdict in fields]
 
 
-def _tell(answer: Any, *, is_matrix: bool, as_json: bool) -> None:
+def _print_answer(answer: Any, *, is_matrix: bool, as_json: bool) -> None:
     for verdict in answer.verdicts:
         print(verdict.text(), file=sys.stderr)
     if is_matrix:

@@ -1,7 +1,7 @@
 """Records in, one self-contained page out: `write_report(run_dir)` draws a run folder as report.html.
 
-It reads files only: no torch, no devices, no network, and nothing of the run is changed. A run on parameter servers
-has a page of its own; the folder tells which it is.
+It reads files only: no torch, no devices, no network, and the run stays unchanged. Trainings and runs on parameter
+servers share the page (`page`), its elements (`markup`, `chart`) and the reader (`folder`); their sections differ.
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ from pathlib import Path
 
 __all__ = ["write_report"]
 
+REPORT = "report.html"
+
 
 def write_report(run_dir: Path, *, beside: Sequence[Path] = ()) -> Path:
     """Draw the run folder as one self-contained page; returns the path of report.html.
 
     `beside`: further runs on parameter servers, drawn in the same charts.
     """
-    # Imported here: plotly costs a quarter of a second that no rank should pay before its first step.
+    # Imported here: plotly takes a quarter of a second, which no rank should spend before its first step.
     from weft.report.folder import is_server_run
-
-    if beside or is_server_run(Path(run_dir)):
-        from weft.report.server_page import write_server_page
-
-        return write_server_page(Path(run_dir), beside=[Path(other) for other in beside])
     from weft.report.page import write_page
 
-    return write_page(run_dir)
+    run_dir = Path(run_dir)
+    if beside or is_server_run(run_dir):
+        from weft.report.server.page import build_server_page
+
+        page = build_server_page(run_dir, beside=[Path(other) for other in beside])
+    else:
+        from weft.report.training.page import build_training_page
+
+        page = build_training_page(run_dir)
+    return write_page(page, run_dir / REPORT, hint="check space and permissions")

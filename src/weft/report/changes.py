@@ -1,6 +1,6 @@
-"""What resumes changed about a run, as history/changes.json of its folder has it, and which values may be compared.
+"""Changes of a run at its resumes, from history/changes.json of its folder, and the values that stay comparable.
 
-A held-out loss of other data is another quantity: curves are cut there, and only values after the last cut compared.
+A held-out loss on other data is another quantity: curves are split there, and only values after the last split count.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from weft.core.json_files import parse_json
 from weft.report.series import Points
 
 CHANGES = Path("history", "changes.json")
-_WATCHING = ("checkpoint.", "logging.", "ledger.")
+_NOT_TRAINED = ("checkpoint.", "logging.", "ledger.")
 MAX_KEYS = 3  # named at a mark; the rest are counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunChange:
-    """`step` is the last before the change."""
+    """`step` is the last one before the change."""
 
     step: int
     lines: tuple[str, ...]  # key: old -> new
-    keys: tuple[str, ...]  # that change what is trained
+    keys: tuple[str, ...]  # the keys that change the training
     is_of_data: bool
     is_of_held_out: bool
 
@@ -35,7 +35,7 @@ class RunChange:
 
 
 def read_changes(run_dir: Path, remarks: list[str]) -> tuple[RunChange, ...]:
-    """By step; a remark where the file is there and cannot be read."""
+    """The changes by step; a remark where the file exists and cannot be read."""
     path = run_dir / CHANGES
     if not path.exists():
         return ()
@@ -47,7 +47,7 @@ def read_changes(run_dir: Path, remarks: list[str]) -> tuple[RunChange, ...]:
 
 
 def last_data_change(changes: Sequence[RunChange]) -> int:
-    """The step after which losses are of the data of now."""
+    """The last step on data other than the current one."""
     return max((change.step for change in changes if change.is_of_data), default=0)
 
 
@@ -56,7 +56,7 @@ def last_held_out_change(changes: Sequence[RunChange]) -> int:
 
 
 def split_held_out(points: Points, changes: Sequence[RunChange]) -> list[Points]:
-    """The points in stretches of one kind of held-out data, none of them empty."""
+    """The points by held-out data, without empty groups."""
     ends = [change.step for change in changes if change.is_of_held_out]
     groups: dict[int, Points] = {}
     for point in points:
@@ -70,7 +70,7 @@ def _parse(entry: Any) -> RunChange:
     return RunChange(
         step=int(entry["step"]),
         lines=tuple(f"{change['key']}: {change['old']} -> {change['new']}" for change in changed),
-        keys=tuple(key for key in keys if not key.startswith(_WATCHING)),
+        keys=tuple(key for key in keys if not key.startswith(_NOT_TRAINED)),
         is_of_data=bool(entry.get("fresh_pass")),
         is_of_held_out=bool(entry.get("held_out")),
     )

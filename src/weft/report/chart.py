@@ -1,28 +1,36 @@
-"""`Chart`: a plotly figure with the words around it, and the layout all charts share. The drawing is in curves, bars.
+"""`Chart`: a plotly figure with its title, caption and legend; the layouts, lines and bars that all charts share.
 
 Figures are built in the light colours and carry no width: the page's script sets the theme and fits them to their box.
-Text that comes from files is escaped here too, because plotly reads a small HTML of its own in labels.
+Text from files is escaped here too, because plotly reads a small HTML of its own in labels.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import plotly.graph_objects as go
 
-from weft.report.palette import light
-from weft.report.series import Numbered, Points
+from weft.report.fields import number
+from weft.report.markup import NOTHING, Markup, script_json, tag, text
+from weft.report.palette import light, series_colour
+from weft.report.series import Numbered, Points, thin
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 HEIGHT = 290  # pixels
+MAX_FLAT = 12  # a chart with more bars than this has upright ones
+LOG_RATIO = 20.0  # a curve whose maximum is more than this times its minimum gets a log axis
+
+NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
+_BYTE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A line of the legend: words, a colour of the palette, and how the series is drawn."""
+    """A line of the legend: words, a colour of the palette, and the look of the series."""
 
     words: str
     colour: str
@@ -31,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A figure, its title, and a caption that says in words what the figure shows."""
+    """A figure with its title, and a caption that states its content in words."""
 
     key: str
     title: str
@@ -45,9 +53,33 @@ class Chart:
         return int(self.figure.layout.height)
 
     def as_json(self) -> dict[str, Any]:
-        """What the page's script hands to plotly."""
+        """The figure as the page's script passes it to plotly."""
         spec: dict[str, Any] = self.figure.to_plotly_json()
         return {"data": spec["data"], "layout": {k: v for k, v in spec["layout"].items() if k != "template"}}
+
+    def box(self) -> Markup:
+        """The chart in the page; the box keeps its height before the chart is drawn, so the page does not jump."""
+        plot = tag(
+            "div",
+            class_="plot",
+            data_figure=f"figure-{self.key}",
+            role="img",
+            aria_label=f"{self.title}. {self.caption}",
+            style=f"min-height: {self.height}px",
+        )
+        spec = tag("script", script_json(self.as_json()), type="application/json", id=f"figure-{self.key}")
+        return figure_box(self.title, self.caption, _legend(self.legend), plot, spec, is_wide=self.is_wide)
+
+
+def chart_grid(charts: Iterable[Chart | None]) -> Markup:
+    """The charts that exist, two per row; nothing where there is none."""
+    boxes = [chart.box() for chart in charts if chart is not None]
+    return tag("div", *boxes, class_="charts") if boxes else NOTHING
+
+
+def figure_box(title: str, caption: str, legend: Markup, *content: Markup, is_wide: bool) -> Markup:
+    words = tag("figcaption", tag("h3", text(title)), tag("p", text(caption)), legend)
+    return tag("figure", words, *content, class_="wide" if is_wide else "half")
 
 
 def label(value: object) -> str:
@@ -88,7 +120,7 @@ def axis(title: str, **settings: Any) -> dict[str, Any]:
 
 
 def step_figure(steps: Sequence[Numbered], *, title: str, **settings: Any) -> go.Figure:
-    """A figure over steps; `settings` are the y axis's."""
+    """A figure over steps; `settings` belong to the y axis."""
     x_axis = axis("step", showgrid=False, tickformat=",d")
     if steps and steps[-1].step - steps[0].step < 8:
         x_axis["dtick"] = 1  # else a short run gets ticks at half steps, which print as the same step twice
@@ -105,7 +137,7 @@ def add_line(figure: go.Figure, points: Points, *, name: str, colour: str, **set
 
 
 def mark_steps(figure: go.Figure, steps: Sequence[int], *, note: str) -> None:
-    """A dotted upright line at each of the steps."""
+    """A dotted vertical line at each of the steps."""
     if steps:
         figure.update_layout(margin_t=26)
     for step in steps:
@@ -115,3 +147,93 @@ def mark_steps(figure: go.Figure, steps: Sequence[int], *, note: str) -> None:
             annotation={"text": note, "font": {"size": 11, "color": light("muted")}, "yanchor": "bottom"},
             annotation_position="top",
         )
+
+
+def points_of(steps: Sequence[Numbered], field: str) -> Points:
+    """(step, value) where the value is a finite number."""
+    pairs = ((step.step, number(getattr(step, field))) for step in steps)
+    return [(x, y) for x, y in pairs if y is not None]
+
+
+def wants_log(points: Points) -> bool:
+    """Whether the values span so much that a log axis reads better; never with a zero, which has no place on one."""
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    return low > 0 and high / low > LOG_RATIO
+
+
+def curve_chart(
+    steps: Sequence[Numbered],
+    points: Points,
+    *,
+    key: str,
+    title: str,
+    colour: str,
+    caption: str,
+    unit: str = "",
+    line: Mapping[str, Any] = NO_SETTINGS,
+    y_axis: Mapping[str, Any] = NO_SETTINGS,
+) -> Chart:
+    """One quantity over steps; `unit`: the title of the y axis, `line`: settings of `add_line`."""
+    figure = step_figure(steps, title=unit or title.lower(), **y_axis)
+    add_line(figure, thin(points), name=title.lower(), colour=colour, **line)
+    return Chart(key=key, title=title, caption=caption, figure=figure)
+
+
+def log_or_zero(points: Points) -> dict[str, Any]:
+    """The y axis of a quantity that may span decades."""
+    return {"type": "log", "dtick": 1} if wants_log(points) else {"rangemode": "tozero"}
+
+
+def stack_figure(
+    bars: Sequence[str],
+    terms: Mapping[str, Sequence[float]],
+    *,
+    title: str,
+    show: Callable[[float], str],
+    scale: float = 1,
+    bar_title: str = "",
+) -> go.Figure:
+    """Stacked bars: one bar per name of `bars`, one colour per term. A few bars are horizontal, many are upright."""
+    is_flat = len(bars) <= MAX_FLAT
+    values = axis(title, rangemode="tozero")
+    names = axis("" if is_flat else bar_title, showgrid=False, type="category", nticks=16)
+    sides = (
+        {"xaxis": values, "yaxis": {**names, "autorange": "reversed"}} if is_flat else {"xaxis": names, "yaxis": values}
+    )
+    height = max(150, 70 + 44 * len(bars)) if is_flat else 300
+    figure = new_figure(height=height, barmode="stack", bargap=0.32, **sides)
+    places = [label(f"{bar_title} {bar}".strip() if is_flat else bar) for bar in bars]
+    for index, (term, sizes) in enumerate(terms.items()):
+        lengths = [size / scale for size in sizes]
+        figure.add_bar(
+            **({"x": lengths, "y": places, "orientation": "h"} if is_flat else {"x": places, "y": lengths}),
+            name=label(readable(term)),
+            customdata=[show(size) for size in sizes],
+            hovertemplate="%{customdata}",
+            marker={"color": light(series_colour(index)), "line": {"width": 0}},
+        )
+    return figure
+
+
+def stack_legend(terms: Iterable[str]) -> tuple[Entry, ...]:
+    return tuple(
+        Entry(words=readable(term), colour=series_colour(index), drawn="bar") for index, term in enumerate(terms)
+    )
+
+
+def readable(term: str) -> str:
+    return term.replace("_", " ")
+
+
+def byte_unit(num_bytes: float) -> tuple[str, int]:
+    return next(((unit, scale) for unit, scale in _BYTE_UNITS if num_bytes >= scale), ("B", 1))
+
+
+def _legend(entries: Sequence[Entry]) -> Markup:
+    if not entries:
+        return NOTHING
+    return tag("ul", *(tag("li", _swatch(entry), text(entry.words)) for entry in entries), class_="legend")
+
+
+def _swatch(entry: Entry) -> Markup:
+    return tag("span", class_=f"swatch {entry.drawn}", style=f"color: var(--{entry.colour})", aria_hidden="true")

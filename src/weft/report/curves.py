@@ -1,6 +1,6 @@
-"""The charts over steps: loss, learning rate, gradient norm, throughput, loss scale. Pure functions of the steps.
+"""The charts of a training over steps: loss, learning rate, gradient norm, throughput, loss scale.
 
-A chart without a single finite value is None: an empty frame would look like a flat zero.
+Pure functions of the steps. A chart without a single finite value is None: an empty frame would look like a flat zero.
 """
 
 from __future__ import annotations
@@ -11,21 +11,30 @@ from collections.abc import Sequence
 from weft.core.records import StepRecord
 from weft.core.units import format_count
 from weft.report.changes import RunChange, last_data_change, last_held_out_change, split_held_out
-from weft.report.chart import Chart, Entry, add_line, label, mark_steps, step_figure
+from weft.report.chart import (
+    Chart,
+    Entry,
+    add_line,
+    curve_chart,
+    label,
+    log_or_zero,
+    mark_steps,
+    points_of,
+    step_figure,
+)
 from weft.report.facts import counted
-from weft.report.folder import RunFolder, number, table
+from weft.report.fields import table
+from weft.report.folder import TrainingFolder
 from weft.report.series import Numbered, Points, smooth, smooth_width, thin
 
-LOG_RATIO = 20.0  # a curve that spans more than this is easier to read on a log axis
 MAX_SCALE_TICKS = 10
 
 
-def draw_curves(folder: RunFolder) -> list[Chart]:
-    """Every curve that has something to show, the loss first."""
+def draw_curves(folder: TrainingFolder) -> list[Chart]:
+    """Every curve that has a value, the loss first."""
     steps = folder.metrics.steps
-    resumed = resume_steps(folder)
     charts = [
-        draw_loss(steps, resumed=resumed, changes=folder.changes),
+        draw_loss(steps, resumed=resume_steps(folder), changes=folder.changes),
         draw_learning_rate(steps),
         draw_grad_norm(steps),
         draw_throughput(steps),
@@ -34,10 +43,10 @@ def draw_curves(folder: RunFolder) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def resume_steps(folder: RunFolder) -> list[int]:
-    """The steps after which the run was taken up again."""
-    told = table(folder.ledger, "run").get("resumed_from")
-    return sorted({*folder.metrics.resumed_after, *([told] if isinstance(told, int) else [])})
+def resume_steps(folder: TrainingFolder) -> list[int]:
+    """The steps after which the run was resumed."""
+    recorded = table(folder.ledger, "run").get("resumed_from")
+    return sorted({*folder.metrics.resumed_after, *([recorded] if isinstance(recorded, int) else [])})
 
 
 def draw_loss(
@@ -47,7 +56,7 @@ def draw_loss(
     over: str = "tokens",
     changes: Sequence[RunChange] = (),
 ) -> Chart | None:
-    """`over`: what a step's loss is the mean of. `changes`: of what is trained; they cut the held-out curve."""
+    """`over`: the units that a step's loss is averaged over. `changes` of the data split the held-out curve."""
     losses, evals = points_of(steps, "loss"), points_of(steps, "eval_loss")
     if not losses and not evals:
         return None
@@ -61,9 +70,9 @@ def draw_loss(
         name = f"smoothed over {2 * width + 1} steps"
         add_line(figure, thin(smooth(losses, width=width)), name=name, colour="blue", width=2.4)
         legend.append(Entry(words=name, colour="blue"))
-    stretches = split_held_out(evals, changes)
-    for stretch in stretches:
-        add_line(figure, stretch, name="evaluation", colour="orange", mode="lines+markers", line={"dash": "dot"})
+    groups = split_held_out(evals, changes)
+    for group in groups:
+        add_line(figure, group, name="evaluation", colour="orange", mode="lines+markers", line={"dash": "dot"})
     if evals:
         legend.append(Entry(words="evaluation", colour="orange", drawn="dots"))
     marked = [change for change in changes if change.keys]
@@ -72,9 +81,9 @@ def draw_loss(
         mark_steps(figure, [change.step], note=label(f"changed: {change.note}"))
     figure.update_layout(height=360)
     compared = [point for point in losses if point[0] > last_data_change(changes)] or losses
-    caption = _loss_caption(compared, stretches[-1] if stretches else [], num_missing=len(steps) - len(losses))
+    caption = _loss_caption(compared, groups[-1] if groups else [], num_missing=len(steps) - len(losses))
     if last_held_out_change(changes):
-        caption += f" Held-out values before step {last_held_out_change(changes) + 1:,} are of other data."
+        caption += f" Held-out values before step {last_held_out_change(changes) + 1:,} belong to other data."
     return Chart(key="loss", title="Loss", caption=caption, figure=figure, legend=tuple(legend), is_wide=True)
 
 
@@ -82,33 +91,38 @@ def draw_learning_rate(steps: Sequence[StepRecord]) -> Chart | None:
     points = points_of(steps, "learning_rate")
     if not points:
         return None
-    figure = step_figure(steps, title="learning rate", rangemode="tozero", exponentformat="e")
-    add_line(figure, thin(points), name="learning rate", colour="teal")
-    top = max(points, key=lambda point: point[1])
-    caption = f"Peak {top[1]:.3g} at step {top[0]:,.0f}, last {points[-1][1]:.3g}."
-    return Chart(key="learning-rate", title="Learning rate", caption=caption, figure=figure)
+    step, top = max(points, key=lambda point: point[1])
+    return curve_chart(
+        steps,
+        points,
+        key="learning-rate",
+        title="Learning rate",
+        colour="teal",
+        caption=f"Peak {top:.3g} at step {step:,.0f}, last {points[-1][1]:.3g}.",
+        y_axis={"rangemode": "tozero", "exponentformat": "e"},
+    )
 
 
 def draw_grad_norm(steps: Sequence[StepRecord]) -> Chart | None:
     points = points_of(steps, "grad_norm")
     if not points:
         return None
-    is_log = wants_log([y for _, y in points])
-    # A zero has no place on a log axis; wants_log says no where there is one.
-    figure = (
-        step_figure(steps, title="gradient norm", type="log", dtick=1)
-        if is_log
-        else step_figure(steps, title="gradient norm", rangemode="tozero")
-    )
-    add_line(figure, thin(points), name="gradient norm", colour="purple", width=1.4)
-    norms = [y for _, y in points]
+    norms, y_axis = [y for _, y in points], log_or_zero(points)
     caption = f"Before clipping. Median {statistics.median(norms):.3g}, largest {max(norms):.3g}."
-    bad = len(steps) - len(points)
-    caption += f" Not finite in {counted(bad, 'step')}." if bad else ""
-    skipped = sum(step.skipped for step in steps)
-    caption += f" {counted(skipped, 'step')} skipped after an overflow." if skipped else ""
-    caption += " Log scale." if is_log else ""
-    return Chart(key="grad-norm", title="Gradient norm", caption=caption, figure=figure)
+    num_missing, num_skipped = len(steps) - len(points), sum(step.skipped for step in steps)
+    caption += f" Not finite in {counted(num_missing, 'step')}." if num_missing else ""
+    caption += f" {counted(num_skipped, 'step')} skipped after an overflow." if num_skipped else ""
+    caption += " Log scale." if "type" in y_axis else ""
+    return curve_chart(
+        steps,
+        points,
+        key="grad-norm",
+        title="Gradient norm",
+        colour="purple",
+        caption=caption,
+        line={"width": 1.4},
+        y_axis=y_axis,
+    )
 
 
 def draw_throughput(steps: Sequence[Numbered], *, of: str = "tokens", by: str = "ranks") -> Chart | None:
@@ -116,40 +130,42 @@ def draw_throughput(steps: Sequence[Numbered], *, of: str = "tokens", by: str = 
     if not points:
         return None
     middle = statistics.median(y for _, y in points)
-    figure = step_figure(steps, title=f"{of} / s", rangemode="tozero")
-    add_line(figure, thin(points), name=f"{of} / s", colour="teal", width=1.4)
-    ends = [(points[0][0], middle), (points[-1][0], middle)]
-    add_line(figure, ends, name="median", colour="muted", width=1.2, line={"dash": "dash"}, mode="lines")
     slowest = min(points, key=lambda point: point[1])
-    caption = f"Median {format_count(middle)} {of}/s over all {by}; slowest at step {slowest[0]:,.0f}."
-    return Chart(key="throughput", title="Throughput", caption=caption, figure=figure)
+    chart = curve_chart(
+        steps,
+        points,
+        key="throughput",
+        title="Throughput",
+        unit=f"{of} / s",
+        colour="teal",
+        caption=f"Median {format_count(middle)} {of}/s over all {by}; slowest at step {slowest[0]:,.0f}.",
+        line={"width": 1.4},
+        y_axis={"rangemode": "tozero"},
+    )
+    ends = [(points[0][0], middle), (points[-1][0], middle)]
+    add_line(chart.figure, ends, name="median", colour="muted", width=1.2, line={"dash": "dash"}, mode="lines")
+    return chart
 
 
 def draw_loss_scale(steps: Sequence[StepRecord]) -> Chart | None:
     points = points_of(steps, "loss_scale")
     if not points:
         return None
-    figure = step_figure(steps, title="loss scale", type="log", **_scale_ticks(points))
-    add_line(figure, thin(points), name="loss scale", colour="rose", line={"shape": "hv"})
-    caption = (
-        f"fp16 loss scaling; last {points[-1][1]:,.0f}, {counted(sum(step.skipped for step in steps), 'step')} skipped."
+    num_skipped = counted(sum(step.skipped for step in steps), "step")
+    return curve_chart(
+        steps,
+        points,
+        key="loss-scale",
+        title="Loss scale",
+        colour="rose",
+        caption=f"fp16 loss scaling; last {points[-1][1]:,.0f}, {num_skipped} skipped.",
+        line={"line": {"shape": "hv"}},
+        y_axis={"type": "log", **_scale_ticks(points)},
     )
-    return Chart(key="loss-scale", title="Loss scale", caption=caption, figure=figure)
-
-
-def points_of(steps: Sequence[Numbered], field: str) -> Points:
-    """(step, value) where the value is a finite number."""
-    pairs = ((step.step, number(getattr(step, field))) for step in steps)
-    return [(x, y) for x, y in pairs if y is not None]
-
-
-def wants_log(values: Sequence[float]) -> bool:
-    low, high = min(values), max(values)
-    return low > 0 and high / low > LOG_RATIO
 
 
 def _scale_ticks(points: Points) -> dict[str, object]:
-    """Scales are powers of two: name those that occur, since a log axis would name powers of ten."""
+    """Ticks at the scales that occur: they are powers of two, and a log axis labels powers of ten."""
     scales = sorted({y for _, y in points})
     if len(scales) > MAX_SCALE_TICKS:
         return {}

@@ -1,6 +1,6 @@
-"""Reads a run folder as it was left: whole, cut short, or resumed. It judges nothing and draws nothing.
+"""Reads the folder of a training or of a run on parameter servers as it was left: complete, cut short, or resumed.
 
-What cannot be read becomes a remark, never a stack trace: a report is most needed for the run that went wrong.
+A file that cannot be read becomes a remark, never a stack trace: a report is most needed for the run that went wrong.
 The one order that matters: metrics.jsonl is append-only, so a step number that does not grow means a resume, and the
 lines from that step on belong to the abandoned attempt.
 """
@@ -8,8 +8,9 @@ lines from that step on belong to the abandoned attempt.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,20 +18,34 @@ from weft.core.errors import RunFolderError
 from weft.core.json_files import parse_json, parse_toml
 from weft.core.records import StepRecord
 from weft.report.changes import RunChange, read_changes
+from weft.report.fields import count, number, rows, table
 from weft.report.series import Numbered
 
 METRICS, LEDGER, RUN, PLAN = "metrics.jsonl", "ledger.json", "run.toml", "plan.toml"
-PIPELINE = "pipeline.json"  # of runs with a pipeline only
-SERVER = "server.json"  # of runs on parameter servers only
-MAX_NUMBER = 1e200
-MAX_STEP = 2**53  # beyond it a number of a page is no longer exact
+PIPELINE = "pipeline.json"  # only of trainings with a pipeline
+SERVER = "server.json"  # only of runs on parameter servers; written at every evaluation and snapshot
 
 Step = TypeVar("Step", bound=Numbered)
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServerStep:
+    """A line of metrics.jsonl of a run on servers; a missing value is NaN: a gap in the curve, not a false zero."""
+
+    step: int  # 1 for the first
+    loss: float = math.nan  # mean over the step's samples
+    samples: float = math.nan
+    step_s: float = math.nan
+    samples_per_s: float = math.nan
+    staleness_mean: float = math.nan  # units
+    wait_s: float = math.nan  # mean over the units
+    eval_loss: float = math.nan
+    auc: float = math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
 class Metrics(Generic[Step]):
-    """The steps of the run as it counts, and what happened to the lines that do not."""
+    """The steps of the run without abandoned attempts, and counts of the lines that were left out."""
 
     steps: tuple[Step, ...] = ()
     resumed_after: tuple[int, ...] = ()  # the last step kept before each rewind
@@ -39,33 +54,40 @@ class Metrics(Generic[Step]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFolder:
-    """Everything the page needs. Tables are empty and texts None where a file is missing; `remarks` says so."""
+class RunRecords(Generic[Step]):
+    """The records of a run. Tables are empty and texts None where a file is missing; `remarks` lists those."""
 
     path: Path
-    metrics: Metrics[StepRecord]
+    metrics: Metrics[Step]
     ledger: dict[str, Any]
     run: dict[str, Any]
-    plan: dict[str, Any]
     run_text: str | None
-    plan_text: str | None
     remarks: tuple[str, ...]
+    plan: dict[str, Any] = field(default_factory=dict)
+    plan_text: str | None = None
     pipeline: dict[str, Any] = field(default_factory=dict)
     changes: tuple[RunChange, ...] = ()
+    servers: dict[str, Any] = field(default_factory=dict)  # of server.json
 
 
-def read_folder(run_dir: Path) -> RunFolder:
-    """The run folder at `run_dir`; RunFolderError where there is no run to draw."""
+TrainingFolder = RunRecords[StepRecord]
+ServerFolder = RunRecords[ServerStep]
+
+
+def read_folder(run_dir: Path) -> TrainingFolder:
+    """The folder of a training; RunFolderError where there is no run to draw."""
     require_run(run_dir)
     remarks: list[str] = []
-    run_text, run = read_document(run_dir / RUN, remarks)
-    plan_text, plan = read_document(run_dir / PLAN, remarks)
+    run_text, run = _read_document(run_dir / RUN, remarks)
+    plan_text, plan = _read_document(run_dir / PLAN, remarks)
     metrics = read_metrics(run_dir / METRICS, remarks, parse=_parse_step)
-    ledger = _read_ledger(run_dir / LEDGER, remarks)
-    pipeline = _read_pipeline(run_dir / PIPELINE, remarks)
+    ledger = read_json(run_dir / LEDGER, remarks)
+    if not (run_dir / LEDGER).exists():
+        remarks.append("Without the ledger there are no memory terms, time terms, dtypes and coverage.")
+    pipeline = read_json(run_dir / PIPELINE, remarks) if (run_dir / PIPELINE).exists() else {}
     changes = read_changes(run_dir, remarks)
     remarks += [f"Changed after step {change.step:,}: {'; '.join(change.lines)}." for change in changes]
-    return RunFolder(
+    return RunRecords(
         path=run_dir,
         metrics=metrics,
         ledger=ledger,
@@ -79,33 +101,48 @@ def read_folder(run_dir: Path) -> RunFolder:
     )
 
 
+def read_server_folder(run_dir: Path) -> ServerFolder:
+    """The folder of a run on parameter servers; RunFolderError where there is no such run to draw."""
+    require_run(run_dir)
+    if not is_server_run(run_dir):
+        raise RunFolderError(
+            f"{run_dir} is not the folder of a run on parameter servers",
+            hint="only runs on parameter servers can be drawn beside each other; leave --beside out",
+        )
+    remarks: list[str] = []
+    run_text, run = _read_document(run_dir / RUN, remarks)
+    metrics = read_metrics(run_dir / METRICS, remarks, parse=_parse_server_step)
+    servers = read_json(run_dir / SERVER, remarks)
+    ledger = read_json(run_dir / LEDGER, remarks)
+    if not servers:
+        remarks.append(f"Without {SERVER} there are no figures of servers, workers, staleness, keys and events.")
+    if not ledger:
+        remarks.append("Without the ledger the end of the run is not known.")
+    return RunRecords(
+        path=run_dir,
+        metrics=replace(metrics, steps=_with_evaluations(metrics.steps, rows(servers, "evaluations"))),
+        ledger=ledger,
+        servers=servers,
+        run=run,
+        run_text=run_text,
+        remarks=tuple(remarks),
+    )
+
+
 def is_server_run(run_dir: Path) -> bool:
-    """Told by the [server] table of run.toml; where that cannot be read, by the other files."""
-    unsaid: list[str] = []  # whoever reads the folder remarks on it
-    _, run = read_document(run_dir / RUN, unsaid)
+    """Decided by the [server] table of run.toml; by the other files where run.toml cannot be read."""
+    ignored: list[str] = []  # the reader of the folder collects the remarks
+    _, run = _read_document(run_dir / RUN, ignored)
     if run:
         return isinstance(run.get("server"), dict)
-    return (run_dir / SERVER).is_file() or read_json(run_dir / LEDGER, unsaid).get("kind") == "server"
+    return (run_dir / SERVER).is_file() or read_json(run_dir / LEDGER, ignored).get("kind") == "server"
 
 
-def table(tables: Any, *keys: str) -> dict[str, Any]:
-    """The table found by walking `keys`, or an empty one: a ledger of a stopped run may lack any part."""
-    for key in keys:
-        tables = tables.get(key) if isinstance(tables, dict) else None
-    return tables if isinstance(tables, dict) else {}
-
-
-def rows(tables: Any, key: str) -> list[dict[str, Any]]:
-    """The list of tables under `key`; whatever else stands there is left out."""
-    value = table(tables).get(key)
-    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
-
-
-def number(value: Any) -> float | None:
-    """A finite number, or None; so is one whose sums would not be finite, since JSON has no infinity."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if abs(value) < MAX_NUMBER else None  # false for NaN too
+def train_seconds(steps: Sequence[ServerStep]) -> list[float] | None:
+    """The training time at the end of each step; None where a step has no duration."""
+    known = [number(step.step_s) for step in steps]
+    lengths = [length for length in known if length is not None]
+    return list(accumulate(lengths)) if len(lengths) == len(known) else None
 
 
 def require_run(run_dir: Path) -> None:
@@ -128,28 +165,13 @@ def _read_text(path: Path, remarks: list[str]) -> str | None:
     return None
 
 
-def read_document(path: Path, remarks: list[str]) -> tuple[str | None, dict[str, Any]]:
+def _read_document(path: Path, remarks: list[str]) -> tuple[str | None, dict[str, Any]]:
     text = _read_text(path, remarks)
     try:
         return text, parse_toml(text or "")
     except ValueError as error:
         remarks.append(f"{path.name} is not TOML: {error}.")
         return text, {}
-
-
-def _read_ledger(path: Path, remarks: list[str]) -> dict[str, Any]:
-    if not path.exists():
-        remarks.append(f"{path.name} is missing.")
-        remarks.append(
-            "Without the ledger there is nothing to say about memory terms, time terms, dtypes and coverage."
-        )
-        return {}
-    return read_json(path, remarks)
-
-
-def _read_pipeline(path: Path, remarks: list[str]) -> dict[str, Any]:
-    """Of a run with a pipeline; any other has no such file, and nothing to say about it."""
-    return read_json(path, remarks) if path.exists() else {}
 
 
 def read_json(path: Path, remarks: list[str]) -> dict[str, Any]:
@@ -181,9 +203,7 @@ def _replay(text: str, parse: Callable[[str], Step | None]) -> Metrics[Step]:
     kept: list[Step] = []
     resumed_after: list[int] = []
     num_repeated = num_unreadable = 0
-    for line in text.splitlines():
-        if not line.strip():
-            continue
+    for line in filter(str.strip, text.splitlines()):
         record = parse(line)
         if record is None:
             num_unreadable += 1
@@ -203,21 +223,42 @@ def _replay(text: str, parse: Callable[[str], Step | None]) -> Metrics[Step]:
 
 
 def _parse_step(line: str) -> StepRecord | None:
-    """A line as a record; a quantity that is missing or no number is NaN: a gap in the curve, not a false zero."""
-    fields = step_fields(line)
-    if fields is None:
+    """A line as a record; a missing or malformed quantity is NaN: a gap in the curve, not a false zero."""
+    given = step_fields(line)
+    if given is None:
         return None
     defaults = {"loss": math.nan, "grad_norm": math.nan, "tokens": 0, "learning_rate": math.nan}
-    given = {key: value for key, value in fields.items() if isinstance(value, int | float)}
-    return StepRecord.from_dict({**defaults, **given})
+    numbers = {key: value for key, value in given.items() if isinstance(value, int | float)}
+    return StepRecord.from_dict({**defaults, **numbers})
+
+
+def _parse_server_step(line: str) -> ServerStep | None:
+    given = step_fields(line)
+    if given is None:
+        return None
+    known = {field.name: number(given.get(field.name)) for field in fields(ServerStep) if field.name != "step"}
+    return ServerStep(step=given["step"], **{key: value for key, value in known.items() if value is not None})
 
 
 def step_fields(line: str) -> dict[str, Any] | None:
-    """What a line of metrics.jsonl holds; None where it is no step."""
+    """The fields of a line of metrics.jsonl; None where it is not a step."""
     try:
-        fields = table(parse_json(line))
+        found = table(parse_json(line))
     except ValueError:
         return None
-    step = fields.get("step")
-    is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < MAX_STEP
-    return fields if is_step else None
+    return None if count(found.get("step")) is None else found
+
+
+def _with_evaluations(steps: Sequence[ServerStep], evaluations: Sequence[dict[str, Any]]) -> tuple[ServerStep, ...]:
+    """A resumed run may evaluate at a step that metrics.jsonl has already: then only server.json has the figures."""
+    by_step = {evaluation.get("step"): evaluation for evaluation in evaluations if number(evaluation.get("step"))}
+    return tuple(_with_evaluation(step, by_step[step.step]) if step.step in by_step else step for step in steps)
+
+
+def _with_evaluation(step: ServerStep, evaluation: dict[str, Any]) -> ServerStep:
+    loss, auc = number(evaluation.get("loss")), number(evaluation.get("auc"))
+    return replace(
+        step,
+        eval_loss=loss if math.isnan(step.eval_loss) and loss is not None else step.eval_loss,
+        auc=auc if math.isnan(step.auc) and auc is not None else step.auc,
+    )

@@ -1,121 +1,129 @@
-"""The page of a training run: folder -> facts, charts, tables -> sections. The page around them is in shell."""
+"""`Page`: the one skeleton of all pages (header, navigation, tiles, sections), its template, the writing of the file.
+
+A page loads nothing from the network. Its policy forbids that and allows only the scripts whose digests it lists, so
+a name that slipped through the escaping cannot run. The same content gives the same bytes: no clock, no random ids.
+"""
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 
-from weft.core.units import format_bytes, format_count, format_seconds
-from weft.report import shell, tables
-from weft.report.bars import draw_bars
-from weft.report.coverage_table import coverage
-from weft.report.curves import draw_curves
-from weft.report.facts import Facts, gather_facts, steps_phrase, verdict
-from weft.report.folder import PLAN, RUN, RunFolder, read_folder, table
-from weft.report.markup import NOTHING, Markup, facts_list, join, section, tag, text
-from weft.report.pipeline import draw_pipeline, pipeline_tables
-from weft.report.shell import chart_boxes, document, tile
+from weft.core.errors import RunFolderError
+from weft.report.markup import NOTHING, Markup, chip, join, script_json, tag, text
+from weft.report.palette import css_variables, dark_of_light
 
-
-def write_page(run_dir: Path) -> Path:
-    """Read, draw, write; returns the path of report.html."""
-    return shell.write_text(Path(run_dir), render(read_folder(Path(run_dir))))
+_STATUS_KIND = {"finished": "good", "done": "good", "pass": "good", "stopped": "warn", "failed": "bad", "FAIL": "bad"}
+_NO_SCRIPT = Markup(
+    '<noscript><p class="absent">The charts need JavaScript. '
+    "The tables and captions below hold their numbers.</p></noscript>"
+)
 
 
-def render(folder: RunFolder) -> str:
+@dataclass(frozen=True, kw_only=True)
+class PageSection:
+    """A part of the page; left out of the page and its navigation where it has no content."""
+
+    key: str
+    title: str
+    content: Markup
+    link: str = ""  # the words of the navigation where they are shorter than the title
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """`heading`, `status` and `verdict` open the page; `remarks` list problems of the records."""
+
+    title: str
+    heading: str
+    status: str
+    verdict: str
+    sections: Sequence[PageSection]
+    tiles: Sequence[Markup] = ()
+    remarks: Sequence[str] = ()
+    has_charts: bool = True
+
+
+def write_page(page: Page, target: Path, *, hint: str) -> Path:
+    """Write the page to `target` and return it; `hint` is for a file that cannot be written."""
+    draft = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(render(page), encoding="utf-8", newline="\n")
+        draft.replace(target)  # in one move: a reader never sees half a page
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise RunFolderError(f"{target} cannot be written: {error.strerror}", hint=hint) from None
+    return target
+
+
+def render(page: Page) -> str:
     """The page as text."""
-    facts = gather_facts(folder)
-    return shell.fill(
-        title=f"{facts.model} · {steps_phrase(facts)}",
-        head=shell.head(title=facts.model, status=facts.status, verdict=verdict(facts), remarks=folder.remarks),
-        links=_links(folder),
-        main=_main(facts, folder),
+    sections = [section for section in page.sections if section.content]
+    scripts = [_plotly_script(), _script(_resource("draw.js"))] if page.has_charts else []
+    links = [tag("a", text(section.link or section.title), href=f"#{section.key}") for section in sections]
+    return Template(_resource("page.html")).substitute(
+        policy=_policy(scripts),
+        title=text(f"{page.title} · weft"),
+        colours=css_variables(),
+        style=_resource("style.css"),
+        head=_head(page),
+        links=" ".join(links),
+        notice=_NO_SCRIPT if page.has_charts else NOTHING,
+        main=join([tag("div", *page.tiles, class_="tiles") if page.tiles else NOTHING, *map(_section, sections)]),
+        scripts=_scripts(scripts),
     )
 
 
-def _links(folder: RunFolder) -> list[tuple[str, str]]:
-    return [
-        ("curves", "Curves"),
-        ("costs", "Memory, traffic and time"),
-        *([("pipeline", "Pipeline")] if folder.pipeline else []),
-        ("precision", "Precision"),
-        ("coverage", "Coverage"),
-        ("checkpoints", "Checkpoints"),
-        ("documents", "Plan and run"),
-        ("environment", "Environment"),
-    ]
+def _head(page: Page) -> Markup:
+    word = "no record of the end" if page.status == "unknown" else page.status
+    status = chip(word, kind=f"status {_STATUS_KIND.get(page.status, 'plain')}")
+    head = [tag("h1", text(page.heading), Markup(" "), status), tag("p", text(page.verdict), class_="verdict")]
+    if page.remarks:
+        items = (tag("li", text(remark)) for remark in page.remarks)
+        title = tag("strong", text("Remarks on this folder"))
+        head.append(tag("aside", title, tag("ul", *items), aria_label="Remarks"))
+    return join(head)
 
 
-def _main(facts: Facts, folder: RunFolder) -> Markup:
-    curves, bars = draw_curves(folder), draw_bars(folder)
-    steps = folder.metrics.steps
-    curves_body = (
-        chart_boxes(curves) if curves else tables.absent("No step was recorded, so there is no curve to draw.")
-    )
-    by_term = (tables.memory_terms(folder), tables.time_terms(folder), tables.traffic(folder))
-    terms = tag("div", *by_term, tables.collectives(folder), class_="columns")
-    costs = chart_boxes(bars) if bars else tables.absent("No memory or time terms were recorded.")
-    return join(
-        [
-            tag("div", *_tiles(facts), class_="tiles"),
-            section(curves_body, tables.sampled_steps(steps), key="curves", title="Curves"),
-            section(tables.remarks(folder), costs, terms, key="costs", title="Memory, traffic and time"),
-            section(_pipeline(folder), key="pipeline", title="Pipeline"),
-            section(tables.dtypes(folder), key="precision", title="Precision"),
-            section(coverage(folder), key="coverage", title="Coverage"),
-            section(tables.checkpoints(folder), key="checkpoints", title="Checkpoints"),
-            section(_documents(folder), key="documents", title="Plan and run, as resolved"),
-            section(_environment(facts, folder), key="environment", title="Environment"),
-        ]
-    )
+def _section(section: PageSection) -> Markup:
+    heading = tag("h2", text(section.title), id=f"{section.key}-title")
+    return tag("section", heading, section.content, id=section.key, aria_labelledby=f"{section.key}-title")
 
 
-def _pipeline(folder: RunFolder) -> Markup:
-    """Nothing for a run without one."""
-    if not folder.pipeline:
-        return NOTHING
-    charts = draw_pipeline(folder.pipeline)
-    if not charts:
-        return tables.absent("pipeline.json does not hold the timeline of a schedule.")
-    return join([chart_boxes(charts), pipeline_tables(folder.pipeline)])
-
-
-def _tiles(facts: Facts) -> list[Markup]:
-    is_partly_frozen = facts.trainable_parameters is not None and facts.trainable_parameters != facts.parameters
-    trainable = f"{format_count(facts.trainable_parameters or 0)} trainable" if is_partly_frozen else ""
-    seen = f"{format_count(facts.tokens)} tokens seen" if facts.tokens else ""
-    return [
-        tile("Final loss", facts.final_loss, show="{:.4g}".format, note=_loss_note(facts)),
-        tile("Evaluation loss", facts.eval_loss, show="{:.4g}".format, note=facts.no_evaluation or "held-out data"),
-        tile("Tokens / s", facts.tokens_per_s, show=format_count, note="median over the steps"),
-        tile("Step time", facts.step_s, show=format_seconds, note="median over the steps"),
-        tile("Peak memory", facts.peak_bytes, show=format_bytes, note="largest rank"),
-        tile("Parameters", facts.parameters, show=format_count, note=trainable),
-        tile("Steps", facts.steps_done, show="{:,}".format, note=_steps_note(facts)),
-        tile("Time", facts.elapsed_s, show=format_seconds, note=seen),
-    ]
-
-
-def _loss_note(facts: Facts) -> str:
-    if not facts.first_loss or facts.final_loss is None or facts.steps_done < 2:
+def _scripts(scripts: Sequence[str]) -> str:
+    if not scripts:
         return ""
-    return f"from {facts.first_loss:.4g} (× {facts.final_loss / facts.first_loss:.2f})"
+    palette = tag("script", script_json(dark_of_light()), type="application/json", id="palette")
+    return "\n".join([palette, *(f"<script>{script}</script>" for script in scripts)])
 
 
-def _steps_note(facts: Facts) -> str:
-    asked = f"of {facts.steps_asked:,} asked" if facts.steps_asked is not None else ""
-    skipped = f"{facts.num_skipped} skipped" if facts.num_skipped else ""
-    return ", ".join(part for part in (asked, skipped) if part)
+def _plotly_script() -> str:
+    from plotly.offline import get_plotlyjs  # a page without charts does not need plotly
+
+    return _script(get_plotlyjs())
 
 
-def _documents(folder: RunFolder) -> Markup:
-    blocks = [document(PLAN, folder.plan_text), document(RUN, folder.run_text)]
-    return tag("div", *blocks, class_="columns")
+def _resource(name: str) -> str:
+    return files("weft.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _environment(facts: Facts, folder: RunFolder) -> Markup:
-    run = table(folder.ledger, "run")
-    told = [(name, run.get(name)) for name in ("device", "device_name", "started", "resumed_from")]
-    versions = sorted(table(run, "versions").items())
-    pairs = [(str(name).replace("_", " "), text(value)) for name, value in [*told, *versions] if value is not None]
-    ranks = [("ranks", text(facts.num_ranks))] if facts.num_ranks else []
-    return facts_list([*ranks, *pairs]) if ranks or pairs else tables.absent("The environment was not recorded.")
+def _script(source: str) -> str:
+    # A browser reads \r\n as \n before it takes the digest; a script with \r would be refused.
+    return source.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    script_rule = f"script-src {allowed}; " if scripts else ""
+    rest = "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; {script_rule}{rest}"

@@ -40,7 +40,7 @@ def series_colour(index: int) -> str:
 
 
 def dark_of_light() -> dict[str, str]:
-    """What the page's script swaps in a dark theme."""
+    """The colours that the page's script swaps in a dark theme."""
     return dict(PALETTE.values())
 
 

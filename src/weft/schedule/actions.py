@@ -1,7 +1,7 @@
-"""`Action`: one piece of work of one stage on one micro-batch; a value whose printed form, "2I1", parses back.
+"""`Action`: one piece of work of one stage on one micro-batch; its printed form, "2I1", parses back.
 
-It says nothing of when or on which rank (that is `Schedule`), nor of sends and receives: those follow from the stages.
-Printed form: stage, kind, micro-batch, the same letters that torch's pipeline runtime reads.
+Times and ranks belong to `Schedule` and `Timeline`; sends and receives follow from the stages.
+Printed form: stage, kind, micro-batch, in the letters that torch's pipeline runtime reads.
 """
 
 from __future__ import annotations
@@ -14,20 +14,26 @@ from weft.core.errors import BadValueError
 
 
 class Kind(StrEnum):
-    """What is done. B is I and W in one piece; U appears in schedules without a flush only."""
+    """The kind of work. B is I and W in one piece; U appears only in schedules without a flush."""
 
     F = "F"  # forward
-    B = "B"  # whole backward
-    I = "I"  # backward for the inputs: what the stage before waits for  # noqa: E741
-    W = "W"  # backward for the weights: nobody waits for it
+    B = "B"  # full backward
+    I = "I"  # backward for the inputs, which the previous stage waits for  # noqa: E741
+    W = "W"  # backward for the weights, which no other stage waits for
     U = "U"  # update: the optimizer steps with the gradients up to and including this micro-batch
 
+    @property
+    def words(self) -> str:
+        """The kind spelt out, for legends and traces."""
+        return _WORDS[self]
 
+
+_WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward input", Kind.W: "backward weight", Kind.U: "update"}
 _PRINTED = re.compile(r"(\d+)([FBIWU])(\d+)")
 
 
 class Action(NamedTuple):
-    """`kind` of work of `stage` (counted over all ranks) on `microbatch` (counted over the whole window)."""
+    """`kind` of work of `stage` (counted over all ranks) on `microbatch` (counted over all steps)."""
 
     kind: Kind
     stage: int
@@ -41,6 +47,6 @@ class Action(NamedTuple):
         match = _PRINTED.fullmatch(text.strip())
         if match is None:
             raise BadValueError(
-                f"{text!r} is no pipeline action", hint="write stage, one of F B I W U, micro-batch: 2I1"
+                f"{text!r} is not a pipeline action", hint="write stage, one of F B I W U, micro-batch: 2I1"
             )
         return Action(Kind(match[2]), int(match[1]), int(match[3]))

@@ -1,13 +1,13 @@
-"""A schedule that never drains, cut into calls: call t has the forwards of step t and all up to those of the next.
+"""A schedule that never drains, split into calls: call t has the forwards of step t and all up to those of the next.
 
-    rank 0 of 2, two micro-batches a step    0F0 0F1 0B0 | 0F2 0B1 0F3 0B2 | 0F4 0B3 0F5 0B4 | ...
+    rank 0 of 2, two micro-batches per step  0F0 0F1 0B0 | 0F2 0B1 0F3 0B2 | 0F4 0B3 0F5 0B4 | ...
     drained after the second call                                      0B3
 
-So a step needs the rows of no other step, its losses are known when its call ends, and what its backwards still owe is
-done in the next call. Calls are numbered from the last time that everything had drained.
+So a step needs only its own rows, its losses are known when its call ends, and its remaining backwards run in the
+next call. Calls are numbered from the last drain.
 
-With two buffers nobody reads an update's weights before the step after next. So stage s updates s backwards later than
-it could: by then the first stage has gone back too, and the norm of the whole gradient is there without a wait.
+With two buffers the weights of an update are first read in the step after next. So stage s updates s backwards later
+than possible: by then the first stage has run its backward too, and the global gradient norm is known without a wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Actions = tuple[tuple[Action, ...], ...]  # by rank
 
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """The calls of the schedule `name`, which has no flush. `vertical_sync`: every stage reads what the first reads."""
+    """The calls of the schedule `name`, which has no flush. `vertical_sync`: as `WeightRule.VERTICAL_SYNC`."""
 
     name: str
     num_ranks: int
@@ -33,7 +33,7 @@ class Calls:
 
     @property
     def delay(self) -> int:
-        """Calls after its own until a step's last update is made on every stage."""
+        """Calls after its own until every stage has made a step's last update."""
         return -(-(self.num_ranks - 1) // self.num_microbatches)
 
     @cached_property
@@ -42,25 +42,25 @@ class Calls:
         return self._window(self.delay + 2)
 
     def actions(self, call: int) -> Actions:
-        """What every rank does in this call."""
-        full = min(call, self.delay)  # from there on every call is like the one before
+        """The actions of every rank in this call."""
+        full = min(call, self.delay)  # later calls repeat this one
         return self._later(self._alike[full], call - full)
 
     def drain(self, call: int) -> Actions:
-        """What is left to do where `call` was the last."""
+        """The remaining actions where `call` was the last."""
         full = min(call, self.delay)
         drained, endless = self._window(full + 1).ranks, self._endless(full + 1)
         found = tuple(own[self._begin(other, full + 1) :] for own, other in zip(drained, endless, strict=True))
         return self._later(found, call - full)
 
     def first(self, num_calls: int) -> Schedule:
-        """The first calls as one schedule that does not drain: what somebody who watched them saw."""
+        """The first calls as one schedule that does not drain."""
         ranks = tuple(own[: self._begin(own, num_calls)] for own in self._endless(num_calls))
         return replace(self._window(num_calls), ranks=ranks)
 
     @cached_property
     def _alike(self) -> list[Actions]:
-        """The calls that fill, and one that is full."""
+        """The calls that fill the pipeline, and one with a full pipeline."""
         endless = self._endless(self.delay + 1)
         ends = [[self._begin(own, call) for own in endless] for call in range(self.delay + 2)]
         return [
@@ -69,7 +69,7 @@ class Calls:
         ]
 
     def _endless(self, num_calls: int) -> Actions:
-        """Of a window so long that its first calls know of no end."""
+        """A window so long that its first calls do not depend on its end."""
         return self._window(num_calls + self.delay + 1).ranks
 
     def _window(self, num_steps: int) -> Schedule:
@@ -81,7 +81,7 @@ class Calls:
         return replace(made, weight_rule=WeightRule.VERTICAL_SYNC) if self.vertical_sync else made
 
     def _begin(self, own: tuple[Action, ...], call: int) -> int:
-        """The position of the call's first forward."""
+        """The index of the call's first forward."""
         stage = own[0].stage
         return own.index(Action(Kind.F, stage, call * self.num_microbatches))
 

@@ -1,7 +1,7 @@
-"""`draw_grid`: a timeline as text, a row a rank, a column a slot of time. For terminals; `draw_svg` is the picture.
+"""`draw_grid`: a timeline as text, one row per rank, one column per slot of time. `draw_svg` is the picture.
 
-A cell is the kind and the micro-batch ("F3"); where a rank has several stages, a letter for the stage ("F3b").
-Slot = the shortest action: with unequal costs the ends are rounded to slots, and no action disappears.
+A cell is the kind and the micro-batch ("F3"), with a letter for the stage where a rank has several ("F3b").
+A slot is the shortest action. With unequal costs the ends are rounded to slots, and every action keeps a cell.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from weft.schedule.actions import Action, Kind
 from weft.schedule.schedule import Schedule
 from weft.schedule.timeline import Timeline
 
-IDLE, GOING_ON = "·", "─"
-_LEGEND = {Kind.F: "F forward", Kind.B: "B backward", Kind.I: "I backward input", Kind.W: "W backward weight"}
+IDLE, CONTINUED = "·", "─"
 
 
 def draw_grid(timeline: Timeline, *, columns: int | None = None) -> str:
-    """The grid, folded into blocks of at most `columns` characters where given, and a line of what it shows."""
+    """The grid, folded into blocks of at most `columns` characters where given, and a legend with the idle share."""
     slot = slot_s(timeline)
     rows = [_row(timeline, rank, slot) for rank in range(timeline.schedule.num_ranks)]
     num_slots = max(map(len, rows))
@@ -34,7 +33,7 @@ def draw_grid(timeline: Timeline, *, columns: int | None = None) -> str:
 
 
 def chunk_of(schedule: Schedule, action: Action) -> int:
-    """The place of the action's stage among the stages of its rank."""
+    """The index of the action's stage among the stages of its rank."""
     return schedule.rank_to_stages[schedule.stage_to_rank[action.stage]].index(action.stage)
 
 
@@ -46,13 +45,13 @@ def label_of(schedule: Schedule, action: Action) -> str:
 
 
 def slot_s(timeline: Timeline) -> float:
-    """The shortest forward or backward, but no less than a 500th: one tiny action must not stretch the drawing."""
+    """The shortest forward or backward, at least 1/500 of the makespan: a tiny action must not stretch the drawing."""
     shortest_s = min(event.end_s - event.start_s for event in timeline.events() if event.action.kind is not Kind.U)
     return max(shortest_s, timeline.makespan_s / 500)
 
 
 def _row(timeline: Timeline, rank: int, slot: float) -> list[str]:
-    """The rank's cells; updates that take no time have none."""
+    """The rank's cells; updates of zero duration have none."""
     row: list[str] = []
     for event in timeline.events_of(rank):
         if event.end_s == event.start_s:
@@ -60,16 +59,16 @@ def _row(timeline: Timeline, rank: int, slot: float) -> list[str]:
         start = max(len(row), round((event.start_s - timeline.origin_s) / slot))
         length = max(1, round((event.end_s - timeline.origin_s) / slot) - start)
         row += [IDLE] * (start - len(row))
-        row += [label_of(timeline.schedule, event.action)] + [GOING_ON] * (length - 1)
+        row += [label_of(timeline.schedule, event.action)] + [CONTINUED] * (length - 1)
     return row
 
 
 def _cells(row: list[str], width: int, start: int, stop: int) -> str:
-    padded = (GOING_ON * (width - 1) + " " if text == GOING_ON else text.ljust(width) for text in row[start:stop])
+    padded = (CONTINUED * (width - 1) + " " if text == CONTINUED else text.ljust(width) for text in row[start:stop])
     return "".join(padded).rstrip()
 
 
 def _caption(timeline: Timeline) -> str:
     kinds = {event.action.kind for event in timeline.events()}
-    legend = ", ".join(text for kind, text in _LEGEND.items() if kind in kinds)
+    legend = ", ".join(f"{kind} {kind.words}" for kind in Kind if kind in kinds - {Kind.U})
     return f"{timeline.schedule.name}: {legend}, {IDLE} idle ({timeline.bubble_share:.1%} of the time of all ranks)"

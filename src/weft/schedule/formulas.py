@@ -1,6 +1,6 @@
-"""Closed forms of every schedule, for stages of equal cost and free sends: what a planner asks thousands of times.
+"""Closed forms of every schedule, for stages of equal cost and free sends, for planners that evaluate thousands.
 
-Plain arithmetic: the counts may be ints or arrays of ints, elementwise. The tests hold every form against `simulate`.
+Plain arithmetic: the counts may be ints or arrays of ints, elementwise. Tests compare every form with `simulate`.
 share = idle / (m*v*(F+I+W) + idle), F, I, W being one stage's costs, B = I+W, and idle, per rank:
 
     naive                        (p-1) * m * (F+B)
@@ -9,7 +9,7 @@ share = idle / (m*v*(F+I+W) + idle), F, I, W being one stage's costs, B = I+W, a
     zero_bubble                  (p-1) * (F+I-c) + max(0, p-m) * c,  c = min(F, I, W)   published for m >= p, c = W
     zbv                          max(p-1, 4(p-1) - 2(m-1)) * F                          F = I = W only
     dualpipev                    (p-1) * F                                              F = I = W only
-    pipedream, pipedream_2bw     (p-1) * (F+B) once a window, nothing in the long run
+    pipedream, pipedream_2bw     (p-1) * (F+B) once per window, 0 in the long run
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Count = Any  # an int, or an array of ints
 Value = Any  # a number, or an array of numbers
 
 NEVER_DRAIN: Final = frozenset(name for name, spec in SPECS.items() if spec.weight_rule is not WeightRule.FLUSH)
-EQUAL_COSTS_ONLY: Final = frozenset({"zbv", "dualpipev"})  # no closed form for other costs: ask `summary`
+EQUAL_COSTS_ONLY: Final = frozenset({"zbv", "dualpipev"})  # no closed form for other costs: use `simulate`
 
 
 def _least(a: Value, b: Value) -> Value:
-    """min, elementwise: `min` itself would compare whole arrays. Whole numbers stay whole."""
+    """min, elementwise: `min` itself would compare whole arrays. Integers stay integers."""
     return a - _excess(a, b)
 
 
@@ -36,21 +36,8 @@ def _most(a: Value, b: Value) -> Value:
 
 
 def _excess(a: Value, b: Value) -> Value:
-    """max(0, a - b). Multiplied by a truth value rather than halved, so that whole numbers stay whole."""
+    """max(0, a - b). Multiplied by a truth value rather than halved, so that integers stay integers."""
     return (a - b) * (a > b)
-
-
-def is_possible(name: str, *, num_ranks: Count, num_microbatches: Count, virtual_stages: Count = 1) -> Any:
-    """`not check_request(...)` for counts of at least 1, elementwise; where false, the other forms mean nothing."""
-    least, most = spec_of(name).virtual_stages
-    possible = (virtual_stages >= least) & (virtual_stages <= (most or virtual_stages))
-    if name == "interleaved_1f1b":
-        return possible & (num_microbatches % _most(1, num_microbatches // num_ranks) == 0)
-    if name == "dualpipev":
-        return possible & (num_microbatches >= num_ranks * virtual_stages)
-    if name == "pipedream_2bw":
-        return possible & (num_microbatches >= num_ranks)
-    return possible & (num_microbatches >= 1)  # always true: it gives the answer the shape of the counts
 
 
 def idle_s(
@@ -63,16 +50,16 @@ def idle_s(
     backward_input_s: float = 1,
     backward_weight_s: float = 1,
 ) -> Value:
-    """What each rank waits in a step (a whole window, for the schedules that never drain): makespan less its work."""
-    spec_of(name)  # an unknown name must not get the figures of 1F1B
+    """Idle time of each rank per step (per window for schedules that never drain): makespan minus its work."""
+    spec_of(name)  # an unknown name must not get the values of 1F1B
     others, few = num_ranks - 1, _excess(num_ranks, num_microbatches)
-    whole_s = forward_s + backward_input_s + backward_weight_s
+    full_s = forward_s + backward_input_s + backward_weight_s
     if name in EQUAL_COSTS_ONLY and not forward_s == backward_input_s == backward_weight_s:
-        raise ValueError(f"{name} has no closed form for unequal costs: ask summary()")
+        raise ValueError(f"{name} has no closed form for unequal costs: use simulate()")
     if name == "naive":
-        return others * num_microbatches * whole_s
+        return others * num_microbatches * full_s
     if name in ("interleaved_1f1b", "looped_bfs"):
-        return (others + (virtual_stages - 1) * few) * whole_s
+        return (others + (virtual_stages - 1) * few) * full_s
     if name == "zero_bubble":
         movable_s = min(forward_s, backward_input_s, backward_weight_s)
         return others * (forward_s + backward_input_s - movable_s) + few * movable_s
@@ -80,7 +67,7 @@ def idle_s(
         return _most(others, 4 * others - 2 * (num_microbatches - 1)) * forward_s
     if name == "dualpipev":
         return others * forward_s
-    return others * whole_s
+    return others * full_s
 
 
 def bubble_share(
@@ -94,7 +81,7 @@ def bubble_share(
     backward_weight_s: float = 1,
     num_steps: int | None = None,
 ) -> Value:
-    """Idle time over all time. `num_steps` is the window of a schedule that never drains; None is the long run."""
+    """Idle time over all time. `num_steps`: the window of a schedule that never drains; None for the long run."""
     if name in NEVER_DRAIN and num_steps is None:
         return 0.0 * num_ranks * num_microbatches
     idle = idle_s(
@@ -106,8 +93,8 @@ def bubble_share(
         backward_input_s=backward_input_s,
         backward_weight_s=backward_weight_s,
     )
-    whole_s = forward_s + backward_input_s + backward_weight_s
-    return idle / (num_microbatches * (num_steps or 1) * virtual_stages * whole_s + idle)
+    full_s = forward_s + backward_input_s + backward_weight_s
+    return idle / (num_microbatches * (num_steps or 1) * virtual_stages * full_s + idle)
 
 
 def stage_in_flight(
@@ -120,7 +107,7 @@ def stage_in_flight(
     until_weight: bool = True,
 ) -> Count:
     """The most micro-batches that `stage` holds at once, from F until W (or B); or only until I."""
-    spec_of(name)  # an unknown name must not get the figures of 1F1B
+    spec_of(name)  # an unknown name must not get the values of 1F1B
     if name == "naive":
         return 1 + 0 * stage * num_microbatches
     if name in ("gpipe", "looped_bfs"):
@@ -177,7 +164,7 @@ def _forwards_ahead(rank: Count, num_ranks: Count, num_microbatches: Count, virt
 
 
 def _interleaved_stage(stage: Count, num_ranks: Count, num_microbatches: Count, virtual_stages: Count) -> Count:
-    """What a stage holds is most when it ends its visit of a round; from the second round on it repeats."""
+    """A stage holds most when it ends its visit of a round; from the second round on it repeats."""
     per_round = _round_size(num_ranks, num_microbatches)
     chunk, rank = stage // num_ranks, stage % num_ranks
     ahead = _forwards_ahead(rank, num_ranks, num_microbatches, virtual_stages)
@@ -185,8 +172,8 @@ def _interleaved_stage(stage: Count, num_ranks: Count, num_microbatches: Count, 
     def held_after(round_index: Count) -> Count:
         slots = (round_index * virtual_stages + chunk + 1) * per_round
         backwards = _excess(slots - 1, ahead)
-        whole, rest = backwards // (per_round * virtual_stages), backwards % (per_round * virtual_stages)
-        own = whole * per_round + _least(per_round, _excess(rest, (virtual_stages - 1 - chunk) * per_round))
+        rounds, rest = backwards // (per_round * virtual_stages), backwards % (per_round * virtual_stages)
+        own = rounds * per_round + _least(per_round, _excess(rest, (virtual_stages - 1 - chunk) * per_round))
         return (round_index + 1) * per_round - own
 
     second = _least(1, num_microbatches // per_round - 1)
@@ -195,30 +182,7 @@ def _interleaved_stage(stage: Count, num_ranks: Count, num_microbatches: Count, 
 
 def weight_versions(name: str, *, stage: Count, num_ranks: Count) -> Count:
     """Copies of its weights that a stage keeps, in the long run."""
-    spec_of(name)  # an unknown name must not get the figures of 1F1B
+    spec_of(name)  # an unknown name must not get the values of 1F1B
     if name == "pipedream":
         return num_ranks - stage
     return (2 if name == "pipedream_2bw" else 1) + 0 * stage
-
-
-def staleness(name: str, *, stage: Count, num_ranks: Count) -> Count:
-    """Updates between the weights a gradient was taken at and those it is applied to, in the long run."""
-    spec_of(name)  # an unknown name must not get the figures of 1F1B
-    if name == "pipedream":
-        return num_ranks - 1 - stage
-    return (1 if name == "pipedream_2bw" else 0) + 0 * stage
-
-
-def total_saving(*, num_ranks: Count, num_microbatches: Count) -> Value:
-    """Share of the activations of all stages together that 1F1B saves over F-then-B.
-
-    p = m = 4 is the classic picture: 4 + 3 + 2 + 1 = 10 micro-batches are held instead of 16, 37.5% less.
-    """
-    few = _least(num_microbatches, num_ranks)
-    held = few * (few + 1) // 2 + (num_ranks - few) * few
-    return 1 - held / (num_ranks * num_microbatches)
-
-
-def peak_saving(*, num_ranks: Count, num_microbatches: Count) -> Value:
-    """The same on the fullest stage, the one that must fit: p = 4, m = 8 saves 50%; p = 5, m = 8 saves 37.5%."""
-    return 1 - _least(num_microbatches, num_ranks) / num_microbatches

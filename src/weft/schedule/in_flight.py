@@ -1,12 +1,11 @@
-"""How many micro-batches a stage or a rank holds at once. Follows from the order alone: costs do not change it.
+"""Micro-batches in flight per stage and per rank. They follow from the order alone: costs do not change them.
 
-A stage holds a micro-batch's activations from its F until its B; where the backward is cut, part of them until I, part
-until W, so both counts are kept. peak of a rank = max over time of the sum over its stages of (size x held).
+A stage holds a micro-batch's activations from its F until its B; where the backward is split, part of them until I,
+part until W, so both are counted. Peak of a rank = max over time of the sum over its stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.schedule.actions import Kind
@@ -18,7 +17,7 @@ UNTIL_WEIGHT = frozenset({Kind.B, Kind.W})
 
 @dataclass(frozen=True, kw_only=True)
 class InFlight:
-    """Peaks. The peak of a rank is at most the sum of its stages' peaks: they need not come at the same time."""
+    """Peaks. The peak of a rank is at most the sum of its stages' peaks, which need not coincide."""
 
     by_stage_until_input: tuple[int, ...]
     by_stage_until_weight: tuple[int, ...]
@@ -27,9 +26,8 @@ class InFlight:
 
 
 def count_in_flight(schedule: Schedule) -> InFlight:
-    ones = (1,) * schedule.num_stages
-    stages_input, ranks_input = _peaks(schedule, ones, freed_by=UNTIL_INPUT)
-    stages_weight, ranks_weight = _peaks(schedule, ones, freed_by=UNTIL_WEIGHT)
+    stages_input, ranks_input = _peaks(schedule, freed_by=UNTIL_INPUT)
+    stages_weight, ranks_weight = _peaks(schedule, freed_by=UNTIL_WEIGHT)
     return InFlight(
         by_stage_until_input=stages_input,
         by_stage_until_weight=stages_weight,
@@ -38,26 +36,16 @@ def count_in_flight(schedule: Schedule) -> InFlight:
     )
 
 
-def peak_by_rank(schedule: Schedule, sizes: Sequence[int], *, until_weight: bool = True) -> tuple[int, ...]:
-    """The peak of each rank where a micro-batch takes `sizes[s]` (bytes, say) on stage s."""
-    return _peaks(schedule, sizes, freed_by=UNTIL_WEIGHT if until_weight else UNTIL_INPUT)[1]
-
-
-def _peaks(
-    schedule: Schedule, sizes: Sequence[int], *, freed_by: frozenset[Kind]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _peaks(schedule: Schedule, *, freed_by: frozenset[Kind]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(by stage, by rank)"""
     by_stage, by_rank = [0] * schedule.num_stages, [0] * schedule.num_ranks
     held_by_stage = [0] * schedule.num_stages
     for rank, actions in enumerate(schedule.ranks):
         held = 0
         for kind, stage, _ in actions:
-            if kind is Kind.F:
-                held += sizes[stage]
-                held_by_stage[stage] += sizes[stage]
-                by_rank[rank] = max(by_rank[rank], held)
-                by_stage[stage] = max(by_stage[stage], held_by_stage[stage])
-            elif kind in freed_by:
-                held -= sizes[stage]
-                held_by_stage[stage] -= sizes[stage]
+            change = 1 if kind is Kind.F else -1 if kind in freed_by else 0
+            held += change
+            held_by_stage[stage] += change
+            by_rank[rank] = max(by_rank[rank], held)
+            by_stage[stage] = max(by_stage[stage], held_by_stage[stage])
     return tuple(by_stage), tuple(by_rank)

@@ -1,7 +1,7 @@
-"""`check_schedule`: every reason why a schedule is not one. Legal schedules of one step give the same gradients.
+"""`check_schedule`: every reason why a schedule is illegal. Legal schedules of one step give the same gradients.
 
-Rules: each stage forwards each micro-batch once and goes back once (B, or I and W), on its own rank, in an order
-that can run; updates come when their gradients are there; no forward reads weights that are not made yet.
+Rules: each stage runs each micro-batch forward once and backward once (B, or I and W), on its own rank, in an order
+that can run; an update comes after its gradients; no forward reads weights before their update.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.schedule.versions import newest_at_forward, versions_read
 
 
 def check_schedule(schedule: Schedule) -> list[str]:
-    """Empty where the schedule is legal. Later rules are asked only where the earlier ones hold."""
+    """Empty where the schedule is legal. Later rules are checked only where the earlier ones hold."""
     return _check_shape(schedule) or [
         *_check_counts(schedule),
         *_check_order(schedule),
@@ -49,18 +49,18 @@ def _check_place(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -> 
 
 def _check_counts(schedule: Schedule) -> list[str]:
     counts = Counter(action for actions in schedule.ranks for action in actions)
-    reasons = [f"{action} comes {times} times" for action, times in counts.items() if times > 1]
+    reasons = [f"{action} occurs {times} times" for action, times in counts.items() if times > 1]
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.window):
-            forward, whole, first, second = (
+            forward, full, of_input, of_weight = (
                 counts[Action(kind, stage, microbatch)] > 0 for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
             )
             if not forward:
-                reasons.append(f"stage {stage} never forwards micro-batch {microbatch}")
-            if (whole, first, second) not in ((True, False, False), (False, True, True)):
-                found = [kind for kind, there in zip("BIW", (whole, first, second), strict=True) if there]
+                reasons.append(f"stage {stage} never runs the forward of micro-batch {microbatch}")
+            if (full, of_input, of_weight) not in ((True, False, False), (False, True, True)):
+                found = [kind for kind, there in zip("BIW", (full, of_input, of_weight), strict=True) if there]
                 reasons.append(
-                    f"stage {stage} goes back over micro-batch {microbatch} by {'+'.join(found) or 'nothing'}: "
+                    f"stage {stage} runs the backward of micro-batch {microbatch} as {'+'.join(found) or 'nothing'}: "
                     "needs B, or I and W"
                 )
     return reasons
@@ -83,7 +83,7 @@ def _check_order(schedule: Schedule) -> list[str]:
 
 
 def _check_progress(schedule: Schedule) -> list[str]:
-    """Deadlock: ranks that wait for results which never come."""
+    """Deadlocks."""
     outcome = run(schedule, StageCosts.uniform(schedule.num_stages))
     return [sentence for _, sentence in sorted(outcome.blocked.items())]
 
@@ -96,30 +96,30 @@ def _check_updates(schedule: Schedule) -> list[str]:
         own = [action for action in schedule.ranks[rank] if action.stage == stage]
         updates = [action.microbatch for action in own if action.kind is Kind.U]
         if updates != expected:
-            reasons.append(f"stage {stage} updates after micro-batches {updates}, its weight rule says {expected}")
-        reasons += _check_gradients_there(own)
-    return reasons + _check_versions_there(schedule)
+            reasons.append(f"stage {stage} updates after micro-batches {updates}, its weight rule requires {expected}")
+        reasons += _check_gradients(own)
+    return reasons + _check_versions(schedule)
 
 
-def _check_gradients_there(own: list[Action]) -> list[str]:
-    """An update takes all gradients up to its micro-batch, and none beyond."""
+def _check_gradients(own: list[Action]) -> list[str]:
+    """An update needs all gradients up to its micro-batch, and no later one."""
     finished: set[int] = set()
     reasons = []
     for action in own:
         if action.kind in (Kind.B, Kind.W):
             finished.add(action.microbatch)
         elif action.kind is Kind.U and finished != set(range(action.microbatch + 1)):
-            reasons.append(f"{action} comes when the gradients of micro-batches {sorted(finished)} are there")
+            reasons.append(f"{action} comes after the gradients of micro-batches {sorted(finished)}")
     return reasons
 
 
-def _check_versions_there(schedule: Schedule) -> list[str]:
+def _check_versions(schedule: Schedule) -> list[str]:
     if schedule.is_synchronous:
         return []
     newest, read = newest_at_forward(schedule), versions_read(schedule)
     return [
         f"{Action(Kind.F, stage, microbatch)} reads weight version {version}, "
-        f"but the stage has made {newest[stage][microbatch]}"
+        f"but the newest of the stage is {newest[stage][microbatch]}"
         for stage, versions in enumerate(read)
         for microbatch, version in enumerate(versions)
         if version > newest[stage][microbatch]

@@ -1,7 +1,7 @@
-"""What a measured timeline tells: the mean cost of each stage, and what ranks did between their actions.
+"""A measured timeline: the mean cost of each stage, and the waits of each rank between its actions.
 
-`asked[r][i]` is when rank r turned to its action i, `starts[r][i]` when the message it needs was there. With `made` the
-end of the action that made the message, a rank's time is cut without a rest:
+`asked[r][i]` is when rank r turned to its action i, `starts[r][i]` when the message it needs had arrived. With `made`
+the end of the action that made the message, these intervals cover a rank's time:
 
     busy      start -> end                          idle      asked -> made: there was nothing to receive yet
     receive   max(asked, made) -> start             send      end -> next asked, after an action that sends
@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 from weft.schedule.actions import Action, Kind
 from weft.schedule.schedule import Schedule
-from weft.schedule.simulate import StageCosts
+from weft.schedule.simulate import StageCosts, simulate
 from weft.schedule.timeline import Timeline
 
 Asked = Sequence[Sequence[float]]
 
 
 class GapKind(StrEnum):
-    """What a rank does when it does not compute."""
+    """The state of a rank that does not compute."""
 
     IDLE = "idle"
     RECEIVE = "receive"
@@ -33,7 +33,7 @@ class GapKind(StrEnum):
 
 
 class Gap(NamedTuple):
-    """A stretch of a rank between its actions."""
+    """An interval of a rank between its actions."""
 
     rank: int
     kind: GapKind
@@ -42,7 +42,7 @@ class Gap(NamedTuple):
 
 
 def gaps(timeline: Timeline, asked: Asked) -> Iterator[Gap]:
-    """Everything that is not an action, from the first rank's first action to the last rank's end."""
+    """All intervals without an action, from the first action of the pipeline to its last end."""
     made = _made(timeline)
     end_s = timeline.origin_s + timeline.makespan_s
     for rank in range(timeline.schedule.num_ranks):
@@ -59,7 +59,7 @@ def gaps(timeline: Timeline, asked: Asked) -> Iterator[Gap]:
 
 
 def gap_seconds(timeline: Timeline, asked: Asked) -> list[dict[str, float]]:
-    """By rank, by kind of gap."""
+    """Seconds by rank and kind of gap."""
     found = [dict.fromkeys(map(str, GapKind), 0.0) for _ in timeline.schedule.ranks]
     for rank, kind, start_s, end_s in gaps(timeline, asked):
         found[rank][str(kind)] += end_s - start_s
@@ -67,9 +67,9 @@ def gap_seconds(timeline: Timeline, asked: Asked) -> list[dict[str, float]]:
 
 
 def mean_costs(timeline: Timeline, asked: Asked) -> StageCosts:
-    """What `simulate` needs to repeat the run. Where a backward was never cut, all of it is in `backward_input_s`.
+    """The costs with which `simulate` repeats the run. A backward that was never split is in `backward_input_s`.
 
-    A way between ranks is the mean over the messages that were waited for; of the others nobody knows when they came.
+    A transfer between ranks is the mean over the messages that a rank waited for: the arrival of others is not known.
     """
     taken: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for event in timeline.events():
@@ -86,50 +86,20 @@ def mean_costs(timeline: Timeline, asked: Asked) -> StageCosts:
 
 
 def replay(timeline: Timeline, costs: StageCosts) -> Timeline:
-    """The same order with every action as long as it was, and nothing else that delayed one but `costs.send_s`.
+    """The same order with the measured duration of every action and no other delay than `costs.send_s`.
 
-    Beside `simulate` it tells uneven actions (a shared core, say) from time that no order and no action explains.
+    Compared with `simulate` it separates uneven actions (a shared core, say) from time that order and actions do not
+    explain.
     """
-    schedule = timeline.schedule
-    lengths = [
-        [event.end_s - event.start_s for event in timeline.events_of(rank)] for rank in range(len(schedule.ranks))
+    durations = [
+        [end_s - start_s for start_s, end_s in zip(starts, ends, strict=True)]
+        for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
     ]
-    starts: list[list[float]] = [[] for _ in schedule.ranks]
-    ends: list[list[float]] = [[] for _ in schedule.ranks]
-    made: dict[tuple[bool, int, int], float] = {}
-    waiting = set(range(schedule.num_ranks))
-    while waiting:
-        before = len(made)
-        for rank in sorted(waiting):
-            for action in schedule.ranks[rank][len(ends[rank]) :]:
-                arrived_s = _arrival(schedule, made, action, costs)
-                if arrived_s is None:
-                    break
-                starts[rank].append(max(arrived_s, ends[rank][-1] if ends[rank] else 0.0))
-                ends[rank].append(starts[rank][-1] + lengths[rank][len(ends[rank])])
-                if action.kind in (Kind.F, Kind.B, Kind.I):
-                    made[action.kind is Kind.F, action.stage, action.microbatch] = ends[rank][-1]
-        waiting = {rank for rank in waiting if len(ends[rank]) < len(schedule.ranks[rank])}
-        if waiting and len(made) == before:
-            raise ValueError(f"the schedule {schedule.name} deadlocks")
-    return Timeline(schedule=schedule, starts=tuple(map(tuple, starts)), ends=tuple(map(tuple, ends)))
-
-
-def _arrival(
-    schedule: Schedule, made: dict[tuple[bool, int, int], float], action: Action, costs: StageCosts
-) -> float | None:
-    """When what the action needs is there; None while it is not made."""
-    source = _source(schedule, action)
-    if source is None:
-        return 0.0
-    made_s = made.get((action.kind is Kind.F, source, action.microbatch))
-    is_near = schedule.stage_to_rank[source] == schedule.stage_to_rank[action.stage]
-    hop_s = 0.0 if is_near else costs.send_s[min(source, action.stage)]
-    return None if made_s is None else made_s + hop_s
+    return simulate(timeline.schedule, costs, durations=durations)
 
 
 def _hops(timeline: Timeline, asked: Asked) -> dict[int, list[float]]:
-    """By boundary (the lower stage): from the end of the action that made it until it was there."""
+    """Transfer times by boundary (the lower stage): from the end of the action that made the message to its arrival."""
     made, found = _made(timeline), defaultdict(list)
     for event, asked_s in zip(timeline.events(), chain.from_iterable(asked), strict=True):
         source, made_s = _source(timeline.schedule, event.action), _need_made(timeline.schedule, made, event.action)
@@ -139,7 +109,7 @@ def _hops(timeline: Timeline, asked: Asked) -> dict[int, list[float]]:
 
 
 def _made(timeline: Timeline) -> dict[tuple[bool, int, int], float]:
-    """(is forward, stage, micro-batch) -> when its activation or its input's gradient was there."""
+    """(is forward, stage, micro-batch) -> when its activation or input gradient was made."""
     return {
         (event.action.kind is Kind.F, event.action.stage, event.action.microbatch): event.end_s
         for event in timeline.events()
@@ -148,7 +118,7 @@ def _made(timeline: Timeline) -> dict[tuple[bool, int, int], float]:
 
 
 def _need_made(schedule: Schedule, made: dict[tuple[bool, int, int], float], action: Action) -> float:
-    """When the message that the action needs was made; never, where it needs none from another rank."""
+    """When the message that the action needs was made; infinity where it needs none from another rank."""
     source, placement = _source(schedule, action), schedule.stage_to_rank
     if source is None or placement[source] == placement[action.stage]:
         return float("inf")

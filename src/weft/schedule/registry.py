@@ -1,6 +1,6 @@
-"""Names to schedules: `generate` builds one, `check_request` says why one cannot be built. The names are `core.plan`'s.
+"""Names to schedules: `generate` builds one, `check_request` lists why one cannot be built. Names as in `core.plan`.
 
-It knows no layers and no costs: whether a model has enough blocks for the stages is the planner's question.
+Layers and costs are the planner's: it checks that a model has enough blocks for the stages.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from weft.schedule.generators import (
     zbv,
     zero_bubble,
 )
-from weft.schedule.request import Request, ScheduleSpec
 from weft.schedule.schedule import Schedule, WeightRule, loop_placement, v_placement
+from weft.schedule.size import PipelineSize, ScheduleSpec
 
 _MODULES = (
     naive,
@@ -52,7 +52,7 @@ def spec_of(name: str) -> ScheduleSpec:
 
 
 def default_steps(name: str, *, num_ranks: int, num_microbatches: int) -> int:
-    """Steps in a window: one where the pipeline drains, else enough to fill, to run full and to drain."""
+    """Steps of the generated window: 1 where the pipeline drains, else enough to fill, run full and drain."""
     if spec_of(name).weight_rule is WeightRule.FLUSH:
         return 1
     return 2 + -(-2 * num_ranks // num_microbatches)
@@ -61,7 +61,7 @@ def default_steps(name: str, *, num_ranks: int, num_microbatches: int) -> int:
 def check_request(
     name: str, *, num_ranks: int, num_microbatches: int, virtual_stages: int = 1, num_steps: int | None = None
 ) -> list[str]:
-    """Every reason why there is no such schedule; empty where `generate` builds it."""
+    """Every reason against such a schedule; empty where `generate` builds it."""
     spec = spec_of(name)
     counts = {
         "num_ranks": num_ranks,
@@ -69,13 +69,13 @@ def check_request(
         "virtual_stages": virtual_stages,
         "num_steps": 1 if num_steps is None else num_steps,
     }
-    reasons = [f"{key} must be at least 1, and was given {count}" for key, count in counts.items() if count < 1]
+    reasons = [f"{key} must be at least 1, found {count}" for key, count in counts.items() if count < 1]
     if reasons:
         return reasons
     reasons = _check_virtual_stages(spec, virtual_stages)
     if spec.weight_rule is WeightRule.FLUSH and counts["num_steps"] > 1:
-        reasons.append(f"{name} drains after every step, so its window is 1 step, and was given {num_steps}")
-    return reasons or spec.check(Request(**counts))
+        reasons.append(f"{name} drains after every step, so num_steps must be 1, found {num_steps}")
+    return reasons or spec.check(PipelineSize(**counts))
 
 
 def _check_virtual_stages(spec: ScheduleSpec, virtual_stages: int) -> list[str]:
@@ -83,16 +83,13 @@ def _check_virtual_stages(spec: ScheduleSpec, virtual_stages: int) -> list[str]:
     if virtual_stages >= least and (most is None or virtual_stages <= most):
         return []
     needs = f"exactly {least}" if least == most else f"at least {least}"
-    return [f"{spec.name} holds {needs} stage{'s' * (least > 1)} a rank, and was given {virtual_stages}"]
+    return [f"{spec.name} needs {needs} stage{'s' * (least > 1)} per rank, found {virtual_stages}"]
 
 
 def generate(
     name: str, *, num_ranks: int, num_microbatches: int, virtual_stages: int = 1, num_steps: int | None = None
 ) -> Schedule:
-    """The schedule `name` for p ranks, m micro-batches a step, v stages a rank.
-
-    `num_steps` is for the schedules that never drain: the steps in the window, `default_steps` unless given.
-    """
+    """The schedule `name`. `num_steps`, of schedules that never drain: the steps of the window (`default_steps`)."""
     reasons = check_request(
         name,
         num_ranks=num_ranks,
@@ -104,16 +101,16 @@ def generate(
         raise PlanError(reasons[0], hint="change pipeline.schedule, pipeline.microbatches or pipeline.virtual_stages")
     spec = spec_of(name)
     steps = num_steps or default_steps(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
-    request = Request(
+    size = PipelineSize(
         num_ranks=num_ranks, num_microbatches=num_microbatches, virtual_stages=virtual_stages, num_steps=steps
     )
     return Schedule(
         name=name,
         num_ranks=num_ranks,
-        num_stages=request.num_stages,
+        num_stages=size.num_stages,
         num_microbatches=num_microbatches,
         num_steps=steps,
         weight_rule=spec.weight_rule,
-        stage_to_rank=_PLACEMENTS[spec.placement](num_ranks=num_ranks, num_stages=request.num_stages),
-        ranks=tuple(tuple(spec.rank_actions(request, rank)) for rank in range(num_ranks)),
+        stage_to_rank=_PLACEMENTS[spec.placement](num_ranks=num_ranks, num_stages=size.num_stages),
+        ranks=tuple(tuple(spec.rank_actions(size, rank)) for rank in range(num_ranks)),
     )

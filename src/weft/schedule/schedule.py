@@ -1,6 +1,6 @@
-"""`Schedule`: the order in which every rank of a pipeline does its actions. A frozen value that parses back from text.
+"""`Schedule`: the order of the actions of every rank of a pipeline. A frozen value that parses back from text.
 
-It holds no times (`simulate` gives them) and need not be legal (`check_schedule` says whether it is).
+It holds no times (`simulate` computes them) and need not be legal (`check_schedule` checks that).
 Placements: loop, stage s on rank s mod p; v, stages p .. 2p-1 come back down, stage s on rank 2p-1-s.
 """
 
@@ -16,7 +16,7 @@ from weft.schedule.actions import Action
 
 
 class WeightRule(StrEnum):
-    """Which version of its weights a stage reads for a micro-batch; version v has seen v updates."""
+    """The version of its weights that a stage reads for a micro-batch; version v has had v updates."""
 
     FLUSH = "flush"  # one version: the step ends, everything drains, then the optimizer runs outside the schedule
     STASH = "stash"  # the newest at its forward, and the same one again at its backward (PipeDream)
@@ -26,7 +26,7 @@ class WeightRule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """`ranks[r]` is what rank r does, in order. Micro-batches are numbered through all `num_steps` steps."""
+    """`ranks[r]` are the actions of rank r, in order. Micro-batches are numbered through all `num_steps` steps."""
 
     name: str
     num_ranks: int
@@ -48,7 +48,7 @@ class Schedule:
 
     @property
     def update_period(self) -> int:
-        """Micro-batches between two updates inside the schedule; 0 where the optimizer runs outside of it."""
+        """Micro-batches between two updates inside the schedule; 0 where the optimizer runs outside it."""
         if self.is_synchronous:
             return 0
         return self.num_microbatches if self.weight_rule is WeightRule.DOUBLE_BUFFER else 1
@@ -61,7 +61,7 @@ class Schedule:
         return tuple(tuple(stages[rank]) for rank in range(self.num_ranks))
 
     def to_text(self) -> str:
-        """A line of facts, then a line of comma-separated actions a rank."""
+        """A line of facts, then one line of comma-separated actions per rank."""
         facts = {
             "schedule": self.name,
             "ranks": self.num_ranks,
@@ -91,8 +91,8 @@ class Schedule:
             )
         except (KeyError, ValueError) as error:
             raise BadValueError(
-                f"this is no printed schedule: {error}",
-                hint="Schedule.to_text() writes one: a line of key=value facts, then a line of actions a rank",
+                f"this is not a printed schedule: {error}",
+                hint="Schedule.to_text() writes one: a line of key=value facts, then one line of actions per rank",
             ) from None
 
 
@@ -101,7 +101,7 @@ def loop_placement(*, num_ranks: int, num_stages: int) -> tuple[int, ...]:
 
 
 def v_placement(*, num_ranks: int, num_stages: int) -> tuple[int, ...]:
-    """Down the ranks and up again, for as many legs as there are; neighbours at a turn are on one rank."""
+    """Down the ranks and up again, once per leg; the two stages at a turn are on one rank."""
     down = tuple(range(num_ranks))
     legs = (down if leg % 2 == 0 else down[::-1] for leg in range(num_stages // num_ranks))
     return tuple(rank for leg in legs for rank in leg)

@@ -1,80 +1,123 @@
-"""`draw_svg`: a timeline as a self-contained SVG picture; no script, no font, no style sheet from elsewhere.
+"""`draw_svg`: a timeline as an SVG picture, alone or inside a page. No script, no font or style sheet from elsewhere.
 
-Widths are true to time, so unequal stages and measured runs show as they are. Colours name the kind; the later stages
-of a rank are darker. Hovering over an action tells its printed form and its times.
+Widths are proportional to time, so unequal stages and measured runs show as they are. Colours name the kind of action;
+later stages of a rank are darker, an idle rank shows its grey lane. Hovering over a bar shows its action and times.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 from weft.schedule.actions import Kind
 from weft.schedule.draw import chunk_of, label_of, slot_s
-from weft.schedule.timeline import Event, Timeline
+from weft.schedule.measured import Gap
+from weft.schedule.timeline import TimedAction, Timeline
 
-_COLOURS = {  # of a rank's first stage, of its later ones; white text reaches 4.5 : 1 on all
-    Kind.F: ("#2f66c8", "#1d4084"),
-    Kind.B: ("#b4520f", "#743408"),
-    Kind.I: ("#147a73", "#0b4c47"),
-    Kind.W: ("#7b52c0", "#4c317d"),
-    Kind.U: ("#bc3f7d", "#bc3f7d"),
+_COLOURS = {  # of the first and of later stages of a rank; white text has a contrast of at least 4.5 : 1 on each
+    Kind.F.words: ("#2f66c8", "#1d4084"),
+    Kind.B.words: ("#b4520f", "#743408"),
+    Kind.I.words: ("#147a73", "#0b4c47"),
+    Kind.W.words: ("#7b52c0", "#4c317d"),
+    Kind.U.words: ("#bc3f7d", "#bc3f7d"),
+    "receive": ("#8a6d09", "#8a6d09"),
+    "send": ("#23789b", "#23789b"),
+    "idle": ("", ""),  # the lane
 }
-_WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward input", Kind.W: "backward weight", Kind.U: "update"}
-_LEFT, _TOP, _ROW, _BAR = 64, 48, 30, 24  # pixels
+_LEFT, _ROW, _BAR = 64, 30, 24  # pixels
+_TICKS = 5
+# The variables are those of the report's page, which has themes of its own; a picture alone takes the colours given.
 _STYLE = (
-    "svg{background:#fff}text{font:11px sans-serif;fill:#1b212c}.lane{fill:#eceff3}.on{fill:#fff;text-anchor:middle}"
-    "@media(prefers-color-scheme:dark){svg{background:#12151b}text{fill:#e7eaf0}.lane{fill:#252b35}}"
+    ".timeline{background:var(--card,#fff)}.timeline text{font:11px sans-serif;fill:var(--ink,#1b212c)}"
+    ".timeline .lane{fill:var(--line,#eceff3)}.timeline text.on{fill:#fff;text-anchor:middle;pointer-events:none}"
+    "@media(prefers-color-scheme:dark){.timeline{background:var(--card,#12151b)}"
+    ".timeline text{fill:var(--ink,#e7eaf0)}.timeline .lane{fill:var(--line,#252b35)}}"
+    ".timeline .bar{stroke:#fff;stroke-width:.5;rx:2px}.timeline .idle{fill:none;stroke:none;pointer-events:all}"
+) + "".join(
+    f".timeline .{word.replace(' ', '-')}{{fill:{first}}}.timeline .{word.replace(' ', '-')}.later{{fill:{later}}}"
+    for word, (first, later) in _COLOURS.items()
+    if first
 )
 
 
-def draw_svg(timeline: Timeline) -> str:
-    schedule, scale = timeline.schedule, _pixels_per_s(timeline)
-    width = timeline.makespan_s * scale
-    height = _TOP + _ROW * schedule.num_ranks + 12
+def draw_svg(
+    timeline: Timeline,
+    *,
+    gaps: Iterable[Gap] = (),
+    rank_names: Sequence[str] | None = None,
+    scale: float | None = None,
+    end_s: float | None = None,
+    show: Callable[[float], str] | None = None,
+) -> str:
+    """The picture. `rank_names`: of the first ranks, the ones that are drawn; `scale`: pixels per second.
+
+    `end_s` is the end of the time axis. `show` formats seconds for the axis and the hover text; without it the times
+    are the plain costs of a simulation and there is no axis.
+    """
+    schedule = timeline.schedule
+    names = rank_names or [f"rank {rank}" for rank in range(schedule.num_ranks)]
+    scale = scale or pixels_per_s(timeline)
+    width = max(timeline.makespan_s, end_s or 0) * scale
+    top = 24 if show else 44  # inside a page the title is around the picture
+    bottom = top + _ROW * len(names)
+    full_width, height = max(width, 420) + _LEFT + 28, bottom + (22 if show else 6)
     title = f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches"
-    size = f'width="{max(width, 420) + _LEFT + 12:.0f}" height="{height}"'
+    found: list[TimedAction | Gap] = [*timeline.events(), *gaps]
+    bars = [bar for bar in found if bar.rank < len(names) and bar.end_s > bar.start_s]
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
-        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
-        f'<text x="{_LEFT}" y="16">{escape(title)}, idle {timeline.bubble_share:.1%}</text>',
-        *_legend(timeline),
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="timeline" viewBox="0 0 {full_width:.0f} {height}" '
+        f'width="{full_width:.0f}" height="{height}" role="img" aria-label="{escape(title)}">',
+        f"<style>{_STYLE}</style>",
+        "" if show else f'<text x="{_LEFT}" y="14">{escape(title)}, idle {timeline.bubble_share:.1%}</text>',
+        *_legend(top - 22, [word for word in _COLOURS if word == "idle" or any(_word(bar) == word for bar in bars)]),
     ]
-    for rank in range(schedule.num_ranks):
-        y = _TOP + _ROW * rank
-        parts.append(f'<text x="8" y="{y + 16}">rank {rank}</text>')
-        parts.append(f'<rect class="lane" x="{_LEFT}" y="{y}" width="{width:.1f}" height="{_BAR}"/>')
-    parts += [_bar(timeline, event, scale) for event in timeline.events() if event.end_s > event.start_s]
+    for rank, name in enumerate(names):
+        lane = f'x="{_LEFT}" y="{top + _ROW * rank}" width="{timeline.makespan_s * scale:.1f}" height="{_BAR}"'
+        parts.append(f'<text x="8" y="{top + _ROW * rank + 16}">{escape(name)}</text><rect class="lane" {lane}/>')
+    show_time = show or "{:g}".format
+    parts += [_bar(timeline, bar, names[bar.rank], scale, top, show_time) for bar in bars]
+    if show:
+        ticks = [width * tick / _TICKS for tick in range(_TICKS + 1)]
+        parts += [f'<text x="{_LEFT + x:.0f}" y="{bottom + 12}">{escape(show(x / scale))}</text>' for x in ticks]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _pixels_per_s(timeline: Timeline) -> float:
-    """About 1,000 pixels in all, but the shortest action neither thinner than 3 nor wider than 28."""
+def pixels_per_s(timeline: Timeline) -> float:
+    """About 1,000 pixels for the timeline, with the shortest action between 3 and 28 pixels wide."""
     slot = slot_s(timeline)
     per_slot = 1000 * slot / timeline.makespan_s
     return min(max(per_slot, 3), 28) / slot
 
 
-def _legend(timeline: Timeline) -> list[str]:
-    present = {event.action.kind for event in timeline.events() if event.end_s > event.start_s}
+def _word(bar: TimedAction | Gap) -> str:
+    return bar.action.kind.words if isinstance(bar, TimedAction) else str(bar.kind)
+
+
+def _legend(y: int, words: Sequence[str]) -> list[str]:
     parts, x = [], _LEFT
-    for kind in (kind for kind in Kind if kind in present):
-        parts.append(f'<rect x="{x}" y="24" width="12" height="12" rx="2" fill="{_COLOURS[kind][0]}"/>')
-        parts.append(f'<text x="{x + 17}" y="34">{_WORDS[kind]}</text>')
-        x += 36 + 6 * len(_WORDS[kind])
+    for word in words:
+        look = "lane" if word == "idle" else f"bar {word.replace(' ', '-')}"
+        parts.append(f'<rect class="{look}" x="{x}" y="{y}" width="12" height="12"/>')
+        parts.append(f'<text x="{x + 17}" y="{y + 10}">{word}</text>')
+        x += 36 + 6 * len(word)
     return parts
 
 
-def _bar(timeline: Timeline, event: Event, scale: float) -> str:
-    rank, action, start_s, end_s = event
-    x, width = _LEFT + (start_s - timeline.origin_s) * scale, (end_s - start_s) * scale
-    y = _TOP + _ROW * rank
-    colour = _COLOURS[action.kind][min(chunk_of(timeline.schedule, action), 1)]
-    times = f"{start_s - timeline.origin_s:g} to {end_s - timeline.origin_s:g}"
-    bar = (
-        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" rx="2" fill="{colour}" stroke="#fff" '
-        f'stroke-width="0.5"><title>{action}, rank {rank}: {times}</title></rect>'
+def _bar(
+    timeline: Timeline, bar: TimedAction | Gap, name: str, scale: float, top: int, show: Callable[[float], str]
+) -> str:
+    """An action or a wait; an idle rank shows its lane, so idle time gets a hover text and no colour."""
+    start_s, length_s = bar.start_s - timeline.origin_s, bar.end_s - bar.start_s
+    x, y, width = _LEFT + start_s * scale, top + _ROW * bar.rank, length_s * scale
+    look, label, hover = _word(bar).replace(" ", "-"), "", _word(bar)
+    if isinstance(bar, TimedAction):
+        look += " later" if chunk_of(timeline.schedule, bar.action) > 0 else ""
+        label = label_of(timeline.schedule, bar.action)[1:]
+        hover = f"{bar.action}, stage {bar.action.stage}, micro-batch {bar.action.microbatch}"
+    drawn = (
+        f'<rect class="bar {look}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}">'
+        f"<title>{hover}, {escape(name)}: {show(length_s)} from {show(start_s)} on</title></rect>"
     )
-    label = label_of(timeline.schedule, action)[1:]
-    if width < 7 * len(label):
-        return bar
-    return bar + f'<text class="on" x="{x + width / 2:.1f}" y="{y + 16}">{label}</text>'
+    if not label or width < 7 * len(label):
+        return drawn
+    return drawn + f'<text class="on" x="{x + width / 2:.1f}" y="{y + 16}">{label}</text>'

@@ -1,7 +1,6 @@
 """`Timeline`: start and end of every action of a schedule, simulated or measured, and the bubble that follows.
 
-bubble share = (makespan x ranks - busy) / (makespan x ranks); idle over ideal = the same idle time / busy, the
-(p-1)/m of the literature. `span_bubble_share` leaves out what lies before a rank's first and after its last action.
+bubble share = (makespan x ranks - busy) / (makespan x ranks).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from weft.schedule.actions import Action
 from weft.schedule.schedule import Schedule
 
 
-class Event(NamedTuple):
+class TimedAction(NamedTuple):
     """An action with its rank and its times."""
 
     rank: int
@@ -32,14 +31,14 @@ class Timeline:
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[TimedAction]:
         """Rank by rank, each in its order."""
         for rank in range(self.schedule.num_ranks):
             yield from self.events_of(rank)
 
-    def events_of(self, rank: int) -> Iterator[Event]:
+    def events_of(self, rank: int) -> Iterator[TimedAction]:
         times = zip(self.schedule.ranks[rank], self.starts[rank], self.ends[rank], strict=True)
-        return (Event(rank, action, start, end) for action, start, end in times)
+        return (TimedAction(rank, action, start, end) for action, start, end in times)
 
     @cached_property
     def origin_s(self) -> float:
@@ -68,15 +67,5 @@ class Timeline:
 
     @property
     def idle_s(self) -> float:
-        """Of all ranks together."""
+        """Sum over all ranks."""
         return self.makespan_s * len(self.busy_s) - sum(self.busy_s)
-
-    @property
-    def idle_over_ideal(self) -> float:
-        return self.idle_s / sum(self.busy_s)
-
-    @property
-    def span_bubble_share(self) -> float:
-        """Idle time inside the ranks' own spans, over these spans: what stays where steps follow without a barrier."""
-        spans = sum(ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True) if starts)
-        return (spans - sum(self.busy_s)) / spans

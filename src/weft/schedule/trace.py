@@ -1,22 +1,13 @@
 """`chrome_trace`: a timeline as trace events, for chrome://tracing and ui.perfetto.dev; `json.dump` the list as it is.
 
-One process, a thread a rank; complete events ("X"), times in microseconds from the first action on.
+One process, one thread per rank; complete events ("X"), times in microseconds from the first action.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from weft.schedule.actions import Kind
-from weft.schedule.timeline import Event, Timeline
-
-_CATEGORIES = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "backward_input",
-    Kind.W: "backward_weight",
-    Kind.U: "update",
-}
+from weft.schedule.timeline import TimedAction, Timeline
 
 
 def chrome_trace(timeline: Timeline) -> list[dict[str, Any]]:
@@ -29,11 +20,11 @@ def _name(what: str, rank: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": 0, "tid": rank, "args": {"name": name}}
 
 
-def _complete(event: Event, origin_s: float) -> dict[str, Any]:
+def _complete(event: TimedAction, origin_s: float) -> dict[str, Any]:
     action = event.action
     return {
         "name": str(action),
-        "cat": _CATEGORIES[action.kind],
+        "cat": action.kind.words.replace(" ", "_"),
         "ph": "X",
         "ts": (event.start_s - origin_s) * 1e6,
         "dur": (event.end_s - event.start_s) * 1e6,

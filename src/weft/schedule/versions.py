@@ -1,6 +1,6 @@
-"""Weight versions: which one each micro-batch reads, how many a stage must keep, how stale its gradients are.
+"""Weight versions: the one that each micro-batch reads, the number that a stage keeps, the staleness of gradients.
 
-Version v has seen v updates. It must be kept from the update that made it until the next update, or until the last
+Version v has had v updates. It is kept from the update that made it until the next update, or until the last
 backward that reads it. PipeDream: stage s of p keeps p-s, staleness p-1-s; 2BW: 2 and 1; with a flush: 1 and 0.
 """
 
@@ -11,7 +11,7 @@ from weft.schedule.schedule import Schedule, WeightRule
 
 
 def version_for(schedule: Schedule, *, stage: int, microbatch: int) -> int:
-    """The version that `stage` reads for a micro-batch, however many steps there are: `versions_read` without end."""
+    """The version that `stage` reads for a micro-batch, for any number of steps: `versions_read` without end."""
     rule, last = schedule.weight_rule, schedule.num_stages - 1
     if rule is WeightRule.FLUSH:
         return 0
@@ -51,13 +51,13 @@ def weight_versions(schedule: Schedule) -> tuple[int, ...]:
         return (1,) * schedule.num_stages
     read = versions_read(schedule)
     return tuple(
-        _most_alive([action for action in schedule.ranks[rank] if action.stage == stage], read[stage])
+        _max_alive([action for action in schedule.ranks[rank] if action.stage == stage], read[stage])
         for stage, rank in enumerate(schedule.stage_to_rank)
     )
 
 
-def _most_alive(actions: list[Action], read: list[int]) -> int:
-    """The most versions that live at one place in a stage's own order; an update in place needs no second copy."""
+def _max_alive(actions: list[Action], read: list[int]) -> int:
+    """The most versions alive at one position of a stage's own order; an update in place needs no second copy."""
     made_at = [0, *(index for index, action in enumerate(actions) if action.kind is Kind.U)]
     dies_at = [*made_at[1:], len(actions)]
     for index, action in enumerate(actions):
@@ -73,7 +73,7 @@ def _most_alive(actions: list[Action], read: list[int]) -> int:
 
 
 def staleness(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, the most updates between the version a gradient was taken at and the one it is applied to."""
+    """Per stage, the most updates between the version of a gradient and the version it is applied to."""
     if schedule.is_synchronous:
         return (0,) * schedule.num_stages
     read, period = versions_read(schedule), schedule.update_period

@@ -69,7 +69,7 @@ def test_the_ledger_and_the_page_tell_it(run: Path) -> None:
     assert ledger["model"]["parameters"] == 2 * block + 2 * vocabulary * hidden + hidden  # of both ranks
     assert ledger["time"]["terms"]["forward_backward"]["measured"] > 0
     assert "forward" not in ledger["time"]["terms"]  # a pipeline does not tell the two apart
-    assert "figure-pipeline-measured" in (run / "report.html").read_text(encoding="utf-8")
+    assert 'class="timeline"' in (run / "report.html").read_text(encoding="utf-8")
     assert json.loads((run / "pipeline_trace.json").read_text(encoding="utf-8"))
 
 
@@ -93,7 +93,7 @@ def test_a_pipeline_that_never_drains_shows_several_steps_in_one(corpus: Path, c
     assert schedule.ranks[0][-1] == Action(Kind.B, 0, 14)
     assert written["in_flight"] == {"measured": [2, 1], "scheduled": [2, 1]}
     assert 0 < written["bubble_share"]["simulated"] < written["bubble_share"]["measured"]
-    assert "figure-pipeline-measured" in (run / "report.html").read_text(encoding="utf-8")
+    assert 'class="timeline"' in (run / "report.html").read_text(encoding="utf-8")
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [record["step"] for record in records] == list(range(1, 10))
     assert records[0]["grad_norm"] == 0 < min(record["grad_norm"] for record in records[1:])

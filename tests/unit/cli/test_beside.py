@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tiny_run import run_tables, write_corpus
 
-from weft.cli import beside
-from weft.cli.beside import DryRunBeside
+from weft.cli.dryrun import beside
+from weft.cli.dryrun.beside import DryRunBeside
 from weft.core.run_spec import RunSpec
 from weft.train.costs import row
 from weft.train.job import Job
@@ -52,7 +52,7 @@ def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Join:
         started: list[subprocess.Popen[bytes]] = []
 
         def start(self: DryRunBeside) -> subprocess.Popen[bytes]:
-            said = self._path("said.txt").open("wb")
+            said = self._path("output.txt").open("wb")
             command = [sys.executable, "-c", code, str(self._path("answer.json"))]
             started.append(subprocess.Popen(command, stdout=said, stderr=said))
             said.close()
@@ -92,7 +92,7 @@ def test_a_failed_one_is_a_remark(code: str, remark: str, join: Join) -> None:
 
 def test_a_slow_one_is_ended(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "WAIT_S", 0.2)
-    assert join("import time; time.sleep(60)")["remarks"] == ["no dry run: the training was over before it"]
+    assert join("import time; time.sleep(60)")["remarks"] == ["no dry run: the training ended first"]
 
 
 def test_the_real_process_takes_the_resolved_files_and_writes_an_answer(tmp_path: Path) -> None:

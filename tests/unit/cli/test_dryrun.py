@@ -15,8 +15,8 @@ import pytest
 from dry_run_cases import GIB, found_of, holder_of
 from tiny_run import call_weft
 
-from weft.cli import dryrun_sweep, dryrun_view
-from weft.cli.dryrun import changes_that_fit, devices_of
+from weft.cli.dryrun import question, sweep, view
+from weft.cli.dryrun.question import changes_that_fit, devices_of
 from weft.cli.resolve import resolve_model
 from weft.core.errors import MeshError, ModelError, NotBuiltError, WeftError
 from weft.dryrun import many
@@ -65,8 +65,8 @@ def measured_by(monkeypatch: pytest.MonkeyPatch) -> Stub:
                 on_done(place, outcome)
             return found
 
-        monkeypatch.setattr(many, "dry_runs", dry_runs)
-        monkeypatch.setattr(dryrun_sweep, "dry_runs", dry_runs)
+        for module in (many, question, sweep):
+            monkeypatch.setattr(module, "dry_runs", dry_runs)
         return seen
 
     return put
@@ -89,7 +89,7 @@ def test_what_fits_says_by_how_much(files: Path, measured_by: Stub) -> None:
     assert "the peak is in the backward, at the loss (aten._log_softmax_backward_data)" in out
     assert "recomputing activations (activations.policy = 'full') would save about" in out
     assert "reserves 60.0 GiB with expandable segments (8% of it idle at the peak), 64.0 GiB without" in out
-    assert "computes 28.00 TFLOP a step" in out
+    assert "computes 28.00 TFLOP per step" in out
     assert "fits on H200: 79.2 GiB to spare" in out
     assert "weft plan" in out
     assert (jobs[0].on_gpu, jobs[0].attention) == (True, "cudnn")
@@ -219,7 +219,7 @@ def test_an_interrupt_ends_in_one_line(files: Path, measured_by: Stub) -> None:
 )
 def test_the_culprit_says_where_it_was_made(largest: Any, text: str) -> None:
     peak = found_of(terms={"activations": 40 * GIB, "weights": GIB}, largest=largest).peak
-    assert text in dryrun_view.culprit(peak)["text"]
+    assert text in view.culprit(peak)["text"]
 
 
 def test_a_sweep_of_values_is_a_table(files: Path, measured_by: Stub) -> None:
@@ -276,7 +276,7 @@ def test_a_curve_that_is_no_line_is_closed_in_on_as_well(measured_by: Stub, file
     )
     room = 150_109_880_320 - 649_000_000 - 8 * GIB
     assert json.loads(out)["sweep"]["largest_fitting"] == int((room / 4) ** 0.5) // 256 * 256
-    assert len(jobs) <= dryrun_sweep.MOST_RUNS + 1
+    assert len(jobs) <= sweep.MAX_RUNS + 1
 
 
 def test_a_sweep_where_nothing_fits_ends_with_1(files: Path, measured_by: Stub) -> None:
@@ -381,6 +381,8 @@ def test_what_would_fit_is_never_more_than_the_device(
     fit = SimpleNamespace(fits=False, capacity_bytes=80, needed_bytes=125)
     question: Any = SimpleNamespace(fit=lambda _found: fit, request=1, plan=2)
     asked: list[int] = []
-    monkeypatch.setattr("weft.plan.changes.smallest_changes", lambda *_, budget_bytes: asked.append(budget_bytes) or [])
+    monkeypatch.setattr(
+        "weft.cli.dryrun.question.smallest_changes", lambda *_, budget_bytes: asked.append(budget_bytes) or []
+    )
     changes_that_fit(question, SimpleNamespace(), SimpleNamespace(memory_bytes=foreseen * 1.0))  # type: ignore[arg-type]
     assert asked == [budget]

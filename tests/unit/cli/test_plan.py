@@ -145,34 +145,46 @@ def test_explanations_are_printed(what: str) -> None:
     assert words[what] in found.out
 
 
-def test_inference_counts_weights_and_cache() -> None:
-    found = answer("plan", "llama-2-7b", "--devices", "H100", "--inference", "--context", "4096", "--concurrent", "8")
+INFERENCE = {"verb": ("inference",), "older form": ("plan", "--inference")}
+DRAW = {"verb": ("schedule",), "older form": ("plan", "--draw-schedule")}
+
+
+@pytest.mark.parametrize("form", INFERENCE)
+def test_inference_counts_weights_and_cache(form: str) -> None:
+    asked = (*INFERENCE[form], "llama-2-7b", "--devices", "H100", "--context", "4096")
+    found = answer(*asked, "--concurrent", "8")
     counted = found["inference"]
     # 32 layers x 2 x 32 heads x 128 numbers x 2 bytes
     assert counted["kv_cache_bytes_per_token"] == 32 * 2 * 32 * 128 * 2
     assert counted["memory"]["terms"]["weights"] == 2 * 6_738_415_616
     assert counted["memory"]["terms"]["kv_cache"] == 8 * 4096 * counted["kv_cache_bytes_per_token"]
     assert counted["fits"] is True
-    quantised = answer("plan", "llama-2-7b", "--devices", "H100", "--inference", "--weights", "int4", "--kv-cache",
-                       "fp8", "--context", "4096")["inference"]  # fmt: skip
+    quantised = answer(*asked, "--weights", "int4", "--kv-cache", "fp8")["inference"]
     assert quantised["memory"]["terms"]["weights"] < 0.35 * counted["memory"]["terms"]["weights"]
     assert quantised["kv_cache_bytes_per_token"] * 2 == counted["kv_cache_bytes_per_token"]
     assert quantised["max_concurrent"] > 2 * counted["max_concurrent"]
+    shown = told(*asked, "--concurrent", "10000")
+    assert shown.code == 1
+    assert "does not fit" in shown.out
 
 
-def test_a_schedule_is_drawn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", DRAW)
+def test_a_schedule_is_drawn(form: str, tmp_path: Path) -> None:
     path = tmp_path / "schedule.svg"
-    found = told("plan", "--draw-schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--out", str(path))
+    found = told(*DRAW[form], "1f1b", "--stages", "4", "--microbatches", "8", "--out", str(path))
     assert found.code == 0
     assert found.out.count("rank ") >= 4
     assert "27.3%" in found.out  # (p - 1) / (m + p - 1) = 3 / 11
     assert path.read_text().startswith("<svg")
-    assert "held at most, by rank: 4, 3, 2, 1" in found.out
+    assert "in flight at most, by rank: 4, 3, 2, 1" in found.out
 
 
-def test_a_drawing_without_a_path_is_named_after_its_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", DRAW)
+def test_a_drawing_without_a_path_is_named_after_its_schedule(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    draw = ("plan", "--draw-schedule", "zbv", "--stages", "2", "--microbatches", "4")
+    draw = (*DRAW[form], "zbv", "--stages", "2", "--microbatches", "4")
     assert answer(*draw)["in_flight_by_rank"] == [4, 4]
     assert not list(tmp_path.iterdir())  # data was asked for, not a picture
     assert told(*draw).code == 0
@@ -180,7 +192,7 @@ def test_a_drawing_without_a_path_is_named_after_its_schedule(tmp_path: Path, mo
 
 
 def test_a_drawing_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
-    found = told("plan", "--draw-schedule", "1f1b", "--out", str(tmp_path / "none" / "x.svg"))
+    found = told("schedule", "1f1b", "--out", str(tmp_path / "none" / "x.svg"))
     assert found.code == 2
     assert "cannot be written" in found.err
 
@@ -204,7 +216,15 @@ BAD_REQUESTS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "W201",
         "float8.linears = 'none'",
     ),
-    "unknown schedule": (("plan", "--draw-schedule", "2f2b"), "W103", "1f1b"),
+    "unknown schedule": (("schedule", "2f2b"), "W103", "1f1b"),
+    "unknown schedule, older form": (("plan", "--draw-schedule", "2f2b"), "W103", "1f1b"),
+    "too few micro-batches": (("schedule", "dualpipev", "--microbatches", "3"), "W103", "--microbatches"),
+    "inference without devices": (("inference", "llama-3-8b"), "W100", "--help"),
+    "inference in an unknown format": (
+        ("inference", "llama-3-8b", "--devices", "H100", "--weights", "int3"),
+        "W100",
+        "--help",
+    ),
     "batch below dp": (
         ("plan", "gpt2", *EIGHT, "--global-batch", "4", "--set", "mesh.dp_replicate=8"),
         "W201",

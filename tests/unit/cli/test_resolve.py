@@ -95,7 +95,7 @@ def test_a_resume_with_a_plan_of_its_own_or_without_a_mesh(tmp_path: Path) -> No
     (folder / "plan.toml").write_text("[data_parallel]\nzero = 3\n")  # written by hand
     _, tables, ranks = resolve_resumed(folder, None, [], num_ranks=2)
     assert (tables["mesh"], ranks) == ({"dp_shard": 2}, 2)
-    with pytest.raises(MeshError, match="3 ranks but 2"):
+    with pytest.raises(MeshError, match=r"3 ranks .* but 2"):
         resolve_resumed(folder, None, ["mesh.dp_shard=3"], num_ranks=2)
 
 

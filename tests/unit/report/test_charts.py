@@ -11,10 +11,10 @@ import pytest
 
 from weft.core.records import StepRecord
 from weft.core.terms import MemoryTerm
-from weft.report.bars import MAX_RANKS, draw_bars, draw_memory, draw_sources, draw_time, term_names
 from weft.report.chart import Chart
 from weft.report.curves import draw_curves, draw_grad_norm, draw_loss, draw_loss_scale, draw_throughput, resume_steps
-from weft.report.folder import RunFolder, read_folder
+from weft.report.folder import TrainingFolder, read_folder
+from weft.report.training.costs import MAX_RANKS, draw_costs, draw_memory, draw_sources, draw_time, term_names
 
 Write = Callable[..., Path]
 
@@ -29,7 +29,7 @@ def drawn(chart: Chart | None) -> Chart:
     return chart
 
 
-def with_ledger(write: Write, ledger: dict[str, Any]) -> RunFolder:
+def with_ledger(write: Write, ledger: dict[str, Any]) -> TrainingFolder:
     return read_folder(write(num_steps=2, ledger=ledger))
 
 
@@ -136,7 +136,7 @@ def test_predicted_dry_run_and_measured_stand_side_by_side(whole_folder: Write, 
 
 
 def test_without_terms_there_are_no_bars(whole_folder: Write) -> None:
-    assert draw_bars(with_ledger(whole_folder, {"memory": {"ranks": []}, "time": {"terms": {"data": None}}})) == []
+    assert draw_costs(with_ledger(whole_folder, {"memory": {"ranks": []}, "time": {"terms": {"data": None}}})) == []
 
 
 def test_an_unknown_term_comes_last_and_is_not_dropped() -> None:

@@ -10,14 +10,15 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.report.folder import RunFolder, _parse_step, _replay, number, read_folder, rows, table
+from weft.report.fields import number, rows, table
+from weft.report.folder import TrainingFolder, _parse_step, _replay, read_folder
 
 
 def lines(*steps: int, **fields: Any) -> str:
     return "".join(json.dumps({"step": step, "loss": 1.0, **fields}) + "\n" for step in steps)
 
 
-def folder_with(tmp_path: Path, metrics: str) -> RunFolder:
+def folder_with(tmp_path: Path, metrics: str) -> TrainingFolder:
     (tmp_path / "metrics.jsonl").write_text(metrics, encoding="utf-8")
     return read_folder(tmp_path)
 

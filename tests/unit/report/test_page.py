@@ -49,7 +49,7 @@ def test_the_head_and_the_tables_say_what_the_ledger_says(whole_folder: Write, p
         assert told in words
     for told in ("dp_shard = 2", 'source = "python-stdlib"', "transformers 5.22.0", "2026-03-01T09:30:00"):
         assert told in words
-    assert "What to know about this folder" not in words
+    assert "Remarks on this folder" not in words
 
 
 def test_every_figure_has_a_box_with_words(whole_folder: Write, page_of: Any) -> None:
@@ -172,6 +172,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(whole_folder: Write) ->
 def test_the_report_needs_no_torch_and_its_import_no_plotly() -> None:
     code = (
         "import sys, weft.report; assert 'plotly' not in sys.modules; "
-        "import weft.report.page; assert 'plotly' in sys.modules; assert 'torch' not in sys.modules"
+        "import weft.report.page, weft.report.matrix; assert 'plotly' not in sys.modules; "
+        "import weft.report.training.page; assert 'plotly' in sys.modules; assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -24,6 +24,6 @@ def test_the_printed_form_parses_back(action: Action) -> None:
 
 @pytest.mark.parametrize("text", ["", "F3", "0F", "0X3", "0F3x", "-1F3", "0f3"])
 def test_what_is_no_action_is_refused_by_name(text: str) -> None:
-    with pytest.raises(BadValueError, match="no pipeline action") as caught:
+    with pytest.raises(BadValueError, match="not a pipeline action") as caught:
         Action.parse(text)
     assert "2I1" in caught.value.hint

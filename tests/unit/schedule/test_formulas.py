@@ -14,12 +14,10 @@ from weft.core.errors import PlanError
 from weft.schedule import (
     NAMES,
     StageCosts,
-    check_request,
     count_in_flight,
     formulas,
     generate,
     simulate,
-    staleness,
     weight_versions,
 )
 
@@ -45,7 +43,6 @@ def compare(asked: Asked) -> None:
     assert weight_versions(schedule) == tuple(
         formulas.weight_versions(name, stage=s, num_ranks=p) for s in range(p * v)
     )
-    assert staleness(schedule) == tuple(formulas.staleness(name, stage=s, num_ranks=p) for s in range(p * v))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -82,22 +79,9 @@ def test_an_unknown_name_gets_no_figures() -> None:
         lambda: formulas.stage_in_flight("1b1f", stage=0, **counts),
         lambda: formulas.rank_in_flight("1b1f", rank=0, **counts),
         lambda: formulas.weight_versions("1b1f", stage=0, num_ranks=4),
-        lambda: formulas.staleness("1b1f", stage=0, num_ranks=4),
-        lambda: formulas.is_possible("1b1f", **counts),
     ):
         with pytest.raises(PlanError, match="no pipeline schedule"):
             ask()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_possible_is_what_is_not_refused(name: str) -> None:
-    p, m, v = np.meshgrid(np.arange(1, 9), np.arange(1, 20), np.arange(1, 5))
-    possible = formulas.is_possible(name, num_ranks=p, num_microbatches=m, virtual_stages=v)
-    assert possible.shape == p.shape
-    for index in np.ndindex(p.shape):
-        asked = Asked(name, int(p[index]), int(m[index]), int(v[index]))
-        assert possible[index] == (not check_request(name, **asked.counts))
-        assert formulas.is_possible(name, **asked.counts) == possible[index]
 
 
 @given(p=st.integers(1, 64), m=st.integers(1, 512))
@@ -142,17 +126,6 @@ def test_the_classic_saving_is_three_eighths() -> None:
         for name in ("gpipe", "1f1b")
     }
     assert held == {"gpipe": 16, "1f1b": 10}
-    assert formulas.total_saving(num_ranks=4, num_microbatches=4) == 0.375
-    assert formulas.peak_saving(num_ranks=5, num_microbatches=8) == 0.375
-    assert formulas.peak_saving(num_ranks=4, num_microbatches=8) == 0.5
-
-
-@given(p=st.integers(1, 20), m=st.integers(1, 40))
-def test_savings_are_those_of_the_stages(p: int, m: int) -> None:
-    counts = {"num_ranks": p, "num_microbatches": m}
-    held = [formulas.stage_in_flight("1f1b", stage=s, **counts) for s in range(p)]
-    assert formulas.total_saving(**counts) == pytest.approx(1 - sum(held) / (p * m))
-    assert formulas.peak_saving(**counts) == pytest.approx(1 - max(held) / m)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -166,7 +139,6 @@ def test_arrays_give_elementwise_what_ints_give(name: str) -> None:
         "stage": formulas.stage_in_flight(name, stage=rank, **counts),
         "rank": formulas.rank_in_flight(name, rank=rank, **counts),
         "versions": formulas.weight_versions(name, stage=rank, num_ranks=p),
-        "staleness": formulas.staleness(name, stage=rank, num_ranks=p),
     }
     for index, one in enumerate(asked):
         last = one.p - 1
@@ -174,4 +146,3 @@ def test_arrays_give_elementwise_what_ints_give(name: str) -> None:
         assert whole["stage"][index] == formulas.stage_in_flight(name, stage=last, **one.counts)
         assert whole["rank"][index] == formulas.rank_in_flight(name, rank=last, **one.counts)
         assert whole["versions"][index] == formulas.weight_versions(name, stage=last, num_ranks=one.p)
-        assert whole["staleness"][index] == formulas.staleness(name, stage=last, num_ranks=one.p)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from asked import Asked, requests
 from hypothesis import given, settings
 
-from weft.schedule import Kind, Timeline, count_in_flight, generate, peak_by_rank, simulate
+from weft.schedule import Kind, Timeline, count_in_flight, generate, simulate
 
 
 def test_one_forward_one_backward_holds_as_many_as_stages_follow() -> None:
@@ -23,14 +23,6 @@ def test_the_v_schedules_hold_the_same_on_every_rank() -> None:
     counts = {"num_ranks": 4, "num_microbatches": 12, "virtual_stages": 2}
     assert count_in_flight(generate("zbv", **counts)).by_rank_until_weight == (8,) * 4
     assert count_in_flight(generate("dualpipev", **counts)).by_rank_until_weight == (9,) * 4
-
-
-def test_sizes_weigh_the_stages_of_a_rank() -> None:
-    schedule = generate("looped_bfs", num_ranks=2, num_microbatches=3, virtual_stages=2)
-    assert peak_by_rank(schedule, (1, 10, 100, 1000)) == (3 * 101, 3 * 1010)
-    split = generate("zero_bubble", num_ranks=2, num_microbatches=4)
-    assert peak_by_rank(split, (7, 5)) == (14, 10)
-    assert peak_by_rank(split, (7, 5), until_weight=False) == (14, 5)
 
 
 def most_alive(timeline: Timeline, stage: int, freed_by: tuple[Kind, Kind]) -> int:

@@ -38,17 +38,17 @@ def test_larger_schedules_are_legal(asked: Asked) -> None:
 @pytest.mark.parametrize(
     ("rank", "order", "reason"),
     [
-        (0, "0F0 0B0 0B1", "stage 0 never forwards micro-batch 1"),
-        (0, "0F0 0F1 0B0", "stage 0 goes back over micro-batch 1 by nothing"),
-        (0, "0F0 0F1 0I0 0B1", "stage 0 goes back over micro-batch 0 by I: needs B, or I and W"),
-        (0, "0F0 0F1 0B0 0W0 0B1", "goes back over micro-batch 0 by B+W"),
-        (0, "0F0 0F1 0F1 0B0 0B1", "0F1 comes 2 times"),
+        (0, "0F0 0B0 0B1", "stage 0 never runs the forward of micro-batch 1"),
+        (0, "0F0 0F1 0B0", "stage 0 runs the backward of micro-batch 1 as nothing"),
+        (0, "0F0 0F1 0I0 0B1", "stage 0 runs the backward of micro-batch 0 as I: needs B, or I and W"),
+        (0, "0F0 0F1 0B0 0W0 0B1", "runs the backward of micro-batch 0 as B+W"),
+        (0, "0F0 0F1 0F1 0B0 0B1", "0F1 occurs 2 times"),
         (0, "0B0 0F0 0F1 0B1", "rank 0 has 0B0 before 0F0"),
         (0, "0F0 0F1 0W0 0I0 0B1", "rank 0 has 0W0 before 0I0"),
         (0, "0F0 0B0 0F1 0B1 1F0", "rank 0 has 1F0, whose stage is on rank 1"),
         (0, "0F0 0F1 0B0 0B1 0F2 0B2", "rank 0 has 0F2, whose stage or micro-batch does not exist"),
         (1, "1F0 1F1 1B1 1B0 2F0", "rank 1 has 2F0, whose stage or micro-batch does not exist"),
-        (0, "0F0 0F1 0B0 0B1 0U1", "stage 0 updates after micro-batches [1], its weight rule says []"),
+        (0, "0F0 0F1 0B0 0B1 0U1", "stage 0 updates after micro-batches [1], its weight rule requires []"),
     ],
 )
 def test_every_break_has_its_reason(rank: int, order: str, reason: str) -> None:
@@ -59,8 +59,8 @@ def test_two_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
     crossed = with_rank(PLAIN, 0, "0F0 0B0 0F1 0B1")
     crossed = with_rank(crossed, 1, "1F0 1F1 1B0 1B1")
     assert check_schedule(crossed) == [
-        "rank 0 waits for ever at 0B0 for the input gradient of stage 1, micro-batch 0",
-        "rank 1 waits for ever at 1F1 for F of stage 0, micro-batch 1",
+        "rank 0 is blocked at 0B0, waiting for the input gradient of stage 1, micro-batch 0",
+        "rank 1 is blocked at 1F1, waiting for F of stage 0, micro-batch 1",
     ]
     with pytest.raises(PlanError, match="1f1b deadlocks: rank"):
         simulate(crossed)
@@ -68,7 +68,7 @@ def test_two_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
 
 def test_a_weight_backward_cannot_run_before_its_input_backward() -> None:
     split = generate("zero_bubble", num_ranks=1, num_microbatches=1)
-    with pytest.raises(PlanError, match="at 0W0 for the input gradient of stage 0"):
+    with pytest.raises(PlanError, match="at 0W0, waiting for the input gradient of stage 0"):
         simulate(with_rank(split, 0, "0F0 0W0 0I0"))
 
 
@@ -87,16 +87,16 @@ def test_no_action_can_be_dropped_or_doubled(asked: Asked, data: st.DataObject) 
 def test_an_update_must_have_all_its_gradients_and_no_others() -> None:
     schedule = generate("pipedream", num_ranks=1, num_microbatches=2, num_steps=1)
     early = with_rank(schedule, 0, "0F0 0U0 0B0 0F1 0B1 0U1")
-    assert "0U0 comes when the gradients of micro-batches [] are there" in check_schedule(early)
+    assert "0U0 comes after the gradients of micro-batches []" in check_schedule(early)
     late = with_rank(schedule, 0, "0F0 0B0 0F1 0B1 0U0 0U1")
-    assert "0U0 comes when the gradients of micro-batches [0, 1] are there" in check_schedule(late)
+    assert "0U0 comes after the gradients of micro-batches [0, 1]" in check_schedule(late)
 
 
 def test_weights_must_be_made_before_they_are_read() -> None:
     """2BW with fewer micro-batches than the pipeline holds would read a version of the future."""
     schedule = generate("pipedream", num_ranks=3, num_microbatches=1, num_steps=6)
     wrong = replace(schedule, weight_rule=WeightRule.DOUBLE_BUFFER)
-    assert "0F2 reads weight version 1, but the stage has made 0" in check_schedule(wrong)
+    assert "0F2 reads weight version 1, but the newest of the stage is 0" in check_schedule(wrong)
 
 
 def test_shapes_that_do_not_fit_are_told_first() -> None:

@@ -18,12 +18,12 @@ def test_names_are_exactly_those_a_plan_may_hold() -> None:
 @pytest.mark.parametrize(
     ("name", "p", "m", "v", "reason"),
     [
-        ("1f1b", 4, 8, 2, "exactly 1 stage a rank, and was given 2"),
-        ("zbv", 4, 8, 1, "exactly 2 stages a rank, and was given 1"),
-        ("dualpipev", 4, 7, 2, "at least as many micro-batches as stages, 8, and was given 7"),
+        ("1f1b", 4, 8, 2, "exactly 1 stage per rank, found 2"),
+        ("zbv", 4, 8, 1, "exactly 2 stages per rank, found 1"),
+        ("dualpipev", 4, 7, 2, "at least as many micro-batches as stages, 8, found 7"),
         ("interleaved_1f1b", 4, 9, 2, "in 2 rounds, and 2 does not divide 9"),
-        ("pipedream_2bw", 4, 3, 1, "at least as many micro-batches as ranks, 4, and was given 3"),
-        ("gpipe", 0, 3, 1, "num_ranks must be at least 1, and was given 0"),
+        ("pipedream_2bw", 4, 3, 1, "at least as many micro-batches as ranks, 4, found 3"),
+        ("gpipe", 0, 3, 1, "num_ranks must be at least 1, found 0"),
         ("gpipe", 2, 0, 1, "num_microbatches must be at least 1"),
         ("looped_bfs", 2, 2, 0, "virtual_stages must be at least 1"),
     ],
@@ -39,7 +39,7 @@ def test_a_request_that_cannot_be_gets_one_sentence(name: str, p: int, m: int, v
 
 def test_only_schedules_that_never_drain_have_windows() -> None:
     assert check_request("1f1b", num_ranks=2, num_microbatches=2, num_steps=3) == [
-        "1f1b drains after every step, so its window is 1 step, and was given 3"
+        "1f1b drains after every step, so num_steps must be 1, found 3"
     ]
     assert generate("pipedream", num_ranks=2, num_microbatches=2, num_steps=3).window == 6
 

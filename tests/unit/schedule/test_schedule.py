@@ -27,7 +27,7 @@ def test_the_printed_form_is_short_to_read() -> None:
 
 @pytest.mark.parametrize("text", ["", "nonsense", "schedule=x ranks=two", "schedule=x ranks=1\n0F0"])
 def test_what_is_no_schedule_is_refused(text: str) -> None:
-    with pytest.raises(BadValueError, match="no printed schedule"):
+    with pytest.raises(BadValueError, match="not a printed schedule"):
         Schedule.parse(text)
 
 

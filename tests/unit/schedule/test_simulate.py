@@ -142,3 +142,9 @@ def test_the_clock_costs_no_time_of_its_own() -> None:
     timeline = simulate(generate("interleaved_1f1b", num_ranks=1, num_microbatches=5, virtual_stages=3))
     assert timeline.idle_s == 0
     assert timeline.makespan_s == pytest.approx(5 * 3 * 3)
+
+
+def test_zbv_never_waits_between_its_first_and_its_last_action() -> None:
+    timeline = simulate(generate("zbv", num_ranks=6, num_microbatches=20, virtual_stages=2))
+    spans = [ends[-1] - starts[0] for starts, ends in zip(timeline.starts, timeline.ends, strict=True)]
+    assert timeline.busy_s == tuple(spans)

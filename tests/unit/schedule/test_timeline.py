@@ -20,12 +20,6 @@ def test_shares_of_a_measured_run() -> None:
     assert MEASURED.idle_s == 9
     assert MEASURED.bubble_share == 9 / 16
     assert MEASURED.bubble_share_by_rank == (5 / 8, 4 / 8)
-    assert MEASURED.idle_over_ideal == pytest.approx(9 / 7)
-
-
-def test_the_span_share_leaves_out_the_ends() -> None:
-    """Rank 0 spans 8 s, rank 1 spans 5 s; 7 s of the 13 are work."""
-    assert MEASURED.span_bubble_share == pytest.approx(6 / 13)
 
 
 def test_events_carry_rank_action_and_times() -> None:

@@ -15,8 +15,8 @@ from weft.checkpoint import peek_newest
 from weft.core.errors import RunChangedError
 from weft.core.run_spec import DEFAULT_RUN, RunSpec
 from weft.report.curves import draw_loss
-from weft.report.facts import gather_facts
 from weft.report.folder import read_folder
+from weft.report.training.facts import gather_facts
 from weft.train.process import leave
 from weft.train.run_changes import RunChange, changes_between, keys_of, recorded_run, require_said
 from weft.train.run_history import RunHistory
@@ -158,7 +158,7 @@ def require_report_cut(run: Path, lines: list[dict[str, Any]]) -> None:
     assert notes == ["changed: data.source, data.sequence_length, train.steps"]
     best = min((lines[5]["eval_loss"], 6), (lines[7]["eval_loss"], 8))
     assert f"best {best[0]:.4g} at step {best[1]}" in chart.caption
-    assert "before step 5 are of other data" in chart.caption
+    assert "before step 5 belong to other data" in chart.caption
     assert gather_facts(folder).first_loss == pytest.approx(lines[4]["loss"])
     assert any("Changed after step 4: " in remark for remark in folder.remarks)
 

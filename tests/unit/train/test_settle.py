@@ -9,7 +9,7 @@ import pytest
 from tiny_run import call_weft
 
 import weft.train.settle as settle
-from weft.cli import dryrun
+from weft.cli.dryrun.question import DryRunQuestion
 from weft.core.errors import PlanError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
@@ -54,10 +54,10 @@ def test_a_job_has_its_blocks_before_ranks_start() -> None:
 
 def test_dry_runs_choose_as_trainings_do() -> None:
     run = run_of(rows=16)
-    question = dryrun.Question.of(run, OPEN, "CPU")
+    question = DryRunQuestion.of(run, OPEN, "CPU")
     assert question.plan == settle.settle_plan(run, Plan.from_tables(OPEN), on_gpu=False)
-    with pytest.raises(PlanError, match="none is named") as caught:
-        dryrun.Question.of(run, OPEN, None)
+    with pytest.raises(PlanError, match="no device is named") as caught:
+        DryRunQuestion.of(run, OPEN, None)
     assert "--device" in caught.value.hint
 
 

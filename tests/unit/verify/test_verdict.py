@@ -121,7 +121,7 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, *verdicts: Verdict) -> list[Ver
         asked.append(request)
         return list(verdicts)
 
-    monkeypatch.setattr(weft.cli.verify, "_carry_out", carry_out)
+    monkeypatch.setattr(weft.cli.verify, "_run_ranks", carry_out)
     return asked
 
 

@@ -1,1 +1,1 @@
-"""One schedule a file: each says where its rule is published, and declares a SPEC. `registry` lists them."""
+"""One schedule per file: each names its publication and declares a SPEC. `registry` lists them."""

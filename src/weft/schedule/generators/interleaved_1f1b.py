@@ -1,7 +1,7 @@
-"""Interleaved 1F1B: v stages a rank, visited in rounds of about p micro-batches, depth first.
+"""Interleaved 1F1B: v stages per rank, visited in rounds of about p micro-batches, depth first.
 
 (Narayanan et al. 2021, arXiv 2104.04473.) Rank r runs 2(p-1-r) + (v-1)g forwards ahead, g the micro-batches of a round;
-bubble (p-1)/(v*m+p-1) where p divides m. Rounds need not be of p: g = m / max(1, m // p) as torch allows, if whole.
+bubble (p-1)/(v*m+p-1) where p divides m. A round need not have p: g = m / max(1, m // p), an integer, as in torch.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.schedule.actions import Action, Kind
-from weft.schedule.request import Request, ScheduleSpec
+from weft.schedule.size import PipelineSize, ScheduleSpec
 
 
-def num_rounds(request: Request) -> int:
-    return max(1, request.num_microbatches // request.num_ranks)
+def num_rounds(size: PipelineSize) -> int:
+    return max(1, size.num_microbatches // size.num_ranks)
 
 
-def check(request: Request) -> list[str]:
-    rounds = num_rounds(request)
-    if request.num_microbatches % rounds == 0:
+def check(size: PipelineSize) -> list[str]:
+    rounds = num_rounds(size)
+    if size.num_microbatches % rounds == 0:
         return []
     return [
-        f"interleaved_1f1b runs {request.num_microbatches} micro-batches over {request.num_ranks} ranks in {rounds} "
-        f"rounds, and {rounds} does not divide {request.num_microbatches}"
+        f"interleaved_1f1b runs {size.num_microbatches} micro-batches over {size.num_ranks} ranks in {rounds} "
+        f"rounds, and {rounds} does not divide {size.num_microbatches}"
     ]
 
 
-def rank_actions(request: Request, rank: int) -> Iterator[Action]:
-    num_ranks, chunks = request.num_ranks, request.virtual_stages
-    per_round = request.num_microbatches // num_rounds(request)
-    num_slots = request.num_microbatches * chunks
+def rank_actions(size: PipelineSize, rank: int) -> Iterator[Action]:
+    num_ranks, chunks = size.num_ranks, size.virtual_stages
+    per_round = size.num_microbatches // num_rounds(size)
+    num_slots = size.num_microbatches * chunks
     ahead = min(num_slots, 2 * (num_ranks - 1 - rank) + (chunks - 1) * per_round)
 
     def place(slot: int) -> tuple[int, int]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.schedule.actions import Action, Kind
-from weft.schedule.request import Request, ScheduleSpec
+from weft.schedule.size import PipelineSize, ScheduleSpec
 
 
-def rank_actions(request: Request, rank: int) -> Iterator[Action]:
-    for microbatch in range(request.num_microbatches):
+def rank_actions(size: PipelineSize, rank: int) -> Iterator[Action]:
+    for microbatch in range(size.num_microbatches):
         yield Action(Kind.F, rank, microbatch)
         yield Action(Kind.B, rank, microbatch)
 

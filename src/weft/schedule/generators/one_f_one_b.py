@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.schedule.actions import Action, Kind
-from weft.schedule.request import Request, ScheduleSpec
+from weft.schedule.size import PipelineSize, ScheduleSpec
 
 
 def alternate(*, stage: int, num_forwards_ahead: int, num_microbatches: int) -> Iterator[Action]:
@@ -21,9 +21,9 @@ def alternate(*, stage: int, num_forwards_ahead: int, num_microbatches: int) -> 
             yield Action(Kind.B, stage, step - num_forwards_ahead)
 
 
-def rank_actions(request: Request, rank: int) -> Iterator[Action]:
-    ahead = request.num_ranks - 1 - rank
-    return alternate(stage=rank, num_forwards_ahead=ahead, num_microbatches=request.num_microbatches)
+def rank_actions(size: PipelineSize, rank: int) -> Iterator[Action]:
+    ahead = size.num_ranks - 1 - rank
+    return alternate(stage=rank, num_forwards_ahead=ahead, num_microbatches=size.num_microbatches)
 
 
 SPEC = ScheduleSpec(name="1f1b", rank_actions=rank_actions)

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 from weft.schedule.actions import Action, Kind
 from weft.schedule.generators.one_f_one_b import alternate
-from weft.schedule.request import Request, ScheduleSpec
 from weft.schedule.schedule import WeightRule
+from weft.schedule.size import PipelineSize, ScheduleSpec
 
 
-def rank_actions(request: Request, rank: int) -> Iterator[Action]:
-    ahead = request.num_ranks - 1 - rank
-    for action in alternate(stage=rank, num_forwards_ahead=ahead, num_microbatches=request.window):
+def rank_actions(size: PipelineSize, rank: int) -> Iterator[Action]:
+    ahead = size.num_ranks - 1 - rank
+    for action in alternate(stage=rank, num_forwards_ahead=ahead, num_microbatches=size.window):
         yield action
         if action.kind is Kind.B:
             yield Action(Kind.U, rank, action.microbatch)

@@ -1,0 +1,1 @@
+"""`weft plan`: the verb, its confirmation by dry run, the view on a terminal."""

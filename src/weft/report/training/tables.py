@@ -1,0 +1,85 @@
+"""The tables of a training's page beside costs and coverage: dtypes, checkpoints, sampled steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from weft.core.records import StepRecord
+from weft.core.units import format_bytes, format_count, format_seconds
+from weft.report.chart import readable
+from weft.report.fields import rows
+from weft.report.folder import TrainingFolder
+from weft.report.markup import ABSENT, DASH, NOTHING, Markup, absent, chip, fold, join, shown, table_of, tag, text
+
+NUM_SAMPLED_STEPS = 16
+
+
+def dtypes(folder: TrainingFolder) -> Markup:
+    """Asked against found, with the components that differ named first."""
+    records = rows(folder.ledger, "dtypes")
+    if not records:
+        return absent("No dtypes were recorded: they are looked up after the first step.")
+    wrong = [str(row.get("component", "?")) for row in records if not dtype_ok(row)]
+    verdict = (
+        tag("p", text(f"✗ Not as asked: {', '.join(wrong)}."), class_="bad")
+        if wrong
+        else tag("p", text("✓ Every component found is as asked."), class_="good")
+    )
+    columns = {
+        "component": lambda row: text(readable(str(row.get("component", "?")))),
+        "asked": lambda row: tag("code", text(str(row.get("asked", "?")).removeprefix("torch."))),
+        "found": lambda row: tag("code", text(", ".join(_found(row)))) if _found(row) else ABSENT,
+        "": _dtype_chip,
+    }
+    return join([verdict, table_of(records, columns, caption="Dtypes of the live tensors", numeric=())])
+
+
+def dtype_ok(row: dict[str, Any]) -> bool:
+    """A component without a tensor is not wrong; its chip reads "not seen"."""
+    asked = str(row.get("asked", "")).removeprefix("torch.")
+    return all(dtype == asked for dtype in _found(row))
+
+
+def checkpoints(folder: TrainingFolder) -> Markup:
+    records = rows(folder.ledger, "checkpoints")
+    if not records:
+        return absent("No checkpoint was recorded.")
+    columns = {
+        "step": lambda row: shown(row.get("step"), "{:,.0f}".format),
+        "path": lambda row: tag("code", text(row.get("path", "?"))),
+        "size": lambda row: shown(row.get("bytes"), format_bytes),
+        "time": lambda row: shown(row.get("seconds"), format_seconds),
+    }
+    return table_of(records, columns, caption="Checkpoints written", numeric=(0, 2, 3))
+
+
+def sampled_steps(steps: Sequence[StepRecord]) -> Markup:
+    """A few steps in numbers, the first and the last among them, for readers who cannot see the charts."""
+    if not steps:
+        return NOTHING
+    last = len(steps) - 1
+    picked = sorted({round(index * last / (NUM_SAMPLED_STEPS - 1)) for index in range(NUM_SAMPLED_STEPS)})
+    columns = {
+        "step": lambda step: text(f"{step.step:,}{' skipped' if step.skipped else ''}"),
+        "loss": lambda step: text(f"{step.loss:.4f}"),
+        "evaluation": lambda step: shown(step.eval_loss, "{:.4f}".format, missing=DASH),
+        "learning rate": lambda step: shown(step.learning_rate, "{:.3g}".format, missing=DASH),
+        "gradient norm": lambda step: shown(step.grad_norm, "{:.4g}".format, missing=DASH),
+        "tokens/s": lambda step: shown(step.tokens_per_s, format_count, missing=DASH),
+        "step time": lambda step: shown(step.step_s, format_seconds, missing=DASH),
+    }
+    caption = f"{len(picked)} of {len(steps):,} steps; all of them are in metrics.jsonl"
+    table = table_of([steps[index] for index in picked], columns, caption=caption, numeric=range(7))
+    return fold(text("Steps in numbers"), table)
+
+
+def _found(row: dict[str, Any]) -> list[str]:
+    found = row.get("found")
+    return [str(dtype).removeprefix("torch.") for dtype in found] if isinstance(found, list | tuple) else []
+
+
+def _dtype_chip(row: dict[str, Any]) -> Markup:
+    if not _found(row):
+        return chip("not seen")
+    return chip("✓ as asked", kind="good") if dtype_ok(row) else chip("✗ differs", kind="bad")
