@@ -224,7 +224,7 @@ def test_any_module_with_named_blocks(policy: str) -> None:
 
 
 def test_without_blocks_there_is_nothing_to_recompute() -> None:
-    with pytest.raises(NoBlocksError, match="nothing to compute again"):
+    with pytest.raises(NoBlocksError, match="nothing to recompute"):
         Engine(nn.Linear(4, 4), Plan.from_tables({"activations": {"policy": "full"}}), device=CPU)
 
 
