@@ -67,7 +67,7 @@ def apply_recompute(
             wrap_forward(block, _Recomputed(block, changes, is_selective=policy == "selective"))
 
 
-def is_kept(operator: Any) -> bool:
+def is_saved(operator: Any) -> bool:
     """Whether selective recompute saves the output of this operator."""
     packet = str(getattr(operator, "overloadpacket", operator))
     return packet in _PRODUCTS or packet.startswith(_ATTENTION) or packet.startswith(_COLLECTIVES)
@@ -107,4 +107,4 @@ def _entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_saved(operator) else CheckpointPolicy.PREFER_RECOMPUTE

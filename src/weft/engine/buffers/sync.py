@@ -143,7 +143,8 @@ class BufferSync:
     def _average(self, places: Sequence[int]) -> None:
         values = [value for place, value in self._values_at(places) if self._is_averaged(place, value)]
         for same in _by_dtype(values) if self._num_stage_ranks > 1 else ():
-            flat = torch.cat([value.reshape(-1).to(_wide(value.dtype)) for value in same])
+            wide = torch.promote_types(same[0].dtype, torch.float32)  # no sums over ranks in 16 bits
+            flat = torch.cat([value.reshape(-1).to(wide) for value in same])
             with buffer_collectives():
                 dist.all_reduce(flat, group=self._topology.stage_group)
             _copy_from_flat(flat / self._num_stage_ranks, same)
@@ -253,11 +254,6 @@ def _stage_in(name: str, stage_of: Mapping[str, int]) -> int | None:
 def _by_dtype(values: Sequence[Tensor]) -> list[list[Tensor]]:
     dtypes = dict.fromkeys(value.dtype for value in values)
     return [[value for value in values if value.dtype == dtype] for dtype in dtypes]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums over ranks: at least 32 bits."""
-    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def _copy_from_flat(flat: Tensor, values: Sequence[Tensor]) -> None:

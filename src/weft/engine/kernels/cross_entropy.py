@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from weft.engine.kernels.triton_here import has_triton
+from weft.engine.objective import IGNORED
 
-IGNORED = -100
 PIECE_ELEMENTS = 2**20  # logits in float32 at a time, without Triton
 
 

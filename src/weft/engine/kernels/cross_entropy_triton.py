@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.engine.kernels.cross_entropy import IGNORED, Cap
+from weft.engine.kernels.cross_entropy import Cap
+from weft.engine.objective import IGNORED
 
 BLOCK, WARPS = 4096, 8
 

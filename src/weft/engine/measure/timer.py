@@ -30,8 +30,10 @@ class StepTimer:
 
 
 def now(device: torch.device) -> Mark:
-    if device.type != "cuda":
-        return time.perf_counter()
+    return record_event() if device.type == "cuda" else time.perf_counter()
+
+
+def record_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

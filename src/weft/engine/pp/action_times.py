@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from weft.engine.measure.timer import Mark, record_event
 from weft.schedule import Action
-
-Mark = float | torch.cuda.Event
 
 
 class ActionRow(NamedTuple):
@@ -39,12 +38,12 @@ class ActionClock:
         self._zero_s = 0.0
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            self._zero = _event()
+            self._zero = record_event()
             self._zero.synchronize()
             self._zero_s = time.perf_counter()
 
     def now(self) -> Mark:
-        return time.perf_counter() if self._zero is None else _event()
+        return time.perf_counter() if self._zero is None else record_event()
 
     def seconds(self, mark: Mark) -> float:
         """Waits until the device has reached the mark."""
@@ -87,9 +86,3 @@ class ActionTimes:
         if clock is None:
             return []
         return [ActionRow(action, *map(clock.seconds, marks)) for action, *marks in self.marks]
-
-
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.engine.microbatches import Forward
 from weft.engine.pp.action_times import ActionTimes
 from weft.engine.pp.p2p import ShapeKey, StageLinks
-from weft.engine.pp.schedule_runner import Forward, ScheduleRunner, Step, StrategyHooks
+from weft.engine.pp.schedule_runner import ScheduleRunner, Step, StrategyHooks
 from weft.engine.pp.stages import Stages
 from weft.engine.pp.weight_stash import WeightStash
 from weft.schedule import Action, Actions, Calls, Kind, Schedule, version_for
@@ -146,7 +147,7 @@ class NoFlushRunner(ScheduleRunner):
 
     def _update(self, step: Step, action: Action) -> None:
         start = step.record.now()
-        oldest = min((index for _, index in step.kept), default=self._num_forwards)
+        oldest = min((index for _, index in step.saved), default=self._num_forwards)
         lowest = self._version(oldest)
         number = action.microbatch // self.calls.num_microbatches
         self.is_in_backward = False

@@ -10,7 +10,7 @@ micro-batch are freed with its last action; on the last stage that is the loss a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.activations.split_backward import SplitBackward
+from weft.engine.microbatches import Forward
 from weft.engine.pp.action_times import ActionClock, ActionTimes
 from weft.engine.pp.p2p import Message, P2PExchange, ShapeKey, ShapeRegistry, StageLinks
 from weft.engine.pp.stages import StageDone, Stages
@@ -36,9 +37,6 @@ class StrategyHooks(Protocol):
     def backward_weight(self) -> None: ...
 
     def after_backwards(self) -> None: ...
-
-
-Forward = Callable[[int, int], Tensor]  # (stage, micro-batch) -> hidden states, or the loss on the last stage
 
 
 class ScheduleRunner:
@@ -95,7 +93,7 @@ class ScheduleRunner:
         step.p2p.expect(ranks, dict(enumerate(shapes)))
         for action in ranks[self.links.place]:
             step.forward(action)
-            step.kept.clear()
+            step.saved.clear()
         step.p2p.finish()
 
 
@@ -105,7 +103,7 @@ class Step:
     def __init__(self, runner: ScheduleRunner, forward: Forward, strategy: StrategyHooks) -> None:
         self.runner, self._forward, self._strategy = runner, forward, strategy
         self.p2p = P2PExchange(runner.links, runner.schedule.stage_to_rank, runner.known_shapes)
-        self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor, SplitBackward | None]] = {}
+        self.saved: dict[tuple[int, int], tuple[Tensor | None, Tensor, SplitBackward | None]] = {}
         self.record = ActionTimes()
         self._in_flight: Counter[int] = Counter()
         self._ended = 0  # stages whose last backward has begun
@@ -132,15 +130,15 @@ class Step:
             received.requires_grad_()
         start = self.record.now()
         is_split = (stage, index) in self.runner._split and torch.is_grad_enabled()
-        deferred = SplitBackward() if is_split else None
+        split_backward = SplitBackward() if is_split else None
         with self.runner.weights(stage, index), stages.forward_of(stage, received):
             try:
-                with deferred or nullcontext():
+                with split_backward or nullcontext():
                     output = self._forward(stage, index)
             except StageDone as done:
                 output = done.hidden
         self.record.note(action, asked, start)
-        self.kept[stage, index] = (received, output, deferred)
+        self.saved[stage, index] = (received, output, split_backward)
         self._in_flight[stage] += 1
         self.record.most_in_flight[stage] = max(self.record.most_in_flight.get(stage, 0), self._in_flight[stage])
         if stage < stages.last:
@@ -150,7 +148,7 @@ class Step:
     def backward(self, action: Action, *, is_last: bool) -> None:
         kind, stage, index = action
         asked = self.record.now()
-        received, output, deferred = self.kept.pop((stage, index))
+        received, output, split_backward = self.saved.pop((stage, index))
         gradient = self._receive(Message("backward", stage, index)) if stage < self.runner.stages.last else None
         start = self.record.now()
         is_half = kind is Kind.I
@@ -159,7 +157,7 @@ class Step:
             torch.autograd.backward(output, gradient)
         self.record.note(action, asked, start)
         if is_half:
-            self.kept[stage, index] = (None, output.new_empty(0), deferred)
+            self.saved[stage, index] = (None, output.new_empty(0), split_backward)
         else:
             self._in_flight[stage] -= 1
         if received is not None:
@@ -169,12 +167,12 @@ class Step:
 
     def weights(self, action: Action, *, is_last: bool) -> None:
         _, stage, index = action
-        _, _, deferred = self.kept.pop((stage, index))
+        _, _, split_backward = self.saved.pop((stage, index))
         start = self.record.now()
-        if deferred is None:
+        if split_backward is None:
             raise RuntimeError(f"{action} has no saved weight gradients")
         with self._strategy.backward_input():
-            deferred.run()
+            split_backward.run()
             self._strategy.backward_weight()  # accumulates with the gradients of the input backward, in one dtype
         with self._strategy_of(stage, is_last=is_last):
             self._strategy.backward_weight()

@@ -17,6 +17,7 @@ from torch import nn
 from weft.core.errors import TensorParallelError
 from weft.core.shards import LocalShard, Span, even_span, local_shard, replicated_shard
 from weft.engine.tp.grid import TP_GROUP
+from weft.engine.weights.materialise import replace_parameter
 from weft.models.layout import ModelLayout
 from weft.models.tp.layout import LinearCut, Region, Segment, Segments, TensorLayout
 
@@ -100,10 +101,7 @@ def shard_parameters(model: nn.Module, layout: ModelLayout, shards: dict[str, Lo
         if parameter.device.type != "meta":
             for chunk in shard.chunks:
                 own[chunk.local_index].copy_(parameter[chunk.global_index])
-        replacement = nn.Parameter(own, requires_grad=parameter.requires_grad)
-        for alias in (name, *(alias for alias, canonical in layout.ties.items() if canonical == name)):
-            owner, _, key = alias.rpartition(".")
-            model.get_submodule(owner)._parameters[key] = replacement
+        replace_parameter(model, layout, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
 
 
 def _require_known(model: nn.Module, tensors: TensorLayout, *, known: set[str]) -> None:

@@ -132,7 +132,7 @@ def _reduced(partial: Tensor, grid: Grid, along: str, place: int) -> Tensor | No
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _added(total: Tensor | None, term: Tensor) -> Tensor:

@@ -60,9 +60,14 @@ def _allocate(model: nn.Module, layout: ModelLayout, device: torch.device) -> No
     for name in layout.unit_of:
         parameter = model.get_parameter(name)
         real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-        for alias in (name, *(alias for alias, canonical in layout.ties.items() if canonical == name)):
-            owner, _, key = alias.rpartition(".")
-            model.get_submodule(owner)._parameters[key] = real
+        replace_parameter(model, layout, name, real)
+
+
+def replace_parameter(model: nn.Module, layout: ModelLayout, name: str, value: nn.Parameter) -> None:
+    """Set a parameter at all its tied names."""
+    for alias in (name, *(alias for alias, canonical in layout.ties.items() if canonical == name)):
+        owner, _, key = alias.rpartition(".")
+        model.get_submodule(owner)._parameters[key] = value
 
 
 def _fill(model: nn.Module, layout: ModelLayout, source: WeightSource, shards: LocalShards) -> None:
