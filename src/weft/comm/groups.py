@@ -53,10 +53,17 @@ class OwnedGroups:
         self._groups.append(group)
         return group  # type: ignore[no-any-return]
 
-    def new_partition(self, rank_lists: Iterable[list[int]], *, title: str) -> dist.ProcessGroup | None:
+    def new_disjoint(self, rank_lists: Iterable[list[int]], *, title: str) -> dist.ProcessGroup | None:
         """Create one group per list of ranks (disjoint); returns this rank's group, None if it is in no list."""
         created = [self.new(ranks, title=title) for ranks in rank_lists]
         return next((group for group in created if group is not None), None)
+
+    def new_partition(self, rank_lists: Iterable[list[int]], *, title: str) -> dist.ProcessGroup:
+        """As `new_disjoint`, of lists that contain all ranks."""
+        own = self.new_disjoint(rank_lists, title=title)
+        if own is None:
+            raise RuntimeError(f"rank {dist.get_rank()} is in no {title} group")
+        return own
 
     def adopt(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Own groups that torch created. A mesh may contain the default group, which is never owned here."""

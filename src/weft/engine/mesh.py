@@ -151,10 +151,7 @@ def _new_data_group(groups: OwnedGroups, tp_degree: int, stage_size: int, *, tit
         for begin in range(0, dist.get_world_size(), stage_size)
         for tp_rank in range(tp_degree)
     ]
-    own = groups.new_partition(rank_lists, title=title)
-    if own is None:
-        raise MeshError("this rank is in no data-parallel group", hint="the mesh must cover all ranks")
-    return own
+    return groups.new_partition(rank_lists, title=title)
 
 
 def describe_mesh(plan: Plan) -> str:

@@ -51,4 +51,4 @@ def pair_group(topology: Topology, first_place: int, last_place: int) -> dist.Pr
     """The ranks of the first and the last stage with this rank's dp and tp rank; collective. None on other stages."""
     size = topology.stage_size
     rank_lists = [[first_place * size + place, last_place * size + place] for place in range(size)]
-    return topology.groups.new_partition(rank_lists, title="tied weights")
+    return topology.groups.new_disjoint(rank_lists, title="tied weights")

@@ -59,10 +59,11 @@ def build_grid(
     place = place_of(sizes, dist.get_rank(axis_group))
     groups = {TP_GROUP: axis_group}
     for name in _subsets(mode):
-        groups[name] = _join(owner, [ranks for axis in axis_ranks for ranks in _subgroups(axis, sizes, name)])
+        subgroups = [ranks for axis in axis_ranks for ranks in _subgroups(axis, sizes, name)]
+        groups[name] = owner.new_partition(subgroups, title="tp grid")
     for count in sorted(set(repeats)):
-        pairs = [axis[at : at + count] for axis in axis_ranks for at in range(0, degree, count)]
-        groups[f"repeat{count}"] = _join(owner, pairs)
+        neighbours = [axis[at : at + count] for axis in axis_ranks for at in range(0, degree, count)]
+        groups[f"repeat{count}"] = owner.new_partition(neighbours, title="tp grid")
     return Grid(mode=mode, sizes=sizes, place=place, groups=groups)
 
 
@@ -74,11 +75,3 @@ def _subgroups(axis: list[int], sizes: dict[str, int], varying: str) -> list[lis
     """The global ranks of one tp group, partitioned into groups that vary in `varying`."""
     groups = {tuple(members(sizes, place_of(sizes, rank), varying)) for rank in range(len(axis))}
     return [[axis[rank] for rank in group] for group in sorted(groups)]
-
-
-def _join(owner: OwnedGroups, rank_lists: list[list[int]]) -> dist.ProcessGroup:
-    """Every rank creates every group, in the same order, and keeps its own."""
-    own = owner.new_partition(rank_lists, title="tp grid")
-    if own is None:
-        raise RuntimeError("this rank is in none of the groups")
-    return own
