@@ -51,7 +51,7 @@ def test_the_triton_cross_entropy(cap: Cap, dtype: torch.dtype, allowed: float, 
 def test_a_head_in_stretches_accumulates_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = []
     for elements in (2**40, 64 * 1000):
-        monkeypatch.setattr(head_loss, "STRETCH_ELEMENTS", elements)
+        monkeypatch.setattr(head_loss, "CHUNK_ELEMENTS", elements)
         torch.manual_seed(0)
         hidden = torch.randn(1, 500, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.randn(1000, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)

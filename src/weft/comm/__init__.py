@@ -1,1 +1,1 @@
-"""The wire: process groups and what goes over them. No knowledge of models or plans."""
+"""Communication: process groups, observers of collectives, traffic. No knowledge of models or plans."""

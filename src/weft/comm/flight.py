@@ -1,8 +1,8 @@
-"""The collectives this rank has issued, by group: read from torch's flight recorder, which counts whoever issues them.
+"""The collectives that this rank has issued, by group, read from torch's flight recorder.
 
-The recorder is always on and writes in C++ (2000 entries, `TORCH_FR_BUFFER_SIZE`); nothing here runs in a step. Gloo's
-sends and receives are not in it. A number is a collective's place in its group: the same on all its ranks, as long as
-they issue the same ones.
+The recorder is always on, counts the collectives of every caller and writes in C++ (2000 entries,
+`TORCH_FR_BUFFER_SIZE`); nothing here runs in a step. Gloo's sends and receives are not recorded. A number is a
+collective's sequence number in its group: equal on all ranks, as long as they issue the same collectives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _DEFAULT_GROUP = "default_pg"
-_KEPT = 16  # of each group: what two ranks that differ by a few need to be compared
+_KEPT = 16  # per group: enough to compare two ranks that differ by a few collectives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Issued:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTrace:
-    """What a rank has issued in one group, and who else is in it."""
+    """The last collectives that a rank has issued in one group, and the group's ranks."""
 
     title: str  # for people: "data parallel"
     ranks: tuple[int, ...]
@@ -39,7 +39,7 @@ class GroupTrace:
 
     @property
     def number(self) -> int:
-        """Of the last collective; 0 before the first."""
+        """The last collective's number; 0 before the first."""
         return self.last[-1].number if self.last else 0
 
     def at(self, number: int) -> Issued | None:
@@ -47,12 +47,12 @@ class GroupTrace:
 
 
 def progress_mark() -> bytes:
-    """Another value after every collective; cheap enough for every second."""
+    """A value that differs after every collective; cheap enough to be read every second."""
     return b"".join(dump(False, False) for dump in _recorders())
 
 
 def group_traces() -> dict[str, GroupTrace]:
-    """By backend and group, the last one used last. Takes up to a tenth of a second."""
+    """Traces by backend and group, the most recently used last. Takes up to 0.1 s."""
     found: dict[str, list[dict[str, Any]]] = {}
     for entry in sorted(_entries(), key=lambda entry: entry.get("time_created_ns", 0)):
         if entry.get("is_p2p"):
@@ -99,5 +99,6 @@ def _ranks_by_name() -> dict[str, tuple[int, ...]]:
     if not dist.is_initialized():
         return {}
     known = getattr(distributed_c10d, "_world").pg_group_ranks  # noqa: B009  # no public list of groups
-    groups = [group for group in known if isinstance(group, dist.ProcessGroup)]  # a number: those of other ranks
+    # an integer stands for a group that this rank is not in
+    groups = [group for group in known if isinstance(group, dist.ProcessGroup)]
     return {str(group.group_name): tuple(sorted(known[group])) for group in groups}

@@ -1,8 +1,8 @@
 """Process groups: one path for one rank or many.
 
 A single process gets a real one-rank group on an in-memory store, so that meshes, sharding and checkpoints need no
-second code path. Who starts and joins ranks is decided elsewhere. Groups beyond the default one belong to whoever made
-them (`OwnedGroups`): with Gloo each has three threads and a socket to every member, so a process must give them back.
+second code path. Other code starts and joins ranks. Groups beyond the default one belong to their creator
+(`OwnedGroups`): with Gloo each has three threads and a socket to every member, so a process must destroy them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 
 def ensure_group(*, device_type: str, timeout_s: float = 300.0) -> bool:
-    """Make the one-rank default group where there is none; True when it was made here."""
+    """Create the one-rank default group if there is none; returns whether this call created it."""
     if dist.is_initialized():
         return False
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -26,12 +26,12 @@ def ensure_group(*, device_type: str, timeout_s: float = 300.0) -> bool:
 
 
 def backend_for(device_type: str) -> str:
-    """Gloo carries CPU tensors always; on GPUs NCCL carries the device's."""
+    """Gloo for CPU tensors; NCCL for those on GPUs."""
     return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
 
 
 class OwnedGroups:
-    """The process groups of one owner. All ranks make them, and give them back, in the same order."""
+    """The process groups of one owner. All ranks create and destroy them in the same order."""
 
     def __init__(self) -> None:
         self._world = dist.group.WORLD
@@ -46,27 +46,34 @@ class OwnedGroups:
         backend: str | None = None,
         timeout: timedelta | None = None,
     ) -> dist.ProcessGroup | None:
-        """A new group; None on ranks that are not in it. Collective. `title` names it where a rank does not arrive."""
+        """A new group; None on ranks outside of it. Collective. Reports of missing ranks name the group by `title`."""
         group = dist.new_group(ranks, timeout=timeout or world_timeout(), backend=backend, group_desc=title)
         if ranks is not None and dist.get_rank() not in ranks:
             return None
         self._groups.append(group)
         return group  # type: ignore[no-any-return]
 
-    def of_lines(self, lines: Iterable[list[int]], *, title: str) -> dist.ProcessGroup | None:
-        """A group for each of these disjoint lines of ranks, and of them this rank's; None where it has none."""
-        made = [self.new(line, title=title) for line in lines]
-        return next((group for group in made if group is not None), None)
+    def new_disjoint(self, rank_lists: Iterable[list[int]], *, title: str) -> dist.ProcessGroup | None:
+        """Create one group per list of ranks (disjoint); returns this rank's group, None if it is in no list."""
+        created = [self.new(ranks, title=title) for ranks in rank_lists]
+        return next((group for group in created if group is not None), None)
+
+    def new_partition(self, rank_lists: Iterable[list[int]], *, title: str) -> dist.ProcessGroup:
+        """As `new_disjoint`, of lists that contain all ranks."""
+        own = self.new_disjoint(rank_lists, title=title)
+        if own is None:
+            raise RuntimeError(f"rank {dist.get_rank()} is in no {title} group")
+        return own
 
     def adopt(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Groups that torch made for this owner; a mesh may give the default group, which nobody here owns."""
+        """Own groups that torch created. A mesh may contain the default group, which is never owned here."""
         adopted = [group for group in groups if group is not self._world]
         for group in adopted:
             _limit(group, world_timeout())
         self._groups += adopted
 
     def close(self) -> None:
-        """Destroy them. Collective. A second time, or after their world has ended, there is nothing to do."""
+        """Destroy the groups. Collective. A no-op the second time, or after their default group was destroyed."""
         groups, self._groups = self._groups, []
         if self._is_closed or dist.group.WORLD is not self._world:
             return
@@ -78,16 +85,16 @@ class OwnedGroups:
 
 
 def sum_over(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """`values` summed in place over the group; nothing travels in a group of one."""
+    """Sum `values` in place over the group; no collective in a group of one."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(values, group=group)
     return values
 
 
 def world_timeout() -> timedelta | None:
-    """How long the default group waits for a silent rank; None where its backend does not say.
+    """The timeout of the default group; None if its backend has none to read.
 
-    Torch gives every other group its own default, half an hour: a rank that hangs there would be noticed that late.
+    Torch gives every other group a default of half an hour: a rank that hangs there would be noticed that late.
     """
     world = dist.group.WORLD
     backend = _cpu_backend(world) if world is not None and dist.is_gloo_available() else None
@@ -95,7 +102,7 @@ def world_timeout() -> timedelta | None:
 
 
 def _limit(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
-    """For groups that torch made: a mesh takes no timeout."""
+    """For groups that torch created: a mesh takes no timeout."""
     if timeout is not None and hasattr(distributed_c10d, "_set_pg_timeout"):
         distributed_c10d._set_pg_timeout(timeout, group)
 
@@ -103,5 +110,5 @@ def _limit(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
 def _cpu_backend(group: dist.ProcessGroup) -> object:
     try:
         return group._get_backend(torch.device("cpu"))
-    except RuntimeError:  # a group of another device alone
+    except RuntimeError:  # the group has no CPU backend
         return None

@@ -1,15 +1,15 @@
-"""Bytes on the wire, counted where collectives are issued, whoever issues them: by axis, collective and phase.
+"""Bytes sent, counted where collectives are issued, for every caller: by axis, collective and phase.
 
-| collective     | bytes a rank sends, ring of n   |
+| collective     | bytes sent per rank, ring of n  |
 | -------------- | ------------------------------- |
-| all_gather     | whole output x (n - 1) / n      |
-| reduce_scatter | whole input x (n - 1) / n       |
+| all_gather     | full output x (n - 1) / n       |
+| reduce_scatter | full input x (n - 1) / n        |
 | all_reduce     | 2 x tensor x (n - 1) / n        |
-| send           | the tensor; who receives sends nothing, and has no row |
+| send           | the tensor; a receiver sends nothing and has no row |
 
-A listener of `OperatorWatch` sees c10d's operators, also those of `fully_shard` and DDP, on fake tensors as on real
-ones. Seconds are those between issue and completion, overlapped or not, where the backend tells: Gloo does for all but
-reduce_scatter, NCCL only with its own timing on, which is not for us to switch.
+A listener of `OperatorWatch` sees c10d's operators, also those of `fully_shard` and DDP, on fake and real tensors
+alike. Seconds are those between issue and completion, overlapped or not, if the backend reports completion: Gloo does
+for all but reduce_scatter, NCCL only with its timing enabled, which is the user's choice.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Key = tuple[str, str, str]  # axis, collective, phase
 
 
 class TrafficLedger:
-    """`axes` names process groups; `phase` is asked at every collective. Bookkeeping of a few numbers is left out."""
+    """`axes` maps group names to axes; `phase` is called at every collective. Small tensors do not count."""
 
     def __init__(self, *, axes: Mapping[str, str], phase: Callable[[], str]) -> None:
         self._axes, self._phase = axes, phase
         self.counts: Counter[Key] = Counter()
-        self._sent: dict[Key, Fraction] = {}  # a ring's shares are rounded once, not each
+        self._sent: dict[Key, Fraction] = {}  # rounded once, not per collective
         self._seconds: dict[tuple[str, str], float] = {}
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -47,7 +47,7 @@ class TrafficLedger:
             kept.clear()
 
     def rows(self) -> list[dict[str, str | int]]:
-        """As the JSON of plans and dry runs has them."""
+        """Rows in the format of the JSON of plans and dry runs."""
         return [
             {
                 "axis": axis,
@@ -61,7 +61,7 @@ class TrafficLedger:
         ]
 
     def seconds(self) -> dict[tuple[str, str], float]:
-        """By (axis, collective); what a backend does not tell is not there."""
+        """By (axis, collective); collectives whose backend reports no completion are missing."""
         return dict(self._seconds)
 
     def _record(self, name: str, args: Any, result: Any) -> None:
@@ -74,7 +74,7 @@ class TrafficLedger:
         axis = self._axes.get(group.group_name, "world") if group is not None else "world"
         key = (axis, name, self._phase())
         self.counts[key] += 1
-        self._sent[key] = self._sent.get(key, Fraction(0)) + _sent_bytes(name, _nbytes(largest), size)
+        self._sent[key] = self._sent.get(key, Fraction(0)) + _sent_bytes(name, largest.nbytes, size)
         if group is not None and dist.get_backend(group) == "gloo":
             self._time(axis, name, result)
 
@@ -89,14 +89,10 @@ class TrafficLedger:
                 try:
                     dist.Work.unbox(value).get_future().add_done_callback(done)
                 except RuntimeError:
-                    return  # this kind of work has no future: its time stays unknown
+                    return  # this kind of work has no future: its time is unknown
 
 
 def _sent_bytes(name: str, nbytes: int, size: int) -> Fraction:
     if name == "send":
         return Fraction(nbytes)
     return Fraction((2 if name == "all_reduce" else 1) * nbytes * (size - 1), size)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

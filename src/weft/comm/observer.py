@@ -1,6 +1,6 @@
-"""Counts the collectives that really go out, whoever issues them: fully_shard, DDP or weft itself.
+"""Counts the collectives that are really issued, by fully_shard, DDP or weft itself.
 
-A dispatch mode sees every c10d operator. It observes for a step or two; it is not meant to stay on.
+A dispatch mode sees every c10d operator. It is meant for a step or two, not to stay on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from weft.comm.watch import OperatorWatch
 
-# The names c10d gives its operators, as one name a person knows. Functional ones (DTensor's) have their own namespace.
+# c10d's operators by the collective's common name. Functional ones (DTensor's) have their own namespace.
 _NAMES = {
     "allgather_": "all_gather",
     "_allgather_base_": "all_gather",
@@ -37,25 +37,25 @@ _NAMES = {
 }
 
 
-_is_of_buffers = ContextVar("is_of_buffers", default=False)
+_carries_buffers = ContextVar("carries_buffers", default=False)
 
 
 @contextmanager
-def of_buffers() -> Iterator[None]:
-    """Collectives inside carry buffers and their statistics: counted by names of their own, since they are not traffic
-    of the layout and their formats are not those of gradients."""
-    token = _is_of_buffers.set(True)
+def buffer_collectives() -> Iterator[None]:
+    """Collectives inside carry buffers and statistics. They count under separate names: they are not traffic of the
+    layout, and their dtypes are not those of gradients."""
+    token = _carries_buffers.set(True)
     try:
         yield
     finally:
-        _is_of_buffers.reset(token)
+        _carries_buffers.reset(token)
 
 
 class CollectiveObserver(OperatorWatch):  # type: ignore[no-untyped-call]
     """Inside `with CollectiveObserver() as seen:`, `seen.counts` and `seen.dtypes` fill by collective name."""
 
     def __init__(self, *, no_dtypes_of: Collection[str] = ()) -> None:
-        """`no_dtypes_of`: names of groups that send activations, whose formats are not those of gradients."""
+        """`no_dtypes_of`: names of groups that send activations, whose dtypes are not those of gradients."""
         super().__init__(self)
         self._no_dtypes_of = frozenset(no_dtypes_of)
         self.counts: Counter[str] = Counter()
@@ -68,10 +68,10 @@ class CollectiveObserver(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def _record(self, name: str, args: Any) -> None:
         tensors = tensors_of(args)
-        # The tiny reductions of counts, losses and norms are bookkeeping, not traffic of the layout.
+        # Small reductions of counts, losses and norms are not traffic of the layout.
         if max((tensor.numel() for tensor in tensors), default=0) <= SMALL_ELEMENTS:
             name = f"small_{name}"
-        elif _is_of_buffers.get():
+        elif _carries_buffers.get():
             name = f"{BUFFERS}_{name}"
         self.counts[name] += 1
         group = group_of(args) if self._no_dtypes_of else None
@@ -81,11 +81,11 @@ class CollectiveObserver(OperatorWatch):  # type: ignore[no-untyped-call]
 
 
 SMALL_ELEMENTS = 8
-BUFFERS = "buffer"  # before the names of what is sent inside `of_buffers`
+BUFFERS = "buffer"  # prefix of the names inside `buffer_collectives`
 
 
 def collective_name(func: Any) -> str | None:
-    """What people call this operator, if it is a collective."""
+    """The common name of this operator; None if it is no collective."""
     namespace, _, rest = str(func.name()).partition("::")
     return _NAMES.get(rest.partition(".")[0]) if namespace in ("c10d", "_c10d_functional") else None
 
@@ -100,7 +100,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def group_of(args: Any) -> dist.ProcessGroup | None:
-    """The process group among an operator's arguments: c10d hands it over boxed."""
+    """The process group among an operator's arguments, where c10d passes it boxed."""
     for value in args:
         if isinstance(value, torch.ScriptObject):
             try:

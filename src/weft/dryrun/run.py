@@ -30,7 +30,7 @@ from weft.dryrun.record import DryRun
 from weft.dryrun.world import FakeWorld, fake_world
 from weft.engine.engine import Engine
 from weft.engine.measure.meter import StepMeter, measure_peak, tensors_at_rest
-from weft.engine.measure.tracker import parts_of
+from weft.engine.measure.tracker import plain_tensors
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.engine.pp.runtime import PipelineRuntime
 from weft.engine.precision import torch_dtype
@@ -137,7 +137,7 @@ def _other_moments(stage: FakeTraining) -> dict[str, int]:
     found = {"evaluation_bytes": measure_peak(stage.evaluate, device_type=CPU.type, at_rest=tensors_at_rest(engine))}
     engine.optimizer.state.clear()
     found["resuming_bytes"] = measure_peak(engine.state, device_type=CPU.type, at_rest=tensors_at_rest(engine))
-    parts = [part for tensor in engine.state().values() for part in parts_of(tensor)]
+    parts = [part for tensor in engine.state().values() for part in plain_tensors(tensor)]
     return {**found, "saving_host_bytes": sum(part.nbytes for part in parts)}
 
 

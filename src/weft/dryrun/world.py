@@ -128,7 +128,7 @@ def _patches() -> list[Any]:
         mock.patch.object(stages, "read_is_nan", _says(False)),
         mock.patch.object(buffers, "has_other_values", _says(False)),
         mock.patch.object(buffer_sync, "read_any", _says(False)),
-        mock.patch.object(buffer_sync, "read_least", lambda mine, **_: mine),
+        mock.patch.object(buffer_sync, "read_min", lambda mine, **_: mine),
         mock.patch.object(randomness, "draw_call_number", return_value=0),
         # a message that never arrives would be held until the end of the step
         mock.patch.object(p2p, "has_left", _says(True)),

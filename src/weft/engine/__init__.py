@@ -1,1 +1,1 @@
-"""The engine: carries a plan out on a model. Mesh, data parallelism, precision, optimizer, clip; one step at a time."""
+"""The engine: executes a plan on a model. Mesh, axes, precision, optimizer, clip; one step at a time."""

@@ -1,15 +1,15 @@
 """The one screen where a plan meets a model. The order is the subtlest fact of the system, so it is all here.
 
 1. freeze          before wrapping: strategies look at requires_grad
-2. place           a module with values: to the device, rank 0's values to all; parameters in the format they rest in
-3. split           where the pipeline cuts: asks the model's own forward, so before anything is around it
-4. tensor_shard    tensor parallelism: parameters become this rank's shards, layers go around modules
+2. place           a module with values: to the device, rank 0's values to all; parameters in their storage dtype
+3. split           finds the pipeline's split points by running the model's own forward, so before any wrapping
+4. tensor_shard    tensor parallelism: parameters become this rank's shards, layers wrap forwards of modules
 5. span            batch norms: statistics over the rows of all data-parallel ranks
-6. keep            this rank's stages: other parameters are gone before any memory is spent
+6. keep            this rank's stages: other parameters are dropped before any memory is allocated
 7. shard           fully_shard, blocks then root, still on meta (ZeRO, HSDP): a shard of a shard
 8. materialise     each rank allocates and fills only its own shards
 9. cast            compute dtype for unsharded strategies (sharded ones cast when they gather)
-10. compile        the blocks' own forwards, inside everything that is around them; a head takes its loss along
+10. compile        the blocks' own forwards, innermost; a head takes its loss along
 11. recompute      around the cast, which is repeated too; inside the hooks that gather and reduce, which are not
 12. number         dropout by block, outside of what is repeated
 13. replicate      DDP, after values exist: its buckets are real memory
@@ -54,7 +54,7 @@ from weft.models.layout import ModelLayout, require_blocks
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """The axes of a model under a plan, and the layout of this rank's part of it."""
+    """The axes of a model under a plan, and the layout of this rank's stages."""
 
     layout: ModelLayout
     stages: Stages | None  # of this rank, in a pipeline
@@ -64,7 +64,7 @@ class Applied:
     float8: dict[str, bool]  # linear layers of the blocks, and whether they multiply in float8
     batch_norms: BatchNorms
     changes: BufferChanges  # of buffers, in forwards
-    notes: tuple[str, ...] = ()  # what was asked and does not apply to this model
+    notes: tuple[str, ...] = ()  # settings of the plan that do not apply to this model
 
 
 def apply_plan(
@@ -86,15 +86,15 @@ def apply_plan(
     freeze(model, frozen)
     place_real_model(model, device=device)
     store_weights(model, precision)
-    pipeline_cut = split_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
+    split_plan = split_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
     tp: TPContext | None = None
     if topology.tp_degree > 1:
         shard_tensors = apply_tensor_parallel if plan.tensor_parallel.mode == "1d" else apply_tensor_grid
-        tp = shard_tensors(model, layout, plan.tensor_parallel, topology, keep_logits_whole=has_own_objective)
+        tp = shard_tensors(model, layout, plan.tensor_parallel, topology, keep_logits_full=has_own_objective)
     batch_norms = apply_batch_norms(model, plan, topology)
     own = layout
-    if pipeline_cut is not None:
-        own = keep_own_stages(model, layout, pipeline_cut, dtype=torch_dtype(precision.weights), device=device)
+    if split_plan is not None:
+        own = keep_own_stages(model, layout, split_plan, dtype=torch_dtype(precision.weights), device=device)
         tp = tp.of_stages(own) if tp is not None else None
     if dp.zero > 0:
         require_blocks(own)
@@ -114,9 +114,9 @@ def apply_plan(
     number_blocks(model, layout)
     strategy = choose_strategy(model, plan, topology)
     pp: PipelineRuntime | None = None
-    if pipeline_cut is not None:
-        strategy.keep_apart([pipeline_cut.split.stages[stage] for stage in pipeline_cut.own])
-        pp = build_pipeline(model, layout, own, pipeline_cut, topology, device=device)
+    if split_plan is not None:
+        strategy.prefetch_within_stages([split_plan.split.stages[stage] for stage in split_plan.own])
+        pp = build_pipeline(model, layout, own, split_plan, topology, device=device)
     return Applied(
         layout=own,
         strategy=strategy,

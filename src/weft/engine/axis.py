@@ -1,4 +1,4 @@
-"""The contract of a mesh axis inside the engine: what generic code asks of an axis after a plan was applied.
+"""The contract of a mesh axis inside the engine: the members that generic code reads after a plan was applied.
 
 | question | answer of an axis |
 | --- | --- |
@@ -7,7 +7,7 @@
 | loss and token count | `owns_loss`, `owns_weight`: of ranks with the same value, the one that counts |
 | gradients | `sum_gradients`, in the order of `Axes`, after the last backward and before the norm |
 | process groups | `groups`; `activation_groups` for those that carry activations |
-| parameters of its own on every rank | `partitions_model`: norms and counts are summed over the axis |
+| different parameters per rank | `partitions_model`: norms and counts are summed over the axis |
 
 The defaults are those of an axis that only replicates. Norm, clip, values, checkpoints, coverage and traffic follow
 from these answers: `Engine` loops over `Axes` and names no axis.
@@ -71,21 +71,21 @@ class AxisContext:
         return batch
 
     def sum_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
-        """Sum gradients of which ranks of the axis hold partial sums."""
+        """Sum the gradients that ranks of the axis hold as partial sums."""
 
     def after_load(self, trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
-        """Make copies that a checkpoint does not hold equal to what was loaded."""
+        """Copy loaded values to parameters that a checkpoint does not hold."""
 
     def explain_errors(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Turn errors of model code that come from this axis into one sentence."""
+        """Turn errors that this axis causes in model code into one sentence."""
         return nullcontext()
 
     def runner(self) -> MicrobatchRunner | None:
-        """Runs the micro-batches of a step; None leaves that to others."""
+        """Runs the micro-batches of a step; None leaves that to other axes."""
         return None
 
     def updates(self, engine: Engine) -> Updates | None:
-        """Makes the optimizer updates of a step; None leaves that to others."""
+        """Makes the optimizer updates of a step; None leaves that to other axes."""
         return None
 
 
@@ -120,7 +120,7 @@ class Axes(tuple[AxisContext, ...]):
 
     @property
     def group_axes(self) -> dict[str, str]:
-        """Group name -> axis, for all groups that axes made for themselves."""
+        """Group name -> axis, for all groups that axes created."""
         return {str(group.group_name): context.axis for context in self for group in context.groups}
 
     @property

@@ -1,4 +1,4 @@
-"""`Engine`: one model under one plan. `step` trains on a batch, `evaluate` measures one, `save` and `load` keep it.
+"""`Engine`: one model under one plan. `step` trains on a batch, `evaluate` measures one, `save` and `load` checkpoint.
 
 A step: count tokens over all ranks; for each micro-batch forward, loss sum / global count, backward; global gradient
 norm by ownership; clip; optimizer. Batches are this rank's rows of the global batch, in order (see `share_of`).
@@ -100,7 +100,7 @@ class Engine:
         self.loss_scale = LossScale(enabled=plan.precision.policy().loss_scaling)
         self.steps_done = 0
         self.is_updating = False  # after the last backward of a step, until its end
-        # Called with every reduced gradient, unscaled and before clipping, when set. For looking, not for changing.
+        # Called with every reduced gradient, unscaled and before clipping, when set. It must not change them.
         self.on_gradients: Callable[[dict[str, torch.Tensor]], None] | None = None
         self.clip_norm = clip_norm
         self._is_random = uses_randomness(model)
@@ -126,7 +126,7 @@ class Engine:
         return self.step_nowait(batch, learning_rate=learning_rate).resolve()[0]
 
     def step_nowait(self, batch: Batch, *, learning_rate: float | None = None, vote_stop: bool = False) -> PendingStep:
-        """As `step`, without waiting for the device; `vote_stop` travels with the loss, so all ranks hear it."""
+        """As `step`, without waiting for the device; `vote_stop` is reduced with the loss, so all ranks see it."""
         timer = StepTimer(self.device)
         if learning_rate is not None:
             self.rates.set(learning_rate)
@@ -180,8 +180,8 @@ class Engine:
         return total, weights.sum()
 
     def _weights(self, batch: Batch, microbatches: Sequence[Batch]) -> torch.Tensor:
-        """The divisors of losses, over all ranks: tokens of each update, and most layouts make one per step."""
-        own = [self.objective.weight(part) for part in self.updates.parts_of(batch, microbatches)]
+        """The divisors of losses, over all ranks: tokens per update. Most layouts make one update per step."""
+        own = [self.objective.weight(part) for part in self.updates.batches_by_update(batch, microbatches)]
         return sum_over(torch.stack(own).to(self.device), self.topology.dp_group)
 
     def _loss_sum(self, microbatch: Batch, *, stage: int = 0) -> torch.Tensor:
@@ -208,7 +208,7 @@ class Engine:
         )
 
     def look_at_dtypes(self) -> None:
-        """After an update, while its gradients are there; the first time only."""
+        """After an update, before its gradients are freed; the first time only."""
         if self._dtypes.is_incomplete:
             self._dtypes.look_at(self.parameters, self.optimizer)
 
@@ -221,7 +221,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate_nowait(self, batches: Batch | Sequence[Batch]) -> torch.Tensor:
-        """The sum of token losses and the number of tokens, over all ranks, which may still be on the device."""
+        """The sum of token losses and the number of tokens, over all ranks; both may still be on the device."""
         self.drain()
         totals = torch.zeros(2, device=self.device, dtype=torch.float64)
         self.model.eval()
@@ -237,7 +237,7 @@ class Engine:
         return sum_over(totals, None)
 
     def _evaluated(self, microbatches: Sequence[Batch]) -> torch.Tensor:
-        """The summed loss of all micro-batches; zero where the last stage is not."""
+        """The summed loss of all micro-batches; zero on ranks without the last stage."""
         total = torch.zeros((), device=self.device, dtype=torch.float64)
 
         def forward(stage: int, index: int) -> torch.Tensor:
@@ -252,7 +252,7 @@ class Engine:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Every tensor of model and optimizer under its logical name, sharing memory with the live ones. A pipeline
-        that does not drain starts anew from here, as it will where this state is loaded."""
+        that never flushes restarts from here, as it does after loading this state."""
         self.updates.restart()
         create_state(self.optimizer, self.parameters)
         state = state_tensors(self.model, self.optimizer, self.shards)
@@ -261,7 +261,7 @@ class Engine:
         return {key: value for key, value in state.items() if not key.startswith(copied)} if copied else state
 
     def scalars(self) -> dict[str, Any]:
-        """The rest of the state, as JSON."""
+        """The rest of the state, as JSON values."""
         late = self.updates.scalars()
         return {"steps_done": self.steps_done, "loss_scale": self.loss_scale.state(), "late_norms": late}
 
@@ -273,37 +273,37 @@ class Engine:
         self.buffer_sync.restart()
 
     def restore_meta(self, meta: Mapping[str, Any]) -> None:
-        """`restore_scalars` out of the `meta` of a checkpoint, where they are under "engine"."""
+        """`restore_scalars` from the key "engine" of a checkpoint's `meta`."""
         with meta_read():
             self.restore_scalars(meta["engine"])
 
     def save(self, directory: str | Path) -> None:
-        """A committed checkpoint of this moment under `directory`; returns when it is safe on disk."""
+        """Commit a checkpoint under `directory`; returns when it is safe on disk."""
         store = self._store(directory)
         store.save(self.state(), {"engine": self.scalars()}, step=self.steps_done, asynchronous=False)
         store.wait()
 
     def load(self, directory: str | Path) -> int:
-        """The newest good checkpoint under `directory`, from any layout; returns its step."""
+        """Load the newest good checkpoint under `directory`, from any layout; returns its step."""
         loaded = self._store(directory).load(self.state())
         self.restore_meta(loaded.meta)
         return int(loaded.step)
 
     def close(self) -> None:
-        """Give the process groups that this engine made back; it cannot train any more. Collective; twice is once."""
+        """Destroy this engine's process groups; it cannot train any more. Collective; the second call is a no-op."""
         self.drain()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what still travels needs its group
+            torch.cuda.synchronize(self.device)  # collectives in flight need their groups
         self.topology.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:  # after an error the other ranks may never come to close with this one
+        if kind is None:  # after an error the other ranks may never reach this collective
             self.close()
 
-    # --- what it is ---------------------------------------------------------------------------------------------
+    # --- records ------------------------------------------------------------------------------------------------
 
     def coverage(self) -> list[ParameterRecord]:
         """Which parameters are sharded on which axes and which stayed replicated."""
@@ -312,11 +312,11 @@ class Engine:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know of this model and plan; after the first step also of buffers that change."""
+        """Notes to the user about this model and plan; after the first step also about buffers that change."""
         return (*self._notes, *self.buffer_sync.notes())
 
     def buffers(self) -> list[BufferRecord]:
-        """Which buffers are constants and how those that forwards change are kept equal; known after the first step."""
+        """Which buffers are constants, and how ranks keep the others equal; known after the first step."""
         return self.buffer_sync.records()
 
     def dtypes(self) -> list[DtypeRecord]:
@@ -324,7 +324,7 @@ class Engine:
         return self._dtypes.records()
 
     def share_of(self, global_batch: Batch) -> dict[str, torch.Tensor]:
-        """This rank's rows of a batch that every rank holds whole."""
+        """This rank's rows of a batch that every rank holds in full."""
         return share_of_rows(global_batch, rank=self.topology.dp_rank, degree=self.topology.dp_degree)
 
     def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:

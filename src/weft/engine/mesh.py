@@ -1,6 +1,6 @@
 """The ranks of a plan as a device mesh with named axes, and the groups that data and losses are reduced over.
 
-Ranks that share rows of data are neighbours (tp is innermost); `dp_group` spans the same place on every such line.
+Ranks that share rows of data are neighbours (tp is innermost); `dp_group` has the ranks of equal tp rank.
 
 Topology is passed as this value; nothing in the engine reads ranks from a module global or the environment.
 """
@@ -23,12 +23,12 @@ from weft.core import axes
 from weft.core.errors import MeshError
 from weft.core.plan import Plan
 
-_SAVE_TIMEOUT = timedelta(minutes=30)  # a slow disk is no hang: ranks wait here while others write
+_SAVE_TIMEOUT = timedelta(minutes=30)  # a slow disk is not a hang: ranks wait here while others write
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Where this rank stands. `dp_group` spans the ranks that see different rows of the same global batch."""
+    """This rank's place in the mesh. `dp_group`: the ranks with different rows of the same global batch."""
 
     mesh: DeviceMesh
     dp_group: dist.ProcessGroup
@@ -38,7 +38,7 @@ class Topology:
     pp_degree: int = 1
     pp_rank: int = 0
     stage_group: dist.ProcessGroup | None = None  # ranks that share this rank's stages; None: all ranks do
-    groups: OwnedGroups = field(default_factory=OwnedGroups)  # all that were made for this topology
+    groups: OwnedGroups = field(default_factory=OwnedGroups)  # all groups created for this topology
 
     @property
     def stage_size(self) -> int:
@@ -52,39 +52,35 @@ class Topology:
 
     @property
     def dp_mesh(self) -> DeviceMesh:
-        """The axes that `fully_shard` works over: in a pipeline not that of replicas (see `dp/sharded.py`)."""
+        """The mesh of `fully_shard`: in a pipeline without the axis of replicas (see `dp/sharded.py`)."""
         known = axes.DATA_AXES if self.pp_degree == 1 else (axes.DP_SHARD,)
         names = tuple(name for name in self.axis_names if name in known)
         return self.mesh if names == self.axis_names else self.mesh[names]
 
     @property
     def replicas_beside_shards(self) -> dist.ProcessGroup | None:
-        """The replicas of this rank's shards that `dp_mesh` leaves out; None where there are none."""
+        """The replicas of this rank's shards that are not in `dp_mesh`; None if there are none."""
         is_left_out = self.pp_degree > 1 and axes.DP_REPLICATE in self.axis_names
         return self.group(axes.DP_REPLICATE) if is_left_out else None
 
     @property
-    def tp_lines(self) -> list[list[int]]:
-        """The global ranks of every line of the tp axis, in order."""
-        world = range(dist.get_world_size())
-        return [list(world[at : at + self.tp_degree]) for at in range(0, len(world), self.tp_degree)]
+    def tp_rank_lists(self) -> list[list[int]]:
+        """The global ranks of every tp group, in order."""
+        return _consecutive_ranks(self.tp_degree)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
         return tuple(self.mesh.mesh_dim_names or ())
 
     def checkpoint_group(self) -> dist.ProcessGroup | None:
-        """A Gloo group of its own for saves in the background: sharing one with training deadlocks. Collective."""
+        """A separate Gloo group for saves in the background: sharing one with training deadlocks. Collective."""
         if dist.get_world_size() == 1:
             return None
         return self.groups.new(title="checkpoint", backend="gloo", timeout=_SAVE_TIMEOUT)
 
     def new_data_group(self) -> dist.ProcessGroup:
-        """The ranks of `dp_group` once more, for what must not share a queue with gradients. Collective."""
-        own = self.groups.of_lines(_data_lines(self.tp_degree, self.stage_size), title="buffers")
-        if own is None:
-            raise MeshError("this rank is in no data-parallel group", hint="the mesh must cover all ranks")
-        return own
+        """A second group of the ranks of `dp_group`, with a queue separate from that of gradients. Collective."""
+        return _new_data_group(self.groups, self.tp_degree, self.stage_size, title="buffers")
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.mesh.get_group(axis)
@@ -95,15 +91,15 @@ class Topology:
             dist.all_reduce(value, group=self.group(axis))
 
     def close(self) -> None:
-        """Give the groups back. Collective."""
+        """Destroy the groups. Collective."""
         self.groups.close()
-        # DTensor remembers results with their mesh, and takes an equal mesh for the same: the next topology would be
-        # given the groups that are gone, whose threads the memory would also keep alive.
+        # DTensor caches results with their mesh, and treats equal meshes as one: the next topology would get the
+        # destroyed groups, and the cache would keep their threads alive.
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def build_topology(plan: Plan, *, device_type: str) -> Topology:
-    """The mesh of `plan` over the ranks that are there."""
+    """The mesh of `plan` over the running ranks."""
     world_size = dist.get_world_size()
     if plan.num_ranks != world_size:
         raise MeshError(
@@ -114,7 +110,7 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
     if plan.data_parallel.zero > 0:
         sizes.setdefault(axes.DP_SHARD, 1)  # fully_shard needs its axis even on one rank
     elif plan.mesh.dp_degree == 1 and plan.mesh.tp * plan.mesh.pp > 1:
-        sizes.setdefault(axes.DP_REPLICATE, 1)  # a data axis is always there
+        sizes.setdefault(axes.DP_REPLICATE, 1)  # every mesh has a data axis
     ordered = {axis: sizes[axis] for axis in axes.MESH_ORDER if axis in sizes} or {axes.DP_REPLICATE: 1}
     mesh = init_device_mesh(device_type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
     groups = OwnedGroups()
@@ -129,44 +125,41 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
         tp_degree=tp,
         pp_degree=pp,
         pp_rank=dist.get_rank() // stage_size,
-        stage_group=_stage_group(groups, stage_size) if pp > 1 else None,
+        stage_group=groups.new_partition(_consecutive_ranks(stage_size), title="stage") if pp > 1 else None,
         groups=groups,
     )
 
 
-def _stage_group(groups: OwnedGroups, stage_size: int) -> dist.ProcessGroup | None:
-    """Collective."""
+def _consecutive_ranks(size: int) -> list[list[int]]:
     world = range(dist.get_world_size())
-    return groups.of_lines([list(world[begin : begin + stage_size]) for begin in world[::stage_size]], title="stage")
+    return [list(world[begin : begin + size]) for begin in world[::size]]
 
 
 def _data_group(groups: OwnedGroups, tp_degree: int, stage_size: int) -> dist.ProcessGroup:
-    """The ranks of a stage at the same place of their tp line. Collective: every rank makes every group, in order."""
+    """The ranks of a stage with the same tp rank. Collective: every rank creates every group, in order."""
     world = dist.group.WORLD
     if world is None:
         raise MeshError("no process group is initialised", hint="create the Engine inside a run, or call weft.train")
     if tp_degree == 1 and stage_size == dist.get_world_size():
         return world
-    own = groups.of_lines(_data_lines(tp_degree, stage_size), title="data parallel")
-    if own is None:
-        raise MeshError("this rank is in no data-parallel group", hint="the mesh must cover all ranks")
-    return own
+    return _new_data_group(groups, tp_degree, stage_size, title="data parallel")
 
 
-def _data_lines(tp_degree: int, stage_size: int) -> list[list[int]]:
-    return [
-        list(range(begin + place, begin + stage_size, tp_degree))
+def _new_data_group(groups: OwnedGroups, tp_degree: int, stage_size: int, *, title: str) -> dist.ProcessGroup:
+    rank_lists = [
+        list(range(begin + tp_rank, begin + stage_size, tp_degree))
         for begin in range(0, dist.get_world_size(), stage_size)
-        for place in range(tp_degree)
+        for tp_rank in range(tp_degree)
     ]
+    return groups.new_partition(rank_lists, title=title)
 
 
 def describe_mesh(plan: Plan) -> str:
-    """'dp_replicate 2 x dp_shard 4', leaving out axes of one."""
+    """'dp_replicate 2 x dp_shard 4', without axes of size one."""
     parts = [f"{axis} {size}" for axis, size in plan.mesh.sizes().items() if size > 1]
     return " x ".join(parts) or "one rank"
 
 
 def default_device() -> torch.device:
-    """The GPU of this process where there is one, else the CPU."""
+    """The GPU of this process if there is one, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

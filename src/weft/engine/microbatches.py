@@ -18,7 +18,7 @@ Forward = Callable[[int, int], Tensor]  # (stage, micro-batch) -> hidden states,
 
 
 class MicrobatchRunner(Protocol):
-    """`is_in_backward`: part of a pipeline's backward runs outside of autograd, and measurements must know."""
+    """`is_in_backward`: part of a pipeline's backward runs outside of autograd; measurements read this flag."""
 
     @property
     def is_in_backward(self) -> bool: ...

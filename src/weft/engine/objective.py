@@ -1,4 +1,4 @@
-"""The loss of one micro-batch as a sum and a weight; who divides is the engine alone, once, by the global weight.
+"""The loss of one micro-batch as a sum and a weight. The engine alone divides, once, by the global weight.
 
 An objective never takes a mean: a mean of means over uneven ranks or micro-batches is a different number.
 """
@@ -19,10 +19,10 @@ Batch = Mapping[str, torch.Tensor]
 
 
 class Objective(Protocol):
-    """What is minimised: sum over samples of their losses, and the weight those samples carry."""
+    """The loss to minimise: the sum over samples of their losses, and the weight of those samples."""
 
     def weight(self, batch: Batch) -> torch.Tensor:
-        """How much this batch counts (tokens with a label), as a 0-dim tensor."""
+        """The weight of this batch (tokens with a label), as a 0-dim tensor."""
         ...
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -30,8 +30,8 @@ class Objective(Protocol):
         ...
 
 
-class LossInside(Protocol):
-    """A model that was changed so that inside `given(labels)` calling it gives its summed loss."""
+class ModelLoss(Protocol):
+    """A loss computed by the model's head: inside `given(labels)` a call of the model returns the summed loss."""
 
     def given(self, labels: torch.Tensor) -> AbstractContextManager[None]: ...
 
@@ -42,22 +42,22 @@ TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits, lab
 class CausalLanguageModel:
     """Next-token cross-entropy. Labels are already shifted and carry -100 where there is no loss.
 
-    `token_loss` knows how logits are cut, where they are; None is for whole ones. `inside`: the model takes the loss.
+    `token_loss`: the loss of sharded logits; None for full ones. `model_loss`: the model computes the loss.
     """
 
-    token_loss: TokenLoss | None = None  # of the class: a user's own subclass need not call the constructor
-    inside: LossInside | None = None
+    token_loss: TokenLoss | None = None  # of the class: a user's subclass need not call the constructor
+    model_loss: ModelLoss | None = None
 
-    def __init__(self, token_loss: TokenLoss | None = None, inside: LossInside | None = None) -> None:
+    def __init__(self, token_loss: TokenLoss | None = None, model_loss: ModelLoss | None = None) -> None:
         self.token_loss = token_loss
-        self.inside = inside
+        self.model_loss = model_loss
 
     def weight(self, batch: Batch) -> torch.Tensor:
         return (batch["labels"] != IGNORED).sum()
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        if self.inside is not None:
-            with self.inside.given(batch["labels"]):
+        if self.model_loss is not None:
+            with self.model_loss.given(batch["labels"]):
                 loss: torch.Tensor = model(**_inputs(batch), use_cache=False)
                 return loss
         logits = logits_of(model(**_inputs(batch), use_cache=False))
@@ -71,9 +71,11 @@ class TokenClassifier(CausalLanguageModel):
         return (self.token_loss or token_loss_sum)(logits_of(model(batch["input_ids"])), batch["labels"])
 
 
-def objective_for(model: nn.Module, token_loss: TokenLoss | None = None, inside: LossInside | None = None) -> Objective:
-    """Hugging Face models take names and caches; plain modules take the ids."""
-    return CausalLanguageModel(token_loss, inside) if is_hugging_face(model) else TokenClassifier(token_loss)
+def objective_for(
+    model: nn.Module, token_loss: TokenLoss | None = None, model_loss: ModelLoss | None = None
+) -> Objective:
+    """Hugging Face models take keyword arguments and caches; plain modules take the ids."""
+    return CausalLanguageModel(token_loss, model_loss) if is_hugging_face(model) else TokenClassifier(token_loss)
 
 
 def is_hugging_face(model: nn.Module) -> bool:
@@ -81,7 +83,7 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The one place where token losses are summed, in float32, for training and evaluation alike."""
+    """The sum of token losses, in float32, for training and evaluation alike."""
     return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
@@ -90,7 +92,7 @@ def _inputs(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def logits_of(output: Any) -> Any:
-    """A tensor, or what stands for one (see `head_loss`)."""
+    """A tensor, or a stand-in for one (see `head_loss`)."""
     logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
     if logits is None:
         raise TypeError("the model's output has no logits tensor")

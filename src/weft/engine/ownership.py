@@ -1,6 +1,6 @@
-"""Which mesh axes shard each parameter and which replicate it, and which chunks of the whole a rank holds.
+"""Which mesh axes shard each parameter and which replicate it, and which chunks of the full tensor a rank holds.
 
-Sharding is read off the live tensors, tensor parallelism off the table of shards; never kept by hand.
+Sharding is read from the live tensors, tensor parallelism from the table of shards; there is no second record.
 Gradient norm, clipping, coverage, values and checkpoints all follow from this record.
 """
 
@@ -22,7 +22,7 @@ LocalShards = Mapping[str, LocalShard]  # by parameter name; empty without tenso
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's own shard of a tensor, sharing its memory."""
+    """This rank's shard of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -35,7 +35,7 @@ def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def local_index(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """The global slice this rank holds."""
+    """The global slice that this rank holds."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -43,7 +43,7 @@ def local_index(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 
 def chunks_of(tensor: torch.Tensor, shard: LocalShard | None) -> tuple[Chunk, ...]:
-    """The chunks of the whole tensor that `local(tensor)` is made of; `tensor` may be a shard of a shard."""
+    """The chunks of the full tensor that `local(tensor)` consists of; `tensor` may be a shard of a shard."""
     index = local_index(tensor)
     shard = shard or replicated_shard(tensor.shape, copies=1)
     return shard.within(index[0].start, index[0].stop - index[0].start) if index else shard.chunks
@@ -57,7 +57,7 @@ def parameter_records(
     shards: LocalShards,
     reasons: Mapping[str, str],
 ) -> list[ParameterRecord]:
-    """One row for each parameter name, tied aliases included."""
+    """One row per parameter name, tied aliases included."""
     rows = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         canonical = layout.ties.get(name)

@@ -1,4 +1,4 @@
-"""A step that was issued: its numbers may still be on their way from the device."""
+"""A step that was issued, and may not be finished on the device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from weft.engine.measure.timer import StepTimer
 
 @dataclass(frozen=True, kw_only=True)
 class PendingStep:
-    """A step whose numbers may still be on their way from the device; `resolve` waits for them."""
+    """A step whose numbers may not be computed yet; `resolve` waits for them."""
 
     step: int
     learning_rate: float
     values: torch.Tensor  # loss, gradient norm, tokens, votes to stop
-    work: dist.Work | None = None  # where they are still being summed over all ranks, the norm squared
+    work: dist.Work | None = None  # the sum over all ranks in flight, with the norm squared
     timer: StepTimer  # forward, backward, optimizer
     skipped: bool
     loss_scale: float | None

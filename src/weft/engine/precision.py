@@ -1,9 +1,9 @@
-"""Precision carried out: torch dtypes, compute in low precision from float32 masters, dynamic loss scaling.
+"""Precision: torch dtypes, compute in low precision from float32 masters, dynamic loss scaling.
 
 `fully_shard` casts when it gathers. `apply_compute_dtype` gives unsharded strategies the same arithmetic: each unit's
 float32 parameters are cast for its forward, gradients flow back through the cast, so masters and gradients are float32.
-The cast is part of the forward, no hook: a forward that is computed again casts again.
-Autocast is not used: it keeps a float32 residual stream, which is neither what was asked nor what sharding computes.
+The cast is part of the forward, not a hook: a recomputed forward casts again.
+Autocast is not used: it keeps a float32 residual stream, which is neither the policy nor what sharding computes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def store_weights(model: nn.Module, policy: PrecisionPolicy) -> None:
-    """Parameters at rest in `policy.master_weights`, tied ones still one; buffers keep their own format."""
+    """Store parameters in `policy.master_weights`, tied ones still tied; buffers keep their dtype."""
     dtype = torch_dtype(policy.master_weights)
     stored: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -40,7 +40,7 @@ def store_weights(model: nn.Module, policy: PrecisionPolicy) -> None:
 
 
 def apply_compute_dtype(model: nn.Module, layout: ModelLayout, policy: PrecisionPolicy) -> None:
-    """Every unit computes in `policy.weights` and is given its inputs so; masters of that dtype are their own casts."""
+    """Every unit computes in `policy.weights`, its inputs cast to it; masters of that dtype are their own casts."""
     if policy.is_low:
         for unit in layout.units:
             module = model if unit == ROOT else model.get_submodule(unit)
@@ -48,7 +48,7 @@ def apply_compute_dtype(model: nn.Module, layout: ModelLayout, policy: Precision
 
 
 class _CastUnit:
-    """One unit whose parameters are replaced by casts during its forward, and put back after it."""
+    """Replaces the parameters of one unit by casts during its forward, and restores them after it."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, unit: str, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -62,7 +62,7 @@ class _CastUnit:
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         masters = self._masters()
         casts = {id(master): self._cast(master) for master in masters}
-        # try: an exception in forward (recomputation ends with one) must not leave casts where parameters belong
+        # try: an exception in forward (recomputation ends with one) must not leave casts in the place of parameters
         try:
             for (owner, key), master in zip(self.places, masters, strict=True):
                 owner._parameters[key] = casts[id(master)]  # type: ignore[assignment]
@@ -72,8 +72,8 @@ class _CastUnit:
                 owner._parameters[key] = master
 
     def _cast(self, master: nn.Parameter) -> torch.Tensor:
-        """The cast that a micro-batch in flight still holds, if there is one: else a pipeline had one for each of them.
-        Held weakly, so it lives as long as some backward needs it."""
+        """The cast that a micro-batch in flight still holds, if any: else a pipeline would hold one per micro-batch.
+        A weak reference: the cast lives as long as some backward needs it."""
         its_master, version, its_cast = self.known.get(id(master), (None, 0, None))
         cast = its_cast() if its_cast is not None else None
         is_same = its_master is not None and its_master() is master and version == master._version
@@ -101,7 +101,7 @@ def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def read_is_finite(norm: torch.Tensor) -> bool:
-    """The one number of a step that the host waits for, in float16 only. A dry run, which has no numbers, says yes."""
+    """The one number of a step that the host waits for, in float16 only. A dry run has no numbers and returns True."""
     return bool(norm.isfinite().item())
 
 

@@ -1,8 +1,8 @@
-"""The engine's state as one flat dict of tensors under logical names: what checkpoints store and load in place.
+"""The engine's state as one flat dict of tensors under logical names, which checkpoints store and load in place.
 
-`model.<parameter>` and `optim.<parameter>.<key>`; persistent buffers under `model.` too (of those that change, a
-pipeline's stage has its own alone: `engine/buffers/sync.py`). Sharded tensors are DTensors,
-those that tensor parallelism cuts are PartTensors: a name and a global slice identify every byte, whatever the layout.
+`model.<parameter>` and `optim.<parameter>.<key>`; persistent buffers under `model.` too (a pipeline stage stores only
+those changing buffers that it owns: `engine/buffers/sync.py`). Tensors sharded by `fully_shard` are DTensors, those
+sharded by tensor parallelism ShardTensors: a name and a global slice identify every byte in any layout.
 Tied parameters appear once.
 """
 
@@ -28,18 +28,18 @@ OPTIMIZER = "optim."
 
 @contextmanager
 def meta_read() -> Iterator[None]:
-    """Around reading the `meta` of a checkpoint, which may lack what training needs beside tensors."""
+    """Turns errors of reading a checkpoint's `meta`, which may lack scalars of training, into a CheckpointError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
-            f"the checkpoint's manifest does not say where training stood ({type(error).__name__}: {error})",
-            hint="it was not written by Engine.save or `weft train`: load one that was",
+            f"the checkpoint's manifest lacks the state of training ({type(error).__name__}: {error})",
+            hint="load a checkpoint that Engine.save or `weft train` has written",
         ) from None
 
 
 def state_tensors(model: nn.Module, optimizer: Optimizer, shards: LocalShards) -> dict[str, torch.Tensor]:
-    """Every tensor that decides how training goes on, by its logical name. They share memory with the live ones."""
+    """Every tensor that training continues from, by its logical name. They share memory with the live ones."""
     state = {f"{MODEL}{name}": as_shard(value.detach(), shards.get(name)) for name, value in model.named_parameters()}
     state.update({f"{MODEL}{name}": buffer for name, buffer in persistent_buffers(model)})
     for name, parameter in model.named_parameters():
@@ -51,7 +51,7 @@ def state_tensors(model: nn.Module, optimizer: Optimizer, shards: LocalShards) -
 
 
 def as_shard(tensor: torch.Tensor, shard: LocalShard | None) -> torch.Tensor:
-    """A tensor shaped like a cut parameter as the chunks of the whole that it is; others as they are."""
+    """A tensor shaped like a sharded parameter as chunks of the full tensor; other tensors unchanged."""
     if shard is None or not shard.is_sharded or tensor.ndim == 0:
         return tensor
     return ShardTensor.of(local(tensor), shape=shard.shape, chunks=chunks_of(tensor, shard))
@@ -65,7 +65,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _logical(name: str, value: torch.Tensor, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A state tensor as tensors that reshard: 8-bit moments become codes and scales, both split by rows."""
+    """A state tensor as tensors that can be resharded: 8-bit moments become codes and scales, both sharded by rows."""
     if value.ndim == 0 or isinstance(value, DTensor):
         return {name: value}
     parts = quantised_parts(value)
@@ -74,9 +74,7 @@ def _logical(name: str, value: torch.Tensor, parameter: torch.Tensor) -> dict[st
             f"{name}.codes": _rowwise(parts.codes, parameter),
             f"{name}.scales": _rowwise(parts.scales, parameter),
         }
-    if (
-        value.dtype == torch.uint8
-    ):  # an 8-bit moment of a rank that owns no rows: nothing to quantise, still in the plan
+    if value.dtype == torch.uint8:  # an 8-bit moment of a rank without rows: no values, but its keys must exist
         row_elements = parameter.shape.numel() // parameter.shape[0]
         blocks = row_elements // (block_size_for(parameter.shape) or 1)
         scales = torch.zeros((0, blocks), device=value.device)
@@ -85,7 +83,7 @@ def _logical(name: str, value: torch.Tensor, parameter: torch.Tensor) -> dict[st
 
 
 def _rowwise(rows: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`rows`, this rank's rows of something shaped like `parameter`, with the parameter's placement."""
+    """This rank's `rows` of a tensor shaped like `parameter`, with the parameter's placement."""
     if not isinstance(parameter, DTensor):
         return rows
     shape = torch.Size((parameter.shape[0], *rows.shape[1:]))

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 class Updates:
     """One update per step: sum partial gradients, norm, clip, optimizer."""
 
-    is_delayed = False  # updates of a step may come in later steps
+    is_delayed = False  # whether updates of a step may be made in later steps
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def parts_of(self, batch: Batch, microbatches: Sequence[Batch]) -> Sequence[Batch]:
+    def batches_by_update(self, batch: Batch, microbatches: Sequence[Batch]) -> Sequence[Batch]:
         """Batches whose losses are divided together: one per update."""
         return [batch]
 
@@ -58,7 +58,7 @@ class Updates:
         return torch.stack([value.double() for value in values]), None
 
     def drain(self) -> None:
-        """Finish what is in flight. Collective."""
+        """Finish the micro-batches in flight. Collective."""
 
     def restart(self) -> None:
         """Drain, and begin again from the newest weights. Collective."""
@@ -86,7 +86,7 @@ class Updates:
         if engine.clip_norm > 0:
             factor = clip_factor(norm, engine.clip_norm)
             if isinstance(engine.optimizer, AdamWLow):
-                engine.optimizer.gradient_factor = factor  # its kernel multiplies as it reads: no pass of its own
+                engine.optimizer.gradient_factor = factor  # its kernel multiplies as it reads: no separate pass
             else:
                 scale_gradients(engine.parameters, factor)
         engine.optimizer.step()

@@ -1,8 +1,8 @@
-"""What the engine puts around a module's forward. It lies inside the module's hooks, and no name changes.
+"""Layers that the engine wraps around a module's forward, inside the module's hooks. No name changes.
 
     hooks( outermost layer( … innermost layer( the module's own forward )))
 
-A hook sees a forward once; a layer is part of the forward, so it is computed again where the forward is.
+A hook runs once per forward; a layer is part of the forward, so recompute repeats it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class _Layered:
 
 
 def wrap_forward(module: nn.Module, layer: Layer) -> None:
-    """`layer` around everything that is around `module`'s forward already."""
+    """Add `layer` as the outermost layer of `module`'s forward."""
     _layers_of(module).append(layer)
 
 
 @contextmanager
-def inside(module: nn.Module, layer: Layer) -> Iterator[None]:
-    """`layer` next to `module`'s own forward, for a while."""
+def innermost_layer(module: nn.Module, layer: Layer) -> Iterator[None]:
+    """`layer` as the innermost layer of `module`'s forward, inside the context."""
     layers = _layers_of(module)
     layers.insert(0, layer)
     try:
@@ -50,7 +50,7 @@ def inside(module: nn.Module, layer: Layer) -> Iterator[None]:
 
 
 def replace_own(module: nn.Module, change: Callable[[Forward], Forward]) -> None:
-    """Another form of `module`'s own forward, with the same layers around it."""
+    """Replace `module`'s own forward, with the same layers around it."""
     _layers_of(module)
     layered: Any = module.forward
     layered.own = change(layered.own)

@@ -25,7 +25,7 @@ from weft.core.mixture import block_policies
 from weft.core.plan import Plan
 from weft.engine.batch.rows import split_rows
 from weft.engine.engine import Engine
-from weft.engine.kernels.head_loss import stretches_of
+from weft.engine.kernels.head_loss import token_chunks
 from weft.engine.objective import Batch
 from weft.engine.ownership import chunks_of
 from weft.engine.pp.runtime import PipelineRuntime
@@ -198,7 +198,7 @@ def _kept(engine: Engine) -> tuple[str, ...]:
 
 def _fused_sums(engine: Engine, batch: Batch) -> int | None:
     fused = engine.head_loss
-    if fused is None or fused.own is None or fused.made_whole:
+    if fused is None or fused.own is None or fused.full_logits_cause:
         return None
     pp = PipelineRuntime.of(engine)
     if pp is not None and not pp.has_loss:
@@ -206,7 +206,7 @@ def _fused_sums(engine: Engine, batch: Batch) -> int | None:
     sizes = [
         part["labels"].numel() for part in split_rows(batch, engine.plan.pipeline.microbatches, must_be_equal=False)
     ]
-    stretches = [len(stretches_of(size, fused.own.most_tokens)) for size in sizes]
+    stretches = [len(token_chunks(size, fused.own.most_tokens)) for size in sizes]
     return 2 * sum(stretches)  # the largest of the ranks; then the sum and the label's logit
 
 

@@ -53,4 +53,4 @@ def is_fused(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> bool:
     labels = row.pop("labels")
     with fused.given(labels):
         model(**row, use_cache=False)
-    return not fused.made_whole
+    return not fused.full_logits_cause

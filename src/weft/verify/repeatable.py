@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from weft.core.plan import Plan
-from weft.engine.kernels.attention import taking
+from weft.engine.kernels.attention import prefer_kernels
 
 
 @contextmanager
@@ -20,5 +20,5 @@ def repeatable(plan: Plan, device: torch.device) -> Iterator[Plan]:
         yield plan
         return
     kernels = plan.kernels.model_copy(update={"attention": "torch"})  # timed ones would be taken all the same
-    with taking(SDPBackend.MATH):
+    with prefer_kernels(SDPBackend.MATH):
         yield plan.model_copy(update={"kernels": kernels})

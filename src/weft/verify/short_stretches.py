@@ -21,10 +21,10 @@ def takes_stretches(plan: Plan) -> bool:
 def short_stretches(vocab_size: int) -> Iterator[None]:
     """Inside, losses take STRETCH_TOKENS at a time, on every rank alike."""
     sizes = (
-        (head_loss, "STRETCH_ELEMENTS", 1),
+        (head_loss, "CHUNK_ELEMENTS", 1),
         (head_loss, "_ROWS", STRETCH_TOKENS),
         (cross_entropy, "PIECE_ELEMENTS", 2 * vocab_size),
-        (cut_cross_entropy, "STRETCH_ELEMENTS", 2 * vocab_size),
+        (cut_cross_entropy, "CHUNK_ELEMENTS", 2 * vocab_size),
     )
     before = [getattr(module, name) for module, name, _ in sizes]
     for module, name, value in sizes:

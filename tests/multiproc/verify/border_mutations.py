@@ -267,13 +267,13 @@ def last_row_of_a_stretch_missing() -> Any:
     """Right where all rows are one stretch."""
 
     def make(original: Any) -> Any:
-        def stretches_of(num_rows: int, vocab_size: int) -> list[slice]:
+        def token_chunks(num_rows: int, vocab_size: int) -> list[slice]:
             found = original(num_rows, vocab_size)
             return [slice(part.start, part.stop - (part.stop < num_rows)) for part in found]
 
-        return stretches_of
+        return token_chunks
 
-    return replaced(weft.engine.kernels.head_loss, "stretches_of", make)
+    return replaced(weft.engine.kernels.head_loss, "token_chunks", make)
 
 
 def head_gradient_of_the_last_stretch_alone() -> Any:

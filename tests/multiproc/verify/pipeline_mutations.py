@@ -73,7 +73,7 @@ def tied_gradient_not_summed() -> Any:
 
 
 def tied_copy_not_loaded() -> Any:
-    return replaced(SharedWeights, "spread", lambda _: lambda self, parameters, optimizer: None)
+    return replaced(SharedWeights, "broadcast", lambda _: lambda self, parameters, optimizer: None)
 
 
 def tied_copy_counted_twice() -> Any:
@@ -197,7 +197,7 @@ def stages_agree_after_every_step() -> Any:
     def make(original: Any) -> Any:
         def train(self: ScheduleRunner, *args: Any, **given: Any) -> None:
             original(self, *args, **given)
-            torch.distributed.all_reduce(torch.ones(64), group=self.line.down)
+            torch.distributed.all_reduce(torch.ones(64), group=self.links.down)
 
         return train
 

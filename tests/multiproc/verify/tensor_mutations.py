@@ -34,7 +34,7 @@ from weft.engine.tp.one_d import _Head, _Passage, _Row, _SequenceParallel, _Tabl
 
 
 def entry_without_sum_in_backward() -> Any:
-    return replaced(_Passage, "_make_whole", lambda _: lambda self, x: x)
+    return replaced(_Passage, "_full_input", lambda _: lambda self, x: x)
 
 
 def exit_without_sum() -> Any:
@@ -45,7 +45,7 @@ def exit_without_sum() -> Any:
             if self.region.kind != "attention":
                 return original(self, partial)  # type: ignore[no-any-return]
             self.entered = None
-            self.zones.leave()
+            self.activations.leave()
             return partial
 
         return leave
@@ -66,8 +66,8 @@ def routing_weights_do_not_enter() -> Any:
 
     def make(_: Any) -> Any:
         def enter_all(self: _Passage, forward: Any, hidden: torch.Tensor, *rest: Any, **named: Any) -> Any:
-            self.zones.enter()
-            return forward(self._make_whole(hidden), *rest, **named)
+            self.activations.enter()
+            return forward(self._full_input(hidden), *rest, **named)
 
         return enter_all
 
@@ -98,25 +98,25 @@ def input_sent_twice() -> Any:
 
         return make_whole
 
-    return replaced(_Passage, "_make_whole", make)
+    return replaced(_Passage, "_full_input", make)
 
 
 # --- how parameters are cut -------------------------------------------------------------------------------------------
 
 
 def fused_projection_cut_as_one() -> Any:
-    def deal(segments: Any, *, degree: int, place: int) -> list[Span]:
+    def partition(segments: Any, *, degree: int, place: int) -> list[Span]:
         size = sum(segment.features for segment in segments) // degree
         return [Span(begin=place * size, size=size)]
 
-    return replaced(weft.engine.tp.one_d_shards, "deal", lambda _: deal)
+    return replaced(weft.engine.tp.one_d_shards, "partition", lambda _: partition)
 
 
 def kv_heads_dealt_in_turns() -> Any:
     """Ranks 0, 1, 2, 3 hold key-value heads 0, 1, 0, 1 where 0, 0, 1, 1 belong to their queries."""
 
     def make(original: Any) -> Any:
-        def deal(segments: Any, *, degree: int, place: int) -> list[Span]:
+        def partition(segments: Any, *, degree: int, place: int) -> list[Span]:
             runs = original(segments, degree=degree, place=place)
             for index, segment in enumerate(segments):
                 if segment.units < degree:
@@ -125,9 +125,9 @@ def kv_heads_dealt_in_turns() -> Any:
                     runs[index] = Span(begin=turn, size=segment.size, copies=runs[index].copies)
             return runs  # type: ignore[no-any-return]
 
-        return deal
+        return partition
 
-    return replaced(weft.engine.tp.one_d_shards, "deal", make)
+    return replaced(weft.engine.tp.one_d_shards, "partition", make)
 
 
 # --- gradients that ranks share ---------------------------------------------------------------------------------------
@@ -220,8 +220,8 @@ def logits_not_trimmed() -> Any:
     """The last rank has a token fewer, and its padding stays among the logits."""
 
     def make(original: Any) -> Any:
-        def init(self: _Head, grid: Any, *, vocabulary: int, whole: bool) -> None:
-            original(self, grid, vocabulary=vocabulary, whole=whole)
+        def init(self: _Head, grid: Any, *, vocabulary: int, gathers_logits: bool) -> None:
+            original(self, grid, vocabulary=vocabulary, gathers_logits=gathers_logits)
             self.vocabulary = self.chunk * grid.degree
 
         return init
@@ -317,14 +317,14 @@ def stream_ends_with_a_sum_in_backward() -> Any:
 
 def masks_not_sliced() -> Any:
     """Every rank draws a mask of its slice's own shape: the first heads' masks, for all."""
-    return replaced(ActivationLayout, "cut_dim", lambda _: lambda self, tensor: None)
+    return replaced(ActivationLayout, "shard_dim", lambda _: lambda self, tensor: None)
 
 
 def masks_of_the_first_slice() -> Any:
     def first(self: ActivationLayout, whole: torch.Tensor, dim: int) -> torch.Tensor:
         return whole.narrow(dim, 0, whole.shape[dim] // self.degree)
 
-    return replaced(ActivationLayout, "own", lambda _: first)
+    return replaced(ActivationLayout, "local_slice", lambda _: first)
 
 
 def other_rows_on_the_second_rank() -> Any:

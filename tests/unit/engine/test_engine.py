@@ -148,7 +148,7 @@ def test_errors_are_sentences() -> None:
     with pytest.raises(BatchError, match="17 micro-batches"):
         engine.step(global_batch(0))
     if not torch.cuda.is_available():
-        with pytest.raises(DeviceError, match="none here"):
+        with pytest.raises(DeviceError, match="this machine has none"):
             Engine(Mlp(), Plan.from_tables({"data_parallel": {"strategy": "dataparallel"}}))
 
 
@@ -173,5 +173,5 @@ def test_a_checkpoint_that_does_not_say_where_training_stood_is_refused(
     engine = build_engine("llama")
     store = CheckpointStore(tmp_path)
     store.save(engine.state(), meta, step=1, asynchronous=False)
-    with pytest.raises(CheckpointError, match="does not say where training stood"):
+    with pytest.raises(CheckpointError, match="lacks the state of training"):
         engine.load(tmp_path)

@@ -95,7 +95,7 @@ def test_dataparallel_warns_and_asks_for_gpus(monkeypatch: pytest.MonkeyPatch) -
     from weft.core.precision import policy_of
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match="none here") as caught:
+    with pytest.raises(DeviceError, match="this machine has none") as caught:
         require_gpus(policy_of("fp32"))
     assert "--nproc" in caught.value.hint
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -114,4 +114,4 @@ def test_a_subclass_need_not_call_the_constructor() -> None:
             self.factor = 2.0
 
     assert Own().token_loss is None
-    assert Own().inside is None
+    assert Own().model_loss is None

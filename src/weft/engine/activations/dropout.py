@@ -1,9 +1,9 @@
 """Dropout that depends on (seed, step, global row) and not on the layout.
 
-torch draws one mask for a whole micro-batch, so its rows' masks change with the cut. Here the default generator,
+torch draws one mask per micro-batch, so the masks of its rows change with the layout. Here the default generator,
 seeded alike on every rank, only numbers the dropout calls; each row's mask comes from (call number, global row).
 Replaying a forward with the generator's saved state, inside `replayed` (activation recompute), draws the same masks.
-Where a rank has a slice of a tensor (`Slices`: heads, a width, the sequence), it draws the whole mask and cuts it.
+A rank with a slice of a tensor (`Slices`: heads, a width, the sequence) draws the full mask and takes its slice.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from weft.models.layout import ModelLayout
 
 
 class Slices(Protocol):
-    """Knows which tensors at hand are slices, along which dimension, and what a whole one would be."""
+    """Which tensors are local slices, along which dimension, and the shape of the full tensor."""
 
-    def cut_dim(self, tensor: torch.Tensor) -> int | None: ...
+    def shard_dim(self, tensor: torch.Tensor) -> int | None: ...
 
-    def whole_shape(self, tensor: torch.Tensor, dim: int) -> tuple[int, ...]: ...
+    def full_shape(self, tensor: torch.Tensor, dim: int) -> tuple[int, ...]: ...
 
-    def own(self, whole: torch.Tensor, dim: int) -> torch.Tensor: ...
+    def local_slice(self, full: torch.Tensor, dim: int) -> torch.Tensor: ...
 
 
 def draw_call_number() -> int:
@@ -48,7 +48,7 @@ def uses_randomness(model: nn.Module) -> bool:
 def seeded_forward(
     *, seed: int, step: int, first_row: int, num_rows: int, is_random: bool, slices: Slices | None = None
 ) -> Iterator[None]:
-    """The randomness of one micro-batch: rows `first_row` and on of the global batch of `step`."""
+    """The randomness of one micro-batch: rows from `first_row` on of the global batch of `step`."""
     if not is_random:
         yield
         return
@@ -59,7 +59,7 @@ def seeded_forward(
 
 
 def number_blocks(model: nn.Module, layout: ModelLayout) -> None:
-    """Dropout calls are counted anew in every block: a pipeline's stage, which passes blocks by, counts alike."""
+    """Restart the count of dropout calls in every block: a pipeline stage skips blocks and must count alike."""
     for index, name in enumerate(layout.blocks):
         wrap_forward(model.get_submodule(name), _Numbered(index))
 
@@ -75,11 +75,11 @@ class _Numbered:
 
 
 def replayed() -> AbstractContextManager[Any]:
-    """What must be around a repetition, in backward, of the forward that is running now."""
+    """The context in which a backward must repeat the forward that is running now."""
     return _RowDropout.active.drawing() if _RowDropout.active is not None else nullcontext()
 
 
-# Random functions whose first argument has the rows in front. Called row by row, each with the row's own seed.
+# Random functions whose first argument has the rows in dimension 0. Called per row, with the row's seed.
 _ROW_BY_ROW = frozenset(
     {
         F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.rrelu, F.gumbel_softmax,
@@ -114,8 +114,8 @@ class _RowDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def begin_block(self, index: int) -> None:
-        """A block that is passed several times draws other numbers each time; repeated, those of its last pass."""
-        # Private: torch has no public way to ask whether a backward is running; checkpoint itself asks so.
+        """A block that runs several times draws other numbers each time; recomputed, those of its last run."""
+        # Private: torch has no public way to ask whether a backward is running; checkpoint itself uses this.
         # tests/unit/engine/activations/test_dropout.py fails when it moves.
         is_repeating = torch._C._current_graph_task_id() != -1
         self._passes[index] += not is_repeating
@@ -133,18 +133,18 @@ class _RowDropout(TorchFunctionMode):
         return input * self._mask(input, keep).div_(keep)
 
     def _mask(self, input: torch.Tensor, keep: float) -> torch.Tensor:
-        """Ones and zeros for every element of `input`: of the whole tensor's mask, the part that `input` is."""
-        dim = self.slices.cut_dim(input) if self.slices is not None else None
+        """Ones and zeros per element of `input`: its slice of the full tensor's mask."""
+        dim = self.slices.shard_dim(input) if self.slices is not None else None
         if dim == 2 and input.ndim == 3 and input.shape[0] != self.num_rows:
-            dim = 0  # a row's heads one after the other (XGLM): they are what is cut
+            dim = 0  # XGLM flattens rows and heads: the heads are sharded
         generator = torch.Generator(device=input.device)
         parts = []
         for row, part in self._rows(input):
             generator.manual_seed(row)
-            shape = part.shape if dim is None or self.slices is None else self.slices.whole_shape(part, dim)
-            # new_empty, not empty_like: numbers are drawn in the order of memory, which must not be a transposed one's
-            whole = part.new_empty(shape).bernoulli_(keep, generator=generator)
-            parts.append(whole if dim is None or self.slices is None else self.slices.own(whole, dim))
+            shape = part.shape if dim is None or self.slices is None else self.slices.full_shape(part, dim)
+            # new_empty, not empty_like: numbers are drawn in memory order, which must not be a transposed tensor's
+            mask = part.new_empty(shape).bernoulli_(keep, generator=generator)
+            parts.append(mask if dim is None or self.slices is None else self.slices.local_slice(mask, dim))
         return torch.cat(parts)
 
     def _attention(
@@ -181,33 +181,33 @@ class _RowDropout(TorchFunctionMode):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attention of one row. A fused kernel draws its mask for the heads it is given, from the first one on.
+        """Attention of one row. A fused kernel draws its mask for the heads it gets, from the first one on.
 
-        So a rank with some of the heads runs the kernel of all, the others empty: it repeats their work, and has
-        the mask of the whole whichever kernel is used.
+        So a rank with some of the heads runs the kernel for all heads, the others zero: it repeats their work, and
+        has the mask of the full tensor with every kernel.
         """
         slices = self.slices
-        if slices is None or slices.cut_dim(query) is None:
+        if slices is None or slices.shard_dim(query) is None:
             return _attend(query, key, value, attn_mask, *args, **kwargs)
 
-        dim = query.ndim - 3  # [row, heads, …], or a row's heads in front
+        dim = query.ndim - 3  # [row, heads, …], or [heads, …]
 
         def among_all(own: torch.Tensor) -> torch.Tensor:
-            whole = own.new_zeros(slices.whole_shape(own, dim))
-            slices.own(whole, dim).copy_(own)
-            return whole
+            full = own.new_zeros(slices.full_shape(own, dim))
+            slices.local_slice(full, dim).copy_(own)
+            return full
 
         if attn_mask is not None and attn_mask.ndim == query.ndim and attn_mask.shape[dim] == query.shape[dim] > 1:
             attn_mask = among_all(attn_mask)
-        whole = _attend(among_all(query), among_all(key), among_all(value), attn_mask, *args, **kwargs)
-        return slices.own(whole, dim)
+        full = _attend(among_all(query), among_all(key), among_all(value), attn_mask, *args, **kwargs)
+        return slices.local_slice(full, dim)
 
     def _row_by_row(self, func: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if input.ndim == 0 or not kwargs.get("training", True):
             return func(input, *args, **kwargs)  # one number for all rows: alike on every rank already
-        if self.slices is not None and self.slices.cut_dim(input) is not None:
+        if self.slices is not None and self.slices.shard_dim(input) is not None:
             raise NotBuiltError(
-                f"{func.__name__} on a slice of a tensor is not drawn alike at every layout",
+                f"{func.__name__} on a sharded tensor would draw other numbers in other layouts",
                 hint="set the model's noise (jitter, dropout) to 0 in [model.config]",
             )
         outputs = []
@@ -232,8 +232,8 @@ class _RowDropout(TorchFunctionMode):
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """The mode, with the two main functions replaced under their names too: torch turns modes off inside its own
-        composite functions (nn.MultiheadAttention's), and what stands in for these is no torch function."""
+        """The mode, with the two main functions also replaced by name: torch turns modes off inside its composite
+        functions (nn.MultiheadAttention's), and their replacements are no torch functions."""
         saved, before = (F.dropout, F.scaled_dot_product_attention), _RowDropout.active
         F.dropout, F.scaled_dot_product_attention = self._dropout, self._attention
         _RowDropout.active = self
@@ -260,7 +260,7 @@ def _is_random(module: nn.Module) -> bool:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """The default generators at `seed` inside, and where they were outside."""
+    """The default generators at `seed` inside; restored afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

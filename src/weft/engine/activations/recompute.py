@@ -1,14 +1,14 @@
-"""Activation recompute: a block's forward runs again in its backward, so less is kept in between.
+"""Activation recompute: a block's forward runs again in its backward, so fewer activations are saved in between.
 
-| policy    | kept of a block                                                | computed again              |
+| policy    | saved per block                                                | recomputed                  |
 | --------- | -------------------------------------------------------------- | --------------------------- |
-| none      | what autograd keeps                                            | nothing                     |
+| none      | all that autograd saves                                        | nothing                     |
 | full      | its inputs                                                     | everything                  |
-| selective | its inputs, the products of matrices with weights, attention   | norms, activations, rotary… |
-| budget    | each block as one of the three: `activations.mixture` says how many, core/mixture.py which   |
+| selective | its inputs, outputs of matmuls with weights, attention         | norms, activations, rotary… |
+| budget    | each block as one of the three: `activations.mixture` has the counts, core/mixture.py the choice |
 
-Attention that writes its scores out is no kept product: scores are what selective recompute is there to lose.
-Gathering (ZeRO-3) and reducing are hooks, outside what is repeated; casts to low precision and dropout are inside.
+The scores of eager attention are not saved: selective recompute exists to drop them.
+Gathering (ZeRO-3) and reducing are hooks, outside of the recomputed forward; casts and dropout are inside.
 The numbers are those without recompute, bit for bit where the kernels are deterministic.
 """
 
@@ -28,16 +28,16 @@ from weft.core.mixture import block_policies
 from weft.core.plan import Activations
 from weft.engine.activations.dropout import replayed
 from weft.engine.activations.split_backward import splitting_again
-from weft.engine.buffers.changes import Before, BufferChanges
+from weft.engine.buffers.changes import BufferChanges, BufferSnapshot
 from weft.engine.wrap_forward import Forward, wrap_forward
 from weft.models.layout import ModelLayout
 
-# Operators by packet. bmm and baddbmm are missing on purpose: they are the two products of written-out attention.
+# Operators by packet. bmm and baddbmm are missing on purpose: they are the two products of eager attention.
 _PRODUCTS = frozenset(
     {"aten.mm", "aten.addmm", "aten._scaled_mm", "aten._grouped_mm", "transformers.grouped_mm_fallback"}
 )
 _ATTENTION = ("aten._scaled_dot_product_", "aten._flash_attention_forward", "aten._efficient_attention_forward")
-_COLLECTIVES = "_c10d_functional."  # sending twice costs more than keeping
+_COLLECTIVES = "_c10d_functional."  # sending twice costs more than saving
 
 
 def apply_recompute(
@@ -48,16 +48,16 @@ def apply_recompute(
     *,
     own: Collection[str] | None = None,
 ) -> None:
-    """Blocks of the whole model's `layout` as `activations` says, around what is around their forwards already.
+    """Wrap the blocks of the full model's `layout` by the policy of `activations`, as outermost layer so far.
 
-    `own`: those this rank has, of a pipeline. A block's place in the whole model decides, not its place on the rank.
-    `changes`: a forward's changes of buffers are made once; the second finds what the first one found.
+    `own`: this rank's blocks in a pipeline. A block's index in the full model decides, not its index on the rank.
+    `changes`: buffers change once per forward; the recomputed forward reads the values that the first one read.
     """
     if activations.policy == "none":
         return
     if not layout.blocks:
         raise NoBlocksError(
-            "the model has no repeated blocks, so there is nothing to compute again",
+            "the model has no repeated blocks, so there is nothing to recompute",
             hint="name them: Engine(..., blocks=['encoder.layers']), or use activations.policy = 'none'",
         )
     policies = block_policies(activations.policy, activations.mixture, num_blocks=len(layout.blocks))
@@ -67,8 +67,8 @@ def apply_recompute(
             wrap_forward(block, _Recomputed(block, changes, is_selective=policy == "selective"))
 
 
-def is_kept(operator: Any) -> bool:
-    """Whether selective recompute keeps what this operator gives."""
+def is_saved(operator: Any) -> bool:
+    """Whether selective recompute saves the output of this operator."""
     packet = str(getattr(operator, "overloadpacket", operator))
     return packet in _PRODUCTS or packet.startswith(_ATTENTION) or packet.startswith(_COLLECTIVES)
 
@@ -77,25 +77,25 @@ class _Recomputed:
     """The layer around one block's forward."""
 
     def __init__(self, block: nn.Module, changes: BufferChanges, *, is_selective: bool) -> None:
-        self._changes, self._places = changes, changes.inside(block)
+        self._changes, self._places = changes, changes.places_in(block)
         self._is_selective = is_selective
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # a block's own keyword may have the name of one of checkpoint's
+        # a keyword of the block may have the name of one of checkpoint's
         call = functools.partial(forward, **kwargs)
         return checkpoint(call, *args, use_reentrant=False, context_fn=self._contexts)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What the first forward runs in, and what the second does."""
+        """The contexts of the first forward and of the recomputed one."""
         first: AbstractContextManager[Any] = nullcontext()
         second: AbstractContextManager[Any] = nullcontext()
         if self._is_selective:
             first, second = create_selective_checkpoint_contexts(_choose)  # type: ignore[no-untyped-call]
         # a batch norm would count the same rows twice in its running statistics
-        before = Before(self._changes, self._places)
-        return first, _entered(replayed(), splitting_again(), before.put_back(), second)
+        before = BufferSnapshot(self._changes, self._places)
+        return first, _entered(replayed(), splitting_again(), before.restored(), second)
 
 
 @contextmanager
@@ -107,4 +107,4 @@ def _entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_saved(operator) else CheckpointPolicy.PREFER_RECOMPUTE

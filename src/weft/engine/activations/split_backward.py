@@ -1,9 +1,9 @@
-"""Backward in two halves: gradients of inputs at once, those of weight matrices when asked for.
+"""Split backward: input gradients first, gradients of weight matrices in a later call.
 
-Inside, every product of an activation with a weight matrix keeps (input, gradient of the output) instead of computing
-its weight's gradient; `run` computes them all, by the formula that autograd itself uses: dW = dY' X. What is no such
-product (norms, biases, tables, experts in one tensor) has its gradient in the first half. It works below recompute and
-gathering alike, since it is part of the forward; autograd's own graph is not taken apart.
+Inside the mode, every linear layer saves (input, gradient of the output) instead of computing its weight gradient;
+`run` computes them all, by autograd's own formula: dW = dY' X. Other gradients (norms, biases, embeddings, fused
+experts) are computed in the input backward. It works below recompute and gathering alike, since it is part of the
+forward; autograd's graph stays intact.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class SplitBackward(TorchFunctionMode):
-    """Around one forward; then `run` after its backward."""
+    """Enter around one forward; call `run` after its backward."""
 
-    alive: ClassVar[WeakSet[SplitBackward]] = WeakSet()  # for who measures: what waits belongs to no graph any more
+    alive: ClassVar[WeakSet[SplitBackward]] = WeakSet()  # for measurements: saved gradients belong to no graph
     active: ClassVar[SplitBackward | None] = None  # torch turns the mode off in backward; `splitting_again` turns it on
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class SplitBackward(TorchFunctionMode):
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Those of outputs, that wait."""
+        """Output gradients whose weight gradients are still to be computed."""
         return [gradient for _, _, gradient in self._waiting]
 
     def __enter__(self) -> SplitBackward:
@@ -48,8 +48,8 @@ class SplitBackward(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def run(self) -> None:
-        """The gradients of all weights that wait, into the weights (through a cast, where one lies between)."""
-        while self._waiting:  # each is let go before the next one's gradient is made
+        """Accumulate the gradients of all waiting weights into the weights (through their casts, if any)."""
+        while self._waiting:  # each is freed before the next gradient is computed
             weight, x, grad = self._waiting.pop(0)
             with torch.no_grad():
                 gradient = _of_weight(x, grad)
@@ -59,12 +59,12 @@ class SplitBackward(TorchFunctionMode):
         # an input without gradient would end the backward before this product is reached
         if not (input.requires_grad and weight.requires_grad):
             return F.linear(input, weight, bias)
-        # the weight goes along inside a tuple: as a tensor it would be part of the graph that the first half uses up
+        # the weight is passed in a tuple: as a tensor it would be part of the graph that the input backward frees
         return _SplitProduct.apply(input, weight.detach(), bias, (weight,), self._waiting)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def splitting_again() -> AbstractContextManager[Any]:
-    """What must be around a repetition, in backward, of the forward that is running now."""
+    """The context in which a backward must repeat the forward that is running now."""
     return SplitBackward.active or nullcontext()
 
 
@@ -80,7 +80,7 @@ class _SplitProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         input, weight = ctx.saved_tensors
-        # detached: an input with its graph would hold this node, which holds the list, and nothing were ever freed
+        # detached: an input with its graph would hold this node, which holds the list, and nothing would ever be freed
         ctx.waiting.append((ctx.owner[0], input.detach(), grad))
         own_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return grad @ weight, None, own_bias, None, None

@@ -1,1 +1,1 @@
-"""Rows of a batch: shares of ranks, micro-batches, packed sequences."""
+"""Rows of a batch: rows per rank, micro-batches, packed sequences."""

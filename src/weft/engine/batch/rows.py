@@ -1,4 +1,4 @@
-"""Rows of a batch: how many, a rank's share of them, micro-batches, and their way to the device."""
+"""Rows of a batch: their number, the rows of a rank, micro-batches, and the copy to the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def share_of_rows(batch: Batch, *, rank: int, degree: int) -> dict[str, torch.Te
 
 
 def split_rows(batch: Batch, count: int, *, must_be_equal: bool) -> list[dict[str, torch.Tensor]]:
-    """Micro-batches of equal rows, or of one row more for the first of them."""
+    """Micro-batches of equal size; the first ones have one row more if the rows do not divide."""
     rows = num_rows(batch)
     if rows < count or (rows % count and must_be_equal):
         raise BatchError(
@@ -37,7 +37,7 @@ def split_rows(batch: Batch, count: int, *, must_be_equal: bool) -> list[dict[st
 
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
-    """Without waiting: a copy out of memory that is not pinned waits for all that the GPU still has to do."""
+    """A non-blocking copy: out of memory that is not pinned, it would wait for all queued work of the GPU."""
     if device.type == "cuda":
         batch = {key: value if value.is_cuda else value.pin_memory() for key, value in batch.items()}
     return {key: value.to(device, non_blocking=True) for key, value in batch.items()}

@@ -1,4 +1,4 @@
-"""A model's batch norms under a plan: which there are, whose rows they see, and what the user should know of it."""
+"""The batch norms of a model under a plan: their names, the ranks of their statistics, a note to the user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.engine.mesh import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class BatchNorms:
-    """`group`: the ranks over which statistics are taken; None where a rank takes its own."""
+    """`group`: the ranks over which statistics are computed; None for each rank alone."""
 
     names: tuple[str, ...] = ()
     group: dist.ProcessGroup | None = None
@@ -23,27 +23,29 @@ class BatchNorms:
 
 
 def apply_batch_norms(model: nn.Module, plan: Plan, topology: Topology) -> BatchNorms:
-    """Statistics over all data-parallel ranks. Collective."""
+    """Compute statistics over all data-parallel ranks. Collective."""
     names = tuple(find_batch_norms(model))
     if not names:
         return BatchNorms()
-    _require_whole_rows(plan, names[0])
+    _require_all_tokens(plan, names[0])
     group = topology.new_data_group() if topology.dp_degree > 1 else None
     if group is not None:
         span_ranks(model, names, group)
     rows = "a micro-batch" if plan.pipeline.microbatches > 1 else "the batch"
-    whose = f" on all {topology.dp_degree} data-parallel ranks" if group is not None else ""
-    said = f"{len(names)} batch norms take their statistics over the rows of {rows}{whose}"
-    note = f"{said}: with another pipeline.microbatches the curve is another"
+    ranks = f" on all {topology.dp_degree} data-parallel ranks" if group is not None else ""
+    note = (
+        f"{len(names)} batch norms take their statistics over the rows of {rows}{ranks}:"
+        " with another pipeline.microbatches the curve differs"
+    )
     return BatchNorms(names=names, group=group, notes=(note,))
 
 
-def _require_whole_rows(plan: Plan, name: str) -> None:
-    """Where tensor-parallel ranks share out tokens or rows a batch norm would see a part of them, and say nothing."""
+def _require_all_tokens(plan: Plan, name: str) -> None:
+    """Tensor-parallel ranks that shard tokens or rows would silently take statistics of their shard alone."""
     policy = plan.tensor_parallel
     if plan.mesh.tp > 1 and (policy.mode != "1d" or policy.sequence_parallel):
-        what = "sequence parallel" if policy.mode == "1d" else f"mode {policy.mode!r}"
+        sharded_by = "sequence parallel" if policy.mode == "1d" else f"mode {policy.mode!r}"
         raise TensorParallelError(
-            f"{name} is a batch norm, whose statistics need all tokens, which {what} deals out to ranks",
+            f"{name} is a batch norm, whose statistics need all tokens; {sharded_by} shards tokens over ranks",
             hint="set tensor_parallel.mode = '1d' and sequence_parallel = false, or mesh.tp = 1",
         )

@@ -1,8 +1,8 @@
-"""Which buffers of a model its forward changes: running statistics, counters, averages, biases of routers.
+"""Detects the buffers that a model's forward changes: running statistics, counters, averages, router biases.
 
-Found by looking, not by names: after the first forwards every buffer is held against a copy of its value on the host,
-since code that writes through `.data` leaves no trace; later a changed version counter or another tensor in the same
-place is the sign. A model whose buffers are constants (rotary tables, masks) costs nothing after its first step.
+Detection is by value, not by name: after the first forwards every buffer is compared with a copy on the host, since
+code that writes through `.data` leaves no trace; later a changed version counter or another tensor in the same place
+triggers a comparison. Constant buffers (rotary tables, masks) cost nothing after the first step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Slot:
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """In the order of modules: the same on every rank, also where a stage has given some up."""
+    """In the order of modules: the same on every rank, also if a stage has dropped some."""
     return [
         Slot(f"{prefix}.{key}" if prefix else key, module, key)
         for prefix, module in model.named_modules()
@@ -46,7 +46,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 class BufferChanges:
-    """Of one model, as far as this rank has seen. `mark` when values are there; `look` after forwards."""
+    """The changes of one model's buffers, as seen on this rank. `mark` once values exist; `look` after forwards."""
 
     def __init__(self, model: nn.Module) -> None:
         self.slots = slots_of(model)
@@ -56,31 +56,31 @@ class BufferChanges:
 
     @torch.no_grad()
     def mark(self) -> None:
-        """What is there now is what a change is seen against."""
+        """Changes are detected against the current values from now on."""
         values = [slot.value for slot in self.slots]
         self._marks = [(value, _version(value)) for value in values]
         self._copies = [None if value is None else value.detach().to("cpu", copy=True) for value in values]
 
     def look(self, *, by_value: bool) -> None:
-        """Add what has changed since the mark. `by_value`: whatever the signs; waits for the device."""
+        """Add buffers that have changed since the mark. `by_value`: compare all; waits for the device."""
         for place, slot in enumerate(self.slots):
-            if place not in self.changing and (by_value or self._has_sign(place)):
+            if place not in self.changing and (by_value or self._may_have_changed(place)):
                 copy, value = self._copies[place], slot.value
                 if (copy is None) != (value is None) or (value is not None and has_other_values(value, copy)):
                     self.changing.add(place)
 
     def renew(self) -> None:
-        """Changing buffers in memory of their own: a forward that writes in place leaves alone what autograd keeps for
-        the backwards of micro-batches before it."""
+        """Move changing buffers to new memory: a forward that writes in place must not overwrite the tensors that
+        autograd has saved for the backwards of earlier micro-batches."""
         for place in self.changing:
             self.slots[place].put(_clone(self.slots[place].value))
 
-    def has_signs(self) -> bool:
-        """Whether a buffer that was taken for a constant may have changed."""
-        return any(self._has_sign(place) for place in range(len(self.slots)) if place not in self.changing)
+    def may_have_more(self) -> bool:
+        """Whether a buffer recorded as constant may have changed."""
+        return any(self._may_have_changed(place) for place in range(len(self.slots)) if place not in self.changing)
 
     def is_reshaped(self, place: int) -> bool:
-        """A cache: it has another shape or format than at the mark, or was not there."""
+        """A cache: its shape or dtype differs from that at the mark, or it did not exist."""
         value, copy = self.slots[place].value, self._copies[place]
         if value is None or copy is None:
             return (value is None) != (copy is None)
@@ -90,30 +90,30 @@ class BufferChanges:
         """At the mark."""
         return self._copies[place]
 
-    def inside(self, module: nn.Module) -> list[int]:
+    def places_in(self, module: nn.Module) -> list[int]:
         members = set(module.modules())
         return [place for place, slot in enumerate(self.slots) if slot.module in members]
 
-    def _has_sign(self, place: int) -> bool:
+    def _may_have_changed(self, place: int) -> bool:
         tensor, version = self._marks[place]
         value = self.slots[place].value
         return value is not tensor or _version(value) != version
 
 
-class Before:
-    """What some buffers held before a forward, for repeating it: where only changing ones are worth a copy."""
+class BufferSnapshot:
+    """The values of some buffers before a forward, for recomputing it. Copies only those that change."""
 
     def __init__(self, changes: BufferChanges, places: Sequence[int]) -> None:
         self._changes, self._places = changes, places
-        # one that nobody has seen changing yet still has the value of the mark
+        # a buffer not yet seen changing still has the value of the mark
         chosen = [place for place in places if place in changes.changing]
         self._values = {place: _clone(changes.slots[place].value) for place in chosen}
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Inside, buffers hold what they held; afterwards what they hold now, which a repetition must not change.
+    def restored(self) -> Iterator[None]:
+        """Inside, buffers have the snapshot's values; afterwards their current ones, which recompute must not change.
 
-        By exchanging tensors: what autograd has kept of the live ones stays as it is."""
+        Tensors are exchanged, not overwritten: autograd may have saved the live ones."""
         chosen = [place for place in self._places if place in self._changes.changing]
         slots = self._changes.slots
         live = {place: slots[place].value for place in chosen}
@@ -133,7 +133,7 @@ class Before:
 
 
 def has_other_values(value: Tensor, copy: Tensor | None) -> bool:
-    """Waits for the device. NaN equals NaN. A dry run, which has no numbers, says no."""
+    """Waits for the device. NaN equals NaN. A dry run has no numbers and returns False."""
     if copy is None or value.shape != copy.shape or value.dtype != copy.dtype:
         return True
     here = value.detach().to("cpu")

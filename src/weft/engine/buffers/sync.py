@@ -1,14 +1,14 @@
-"""Buffers that a forward changes, equal on all ranks after every micro-batch, step and evaluation.
+"""Keeps buffers that a forward changes equal on all ranks after every micro-batch, step and evaluation.
 
-| buffer | what every rank has afterwards |
+| buffer | value on every rank afterwards |
 | --- | --- |
-| of a batch norm | the statistics of all data-parallel ranks' rows: equal already, the first rank's bits |
-| other floating ones | the mean over the ranks, after every micro-batch: right for averages of what rows give |
-| whole numbers, flags | the first rank's, as torch's DDP |
-| another shape than at the start | its own: a cache, computed again from each batch |
+| of a batch norm | the statistics over the rows of all data-parallel ranks: equal already, the first rank's bits |
+| other floating ones | the mean over the ranks, after every micro-batch: exact for means over rows |
+| integers, flags | the first rank's, as in torch's DDP |
+| another shape than at the start | the rank's own: a cache, recomputed from each batch |
 
 In a pipeline a buffer belongs to the first stage whose forward changes it: model code outside the blocks runs on later
-stages too, on NaN, and what it leaves in a buffer there is neither sent, saved nor compared.
+stages too, on NaN, and its values there are neither sent, saved nor compared.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.observer import of_buffers
+from weft.comm.observer import buffer_collectives
 from weft.core.records import BufferRecord
 from weft.engine.buffers.changes import BufferChanges, Slot
 from weft.engine.mesh import Topology
 from weft.engine.pp.stages import StageDone, Stages
 
-CONSTANT, CACHE = 2**31 - 1, -1  # in the place of a stage
+CONSTANT, CACHE = 2**31 - 1, -1  # instead of a stage
 
 
 class BufferSync:
@@ -48,7 +48,9 @@ class BufferSync:
         norms = set(batch_norms)
         self._norms = {place for place, slot in enumerate(changes.slots) if slot.name.rpartition(".")[0] in norms}
         self._stages = {place: _stage_in(slot.name, stage_of) for place, slot in enumerate(changes.slots)}
-        self._claims: dict[int, int] = {}  # of a rank with several stages: places outside blocks -> who changes them
+        self._claims: dict[
+            int, int
+        ] = {}  # on a rank with several stages: place outside blocks -> stage that changes it
         self.owners: list[int] = [CONSTANT] * len(changes.slots)  # a stage, or one of the two above
         self._seen_stages: set[int] = set()
         self._num_steps = 0
@@ -66,7 +68,7 @@ class BufferSync:
             self.changes.renew()
         before = self._outside_blocks() if len(self._own) > 1 else {}
         done: StageDone | None = None
-        try:  # after any other exception no collective follows: the other ranks are elsewhere, and it would hang
+        try:  # after any other exception no collective may follow: the other ranks are elsewhere, and it would hang
             yield
         except StageDone as end:
             done = end
@@ -79,7 +81,7 @@ class BufferSync:
             raise done
 
     def after_step(self) -> None:
-        """Collective. Ranks agree on what changes in the first step, and look again after 2, 4, 8, … steps."""
+        """Collective. Ranks agree on the changing buffers after the first step, and again after 2, 4, 8, … steps."""
         if not self.changes.slots:
             return
         self._num_steps += 1
@@ -88,31 +90,31 @@ class BufferSync:
         self.synchronise()
 
     def _look(self, *, is_new: bool) -> None:
-        """In the first step. What the next micro-batch reads must be equal on all ranks already, so those that are at
-        the same stage agree after the first forward of it."""
+        """In the first step. The next micro-batch must read equal values on all ranks, so the ranks of a stage agree
+        after its first forward."""
         self.changes.look(by_value=is_new)
-        if is_new and self._num_alike > 1:
+        if is_new and self._num_stage_ranks > 1:
             mine = [self._found(place) for place in range(len(self.changes.slots))]
-            found = read_least(mine, device=self._device, group=self._topology.stage_group)
+            found = read_min(mine, device=self._device, group=self._topology.stage_group)
             self.owners = [min(known, new) for known, new in zip(self.owners, found, strict=True)]
-            self._learn()
+            self._update_changing()
 
-    def _learn(self) -> None:
+    def _update_changing(self) -> None:
         self.changes.changing.update(place for place, owner in enumerate(self.owners) if 0 <= owner < CONSTANT)
 
     def restart(self) -> None:
-        """Other values were loaded."""
+        """After other values were loaded."""
         self.changes.mark()
 
     def _agree(self) -> None:
         is_first = self._num_steps == 1
         if not is_first:
-            if not read_any(self.changes.has_signs(), device=self._device):
+            if not read_any(self.changes.may_have_more(), device=self._device):
                 return
             self.changes.look(by_value=False)
         mine = [self._found(place) for place in range(len(self.changes.slots))]
-        self.owners = read_least(mine, device=self._device)
-        self._learn()
+        self.owners = read_min(mine, device=self._device)
+        self._update_changing()
 
     def _found(self, place: int) -> int:
         if place not in self.changes.changing:
@@ -130,29 +132,30 @@ class BufferSync:
         places = self._own_places()
         self._average(places)
         taken = [value for place, value in self._values_at(places) if not self._is_averaged(place, value)]
-        for same in _by_dtype(taken) if self._num_alike > 1 else ():
+        for same in _by_dtype(taken) if self._num_stage_ranks > 1 else ():
             flat = torch.cat([value.reshape(-1) for value in same])
-            wire = flat.view(torch.uint8)  # any format travels so
-            with of_buffers():
+            wire = flat.view(torch.uint8)  # every backend sends bytes
+            with buffer_collectives():
                 dist.broadcast(wire, group=self._topology.stage_group, group_src=0)
-            _deal(flat, same)
+            _copy_from_flat(flat, same)
 
     @torch.no_grad()
     def _average(self, places: Sequence[int]) -> None:
         values = [value for place, value in self._values_at(places) if self._is_averaged(place, value)]
-        for same in _by_dtype(values) if self._num_alike > 1 else ():
-            flat = torch.cat([value.reshape(-1).to(_wide(value.dtype)) for value in same])
-            with of_buffers():
+        for same in _by_dtype(values) if self._num_stage_ranks > 1 else ():
+            wide = torch.promote_types(same[0].dtype, torch.float32)  # no sums over ranks in 16 bits
+            flat = torch.cat([value.reshape(-1).to(wide) for value in same])
+            with buffer_collectives():
                 dist.all_reduce(flat, group=self._topology.stage_group)
-            _deal(flat / self._num_alike, same)
+            _copy_from_flat(flat / self._num_stage_ranks, same)
 
     def is_foreign(self, name: str) -> bool:
-        """Whether a buffer changes and another stage's value is the one that counts."""
+        """Whether a buffer changes and belongs to a stage of another rank."""
         place = self._places.get(name)
         return place is not None and self.owners[place] not in (CONSTANT, CACHE, *self._own)
 
     def records(self) -> list[BufferRecord]:
-        """Of the buffers that are here."""
+        """Records of the buffers on this rank."""
         return [
             BufferRecord(
                 name=slot.name,
@@ -170,13 +173,14 @@ class BufferSync:
         return {self.changes.slots[place].name: value for place, value in self._values_at(self._own_places())}
 
     def notes(self) -> tuple[str, ...]:
-        """What to know of buffers that are not batch norms', once a step was made."""
+        """Notes on changing buffers outside of batch norms; empty before the first step."""
         others = [self.changes.slots[place] for place in sorted(self.changes.changing - self._norms)]
         if not others or self._topology.dp_degree == 1:
             return ()
         return (
             f"{_listed(others)} change in the forward: floating ones are averaged over the ranks after every"
-            " micro-batch, others are rank 0's after every step; what is no mean over rows depends on how many ranks",
+            " micro-batch, others are rank 0's after every step; values other than means over rows depend on the"
+            " number of ranks",
         )
 
     @property
@@ -198,14 +202,14 @@ class BufferSync:
             return "constant"
         if self.owners[place] == CACHE:
             return "computed again from each batch"
-        if self._num_alike == 1:
+        if self._num_stage_ranks == 1:
             return "changes in the forward, on one rank"
         if place in self._norms:
             return "statistics over all data-parallel ranks"
         return "averaged after every micro-batch" if self._is_averaged(place, value) else "rank 0's after every step"
 
     @property
-    def _num_alike(self) -> int:
+    def _num_stage_ranks(self) -> int:
         return dist.get_world_size(self._topology.stage_group)
 
     # --- several stages on one rank -----------------------------------------------------------------------------
@@ -218,7 +222,7 @@ class BufferSync:
 
     @torch.no_grad()
     def _claim(self, stage: int, before: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """The first stage that changes a buffer has it; what later ones did, on NaN perhaps, is undone."""
+        """The first stage that changes a buffer owns it; changes by later stages, maybe from NaN, are undone."""
         for place, (tensor, value) in before.items():
             if place in self.changes.changing and self._claims.setdefault(place, stage) != stage:
                 self.changes.slots[place].put(tensor)
@@ -226,24 +230,24 @@ class BufferSync:
 
 
 def read_any(flag: bool, *, device: torch.device) -> bool:
-    """Whether it is so on some rank; waits for the device. Collective."""
+    """Whether `flag` is set on some rank; waits for the device. Collective."""
     found = torch.tensor([int(flag)], device=device)
     if dist.get_world_size() > 1:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())
 
 
-def read_least(mine: list[int], *, device: torch.device, group: dist.ProcessGroup | None = None) -> list[int]:
-    """The smallest number of all ranks in each place; waits for the device. Collective."""
+def read_min(mine: list[int], *, device: torch.device, group: dist.ProcessGroup | None = None) -> list[int]:
+    """The element-wise minimum over all ranks; waits for the device. Collective."""
     found = torch.tensor(mine, device=device)
     if dist.get_world_size(group) > 1:
-        with of_buffers():
+        with buffer_collectives():
             dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
     return [int(number) for number in found.tolist()]
 
 
 def _stage_in(name: str, stage_of: Mapping[str, int]) -> int | None:
-    """None: outside of the blocks."""
+    """The stage of the buffer's block; None outside of the blocks."""
     return next((stage for block, stage in stage_of.items() if name.startswith(f"{block}.")), None)
 
 
@@ -252,12 +256,7 @@ def _by_dtype(values: Sequence[Tensor]) -> list[list[Tensor]]:
     return [[value for value in values if value.dtype == dtype] for dtype in dtypes]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Sums of many ranks are not taken in sixteen bits."""
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-def _deal(flat: Tensor, values: Sequence[Tensor]) -> None:
+def _copy_from_flat(flat: Tensor, values: Sequence[Tensor]) -> None:
     for value, own in zip(values, torch.split(flat, [one.numel() for one in values]), strict=True):
         value.copy_(own.view(value.shape))
 

@@ -1,1 +1,1 @@
-"""Data parallelism: one file a strategy, all behind the same small face."""
+"""Data parallelism: one file per strategy, all behind the interface of `strategy.py`."""

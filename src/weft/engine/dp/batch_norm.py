@@ -1,11 +1,11 @@
-"""Batch norms whose statistics are those of all data-parallel ranks together.
+"""Batch norms with statistics over all data-parallel ranks.
 
     count, sum -> mean -> sum of squared distances -> variance      each sum over the rows of all ranks
 
-A rank's rows alone would give every rank other statistics, and another curve than one process has. Here a micro-batch
+With statistics of its rows alone every rank would differ, and the curve from that of one process. Here a micro-batch
 of all ranks is normalised as one process normalises the same rows; running statistics have the same bits on every rank.
 Gradients follow from the sums: the gradient of a sum over ranks is the sum over ranks of gradients. It works with any
-backend and device, which torch's SyncBatchNorm, for GPUs alone, does not.
+backend and device; torch's SyncBatchNorm works on GPUs alone.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm  # the root of all of torch's; no public name
+from torch.nn.modules.batchnorm import _BatchNorm  # the base class of torch's batch norms; no public name
 
-from weft.comm.observer import of_buffers
+from weft.comm.observer import buffer_collectives
 from weft.engine.wrap_forward import wrap_forward
 
 
@@ -27,7 +27,7 @@ def find_batch_norms(model: nn.Module) -> list[str]:
 
 
 def span_ranks(model: nn.Module, names: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Statistics over the ranks of `group`, which is for this alone: it sends activations, in the order of forwards."""
+    """Take statistics over the ranks of `group`, which nothing else may use: it sends in the order of forwards."""
     for name in names:
         module = model.get_submodule(name)
         if isinstance(module, _BatchNorm):
@@ -35,12 +35,12 @@ def span_ranks(model: nn.Module, names: Sequence[str], group: dist.ProcessGroup)
 
 
 class SpanningBatchNorm:
-    """In place of a batch norm's own forward wherever that takes statistics of its input."""
+    """Replaces a batch norm's own forward whenever that takes statistics of its input."""
 
     def __init__(self, module: _BatchNorm, group: dist.ProcessGroup) -> None:
         self.module, self.group = module, group
 
-    # collectives between the two halves of one formula: a compiled block goes around it
+    # collectives in the middle of the formula: a compiled block breaks its graph here
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, forward: Callable[..., Any], input: Tensor) -> Tensor:
         module = self.module
@@ -60,7 +60,7 @@ class SpanningBatchNorm:
         centred = values - _along(mean, values)
         variance = self._summed(centred.square().sum(others)) / count
         if module.training and module.running_mean is not None:
-            self._remember(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
+            self._update_running(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
         normal = centred * _along(torch.rsqrt(variance + module.eps), values)
         if module.weight is not None:
             normal = normal * _along(module.weight.to(values.dtype), values)
@@ -69,7 +69,7 @@ class SpanningBatchNorm:
         return normal.to(input.dtype)
 
     @torch.no_grad()
-    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+    def _update_running(self, mean: Tensor, variance: Tensor) -> None:
         module = self.module
         share: float | Tensor = module.momentum if module.momentum is not None else 0.0
         if module.num_batches_tracked is not None:
@@ -97,11 +97,11 @@ class _SumOverRanks(torch.autograd.Function):
 
 def _sum(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = own.detach().clone(memory_format=torch.contiguous_format)
-    with of_buffers():
+    with buffer_collectives():
         dist.all_reduce(total, group=group)
     return total
 
 
 def _along(channels: Tensor, values: Tensor) -> Tensor:
-    """A number for each channel, to be spread over the other dimensions."""
+    """One value per channel, shaped to broadcast over the other dimensions."""
     return channels.view(1, -1, *[1] * (values.ndim - 2))

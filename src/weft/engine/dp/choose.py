@@ -1,4 +1,4 @@
-"""Which strategy carries out a plan's data parallelism."""
+"""Chooses the strategy of a plan's data parallelism."""
 
 from __future__ import annotations
 

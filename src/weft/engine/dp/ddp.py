@@ -1,6 +1,6 @@
-"""DistributedDataParallel: every rank holds the whole model; gradients are all-reduced once a step, overlapped.
+"""DistributedDataParallel: every rank holds the full model; gradients are all-reduced once per step, overlapped.
 
-DDP averages over its ranks, the engine wants sums: a communication hook sums. (Multiplying the loss by the number of
+DDP averages over its ranks, the engine needs sums: a communication hook sums. (Multiplying the loss by the number of
 ranks instead makes float16 gradients overflow at other steps than on one device.)
 """
 
@@ -37,7 +37,7 @@ class Replicated(Strategy):
                 gradient_as_bucket_view=True,  # else every gradient exists twice
                 find_unused_parameters=find_unused_parameters,
             )
-        # before the reducer is wrapped: the hook wants torch's own
+        # before the reducer is wrapped: the hook needs torch's own
         self._buckets: dict[int, torch.Tensor] = {}
         module.register_comm_hook(_HookState(group=group, buckets=self._buckets, wire=wire), _sum_over_ranks)
         module.reducer = _FixedBuckets(module.reducer)  # type: ignore[assignment]
@@ -54,18 +54,18 @@ class Replicated(Strategy):
                 yield
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
-        """Gradients stay in their buckets: dropped ones would be made anew beside the buckets by every micro-batch that
-        does not send. Where parameters may go unused, a zero is not the same as none: the optimizer would move them."""
+        """Gradients stay in their buckets: every micro-batch that does not reduce would allocate dropped ones anew,
+        beside the buckets. With unused parameters, zero is not the same as None: the optimizer would update them."""
         optimizer.zero_grad(set_to_none=self._may_be_unused)
 
     def gradient_buckets(self) -> list[torch.Tensor]:
-        """The reducer's buffers, known once the first step has sent them."""
+        """The reducer's buffers, known once the first step has reduced them."""
         return list(self._buckets.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class _HookState:
-    """What DDP hands to its communication hook: where to sum and in which format, and where to note the buffers."""
+    """The state of DDP's communication hook: group and dtype of the sum, and a record of the buffers."""
 
     group: dist.ProcessGroup
     buckets: dict[int, torch.Tensor]
@@ -78,13 +78,13 @@ def _sum_over_ranks(
 ) -> torch.futures.Future[torch.Tensor]:
     buffer: torch.Tensor = bucket.buffer()
     state.buckets[bucket.index()] = buffer
-    sent = buffer.to(state.wire)  # itself, but where weights at rest, and so gradients, are lower than what travels
+    sent = buffer.to(state.wire)  # the buffer itself, unless gradients have a lower precision than communication
     work = dist.all_reduce(sent, group=state.group, async_op=True)
     if work is None:
-        raise RuntimeError("an asynchronous all-reduce gave no handle")
+        raise RuntimeError("an asynchronous all-reduce returned no handle")
 
     def result(future: torch.futures.Future[object]) -> torch.Tensor:
-        future.value()  # raises what went wrong; a group that is not there gives no tensors, and summed in place
+        future.value()  # raises the all-reduce's error; its value is unused: a fake group returns no tensors
         return buffer if sent is buffer else buffer.copy_(sent)
 
     summed: torch.futures.Future[torch.Tensor] = work.get_future().then(result)
@@ -93,11 +93,11 @@ def _sum_over_ranks(
 
 @contextmanager
 def _buckets_from_the_start() -> Iterator[None]:
-    """Buckets in the order in which gradients come, the first one small, before the first step.
+    """Buckets in the order of gradients, the first one small, from the first step on.
 
-    DDP begins with one bucket for everything, which cannot travel before the backward has ended, and cuts it into
-    several after the first step; see `_FixedBuckets` for why it must not. Private, since there is no public way to
-    give buckets; tests/multiproc/dryrun counts them, and fails when this moves.
+    DDP begins with one bucket for everything, which cannot be sent before the backward has ended, and splits it after
+    the first step; `_FixedBuckets` has the reason why it must not. Private, since torch has no public way to set
+    buckets; tests/multiproc/dryrun counts them, and fails when this moves.
     """
     compute = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
 
@@ -113,9 +113,9 @@ def _buckets_from_the_start() -> Iterator[None]:
 
 
 class _FixedBuckets:
-    """DDP's reducer, which keeps the buckets it began with.
+    """DDP's reducer with the buckets of its first step.
 
-    DDP sorts its buckets anew after the first step. A ring adds an element's parts in an order that follows from its
+    DDP rebuilds its buckets after the first step. A ring sums an element over ranks in an order that follows from its
     place in the bucket, so with three ranks or more a resumed run, whose first step has the old buckets again, would
     not have the bits of the uninterrupted one. `_rebuild_buckets` has no public switch;
     tests/multiproc/engine/test_resume_bits.py fails when it moves.
@@ -132,7 +132,7 @@ class _FixedBuckets:
 
 
 def _without_buffer_traffic() -> dict[str, Any]:
-    """Those that forwards change are kept equal by `engine/buffers/sync.py`, in every layout alike; sending constants
-    too is waste. torch 2.13 renamed the switch."""
+    """`engine/buffers/sync.py` keeps changing buffers equal, in every layout alike; sending constants is waste.
+    torch 2.13 renamed the switch."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}

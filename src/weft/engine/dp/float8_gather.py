@@ -1,11 +1,11 @@
-"""Weights that multiply in float8 travel in float8: half the bytes, and shards are quantised where they lie.
+"""All-gathers the weights of float8 layers in float8: half the bytes, quantised per shard.
 
 A tensor has one scale, from the largest magnitude of all shards: one small all-reduce before the first gather after an
-update serves all weights. Rounded to the compute format before they are quantised, shards are what the gathered weight
-would have become, bit by bit.
+update serves all weights. Shards are rounded to the compute dtype before they are quantised, so they equal the
+quantised gathered weight, bit by bit.
 
-What `fully_shard` then shows as the layer's parameter has a shape and takes a gradient, and no values: the layer has
-them in float8. A layer whose weight the model's own code reads is left out; should one be missed, it reads NaN.
+The parameter that `fully_shard` then shows has a shape and takes a gradient, but no values: the layer has them in
+float8. A layer whose weight the model's own code reads is excluded; an undetected one reads NaN.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from weft.engine.precision import torch_dtype
 
 
 def gather_in_float8(model: nn.Module, precision: PrecisionPolicy) -> Float8Gather | None:
-    """Every weight of a sharded `model` that can travel so will, from the next gather on; None where none can."""
+    """Gather every suitable weight of a sharded `model` in float8 from the next gather on; None if there is none."""
     layers: dict[Tensor, list[Float8Linear]] = {}
     others: set[Tensor] = set()
     is_read = _reads_weights(model)
     for name, module in model.named_modules():
-        if isinstance(module, Float8Linear) and not is_read(name) and _is_cut_evenly(module.weight):
+        if isinstance(module, Float8Linear) and not is_read(name) and _is_evenly_sharded(module.weight):
             layers.setdefault(module.weight, []).append(module)
         else:
             others.update(module.parameters(recurse=False))
@@ -44,19 +44,19 @@ def gather_in_float8(model: nn.Module, precision: PrecisionPolicy) -> Float8Gath
 
 
 class Float8Gather:
-    """The scales of all such weights, and what `fully_shard` calls before and after it gathers one."""
+    """The scales of all such weights, and the hooks that `fully_shard` calls before and after a gather."""
 
     def __init__(self, layers: dict[Tensor, list[Float8Linear]], precision: PrecisionPolicy) -> None:
         self._layers = list(layers.values())
         self._shards = [_shard(weight) for weight in layers]
         self._compute, self._wire = torch_dtype(precision.weights), torch_dtype(precision.communication)
         self._group = _group(next(iter(layers)))
-        # every fourth float: cuBLAS takes no scale whose address is no multiple of 16 bytes
+        # every fourth float: cuBLAS takes only scales at addresses that are multiples of 16 bytes
         held = torch.ones(2, len(layers), 4, device=self._shards[0].device)
         self._scales, self._back = held[0, :, 0], held[1, :, 0]
         self._is_stale = True
         for index, shard in enumerate(self._shards):
-            # fully_shard looks for these on the shard itself when it is first used: its form of a custom all-gather
+            # fully_shard reads these attributes of the shard at its first use: its form of a custom all-gather
             shard.fsdp_pre_all_gather = functools.partial(self._before, index)  # type: ignore[attr-defined]
             shard.fsdp_post_all_gather = functools.partial(self._after, index)  # type: ignore[attr-defined]
 
@@ -64,11 +64,11 @@ class Float8Gather:
         return len(self._shards)
 
     def weights_may_change(self) -> None:
-        """Told after each step and evaluation: until the next gather weights are updated, loaded or written by hand."""
+        """Call after each step and evaluation: until the next gather weights may be updated, loaded or set by hand."""
         self._is_stale = True
 
     @torch.no_grad()
-    def _settle_scales(self) -> None:
+    def _update_scales(self) -> None:
         largest = torch.stack(torch._foreach_norm(self._shards, float("inf"))).float()
         largest = largest.to(self._compute).to(self._wire)  # both formats hold it exactly
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
@@ -80,7 +80,7 @@ class Float8Gather:
         self, index: int, mesh: object, size: object, stride: object, module: object, policy: object
     ) -> tuple[tuple[Tensor], None]:
         if self._is_stale:
-            self._settle_scales()
+            self._update_scales()
         return (quantise_shard(self._shards[index], self._scales[index], self._compute),), None
 
     def _after(
@@ -92,7 +92,7 @@ class Float8Gather:
         *,
         out: Tensor | None = None,
     ) -> tuple[_NoValues, tuple[()]] | None:
-        # as a parameter is: else a compiled block keeps each of these twice, once for the products of its backward
+        # as for a parameter: else a compiled block holds each of these twice, once for the matmuls of its backward
         torch._dynamo.mark_static_address(gathered[0], guard=False)
         for layer in self._layers[index]:
             layer.gathered, layer.gathered_scale = gathered[0], self._back[index]
@@ -100,7 +100,7 @@ class Float8Gather:
 
 
 class _NoValues:
-    """Stands for the gathered weight where `fully_shard` gives it its shape."""
+    """Stands for the gathered weight when `fully_shard` shapes it."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -108,7 +108,7 @@ class _NoValues:
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], _types: object, args: Any = (), kwargs: Any = None) -> Tensor:
         if func is not torch.as_strided:
-            raise NotImplementedError(f"{func} of a weight that was gathered in float8")
+            raise NotImplementedError(f"{func} of a weight gathered in float8")
         held, size = args[0], args[1]
         return torch.full((), float("nan"), dtype=held.dtype, device=held.device).expand(size)
 
@@ -137,13 +137,13 @@ def _(shard: Tensor, scale: Tensor, compute: torch.dtype) -> Tensor:
 def _shard(weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         raise TypeError("the weight was not sharded")
-    # the very tensor that fully_shard looks at, which to_local() does not promise to give:
+    # the very tensor that fully_shard reads, which to_local() does not promise to return:
     # tests/multiproc/engine/test_float8_gather.py fails when it moves
     return weight._local_tensor
 
 
-def _is_cut_evenly(weight: Tensor) -> bool:
-    """Else `fully_shard` pads, and puts another tensor in the shard's place."""
+def _is_evenly_sharded(weight: Tensor) -> bool:
+    """Else `fully_shard` pads, and replaces the shard by another tensor."""
     if not isinstance(weight, DTensor):
         return False
     axes = [at for at, placement in enumerate(weight.placements) if placement == Shard(0)]
@@ -158,7 +158,7 @@ def _group(weight: Tensor) -> dist.ProcessGroup:
 
 
 def _reads_weights(model: nn.Module) -> Callable[[str], bool]:
-    """Whether the model's code names `<layer>.weight`: it may read it, where layers that are called never do."""
+    """Whether the model's code contains `<layer>.weight`: then it may read it; a call of the layer never does."""
     texts = _sources(type(module) for module in model.modules())
 
     def is_read(name: str) -> bool:
@@ -169,7 +169,7 @@ def _reads_weights(model: nn.Module) -> Callable[[str], bool]:
 
 
 def _sources(kinds: Iterable[type[nn.Module]]) -> list[str] | None:
-    """Of the files that the classes are written in, torch's own aside; None where one is not there to be read."""
+    """The source files of the classes, except torch's; None if one cannot be read."""
     names = {kind.__module__ for kind in kinds} - {Float8Linear.__module__}
     try:
         return [inspect.getsource(sys.modules[name]) for name in names if not name.startswith("torch.")]

@@ -1,4 +1,4 @@
-"""The GPU's kernel of `quantise_shard`: one read, one write."""
+"""The GPU kernel of `quantise_shard`: one read, one write."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Replicas in a pipeline: gradients are summed when the last backward is done.
 
-DDP's reducer counts on one backward for each forward, in turn; a pipeline has several forwards under way, and may
-compute weights' gradients after all else. So sums are taken here, in buckets of DDP's own size, once a step.
+DDP's reducer requires one backward after each forward; a pipeline has several forwards in flight, and may compute
+weight gradients last. So gradients are summed here, in buckets of DDP's size, once per step.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.engine.dp.ddp import BUCKET_BYTES
 from weft.engine.dp.strategy import Strategy
-
-BUCKET_BYTES = 25 * 2**20
 
 
 class Summed(Strategy):
-    """The model as it is; its gradients become those of all replicas."""
+    """The unwrapped model; its gradients are summed over all replicas."""
 
     def __init__(self, model: nn.Module, *, group: dist.ProcessGroup) -> None:
         super().__init__(model)
@@ -30,7 +29,7 @@ class Summed(Strategy):
     @torch.no_grad()
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
-            if parameter.grad is None:  # every rank must bring the same
+            if parameter.grad is None:  # every rank must reduce the same tensors
                 parameter.grad = torch.zeros_like(parameter)
         for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
             sum_bucket(bucket, self._group)
@@ -38,9 +37,9 @@ class Summed(Strategy):
 
 @torch.no_grad()
 def sum_bucket(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Gradients that every replica has, of one dtype, summed in place: one all-reduce."""
+    """Sum gradients of one dtype in place over the replicas: one all-reduce."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    if flat.numel() == 0:  # a rank beyond the last row of a sharded tensor; so is its place in every replica
+    if flat.numel() == 0:  # a rank beyond the last row of a sharded tensor, in every replica alike
         return
     dist.all_reduce(flat, group=group)
     for gradient, total in zip(gradients, torch.split(flat, [one.numel() for one in gradients]), strict=True):
@@ -48,19 +47,13 @@ def sum_bucket(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """In the order in which they come in a backward; a large one alone."""
+    """In the order of a backward; a large gradient alone."""
     bucket: list[torch.Tensor] = []
     for gradient in reversed(gradients):
-        nbytes = sum(map(_nbytes, bucket))
-        if bucket and (
-            bucket[0].dtype != gradient.dtype or nbytes + gradient.numel() * gradient.element_size() > BUCKET_BYTES
-        ):
+        nbytes = sum(one.nbytes for one in (*bucket, gradient))
+        if bucket and (bucket[0].dtype != gradient.dtype or nbytes > BUCKET_BYTES):
             yield bucket
             bucket = []
         bucket.append(gradient)
     if bucket:
         yield bucket
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

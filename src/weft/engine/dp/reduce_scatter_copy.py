@@ -1,8 +1,8 @@
-"""Gradients into the buffer of a reduce-scatter, at the speed of memory.
+"""Copies gradients into the buffer of a reduce-scatter, at memory bandwidth.
 
-`fully_shard` lays the gradients of a unit out by rank, cast to the format they travel in. Torch's kernel for it moves
-1.9 TB/s on an H200 where a copy moves 4.1: 26 ms of the 1.5 s of a step of an 8B model. This one is a copy for each
-parameter, whose rows divide; else torch's own does it.
+`fully_shard` lays the gradients of a unit out by rank, cast to the dtype of communication. Torch's kernel for it moves
+1.9 TB/s on an H200, a plain copy 4.1: 26 ms of the 1.5 s of a step of an 8B model. This one makes one copy per
+parameter if rows divide evenly; else torch's own kernel runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-# No public way to give another copy: tests/gpu/test_fast_path_gpu.py fails when it moves.
+# No public way to replace the copy: tests/gpu/test_fast_path_gpu.py fails when it moves.
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
 from weft.engine.kernels.triton_here import has_triton
@@ -20,12 +20,12 @@ _torch_copy_in: Any = collectives.foreach_reduce_scatter_copy_in
 
 
 def patch_reduce_scatter_copy(kind: Literal["own", "torch"]) -> None:
-    """For every sharded model of this process; the numbers are the same."""
+    """Affects every sharded model of this process; the numbers are the same."""
     collectives.foreach_reduce_scatter_copy_in = copy_in if kind == "own" else _torch_copy_in  # type: ignore[assignment]
 
 
 def copy_in(gradients: list[torch.Tensor], buffer: torch.Tensor, world_size: int) -> None:
-    """`buffer` [ranks, ...] flat: for each rank its rows of every gradient in turn."""
+    """Fill `buffer`, flat [ranks, ...]: per rank its rows of every gradient in turn."""
     if not (buffer.is_cuda and has_triton()) or not all(_divides(gradient, world_size) for gradient in gradients):
         _torch_copy_in(gradients, buffer, world_size)
         return

@@ -1,4 +1,4 @@
-"""The GPU's kernel of `copy_in`: a share of a gradient, cast, to its place in the row of a rank."""
+"""The GPU kernel of `copy_in`: copies a rank's rows of a gradient, cast, to their place in the buffer."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@
 
 HSDP's all-reduce over the replicas happens on the last micro-batch only. Gradients are sums, never averages.
 
-In a pipeline the replicas are not `fully_shard`'s: it adds up what waits for them in one flat tensor a unit, so every
-micro-batch must bring gradients of the same parameters. Stages and halves of a backward bring them one after the other.
+In a pipeline `fully_shard` does not get the replicas: it accumulates gradients for them in one flat tensor per unit, so
+every micro-batch must have gradients of the same parameters. Stages and split backwards have them one after the other.
 There it shards inside a replica, and each unit's shards are summed over the replicas when the last backward is done.
 """
 
@@ -52,7 +52,7 @@ STAGES = {
 def shard_units(
     model: nn.Module, layout: ModelLayout, *, mesh: DeviceMesh, stage: int, precision: PrecisionPolicy
 ) -> None:
-    """Blocks first, then the root with all the rest: the order fully_shard asks for."""
+    """Blocks first, then the root with all the rest: the order that fully_shard requires."""
     mixed = MixedPrecisionPolicy()
     if precision.is_low:
         mixed = MixedPrecisionPolicy(
@@ -61,25 +61,25 @@ def shard_units(
     reshard = not STAGES[stage].keep_gathered
     for module in (*(model.get_submodule(name) for name in layout.blocks), model):
         fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
-    # torch warns when a sharded module returns a view, since writing into it loses a hook. What the root returns is
-    # only read, by the objective; the warning stays on for blocks, whose outputs the model's own code handles.
+    # torch warns when a sharded module returns a view, since writing into it loses a hook. The objective only reads
+    # the root's output; the warning stays on for blocks, whose outputs the model's own code handles.
     root = re.escape(type(model).__name__)
     warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({root}\) returned a view", category=UserWarning)
 
 
 class Sharded(Strategy):
-    """A model whose units went through `shard_units`; `replicas` are those that `fully_shard` was not told of."""
+    """A model sharded by `shard_units`; `replicas` are those outside of `fully_shard`'s mesh."""
 
     def __init__(self, model: nn.Module, *, stage: int, replicas: dist.ProcessGroup | None = None) -> None:
         super().__init__(model)
         self._replicas = replicas
         self.stage_policy = STAGES[stage]
-        self.keeps_gradients_whole = not self.stage_policy.reduce_every_microbatch
+        self.accumulates_unsharded = not self.stage_policy.reduce_every_microbatch
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # Gloo has no scaled sum, and a plain sum is what is wanted
-        # The shards, looked up now: while a unit is gathered its module shows other parameters, which have no gradient.
+            unit.set_force_sum_reduction_for_comms(True)  # Gloo has no scaled sum, and the engine needs plain sums
+        # Listed now: while a unit is gathered its module shows other parameters, without gradients.
         self._shards = list(self._by_unit())
 
     @property
@@ -98,9 +98,9 @@ class Sharded(Strategy):
 
     @contextmanager
     def stage(self, blocks: Sequence[str], *, is_last: bool, is_very_last: bool) -> Iterator[None]:
-        """Units of the rank's other stages may have gradients that are not complete: they are left alone.
+        """Gradients of the rank's other stages may be incomplete: their units are not reduced.
 
-        The root's come with several stages: it is complete, and let go, with the very last.
+        Several stages have gradients of the root: it is reduced and resharded with the very last.
         """
         own = {self.module.get_submodule(name) for name in blocks}
         self.root.set_is_last_backward(is_very_last)
@@ -110,9 +110,9 @@ class Sharded(Strategy):
             unit.set_reshard_after_backward(is_done or not self.stage_policy.keep_gathered, recurse=False)
         yield
 
-    def keep_apart(self, stages: Sequence[Sequence[str]]) -> None:
-        """A backward gathers ahead inside its own stage alone. By itself `fully_shard` goes by the order of forwards,
-        where those of other stages and micro-batches come between. Who gathers itself ahead gathers nothing."""
+    def prefetch_within_stages(self, stages: Sequence[Sequence[str]]) -> None:
+        """A backward prefetches inside its stage alone. By default `fully_shard` follows the order of forwards, with
+        those of other stages and micro-batches in between. Prefetching is off for units that prefetch themselves."""
         self.root.set_modules_to_backward_prefetch([self.root])
         for blocks in stages:
             units = [unit for unit in map(self.module.get_submodule, blocks) if isinstance(unit, FSDPModule)]
@@ -127,7 +127,7 @@ class Sharded(Strategy):
         yield
 
     def backward_weight(self) -> None:
-        # The end of a backward that autograd does not see. No public form; torch's own pipelines call the same.
+        # The end of a backward that autograd does not run. No public form; torch's own pipelines call the same.
         # tests/multiproc/engine/pp/test_schedules.py fails when it moves.
         self.root._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -139,7 +139,7 @@ class Sharded(Strategy):
                     sum_bucket(gradients, self._replicas)
 
     def _by_unit(self) -> Iterator[list[nn.Parameter]]:
-        """Each unit's own parameters, inner units first: the root has what is left."""
+        """The parameters of each unit, inner units first: the root has the rest."""
         seen: set[nn.Parameter] = set()
         for unit in reversed(self._units):
             own = [parameter for parameter in unit.parameters() if parameter not in seen]
@@ -147,6 +147,6 @@ class Sharded(Strategy):
             yield own
 
     def drop_gathered(self) -> None:
-        # A forward without a backward leaves kept units gathered; the next update would not reach those copies.
+        # A forward without a backward leaves units gathered; the next update would not change those copies.
         for unit in self._units:
             unit.reshard()

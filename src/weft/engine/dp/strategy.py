@@ -13,44 +13,44 @@ from weft.engine.dp.float8_gather import Float8Gather
 
 
 class Strategy:
-    """One device. Others override what differs."""
+    """One device. Subclasses override the differences."""
 
-    keeps_gradients_whole = False  # a shard's gradient waits unsharded until the last micro-batch
-    float8: Float8Gather | None = None  # of sharded weights that travel so
+    accumulates_unsharded = False  # gradients stay unsharded until the last micro-batch
+    float8: Float8Gather | None = None  # of sharded weights that are gathered in float8
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module  # what forward is called on
+        self.module = module  # the callable of forwards
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch: decides when gradients travel and gathered weights go."""
+        """Around forward and backward of a micro-batch: decides when to reduce gradients and free gathered weights."""
         return nullcontext()
 
     def stage(self, blocks: Sequence[str], *, is_last: bool, is_very_last: bool) -> AbstractContextManager[None]:
-        """As `microbatch`, for a backward of one pipeline stage; `is_very_last`: of all stages that the rank has."""
+        """As `microbatch`, for a backward of one pipeline stage; `is_very_last`: the last of all stages of the rank."""
         return self.microbatch(is_last=is_very_last)
 
-    def keep_apart(self, stages: Sequence[Sequence[str]]) -> None:
-        """Told once: the blocks of each pipeline stage that the rank has."""
+    def prefetch_within_stages(self, stages: Sequence[Sequence[str]]) -> None:
+        """Called once, with the blocks of each pipeline stage of the rank."""
 
     def backward_input(self) -> AbstractContextManager[None]:
-        """Around a backward whose weights' gradients come later: nothing travels yet."""
+        """Around a backward of inputs alone: weight gradients come later, so nothing is reduced."""
         return nullcontext()
 
     def backward_weight(self) -> None:
-        """When these gradients are there; inside `microbatch`."""
+        """After the weight gradients are computed; inside `microbatch`."""
 
     def after_backwards(self) -> None:
-        """When the last backward of a pipeline's step is done."""
+        """After the last backward of a pipeline's step."""
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Gradients that no backward has reduced, over the ranks that see other rows."""
+        """Reduce gradients that no backward has reduced, over the data-parallel ranks."""
 
     def after_evaluation(self) -> None:
         self.drop_gathered()
         self._weights_may_change()
 
     def drop_gathered(self) -> None:
-        """What an evaluation left gathered."""
+        """Free weights that an evaluation left gathered."""
 
     def after_update(self, optimizer: Optimizer) -> None:
         self.clear_gradients(optimizer)
@@ -61,7 +61,7 @@ class Strategy:
 
     @property
     def num_in_float8(self) -> int:
-        """Weights that travel so: their scales cost an all-reduce a step."""
+        """Weights gathered in float8: their scales cost one all-reduce per step."""
         return len(self.float8) if self.float8 is not None else 0
 
     def _weights_may_change(self) -> None:
@@ -69,5 +69,5 @@ class Strategy:
             self.float8.weights_may_change()
 
     def gradient_buckets(self) -> list[torch.Tensor]:
-        """Memory set aside for gradients; empty where gradients are tensors of their own."""
+        """Preallocated memory of gradients; empty if gradients are separate tensors."""
         return []

@@ -1,4 +1,4 @@
-"""The legacy nn.DataParallel: one process, several GPUs, one thread each. Kept for those who ask; DDP is better."""
+"""The legacy nn.DataParallel: one process, one thread per GPU. DDP is faster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DataParallelSlownessWarning(UserWarning):
 def require_gpus(precision: PrecisionPolicy) -> None:
     if not torch.cuda.is_available():
         raise DeviceError(
-            f"{DATAPARALLEL_SPREADS}, and there is none here",
+            f"{DATAPARALLEL_SPREADS}, and this machine has none",
             hint="drop the strategy key; on CPU use --nproc N, which runs DDP",
         )
     if precision.is_low:

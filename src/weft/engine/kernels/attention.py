@@ -1,7 +1,7 @@
-"""Which of torch's fused attention kernels is fastest at a model's own shape: timed before the first step on a GPU, and
-remembered for the machine. Torch's own order is right for most shapes, so another kernel must beat it clearly.
+"""Chooses the fastest of torch's fused attention kernels for a model's shape: timed before the first step on a GPU, and
+cached per machine. Torch's default order is right for most shapes, so another kernel must beat it clearly.
 
-Rank 0 chooses for all: two kernels round differently, and which one is nearest on a rank shall not be chance.
+Rank 0 chooses for all: two kernels round differently, so ranks must not choose by their own timings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.compiler import config as remembering
+from torch.compiler import config as compiler_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weft.core.json_files import parse_json_table
@@ -31,14 +31,14 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 TORCHS_OWN = "torch's own choice"
-CLEARLY = 1.05  # times as fast; below that a timing is noise, and a run would round otherwise for nothing
-WORTH_TIMING = 1e9  # multiplications of a row: below, no kernel makes a step slow
-_TIMES = 5
+MIN_SPEEDUP = 1.05  # below this speedup a timing is noise, and would change the rounding for nothing
+MIN_MULTIPLICATIONS = 1e9  # multiplications per row: below, no kernel makes a step slow
+_REPEATS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What one block hands to attention on one rank, without a mask of its own."""
+    """The inputs of one block's attention on one rank, without an explicit mask."""
 
     rows: int
     heads: int
@@ -49,16 +49,16 @@ class Shape:
 
     @property
     def is_worth_timing(self) -> bool:
-        """By what is alike on all ranks, which a number of rows need not be: all join in the choice, or none."""
-        return self.heads * self.length**2 * self.head_dim >= WORTH_TIMING
+        """Depends on sizes equal on all ranks, so without the rows: all ranks join the collective, or none."""
+        return self.heads * self.length**2 * self.head_dim >= MIN_MULTIPLICATIONS
 
     def on(self, device: torch.device) -> str:
-        """Where a choice is valid: this shape on such a device with this torch."""
+        """The cache key of a choice: this shape on this device model with this torch."""
         return json.dumps([torch.cuda.get_device_name(device), torch.__version__, *asdict(self).values()])
 
 
 class AttentionKernel:
-    """Of one engine. Torch's own choice until `choose`, and wherever there is nothing to choose."""
+    """The kernel of one engine. Torch's default until `choose`, and if there is nothing to choose."""
 
     def __init__(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
         self._model, self._plan, self._device = model, plan, device
@@ -68,43 +68,43 @@ class AttentionKernel:
         self._is_open = plan.kernels.attention == "auto" and device.type == "cuda" and is_fused
 
     def choose(self, microbatch: Mapping[str, torch.Tensor]) -> None:
-        """Chosen before the first forward, once. Collective there."""
+        """Choose before the first forward, once. Collective."""
         if not self._is_open:
             return
         self._is_open = False
         shape = shape_of(self._model, self._plan, microbatch)
         if shape is not None and shape.is_worth_timing:
-            self.chosen = self._agreed(shape)
+            self.chosen = self._choice_of_rank_0(shape)
 
-    def _agreed(self, shape: Shape) -> str:
+    def _choice_of_rank_0(self, shape: Shape) -> str:
         names = [TORCHS_OWN, *KERNELS]
         place = torch.zeros((), dtype=torch.int64, device=self._device)
         if dist.get_rank() == 0:
-            found = remembered(shape.on(self._device), lambda: fastest(shape, self._device))
+            found = cached_choice(shape.on(self._device), lambda: fastest(shape, self._device))
             place.fill_(names.index(found))
             torch.cuda.empty_cache()
         dist.broadcast(place, src=0)
         return names[int(place.item())]
 
     def preferred(self) -> AbstractContextManager[None]:
-        """Forwards inside take the chosen kernel where it can, and torch's order where it cannot."""
+        """Forwards inside run the chosen kernel if it supports the input, else the first of torch's order."""
         if self.chosen == TORCHS_OWN:
             return nullcontext()
         first = KERNELS[self.chosen]
-        return taking(first, *(other for other in KERNELS.values() if other is not first), SDPBackend.MATH)
+        return prefer_kernels(first, *(other for other in KERNELS.values() if other is not first), SDPBackend.MATH)
 
 
 @contextmanager
-def taking(*kernels: SDPBackend) -> Iterator[None]:
-    """Attention inside is one of these, the first that can. What torch remembers of a compiled block does not know it
-    by itself, and would come back with another kernel."""
-    tag = " ".join([remembering.cache_key_tag, "attention", *(kernel.name for kernel in kernels)])
-    with sdpa_kernel(list(kernels), set_priority=True), remembering.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+def prefer_kernels(*kernels: SDPBackend) -> Iterator[None]:
+    """Attention inside runs the first of these that supports the input. Torch's cache of compiled blocks does not
+    include the choice in its key, and would return a block with another kernel."""
+    tag = " ".join([compiler_config.cache_key_tag, "attention", *(kernel.name for kernel in kernels)])
+    with sdpa_kernel(list(kernels), set_priority=True), compiler_config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
         yield
 
 
 def shape_of(model: nn.Module, plan: Plan, microbatch: Mapping[str, torch.Tensor]) -> Shape | None:
-    """None where rows bring masks, or the config does not say heads and their size."""
+    """None if the batch has masks, or the config lacks the number of heads or the width."""
     given: Any = getattr(model, "config", None)
     config = given.get_text_config() if given is not None else None
     heads = getattr(config, "num_attention_heads", None)
@@ -126,16 +126,16 @@ def shape_of(model: nn.Module, plan: Plan, microbatch: Mapping[str, torch.Tensor
 def fastest(
     shape: Shape, device: torch.device, *, seconds: Callable[[Shape, torch.device, str], float] | None = None
 ) -> str:
-    """The kernel that is clearly faster than torch's own choice, forward and backward together; else that choice."""
+    """The kernel that is clearly faster than torch's default, forward and backward together; else the default."""
     timed = seconds or _seconds
     own_s = timed(shape, device, TORCHS_OWN)
     times = {name: timed(shape, device, name) for name in KERNELS}
     best = min(times, key=times.__getitem__)
-    return best if times[best] * CLEARLY <= own_s else TORCHS_OWN
+    return best if times[best] * MIN_SPEEDUP <= own_s else TORCHS_OWN
 
 
 def _seconds(shape: Shape, device: torch.device, name: str) -> float:
-    """The least of a few; infinite where the kernel does not take the shape."""
+    """The minimum of a few runs; infinite if the kernel does not support the shape."""
     dtype = getattr(torch, shape.dtype)
     query, key, value = (
         torch.randn(shape.rows, heads, shape.length, shape.head_dim, device=device, dtype=dtype, requires_grad=True)
@@ -145,7 +145,7 @@ def _seconds(shape: Shape, device: torch.device, name: str) -> float:
     times: list[float] = []
     try:
         with taken:
-            for _ in range(_TIMES):
+            for _ in range(_REPEATS):
                 begin = now(device)
                 is_grouped = shape.heads != shape.kv_heads
                 out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
@@ -153,27 +153,27 @@ def _seconds(shape: Shape, device: torch.device, name: str) -> float:
                 end = now(device)
                 torch.cuda.synchronize(device)
                 times.append(seconds_between(begin, end))
-    except RuntimeError:  # "No available kernel", or too little memory beside the model: then torch's order stays
+    except RuntimeError:  # "No available kernel", or out of memory beside the model: keep torch's order
         return float("inf")
     return min(times)
 
 
-# --- what was found before ------------------------------------------------------------------------------------------
+# --- the cache ------------------------------------------------------------------------------------------------------
 
 
-def remembered(key: str, find: Callable[[], str], *, path: Path | None = None) -> str:
-    """What was chosen for `key` on this machine before, else what `find` says, kept for the next time."""
-    path = path or _memory_path()
+def cached_choice(key: str, find: Callable[[], str], *, path: Path | None = None) -> str:
+    """The cached choice for `key` on this machine, else the result of `find`, which is cached."""
+    path = path or _cache_path()
     known = _read(path)
     if known.get(key) not in (TORCHS_OWN, *KERNELS):
         known[key] = find()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            whole = path.with_suffix(f".{os.getpid()}")
-            whole.write_text(json.dumps(known, indent=1), encoding="utf-8")
-            whole.replace(path)
+            written = path.with_suffix(f".{os.getpid()}")
+            written.write_text(json.dumps(known, indent=1), encoding="utf-8")
+            written.replace(path)
         except OSError:
-            pass  # a machine that keeps nothing is asked again
+            pass  # without a writable cache every run times again
     return str(known[key])
 
 
@@ -184,5 +184,5 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _memory_path() -> Path:
+def _cache_path() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "attention.json"

@@ -1,7 +1,7 @@
-"""Products in 16 bits on a CPU that has none: in float32, rounded once at the end, as a CPU that has them does it.
+"""16-bit matmuls on a CPU without 16-bit instructions: in float32, rounded once at the end, as those instructions do.
 
-Torch falls back to a plain loop there: 0.05 GFLOP/s on a Neoverse-N1, a hundredth of float32's. This changes which
-kernel torch calls, for the whole process and for these operators and formats only.
+Torch falls back to a plain loop there: 0.05 GFLOP/s on a Neoverse-N1, a hundredth of float32's. This replaces the
+kernels that torch calls, in the whole process, for these operators and dtypes only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.library import Library, get_kernel
 
 _LOW = (torch.bfloat16, torch.float16)
-# Operator to how many of its results, from the first on, have the operands' format; the others are float32.
+# Operator -> how many of its results, from the first on, have the operands' dtype; the others are float32.
 _OPERATORS = {
     **{f"{name}{form}": 1 for name in ("mm", "addmm", "bmm", "baddbmm") for form in ("", ".out")},
     "_scaled_dot_product_flash_attention_for_cpu": 1,  # private: test_cpu_matmul.py fails if it moves
@@ -23,22 +23,22 @@ _OPERATORS = {
 
 
 def has_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 here. No public form: test_cpu_matmul.py asks it too."""
+    """Whether oneDNN multiplies bfloat16 on this CPU. No public form: test_cpu_matmul.py calls it too."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def patch_low_precision_matmul(dtype: torch.dtype) -> None:
-    """For an engine on a CPU that computes in `dtype`; where there is nothing to mend nothing is done."""
+    """For an engine on a CPU that computes in `dtype`; a no-op if the CPU supports it."""
     if dtype in _LOW and not has_bfloat16():
         install()
 
 
 @functools.cache
 def install() -> Library:
-    """Once a process; stays while what is returned does."""
+    """Once per process; lasts as long as the returned library."""
     library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that kernels are replaced
+        warnings.simplefilter("ignore")  # torch warns that kernels are replaced
         for name, count in _OPERATORS.items():
             library.impl(name, _through_float32(name, count), "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
     return library

@@ -1,10 +1,10 @@
-"""Summed cross-entropy of logits that become their own gradient: one read, one write, nothing beside them.
+"""Summed cross-entropy that overwrites the logits by their gradient: one read, one write, no second buffer.
 
     z = after * tanh(before * x)   where capped, else   z = before * after * x
     loss = sum over rows with a label of logsumexp(z) - z[label];   x <- softmax(z) - onehot(label), times dz/dx
 
 One operator (`torch.ops.weft.cross_entropy_`) with two kernels: Triton on a GPU; plain torch elsewhere, a few rows at a
-time, so that it needs no more memory than the other. A dry run calls neither and knows that.
+time, so that it needs no more memory than the other. A dry run calls neither: a fake kernel stands for both.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 
 from weft.engine.kernels.triton_here import has_triton
+from weft.engine.objective import IGNORED
 
-IGNORED = -100
-PIECE_ELEMENTS = 2**20  # of logits in float32 at a time, without Triton
+PIECE_ELEMENTS = 2**20  # logits in float32 at a time, without Triton
 
 
 @dataclass(frozen=True)
 class Cap:
-    """What a model does to its logits: before * x, or after * tanh(before * x)."""
+    """A model's scale or soft cap of its logits: before * x, or after * tanh(before * x)."""
 
     before: float = 1.0
     after: float = 1.0
     is_capped: bool = False
 
     def then(self, name: str, *args: object) -> Cap | None:
-        """With one more operation; None where it is none of these."""
+        """With one more operation; None if the operation is no scale or cap."""
         if name == "tanh" and not args and not self.is_capped:
             return replace(self, is_capped=True)
         if name in ("mul", "multiply", "div", "divide", "true_divide") and len(args) == 1:
@@ -43,14 +43,14 @@ class Cap:
         return None
 
     def of(self, logits: Tensor) -> Tensor:
-        """The same on a tensor, with gradients."""
+        """Apply it to a tensor, with gradients."""
         if not self.is_capped:
             return logits if self.before * self.after == 1.0 else logits * (self.before * self.after)
         return torch.tanh(logits * self.before) * self.after
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, cap: Cap, *, wants_gradient: bool) -> Tensor:
-    """The summed loss in float32; `logits` [rows, vocabulary] become the gradient where it is wanted."""
+    """The summed loss in float32; with `wants_gradient`, `logits` [rows, vocabulary] become the gradient."""
     loss: Tensor = torch.ops.weft.cross_entropy_(logits, labels, cap.before, cap.after, cap.is_capped, wants_gradient)
     return loss
 
@@ -66,8 +66,8 @@ def _cross_entropy(
         return launch(logits, labels, cap, wants_gradient=wants_gradient)
     loss = torch.zeros((), dtype=torch.float32, device=logits.device)
     rows = max(1, PIECE_ELEMENTS // logits.shape[-1])
-    for piece, wanted in zip(torch.split(logits, rows), torch.split(labels, rows), strict=True):
-        loss += _piece(piece, wanted, cap, wants_gradient=wants_gradient)
+    for piece, its_labels in zip(torch.split(logits, rows), torch.split(labels, rows), strict=True):
+        loss += _piece(piece, its_labels, cap, wants_gradient=wants_gradient)
     return loss
 
 

@@ -1,6 +1,6 @@
-"""The GPU's kernel of `cross_entropy`: a program a row, which reads the row for its sum and again for its gradient.
+"""The GPU kernel of `cross_entropy`: one program per row, which reads the row for its sum and again for its gradient.
 
-Imported only where a GPU is: Triton comes with torch's CUDA builds.
+Imported only on machines with a GPU: Triton comes with torch's CUDA builds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.engine.kernels.cross_entropy import IGNORED, Cap
+from weft.engine.kernels.cross_entropy import Cap
+from weft.engine.objective import IGNORED
 
 BLOCK, WARPS = 4096, 8
 

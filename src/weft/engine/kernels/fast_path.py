@@ -1,4 +1,4 @@
-"""Which of the ways to be fast an engine has on, told after its first step. It decides nothing. Collective."""
+"""Records which fast techniques an engine uses, after its first step. It decides nothing. Collective."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def _loss(engine: Engine) -> TechniqueRecord:
         left_out = f"not built with {other}" if other else "kernels.loss is 'whole'"
         why = "; ".join(engine.notes) if asked else left_out
         return TechniqueRecord(technique="fused head and loss", on=False, why=why)
-    made_whole = _made_whole(engine, head.made_whole)
-    if made_whole:
+    cause = _full_logits_cause(engine, head.full_logits_cause)
+    if cause:
         return TechniqueRecord(
-            technique="fused head and loss", on=False, why=f"the model's code needs its logits whole: {made_whole}"
+            technique="fused head and loss", on=False, why=f"the model's code needs the full logits: {cause}"
         )
-    return TechniqueRecord(technique="fused head and loss", on=True, why="logits exist in stretches")
+    return TechniqueRecord(technique="fused head and loss", on=True, why="logits exist in chunks")
 
 
-def _made_whole(engine: Engine, asked: str) -> str:
-    """What asked for whole logits; in a pipeline only the last stage's ranks have seen it."""
+def _full_logits_cause(engine: Engine, asked: str) -> str:
+    """The operation that needed full logits; in a pipeline only ranks of the last stage have recorded it."""
     count = torch.tensor([float(bool(asked))], device=engine.device)
     engine.topology.sum_over(count, engine.axes.partitioning)
     return asked or ("on the last stage" if count.item() else "")
@@ -94,4 +94,4 @@ def _copies(engine: Engine) -> TechniqueRecord:
         why = "kernels.gradient_copy is 'torch'"
     else:
         why = "" if engine.device.type == "cuda" and has_triton() else "it needs a GPU and Triton"
-    return TechniqueRecord(technique="own gradient copies", on=not why, why=why or "rows that divide over the ranks")
+    return TechniqueRecord(technique="own gradient copies", on=not why, why=why or "rows divide over the ranks")

@@ -1,10 +1,10 @@
-"""Products in float8: chosen linear layers quantise what they multiply, one scale a tensor, in forward and backward.
+"""Matmuls in float8: chosen linear layers quantise their operands, one scale per tensor, in forward and backward.
 
     y = x w^T      x, w in e4m3 (448 at most)         scale = 448 / largest magnitude, of this very tensor
     dx = g w       g in e5m2 (57344 at most), w as before
     dw = g^T x     g, x as before; all sums in float32, all results in the dtype of x
 
-Weights, norms, routers, the head and the loss keep their precision. Which layers gain by it: `core/float8.py`.
+Weights, norms, routers, the head and the loss keep their precision. `core/float8.py` chooses the layers that gain.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 def apply_float8(
     model: nn.Module, layout: ModelLayout, choice: Float8Choice, *, device: torch.device
 ) -> dict[str, bool]:
-    """Every linear layer of the blocks by name, and whether it multiplies in float8 from now on; none if none is asked.
+    """Every linear layer of the blocks by name, and whether it multiplies in float8 from now on; empty for "none".
 
-    A layer's own sizes decide: micro-batches have more rows than layers have columns, where speed matters.
+    The sizes of a layer decide: where speed matters, micro-batches have more rows than layers have columns.
     """
     chosen = chosen_linears(model, layout, choice)
     if any(chosen.values()):
@@ -41,16 +41,16 @@ def apply_float8(
 
 
 def _require_float8(device: torch.device) -> None:
-    """A GPU without such units would fail in the first product; a CPU multiplies what was rounded."""
+    """A GPU without float8 units would fail in the first matmul; a CPU multiplies the rounded values."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         raise DeviceError(
-            f"{torch.cuda.get_device_name(device)} has no float8 products",
-            hint="they came with Ada and Hopper (capability 8.9); set float8.linears = 'none'",
+            f"{torch.cuda.get_device_name(device)} has no float8 matmuls",
+            hint="they need Ada or Hopper (capability 8.9); set float8.linears = 'none'",
         )
 
 
 def chosen_linears(model: nn.Module, layout: ModelLayout, choice: Float8Choice) -> dict[str, bool]:
-    """As `apply_float8` would choose; nothing is changed."""
+    """The choice of `apply_float8`, without applying it."""
     if choice == "none":
         return {}
     return {
@@ -59,9 +59,9 @@ def chosen_linears(model: nn.Module, layout: ModelLayout, choice: Float8Choice) 
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer whose three products are in float8."""
+    """A linear layer whose three matmuls are in float8."""
 
-    # the weight in float8 and its scale, where it is gathered so: the parameter has no values then
+    # the weight and its scale, if it is gathered in float8: the parameter has no values then
     gathered: Tensor | None = None
     gathered_scale: Tensor | None = None
 
@@ -76,7 +76,7 @@ class Float8Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """Of rows and a weight that was quantised before; the weight itself is who gets the gradient."""
+    """The product of rows and a quantised weight; the gradient goes to the unquantised weight."""
 
     @staticmethod
     def forward(ctx: Any, *given: Tensor) -> Tensor:
@@ -96,25 +96,25 @@ class _Product(torch.autograd.Function):
 
 
 def quantise(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`values` in `dtype`, and what they must be multiplied by to be themselves again; a tensor of zeros stays one."""
+    """`values` in `dtype`, and the factor that restores them; a tensor of zeros stays zero."""
     most, scale = torch.finfo(dtype).max, scale_of(values.abs().amax(), dtype)
     return (values.float() * scale).clamp(-most, most).to(dtype), scale.reciprocal()
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """What takes the largest magnitude to the largest number of `dtype`."""
+    """The factor that maps the largest magnitude to the largest number of `dtype`."""
     return torch.finfo(dtype).max / largest.float().clamp(min=1e-12)
 
 
 def _columns_first(matrix: Tensor) -> Tensor:
-    """The same matrix, laid out by columns: what the hardware asks of a right operand."""
+    """The same matrix in column-major layout, which the hardware requires of a right operand."""
     return matrix.t().contiguous().t()
 
 
 def _multiply(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, *, is_fast: bool
 ) -> Tensor:
-    """`is_fast` sums partly in lower precision: right for activations, too rough for gradients."""
+    """`is_fast` sums partly in lower precision: right for activations, too inexact for gradients."""
     if left.is_cuda:
         return multiply_on_gpu(left, right, left_scale, right_scale, dtype, is_fast=is_fast)
     return ((left.float() * left_scale) @ (right.float() * right_scale)).to(dtype)
@@ -123,7 +123,7 @@ def _multiply(
 def multiply_on_gpu(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, *, is_fast: bool
 ) -> Tensor:
-    # private until torch names it otherwise: tests/gpu/test_fast_path_gpu.py fails when it moves
+    # private, no public form: tests/gpu/test_fast_path_gpu.py fails when it moves
     return torch._scaled_mm(
         left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=is_fast
     )

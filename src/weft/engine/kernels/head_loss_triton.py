@@ -1,4 +1,4 @@
-"""The GPU's kernel of a scaled gradient: one read, one write. Torch's own, into another format, has half the speed."""
+"""The GPU kernel of a scaled gradient: one read, one write. Torch's own, with a cast, has half the speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether Triton is installed: it comes with torch's CUDA builds on Linux, and not with others."""
+"""Whether Triton is installed: it comes with torch's CUDA builds on Linux only."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a step costs: memory by term, traffic, FLOPs, times, dtypes found on live tensors."""
+"""Measurements of a step: memory by term, traffic, FLOPs, times, dtypes of live tensors."""

@@ -1,7 +1,7 @@
-"""The number formats really used, looked up on live tensors in the first step and held against the policy.
+"""The dtypes really used, read from live tensors in the first step and compared with the policy.
 
-Weights are seen inside a block's forward (each time it is computed), activations as they leave it, communication (of
-gradients: activations travel in their own format) on the wire, the rest after the update.
+Weights are read inside a block's forward (recomputed ones too), activations from its output, communication from the
+collectives of gradients (activations are sent in their own dtype), the rest after the update.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.comm.observer import CollectiveObserver
 from weft.core.precision import PrecisionPolicy
 from weft.core.records import DtypeRecord
 from weft.engine.optim.adamw_8bit import quantised_parts
-from weft.engine.wrap_forward import Forward, inside
+from weft.engine.wrap_forward import Forward, innermost_layer
 from weft.models.layout import ModelLayout
 
 QUANTISED_STATE, QUANTISED_DTYPE = "quantised_state", "uint8"  # the large moments of an 8-bit optimizer
@@ -31,14 +31,14 @@ class DtypeWatch:
     def __init__(
         self, model: nn.Module, layout: ModelLayout, policy: PrecisionPolicy, *, activation_groups: Collection[str] = ()
     ) -> None:
-        self._activation_groups = activation_groups  # names of groups that send activations: in their own format
+        self._activation_groups = activation_groups  # names of groups that send activations, in their own dtype
         self._probe = model.get_submodule(layout.blocks[0]) if layout.blocks else model
         self._policy = policy
         self._found: dict[str, set[torch.dtype]] = {}
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether no update was looked at yet: the first step of this engine, of a new run or a resumed one."""
+        """Whether no update was observed yet: the first step of this engine, of a new run or a resumed one."""
         return "master_weights" not in self._found
 
     @contextmanager
@@ -49,7 +49,7 @@ class DtypeWatch:
         handle = self._probe.register_forward_hook(self._see_output)
         observer = CollectiveObserver(no_dtypes_of=self._activation_groups)
         try:
-            with inside(self._probe, self._see_weights), observer:
+            with innermost_layer(self._probe, self._see_weights), observer:
                 yield
         finally:
             handle.remove()
@@ -58,7 +58,7 @@ class DtypeWatch:
                 self._add("communication", dtype)
 
     def look_at(self, parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
-        """After the update, while gradients are still there."""
+        """After the update, before gradients are freed."""
         for parameter in parameters:
             self._add("master_weights", parameter.dtype)
             if parameter.grad is not None:

@@ -1,6 +1,6 @@
-"""Floating-point operations, counted from the operators that run, by torch's own formulas for each.
+"""Floating-point operations, counted from the operators that run, by torch's formulas.
 
-Attention is counted whole, as if no mask cut it: twice what a causal kernel does, as torch counts.
+Attention is counted without its mask: twice the operations of a causal kernel, as torch counts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 
 class FlopCounter:
-    """A listener of `OperatorWatch`: `total` grows by every matrix product, convolution and attention."""
+    """A listener of `OperatorWatch`: `total` counts every matmul, convolution and attention."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -32,7 +32,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: 
 def _attention_backward(
     _gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> int:
-    """The scores once more, and the gradients of queries, keys, values and probabilities."""
+    """The scores again, and the gradients of queries, keys, values and probabilities."""
     return _scores(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
@@ -42,7 +42,7 @@ def _scores(query: torch.Tensor, key: torch.Tensor) -> int:
 
 aten = torch.ops.aten
 _KERNELS = ("flash", "efficient", "cudnn")
-# Attention is counted here: torch's own formulas refuse shared key heads in 2.11 and lack a CPU's kernel.
+# Attention is counted here: torch's formulas refuse grouped-query attention in 2.11 and lack the CPU kernel.
 _FORMULAS: dict[Any, Any] = {
     **flop_registry,
     **{getattr(aten, f"_scaled_dot_product_{kernel}_attention"): _attention for kernel in _KERNELS},

@@ -1,8 +1,8 @@
-"""Which term each live byte belongs to, asked of the engine at the moment of the peak.
+"""Assigns each live byte to a memory term, at the moment of the peak.
 
-Weights, states, gradients and what `fully_shard` has gathered or is reducing are looked up by their storages; the rest
-is told apart by when it was made: in the forward it is kept for the backward, in the backward it is on its way, unless
-it waits for the second half of one that is cut.
+Weights, states, gradients and buffers that `fully_shard` gathers or reduces are found by their storages; the phase of
+allocation decides the rest: from the forward it is an activation, from the backward a temporary, unless a split
+backward has saved it for its weight gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from weft.core.records import HolderRecord
 from weft.core.terms import MemoryTerm as Term
 from weft.engine.activations.split_backward import SplitBackward
-from weft.engine.measure.tracker import BEFORE, Live, parts_of
+from weft.engine.measure.tracker import BEFORE, Live, plain_tensors
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
@@ -26,9 +26,9 @@ LARGEST = 12
 
 
 def holders_of(engine: Engine, live: Mapping[int, Live], *, weights: Sequence[torch.Tensor]) -> list[HolderRecord]:
-    """Who holds the live bytes, largest first: tensors of one term, place and shape are one holder.
+    """The holders of the live bytes, largest first: tensors of one term, place and shape are one holder.
 
-    Their sum is all that is alive. `weights` are the parameters as they are between steps.
+    They sum up to all live bytes. `weights` are the parameters as they are between steps.
     """
     owner = _owners(engine, weights)
     shapes = {tuple(parameter.shape) for parameter in engine.model.parameters()}
@@ -57,7 +57,7 @@ def holders_of(engine: Engine, live: Mapping[int, Live], *, weights: Sequence[to
 
 
 def _any_block(module: str) -> str:
-    """layers.3.mlp and layers.4.mlp are one place."""
+    """layers.3.mlp and layers.4.mlp both become layers.*.mlp."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", module)
 
 
@@ -79,7 +79,7 @@ def _vocab_size(engine: Engine) -> int:
 
 
 def _owners(engine: Engine, weights: Sequence[torch.Tensor]) -> dict[int, Term]:
-    """Storage to term, of everything that has an owner."""
+    """Storage -> term, for every storage with an owner."""
     found: dict[int, Term] = {}
     states = (value for state in engine.optimizer.state.values() for value in state.values())
     gradients = [parameter.grad for parameter in engine.parameters if parameter.grad is not None]
@@ -97,12 +97,12 @@ def _owners(engine: Engine, weights: Sequence[torch.Tensor]) -> dict[int, Term]:
 
 def _claim(found: dict[int, Term], tensors: Iterable[torch.Tensor], term: Term) -> None:
     for tensor in tensors:
-        for part in parts_of(tensor):
+        for part in plain_tensors(tensor):
             found[part.untyped_storage()._cdata] = term
 
 
 def _groups(engine: Engine) -> list[Any]:
-    """`fully_shard`'s parameter groups. Private: no public call tells what is gathered; tests/fake/dryrun pins it."""
+    """`fully_shard`'s parameter groups. Private: no public call lists gathered tensors; tests/fake/dryrun pins it."""
     units = [module for module in engine.model.modules() if isinstance(module, FSDPModule)]
     groups: list[Any] = []
     for unit in units:
@@ -131,8 +131,8 @@ def _reducing(engine: Engine) -> Iterable[torch.Tensor]:
 
 
 def _waiting(engine: Engine) -> Iterable[torch.Tensor]:
-    """Gradients that wait unsharded for the last micro-batch: cast ones in one place, others in another."""
-    for group in _groups(engine) if engine.strategy.keeps_gradients_whole else ():
+    """Gradients accumulated unsharded until the last micro-batch: cast ones in one attribute, others in another."""
+    for group in _groups(engine) if engine.strategy.accumulates_unsharded else ():
         for parameter in group.fsdp_params:
             accumulated = getattr(parameter, "unsharded_accumulated_grad", None)
             unsharded = getattr(parameter, "_unsharded_param", None)

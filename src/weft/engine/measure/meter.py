@@ -1,8 +1,8 @@
-"""`StepMeter`: what one step of an engine costs this rank: peak memory by term, bytes on the wire, operations.
+"""`StepMeter`: the cost of one step of an engine on this rank: peak memory by term, bytes sent, operations.
 
-Steps are alike, so each one says where the next will have most alive; there, the next asks what every live byte is.
-`is_complete` once the moment was foreseen: with the second step, unless steps differ. Real steps and dry ones are
-measured by this same code.
+Steps are alike, so each one predicts the moment of the next one's peak; at that moment the next step assigns every live
+byte to a term. `is_complete` once the prediction was right: with the second step, unless steps differ. The same code
+measures real steps and dry runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NEAR = 0.99
 class StepMeter:
     """`with meter.measuring():` around a step or several, `meter.next_step()` before each; then `peak`, `traffic`, …
 
-    Opened between two steps: parameters must be as they rest. The options are those of `MemoryTracker`.
+    Create it between two steps, when no parameter is gathered. The options are those of `MemoryTracker`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StepMeter:
         allocated: Callable[[int, int], None] | None = None,
         on_error: Callable[[Exception], None] | None = None,
     ) -> None:
-        """`on_error` hears of errors of the measuring itself, which then end it and not the step."""
+        """`on_error` gets errors of the measurement itself, which then end it and not the step."""
         self._engine = engine
         self._on_error = on_error
         self._weights = list(engine.model.parameters())
@@ -63,11 +63,11 @@ class StepMeter:
         axes = {str(topology.group(axis).group_name): axis for axis in topology.axis_names}
         axes |= engine.axes.group_axes
         if engine.axes.group_axes:
-            # that of replicas, beside the mesh's: the ranks at the same place of their stage and tensor lines
+            # the group of replicas, outside of the mesh: the ranks with equal stage and tp rank
             axes.setdefault(str(topology.dp_group.group_name), DP_REPLICATE)
         self._ledger = TrafficLedger(axes=axes, phase=self._phase_of_traffic)
         self._flops = FlopCounter()
-        self._foreseen: Moment | None = None
+        self._predicted: Moment | None = None
         self._holders: list[HolderRecord] = []
         self._has_looked = False
         self._module = ""
@@ -90,22 +90,22 @@ class StepMeter:
             yield
 
     def next_step(self) -> None:
-        """A step begins: what was counted before is forgotten, but for where its peak was."""
-        self._foreseen = self._tracker.peak.moment if self._tracker.peak.nbytes else None
+        """A step begins: reset all counts, except the moment of the peak."""
+        self._predicted = self._tracker.peak.moment if self._tracker.peak.nbytes else None
         self._has_looked = False
-        self._tracker.begin_again(look_at=self._foreseen)
-        self._modules.begin_again()
+        self._tracker.reset(look_at=self._predicted)
+        self._modules.reset()
         self._ledger.clear()
         self._flops.total = 0
 
     @property
     def is_exact(self) -> bool:
-        """Whether this step's peak was where it was looked for."""
-        return self._foreseen is not None and self._tracker.peak.moment == self._foreseen
+        """Whether this step's peak was at the predicted moment."""
+        return self._predicted is not None and self._tracker.peak.moment == self._predicted
 
     @property
     def is_complete(self) -> bool:
-        """Whether as much was alive there as at the peak, or almost: real steps free a little sooner or later."""
+        """Whether about as much was live there as at the peak: real steps free a little sooner or later."""
         looked_bytes = sum(holder.nbytes for holder in self._holders) if self._has_looked else 0
         return self.is_exact or looked_bytes >= NEAR * self._tracker.peak.nbytes > 0
 
@@ -115,7 +115,7 @@ class StepMeter:
 
     @property
     def collective_seconds(self) -> dict[tuple[str, str], float]:
-        """By (axis, collective), from issue to completion, where the backend tells."""
+        """By (axis, collective), from issue to completion, if the backend reports it."""
         return self._ledger.seconds()
 
     @property
@@ -124,7 +124,7 @@ class StepMeter:
 
     @property
     def peak(self) -> PeakRecord:
-        """The worst moment of the last step. Where it was not foreseen, the terms are those of the step before."""
+        """The peak of the last step. If its moment was not predicted, the terms are those of the step before."""
         found: Peak = self._tracker.peak
         terms: Counter[str] = Counter()
         for holder in self._holders:
@@ -141,7 +141,7 @@ class StepMeter:
         )
 
     def holders_now(self) -> list[HolderRecord]:
-        """Who holds what is alive at this moment: after an allocation failed, say."""
+        """The holders of the bytes live now, for example after a failed allocation."""
         return holders_of(self._engine, self._tracker.live, weights=self._weights)
 
     def _note_failure(self) -> None:
@@ -154,7 +154,7 @@ class StepMeter:
 
     @contextmanager
     def _phases(self) -> Iterator[None]:
-        """forward and update, told by the optimizer's hooks; the tracker sees the backward by itself."""
+        """Set the phases forward and update by hooks of the optimizer; the tracker detects the backward itself."""
         tracker, optimizer = self._tracker, self._engine.optimizer
         tracker.phase = "forward"
         hooks = [
@@ -171,7 +171,7 @@ class StepMeter:
 def measure_peak(
     action: Callable[[], object], *, device_type: str, at_rest: Iterable[torch.Tensor] = (), **options: Any
 ) -> int:
-    """The most that is alive while `action` runs, with what was there before."""
+    """The peak of live bytes while `action` runs, `at_rest` included."""
     tracker = MemoryTracker(device_type=device_type, **options)
     tracker.start(at_rest)
     with tracker.following(), OperatorWatch(tracker):
@@ -180,7 +180,7 @@ def measure_peak(
 
 
 def tensors_at_rest(engine: Engine) -> list[torch.Tensor]:
-    """What an engine holds between two steps."""
+    """The tensors that an engine holds between two steps."""
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
     found = (*engine.model.parameters(), *engine.model.buffers(), *states, *engine.strategy.gradient_buckets())
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]

@@ -1,8 +1,8 @@
-"""Which module is at work, in the forward and in the backward, without touching a tensor.
+"""The module that is running, in the forward and in the backward, without touching a tensor.
 
-In the forward, hooks keep a stack. In the backward, autograd's node at work has the number it got in the forward, and
-the numbers at which modules were entered and left tell whose it is. (`torch.utils.module_tracker` puts hooks on
-tensors instead, which keep recomputed activations alive: the peak it would explain is then one it made.)
+In the forward, hooks keep a stack. In the backward, autograd's running node has the sequence number of its forward,
+and the numbers at which modules were entered and left identify its module. (`torch.utils.module_tracker` puts hooks on
+tensors instead, which keep recomputed activations alive and so change the peak.)
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import nn
 
 
 class ModuleWatch:
-    """`current()` inside `watching()` is the name of the innermost module of `model` at work, "" for none.
+    """`current()` inside `watching()` is the name of the innermost running module of `model`, "" for none.
 
-    Nothing is known of the insides of `closed` modules, by name: a hook there would become part of what is compiled,
-    which would break the graph and stay so when the hook is gone.
+    Modules inside the `closed` ones (names) are not distinguished: a hook there would become part of the compiled
+    code, which would break the graph, also after the hook is removed.
     """
 
     def __init__(self, model: nn.Module, *, closed: Collection[str] = ()) -> None:
@@ -29,12 +29,12 @@ class ModuleWatch:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._stack: list[str] = []
         self._numbers: list[int] = []  # of autograd nodes, rising
-        self._since: list[str] = []  # who was at work from that number on
+        self._since: list[str] = []  # the module that runs from that number on
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         hooks = []
-        for module in self._modules:  # before others' hooks: what those do is the module's
+        for module in self._modules:  # before other hooks, whose work then counts as the module's
             hooks.append(module.register_forward_pre_hook(self._enter, prepend=True))
             hooks.append(module.register_forward_hook(self._leave, prepend=True, always_call=True))
         try:
@@ -43,7 +43,7 @@ class ModuleWatch:
             for hook in hooks:
                 hook.remove()
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         self._stack.clear()
         self._numbers.clear()
         self._since.clear()
@@ -68,6 +68,6 @@ class ModuleWatch:
 
     def _mark(self) -> None:
         if torch._C._current_graph_task_id() != -1:
-            return  # a recomputed forward: its nodes are never run backwards
+            return  # a recomputed forward: autograd never runs its nodes
         self._numbers.append(torch._C._autograd._get_sequence_nr())
         self._since.append(self._stack[-1] if self._stack else "")

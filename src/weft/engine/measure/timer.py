@@ -1,4 +1,4 @@
-"""Marks in a step's course, on the clock of whoever does the work: the host's on a CPU, the device's on a GPU."""
+"""Time marks within a step: the host's clock on a CPU, device events on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Mark = float | torch.cuda.Event
 
 
 class StepTimer:
-    """`mark(term)` ends a stretch that was spent on `term`; `seconds` by term, once the device has passed all marks."""
+    """`mark(term)` ends an interval spent on `term`; `seconds` by term, once the device has passed all marks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,17 +30,19 @@ class StepTimer:
 
 
 def now(device: torch.device) -> Mark:
-    if device.type != "cuda":
-        return time.perf_counter()
+    return record_event() if device.type == "cuda" else time.perf_counter()
+
+
+def record_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:
-    """Once the device has passed both."""
+    """Call after the device has passed both."""
     if isinstance(begin, float) and isinstance(end, float):
         return end - begin
     if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         return float(begin.elapsed_time(end)) / 1000
-    raise TypeError("marks of two clocks")
+    raise TypeError("the two marks come from different clocks")

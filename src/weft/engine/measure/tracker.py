@@ -1,8 +1,8 @@
-"""Every live byte of one device, as the operators make and drop it: storages are followed, fake or real.
+"""Tracks every live byte of one device by its storages, fake or real, as operators allocate them and Python frees them.
 
 live = sum over storages of their size, rounded as the caching allocator rounds (512 B). A storage counts from the
-operator that returns it until Python drops it; a storage that is resized counts with its new size. What a kernel takes
-and gives back inside one operator never shows: `workspace` says how much that is, where it is known.
+operator that returns it until Python drops it; a resized storage counts with its new size. Memory that a kernel
+allocates and frees inside one operator is invisible: `workspace` returns its size, if known.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BEFORE = "before the step"
 
 @dataclass(slots=True)
 class Live:
-    """A storage that exists: its size, and where it came from."""
+    """A live storage: its size and its origin."""
 
     nbytes: int
     phase: str
@@ -39,7 +39,7 @@ class Live:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """An operator of a step, told from others of its name by their order: the same in every step that is alike."""
+    """An operator of a step, numbered among those of its name and phase: the same in every like step."""
 
     phase: str = ""
     operator: str = ""
@@ -48,15 +48,15 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """When most was alive."""
+    """The moment of most live bytes."""
 
     nbytes: int = 0
     moment: Moment = Moment()
-    workspace_bytes: int = 0  # taken by that operator itself
+    workspace_bytes: int = 0  # allocated by that operator itself
 
 
 class MemoryTracker:
-    """A listener of `OperatorWatch`. `peak` is the most that was alive; `look` sees all of it after `look_at`."""
+    """A listener of `OperatorWatch`. `peak`: the maximum of live bytes; `look` gets all live storages at `look_at`."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class MemoryTracker:
         allocated: Callable[[int, int], None] | None = None,
         is_in_backward: Callable[[], bool] = bool,
     ) -> None:
-        """`allocated(key, nbytes)` hears of every change: bytes taken under a key, 0 for given back.
+        """`allocated(key, nbytes)` is called at every change: bytes allocated under a key, 0 when freed.
 
-        `is_in_backward` is asked where autograd is not at work: in a pipeline, between its nodes.
+        `is_in_backward` is called outside of autograd's backward: in a pipeline, between its nodes.
         """
         self.live: dict[int, Live] = {}
         self.current_bytes = 0
@@ -86,8 +86,8 @@ class MemoryTracker:
 
     @property
     def phase(self) -> str:
-        """What the step is at. The backward is told by autograd, which runs it: `_current_graph_task_id` is private,
-        nothing public says so from inside an operator, and tests/fake/dryrun fails when it moves."""
+        """The phase of the step. Autograd's `_current_graph_task_id` shows a running backward: it is private, torch has
+        no public form inside an operator, and tests/fake/dryrun fails when it moves."""
         is_backward = torch._C._current_graph_task_id() != -1 or self._is_in_backward()
         return "backward" if is_backward else self._phase
 
@@ -95,27 +95,27 @@ class MemoryTracker:
     def phase(self, name: str) -> None:
         self._phase = name
 
-    def begin_again(self, *, look_at: Moment | None) -> None:
-        """Forget the peak so far, not what is alive."""
+    def reset(self, *, look_at: Moment | None) -> None:
+        """Reset the peak, not the live storages."""
         self._look_at = look_at
         gc.collect()
         self.peak = Peak()
         self._order.clear()
 
     def start(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nothing is alive but these, which were there before."""
+        """Begin with these tensors alone as live."""
         self.live.clear()
         self.current_bytes = 0
         for tensor in tensors:
             self._hold(tensor)
 
     def _hold(self, tensor: torch.Tensor) -> None:
-        for part in parts_of(tensor):
+        for part in plain_tensors(tensor):
             self._add(part, BEFORE, "", "")
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Around the `OperatorWatch` that this listens to: also follows storages that are resized."""
+        """Around the `OperatorWatch` of this listener: also tracks resized storages."""
         self._mode = active_fake_mode()
         original = torch.UntypedStorage.resize_
 
@@ -130,16 +130,16 @@ class MemoryTracker:
         finally:
             torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
             for entry in self.live.values():
-                entry.reference = None  # a storage that dies later is no longer this tracker's business
+                entry.reference = None  # storages freed later do not count any more
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if func.namespace == "prim" or active_fake_mode() is not self._mode:
-            return  # questions, and shape arithmetic of others
+            return  # queries, and shape arithmetic of other fake modes
         name, phase = _name(func), self.phase
         self._order[phase, name] += 1
         for leaf in result if isinstance(result, tuple | list) else (result,):
             if isinstance(leaf, torch.Tensor):
-                for part in parts_of(leaf):
+                for part in plain_tensors(leaf):
                     self._add(part, phase, None, name)
             elif isinstance(leaf, tuple | list):
                 for tensor in tree_leaves(leaf):
@@ -148,7 +148,7 @@ class MemoryTracker:
         self._mark(Moment(phase=phase, operator=name, order=self._order[phase, name]), func, args)
 
     def _add(self, tensor: torch.Tensor, phase: str, module: str | None, operator: str) -> None:
-        # a fake tensor's `device` runs an operator of its own, twice as many as the step has
+        # `device` of a fake tensor runs an operator itself: twice as many operators as the step has
         if (getattr(tensor, "fake_device", None) or tensor.device).type != self._device_type:
             return
         storage = tensor.untyped_storage()
@@ -167,7 +167,7 @@ class MemoryTracker:
         entry.reference = weakref.ref(storage, lambda _: self._drop(key))
         self.live[key] = entry
         self.current_bytes += entry.nbytes
-        self._tell(key, entry.nbytes)
+        self._report(key, entry.nbytes)
 
     def _changed(self, storage: torch.UntypedStorage) -> None:
         entry = self.live.get(storage._cdata)
@@ -175,24 +175,24 @@ class MemoryTracker:
         if entry is not None and nbytes != entry.nbytes:
             self.current_bytes += nbytes - entry.nbytes
             entry.nbytes = nbytes
-            self._tell(storage._cdata, 0)
-            self._tell(storage._cdata, nbytes)
+            self._report(storage._cdata, 0)
+            self._report(storage._cdata, nbytes)
 
     def _drop(self, key: int) -> None:
         entry = self.live.pop(key, None)
         if entry is not None:
             self.current_bytes -= entry.nbytes
-            self._tell(key, 0)
+            self._report(key, 0)
 
-    def _tell(self, key: int, nbytes: int) -> None:
+    def _report(self, key: int, nbytes: int) -> None:
         if self._allocated is not None:
             self._allocated(key, nbytes)
 
     def _mark(self, moment: Moment, func: Any, args: Any) -> None:
         extra = self._workspace(func, args) if self._workspace is not None else 0
         if extra:
-            self._tell(-1, extra)
-            self._tell(-1, 0)
+            self._report(-1, extra)
+            self._report(-1, 0)
         if self.current_bytes + extra > self.peak.nbytes:
             self.peak = Peak(nbytes=self.current_bytes + extra, moment=moment, workspace_bytes=extra)
         if moment == self._look_at and self._look is not None:
@@ -200,16 +200,16 @@ class MemoryTracker:
 
 
 def _name(func: Any) -> str:
-    """aten.mm, c10d.allgather_; the overload tells a reader nothing."""
+    """aten.mm, c10d.allgather_; without the overload."""
     return str(func).rpartition(".")[0]
 
 
-def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that hold a tensor's bytes: of its parts where it is a wrapper."""
+def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that hold a tensor's bytes: the inner tensors of a wrapper subclass."""
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
         parts = [getattr(tensor, name) for name in wrapper.__tensor_flatten__()[0]]
-        return [plain for part in parts if isinstance(part, torch.Tensor) for plain in parts_of(part)]
+        return [plain for part in parts if isinstance(part, torch.Tensor) for plain in plain_tensors(part)]
     return [tensor]
 
 

@@ -1,8 +1,8 @@
 """AdamW with 8-bit moments (torchao's format and update) whose numbers do not depend on the layout.
 
-torchao cuts each rank's flattened shard into blocks of 256, so another number of ranks means other blocks and another
-run. Here a block never crosses a row of the global parameter and the choice to quantise looks only at the global shape:
-sharding by rows cuts between blocks, and a checkpoint's codes and scales reshard exactly, without requantising.
+torchao divides each rank's flattened shard into blocks of 256, so the blocks, and the run, depend on the number of
+ranks. Here a block never crosses a row of the global parameter, and only the global shape decides whether to quantise:
+sharding by rows never splits a block, and a checkpoint's codes and scales reshard exactly, without requantising.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def build_adamw8bit(groups: list[dict[str, Any]], *, lr: float, betas: tuple[flo
 
 
 def block_size_for(shape: torch.Size) -> int | None:
-    """Elements a block, a divisor of the row; None where the moments stay float32."""
+    """Elements per block, a divisor of the row; None if the moments stay float32."""
     if len(shape) < 2 or shape.numel() < MIN_ELEMENTS:
         return None
     row_elements = shape.numel() // shape[0]
@@ -44,7 +44,7 @@ def block_size_for(shape: torch.Size) -> int | None:
 
 
 class RowwiseAdamW8bit(Optimizer):
-    """State is kept for this rank's rows: plain tensors, never DTensors."""
+    """Holds state for this rank's rows: plain tensors, never DTensors."""
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
@@ -78,10 +78,10 @@ class RowwiseAdamW8bit(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedParts:
-    """The two tensors that make up an 8-bit moment of this rank's rows."""
+    """The two tensors of an 8-bit moment of this rank's rows."""
 
     codes: torch.Tensor  # uint8, the rows' shape
-    scales: torch.Tensor  # float32, [rows, blocks a row]
+    scales: torch.Tensor  # float32, [rows, blocks per row]
 
 
 def quantised_parts(value: torch.Tensor) -> QuantisedParts | None:
@@ -113,7 +113,7 @@ def _update_rule(device: torch.device) -> Callable[..., None]:
     compiled = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
 
     def update(*args: Any) -> None:
-        # one compiled update for each shape of the model: a fixed number, but soon above the compiler's limit
+        # one compiled update per shape of the model: a fixed number, but often above the compiler's limit
         with torch._dynamo.utils.disable_cache_limit():
             compiled(*args)  # type: ignore[no-untyped-call]
 

@@ -1,9 +1,9 @@
-"""AdamW whose moments, and where asked the weights themselves, are bfloat16 in memory; and on a GPU all in float32 too.
+"""AdamW with moments, and optionally weights, in bfloat16; on a GPU also with all of it in float32.
 
-That one is torch's fused update with the clipping inside: a pass less over the gradients, at the speed of memory.
+The float32 form is torch's fused update with clipping inside: one pass less over the gradients, at memory bandwidth.
 
 State has torch's names (`exp_avg`, `exp_avg_sq`, `step`), so checkpoints are those of any AdamW. Rounding follows from
-the run's seed, a parameter's name, its step and the element's place in the whole tensor: every layout rounds alike, and
+the run's seed, a parameter's name, its step and the element's index in the full tensor: every layout rounds alike, and
 a resumed run has the bits of the uninterrupted one.
 """
 
@@ -26,12 +26,12 @@ from weft.engine.optim.rounding_bits import key_of
 from weft.engine.ownership import LocalShards, chunks_of, local
 from weft.engine.precision import torch_dtype
 
-LARGE_ELEMENTS = 2**20  # of a tensor, on average
+LARGE_ELEMENTS = 2**20  # per tensor, on average
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What a parameter's rounding depends on, beside the step."""
+    """The inputs of a parameter's rounding, beside the step."""
 
     key: int
     spans: tuple[ElementSpan, ...]
@@ -39,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class LowStates:
-    """The format of the moments, and every parameter's place; `rounds`: not all of it is float32."""
+    """The dtype of the moments, and every parameter's place; `rounds`: not all of it is float32."""
 
     dtype: torch.dtype
     places: Mapping[nn.Parameter, Place]
@@ -54,8 +54,8 @@ class LowStates:
         shards: LocalShards,
         copies: Mapping[str, str],
     ) -> LowStates | None:
-        """None where the policy keeps all of it in float32, unless it pays there too. `copies`: names of tied weights
-        that another stage has too, and rounds alike."""
+        """None if the policy keeps all of it in float32, unless this is faster there too. `copies`: names of tied
+        weights that another stage also holds and must round alike."""
         if not policy.has_low_states and not _pays(list(parameters.values())):
             return None
         return LowStates(
@@ -69,7 +69,7 @@ class LowStates:
 
 
 def _pays(parameters: Sequence[nn.Parameter]) -> bool:
-    """On a GPU, where tensors are large: it is a kernel a tensor, and torch's a kernel for many."""
+    """On a GPU with large tensors: it launches one kernel per tensor, torch's one for many."""
     shards = [local(parameter.detach()) for parameter in parameters]
     is_fit = all(shard.is_cuda and shard.dtype == torch.float32 and shard.is_contiguous() for shard in shards)
     return is_fit and has_triton() and sum(shard.numel() for shard in shards) >= LARGE_ELEMENTS * len(shards) > 0
@@ -78,7 +78,7 @@ def _pays(parameters: Sequence[nn.Parameter]) -> bool:
 def place_of(parameter: nn.Parameter, *, name: str, seed: int, shards: LocalShards, here: str) -> Place:
     if not local(parameter).is_contiguous():
         raise BadValueError(
-            f"{here} does not lie row by row in memory, which bfloat16 states and weights ask for",
+            f"{here} is not contiguous, which bfloat16 states and weights require",
             hint="call .contiguous() on it, or use precision.optimizer_state = 'float32'",
         )
     shard = shards.get(here)
@@ -87,7 +87,7 @@ def place_of(parameter: nn.Parameter, *, name: str, seed: int, shards: LocalShar
 
 
 class AdamWLow(Optimizer):
-    """See the module. `gradient_factor`, a 0-dim tensor, multiplies the gradients of the next step on the way."""
+    """See the module. `gradient_factor`, a 0-dim tensor, multiplies the gradients of the next step as they are read."""
 
     def __init__(
         self,
@@ -117,10 +117,10 @@ class AdamWLow(Optimizer):
         for parameter in parameters:
             state, place = self._state_of(parameter), self._states.places[parameter]
             state["step"] += 1
-            whole = [parameter, _laid_out(parameter), state["exp_avg"], state["exp_avg_sq"]]
+            inputs = [parameter, _contiguous_gradient(parameter), state["exp_avg"], state["exp_avg_sq"]]
             for span in place.spans:
-                for kept, tensor in zip(tensors, whole, strict=True):
-                    kept.append(span.of(local(tensor.detach())))
+                for views, tensor in zip(tensors, inputs, strict=True):
+                    views.append(span.of(local(tensor.detach())))
                 steps.append(state["step"])
                 keys.append(place.key)
                 firsts.append(span.first)
@@ -141,8 +141,7 @@ class AdamWLow(Optimizer):
         return state
 
 
-def _laid_out(parameter: nn.Parameter) -> Tensor:
-    """The gradient, as contiguous as its parameter."""
+def _contiguous_gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
-        raise RuntimeError("a parameter without a gradient is not updated")
+        raise RuntimeError("the parameter has no gradient")
     return parameter.grad if local(parameter.grad).is_contiguous() else parameter.grad.contiguous()

@@ -1,6 +1,6 @@
-"""The GPU's kernel of `adamw_low_update`: a program a stretch of elements, the same numbers as the plain form.
+"""The GPU kernel of `adamw_low_update`: one program per block of elements, the same numbers as the plain form.
 
-Imported only where a GPU is: Triton comes with torch's CUDA builds.
+Imported only on machines with a GPU: Triton comes with torch's CUDA builds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def launch(
     rows, columns = weight.shape
     tensors = (weight, gradient, exp_avg, exp_avg_sq)
     if any(tensor.stride() != weight.stride() for tensor in tensors) or (columns > 1 and weight.stride(1) != 1):
-        raise ValueError("weights, gradients and moments must lie alike in memory, row by row")
+        raise ValueError("weights, gradients and moments must have equal strides and contiguous rows")
     _update[(triton.cdiv(weight.numel(), BLOCK),)](
         weight,
         gradient,
@@ -81,7 +81,7 @@ def _mix(  # type: ignore[no-untyped-def]
     factor0: tl.constexpr,
     factor1: tl.constexpr,
 ):
-    """Of uint32."""
+    """On uint32."""
     values = (values ^ (values >> shift0)) * tl.full([], factor0, tl.int32).to(tl.uint32, bitcast=True)
     values = (values ^ (values >> shift1)) * tl.full([], factor1, tl.int32).to(tl.uint32, bitcast=True)
     return values ^ (values >> shift2)
@@ -89,7 +89,7 @@ def _mix(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _round(values, bits, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 to bfloat16: 16 random bits below, then the upper half; not-a-numbers as they are."""
+    """float32 to bfloat16: add 16 random bits below, then take the upper half; NaN stays."""
     raised = (values.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000
     return tl.where(values == values, raised.to(tl.float32, bitcast=True), values).to(dtype)
 

@@ -1,15 +1,15 @@
-"""AdamW's update of tensors kept in bfloat16, computed in float32: one read and one write of each, nothing beside them.
+"""AdamW's update of bfloat16 tensors, computed in float32: one read and one write of each, no second buffer.
 
     g = factor * gradient;   m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
     w <- (1 - lr decay) w - lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + epsilon)
 
-The weight moves by the moments before they are rounded. Then what is bfloat16 is rounded: v and w stochastically, since
-nearest drops every change below half a step of the format (a v of squared normal numbers ends 4% too high at b2 = 0.99,
-44% at 0.999); m to nearest, whose error is smaller by a third (0.38% against 0.54% of the norm at b1 = 0.9) and whose
-bias is 2e-5 of the mean at 0.9 and 3e-4 at 0.99. What is float32 is stored as it is.
+The weight is updated from the moments before they are rounded. Then bfloat16 tensors are rounded: v and w
+stochastically, since nearest drops every change below half a step of the dtype (a v of squared normal numbers ends 4%
+too high at b2 = 0.99, 44% at 0.999); m to nearest, whose error is smaller by a third (0.38% against 0.54% of the norm
+at b1 = 0.9) and whose bias is 2e-5 of the mean at 0.9 and 3e-4 at 0.99. float32 tensors are not rounded.
 
 One operator (`torch.ops.weft.adamw_low_`) with two kernels: Triton on a GPU; plain torch elsewhere, a piece at a time.
-A dry run calls neither and knows that no memory is taken.
+A dry run calls neither: the fake kernel allocates no memory.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch import Tensor
 from weft.engine.kernels.triton_here import has_triton
 from weft.engine.optim.rounding_bits import for_second_moment, for_weight, random_bits, round_with, words_of
 
-PIECE_ELEMENTS = 2**18  # in float32 at a time, without Triton
+PIECE_ELEMENTS = 2**18  # float32 elements at a time, without Triton
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What is the same for every element of an update."""
+    """The constants of an update, equal for every element."""
 
     learning_rate: float
     beta1: float
@@ -112,7 +112,7 @@ def _piece(
     constants: Constants,
 ) -> None:
     given = gradient.float() if factor is None else gradient.float() * factor
-    # `.float()` of what is float32 already is the tensor itself, which then changes in place
+    # `.float()` of a float32 tensor is the tensor itself, which then changes in place
     mean = exp_avg.float().lerp_(given, 1.0 - constants.beta1)
     square = exp_avg_sq.float().mul_(constants.beta2).addcmul_(given, given, value=1.0 - constants.beta2)
     root = square.sqrt().div_(constants.root_correction(step)).add_(constants.epsilon)
@@ -138,6 +138,6 @@ def _pieces(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _elements(rows: slice, columns: slice, first: int, row_step: int, *, device: torch.device) -> Tensor:
-    """The numbers of a piece's elements in the whole tensor."""
+    """The indices of a piece's elements in the full tensor."""
     begins = torch.arange(rows.start, rows.stop, device=device)[:, None] * row_step
     return begins + torch.arange(columns.start, columns.stop, device=device) + first

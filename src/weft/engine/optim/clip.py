@@ -1,7 +1,7 @@
-"""The gradient norm of the whole model, and clipping, from ownership alone.
+"""The gradient norm of the full model, and clipping, from ownership alone.
 
 norm^2 = sum over groups of chunks with the same sharded axes of: all-reduce over these of sum(local grad^2) / copies.
-A replicated parameter is counted once because no axis sums it; a chunk that ranks of an axis share is divided by them.
+A replicated parameter counts once because no axis sums it; a chunk held by several ranks of an axis is divided by them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.core.shards import LocalShard
 from weft.engine.mesh import Topology
 from weft.engine.ownership import LocalShards, chunks_of, local, sharded_axes
 
-Owned = tuple[tuple[str, ...], int]  # axes that shard a chunk, and ranks of the tp axis that share it
+Owned = tuple[tuple[str, ...], int]  # axes that shard a chunk, and ranks of the tp axis that hold it
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def global_norm(
 ) -> torch.Tensor:
     """The 2-norm of all gradients, the same on every rank; stays on the device.
 
-    `not_counted`: parameters that another pipeline stage has too, and counts. `partitioning`: axes whose ranks hold
+    `not_counted`: parameters that another pipeline stage also holds and counts. `partitioning`: axes whose ranks hold
     different parameters; without them the norm is that of this rank's stages.
     """
     parameters = {name: parameter for name, parameter in parameters.items() if name not in not_counted}
@@ -42,14 +42,14 @@ def global_norm(
         if parameter.grad is not None:
             for owned, gradient in _owned(parameter.grad, sharded_axes(parameter), shards.get(name)):
                 groups[owned].append(gradient)
-    # a rank may hold no rows of a group that others have rows of; all must join in its sum
+    # a rank may hold no rows of a group that other ranks hold rows of; all must join its collective
     for name, parameter in parameters.items():
         shard = shards.get(name)
         if shard is not None and shard.is_sharded and parameter.grad is not None:
             for chunk in shard.chunks:
                 groups[(*sharded_axes(parameter), axes.TP), chunk.copies] += []
     total = torch.zeros((), device=device)
-    # Every rank walks the groups in the same order: the order of a collective is part of its meaning.
+    # Every rank sums the groups in the same order: else collectives would mismatch.
     for axis_names, copies in sorted(groups):
         gradients = groups[axis_names, copies]
         square = _total_norm(gradients).to(device=device, dtype=torch.float32).square() / copies
@@ -61,7 +61,7 @@ def global_norm(
 
 
 def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """In float32 at least: torch gives the norm of a bfloat16 tensor in bfloat16, three digits of it."""
+    """In float32 at least: torch returns the norm of a bfloat16 tensor in bfloat16, with three digits."""
     if any(gradient.dtype == torch.bfloat16 for gradient in gradients):
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         return torch.stack(norms).square().sum().sqrt()
@@ -71,7 +71,7 @@ def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 def _owned(
     gradient: torch.Tensor, sharded: tuple[str, ...], shard: LocalShard | None
 ) -> list[tuple[Owned, torch.Tensor]]:
-    """A gradient by who owns it: whole, or chunk by chunk where ranks of the tp axis share some."""
+    """A gradient by ownership: in one, or per chunk if several ranks of the tp axis hold some."""
     own = local(gradient)
     if shard is None or not shard.is_sharded:
         return [((sharded, 1), own)]
@@ -86,11 +86,9 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: torch.Tensor) ->
     """Multiply every gradient by a 0-dim device tensor, without a host synchronisation."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
-        torch._foreach_mul_(
-            gradients, factor
-        )  # what clip_grads_with_norm_ itself calls; that one refuses DTensors here
+        torch._foreach_mul_(gradients, factor)  # as clip_grads_with_norm_ does, which refuses DTensors here
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """min(1, max_norm / norm); exactly 1 below the bound, so unclipped runs are untouched bit by bit."""
+    """min(1, max_norm / norm); exactly 1 below the bound, so unclipped runs keep their bits."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,8 +1,8 @@
-"""Where the elements of a rank's own tensor lie in the whole one, as rows and columns that a kernel can count.
+"""The indices of a local shard's elements in the full tensor, as rows and columns that a kernel can compute.
 
     element of (row, column) = first + row * row_step + column
 
-A shard of rows is one row; a matrix cut in its columns has many; several chunks are several spans.
+A shard of rows is one row; a matrix sharded by columns has many; several chunks are several spans.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.core.shards import Chunk, Index
 
 @dataclass(frozen=True, kw_only=True)
 class ElementSpan:
-    """A block of the rank's own tensor, `rows` x `columns` once flattened."""
+    """A block of the local tensor, `rows` x `columns` when flattened."""
 
     local_index: Index
     rows: int
@@ -32,15 +32,15 @@ class ElementSpan:
 
 
 def spans_of(chunks: Sequence[Chunk], shape: Sequence[int]) -> list[ElementSpan]:
-    """The spans of all chunks of a shard of a tensor of `shape`; none where the rank holds no element."""
+    """The spans of all chunks of a shard of a tensor of `shape`; empty if the rank holds no element."""
     return [span for chunk in chunks if chunk.num_elements for span in _spans(chunk, tuple(shape))]
 
 
 def _spans(chunk: Chunk, shape: tuple[int, ...]) -> Iterator[ElementSpan]:
-    cut = [dim for dim, size in enumerate(shape) if chunk.sizes[dim] != size]
-    last = cut[-1] if cut else 0
+    sharded = [dim for dim, size in enumerate(shape) if chunk.sizes[dim] != size]
+    last = sharded[-1] if sharded else 0
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    if any(0 < dim < last for dim in cut):  # cut in the middle too: rows are not evenly apart, so one by one
+    if any(0 < dim < last for dim in sharded):  # a middle dimension too: rows have no common stride, so one by one
         for place in range(chunk.sizes[0]):
             yield from _spans_of_slice(chunk, shape, place)
         return
@@ -54,7 +54,7 @@ def _spans(chunk: Chunk, shape: tuple[int, ...]) -> Iterator[ElementSpan]:
 
 
 def _spans_of_slice(chunk: Chunk, shape: tuple[int, ...], place: int) -> Iterator[ElementSpan]:
-    """Of one slice of the first dimension."""
+    """The spans of one slice of the first dimension."""
     inner = Chunk(offsets=chunk.offsets[1:], sizes=chunk.sizes[1:], local_offsets=chunk.local_offsets[1:])
     begin = (chunk.offsets[0] + place) * math.prod(shape[1:])
     row = slice(chunk.local_offsets[0] + place, chunk.local_offsets[0] + place + 1)

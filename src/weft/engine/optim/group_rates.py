@@ -1,8 +1,8 @@
 """Learning rates of parameter groups: a schedule sets one rate, and each group keeps its ratio to it.
 
-    rate of a group = rate asked * (the group's rate at construction / the base rate)
+    rate of a group = requested rate * (the group's rate at construction / the base rate)
 
-The base rate is that of the first group whose rate is not zero. A group at zero stays there.
+The base rate is that of the first group with a rate above zero. A group at zero stays there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.engine.optim.optimizers import set_group_rate
 
 
 class GroupRates:
-    """Of one optimizer, as it was built."""
+    """The rates of one optimizer, as built."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -30,25 +30,25 @@ class GroupRates:
 
     @property
     def rate(self) -> float:
-        """The one that a schedule sets: the leading group's."""
+        """The rate that a schedule sets: the leading group's."""
         return current_rates(self._optimizer)[self._leading]
 
     def set(self, learning_rate: float) -> None:
         groups = self._optimizer.param_groups
-        # groups that were added since keep the ratio that they came with
+        # groups added later keep the ratio of their first rate
         self._ratios += [float(group["lr"]) / self.base for group in groups[len(self._ratios) :]]
         for group, ratio in zip(groups, self._ratios, strict=True):
             set_group_rate(group, learning_rate * ratio)
 
 
 def current_rates(optimizer: Optimizer) -> list[float]:
-    """Group by group."""
+    """One rate per group."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 @contextmanager
 def at_rate(optimizer: Optimizer, rates: Sequence[float]) -> Iterator[None]:
-    """Other learning rates, one for each group, for one update."""
+    """Other learning rates, one per group, for one update."""
     before = current_rates(optimizer)
     _set_all(optimizer, rates)
     yield
@@ -56,15 +56,15 @@ def at_rate(optimizer: Optimizer, rates: Sequence[float]) -> Iterator[None]:
 
 
 def require_one_base(rates: GroupRates, *, device: torch.device) -> None:
-    """Every stage of a pipeline builds its own optimizer: with another leading group it would train at another rate
-    than the same parameters on one rank. Collective."""
+    """Every pipeline stage builds an optimizer: with another leading group it would train at another rate than the
+    same parameters on one rank. Collective."""
     bases = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(bases, torch.tensor(rates.base, dtype=torch.float64, device=device))
     found = sorted({float(base) for base in bases})
     if len(found) > 1:
         raise BadValueError(
             f"the first parameter group has learning rate {found[0]:g} on some ranks and {found[-1]:g} on others",
-            hint="give every rank the same groups in the same order, those without parameters there too",
+            hint="give every rank the same groups in the same order, including groups without parameters on that rank",
         )
 
 

@@ -1,9 +1,9 @@
-"""Optimizers by name and of the user's own making, their decay groups, and their states before the first step.
+"""Optimizers by name or from a user's factory, their decay groups, and their states before the first step.
 
 Matrices decay, vectors (norms, biases) do not. The kernel is the same on every device and layout, so that a dry run on
-another device needs what the real one needs: adam and adamw fused, sgd parameter by parameter, unless one is named.
-With states or weights in bfloat16 adamw is `adamw_low`; for large tensors on a GPU too, where it needs what fused does.
-Temporaries of an update: fused none; foreach one tensor for each parameter of the larger group (the matrices).
+another device has the memory of the real one: adam and adamw fused, sgd per parameter, unless the policy names one.
+With states or weights in bfloat16 adamw is `adamw_low`; for large tensors on a GPU too, with the memory of fused.
+Temporaries of an update: fused none; foreach one tensor per parameter of the larger group (the matrices).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from weft.engine.optim.adamw_low import AdamWLow, LowStates
 
 Kind = Literal["adamw", "adam", "sgd", "adamw8bit"]
 Kernel = Literal["auto", "fused", "foreach"]
-# From one group with "params" and "param_names", which torch's optimizers take as it is; or, where the argument is
-# called `named_parameters`, from (name, parameter) pairs.
+# Takes one group with "params" and "param_names", as torch's optimizers do; or, if the argument is called
+# `named_parameters`, (name, parameter) pairs.
 OptimizerFactory = Callable[[list[Any]], Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerPolicy:
-    """Which optimizer, with which constants."""
+    """An optimizer's name and constants."""
 
     kind: Kind = "adamw"
     learning_rate: float = 3e-4
@@ -61,20 +61,20 @@ def make_optimizer(
     low: LowStates | None,
     is_sharded: bool,
 ) -> Optimizer:
-    """What an engine is given, as an optimizer; `is_sharded`: tensor-parallel ranks hold parts of rows."""
+    """Build the engine's `optimizer` argument; `is_sharded`: tensor-parallel ranks hold shards of rows."""
     if isinstance(given, str):
         given = OptimizerPolicy(kind=given)  # type: ignore[arg-type]
     if isinstance(given, OptimizerPolicy):
         if given.kind == "adamw8bit" and is_sharded:
             raise NotBuiltError(
-                "8-bit moments are kept by whole rows, which tensor parallelism cuts",
+                "8-bit moments need full rows, and tensor parallelism shards rows",
                 hint="use train.optimizer = 'adamw', or mesh.tp = 1",
             )
         return build_optimizer(list(named.values()), given, low=low)
     if low is not None and low.rounds:
         raise BadValueError(
-            "bfloat16 states and weights are those of weft's own adamw, and an optimizer was given",
-            hint="give an OptimizerPolicy, or leave precision at its preset",
+            "bfloat16 states and weights need weft's adamw, and the engine got another optimizer",
+            hint="pass an OptimizerPolicy, or leave precision at its preset",
         )
     return given(list(named.items()) if _takes_pairs(given) else [_named_group(named)])
 
@@ -82,20 +82,20 @@ def make_optimizer(
 def _takes_pairs(factory: OptimizerFactory) -> bool:
     try:
         arguments = list(inspect.signature(factory).parameters)
-    except (TypeError, ValueError):  # something built in, without a signature
+    except (TypeError, ValueError):  # a builtin without a signature
         return False
     return arguments[:1] == ["named_parameters"]
 
 
 def _named_group(named: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """As torch writes a group down itself: whoever reads "params" finds tensors, and the names lie beside them."""
+    """A group in torch's format: tensors under "params", their names under "param_names"."""
     return {"params": list(named.values()), "param_names": list(named)}
 
 
 def build_optimizer(
     parameters: Sequence[nn.Parameter], policy: OptimizerPolicy, *, low: LowStates | None = None
 ) -> Optimizer:
-    """The optimizer of `policy` over the trainable parameters; `low` where the precision rounds in the update."""
+    """The optimizer of `policy` over the trainable parameters; `low` if the precision rounds in the update."""
     groups = decay_groups(parameters, policy.weight_decay)
     if low is not None and not low.rounds and (policy.kind, policy.kernel) != ("adamw", "auto"):
         low = None
@@ -114,17 +114,17 @@ def build_optimizer(
 def _require_adamw(policy: OptimizerPolicy) -> None:
     hint = "use train.optimizer = 'adamw' with optimizer_kernel = 'auto', or leave precision at its preset"
     if policy.kind != "adamw":
-        raise BadValueError(f"bfloat16 states and weights are adamw's, and the optimizer is {policy.kind}", hint=hint)
+        raise BadValueError(f"bfloat16 states and weights need adamw, and the optimizer is {policy.kind}", hint=hint)
     if policy.kernel != "auto":
         raise BadValueError(
-            f"adamw with bfloat16 states or weights has a kernel of its own, not {policy.kernel!r}", hint=hint
+            f"adamw with bfloat16 states or weights has a single kernel, and not {policy.kernel!r}", hint=hint
         )
 
 
 def _adamw8bit(groups: list[dict[str, Any]], policy: OptimizerPolicy, adam: dict[str, Any]) -> Optimizer:
     if policy.kernel != "auto":
         raise BadValueError(
-            f"adamw8bit has a kernel of its own, not {policy.kernel!r}", hint="leave optimizer_kernel at 'auto'"
+            f"adamw8bit has a single kernel, and not {policy.kernel!r}", hint="leave optimizer_kernel at 'auto'"
         )
     from weft.engine.optim.adamw_8bit import build_adamw8bit
 
@@ -134,14 +134,14 @@ def _adamw8bit(groups: list[dict[str, Any]], policy: OptimizerPolicy, adam: dict
 def _adam_kernel(parameters: Sequence[nn.Parameter], kernel: Kernel) -> dict[str, Any]:
     if kernel == "foreach":
         return {"foreach": True}
-    # Fused kernels exist for CPU and CUDA; elsewhere torch picks its own default.
+    # Fused kernels exist for CPU and CUDA; elsewhere torch chooses its default.
     has_fused = bool(parameters) and parameters[0].device.type in ("cpu", "cuda")
     return {"fused": True if kernel == "fused" or has_fused else None}
 
 
 def _sgd_kernel(parameters: Sequence[nn.Parameter], kernel: Kernel) -> dict[str, Any]:
     if kernel == "auto":
-        # torch's own default would be foreach for plain parameters on a GPU and this loop for all others
+        # torch's default would be foreach for plain parameters on a GPU and this loop for all others
         return {"foreach": False}
     if kernel == "fused" and any(isinstance(parameter, DTensor) for parameter in parameters):
         raise NotBuiltError(
@@ -158,8 +158,8 @@ def decay_groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> lis
 
 
 def create_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Give parameters without state their tensors and move no weight: one step where all is zero."""
-    # those with state keep out of it: a zero gradient would still shrink their moments
+    """Create the missing states without changing a weight: one step with zero gradients and rates."""
+    # parameters with state take no part: a zero gradient would still shrink their moments
     fresh = [parameter for parameter in parameters if parameter not in optimizer.state]
     if not fresh:
         return
@@ -180,7 +180,7 @@ def create_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
     for parameter in fresh:
         for value in optimizer.state[parameter].values():
             if isinstance(value, torch.Tensor) and value.ndim == 0:
-                value.zero_()  # the step counter: this was no step
+                value.zero_()  # the step counter: this step does not count
     for group, learning_rate, decay in saved:
         set_group_rate(group, learning_rate)
         if decay is not None:
@@ -188,7 +188,7 @@ def create_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
 
 
 def set_group_rate(group: dict[str, Any], learning_rate: float) -> None:
-    if isinstance(group["lr"], torch.Tensor):  # torchao's optimizers insist on keeping their own tensor
+    if isinstance(group["lr"], torch.Tensor):  # torchao's optimizers require the same tensor object
         group["lr"].fill_(learning_rate)
     else:
         group["lr"] = learning_rate

@@ -1,10 +1,10 @@
-"""Random bits for stochastic rounding, from (seed, parameter's name, step, element of the whole tensor) alone.
+"""Random bits for stochastic rounding, from (seed, parameter's name, step, element of the full tensor) alone.
 
-    bits(element) = mix(mix(low ^ word0) + high + word1)        32 bits; low and high are halves of the element's number
+    bits(element) = mix(mix(low ^ word0) + high + word1)        32 bits; low and high are halves of the element's index
 
-So a resumed run goes on with the bits it would have had, and every layout rounds an element alike. Over the elements of
-one update the mixing is one to one: no value comes up more often than another. A GPU computes the same (the Triton
-form); here it is plain torch, on 64-bit integers of which the lower half counts.
+So a resumed run has the bits of the uninterrupted one, and every layout rounds an element alike. Over the elements of
+one update the mixing is one to one: all values are equally frequent. The Triton kernel computes the same on a GPU;
+here it is plain torch, in the lower half of 64-bit integers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 LOW_HALF = 0xFFFFFFFF
-# a mixing of 32 bits: shifts and odd factors, each of which can be undone
+# a mixing of 32 bits: shifts and odd factors, each invertible
 SHIFTS, FACTORS = (16, 15, 16), (0x7FEB352D, 0x846CA68B)
 
 
 def key_of(seed: int, name: str) -> int:
-    """A parameter's own key, below 2^63; by its name, since every pipeline stage numbers its parameters anew."""
+    """A parameter's key, below 2^63; from its name, since every pipeline stage numbers its parameters from zero."""
     return _digest(f"{seed}:{name}") >> 1
 
 
@@ -31,7 +31,7 @@ def words_of(key: int, step: int) -> tuple[int, int]:
 
 
 def random_bits(words: tuple[int, int], elements: Tensor) -> Tensor:
-    """32 bits for each element, given by its number in the whole tensor (int64), as an int64 tensor."""
+    """32 bits per element, given by its index in the full tensor (int64), as an int64 tensor."""
     mixed = _mix((elements & LOW_HALF) ^ words[0])
     return _mix((mixed + (elements >> 32) + words[1]) & LOW_HALF)
 
@@ -45,9 +45,9 @@ def for_weight(bits: Tensor) -> Tensor:
 
 
 def round_with(values: Tensor, bits: Tensor) -> Tensor:
-    """float32 `values` with only the upper 16 bits set: up or down with chances that keep the mean, by 16 `bits`."""
+    """float32 `values` with only the upper 16 bits set: up or down with probabilities that keep the mean, by `bits`."""
     raised = (values.view(torch.int32) + bits) & -(2**16)
-    # the bits of some not-a-numbers would run over into other numbers
+    # the bits of some NaN would overflow into other numbers
     return torch.where(values.isnan(), values, raised.view(torch.float32))
 
 

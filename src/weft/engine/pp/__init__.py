@@ -1,1 +1,1 @@
-"""Pipeline parallelism: stages of an unmodified model, messages in order, and the walk over a schedule's actions."""
+"""Pipeline parallelism: stages of an unmodified model, ordered p2p messages, and runners of a schedule's actions."""

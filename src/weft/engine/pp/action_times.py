@@ -1,11 +1,11 @@
-"""When each action of a rank's walk ran: three marks an action, on the clock of whoever does the work.
+"""The times of a rank's actions: three marks per action.
 
-    asked -> start     waited for its message: bubble, or the message's way
-    start -> end       computed
-    end -> next asked  handed its result over
+    asked -> start     waiting for its message: bubble, or the message's transfer
+    start -> end       computing
+    end -> next asked  sending its result
 
-Marks are the host's seconds on a CPU and device events on a GPU, so nothing waits inside a step; `rows` makes seconds
-of both, after it. They are seconds of `time.perf_counter` of this host: clocks of other hosts are not comparable.
+Marks are the host's seconds on a CPU and device events on a GPU, so nothing waits inside a step; `rows` converts both
+to seconds after it. They are seconds of `time.perf_counter` of this host: clocks of other hosts are not comparable.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from weft.engine.measure.timer import Mark, record_event
 from weft.schedule import Action
-
-Mark = float | torch.cuda.Event
 
 
 class ActionRow(NamedTuple):
@@ -32,22 +31,22 @@ class ActionRow(NamedTuple):
 
 
 class ActionClock:
-    """Takes marks and reads them. Made between two steps, since a device's clock is compared with the host's once."""
+    """Takes marks and reads them. Create it between two steps: it compares the device's clock with the host's once."""
 
     def __init__(self, device: torch.device) -> None:
         self._zero: torch.cuda.Event | None = None
         self._zero_s = 0.0
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            self._zero = _event()
+            self._zero = record_event()
             self._zero.synchronize()
             self._zero_s = time.perf_counter()
 
     def now(self) -> Mark:
-        return time.perf_counter() if self._zero is None else _event()
+        return time.perf_counter() if self._zero is None else record_event()
 
     def seconds(self, mark: Mark) -> float:
-        """Waits for the device where it has not come to the mark yet."""
+        """Waits until the device has reached the mark."""
         if self._zero is None or not isinstance(mark, torch.cuda.Event):
             return float(mark)  # type: ignore[arg-type]
         mark.synchronize()
@@ -56,7 +55,7 @@ class ActionClock:
 
 @dataclass(kw_only=True)
 class ActionTimes:
-    """A step of this rank: how many micro-batches each stage held at most and, where it was watched, when."""
+    """A step of this rank: the most micro-batches in flight per stage and, if watched, the times of actions."""
 
     most_in_flight: dict[int, int] = field(default_factory=dict)
     clock: ActionClock | None = None
@@ -64,7 +63,7 @@ class ActionTimes:
 
     @staticmethod
     def joined(records: Sequence[ActionTimes]) -> ActionTimes:
-        """Steps that follow one another as one."""
+        """Consecutive steps as one."""
         held = [record.most_in_flight for record in records]
         return ActionTimes(
             most_in_flight={
@@ -82,14 +81,8 @@ class ActionTimes:
             self.marks.append((action, asked, start, self.clock.now()))
 
     def rows(self) -> list[ActionRow]:
-        """In the order in which the actions ran; none where nobody watched."""
+        """In the order in which the actions ran; empty if the step was not watched."""
         clock = self.clock
         if clock is None:
             return []
         return [ActionRow(action, *map(clock.seconds, marks)) for action, *marks in self.marks]
-
-
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event

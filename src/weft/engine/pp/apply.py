@@ -1,4 +1,4 @@
-"""From a plan's pipeline to one rank of it: the schedule, the split of the model, the stages that stay here."""
+"""From a plan's pipeline to one rank of it: the schedule, the split of the model, the rank's stages."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from weft.models.layout import ModelLayout
 from weft.models.pp.split import PipelineSplit, split_model
 from weft.schedule import Calls, Schedule, generate
 
-# Gloo moves a message when somebody asks for it. NCCL's receives take part of the device, and wait in turn with sends.
+# Gloo transfers a message when its receive is posted. NCCL's receives occupy the device, and queue with sends.
 RECEIVES_AHEAD = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSplitPlan:
-    """A model's split over a schedule, before it is carried out."""
+    """A model's split over a schedule, before it is applied."""
 
     schedule: Schedule
-    calls: Calls | None  # where it never drains
+    calls: Calls | None  # of a schedule that never flushes
     split: PipelineSplit
     own: tuple[int, ...]
 
 
 def split_pipeline(model: nn.Module, layout: ModelLayout, policy: Pipeline, topology: Topology) -> PipelineSplitPlan:
-    """Where the model is cut. Looks at the model's own forward, so before anything is put around it."""
+    """Find the model's split points. Probes the model's own forward, so before any wrapping."""
     num_ranks, num_microbatches, calls = topology.pp_degree, policy.microbatches, None
     schedule = generate(
         policy.schedule,
@@ -58,35 +58,36 @@ def split_pipeline(model: nn.Module, layout: ModelLayout, policy: Pipeline, topo
 
 
 def keep_own_stages(
-    model: nn.Module, layout: ModelLayout, cut: PipelineSplitPlan, *, dtype: torch.dtype, device: torch.device
+    model: nn.Module, layout: ModelLayout, split_plan: PipelineSplitPlan, *, dtype: torch.dtype, device: torch.device
 ) -> ModelLayout:
-    return drop_other_stages(model, layout, cut.split, cut.own, dtype=dtype, device=device)
+    return drop_other_stages(model, layout, split_plan.split, split_plan.own, dtype=dtype, device=device)
 
 
 def build_pipeline(
     model: nn.Module,
-    whole: ModelLayout,
+    full_layout: ModelLayout,
     layout: ModelLayout,
-    cut: PipelineSplitPlan,
+    split_plan: PipelineSplitPlan,
     topology: Topology,
     *,
     device: torch.device,
 ) -> PipelineRuntime:
-    """The rank's runner, when the model is complete. Collective. `whole`: the layout before the cut."""
-    placement = cut.schedule.stage_to_rank
+    """The rank's runner, once the model is complete. Collective. `full_layout`: the layout before the split."""
+    schedule = split_plan.schedule
+    placement = schedule.stage_to_rank
     down, up = _group(topology), _group(topology)
     ahead = RECEIVES_AHEAD if dist.get_backend(down) == "gloo" else 0
     links = StageLinks(ranks=topology.pp_ranks, place=topology.pp_rank, down=down, up=up, ahead=ahead)
-    stages = Stages(model, cut.split, cut.own)
-    runner = ScheduleRunner(cut.schedule, stages, links, device=device)
-    if cut.calls is not None:
+    stages = Stages(model, split_plan.split, split_plan.own)
+    runner = ScheduleRunner(schedule, stages, links, device=device)
+    if split_plan.calls is not None:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         versions = WeightStash(model, trained)
-        runner = NoFlushRunner(cut.calls, stages, links, versions, across=_group(topology), device=device)
-    shared = _shared(whole, cut, topology) if placement[0] != placement[-1] else ()
-    if shared and cut.schedule.update_period == 1:
+        runner = NoFlushRunner(split_plan.calls, stages, links, versions, across=_group(topology), device=device)
+    shared = _shared(full_layout, split_plan) if placement[0] != placement[-1] else ()
+    if shared and schedule.update_period == 1:
         raise PipelineError(
-            f"{cut.schedule.name} updates each stage by itself, and {shared[0]} is shared by the first and the last",
+            f"{schedule.name} updates each stage separately, and the first and the last stage share {shared[0]}",
             hint="use pipeline.schedule = 'pipedream_2bw', or a model whose head is not tied",
         )
     group = pair_group(topology, placement[0], placement[-1]) if shared else None
@@ -96,24 +97,23 @@ def build_pipeline(
     return PipelineRuntime(
         schedule_runner=runner,
         shared=SharedWeights(names, group),
-        has_first=0 in cut.own,
-        has_loss=runner.stages.last in cut.own,
+        has_first=0 in split_plan.own,
+        has_loss=runner.stages.last in split_plan.own,
     )
 
 
-def _shared(whole: ModelLayout, cut: PipelineSplitPlan, topology: Topology) -> tuple[str, ...]:
-    """First names of weights that the first and the last stage both use."""
-    before = cut.split.before
+def _shared(full_layout: ModelLayout, split_plan: PipelineSplitPlan) -> tuple[str, ...]:
+    """Canonical names of weights that the first and the last stage both use."""
+    before = split_plan.split.before
     return tuple(
-        sorted({canonical for alias, canonical in whole.ties.items() if (alias in before) != (canonical in before)})
+        sorted(
+            {canonical for alias, canonical in full_layout.ties.items() if (alias in before) != (canonical in before)}
+        )
     )
 
 
 def _group(topology: Topology) -> dist.ProcessGroup:
-    """A group of this rank's pipeline of its own; collective."""
+    """A new group of this rank's pipeline; collective."""
     size = topology.stage_size
-    lines = [list(range(place, dist.get_world_size(), size)) for place in range(size)]
-    own = topology.groups.of_lines(lines, title="pipeline")
-    if own is None:
-        raise RuntimeError("this rank is in no pipeline")
-    return own
+    rank_lists = [list(range(place, dist.get_world_size(), size)) for place in range(size)]
+    return topology.groups.new_partition(rank_lists, title="pipeline")

@@ -1,11 +1,11 @@
 """Activations and gradients between stages: sent at once, received in the order in which the sender sends.
 
-Two ranks may exchange messages of several stages in both directions, and a wire has no labels (NCCL's has none). So the
-order is taken from the schedule: what a rank sends to another follows from its actions; the receiver takes messages in
-just that order, and keeps the ones it does not need yet. Each direction has a group of its own, since two ranks that
-both begin with a send would wait for each other on one.
+Two ranks may exchange messages of several stages in both directions, and NCCL has no message tags. So the schedule
+defines the order: a rank's actions determine its messages; the receiver posts receives in just that order, and keeps
+messages that it does not need yet. Each direction has a separate group, since two ranks that both begin with a send
+would deadlock on one.
 
-The shape of what a stage gives is told once, in front of the first message, for each shape of a micro-batch.
+A header with the shape of a stage's output precedes its first message, once per shape of a micro-batch.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class StageLinks:
     place: int
     down: dist.ProcessGroup  # to higher places
     up: dist.ProcessGroup
-    ahead: int = 0  # messages that are asked for before they are needed
+    ahead: int = 0  # receives posted before they are needed
 
     def group(self, *, source: int, target: int) -> dist.ProcessGroup:
         return self.down if source < target else self.up
 
 
 def sent_by(actions: Iterable[Action], stage_to_rank: Sequence[int]) -> Iterator[tuple[int, Message]]:
-    """(to which place, what) for every message of a rank's actions, in order; none to itself."""
+    """(target place, message) for every message of a rank's actions, in order; none to itself."""
     for action in actions:
         message = _made_by(action, len(stage_to_rank) - 1)
         if message is not None and stage_to_rank[message.stage] != stage_to_rank[action.stage]:
@@ -73,7 +73,7 @@ def _needed_by(action: Action, last: int) -> Message | None:
 
 
 class _Sent(NamedTuple):
-    """A message on its way: its memory is not to be touched."""
+    """A message in flight: its memory must not change."""
 
     message: Message
     work: Any
@@ -81,24 +81,24 @@ class _Sent(NamedTuple):
 
 
 class P2PExchange:
-    """Walks over a schedule's actions: every message is sent and received once.
+    """The messages of a schedule's actions: each is sent and received once.
 
-    Gloo tells that a message has left only to who waits for it. But who hears of a rank's later action knows that the
-    rank has taken what its earlier ones needed: then nobody waits, and the memory is let go.
+    Gloo reports a completed send only in `wait`. But a message from a rank's later action proves that the rank has
+    received the messages of its earlier actions: then `wait` returns at once, and the memory is freed.
     """
 
     def __init__(self, links: StageLinks, stage_to_rank: Sequence[int], known_shapes: ShapeRegistry) -> None:
         self._links, self._placement, self._known_shapes = links, stage_to_rank, known_shapes
         self._shapes: dict[int, ShapeKey] = {}
         self._num_known = [0] * len(links.ranks)  # actions of every rank
-        self._expected: dict[int, deque[tuple[Message, int]]] = defaultdict(deque)  # with the action that makes it
-        self._taken_at: dict[Message, int] = {}  # by the receiver's action, of messages that this rank sends
+        self._expected: dict[int, deque[tuple[Message, int]]] = defaultdict(deque)  # with the sender's action
+        self._taken_at: dict[Message, int] = {}  # the receiver's action, of messages that this rank sends
         self._arriving: dict[Message, tuple[Any, Tensor, int]] = {}
         self._at_hand: dict[Message, Tensor] = {}
         self._leaving: dict[int, list[_Sent]] = defaultdict(list)  # by place
 
     def expect(self, actions: Sequence[Sequence[Action]], shapes: Mapping[int, ShapeKey]) -> None:
-        """What all ranks are going to do; `shapes`, by micro-batch, of those whose forwards are among it."""
+        """Register the next actions of all ranks; `shapes` by micro-batch, of those with forwards among them."""
         self._shapes.update(shapes)
         last = len(self._placement) - 1
         for rank, own in enumerate(actions):
@@ -114,7 +114,7 @@ class P2PExchange:
         return self._shapes[microbatch]
 
     def forget(self, microbatch: int) -> None:
-        """Nothing more will come of this one."""
+        """No more messages of this micro-batch will come."""
         self._shapes.pop(microbatch, None)
 
     def send(self, message: Message, tensor: Tensor) -> None:
@@ -137,24 +137,24 @@ class P2PExchange:
         source = self._sender(message)
         while message not in self._arriving:
             self._post(source, device=device)
-        for _ in range(self._links.ahead):  # who posts late, waits for the whole way
+        for _ in range(self._links.ahead):  # a receive posted late waits for the full transfer
             if self._can_post(source):
                 self._post(source, device=device)
         work, tensor, made_at = self._arriving.pop(message)
         work.wait()
-        self._let_go(source, before=made_at)
+        self._free_received(source, before=made_at)
         return tensor
 
     def finish(self) -> None:
-        """Everything has left, and everything that was expected has come."""
+        """Wait for all sends; fails if an expected message was not received."""
         for sent in (one for leaving in self._leaving.values() for one in leaving):
             sent.work.wait()
         self._leaving.clear()
         if self._arriving or self._at_hand or any(self._expected.values()):
-            raise RuntimeError("the pipeline ended with messages that nobody took")
+            raise RuntimeError("the pipeline ended with messages that no action received")
 
-    def _let_go(self, place: int, *, before: int) -> None:
-        """What the rank at `place` took before its action `before`."""
+    def _free_received(self, place: int, *, before: int) -> None:
+        """Free messages that the rank at `place` has received before its action `before`."""
         is_taken = {one.message: self._taken_at.get(one.message, before + 1) <= before for one in self._leaving[place]}
         for sent in (one for one in self._leaving[place] if is_taken[one.message]):
             sent.work.wait()
@@ -165,7 +165,7 @@ class P2PExchange:
         return self._placement[message.stage + (-1 if message.way == "forward" else 1)]
 
     def _can_post(self, source: int) -> bool:
-        """Whether the next message from there is known, and its shape, so that asking for it waits for nothing."""
+        """Whether the next message from there and its shape are known, so that posting its receive does not block."""
         if not self._expected[source]:
             return False
         message, _ = self._expected[source][0]
@@ -175,7 +175,7 @@ class P2PExchange:
         return (message.stage, self._shapes.get(message.microbatch)) in known
 
     def _post(self, source: int, *, device: torch.device) -> None:
-        """Ask for the next message from `source`."""
+        """Post the receive of the next message from `source`."""
         message, made_at = self._expected[source].popleft()
         shape_key = self._shapes[message.microbatch]
         group = self._links.group(source=source, target=self._links.place)
@@ -193,27 +193,27 @@ class P2PExchange:
 
 
 def has_left(work: Any) -> bool:
-    """Whether a message's memory is free again. In a dry run, where no message ever leaves, it has at once."""
+    """Whether a message's memory is free again. A dry run sends nothing and returns True."""
     return bool(work.is_completed())
 
 
 class ShapeRegistry:
-    """Shapes that are known, for the life of an engine: (stage, shape of the micro-batch) -> (shape, dtype)."""
+    """Known shapes, for the life of an engine: (stage, shape of the micro-batch) -> (shape, dtype)."""
 
     def __init__(self) -> None:
         self.given: dict[tuple[int, ShapeKey], tuple[tuple[int, ...], torch.dtype]] = {}
         self.taken: dict[tuple[int, ShapeKey], tuple[tuple[int, ...], torch.dtype]] = {}
-        self._told: set[tuple[int, ShapeKey]] = set()
+        self._announced: set[tuple[int, ShapeKey]] = set()
 
     def expect(self, stage: int, shape_key: ShapeKey, *, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """What will come to `stage`, said beforehand: nobody waits for a header then."""
+        """Register the input of `stage` in advance: then no header is sent or received."""
         self.taken[stage, shape_key] = (shape, dtype)
-        self._told.add((stage, shape_key))
+        self._announced.add((stage, shape_key))
 
     def is_new(self, stage: int, shape_key: ShapeKey) -> bool:
-        """Whether the input of `stage` has not been told yet; it has, from now on."""
-        is_new = (stage, shape_key) not in self._told
-        self._told.add((stage, shape_key))
+        """Whether the input of `stage` has had no header yet; it counts as announced from now on."""
+        is_new = (stage, shape_key) not in self._announced
+        self._announced.add((stage, shape_key))
         return is_new
 
 

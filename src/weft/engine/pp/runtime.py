@@ -1,4 +1,4 @@
-"""The pipeline axis of one rank: its schedule runner, weights that two stages share, and what the rank owns."""
+"""The pipeline axis of one rank: its schedule runner, weights that two stages share, ownership of loss and tokens."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PipelineRuntime(AxisContext):
         self.shared.sum_gradients(trained)
 
     def after_load(self, trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
-        self.shared.spread(trained, optimizer)
+        self.shared.broadcast(trained, optimizer)
 
     def runner(self) -> MicrobatchRunner:
         return self

@@ -1,16 +1,16 @@
 """Runs the actions of one pipeline rank in the schedule's order: forwards, backwards, weight gradients; times them.
 
     F   receive, forward, send                      B   receive, backward, send the input's gradient
-    I   B without the weights' gradients            W   these gradients, of which nobody waits
+    I   B without the weight gradients              W   the weight gradients, which are sent to no rank
 
-A schedule is only an order: gradients are those of one process whatever it is. What a micro-batch needs for its
-backward is let go with its last action; on the last stage that is the loss and its graph, and no logits are kept.
+A schedule is only an order: gradients are those of one process with every schedule. The saved activations of a
+micro-batch are freed with its last action; on the last stage that is the loss and its graph, without logits.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.activations.split_backward import SplitBackward
+from weft.engine.microbatches import Forward
 from weft.engine.pp.action_times import ActionClock, ActionTimes
 from weft.engine.pp.p2p import Message, P2PExchange, ShapeKey, ShapeRegistry, StageLinks
 from weft.engine.pp.stages import StageDone, Stages
@@ -38,9 +39,6 @@ class StrategyHooks(Protocol):
     def after_backwards(self) -> None: ...
 
 
-Forward = Callable[[int, int], Tensor]  # (stage, micro-batch) -> hidden states, or the loss on the last stage
-
-
 class ScheduleRunner:
     """One rank of a pipeline."""
 
@@ -52,12 +50,12 @@ class ScheduleRunner:
         self._num_to_watch = 0
         self._device = device
         self.known_shapes = ShapeRegistry()
-        self.is_in_backward = False  # for who measures: part of a backward is no business of autograd
+        self.is_in_backward = False  # for measurements: part of a backward runs outside of autograd
         self._split = {action[1:] for action in schedule.ranks[links.place] if action.kind is Kind.I}
         self._last_backward = _last_backwards(schedule.ranks[links.place])
 
     def watch(self, num_steps: int, *, num_disturbed: int = 0) -> None:
-        """Time every action of the next `num_steps` steps, whose records `watched` will hold. Between two steps.
+        """Time every action of the next `num_steps` steps into `watched`. Call it between two steps.
 
         The first `num_disturbed` of them may be slower for other reasons."""
         self._clock, self._num_to_watch = ActionClock(self._device), num_steps
@@ -65,15 +63,15 @@ class ScheduleRunner:
 
     @property
     def watched_schedule(self) -> Schedule:
-        """What each of `watched` ran."""
+        """The schedule of each of `watched`."""
         return self.schedule
 
     def weights(self, stage: int, index: int) -> AbstractContextManager[None]:
-        """Around a forward or a backward: the model has the weights that this micro-batch reads."""
+        """Around a forward or a backward: sets the weight version of this micro-batch."""
         return nullcontext()
 
     def train(self, forward: Forward, strategy: StrategyHooks, *, shapes: Sequence[ShapeKey]) -> None:
-        """Gradients of every micro-batch, which have these shapes, into the parameters of this rank's stages."""
+        """Accumulate the gradients of micro-batches of these shapes into the parameters of this rank's stages."""
         step = Step(self, forward, strategy)
         step.p2p.expect(self.schedule.ranks, dict(enumerate(shapes)))
         step.record.clock = self._clock if len(self.watched) < self._num_to_watch else None
@@ -86,7 +84,7 @@ class ScheduleRunner:
         self.watched += [step.record] if step.record.clock is not None else []
 
     def measure(self, forward: Forward, strategy: StrategyHooks, *, shapes: Sequence[ShapeKey]) -> None:
-        """Forwards alone."""
+        """Run the forwards alone."""
         ranks = [
             [Action(Kind.F, stage, index) for index in range(len(shapes)) for stage in own]
             for own in self.schedule.rank_to_stages
@@ -95,7 +93,7 @@ class ScheduleRunner:
         step.p2p.expect(ranks, dict(enumerate(shapes)))
         for action in ranks[self.links.place]:
             step.forward(action)
-            step.kept.clear()
+            step.saved.clear()
         step.p2p.finish()
 
 
@@ -105,13 +103,13 @@ class Step:
     def __init__(self, runner: ScheduleRunner, forward: Forward, strategy: StrategyHooks) -> None:
         self.runner, self._forward, self._strategy = runner, forward, strategy
         self.p2p = P2PExchange(runner.links, runner.schedule.stage_to_rank, runner.known_shapes)
-        self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor, SplitBackward | None]] = {}
+        self.saved: dict[tuple[int, int], tuple[Tensor | None, Tensor, SplitBackward | None]] = {}
         self.record = ActionTimes()
         self._in_flight: Counter[int] = Counter()
         self._ended = 0  # stages whose last backward has begun
 
     def go_on(self, forward: Forward) -> None:
-        """With other forwards; what is under way stays so."""
+        """Continue with another forward; micro-batches in flight stay."""
         self._forward = forward
 
     def do(self, action: Action, *, is_last_backward: bool) -> None:
@@ -132,15 +130,15 @@ class Step:
             received.requires_grad_()
         start = self.record.now()
         is_split = (stage, index) in self.runner._split and torch.is_grad_enabled()
-        deferred = SplitBackward() if is_split else None
+        split_backward = SplitBackward() if is_split else None
         with self.runner.weights(stage, index), stages.forward_of(stage, received):
             try:
-                with deferred or nullcontext():
+                with split_backward or nullcontext():
                     output = self._forward(stage, index)
             except StageDone as done:
                 output = done.hidden
         self.record.note(action, asked, start)
-        self.kept[stage, index] = (received, output, deferred)
+        self.saved[stage, index] = (received, output, split_backward)
         self._in_flight[stage] += 1
         self.record.most_in_flight[stage] = max(self.record.most_in_flight.get(stage, 0), self._in_flight[stage])
         if stage < stages.last:
@@ -150,7 +148,7 @@ class Step:
     def backward(self, action: Action, *, is_last: bool) -> None:
         kind, stage, index = action
         asked = self.record.now()
-        received, output, deferred = self.kept.pop((stage, index))
+        received, output, split_backward = self.saved.pop((stage, index))
         gradient = self._receive(Message("backward", stage, index)) if stage < self.runner.stages.last else None
         start = self.record.now()
         is_half = kind is Kind.I
@@ -159,7 +157,7 @@ class Step:
             torch.autograd.backward(output, gradient)
         self.record.note(action, asked, start)
         if is_half:
-            self.kept[stage, index] = (None, output.new_empty(0), deferred)
+            self.saved[stage, index] = (None, output.new_empty(0), split_backward)
         else:
             self._in_flight[stage] -= 1
         if received is not None:
@@ -169,13 +167,13 @@ class Step:
 
     def weights(self, action: Action, *, is_last: bool) -> None:
         _, stage, index = action
-        _, _, deferred = self.kept.pop((stage, index))
+        _, _, split_backward = self.saved.pop((stage, index))
         start = self.record.now()
-        if deferred is None:
-            raise RuntimeError(f"{action} has no gradients that wait")
+        if split_backward is None:
+            raise RuntimeError(f"{action} has no saved weight gradients")
         with self._strategy.backward_input():
-            deferred.run()
-            self._strategy.backward_weight()  # joins what the first half left: all in one format
+            split_backward.run()
+            self._strategy.backward_weight()  # accumulates with the gradients of the input backward, in one dtype
         with self._strategy_of(stage, is_last=is_last):
             self._strategy.backward_weight()
         self._in_flight[stage] -= 1
@@ -191,5 +189,5 @@ class Step:
 
 
 def _last_backwards(actions: Sequence[Action]) -> Mapping[int, int]:
-    """Of each stage, the position of the action that ends its gradients."""
+    """Stage -> position of the action that completes its gradients."""
     return {action.stage: index for index, action in enumerate(actions) if action.kind in (Kind.B, Kind.W)}

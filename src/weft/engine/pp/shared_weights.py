@@ -1,7 +1,7 @@
-"""A weight that two stages share (the token table and the output head): a copy on each, kept equal.
+"""Weights that two stages share (token embedding and output head): a copy on each, kept equal.
 
-Their gradients are summed over the two ranks before the norm, so both take the same update; the first stage's copy is
-the one that counts, is saved and is named; after loading it goes to the other.
+Gradients are summed over the two ranks before the norm, so both make the same update. Norms, counts and checkpoints
+use the first stage's copy; after loading it is broadcast to the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.engine.ownership import local
 
 
 class SharedWeights:
-    """`names`: this rank's names of the shared weights, in an order that both ranks agree on."""
+    """`names`: this rank's names of the shared weights, in the same order on both ranks."""
 
     def __init__(self, names: tuple[str, ...], group: dist.ProcessGroup | None) -> None:
         self.names, self.group = names, group
@@ -29,7 +29,7 @@ class SharedWeights:
 
     @torch.no_grad()
     def begin_sum(self, parameters: Mapping[str, nn.Parameter]) -> list[dist.Work]:
-        """The sums, under way: gradients are not to be touched before each has been waited for."""
+        """Begin the sums: gradients must not be read or changed before each work was waited for."""
         works = []
         for parameter in (parameters[name] for name in self.names if name in parameters):
             if parameter.grad is None:
@@ -38,8 +38,8 @@ class SharedWeights:
         return works
 
     @torch.no_grad()
-    def spread(self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
-        """The first stage's values and moments to the other."""
+    def broadcast(self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+        """Broadcast the first stage's values and moments to the other."""
         for name in self.names:
             state = optimizer.state.get(parameters[name], {})
             values = [parameters[name].detach(), *(state[key] for key in sorted(state))]
@@ -48,7 +48,7 @@ class SharedWeights:
 
 
 def pair_group(topology: Topology, first_place: int, last_place: int) -> dist.ProcessGroup | None:
-    """First and last stage's ranks at this rank's place in its stage; collective. None on other ranks."""
+    """The ranks of the first and the last stage with this rank's dp and tp rank; collective. None on other stages."""
     size = topology.stage_size
-    lines = [[first_place * size + place, last_place * size + place] for place in range(size)]
-    return topology.groups.of_lines(lines, title="tied weights")
+    rank_lists = [[first_place * size + place, last_place * size + place] for place in range(size)]
+    return topology.groups.new_disjoint(rank_lists, title="tied weights")

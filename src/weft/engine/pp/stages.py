@@ -1,13 +1,13 @@
 """One rank's stages of a model, whose own forward runs on every stage.
 
-    before the first own block   the model's own code: masks, positions, rotary tables. Token tables of other stages
-                                 give NaN, which nobody reads: the first own block takes what was received instead
-    blocks of earlier stages     passed by
-    the next stage's first block the forward ends there; what that block would be given is sent
+    before the first own block   the model's own code: masks, positions, rotary tables. Embeddings of other stages
+                                 return NaN, which is never read: the first own block takes the received tensor instead
+    blocks of earlier stages     skipped
+    the next stage's first block the forward ends there; the input of that block is sent
 
-So whatever a model computes around its blocks is right on every stage, and a model that hands its blocks more than the
-hidden states of the block before (which no stage receives) ends in NaN, not in wrong numbers. Parameters of other
-stages are dropped before any memory is spent on them. A rank with several stages has one model with all their blocks.
+So computations around the blocks are right on every stage, and a model that passes its blocks more than the hidden
+states of the block before (which no stage receives) ends in NaN, not in wrong numbers. Parameters of other stages are
+dropped before any memory is allocated for them. A rank with several stages has one model with all their blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weft.models.pp.split import PipelineSplit
 
 
 class StageDone(Exception):  # noqa: N818 - an end, not an error
-    """The forward has passed the stage's last block; `hidden` is what comes out of it."""
+    """The forward has run the stage's last block; `hidden` is its output."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__("the stage is done")
@@ -38,15 +38,15 @@ class StageDone(Exception):  # noqa: N818 - an end, not an error
 
 
 class Stages:
-    """The stages `own` of `split`, on a model that has the parameters of these alone."""
+    """The stages `own` of `split`, on a model with their parameters alone."""
 
     def __init__(self, model: nn.Module, split: PipelineSplit, own: tuple[int, ...]) -> None:
         self.split, self.own = split, own
         self.received: Tensor | None = None
-        self.looked_at: set[int] = set()  # stages whose first forward went well
+        self.checked: set[int] = set()  # stages whose first forward succeeded
         self.model = model
-        self._places = {stage: self._arrangement(stage) for stage in own}
-        wrap_forward(model, _end_quietly)
+        self._places = {stage: self._replacements(stage) for stage in own}
+        wrap_forward(model, _return_hidden)
 
     @property
     def last(self) -> int:
@@ -66,13 +66,13 @@ class Stages:
                 container._modules[key] = module
             self.received = None
 
-    def _arrangement(self, stage: int) -> list[tuple[nn.Module, str, nn.Module]]:
-        """(container, key, what stands there) for the blocks that are not simply themselves."""
+    def _replacements(self, stage: int) -> list[tuple[nn.Module, str, nn.Module]]:
+        """(container, key, replacement) for every block that the stage's forward replaces."""
         own = self.split.stages[stage]
         stands: dict[str, nn.Module] = {}
         earlier = [name for blocks in self.split.stages[:stage] for name in blocks]
         for name in (*earlier, *(name for name, home in self.split.beside.items() if home < stage)):
-            stands[name] = _PassedBy(self.model.get_submodule(name), self)
+            stands[name] = _Skipped(self.model.get_submodule(name), self)
         if stage > 0:
             stands[own[0]] = _Entry(self.model.get_submodule(own[0]), self)
         if stage < self.last:
@@ -83,15 +83,15 @@ class Stages:
 
 
 class _StageStand(Stand):
-    """Outside of the block's hooks, which know nothing of stages."""
+    """Replaces a block, outside of the block's hooks."""
 
     def __init__(self, block: nn.Module, stages: Stages) -> None:
         super().__init__(block)
         self.__dict__["stages"] = stages  # not a submodule
 
 
-class _PassedBy(_StageStand):
-    """A block of an earlier stage. What it gives is NaN, and read by nobody but the next that is passed by."""
+class _Skipped(_StageStand):
+    """A block of an earlier stage. It returns NaN, which only the next skipped block reads."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         nothing = nothing_for(_hidden(args, kwargs, self.stages.split.hidden))
@@ -99,7 +99,7 @@ class _PassedBy(_StageStand):
 
 
 class _Entry(_StageStand):
-    """The first own block takes what was received."""
+    """The first own block takes the received tensor."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         place = self.stages.split.hidden
@@ -109,13 +109,13 @@ class _Entry(_StageStand):
 
 
 class _Exit(_StageStand):
-    """The next stage's first block: what it would be given is what this stage sends."""
+    """The next stage's first block: this stage sends the block's input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = _hidden(args, kwargs, self.stages.split.hidden)
         if not isinstance(hidden, Tensor):
             name = type(self.stages.model).__name__
-            raise PipelineError(f"blocks of {name} hand each other more than one tensor", hint="use mesh.pp = 1")
+            raise PipelineError(f"blocks of {name} pass each other more than one tensor", hint="use mesh.pp = 1")
         raise StageDone(hidden)
 
 
@@ -123,8 +123,8 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
     return kwargs[place] if isinstance(place, str) else args[place]
 
 
-def _end_quietly(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Inside of the model's hooks, which must see a forward that returns."""
+def _return_hidden(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Inside of the model's hooks, which run only if the forward returns."""
     try:
         return forward(*args, **kwargs)
     except StageDone as done:
@@ -132,15 +132,15 @@ def _end_quietly(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 
 
 class StageCall:
-    """The model as an objective calls it: on any stage but the last nothing comes back, so the objective ends there.
+    """The model as an objective calls it: on any stage but the last it raises `StageDone`, which ends the objective.
 
-    A stage's first forward is looked at: what went wrong there is said as what it is, a model that does not suit."""
+    Errors of a stage's first forward become a PipelineError: the model does not suit pipeline parallelism."""
 
     def __init__(self, module: nn.Module, stages: Stages, stage: int) -> None:
         self.module, self._stages, self._stage = module, stages, stage
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_new = self._stage > 0 and self._stage not in self._stages.looked_at
+        is_new = self._stage > 0 and self._stage not in self._stages.checked
         output = self._first(*args, **kwargs) if is_new else self.module(*args, **kwargs)
         if self._stage == self._stages.last:
             return output
@@ -155,20 +155,20 @@ class StageCall:
             lines = str(error).strip().splitlines() or [""]
             raise self._unfit(f"does not run ({type(error).__name__}: {lines[0]})") from error
         if read_is_nan(output) and not read_is_nan(self._stages.received):
-            raise self._unfit("makes NaN of finite hidden states: it may read what only an earlier stage has")
-        self._stages.looked_at.add(self._stage)
+            raise self._unfit("turns finite hidden states into NaN: it may read values of an earlier stage")
+        self._stages.checked.add(self._stage)
         return output
 
-    def _unfit(self, what: str) -> PipelineError:
+    def _unfit(self, failure: str) -> PipelineError:
         name = type(self._stages.model).__name__
-        return PipelineError(f"stage {self._stage} of {name} {what}", hint="use mesh.pp = 1")
+        return PipelineError(f"stage {self._stage} of {name} {failure}", hint="use mesh.pp = 1")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
 
 def read_is_nan(output: Any) -> bool:
-    """Waits for the device, once for each stage. A dry run, which has no numbers, says no."""
+    """Waits for the device, once per stage. A dry run has no numbers and returns False."""
     tensor = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     return isinstance(tensor, Tensor) and bool(tensor.detach().isnan().any())
 
@@ -182,7 +182,7 @@ def drop_other_stages(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ModelLayout:
-    """Take away every parameter that `own` stages do not have; the layout of what is left."""
+    """Drop every parameter that `own` stages do not have; returns the layout of the rest."""
     blocks = [name for stage in own for name in split.stages[stage]]
     blocks += split.idle if split.num_stages - 1 in own else ()
     kept: dict[str, str] = {}
@@ -213,7 +213,7 @@ def _drop(
 
 
 def _layout_of(layout: ModelLayout, kept: dict[str, str], blocks: list[str]) -> ModelLayout:
-    """A tied weight whose first name is on another stage has its first name here, and is told in `copies`."""
+    """A tied weight whose canonical name is on another stage gets its first name here, and an entry in `copies`."""
     first_here: dict[str, str] = {}
     for name, canonical in kept.items():
         if name == canonical or canonical not in kept:

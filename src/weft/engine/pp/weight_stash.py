@@ -1,9 +1,9 @@
-"""Versions of a stage's weights: the backward of a micro-batch reads the values of its forward.
+"""Weight versions of a stage: the backward of a micro-batch reads the values of its forward.
 
-The optimizer works on the masters, which stay in its groups for ever; forwards and backwards read through leaves that
-share a version's memory. An update of values that somebody will still read moves the masters to memory of their own
-first, so a version costs a copy only while it is kept: as many copies as the schedule's rule says, and no more.
-A leaf has an autograd identity of its own: what its version's memory becomes later is never mistaken for it.
+The optimizer updates the masters, which stay in its groups; forwards and backwards read leaves that share a version's
+memory. An update of values that are still to be read moves the masters to new memory first, so a version costs a copy
+only while it is kept: as many copies as the schedule's rule requires, and no more.
+A leaf is a separate autograd tensor, so later writes to the masters do not invalidate its graph.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class WeightStash:
-    """Of the parameters `trained`, which are the masters. Version v has seen v updates."""
+    """The versions of the parameters `trained`, which are the masters. Version v includes v updates."""
 
     def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
         self.masters = list(trained.values())
@@ -37,7 +37,7 @@ class WeightStash:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """What backwards have left and no update has taken."""
+        """Accumulated gradients that no update has taken."""
         return [leaf.grad for leaves in self._leaves.values() for leaf in leaves if leaf.grad is not None]
 
     @contextmanager
@@ -53,7 +53,7 @@ class WeightStash:
                 module._parameters[key] = self.masters[index]
 
     def take_gradients(self, version: int) -> list[Tensor | None]:
-        """What backwards through `version` have left, in the order of the masters; it is gone from there."""
+        """Remove and return the gradients accumulated through `version`, in the order of the masters."""
         leaves = self._open(version)
         taken = [leaf.grad for leaf in leaves]
         for leaf in leaves:
@@ -78,14 +78,14 @@ class WeightStash:
             del self._leaves[version]
 
     def restart(self) -> None:
-        """The newest is the first of a new count."""
+        """The newest version becomes version 0."""
         self._leaves.clear()
         self.newest = 0
 
     def _open(self, version: int) -> list[nn.Parameter]:
         if version not in self._leaves:
             if version != self.newest:
-                raise RuntimeError(f"weight version {version} is asked for, and {self.newest} is the newest")
-            # `.data`: a leaf shares the memory, and not the counter by which autograd notices a write to it
+                raise RuntimeError(f"weight version {version} does not exist: {self.newest} is the newest")
+            # `.data`: a leaf shares the memory, but not the version counter by which autograd detects writes
             self._leaves[version] = [nn.Parameter(master.data) for master in self.masters]
         return self._leaves[version]

@@ -1,1 +1,1 @@
-"""Tensor parallelism: a region's work divided over ranks, in one dimension or on a grid."""
+"""Tensor parallelism: a region's weights and work sharded over ranks in one dimension (`tp_grid`: on a grid)."""

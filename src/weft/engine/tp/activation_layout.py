@@ -1,10 +1,10 @@
-"""How the activations at hand are cut, for those who must know: dropout draws the whole mask and takes its own part.
+"""How the current activations are sharded: dropout draws the full mask and takes the rank's slice.
 
-    whole     every rank has all of it (before the first block, after the last; in between, without sequence parallel)
-    stream    sequence parallel: [rows, own slice of the sequence, hidden]
+    full      replicated (before the first block, after the last; in between, without sequence parallel)
+    stream    sequence parallel: [rows, local slice of the sequence, hidden]
     inside    in a region: heads of [rows, heads, …], or the last dimension of [rows, sequence, width]
 
-A forward walks through the activations; layers around modules say where it is.
+Layers around modules record the layout as a forward passes them.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ import torch
 
 from weft.core.errors import NotBuiltError
 
-Layout = Literal["whole", "stream", "inside"]
+Layout = Literal["full", "stream", "inside"]
 
 
 @dataclass(kw_only=True)
 class ActivationLayout:
-    """Where the forward is now, on the rank at `place` of `degree`."""
+    """The layout at the current point of the forward, on the rank at `place` of `degree`."""
 
     place: int
     degree: int
     sequence_parallel: bool
-    now: Layout = field(default="whole")
+    now: Layout = field(default="full")
 
     def enter(self) -> None:
         self.now = "inside"
 
     def leave(self) -> None:
-        self.now = "stream" if self.sequence_parallel else "whole"
+        self.now = "stream" if self.sequence_parallel else "full"
 
     def begin(self) -> None:
-        """The first block takes its slice of the stream."""
+        """At the first block, which takes its slice of the stream."""
         self.leave()
 
     def end(self) -> None:
-        self.now = "whole"
+        self.now = "full"
 
-    def cut_dim(self, tensor: torch.Tensor) -> int | None:
-        """The dimension along which `tensor` is a slice, if it is one."""
-        if self.now == "whole":
+    def shard_dim(self, tensor: torch.Tensor) -> int | None:
+        """The dimension along which `tensor` is sharded; None for a full tensor."""
+        if self.now == "full":
             return None
         if self.now == "stream":
             if tensor.ndim < 3:
                 raise NotBuiltError(
-                    "dropout on flattened tokens cannot be drawn alike with sequence parallel",
+                    "dropout on flattened tokens would draw other masks with sequence parallel",
                     hint="set tensor_parallel.sequence_parallel = false, or the model's dropout to 0",
                 )
             return 1
         return 1 if tensor.ndim == 4 else tensor.ndim - 1
 
-    def whole_shape(self, tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
+    def full_shape(self, tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
         shape = list(tensor.shape)
         shape[dim] *= self.degree
         return tuple(shape)
 
-    def own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        size = whole.shape[dim] // self.degree
-        return whole.narrow(dim, self.place * size, size)
+    def local_slice(self, full: torch.Tensor, dim: int) -> torch.Tensor:
+        size = full.shape[dim] // self.degree
+        return full.narrow(dim, self.place * size, size)

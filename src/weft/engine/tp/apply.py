@@ -1,4 +1,4 @@
-"""From a plan's tensor parallelism to a divided model: find the layout, refuse what cannot be, cut, add the layers."""
+"""From a plan's tensor parallelism to a sharded model: find the layout, check it, shard parameters, add layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.engine.mesh import Topology
 from weft.engine.tp.activation_layout import ActivationLayout
 from weft.engine.tp.chunked_loss import HeadShard
 from weft.engine.tp.context import TPContext
-from weft.engine.tp.grid import WHOLE, Grid, build_grid
+from weft.engine.tp.grid import TP_GROUP, Grid, build_grid
 from weft.engine.tp.one_d import apply_one_d, num_tokens, vocabulary_loss
 from weft.engine.tp.one_d_shards import one_d_shards, repeats, shard_parameters
 from weft.models.layout import ModelLayout
@@ -28,14 +28,14 @@ def apply_tensor_parallel(
     policy: TensorParallel,
     topology: Topology,
     *,
-    keep_logits_whole: bool,
+    keep_logits_full: bool,
 ) -> TPContext:
-    """Shard `model` in one dimension. `keep_logits_whole`: the loss is a user's, so it must see all logits."""
+    """Shard `model` in one dimension. `keep_logits_full`: a user's loss needs the full logits."""
     tensors = find_regions(model, layout)
     grid = build_grid(
         "1d",
         topology.group(TP),
-        axis_ranks=topology.tp_lines,
+        axis_ranks=topology.tp_rank_lists,
         repeats=repeats(tensors, topology.tp_degree),
         owner=topology.groups,
     )
@@ -49,8 +49,8 @@ def apply_tensor_parallel(
     )
     shard_parameters(model, layout, shards)
     activations = ActivationLayout(place=grid.rank, degree=grid.degree, sequence_parallel=policy.sequence_parallel)
-    is_loss_cut = policy.loss_parallel and tensors.head is not None and not keep_logits_whole
-    apply_one_d(model, layout, tensors, grid, activations, loss_parallel=is_loss_cut)
+    is_loss_sharded = policy.loss_parallel and tensors.head is not None and not keep_logits_full
+    apply_one_d(model, layout, tensors, grid, activations, loss_parallel=is_loss_sharded)
     head = _head_shard(model, layout, tensors, shards, grid) if tensors.head is not None else None
     return TPContext(
         grid=grid,
@@ -58,7 +58,7 @@ def apply_tensor_parallel(
         replicated_reasons=tensors.replicated,
         layout=tensors,
         activation_layout=activations,
-        token_loss=vocabulary_loss(grid, first_token=head.first_token) if head is not None and is_loss_cut else None,
+        token_loss=vocabulary_loss(grid, first_token=head.first_token) if head and is_loss_sharded else None,
         head=head,
         owns_loss=grid.rank == 0,
     )
@@ -73,11 +73,11 @@ def find_regions(model: nn.Module, layout: ModelLayout) -> TensorLayout:
 
 def require_regions(tensors: TensorLayout, model_name: str) -> None:
     if not tensors.regions:
-        # the commonest that says more than that norms are never cut
+        # the most frequent reason other than that norms are never sharded
         reasons = Counter(reason for reason in tensors.replicated.values() if reason != "a norm")
-        reason = reasons.most_common(1)[0][0] if reasons else "it has no attention or feed-forward layer weft knows"
+        reason = reasons.most_common(1)[0][0] if reasons else "it has no known attention or feed-forward layer"
         raise TensorParallelError(
-            f"no part of {model_name} can be divided over tensor-parallel ranks: {reason}",
+            f"no layer of {model_name} can be sharded over tensor-parallel ranks: {reason}",
             hint="use mesh.tp = 1; ZeRO-3 (data_parallel.zero = 3) shards any model",
         )
 
@@ -89,11 +89,11 @@ def _head_shard(
     return HeadShard(
         first_token=_first_token(shards, tensors, layout),
         most_tokens=-(-vocabulary // grid.degree),
-        group=grid.group(WHOLE),
+        group=grid.group(TP_GROUP),
     )
 
 
 def _first_token(shards: dict[str, LocalShard], tensors: TensorLayout, layout: ModelLayout) -> int:
-    """Where this rank's slice of the vocabulary begins."""
+    """The first token of this rank's slice of the vocabulary."""
     name = f"{tensors.head}.weight"
     return shards[layout.ties.get(name, name)].chunks[0].offsets[0]

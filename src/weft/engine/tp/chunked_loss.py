@@ -1,11 +1,11 @@
-"""The loss of a stretch of logits of a part of the vocabulary, which become their own gradient (see `head_loss`).
+"""The loss of a chunk of logits of a vocabulary slice, which the gradient overwrites (see `head_loss`).
 
     m, s      over the ranks: the largest logsumexp of a slice, and the sum of exp(own logsumexp - m)
     loss    = m + log s - z[label]             x <- exp(z - m - log s) - onehot(label), times dz/dx
 
-z are the logits x, scaled and capped. Three numbers a token cross the ranks, in two all-reduces a stretch: so ranks
-must take the same stretches, however large their slices are. Float32 exists of a piece of a stretch at a time; on a GPU
-too, where a kernel of its own would spare some passes over memory.
+z are the logits x, scaled and capped. Ranks reduce three numbers per token, in two all-reduces per chunk: so ranks must
+use the same chunks of rows for slices of any size. Float32 logits exist for a piece of a chunk at a time; on a GPU too,
+where a fused kernel would save some passes over memory.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.engine.kernels.cross_entropy import IGNORED, Cap
+from weft.engine.kernels.cross_entropy import Cap
+from weft.engine.objective import IGNORED
 from weft.engine.tp import collectives
 from weft.engine.tp.cross_entropy import at_place, outside, own_labels, pieces, wide
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShard:
-    """This rank's slice of a head that is cut by vocabulary, as `head_loss` asks for it."""
+    """This rank's slice of a head sharded by vocabulary: a `Slice` of `head_loss`."""
 
     first_token: int
-    most_tokens: int  # of the largest slice: what stretches are measured by
+    most_tokens: int  # of the largest slice: it decides the chunks
     group: dist.ProcessGroup
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Whole on every rank; a rank's gradient of it is a share."""
+        """Replicated; its gradient is a partial sum on each rank."""
         return collectives.enter(hidden, self.group)
 
     def take_loss(self, logits: Tensor, labels: Tensor, cap: Cap, *, wants_gradient: bool) -> Tensor:
-        """The summed loss in float32, alike on every rank; `logits` become the gradient where it is wanted."""
+        """The summed loss in float32, equal on every rank; with `wants_gradient`, `logits` become the gradient."""
         place, is_here = own_labels(labels, self.first_token, logits.shape[-1])
         own, target = _log_sums(logits, place, cap)
         top = own.clone()
@@ -47,25 +48,25 @@ class HeadShard:
         log_sum = sums[0].log_()
         loss = (log_sum - sums[1]).masked_fill(~counts, 0.0).sum().float()
         if wants_gradient:
-            shares = (own - top - log_sum).exp_() * counts  # of this slice in the whole sum
+            shares = (own - top - log_sum).exp_() * counts  # this slice's fraction of the full sum
             _write_gradients(logits, place, cap, shares=shares, ones=(is_here & counts).to(shares))
         return loss
 
 
 def _log_sums(logits: Tensor, place: Tensor, cap: Cap) -> tuple[Tensor, Tensor]:
-    """Of each token logsumexp of the own z, minus infinity of none; and z at `place`."""
+    """Per token: logsumexp of the local z, minus infinity for an empty slice; and z at `place`."""
     own = logits.new_full(logits.shape[:1], -torch.inf, dtype=wide(logits))
     target = torch.zeros_like(own)
     for part in pieces(logits):
         values = _capped(logits[part], cap)
-        # the largest less itself is nothing: its log-probability is the sum's logarithm alone
+        # the largest value's log-probability is minus the logarithm of the sum relative to it
         own[part] = values.amax(-1) - torch.log_softmax(values, -1, dtype=own.dtype).amax(-1)
         target[part] = at_place(values, place[part])
     return own, target
 
 
 def _write_gradients(logits: Tensor, place: Tensor, cap: Cap, *, shares: Tensor, ones: Tensor) -> None:
-    """A slice's softmax is its own, too large by its share of the sum; less one where the label is here."""
+    """The local softmax times the slice's fraction of the sum; minus one at labels of this slice."""
     for part in pieces(logits):
         values = _capped(logits[part], cap)
         gradient = torch.softmax(values, -1, dtype=shares.dtype).mul_(shares[part, None])
@@ -78,7 +79,7 @@ def _write_gradients(logits: Tensor, place: Tensor, cap: Cap, *, shares: Tensor,
 
 
 def _capped(logits: Tensor, cap: Cap) -> Tensor:
-    """z in float32, or the logits themselves where they are z."""
+    """z in float32, or the logits themselves if they equal z."""
     if not cap.is_capped and cap.before * cap.after == 1.0:
         return logits
     values = logits.to(wide(logits), copy=True).mul_(cap.before)

@@ -1,13 +1,13 @@
-"""Collectives with gradients: what goes in whole and comes out sliced, and back. Tensors here are local, plain ones.
+"""Collectives with gradients between replicated, sharded and partial tensors. All tensors are plain local ones.
 
 | forward                    | backward                      |                                                        |
 | -------------------------- | ----------------------------- | ------------------------------------------------------ |
-| `enter`: nothing           | all-reduce                    | a whole input that every rank uses for its own slice   |
-| `leave`: all-reduce        | nothing                       | a sum whose terms are on the ranks                     |
-| `gather`: all-gather       | reduce-scatter                | slices made whole for work that is divided otherwise   |
-| `scatter`: reduce-scatter  | all-gather                    | a sum of which each rank keeps a slice                 |
-| `take`: nothing            | all-gather                    | a slice of what is whole and alike on every rank       |
-| `collect`: all-gather      | nothing                       | slices made whole for work that every rank repeats     |
+| `enter`: identity          | all-reduce                    | a replicated input of sharded work                     |
+| `leave`: all-reduce        | identity                      | partial sums to a replicated tensor                    |
+| `gather`: all-gather       | reduce-scatter                | shards to the full input of work sharded otherwise     |
+| `scatter`: reduce-scatter  | all-gather                    | partial sums to shards                                 |
+| `take`: local slice        | all-gather                    | a replicated tensor to shards                          |
+| `collect`: all-gather      | local slice                   | shards to the full input of work that ranks repeat     |
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 Group = dist.ProcessGroup
 Move = Callable[[Tensor, Group, int], Tensor]
 
-# torch 2.13 renames them and warns of the old names; 2.11 has the old ones alone.
+# torch 2.13 renames them and warns about the old names; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -45,28 +45,28 @@ def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def take(x: Tensor, group: Group, dim: int) -> Tensor:
-    return _Moved.apply(x, group, dim, own_part, gathered)  # type: ignore[no-any-return, no-untyped-call]
+    return _Moved.apply(x, group, dim, contiguous_slice, gathered)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def collect(x: Tensor, group: Group, dim: int) -> Tensor:
-    return _Moved.apply(x, group, dim, gathered, own_part)  # type: ignore[no-any-return, no-untyped-call]
+    return _Moved.apply(x, group, dim, gathered, contiguous_slice)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
-    """The sum over the group as a new tensor: one in place would change what autograd, or recompute, has kept."""
+    """The sum over the group as a new tensor: in place it would change tensors saved by autograd or recompute."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
 def gathered(x: Tensor, group: Group, dim: int) -> Tensor:
-    """The ranks' slices, one after the other along `dim`: a tensor of its own, since some models write into it."""
+    """The ranks' slices concatenated along `dim`: a new tensor, since some models write into it."""
     x, size = x.contiguous(), dist.get_world_size(group)
-    if math.prod(x.shape[:dim]) == 1:  # what arrives lies as it should
-        whole = x.new_empty((*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]))
-        if whole.numel():  # an empty slice of a vocabulary
-            _all_gather(whole.view(-1), x.view(-1), group=group)
-        return whole
+    if math.prod(x.shape[:dim]) == 1:  # the gathered memory is in order already
+        full = x.new_empty((*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]))
+        if full.numel():  # a vocabulary slice may be empty
+            _all_gather(full.view(-1), x.view(-1), group=group)
+        return full
     slices = x.new_empty((size, *x.shape))
     if slices.numel():
         _all_gather(slices.view(-1), x.view(-1), group=group)
@@ -88,8 +88,8 @@ def own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
     return x.narrow(dim, dist.get_rank(group) * size, size)
 
 
-def own_part(x: Tensor, group: Group, dim: int) -> Tensor:
-    """`own_slice` as a tensor of its own."""
+def contiguous_slice(x: Tensor, group: Group, dim: int) -> Tensor:
+    """`own_slice`, contiguous."""
     return own_slice(x, group, dim).contiguous()
 
 
@@ -115,7 +115,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Moved(torch.autograd.Function):
-    """`there` in the forward, `back` in the backward; each is given (tensor, group, dim)."""
+    """`there` in the forward, `back` in the backward; each takes (tensor, group, dim)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int, there: Move, back: Move) -> Tensor:

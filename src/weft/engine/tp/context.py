@@ -27,8 +27,8 @@ from weft.models.tp.layout import TensorLayout
 class TPContext(AxisContext):
     """Local shards of all parameters, the loss of sharded logits, and this rank's rows of the batch.
 
-    `row_chunks` and `row_chunk`: the batch is dealt out over this many ranks of the axis (grids), and this rank's turn.
-    `owns_loss`: of the ranks that compute the same loss, the one whose value counts.
+    `row_chunks` and `row_chunk`: the number of row chunks of the batch over the axis (grids), and this rank's chunk.
+    `owns_loss`: of the ranks with the same loss, the one whose value counts.
     """
 
     axis = axes.TP
@@ -39,7 +39,7 @@ class TPContext(AxisContext):
     layout: TensorLayout | None = None  # of one dimension: the collectives of a step follow from it
     activation_layout: ActivationLayout = field()
     token_loss: TokenLoss | None = None  # None: logits are replicated
-    head: HeadShard | None = None  # of one dimension, for a loss that is fused with the head
+    head: HeadShard | None = None  # of one dimension, for a loss fused with the head
     row_chunks: int = 1
     row_chunk: int = 0
     label_chunk: int = 0
@@ -69,7 +69,7 @@ class TPContext(AxisContext):
 
     @contextmanager
     def explain_errors(self, model: nn.Module) -> Iterator[None]:
-        """Model code that does not compute on shards fails over a shape."""
+        """Model code that does not compute on shards fails with a shape error."""
         try:
             yield
         except (RuntimeError, ValueError, IndexError) as error:
@@ -79,12 +79,12 @@ class TPContext(AxisContext):
             is_stream = self.activation_layout.sequence_parallel
             name, degree = type(model).__name__, self.grid.degree
             raise TensorParallelError(
-                f"{name} does not compute on slices of {degree} tensor-parallel ranks: {lines[0]}",
+                f"{name} does not compute on shards of {degree} tensor-parallel ranks: {lines[0]}",
                 hint=f"{'set tensor_parallel.sequence_parallel = false, or' if is_stream else 'use'} mesh.tp = 1",
             ) from error
 
     def rows_of(self, batch: Batch) -> Batch:
-        """On a cube, labels may belong to other rows than the ids."""
+        """On a cube, labels may have other rows than the ids."""
         self.activation_layout.end()  # a recomputing backward ends in the middle of a block
         if self.row_chunks == 1:
             return batch

@@ -1,11 +1,11 @@
-"""The token loss where each rank has the logits of a part of the vocabulary. No rank ever holds all of them.
+"""The token loss of logits sharded by vocabulary. No rank ever holds the full logits.
 
-    loss = log(sum_v exp(x_v - m)) - (x_label - m)          m: the largest logit of the whole vocabulary
+    loss = log(sum_v exp(x_v - m)) - (x_label - m)          m: the largest logit of the full vocabulary
 
-Three numbers a token cross the ranks: the maximum alone, then the sum and the label's logit together. The arithmetic is
-that of `objective.token_loss_sum`, in float32; only the sum over the vocabulary is split. Tokens are taken a stretch at
-a time: logits and their gradient have the model's precision, and float32 exists of one stretch alone. What is kept for
-the backward is the logits and three numbers a token; a slice's softmax is its own, scaled by its share of the sum.
+Ranks reduce three numbers per token: the maximum alone, then the sum and the label's logit together. The arithmetic is
+that of `objective.token_loss_sum`, in float32; only the sum over the vocabulary is split. Tokens are processed in
+chunks: logits and their gradient have the model's precision, and float32 exists for one chunk alone. Saved for the
+backward: the logits and three numbers per token; the local softmax is scaled by the slice's fraction of the sum.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from weft.engine.objective import IGNORED
 
-STRETCH_ELEMENTS = 2**26  # 256 MiB in float32; smaller ones cost launches (a factor of two at 2**23 on an H200)
+CHUNK_ELEMENTS = 2**26  # 256 MiB in float32; smaller ones cost launches (a factor of two at 2**23 on an H200)
 
 
 def vocabulary_loss_sum(logits: Tensor, labels: Tensor, *, first_token: int, group: dist.ProcessGroup) -> Tensor:
-    """The summed loss of `labels` (whole ids), alike on every rank; `logits` are of tokens `first_token` and on.
+    """The summed loss of `labels` (global ids), equal on every rank; `logits` are of tokens from `first_token` on.
 
-    The group's slices follow each other in its order of ranks and may differ in size; the last may be empty.
+    Slices are in the order of the group's ranks and may differ in size; the last may be empty.
     """
     flat = logits.flatten(0, -2)
     return _VocabularyLoss.apply(flat, labels.flatten(), first_token, group)  # type: ignore[no-any-return, no-untyped-call]
@@ -58,7 +58,7 @@ class _VocabularyLoss(torch.autograd.Function):
             torch.mul(_softmax(logits[part]), factor[part], out=gradient[part])
         if logits.shape[-1]:
             place, is_here = own_labels(labels, ctx.first_token, logits.shape[-1])
-            # less one at the label, in float32: a difference from what is rounded already would be rounded twice
+            # minus one at the label, in float32: subtracting from a rounded value would round twice
             hit = (at_place(logits, place) - top - log_sum).exp_().sub_(1.0).mul_(scale).to(logits.dtype)
             hit = torch.where(is_here, hit, at_place(gradient, place))
             gradient.scatter_(-1, place.unsqueeze(-1), hit.unsqueeze(-1))
@@ -66,20 +66,20 @@ class _VocabularyLoss(torch.autograd.Function):
 
 
 def _largest_and_log_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each token the largest own logit x_v, and log(sum exp(x_v - largest)); minus infinity of no logits."""
+    """Per token: the largest local logit x_v, and log(sum exp(x_v - largest)); minus infinity for an empty slice."""
     top = logits.new_full(logits.shape[:1], -torch.inf, dtype=wide(logits))
     log_sum = torch.full_like(top, -torch.inf)
     for part in pieces(logits):
         top[part] = logits[part].amax(-1)
-        # the largest logit less itself is nothing: its log-probability is the sum's logarithm alone
+        # the largest logit's log-probability is minus the logarithm of the sum relative to it
         log_sum[part] = -torch.log_softmax(logits[part], -1, dtype=wide(logits)).amax(-1)
     return top, log_sum
 
 
 def pieces(logits: Tensor) -> Iterator[slice]:
-    """Tokens whose logits are about `STRETCH_ELEMENTS` numbers; none where this rank has no vocabulary."""
+    """Chunks of tokens with about `CHUNK_ELEMENTS` logits; none if this rank's vocabulary is empty."""
     tokens, size = logits.shape
-    step = max(1, STRETCH_ELEMENTS // max(size, 1))
+    step = max(1, CHUNK_ELEMENTS // max(size, 1))
     return (slice(at, min(at + step, tokens)) for at in range(0, tokens if size else 0, step))
 
 
@@ -92,7 +92,7 @@ def wide(logits: Tensor) -> torch.dtype:
 
 
 def own_labels(labels: Tensor, first_token: int, size: int) -> tuple[Tensor, Tensor]:
-    """Where each label lies in the slice (anywhere, if it does not), and whether it does."""
+    """Each label's index in the slice (arbitrary for other ranks' labels), and whether it is in the slice."""
     place = labels - first_token
     is_here = (place >= 0) & (place < size)
     return place.clamp(0, max(size - 1, 0)), is_here
@@ -105,7 +105,7 @@ def at_place(values: Tensor, place: Tensor) -> Tensor:
 
 
 def outside(labels: Tensor, end: int, group: dist.ProcessGroup) -> Tensor:
-    """Labels that no rank has. Without this they would count as a logit of zero instead of failing the step."""
+    """Labels outside of the vocabulary. Else they would count as a logit of zero instead of failing the step."""
     rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
     below = (labels < 0) & (labels != IGNORED) if rank == 0 else torch.zeros_like(labels, dtype=torch.bool)
     return below | (labels >= end) if rank == last else below

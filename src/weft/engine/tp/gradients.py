@@ -1,6 +1,6 @@
-"""Sums gradients that ranks of the tp axis have only shares of: once a step, after the backward, before the norm.
+"""Sums gradients that ranks of the tp axis hold as partial sums: once per step, after the backward, before the norm.
 
-Small ones travel together, one all-reduce for each group of ranks; large ones alone, where they lie.
+Small gradients are flattened into one all-reduce per group of ranks; large ones are reduced in place, one by one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ ALONE_ELEMENTS = 2**22  # a copy of more than this costs more memory than a coll
 
 @torch.no_grad()
 def sum_partial_gradients(parameters: Mapping[str, nn.Parameter], shards: LocalShards, grid: Grid) -> None:
-    """In place. Ranks walk the same parameters in the same order, so their sums meet.
+    """In place. Ranks loop over the same parameters in the same order, so that collectives match.
 
-    With sequence parallel a rank may use parameters that another does not (experts that stay whole, by their tokens):
-    who has none adds zeros, and learns from the sum of marks whether anyone had some.
+    With sequence parallel a rank may use parameters that another does not (replicated experts, by their tokens): a rank
+    without a gradient adds zeros, and the sum of marks shows whether another rank had one.
     """
     together: dict[str, list[torch.Tensor]] = defaultdict(list)
     marks: dict[str, list[torch.Tensor]] = defaultdict(list)
@@ -45,13 +45,13 @@ def sum_partial_gradients(parameters: Mapping[str, nn.Parameter], shards: LocalS
                 else:
                     together[chunk.summed_over].append(view)
     used = {name: _sum_together(together[name], marks[name], grid.group(name)) for name in sorted({*together, *marks})}
-    for parameter, gradient, name, index in absent:  # rare, and the one place that waits for the device
+    for parameter, gradient, name, index in absent:  # rare, and the only wait for the device here
         if used[name][index].item() > 0:
             parameter.grad = gradient
 
 
 def _sum_together(gradients: list[torch.Tensor], marks: list[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
-    """Gradients in place; the marks as their sums."""
+    """Sums gradients in place; returns the summed marks."""
     flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), *marks])
     dist.all_reduce(flat, group=group)
     *totals, found = torch.split(flat, [*(gradient.numel() for gradient in gradients), len(marks)])

@@ -1,9 +1,9 @@
-"""Where a rank stands among the ranks of the tp axis, and the groups it talks to. Topology only: no model here.
+"""A rank's place on the tp axis, and its process groups there. Topology only, no model.
 
     1d t,   2d (i, j),   2.5d (d, i, j),   3d (i, j, k): see `core.tensor_grid`
 
 A group is named by the coordinates that vary in it: "j" is a row of the square, "i" a column, "d" the same place on all
-layers, "di" everyone who holds the same features; "tp" is the whole axis. "repeat2" is a run of two neighbours.
+layers, "di" all ranks with the same features; "tp" is the full axis. "repeat2" is a pair of neighbours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from weft.comm.groups import OwnedGroups
 from weft.core.tensor_grid import grid_sizes, members, place_of, rank_at
 
-WHOLE = "tp"
+TP_GROUP = "tp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +49,21 @@ def build_grid(
     repeats: Iterable[int] = (),
     owner: OwnedGroups | None = None,
 ) -> Grid:
-    """The grid of this rank. Collective over the world: `axis_ranks` lists the global ranks of every tp line.
+    """The grid of this rank. Collective over the world: `axis_ranks` lists the global ranks of every tp group.
 
-    `owner` gives the groups that are made here back; without one they live as long as the world.
+    `owner` destroys the groups created here; without one they live as long as the world.
     """
     owner = owner if owner is not None else OwnedGroups()
     degree = dist.get_world_size(axis_group)
     sizes = grid_sizes(mode, degree)
     place = place_of(sizes, dist.get_rank(axis_group))
-    groups = {WHOLE: axis_group}
+    groups = {TP_GROUP: axis_group}
     for name in _subsets(mode):
-        groups[name] = _join(owner, [_members_global(line, sizes, name) for line in axis_ranks])
+        subgroups = [ranks for axis in axis_ranks for ranks in _subgroups(axis, sizes, name)]
+        groups[name] = owner.new_partition(subgroups, title="tp grid")
     for count in sorted(set(repeats)):
-        lines = [[line[at : at + count] for at in range(0, degree, count)] for line in axis_ranks]
-        groups[f"repeat{count}"] = _join(owner, lines)
+        neighbours = [axis[at : at + count] for axis in axis_ranks for at in range(0, degree, count)]
+        groups[f"repeat{count}"] = owner.new_partition(neighbours, title="tp grid")
     return Grid(mode=mode, sizes=sizes, place=place, groups=groups)
 
 
@@ -70,15 +71,7 @@ def _subsets(mode: str) -> tuple[str, ...]:
     return {"1d": (), "2d": ("i", "j"), "2.5d": ("d", "i", "j", "di"), "3d": ("i", "j", "k", "ij", "ik")}[mode]
 
 
-def _members_global(line: list[int], sizes: dict[str, int], varying: str) -> list[list[int]]:
-    """The lines of one tp axis cut into groups that vary in `varying`."""
-    groups = {tuple(members(sizes, place_of(sizes, rank), varying)) for rank in range(len(line))}
-    return [[line[rank] for rank in group] for group in sorted(groups)]
-
-
-def _join(owner: OwnedGroups, lines: list[list[list[int]]]) -> dist.ProcessGroup:
-    """Every rank makes every group, in the same order, and keeps its own."""
-    own = owner.of_lines((ranks for line in lines for ranks in line), title="tp grid")
-    if own is None:
-        raise RuntimeError("this rank is in none of the groups")
-    return own
+def _subgroups(axis: list[int], sizes: dict[str, int], varying: str) -> list[list[int]]:
+    """The global ranks of one tp group, partitioned into groups that vary in `varying`."""
+    groups = {tuple(members(sizes, place_of(sizes, rank), varying)) for rank in range(len(axis))}
+    return [[axis[rank] for rank in group] for group in sorted(groups)]

@@ -1,11 +1,11 @@
-"""One-dimensional tensor parallelism carried out: layers around modules, and nothing inside them.
+"""One-dimensional tensor parallelism: layers around modules, without changes inside them.
 
-    a region      entry: whole -> whole, gradient all-reduced        exit: partial sums all-reduced, bias added once
+    a region      entry: replicated, gradient all-reduced            exit: partial sums all-reduced, bias added once
     with sequence parallel    entry: all-gather of the sequence      exit: reduce-scatter of it
-    token table   rows of other ranks give zeros, then all-reduce    head: own slice of the vocabulary's logits
+    embedding     zeros for tokens of other ranks, then all-reduce   head: logits of the local vocabulary slice
 
 So a block costs two all-reduces forward and two backward, or all-gathers and reduce-scatters of the same volume.
-Model code stays as it is: it sees fewer heads and narrower matrices.
+Model code is unchanged: it sees fewer heads and narrower matrices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.engine.objective import TokenLoss
 from weft.engine.tp import collectives
 from weft.engine.tp.activation_layout import ActivationLayout
 from weft.engine.tp.cross_entropy import vocabulary_loss_sum
-from weft.engine.tp.grid import WHOLE, Grid
+from weft.engine.tp.grid import TP_GROUP, Grid
 from weft.engine.tp.one_d_shards import local_units
 from weft.engine.tp.statistics import spanning
 from weft.engine.wrap_forward import Forward, Layer, wrap_forward
@@ -39,14 +39,14 @@ def apply_one_d(
     *,
     loss_parallel: bool,
 ) -> None:
-    """Put the layers of one-dimensional tensor parallelism around the modules of a model whose parameters are cut."""
+    """Wrap the modules of a model with sharded parameters in the layers of one-dimensional tensor parallelism."""
     for region in tensors.regions:
         _Passage(region, grid, activations).apply(model)
         for norm in region.wide_norms:
             module, width = model.get_submodule(norm.name), sum(segment.features for segment in norm.segments)
             own_width = sum(local_units(segment, grid.degree) * segment.size for segment in norm.segments)
             copies = own_width * grid.degree // width
-            wrap_forward(module, spanning(module, grid.group(WHOLE), width, copies=copies))
+            wrap_forward(module, spanning(module, grid.group(TP_GROUP), width, copies=copies))
         set_sizes(model.get_submodule(region.name), region, grid.degree)
     if tensors.embedding is not None:
         table = model.get_submodule(tensors.embedding)
@@ -54,26 +54,28 @@ def apply_one_d(
     if tensors.head is not None:
         wrap_forward(
             model.get_submodule(tensors.head),
-            _Head(grid, vocabulary=num_tokens(model, tensors.head), whole=not loss_parallel),
+            _Head(grid, vocabulary=num_tokens(model, tensors.head), gathers_logits=not loss_parallel),
         )
     for name in layout.blocks:
-        wrap_forward(model.get_submodule(name), _from_the_start(activations))
+        wrap_forward(model.get_submodule(name), _outside_regions(activations))
     if activations.sequence_parallel:
         _apply_sequence_parallel(model, layout, tensors, grid, activations)
 
 
 def vocabulary_loss(grid: Grid, *, first_token: int) -> TokenLoss:
-    """The loss of logits that are this rank's slice of the vocabulary."""
-    return lambda logits, labels: vocabulary_loss_sum(logits, labels, first_token=first_token, group=grid.group(WHOLE))
+    """The loss of logits of this rank's vocabulary slice."""
+    return lambda logits, labels: vocabulary_loss_sum(
+        logits, labels, first_token=first_token, group=grid.group(TP_GROUP)
+    )
 
 
 class _Passage:
-    """The way into a region and out of it."""
+    """Entry and exit of a region."""
 
     def __init__(self, region: Region, grid: Grid, activations: ActivationLayout) -> None:
         self.region, self.activations = region, activations
-        self.group = grid.group(WHOLE)
-        self.entered: tuple[Tensor, Tensor] | None = None  # what came in last and what was made of it
+        self.group = grid.group(TP_GROUP)
+        self.entered: tuple[Tensor, Tensor] | None = None  # the last input, and the full input of the region
         self.reads_left = 0
 
     def apply(self, model: nn.Module) -> None:
@@ -90,26 +92,26 @@ class _Passage:
             wrap_forward(model.get_submodule(self.region.leaves_at), self.leave_from)
 
     def enter_first(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """The hidden states are the argument of that name, or the first one; wherever they are given again, too."""
+        """The hidden states are the argument of that name, or the first one; other occurrences are replaced too."""
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        made = self._enter(hidden)  # CTRL hands its attention the same tensor three times: each must be summed
+        made = self._enter(hidden)  # CTRL passes its attention the same tensor three times: each must be summed
         args = tuple(made if value is hidden else value for value in args)
         kwargs = {key: made if value is hidden else value for key, value in kwargs.items()}
         self.activations.enter()
         return forward(*args, **kwargs)
 
     def enter_all(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Experts take tokens with their choices and weights: all of them belong to the tokens."""
+        """Experts take tokens with their routing indices and weights: all of them have one row per token."""
         self.activations.enter()
-        made = [self._make_whole(value) if isinstance(value, Tensor) else value for value in args]
-        named = {key: self._make_whole(value) if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+        made = [self._full_input(value) if isinstance(value, Tensor) else value for value in args]
+        named = {key: self._full_input(value) if isinstance(value, Tensor) else value for key, value in kwargs.items()}
         return forward(*made, **named)
 
     def leave_from(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         return self.leave(forward(*args, **kwargs))
 
     def leave(self, partial: Tensor) -> Tensor:
-        # a second linear that reads the same input (a gate beside an up) shares its entry; the exit ends that
+        # linears that read the same input (gate and up) share its entry until the exit
         self.entered = None
         self.activations.leave()
         if not self.activations.sequence_parallel:
@@ -117,19 +119,19 @@ class _Passage:
         return collectives.scatter(partial, self.group, sequence_dim(partial))
 
     def _enter(self, x: Tensor) -> Tensor:
-        """Once for all entries that read the same tensor, then let go.
+        """Once for all entries that read the same tensor, then freed.
 
-        Recomputing stops before the exit: what is kept until there would keep the recomputed block alive with it.
+        Recompute stops before the exit: a tensor held until there would keep the recomputed block alive.
         """
         if self.entered is None or self.entered[0] is not x:
-            self.entered, self.reads_left = (x, self._make_whole(x)), len(self.region.entries)
+            self.entered, self.reads_left = (x, self._full_input(x)), len(self.region.entries)
         made = self.entered[1]
         self.reads_left -= 1
         if self.reads_left == 0:
             self.entered = None
         return made
 
-    def _make_whole(self, x: Tensor) -> Tensor:
+    def _full_input(self, x: Tensor) -> Tensor:
         if self.activations.sequence_parallel:
             return (
                 collectives.gather(x, self.group, sequence_dim(x))
@@ -140,7 +142,7 @@ class _Passage:
 
 
 class _Row:
-    """A linear whose inputs are cut: the product is a term of a sum; the bias is added to the sum, once."""
+    """A linear with sharded inputs: its output is a partial sum; the bias is added to the sum, once."""
 
     def __init__(self, module: Any, passage: _Passage, *, is_transposed: bool) -> None:
         self.module, self.passage, self.is_transposed = module, passage, is_transposed
@@ -152,10 +154,10 @@ class _Row:
 
 
 class _Table:
-    """A token table with this rank's rows: tokens of other ranks are zeros until the sum."""
+    """An embedding with this rank's rows: tokens of other ranks are zeros until the sum."""
 
     def __init__(self, module: Any, grid: Grid) -> None:
-        self.group = grid.group(WHOLE)
+        self.group = grid.group(TP_GROUP)
         rows = module.weight.shape[0]
         self.first = grid.rank * -(-int(module.num_embeddings) // grid.degree)
         self.rows = rows
@@ -172,15 +174,15 @@ class _Table:
 
 
 class _Head:
-    """The output head over this rank's slice of the vocabulary; `whole` puts the slices together."""
+    """The output head over this rank's vocabulary slice; `gathers_logits` gathers the slices."""
 
-    def __init__(self, grid: Grid, *, vocabulary: int, whole: bool) -> None:
-        self.group, self.whole, self.vocabulary = grid.group(WHOLE), whole, vocabulary
+    def __init__(self, grid: Grid, *, vocabulary: int, gathers_logits: bool) -> None:
+        self.group, self.gathers_logits, self.vocabulary = grid.group(TP_GROUP), gathers_logits, vocabulary
         self.chunk = -(-vocabulary // grid.degree)
 
     def __call__(self, forward: Forward, x: Tensor) -> Tensor:
         logits = forward(collectives.enter(x, self.group))
-        if not self.whole:
+        if not self.gathers_logits:
             return logits  # type: ignore[no-any-return]
         padded = F.pad(logits, (0, self.chunk - logits.shape[-1]))
         return collectives.collect(padded, self.group, padded.ndim - 1)[..., : self.vocabulary]
@@ -190,7 +192,7 @@ class _SequenceParallel:
     """Sequence parallel: from the first block's entry to the last one's exit a rank has a slice of the sequence."""
 
     def __init__(self, grid: Grid, activations: ActivationLayout) -> None:
-        self.group, self.activations, self.degree = grid.group(WHOLE), activations, grid.degree
+        self.group, self.activations, self.degree = grid.group(TP_GROUP), activations, grid.degree
 
     def begin(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _with_first(args, kwargs, self._take)
@@ -203,7 +205,7 @@ class _SequenceParallel:
         return _of_first(output, lambda hidden: collectives.collect(hidden, self.group, 1))
 
     def around_mixer(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """A module that every rank repeats on the whole sequence, and keeps its slice of."""
+        """Every rank runs the module on the full sequence, and keeps its slice of the output."""
         args, kwargs = _with_first(args, kwargs, lambda x: collectives.gather(x, self.group, 1))
         self.activations.end()
         output = forward(*args, **kwargs)
@@ -214,18 +216,18 @@ class _SequenceParallel:
         if hidden.shape[1] % self.degree:
             raise TensorParallelError(
                 f"a sequence of {hidden.shape[1]} does not divide over {self.degree} tensor-parallel ranks",
-                hint="choose a data.sequence_length that does, or set tensor_parallel.sequence_parallel = false",
+                hint="choose a data.sequence_length that divides, or set tensor_parallel.sequence_parallel = false",
             )
         return collectives.take(hidden, self.group, 1)
 
 
 def sequence_dim(x: Tensor) -> int:
-    """[rows, sequence, …], or flattened tokens, whose order a gather changes and the scatter restores."""
+    """[rows, sequence, …], or flattened tokens: a gather changes their order and the scatter restores it."""
     return 1 if x.ndim >= 3 else 0
 
 
 def set_sizes(module: nn.Module, region: Region, degree: int) -> None:
-    """The numbers of heads a module keeps for its own reshapes become those of this rank."""
+    """Set the numbers of heads that a module uses in its reshapes to those of this rank."""
     if region.heads is None:
         return
     heads = local_units(region.heads, degree)
@@ -241,13 +243,13 @@ def set_sizes(module: nn.Module, region: Region, degree: int) -> None:
     for attribute, quantity in region.attributes.items():
         owner, _, key = attribute.rpartition(".")
         if owner:
-            # the module's own copy: other modules read the same config
+            # a copy: other modules read the same config
             setattr(module, owner, copy.copy(getattr(module, owner)))
         setattr(getattr(module, owner) if owner else module, key, values[quantity])
 
 
-def _from_the_start(activations: ActivationLayout) -> Layer:
-    """A block begins outside of regions: recomputing the one before may have ended in the middle of one."""
+def _outside_regions(activations: ActivationLayout) -> Layer:
+    """A block begins outside of regions: recompute of the block before may have ended in the middle of one."""
 
     def begin(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         activations.leave()
@@ -267,7 +269,7 @@ def _apply_sequence_parallel(
 
 
 def num_tokens(model: nn.Module, name: str) -> int:
-    """Tokens of the whole vocabulary: a linear remembers them though its weight is cut."""
+    """Tokens of the full vocabulary: a linear's out_features does not change when its weight is sharded."""
     return int(model.get_submodule(name).out_features)  # type: ignore[arg-type]
 
 
@@ -279,7 +281,7 @@ def _set_features(module: Any) -> None:
 
 
 def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The hidden states, by name or in front, changed."""
+    """Arguments with the hidden states, by name or first, changed."""
     if "hidden_states" in kwargs:
         return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
     return (change(args[0]), *args[1:]), kwargs

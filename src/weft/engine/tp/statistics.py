@@ -1,10 +1,10 @@
-"""Norms over features that are cut: inside a norm's own forward, reductions over the last dimension span the ranks.
+"""Norms over sharded features: inside a norm's forward, reductions over the last dimension span the ranks.
 
     mean = (sum over the group of local sums) / width          backward: the statistic's gradient is summed likewise
 
-Each rank uses a statistic for its own features alone, so both ways are an all-reduce. Norms are recognised by what they
-call, not by their class: a mode sees every torch function while the norm runs. Functions of each element pass, known
-reductions are replaced, anything else is refused: never silently computed over a slice.
+Each rank uses a statistic for its local features alone, so forward and backward are an all-reduce each. The calls of a
+norm decide, not its class: a mode sees every torch function while the norm runs. Element-wise functions pass, known
+reductions are replaced, any other function is refused: never silently computed over a slice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.core.errors import NotBuiltError
 from weft.engine.tp.collectives import enter, leave, summed
 from weft.engine.wrap_forward import Layer
 
-# Neither `shape` nor `size`: a mean that a norm takes itself, a sum over its own size, would be over a slice's.
+# Neither `shape` nor `size`: a norm that divides a sum by its size would divide by the slice's.
 _PASSING = """
     abs add addcmul bfloat16 clamp clamp_min clone contiguous detach dim div double exp expand_as float half
     is_complex is_floating_point mul multiply neg ones_like pow reciprocal rsqrt rsub sigmoid silu sqrt square sub
@@ -35,22 +35,22 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def spanning(module: nn.Module, group: dist.ProcessGroup, width: int, *, copies: int = 1) -> Layer:
-    """For `engine.around.wrap_forward`: `module` normalises `width` features, of which its input has this rank's.
+    """A layer for `wrap_forward`: `module` normalises `width` features, and its input has this rank's shard of them.
 
-    `copies` ranks hold each of them (key-value heads, repeated): a sum over the ranks counts it as often.
+    `copies` ranks hold each feature (repeated key-value heads): a sum over the ranks counts it as often.
     """
-    what = type(module).__name__
+    norm = type(module).__name__
 
     def layer(forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with _Spanning(group=group, width=width, copies=copies, own_width=x.shape[-1], what=what):
+        with _Spanning(group=group, width=width, copies=copies, own_width=x.shape[-1], norm=norm):
             return forward(x, *args, **kwargs)
 
     return layer
 
 
 class _Spanning(TorchFunctionMode):
-    def __init__(self, *, group: dist.ProcessGroup, width: int, copies: int, own_width: int, what: str) -> None:
-        self.group, self.width, self.copies, self.own_width, self.what = group, width, copies, own_width, what
+    def __init__(self, *, group: dist.ProcessGroup, width: int, copies: int, own_width: int, norm: str) -> None:
+        self.group, self.width, self.copies, self.own_width, self.norm = group, width, copies, own_width, norm
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -65,8 +65,8 @@ class _Spanning(TorchFunctionMode):
 
     def refuse(self, name: str) -> Any:
         raise NotBuiltError(
-            f"{self.what} calls {name!r}, which is not known to be right for a norm whose features are cut",
-            hint="use tensor_parallel.mode = '1d', which leaves this norm whole",
+            f"{self.norm} calls {name!r}, which weft cannot compute over sharded features",
+            hint="use tensor_parallel.mode = '1d', which replicates this norm",
         )
 
     def total(self, x: Tensor, *, keepdim: bool) -> Tensor:
@@ -76,7 +76,7 @@ class _Spanning(TorchFunctionMode):
         return total if self.copies == 1 else total / self.copies
 
     def require_features(self, x: Tensor, dim: Any, name: str) -> None:
-        """Over the last dimension, and over nothing else."""
+        """The reduction is over the last dimension alone."""
         dims = [dim] if isinstance(dim, int) else list(dim or ())
         if [place % x.dim() for place in dims] != [x.dim() - 1] or x.shape[-1] != self.own_width:
             self.refuse(f"{name} over dimensions {dims} of {tuple(x.shape)}")
@@ -107,7 +107,7 @@ def _var(
     *,
     correction: float | None = None,
 ) -> Tensor:
-    """Of the differences from the mean: a mean of squares less a square of the mean cancels."""
+    """From the differences to the mean: the mean of squares minus the square of the mean would cancel."""
     mode.require_features(input, dim, "var")
     less = correction if correction is not None else int(unbiased)
     centred = input - mode.total(input, keepdim=True) / mode.width
@@ -126,7 +126,7 @@ def _norm(
         mode.refuse(f"norm of order {p}")
     x = input if dtype is None else input.to(dtype)
     squares = mode.total(x.square(), keepdim=keepdim)
-    is_zero = squares == 0  # its root has no gradient there; torch's norm has a gradient of zero
+    is_zero = squares == 0  # the root has no gradient there; torch's norm has a gradient of zero
     return squares.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0).to(x.dtype)
 
 
@@ -183,7 +183,7 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 class _Normalised(torch.autograd.Function):
-    """Layer norm, or RMS norm where nothing is centred, keeping what the fused ones keep: x and two numbers a token.
+    """Layer norm, or RMS norm if not centred. Saves what the fused ones save: x and two numbers per token.
 
     dx = r (g - mean(g) - h mean(g h))          g = dy weight, h = (x - mean) r; an RMS norm has no mean(g)
     """

@@ -1,12 +1,12 @@
-"""Tensor parallelism on grids carried out: layers around the linears, norms, tables and head of a model that is cut.
+"""Tensor parallelism on grids: layers around the linears, norms, embeddings and head of a sharded model.
 
-    2d, 2.5d   hidden states are rows (d, i), features j everywhere; every linear is SUMMA's
-    3d         between regions rows (i, j), features k; inside rows (i, k), features j: column linears lead in, row
-               linears lead out
+    2d, 2.5d   hidden states have rows (d, i) and features j everywhere; every linear is SUMMA's
+    3d         between regions rows (i, j), features k; inside rows (i, k), features j: column linears enter, row
+               linears leave
 
-A rank takes its rows of the batch, so attention is local: own rows, own heads. Logits come out as own rows and chunk j
-of the vocabulary; in 3d their rows, and so the labels', are (i, k). Selective recompute keeps attention alone: linears
-are computed, and sent, again.
+A rank takes its rows of the batch, so attention is local: local rows, local heads. Logits have the local rows and chunk
+j of the vocabulary; in 3d their rows, and so the labels', are (i, k). Selective recompute saves attention alone:
+linears, with their collectives, run again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from weft.engine.tp.one_d import set_sizes
 from weft.engine.tp.one_d_shards import shard_parameters
 from weft.engine.tp.statistics import spanning
 from weft.engine.tp_grid import cube, summa
-from weft.engine.tp_grid.embedding import logits_run, token_table
+from weft.engine.tp_grid.embedding import logits_span, token_table
 from weft.engine.tp_grid.shards import grid_shards, position_tables, stream_axis
 from weft.engine.wrap_forward import Forward, wrap_forward
 from weft.models.layout import ModelLayout
@@ -42,12 +42,12 @@ from weft.models.tp.layout import LinearCut, TensorLayout
 
 
 def apply_tensor_grid(
-    model: nn.Module, layout: ModelLayout, policy: TensorParallel, topology: Topology, *, keep_logits_whole: bool
+    model: nn.Module, layout: ModelLayout, policy: TensorParallel, topology: Topology, *, keep_logits_full: bool
 ) -> TPContext:
-    """Shard `model` over a grid. `keep_logits_whole`: the loss is a user's, so it must see all logits."""
+    """Shard `model` over a grid. `keep_logits_full`: a user's loss needs the full logits."""
     tensors = find_regions(model, layout)
-    grid = build_grid(policy.mode, topology.group(TP), axis_ranks=topology.tp_lines, owner=topology.groups)
-    return apply_grid(model, layout, tensors, policy, grid=grid, keep_logits_whole=keep_logits_whole)
+    grid = build_grid(policy.mode, topology.group(TP), axis_ranks=topology.tp_rank_lists, owner=topology.groups)
+    return apply_grid(model, layout, tensors, policy, grid=grid, keep_logits_full=keep_logits_full)
 
 
 def apply_grid(
@@ -57,16 +57,16 @@ def apply_grid(
     policy: TensorParallel,
     *,
     grid: Grid,
-    keep_logits_whole: bool,
+    keep_logits_full: bool,
 ) -> TPContext:
     """Shard the parameters of `model` and wrap its modules with the layers of `grid.mode`."""
     shards = grid_shards(model, layout, tensors, grid)
-    _require_simple(model, tensors, grid, keep_logits_whole=keep_logits_whole)
+    _require_supported(model, tensors, grid, keep_logits_full=keep_logits_full)
     vocabulary = _vocabulary(model, tensors)
     has_positions = bool(position_tables(model, tensors))
     shard_parameters(model, layout, shards)
-    is_loss_cut = policy.loss_parallel and not keep_logits_whole
-    _put_layers(model, tensors, grid, vocabulary=vocabulary, whole_logits=not is_loss_cut)
+    is_loss_sharded = policy.loss_parallel and not keep_logits_full
+    _wrap_modules(model, tensors, grid, vocabulary=vocabulary, gathers_logits=not is_loss_sharded)
     if grid.mode == "3d":
         wrap_forward(model, _RowInputs(grid, has_positions=has_positions))
     side, place = grid.sizes["i"], grid.place
@@ -76,7 +76,7 @@ def apply_grid(
         shards=shards,
         replicated_reasons={name: reason for name, reason in tensors.replicated.items() if not shards[name].is_sharded},
         activation_layout=_GridActivations(place=place["j"], degree=side, sequence_parallel=False),
-        token_loss=_token_loss(grid, vocabulary) if is_loss_cut else None,
+        token_loss=_token_loss(grid, vocabulary) if is_loss_sharded else None,
         row_chunks=side * grid.sizes["k"] if grid.mode == "3d" else grid.sizes.get("d", 1) * side,
         row_chunk=row_chunk,
         label_chunk=place["i"] * side + place["k"] if grid.mode == "3d" else row_chunk,
@@ -86,14 +86,14 @@ def apply_grid(
 
 @dataclass(kw_only=True)
 class _GridActivations(ActivationLayout):
-    """On a square every tensor is cut at the same place: heads, or features last."""
+    """On a square every tensor is sharded in the same dimension: heads, or the last."""
 
-    def cut_dim(self, tensor: Tensor) -> int | None:
+    def shard_dim(self, tensor: Tensor) -> int | None:
         return 1 if tensor.ndim == 4 else tensor.ndim - 1
 
 
 class _GridLinear:
-    """A linear of a region, carried out on the grid in place of the module's own product."""
+    """A linear of a region: the grid's product replaces the module's."""
 
     def __init__(self, module: nn.Module, cut: LinearCut, grid: Grid) -> None:
         self.module, self.grid, self.is_transposed = module, grid, cut.is_transposed
@@ -108,7 +108,7 @@ class _GridLinear:
 
 
 class _GridTable:
-    """The token table, and the number some families multiply its rows by."""
+    """The token embedding, with the scale that some families apply to it."""
 
     def __init__(self, module: nn.Module, grid: Grid, vocabulary: int) -> None:
         self.module, self.grid, self.vocabulary = module, grid, vocabulary
@@ -125,16 +125,16 @@ class _GridTable:
 
 
 class _GridHead:
-    """The output head; `is_whole` puts the vocabulary's chunks together, for losses that need all of it."""
+    """The output head; `gathers_logits` gathers the vocabulary's chunks, for losses that need the full logits."""
 
-    def __init__(self, module: nn.Module, grid: Grid, vocabulary: int, *, is_whole: bool) -> None:
-        self.module, self.grid, self.vocabulary, self.is_whole = module, grid, vocabulary, is_whole
+    def __init__(self, module: nn.Module, grid: Grid, vocabulary: int, *, gathers_logits: bool) -> None:
+        self.module, self.grid, self.vocabulary, self.gathers_logits = module, grid, vocabulary, gathers_logits
         self.product = cube.head if grid.mode == "3d" else summa.head
 
     def __call__(self, _forward: Forward, x: Tensor) -> Tensor:
         module: Any = self.module
         logits = self.product(x, module.weight, module.bias, self.grid, vocabulary=self.vocabulary)
-        if not self.is_whole:
+        if not self.gathers_logits:
             return logits
         chunk = _first_chunk(self.grid, self.vocabulary)
         padded = F.pad(logits, (0, chunk - logits.shape[-1]))
@@ -142,7 +142,7 @@ class _GridHead:
 
 
 class _RowInputs:
-    """3d: ids are of rows (i, j); positions and masks are used by attention, whose rows are (i, k): fetch those."""
+    """3d: ids have rows (i, j); attention has rows (i, k), and its positions and masks are gathered for those."""
 
     def __init__(self, grid: Grid, *, has_positions: bool) -> None:
         self.grid, self.has_positions = grid, has_positions
@@ -157,47 +157,46 @@ class _RowInputs:
     def _of_attention(self, key: str, value: Tensor) -> Tensor:
         if key not in ("position_ids", "attention_mask") or value.ndim != 2 or self.has_positions:
             raise NotBuiltError(
-                f"the model's input {key!r} cannot be dealt out in tensor_parallel.mode = '3d'",
+                f"the model's input {key!r} cannot be sharded by rows in tensor_parallel.mode = '3d'",
                 hint="use another tensor_parallel.mode, or data without it (data.isolate_documents = false)",
             )
         return collectives.gathered(value, self.grid.group("j"), 0).chunk(self.grid.sizes["k"])[self.grid.place["k"]]
 
 
-def _put_layers(model: nn.Module, tensors: TensorLayout, grid: Grid, *, vocabulary: int, whole_logits: bool) -> None:
+def _wrap_modules(
+    model: nn.Module, tensors: TensorLayout, grid: Grid, *, vocabulary: int, gathers_logits: bool
+) -> None:
     for region in tensors.regions:
-        for cut in region.linears:
-            wrap_forward(model.get_submodule(cut.name), _GridLinear(model.get_submodule(cut.name), cut, grid))
+        for linear in region.linears:
+            module = model.get_submodule(linear.name)
+            wrap_forward(module, _GridLinear(module, linear, grid))
         for norm in region.wide_norms:
-            width = sum(segment.features for segment in norm.segments)
-            wrap_forward(
-                model.get_submodule(norm.name), spanning(model.get_submodule(norm.name), grid.group("j"), width)
-            )
+            module, width = model.get_submodule(norm.name), sum(segment.features for segment in norm.segments)
+            wrap_forward(module, spanning(module, grid.group("j"), width))
         set_sizes(model.get_submodule(region.name), region, grid.sizes["j"])
     for name in tensors.norms:
         module = model.get_submodule(name)
         wrap_forward(module, spanning(module, grid.group(stream_axis(grid)), tensors.hidden_size))
     table, head = (model.get_submodule(name or "") for name in (tensors.embedding, tensors.head))
     wrap_forward(table, _GridTable(table, grid, vocabulary))
-    wrap_forward(head, _GridHead(head, grid, vocabulary, is_whole=whole_logits))
+    wrap_forward(head, _GridHead(head, grid, vocabulary, gathers_logits=gathers_logits))
 
 
-def _require_simple(model: nn.Module, tensors: TensorLayout, grid: Grid, *, keep_logits_whole: bool) -> None:
-    """What grids do not do, beyond what cannot be cut."""
+def _require_supported(model: nn.Module, tensors: TensorLayout, grid: Grid, *, keep_logits_full: bool) -> None:
+    """Refuse features that grids do not support, beyond parameters that cannot be sharded."""
     table = model.get_submodule(tensors.embedding or "")
     if type(table) is not nn.Embedding and not hasattr(table, "embed_scale"):
-        raise NotBuiltError(
-            f"the token table is a {type(table).__name__}, which grids do not know", hint="use mode = '1d'"
-        )
+        raise NotBuiltError(f"grids do not support the embedding class {type(table).__name__}", hint="use mode = '1d'")
     if grid.mode != "3d":
         return
     if uses_randomness(model):  # rows change between regions, and masks are drawn by row
         raise NotBuiltError(
-            "dropout is not drawn alike at every layout in tensor_parallel.mode = '3d'",
+            "dropout would draw other masks than other layouts in tensor_parallel.mode = '3d'",
             hint="set the model's dropout to 0 in [model.config], or use another mode",
         )
-    if keep_logits_whole:
+    if keep_logits_full:
         raise NotBuiltError(
-            "an objective of your own cannot be used with tensor_parallel.mode = '3d': logits have other rows than ids",
+            "a custom objective does not work with tensor_parallel.mode = '3d': logits have other rows than ids",
             hint="use another tensor_parallel.mode",
         )
 
@@ -207,7 +206,7 @@ def _vocabulary(model: nn.Module, tensors: TensorLayout) -> int:
 
 
 def _token_loss(grid: Grid, vocabulary: int) -> TokenLoss:
-    first_token, group = logits_run(grid, vocabulary).begin, grid.group("j")
+    first_token, group = logits_span(grid, vocabulary).begin, grid.group("j")
     return lambda logits, labels: vocabulary_loss_sum(logits, labels, first_token=first_token, group=group)
 
 

@@ -1,4 +1,4 @@
-"""Matrix products on a cube of side q (mode 3d, Bian et al., arXiv 2105.14450), between two layouts of activations.
+"""Matmuls on a cube of side q (mode 3d, Bian et al., arXiv 2105.14450), between two layouts of activations.
 
     P: rows chunk (i, j), features chunk k          Q: rows chunk (i, k), features chunk j
 
@@ -7,10 +7,10 @@
 | P to Q | "j"            | "i"                     | "k"                              | chunk k, chunk j        |
 | Q to P | "k"            | "i"                     | "j"                              | chunk j, chunk k        |
 
-A rank stores the i-th shard of its block's outputs, 1 / q^3 of the matrix. The backward gathers again and keeps
-nothing gathered: the inputs kept are 1 / q^3 too. Sums over ranks are in the product's own precision. Gradients of
-weights come out whole; those of biases are over this rank's rows, to be summed after the backward: "ik" of P to Q, "ij"
-of Q to P.
+A rank stores the i-th shard of its block's outputs, 1 / q^3 of the matrix. The backward gathers again and saves no
+gathered tensor: the saved inputs are 1 / q^3 too. Sums over ranks have the product's precision. Gradients of weights
+are complete; those of biases are over this rank's rows, to be summed after the backward: "ik" of P to Q, "ij" of Q
+to P.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from weft.core.shards import even_span
 from weft.engine.tp.collectives import gathered, scattered
 from weft.engine.tp.grid import Grid
-from weft.engine.tp_grid.embedding import logits_run
+from weft.engine.tp_grid.embedding import logits_span
 from weft.engine.tp_grid.summa import product
 
 
@@ -40,11 +40,11 @@ def linear_qp(x: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid, *, is_
 
 def head(x: Tensor, table: Tensor, bias: Tensor | None, grid: Grid, *, vocabulary: int) -> Tensor:
     """Logits in layout Q, the vocabulary's chunk j, from a table [vocabulary chunk j q + i, hidden chunk k] that may be
-    the embedding's. Chunks may be uneven: they are padded on the way and cut again."""
+    the embedding's. Uneven chunks are padded for the collectives and narrowed afterwards."""
     chunk = even_span(vocabulary, degree=grid.sizes["i"] ** 2, place=0).size
     padded = F.pad(table, (0, 0, 0, chunk - table.shape[0])) if table.shape[0] < chunk else table
     out = _linear(x, padded, None, grid, ("j", "k"), is_transposed=False)
-    size = logits_run(grid, vocabulary).size
+    size = logits_span(grid, vocabulary).size
     out = out.narrow(-1, 0, size) if size < out.shape[-1] else out
     return out if bias is None else out + bias
 
@@ -57,27 +57,27 @@ def _linear(
 
 
 class _CubeLinear(torch.autograd.Function):
-    """`way`: the coordinate of the rows that x is gathered over, and the one the product is dealt out over."""
+    """`way`: the coordinate that x is gathered over, and the one that the product is reduce-scattered over."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, grid: Grid, way: tuple[str, str], is_transposed: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.grid, ctx.way, ctx.is_transposed = grid, way, is_transposed
-        whole = _whole(weight, grid, is_transposed)
+        block = _gathered_block(weight, grid, is_transposed)
         inputs = gathered(x, grid.group(way[0]), 0)
-        found = product(inputs.flatten(0, -2), whole if is_transposed else whole.T)
+        found = product(inputs.flatten(0, -2), block if is_transposed else block.T)
         return scattered(found.view(*inputs.shape[:-1], found.shape[-1]), grid.group(way[1]), 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         grid, is_transposed = ctx.grid, ctx.is_transposed
-        rows, dealt = (grid.group(name) for name in ctx.way)
-        grads = gathered(grad, dealt, 0)
+        rows, scattered_over = (grid.group(name) for name in ctx.way)
+        grads = gathered(grad, scattered_over, 0)
         own_x = own_weight = None
         if ctx.needs_input_grad[0]:
-            whole = _whole(weight, grid, is_transposed)
-            own_x = scattered(grads @ (whole.T if is_transposed else whole), rows, 0)
+            block = _gathered_block(weight, grid, is_transposed)
+            own_x = scattered(grads @ (block.T if is_transposed else block), rows, 0)
         if ctx.needs_input_grad[1]:
             inputs = gathered(x, rows, 0).flatten(0, -2)
             grads = grads.flatten(0, -2)
@@ -86,6 +86,6 @@ class _CubeLinear(torch.autograd.Function):
         return own_x, own_weight, None, None, None
 
 
-def _whole(weight: Tensor, grid: Grid, is_transposed: bool) -> Tensor:
-    """The block of which this rank stores the i-th shard of the outputs."""
+def _gathered_block(weight: Tensor, grid: Grid, is_transposed: bool) -> Tensor:
+    """The block, from the shards of its outputs along i."""
     return gathered(weight, grid.group("i"), 1 if is_transposed else 0)

@@ -1,12 +1,12 @@
-"""Token tables cut by vocabulary and by features on a grid. Ids and outputs are of a rank's own rows.
+"""Embeddings sharded by vocabulary and by features on a grid. Ids and outputs have a rank's local rows.
 
 | mode     | rows of the vocabulary          | features | ids are gathered, outputs reduce-scattered over |
 | -------- | ------------------------------- | -------- | ----------------------------------------------- |
 | 2d, 2.5d | chunk i of q                    | chunk j  | "i"                                             |
 | 3d       | chunk j q + i of q^2            | chunk k  | "ij"                                            |
 
-Chunks are those of `core.chunks.even_span`: the last may be smaller, or empty. The same table serves the head
-(`summa.head`, `cube.head`), so tied weights stay one tensor. A table of positions, [positions, features chunk], is a
+Chunks are those of `core.shards.even_span`: the last may be smaller, or empty. The same table serves the head
+(`summa.head`, `cube.head`), so tied weights stay one tensor. A position embedding, [positions, features chunk], is a
 plain lookup.
 """
 
@@ -23,11 +23,11 @@ from weft.engine.tp.grid import Grid
 
 
 def table_group(grid: Grid) -> dist.ProcessGroup:
-    """The ranks that hold the other tokens of the same features."""
+    """The ranks with the other tokens of the same features."""
     return grid.group("ij" if grid.mode == "3d" else "i")
 
 
-def table_run(grid: Grid, vocabulary: int) -> Span:
+def table_span(grid: Grid, vocabulary: int) -> Span:
     """The tokens of this rank's table."""
     if grid.mode == "3d":
         side = grid.sizes["i"]
@@ -35,8 +35,8 @@ def table_run(grid: Grid, vocabulary: int) -> Span:
     return even_span(vocabulary, degree=grid.sizes["i"], place=grid.place["i"])
 
 
-def logits_run(grid: Grid, vocabulary: int) -> Span:
-    """The tokens of this rank's logits: chunk j, in 3d made of q chunks of the table."""
+def logits_span(grid: Grid, vocabulary: int) -> Span:
+    """The tokens of this rank's logits: chunk j, in 3d q chunks of the table."""
     side, place = grid.sizes["j"], grid.place["j"]
     if grid.mode != "3d":
         return even_span(vocabulary, degree=side, place=place)
@@ -45,22 +45,22 @@ def logits_run(grid: Grid, vocabulary: int) -> Span:
 
 
 def token_table(ids: Tensor, table: Tensor, *, grid: Grid, vocabulary: int, padding_idx: int | None = None) -> Tensor:
-    """Rows of the whole table for this rank's ids, its features alone."""
+    """Rows of the full table for this rank's ids, with its features alone."""
     group = table_group(grid)
-    run = table_run(grid, vocabulary)
-    everyones = gathered(ids, group, 0)
-    own_padding = None if padding_idx is None else padding_idx - run.begin
-    found = _rows_here(everyones - run.begin, table, padding_idx=own_padding)
+    span = table_span(grid, vocabulary)
+    all_ids = gathered(ids, group, 0)
+    own_padding = None if padding_idx is None else padding_idx - span.begin
+    found = _rows_here(all_ids - span.begin, table, padding_idx=own_padding)
     if dist.get_rank(group) == 0:
-        # An id that no rank has would read as a row of zeros; nothing finite may come of it.
-        found = found.masked_fill(((everyones < 0) | (everyones >= vocabulary)).unsqueeze(-1), torch.nan)
+        # An id outside of the vocabulary would read as zeros: NaN makes it visible.
+        found = found.masked_fill(((all_ids < 0) | (all_ids >= vocabulary)).unsqueeze(-1), torch.nan)
     return scatter(found, group, 0)
 
 
 def _rows_here(places: Tensor, table: Tensor, *, padding_idx: int | None) -> Tensor:
-    """Rows of the own table, zeros for ids that are elsewhere."""
+    """Rows of the local table, zeros for ids of other ranks."""
     size = table.shape[0]
-    if size == 0:  # a graph all the same: the empty table's gradient is then empty, not missing
+    if size == 0:  # still a graph: the empty table's gradient must be empty, not missing
         return table.sum() + table.new_zeros((*places.shape, table.shape[-1]))
     is_here = (places >= 0) & (places < size)
     if padding_idx is not None and not 0 <= padding_idx < size:

@@ -4,13 +4,13 @@
 | ---------------------------------------- | ---------------------- | ---------------------------- | --------------- |
 | weight of a column linear                | inputs i, outputs j    | inputs k, outputs j: i-th    | -, "d", -       |
 | weight of a row linear                   | inputs i, outputs j    | inputs j, outputs k: i-th    | -, "d", -       |
-| token table, head                        | vocabulary i, hidden j | vocabulary j q + i, hidden k | -, "d", -       |
+| embedding, head                          | vocabulary i, hidden j | vocabulary j q + i, hidden k | -, "d", -       |
 | stream: norms, row biases, positions     | hidden j               | hidden k                     | "i", "di", "ij" |
 | region: column biases, sinks, head bias  | outputs j              | outputs j                    | "i", "di", "ik" |
-| whole, used inside a region              | whole                  | whole                        | "tp"            |
+| replicated, used inside a region         | replicated             | replicated                   | "tp"            |
 
-"i-th": of the block's outputs this rank stores the i-th of q shards. Regions' outputs and inputs are dealt out in whole
-heads or columns. A parameter that is none of these refuses the model: on a grid nothing can see whole hidden states.
+"i-th": of the block's outputs this rank stores the i-th of q shards. Regions' outputs and inputs are sharded in units
+of heads or columns. Any other parameter refuses the model: on a grid no module sees full hidden states.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch import nn
 
 from weft.core.errors import TensorParallelError
 from weft.core.shards import LocalShard, Span, even_span, local_shard, replicated_shard
-from weft.engine.tp.grid import WHOLE, Grid
-from weft.engine.tp.one_d_shards import deal
-from weft.engine.tp_grid.embedding import logits_run, table_run
+from weft.engine.tp.grid import TP_GROUP, Grid
+from weft.engine.tp.one_d_shards import partition
+from weft.engine.tp_grid.embedding import logits_span, table_span
 from weft.models.layout import ModelLayout
 from weft.models.tp.finder import text_config
 from weft.models.tp.layout import LinearCut, Region, TensorLayout
 from weft.zoo.tensor_grids import COMPARED_ON_GRIDS
 
-Runs = dict[int, Sequence[Span]]
+Spans = dict[int, Sequence[Span]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """How many ranks hold the same chunk, and over whom its gradient is summed."""
+    """The number of ranks with the same chunk, and the group that sums its gradient."""
 
     copies: int
     over: str | None
@@ -45,43 +45,44 @@ WEIGHTS, STREAM, REGION = "weights", "stream", "region"
 
 
 def stream_axis(grid: Grid) -> str:
-    """The coordinate that cuts the hidden features between regions. Inside a region it is j in every mode."""
+    """The coordinate that shards the hidden features between regions. Inside a region it is j in every mode."""
     return "k" if grid.mode == "3d" else "j"
 
 
 def grid_shards(model: nn.Module, layout: ModelLayout, tensors: TensorLayout, grid: Grid) -> dict[str, LocalShard]:
-    """The shard of every parameter, by canonical name, that this rank holds."""
+    """The local shard of every parameter, by canonical name."""
     require_grid(model, tensors, grid)
-    cuts = {layout.ties.get(name, name): (runs, kind) for name, runs, kind in _cuts(model, tensors, grid)}
+    sharded = {layout.ties.get(name, name): (spans, kind) for name, spans, kind in _sharded(model, tensors, grid)}
     partial = {name for region in tensors.regions for name in region.partial}
     shards = {}
     for name, parameter in model.named_parameters():
-        if name in cuts:
-            runs, kind = cuts[name]
+        if name in sharded:
+            spans, kind = sharded[name]
             shared = _shared(grid, kind)
-            shards[name] = local_shard(parameter.shape, runs, copies=shared.copies, summed_over=shared.over)
+            shards[name] = local_shard(parameter.shape, spans, copies=shared.copies, summed_over=shared.over)
         elif name in partial:
-            shards[name] = replicated_shard(parameter.shape, copies=grid.degree, summed_over=WHOLE)
+            shards[name] = replicated_shard(parameter.shape, copies=grid.degree, summed_over=TP_GROUP)
         else:
-            raise _refused(model, name, tensors.replicated.get(name, "it is in no region"))
+            reason = tensors.replicated.get(name, "it is in no region")
+            raise _not_on_grids(type(model).__name__, f"{name} cannot be sharded ({reason})")
     return shards
 
 
 def require_grid(model: nn.Module, tensors: TensorLayout, grid: Grid) -> None:
-    """Refuse what does not divide over the sides, and families whose blocks do not pass through regions alone."""
-    what = type(model).__name__
+    """Refuse sizes that the sides do not divide, and families with computation outside of regions."""
+    name = type(model).__name__
     if "grid" in tensors.refusals:
-        raise _not_on_grids(what, tensors.refusals["grid"])
+        raise _not_on_grids(name, tensors.refusals["grid"])
     if tensors.embedding is None or tensors.head is None:
-        raise _not_on_grids(what, "its token table or its head stays whole")
+        raise _not_on_grids(name, "its embedding or its head stays replicated")
     model_type = str(getattr(text_config(model), "model_type", ""))
     if model_type not in COMPARED_ON_GRIDS:
-        raise _not_on_grids(what, f"the family {model_type!r} was not compared with one process on grids")
+        raise _not_on_grids(name, f"the family {model_type!r} was not compared with one process on grids")
     side, is_cube = grid.sizes["i"], grid.mode == "3d"
     for described, size in _sizes(tensors, is_cube=is_cube, side=side):
         if size % side:
             raise TensorParallelError(
-                f"{described}, which a grid of side {side} cannot share evenly",
+                f"{described}, which a grid of side {side} does not divide",
                 hint="use another mesh.tp, or tensor_parallel.mode = '1d'",
             )
     vocabulary, chunks = model.get_parameter(f"{tensors.embedding}.weight").shape[0], side**2 if is_cube else side
@@ -92,7 +93,7 @@ def require_grid(model: nn.Module, tensors: TensorLayout, grid: Grid) -> None:
 
 
 def _sizes(tensors: TensorLayout, *, is_cube: bool, side: int) -> Iterator[tuple[str, int]]:
-    """(what it is, how many) of everything that a side must divide; the cube divides outputs twice."""
+    """(description, size) of every size that a side must divide; the cube divides outputs twice."""
     hidden = tensors.hidden_size
     yield f"the hidden size is {hidden}", hidden
     if is_cube:
@@ -108,60 +109,60 @@ def _sizes(tensors: TensorLayout, *, is_cube: bool, side: int) -> Iterator[tuple
                 yield f"a chunk of the outputs of {linear.name} is {features / side:g}", features // side
 
 
-def _cuts(model: nn.Module, tensors: TensorLayout, grid: Grid) -> Iterator[tuple[str, Runs, str]]:
-    """(parameter, runs by dimension, kind) of everything that is cut."""
+def _sharded(model: nn.Module, tensors: TensorLayout, grid: Grid) -> Iterator[tuple[str, Spans, str]]:
+    """(parameter, spans by dimension, kind) of every sharded parameter."""
     for region in tensors.regions:
-        yield from _region_cuts(model, region, grid)
+        yield from _sharded_in_region(model, region, grid)
     hidden = [_chunk(tensors.hidden_size, grid, stream_axis(grid))]
     for name in _stream_vectors(model, tensors):
         yield name, {model.get_parameter(name).ndim - 1: hidden}, STREAM
     for end in filter(None, (tensors.embedding, tensors.head)):
         vocabulary = model.get_parameter(f"{end}.weight").shape[0]
-        yield f"{end}.weight", {0: [table_run(grid, vocabulary)], 1: hidden}, WEIGHTS
+        yield f"{end}.weight", {0: [table_span(grid, vocabulary)], 1: hidden}, WEIGHTS
         if getattr(model.get_submodule(end), "bias", None) is not None:
-            yield f"{end}.bias", {0: [logits_run(grid, vocabulary)]}, REGION
+            yield f"{end}.bias", {0: [logits_span(grid, vocabulary)]}, REGION
 
 
-def _region_cuts(model: nn.Module, region: Region, grid: Grid) -> Iterator[tuple[str, Runs, str]]:
+def _sharded_in_region(model: nn.Module, region: Region, grid: Grid) -> Iterator[tuple[str, Spans, str]]:
     side, place = grid.sizes["j"], grid.place["j"]
     for linear in region.linears:
         inputs, outputs = _column(linear, grid) if linear.side == "column" else _row(linear, grid)
-        stored = _part_of(outputs, grid) if grid.mode == "3d" else outputs
+        stored = _ith_shard(outputs, grid) if grid.mode == "3d" else outputs
         dims = (1, 0) if linear.is_transposed else (0, 1)
         yield f"{linear.name}.weight", dict(zip(dims, (stored, inputs), strict=True)), WEIGHTS
         if getattr(model.get_submodule(linear.name), "bias", None) is not None:
             yield f"{linear.name}.bias", {0: outputs}, REGION if linear.side == "column" else STREAM
     for tensor in region.tensors:
-        yield tensor.name, {tensor.dim: deal(tensor.segments, degree=side, place=place)}, REGION
+        yield tensor.name, {tensor.dim: partition(tensor.segments, degree=side, place=place)}, REGION
     for norm in region.wide_norms:
         for key, _ in model.get_submodule(norm.name).named_parameters(recurse=False):
-            yield f"{norm.name}.{key}", {0: deal(norm.segments, degree=side, place=place)}, REGION
+            yield f"{norm.name}.{key}", {0: partition(norm.segments, degree=side, place=place)}, REGION
 
 
 def _column(linear: LinearCut, grid: Grid) -> tuple[list[Span], list[Span]]:
-    """Inputs and outputs of the block that this rank, or its line along i, holds."""
+    """Inputs and outputs of the block that this rank, or its group along i, holds."""
     inputs = _chunk(sum(one.features for one in linear.inputs), grid, "k" if grid.mode == "3d" else "i")
-    return [inputs], deal(linear.outputs, degree=grid.sizes["j"], place=grid.place["j"])
+    return [inputs], partition(linear.outputs, degree=grid.sizes["j"], place=grid.place["j"])
 
 
 def _row(linear: LinearCut, grid: Grid) -> tuple[list[Span], list[Span]]:
     place = grid.place["j" if grid.mode == "3d" else "i"]
     outputs = _chunk(sum(one.features for one in linear.outputs), grid, stream_axis(grid))
-    return deal(linear.inputs, degree=grid.sizes["i"], place=place), [outputs]
+    return partition(linear.inputs, degree=grid.sizes["i"], place=place), [outputs]
 
 
-def _part_of(runs: Iterable[Span], grid: Grid) -> list[Span]:
-    """The i-th of q equal shards of runs that lie one after the other; a shard may begin and end inside a run."""
-    runs = list(runs)
-    size = sum(run.size for run in runs) // grid.sizes["i"]
+def _ith_shard(spans: Iterable[Span], grid: Grid) -> list[Span]:
+    """The i-th of q equal shards of concatenated spans; a shard may begin and end inside a span."""
+    spans = list(spans)
+    size = sum(span.size for span in spans) // grid.sizes["i"]
     begin = grid.place["i"] * size
-    kept, at = [], 0
-    for run in runs:
-        first, last = max(begin, at), min(begin + size, at + run.size)
+    own, at = [], 0
+    for span in spans:
+        first, last = max(begin, at), min(begin + size, at + span.size)
         if last > first:
-            kept.append(Span(begin=run.begin + first - at, size=last - first, copies=run.copies))
-        at += run.size
-    return kept
+            own.append(Span(begin=span.begin + first - at, size=last - first, copies=span.copies))
+        at += span.size
+    return own
 
 
 def _chunk(size: int, grid: Grid, axis: str) -> Span:
@@ -170,7 +171,7 @@ def _chunk(size: int, grid: Grid, axis: str) -> Span:
 
 
 def _stream_vectors(model: nn.Module, tensors: TensorLayout) -> Iterator[str]:
-    """Parameters of the norms of the residual stream, and tables of positions: their last dimension is hidden."""
+    """Parameters of the residual stream's norms, and position embeddings: their last dimension is hidden."""
     for name in tensors.norms:
         for key, _ in model.get_submodule(name).named_parameters(recurse=False):
             yield f"{name}.{key}"
@@ -179,7 +180,7 @@ def _stream_vectors(model: nn.Module, tensors: TensorLayout) -> Iterator[str]:
 
 
 def position_tables(model: nn.Module, tensors: TensorLayout) -> list[str]:
-    """Plain tables of hidden width other than the tokens'."""
+    """Plain embeddings of hidden width other than the tokens'."""
     return [
         name
         for name, module in model.named_modules()
@@ -196,9 +197,5 @@ def _shared(grid: Grid, kind: str) -> Shared:
     return Shared(copies=side * layers, over="di" if layers > 1 else "i")
 
 
-def _refused(model: nn.Module, name: str, reason: str) -> TensorParallelError:
-    return _not_on_grids(type(model).__name__, f"{name} cannot be cut ({reason})")
-
-
-def _not_on_grids(what: str, reason: str) -> TensorParallelError:
-    return TensorParallelError(f"{what} cannot be divided on a grid: {reason}", hint="use tensor_parallel.mode = '1d'")
+def _not_on_grids(model: str, reason: str) -> TensorParallelError:
+    return TensorParallelError(f"{model} cannot be sharded on a grid: {reason}", hint="use tensor_parallel.mode = '1d'")

@@ -1,9 +1,9 @@
-"""Matrix products on a q x q square, panel by panel (SUMMA): the linears of modes 2d and 2.5d.
+"""Matmuls on a q x q square, panel by panel (SUMMA): the linears of modes 2d and 2.5d.
 
     C_ij = sum_l A_il B_lj            activations: rows chunk i (2.5d: d q + i), features chunk j
-                                      weight: inputs chunk i, outputs chunk j, alike on every layer d
+                                      weight: inputs chunk i, outputs chunk j, equal on every layer d
 
-| product                   | passed along the row "j" | passed along the column "i" |
+| product                   | along the row "j"        | along the column "i"        |
 | ------------------------- | ------------------------ | --------------------------- |
 | AB    C_ij = A_il B_lj    | broadcast A_il           | broadcast B_lj              |
 | ABT   C_il = A_ij B_lj^T  | reduce to j = l          | broadcast B_lj              |
@@ -52,8 +52,8 @@ class _SummaLinear(torch.autograd.Function):
         ctx.grid, ctx.is_transposed, ctx.has_bias = grid, is_transposed, bias is not None
         total = None if bias is None else bias.to(_sum_dtype(x.dtype)).expand(x.shape[0], -1).clone()
         for place in range(grid.sizes["j"]):
-            panel = _passed(x, x.shape, grid, "j", place)
-            block = _passed(weight, weight.shape, grid, "i", place)
+            panel = _broadcast(x, x.shape, grid, "j", place)
+            block = _broadcast(weight, weight.shape, grid, "i", place)
             total = _added(total, product(panel, block if is_transposed else block.T))
         return _done(total, x.dtype)
 
@@ -66,12 +66,12 @@ class _SummaLinear(torch.autograd.Function):
         own_x = own_weight = None
         for place in range(grid.sizes["j"]):
             if wants_x:
-                block = _passed(weight, weight.shape, grid, "i", place)
-                found = _collected(grad @ (block.T if is_transposed else block), grid, "j", place)
+                block = _broadcast(weight, weight.shape, grid, "i", place)
+                found = _reduced(grad @ (block.T if is_transposed else block), grid, "j", place)
                 own_x = found if found is not None else own_x
             if wants_weight:
-                panel = _passed(x, x.shape, grid, "j", place)
-                found = _collected(panel.T @ grad if is_transposed else grad.T @ panel, grid, "i", place)
+                panel = _broadcast(x, x.shape, grid, "j", place)
+                found = _reduced(panel.T @ grad if is_transposed else grad.T @ panel, grid, "i", place)
                 own_weight = found if found is not None else own_weight
         own_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return own_x, own_weight, own_bias, None, None
@@ -86,8 +86,8 @@ class _SummaHead(torch.autograd.Function):
         ctx.grid, ctx.sizes = grid, sizes
         own = None
         for place, size in enumerate(sizes):
-            block = _passed(table, (size, table.shape[1]), grid, "i", place)
-            found = _collected(product(x, block.T), grid, "j", place)
+            block = _broadcast(table, (size, table.shape[1]), grid, "i", place)
+            found = _reduced(product(x, block.T), grid, "j", place)
             own = found if found is not None else own
         return _present(own)
 
@@ -99,40 +99,40 @@ class _SummaHead(torch.autograd.Function):
         grad = grad.contiguous()
         total = own_table = None
         for place, size in enumerate(ctx.sizes):
-            panel = _passed(grad, (grad.shape[0], size), grid, "j", place)
+            panel = _broadcast(grad, (grad.shape[0], size), grid, "j", place)
             if wants_x:
-                block = _passed(table, (size, table.shape[1]), grid, "i", place)
+                block = _broadcast(table, (size, table.shape[1]), grid, "i", place)
                 total = _added(total, panel @ block)
             if wants_table:
-                found = _collected(panel.T @ x, grid, "i", place)
+                found = _reduced(panel.T @ x, grid, "i", place)
                 own_table = found if found is not None else own_table
         return (_done(total, x.dtype) if wants_x else None), own_table, None, None
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Of matrices, as a batch of one: selective recompute keeps what mm gives, and would keep every panel."""
+    """A matmul as a batch of one: selective recompute saves outputs of mm, and would save every panel."""
     return torch.bmm(left.unsqueeze(0), right.unsqueeze(0)).squeeze(0)
 
 
-def _passed(own: Tensor, shape: Sequence[int], grid: Grid, along: str, place: int) -> Tensor:
+def _broadcast(own: Tensor, shape: Sequence[int], grid: Grid, along: str, place: int) -> Tensor:
     """The block of the rank at `place`, broadcast along a row or a column."""
-    # .data: torch 2.11 counts a broadcast as a write at its source too, and refuses the backward that has kept it
+    # .data: torch 2.11 counts a broadcast as a write at its source too, and refuses the backward that saved it
     block = own.contiguous().data if grid.place[along] == place else own.new_empty(tuple(shape))
     if block.numel():
         dist.broadcast(block, group=grid.group(along), group_src=place)
     return block
 
 
-def _collected(share: Tensor, grid: Grid, along: str, place: int) -> Tensor | None:
-    """The sum of the shares, at `place` alone."""
-    share = share.contiguous()
-    if share.numel():
-        dist.reduce(share, group=grid.group(along), group_dst=place)
-    return share if grid.place[along] == place else None
+def _reduced(partial: Tensor, grid: Grid, along: str, place: int) -> Tensor | None:
+    """The sum of the partial products, at `place` alone."""
+    partial = partial.contiguous()
+    if partial.numel():
+        dist.reduce(partial, group=grid.group(along), group_dst=place)
+    return partial if grid.place[along] == place else None
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _added(total: Tensor | None, term: Tensor) -> Tensor:

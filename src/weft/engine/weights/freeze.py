@@ -1,4 +1,4 @@
-"""Which parameters are not trained, by patterns of names (`train.frozen`)."""
+"""Freezes parameters by patterns of names (`train.frozen`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.core.errors import BadValueError
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Parameters whose name matches a pattern get no gradient; a pattern that matches nothing is a mistake."""
+    """Parameters whose name matches a pattern get no gradient; a pattern without a match is an error."""
     names = [name for name, _ in model.named_parameters()]
     for pattern in patterns:
         matched = [name for name in names if fnmatchcase(name, pattern)]

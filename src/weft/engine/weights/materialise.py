@@ -1,8 +1,9 @@
-"""Gives a model on the meta device its memory and its values: each rank allocates and fills only what it owns."""
+"""Materialises a model from the meta device: each rank allocates and fills only its local shards."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,11 @@ def is_on_meta(model: nn.Module) -> bool:
 def materialise(
     model: nn.Module, layout: ModelLayout, source: WeightSource | None, *, device: torch.device, shards: LocalShards
 ) -> None:
-    """Memory on `device` for this rank's shards, then values from `source`; real modules are only moved."""
+    """Allocate this rank's shards on `device` and fill them from `source`; of a real model only buffers move."""
     if is_on_meta(model):
         if source is None:
             raise ModelError(
-                "the model is on the meta device and no weights were given",
+                "the model is on the meta device, and there are no weights to fill it with",
                 hint="pass weights=, or a model with values",
             )
         _allocate(model, layout, device)
@@ -45,7 +46,7 @@ def place_real_model(model: nn.Module, *, device: torch.device, group: dist.Proc
     model.to(device)
     if dist.get_world_size(group) > 1:
         for tensor in (*model.parameters(), *model.buffers()):
-            wire = tensor.detach().contiguous()  # a transposed or expanded tensor does not travel as it is
+            wire = tensor.detach().contiguous()  # a transposed or expanded tensor cannot be broadcast
             dist.broadcast(wire, group=group, group_src=0)
             if wire.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(wire)
@@ -59,9 +60,14 @@ def _allocate(model: nn.Module, layout: ModelLayout, device: torch.device) -> No
     for name in layout.unit_of:
         parameter = model.get_parameter(name)
         real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-        for alias in (name, *(alias for alias, canonical in layout.ties.items() if canonical == name)):
-            owner, _, key = alias.rpartition(".")
-            model.get_submodule(owner)._parameters[key] = real
+        replace_parameter(model, layout, name, real)
+
+
+def replace_parameter(model: nn.Module, layout: ModelLayout, name: str, value: nn.Parameter) -> None:
+    """Set a parameter at all its tied names."""
+    for alias in (name, *(alias for alias, canonical in layout.ties.items() if canonical == name)):
+        owner, _, key = alias.rpartition(".")
+        model.get_submodule(owner)._parameters[key] = value
 
 
 def _fill(model: nn.Module, layout: ModelLayout, source: WeightSource, shards: LocalShards) -> None:
@@ -81,7 +87,7 @@ def _fill(model: nn.Module, layout: ModelLayout, source: WeightSource, shards: L
 
 
 def _fill_buffers(model: nn.Module, source: WeightSource, names: Sequence[str]) -> None:
-    """Those that are here; every rank has them whole."""
+    """Fill the buffers on this rank; they are replicated."""
     here = {name: buffer for name, buffer in model.named_buffers() if name in set(names)}
     for name, read in source.readers(list(here)):
         here[name].copy_(read(tuple(slice(0, size) for size in here[name].shape)))
@@ -94,15 +100,12 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[key] = buffer.to(device)
 
 
-class _buffers_kept:  # noqa: N801 - reads as a clause: with _buffers_kept(model)
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
     """`to_empty` would replace the buffers' computed values by uninitialised memory."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.saved = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        for module, key, buffer in self.saved:
+    saved = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
+    try:
+        yield
+    finally:
+        for module, key, buffer in saved:
             module._buffers[key] = buffer

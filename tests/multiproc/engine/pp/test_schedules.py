@@ -77,7 +77,7 @@ def test_every_schedule_has_the_bits_of_one_process(family: str) -> None:
 
 
 def fused_gradients(rank: int, world: int, family: str, plans: dict[str, Any]) -> dict[str, tuple[Arrays, float]]:
-    head_loss.STRETCH_ELEMENTS = 257 * 40  # 64 tokens a micro-batch: two stretches
+    head_loss.CHUNK_ELEMENTS = 257 * 40  # 64 tokens a micro-batch: two stretches
     head_loss._ROWS = 1
     found = {}
     for name, plan in plans.items():
@@ -91,7 +91,7 @@ def told_of_whole_logits(rank: int, world: int) -> list[tuple[bool, str]]:
     assert engine.head_loss is not None
     found = []
     for asked in ("", "[]" if rank == 1 else ""):
-        engine.head_loss.made_whole = asked
+        engine.head_loss.full_logits_cause = asked
         found += [(row.on, row.why) for row in fast_path(engine) if row.technique == "fused head and loss"]
     return found
 
@@ -170,8 +170,8 @@ def test_the_first_rank_tells_what_only_the_last_stage_has_seen() -> None:
     first, last = run_ranks(told_of_whole_logits, 2)
     assert first[0][0]
     assert last[0][0]
-    assert first[1] == (False, "the model's code needs its logits whole: on the last stage")
-    assert last[1] == (False, "the model's code needs its logits whole: []")
+    assert first[1] == (False, "the model's code needs the full logits: on the last stage")
+    assert last[1] == (False, "the model's code needs the full logits: []")
 
 
 def layouts(world: int) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.core.shards import replicated_shard
 from weft.engine.tp.gradients import sum_partial_gradients
-from weft.engine.tp.grid import WHOLE, Grid
+from weft.engine.tp.grid import TP_GROUP, Grid
 
 # gradients of [rank 0, rank 1]; none: the rank did not use it. The two of equal size must not be taken for each other.
 GIVEN: dict[str, list[float | None]] = {
@@ -25,9 +25,9 @@ GIVEN: dict[str, list[float | None]] = {
 def sum_in_rank(rank: int, world: int) -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
-    grid = Grid(mode="1d", sizes={"t": world}, place={"t": rank}, groups={WHOLE: group})
+    grid = Grid(mode="1d", sizes={"t": world}, place={"t": rank}, groups={TP_GROUP: group})
     parameters = {name: nn.Parameter(torch.zeros(3)) for name in (*GIVEN, "alike")}
-    shards = {name: replicated_shard((3,), copies=world, summed_over=WHOLE) for name in GIVEN}
+    shards = {name: replicated_shard((3,), copies=world, summed_over=TP_GROUP) for name in GIVEN}
     shards["alike"] = replicated_shard((3,), copies=world)
     for name, values in GIVEN.items():
         value = values[rank]

@@ -31,7 +31,7 @@ def on_slices(rank: int, world: int) -> dict[str, int]:
     misuse(rank, world)
     with CollectiveObserver() as seen:
         compare(rank, world, 9, torch.float32)
-    cross_entropy.STRETCH_ELEMENTS = 12  # stretches of a few tokens, the last one shorter
+    cross_entropy.CHUNK_ELEMENTS = 12  # stretches of a few tokens, the last one shorter
     compare(rank, world, 9, torch.float32)
     return dict(seen.counts)
 
@@ -43,8 +43,8 @@ def on_stretches(rank: int, world: int) -> dict[str, int]:
             compare_fused(rank, world, vocabulary, change)
     compare_fused(rank, world, 9, CHANGES["nothing"], dtype=torch.bfloat16)
     misuse_fused(rank, world)
-    head_loss.STRETCH_ELEMENTS, head_loss._ROWS = 27, 1  # 9 rows of the largest slice: three stretches
-    cross_entropy.STRETCH_ELEMENTS = 12  # and pieces of these
+    head_loss.CHUNK_ELEMENTS, head_loss._ROWS = 27, 1  # 9 rows of the largest slice: three stretches
+    cross_entropy.CHUNK_ELEMENTS = 12  # and pieces of these
     compare_fused(rank, world, 8, CHANGES["a cap"])
     with CollectiveObserver() as seen:
         compare_fused(rank, world, 9, CHANGES["nothing"])

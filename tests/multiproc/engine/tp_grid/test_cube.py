@@ -12,7 +12,7 @@ from weft.engine.objective import token_loss_sum
 from weft.engine.tp.cross_entropy import vocabulary_loss_sum
 from weft.engine.tp.grid import Grid
 from weft.engine.tp_grid import cube
-from weft.engine.tp_grid.embedding import logits_run, table_run, token_table
+from weft.engine.tp_grid.embedding import logits_span, table_span, token_table
 
 ROWS, LENGTH, INPUTS, OUTPUTS = 8, 3, 4, 8
 # four chunks: 3 3 3 1, 2 2 1 0, 1 1 0 0 (a rank column without any logit), 2 2 2 2
@@ -86,7 +86,7 @@ def language_case(grid: Grid, vocabulary: int) -> None:
     expected = token_loss_sum(F.linear(hidden, whole), labels)
     expected.backward()
 
-    tokens, shown = table_run(grid, vocabulary), logits_run(grid, vocabulary)
+    tokens, shown = table_span(grid, vocabulary), logits_span(grid, vocabulary)
     rows, k = slice(tokens.begin, tokens.begin + tokens.size), grid.place["k"]
     mine = own(chunk(table[rows], -1, q, k))
     own_ids = chunk(ids, 0, q * q, grid.place["i"] * q + grid.place["j"])

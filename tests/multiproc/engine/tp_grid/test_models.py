@@ -108,11 +108,11 @@ def compare(
     grid = whole_grid(mode, DEGREES[mode])
     layout = describe(model)
     policy = TensorParallel(mode=mode, loss_parallel=loss_parallel)
-    face = apply_grid(model, layout, find_tensor_layout(model, layout), policy, grid=grid, keep_logits_whole=False)
+    face = apply_grid(model, layout, find_tensor_layout(model, layout), policy, grid=grid, keep_logits_full=False)
     objective = CausalLanguageModel(face.token_loss)
     rows = ROWS // face.row_chunks
-    first_row, zones = face.row_chunk * rows, face.zones
-    with seeded_forward(seed=1, step=2, first_row=first_row, num_rows=rows, is_random=is_random, slices=zones):
+    first_row, slices = face.row_chunk * rows, face.activation_layout
+    with seeded_forward(seed=1, step=2, first_row=first_row, num_rows=rows, is_random=is_random, slices=slices):
         found = objective.loss_sum(model, face.rows_of({**batch(), **inputs}))
     found.backward()
     total = found.detach() * face.owns_loss

@@ -13,7 +13,7 @@ from weft.engine.objective import token_loss_sum
 from weft.engine.tp.cross_entropy import vocabulary_loss_sum
 from weft.engine.tp.grid import Grid
 from weft.engine.tp_grid import summa
-from weft.engine.tp_grid.embedding import logits_run, table_run, token_table
+from weft.engine.tp_grid.embedding import logits_span, table_span, token_table
 
 ROWS, LENGTH, INPUTS, OUTPUTS = 8, 3, 4, 6
 # 2 x 2: chunks of 3 and 2, of 2 and 2, and one that leaves the second chunk empty
@@ -75,7 +75,7 @@ def language_case(grid: Grid, vocabulary: int) -> None:
     expected = token_loss_sum(logits, labels)
     expected.backward()
 
-    tokens, shown = table_run(grid, vocabulary), logits_run(grid, vocabulary)
+    tokens, shown = table_span(grid, vocabulary), logits_span(grid, vocabulary)
     mine = own(chunk(table[tokens.begin : tokens.begin + tokens.size], -1, q, j))
     mine_bias = own(bias[shown.begin : shown.begin + shown.size])
     found_hidden = token_table(rows_of(grid, ids), mine, grid=grid, vocabulary=vocabulary, padding_idx=0)

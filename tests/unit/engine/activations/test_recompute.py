@@ -154,8 +154,8 @@ def test_every_operator_that_is_kept_exists() -> None:
     named = ("mm", "addmm", "_scaled_mm", "_grouped_mm", "_flash_attention_forward", "_efficient_attention_forward")
     fused = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
     for name in (*named, *(f"_scaled_dot_product_{kernel}" for kernel in fused)):
-        assert recompute.is_kept(getattr(torch.ops.aten, name).default)
-    assert not any(recompute.is_kept(getattr(torch.ops.aten, name).default) for name in ("bmm", "baddbmm", "silu"))
+        assert recompute.is_saved(getattr(torch.ops.aten, name).default)
+    assert not any(recompute.is_saved(getattr(torch.ops.aten, name).default) for name in ("bmm", "baddbmm", "silu"))
 
 
 def test_evaluation_is_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_any_module_with_named_blocks(policy: str) -> None:
 
 
 def test_without_blocks_there_is_nothing_to_recompute() -> None:
-    with pytest.raises(NoBlocksError, match="nothing to compute again"):
+    with pytest.raises(NoBlocksError, match="nothing to recompute"):
         Engine(nn.Linear(4, 4), Plan.from_tables({"activations": {"policy": "full"}}), device=CPU)
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 from weft.comm.groups import ensure_group
 from weft.core.errors import TensorParallelError
 from weft.core.plan import Plan
-from weft.engine.buffers.batch_norms import _require_whole_rows
+from weft.engine.buffers.batch_norms import _require_all_tokens
 from weft.engine.buffers.changes import BufferChanges
 from weft.engine.dp.batch_norm import find_batch_norms, span_ranks
 from weft.engine.engine import Engine
@@ -172,7 +172,7 @@ def test_a_batch_norm_keeps_the_format_of_its_input() -> None:
 def test_a_batch_norm_is_refused_where_ranks_share_out_tokens(tables: dict[str, Any], words: str) -> None:
     plan = Plan.from_tables({"mesh": {"tp": 4}, "tensor_parallel": tables})
     with pytest.raises(TensorParallelError, match=words):
-        _require_whole_rows(plan, "blocks.0.norm")
+        _require_all_tokens(plan, "blocks.0.norm")
 
 
 def test_slots_are_those_of_the_whole_model() -> None:

@@ -20,10 +20,10 @@ from weft.engine.kernels.attention import (
     TORCHS_OWN,
     AttentionKernel,
     Shape,
+    cached_choice,
     fastest,
-    remembered,
+    prefer_kernels,
     shape_of,
-    taking,
 )
 
 CPU = torch.device("cpu")
@@ -50,14 +50,14 @@ def test_a_choice_is_made_once_a_machine(tmp_path: Path) -> None:
         asked.append(1)
         return "flash"
 
-    assert [remembered("a", find, path=path) for _ in range(3)] == ["flash"] * 3
+    assert [cached_choice("a", find, path=path) for _ in range(3)] == ["flash"] * 3
     assert len(asked) == 1
-    remembered("b", find, path=path)
+    cached_choice("b", find, path=path)
     path.write_text(path.read_text().replace('"b": "flash"', '"b": "gone"'))
-    assert remembered("b", find, path=path) == "flash"
+    assert cached_choice("b", find, path=path) == "flash"
     assert len(asked) == 3
     path.write_text("{")
-    assert remembered("a", find, path=path) == "flash"
+    assert cached_choice("a", find, path=path) == "flash"
 
 
 def test_the_shape_is_a_ranks_own() -> None:
@@ -72,7 +72,7 @@ def test_the_shape_is_a_ranks_own() -> None:
 def test_a_gpu_times_large_shapes_once_and_keeps_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, asked = build_engine("llama", {}), []
     monkeypatch.setattr(attention, "shape_of", lambda *_: LARGE)
-    monkeypatch.setattr(AttentionKernel, "_agreed", lambda _self, shape: asked.append(shape) or "flash")
+    monkeypatch.setattr(AttentionKernel, "_choice_of_rank_0", lambda _self, shape: asked.append(shape) or "flash")
     on_gpu = AttentionKernel(engine.model, Plan(), torch.device("cuda"))
     for _ in range(2):
         on_gpu.choose(global_batch(0))
@@ -85,7 +85,7 @@ def test_a_gpu_times_large_shapes_once_and_keeps_the_choice(monkeypatch: pytest.
 
 @pytest.mark.parametrize("way", ["a CPU", "switched off", "a small shape"])
 def test_nothing_is_timed_where_nothing_is_won(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AttentionKernel, "_agreed", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(AttentionKernel, "_choice_of_rank_0", lambda *_: pytest.fail("timed"))
     model = build_engine("llama", {}).model
     plan = Plan.from_tables({"kernels": {"attention": "torch" if way == "switched off" else "auto"}})
     kernel = AttentionKernel(model, plan, torch.device("cpu" if way == "a CPU" else "cuda"))
@@ -117,5 +117,5 @@ def test_a_compiled_block_is_not_remembered_with_another_kernel(
         return int(counters["aot_autograd"]["autograd_cache_miss"])
 
     assert (misses(), misses()) == (1, 0)
-    with taking(SDPBackend.MATH):
+    with prefer_kernels(SDPBackend.MATH):
         assert misses() == 1

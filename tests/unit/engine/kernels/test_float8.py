@@ -91,6 +91,6 @@ def test_what_it_does_not_go_with_is_refused(tables: dict[str, Any]) -> None:
 def test_a_gpu_without_float8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old GPU")
-    with pytest.raises(DeviceError, match="Old GPU has no float8 products"):
+    with pytest.raises(DeviceError, match="Old GPU has no float8 matmuls"):
         float8._require_float8(torch.device("cuda", 0))
     float8._require_float8(torch.device("cpu"))

@@ -19,7 +19,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec
 from weft.engine.engine import Engine
 from weft.engine.kernels.fast_path import fast_path
-from weft.engine.kernels.head_loss import LazyLogits, find_head, stretches_of
+from weft.engine.kernels.head_loss import LazyLogits, find_head, token_chunks
 from weft.engine.objective import token_loss_sum
 from weft.models.build import build_config, build_skeleton
 from weft.models.initial import InitialWeights
@@ -47,7 +47,7 @@ def engine_of(family: str, tables: dict[str, Any]) -> Engine:
 
 @pytest.fixture(autouse=True)
 def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_loss, "STRETCH_ELEMENTS", 320 * 70)  # several for the batches here
+    monkeypatch.setattr(head_loss, "CHUNK_ELEMENTS", 320 * 70)  # several for the batches here
 
 
 @pytest.mark.parametrize("family", sorted(MODELS))
@@ -188,14 +188,14 @@ def test_what_is_written_into_them_counts() -> None:
 
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 7), (64, 320), (1000, 320), (129, 22400), (5, 10**6)])
 def test_stretches_cover_every_row_once(rows: int, vocab: int) -> None:
-    found = stretches_of(rows, vocab)
+    found = token_chunks(rows, vocab)
     assert [row for part in found for row in range(part.start, part.stop)] == list(range(rows))
     sizes = [part.stop - part.start for part in found]
-    assert max(sizes) * vocab <= max(head_loss.STRETCH_ELEMENTS, 64 * vocab)
+    assert max(sizes) * vocab <= max(head_loss.CHUNK_ELEMENTS, 64 * vocab)
 
 
 def test_a_model_without_such_a_head_says_so() -> None:
-    assert find_head(nn.Linear(2, 2)) == (None, "the model names no output embeddings")
+    assert find_head(nn.Linear(2, 2)) == (None, "the model has no output embeddings")
 
 
 def test_layouts_that_cut_the_head_on_a_grid_are_refused() -> None:
@@ -217,4 +217,4 @@ def test_what_asked_for_whole_logits_is_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(engine.model.forward, "own", reading.__get__(engine.model))
     assert engine.evaluate(global_batch(0)).loss == pytest.approx(right, rel=SAME_STEP_REL)
     (technique,) = [row for row in fast_path(engine) if row.technique == "fused head and loss"]
-    assert (technique.on, technique.why) == (False, "the model's code needs its logits whole: add")
+    assert (technique.on, technique.why) == (False, "the model's code needs the full logits: add")

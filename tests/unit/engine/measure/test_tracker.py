@@ -79,7 +79,7 @@ def test_a_moment_is_found_again_in_the_next_step() -> None:
     with tracker.following(), OperatorWatch(tracker):
         step()
         moment = tracker.peak.moment
-        tracker.begin_again(look_at=moment)
+        tracker.reset(look_at=moment)
         step()
     assert moment == tracker.peak.moment
     assert moment.phase == "backward"

@@ -146,7 +146,7 @@ def test_sgd_on_auto_takes_one_parameter_at_a_time() -> None:
 
 @pytest.mark.parametrize("kernel", ["fused", "foreach"])
 def test_8_bit_has_no_choice_of_kernel(kernel: Kernel) -> None:
-    with pytest.raises(BadValueError, match="adamw8bit has a kernel of its own"):
+    with pytest.raises(BadValueError, match="adamw8bit has a single kernel"):
         build_optimizer(parameters(), OptimizerPolicy(kind="adamw8bit", kernel=kernel))
 
 

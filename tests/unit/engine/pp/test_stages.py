@@ -108,7 +108,7 @@ class FromTable(Plain):
 
 def test_nan_that_a_stage_makes_itself() -> None:
     model = FromTable(Remembers)
-    with pytest.raises(PipelineError, match="stage 1 of FromTable makes NaN of finite hidden states"):
+    with pytest.raises(PipelineError, match="stage 1 of FromTable turns finite hidden states into NaN"):
         run_stages(model, torch.zeros((1, 4), dtype=torch.int64), 2)
 
 
@@ -132,7 +132,7 @@ class Pair(nn.Module):
 
 
 def test_blocks_that_hand_each_other_two_tensors_are_refused() -> None:
-    with pytest.raises(PipelineError, match="blocks of Sequential hand each other more than one tensor"):
+    with pytest.raises(PipelineError, match="blocks of Sequential pass each other more than one tensor"):
         run_stages(nn.Sequential(Pair(), Pair()), torch.zeros(2, WIDTH), 2)
 
 

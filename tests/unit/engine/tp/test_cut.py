@@ -55,7 +55,9 @@ def test_key_value_heads_fewer_than_ranks_are_repeated_by_neighbours() -> None:
 
 
 def test_a_degree_that_does_not_divide_names_the_nearest_that_do() -> None:
-    with pytest.raises(TensorParallelError, match="4 heads, which 3 tensor-parallel ranks cannot share") as caught:
+    with pytest.raises(
+        TensorParallelError, match="4 heads, which do not divide over 3 tensor-parallel ranks"
+    ) as caught:
         parts_of("llama", 3, 0)
     assert "2 and 4" in caught.value.hint
 

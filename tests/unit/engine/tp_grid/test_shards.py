@@ -65,7 +65,7 @@ def test_a_matrix_is_held_once_but_in_each_layer() -> None:
     ("family", "mode", "config", "said"),
     [
         ("mixtral", "2d", {}, "experts are not cut on grids"),
-        ("llama", "2d", {"num_key_value_heads": 1}, "has 1 key-value heads, which a grid of side 2 cannot share"),
+        ("llama", "2d", {"num_key_value_heads": 1}, "has 1 key-value heads, which a grid of side 2 does not divide"),
         ("llama", "2d", {"intermediate_size": 49}, "has 49 columns"),
         ("llama", "3d", {"intermediate_size": 50}, "a chunk of the outputs of model.layers.0.mlp.gate_proj is 25"),
         ("llama", "3d", {"vocab_size": 5}, "a vocabulary of 5 is too small for 4 chunks"),
@@ -91,4 +91,4 @@ def test_the_cube_refuses_what_depends_on_rows(family: str, whole: bool, said: s
     layout = describe(model)
     tensors = find_tensor_layout(model, layout)
     with pytest.raises(NotBuiltError, match=said):
-        apply_grid(model, layout, tensors, TensorParallel(mode="3d"), grid=grid_at("3d"), keep_logits_whole=whole)
+        apply_grid(model, layout, tensors, TensorParallel(mode="3d"), grid=grid_at("3d"), keep_logits_full=whole)
