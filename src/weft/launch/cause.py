@@ -1,11 +1,11 @@
-"""Which rank's end was the cause, when all of them ended: the one error that the launcher raises.
+"""The rank whose failure caused the others: the one error that the launcher raises.
 
-It looks at no process; the agent hands it what it saw. The order of belief, strongest first:
+The input is a list of `RankEnd`s from the agent. The order of precedence, strongest first:
 
     bad input  >  killed by a signal  >  own exception  >  named the rank that did not arrive
                >  aborted, or left without a word  >  lost its peers
 
-A killed rank writes nothing, and its peers' "connection reset" often arrives first: so belief goes before time.
+A killed rank writes no record, and "connection reset" of its peers often arrives first: so precedence goes before time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAMED_ANOTHER, _SILENT, _LOST_PEERS = 3, 4, 5
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How a rank stands: `exit_code` None while it runs, negative when a signal ended it."""
+    """The state of a rank: `exit_code` is None while it runs, negative if a signal ended it."""
 
     rank: int
     pid: int
@@ -47,12 +47,12 @@ def find_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
 
 
 def is_certain(cause: RankEnd | None) -> bool:
-    """Whether waiting for more ranks to end could not change the answer."""
+    """Whether the end of more ranks could not change the cause."""
     return cause is not None and _belief(cause)[0] <= 2
 
 
 def describe(cause: RankEnd, *, num_ranks: int) -> WeftError:
-    """The cause as the error the launcher raises."""
+    """The cause as the error of the launcher."""
     if cause.record is not None:
         return cause.record.to_error()
     who = f"rank {cause.rank} (pid {cause.pid})" if num_ranks > 1 else f"the process (pid {cause.pid})"
