@@ -54,7 +54,7 @@ def train(
     source = run if resume is None else _run_file(resume)
     spec = resolve(source, [*(settings or []), *_as_settings(given)])
     require_server_inputs(spec, is_resumed=resume is not None)
-    from weft.server.job import run_job
+    from weft.server.job.driver import run_job
 
     target = resume or out or _default_out(spec)
     ledger = run_job(spec, target, resume=resume is not None, address=address)
@@ -68,7 +68,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")] = False,
 ) -> None:
     """How a run stands: steps, workers, and what each server holds and does."""
-    from weft.server.status import read_status, status_table
+    from weft.server.job.status import read_status, status_table
 
     found = read_status(run)
     if as_json:
@@ -84,7 +84,7 @@ def join(run: Annotated[Path, typer.Argument(help="The run folder of a run that 
     """One worker more, in this process, until the run ends; it may leave at any time."""
     require_extra("numba")
     from weft.core.quiet import quiet_libraries
-    from weft.server.status import join_live
+    from weft.server.job.status import join_live
 
     quiet_libraries()
     join_live(run)
@@ -120,7 +120,7 @@ def export(
 ) -> None:
     """Take the tables out of a run: keys and rows, whatever the number of servers was."""
     require_extra("numba")
-    from weft.server.export import export_tables
+    from weft.server.job.export import export_tables
 
     written = export_tables(run, out)
     if as_json:

@@ -1,6 +1,6 @@
-"""A 64-bit checksum of memory at memory's speed: zlib's CRC-32 alone would cost a third of a push.
+"""A 64-bit checksum at memory speed: zlib's CRC-32 would cost a third of a push.
 
-Four lanes of multiply and rotate over 8-byte words. It finds torn and stale data; it is no defence against malice.
+Four lanes of multiply and rotate over 8-byte words. It detects torn and stale data; it is not cryptographic.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from weft.core.errors import DataError
-from weft.server.clicks.order import SampleOrder, count_held_out
+from weft.server.clicks.task import count_held_out
+from weft.server.units import SampleOrder
 
 
 def _order(shares: int) -> SampleOrder:

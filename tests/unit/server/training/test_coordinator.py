@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from weft.core.errors import DataError, WireError, WorkerError
-from weft.server.coordinator import Coordinator, UnitReport
-from weft.server.leases import Leases
+from weft.server.job.coordinator import Coordinator, UnitReport
+from weft.server.units import Leases
 
 
 def _coordinator(*, end: int = 4, shares: int = 2, hold: int | None = None) -> Coordinator:

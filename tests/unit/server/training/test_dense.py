@@ -9,7 +9,7 @@ from torch import nn
 
 from weft.core.errors import ModelError
 from weft.core.table_spec import DENSE_BLOCK
-from weft.server.dense import DenseBlocks
+from weft.server.model.dense import DenseBlocks
 
 
 def _model() -> nn.Sequential:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from weft.core.errors import TableError
 from weft.core.table_spec import RowOptimizer
-from weft.server.embedding import ShardedEmbedding, table_specs
-from weft.server.session import Keys, Rows, RowSession
+from weft.server.arrays import Keys, Rows
+from weft.server.model.embedding import RowSession, ShardedEmbedding, table_specs
 
 KEYS = np.array([-5, 3, 2**62, 11, 7], dtype=np.int64)
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from weft.core.errors import BadValueError, DataError, ModelError, RunFolderError, WorkerError
 from weft.core.server_spec import ServerRun
 from weft.core.table_spec import Eviction
-from weft.server.embedding import ShardedEmbedding
-from weft.server.job import run_job
-from weft.server.step_record import ServerStepRecord
-from weft.server.trainer import Trainer
+from weft.server.job.driver import run_job
+from weft.server.job.records import ServerStepRecord
+from weft.server.job.trainer import Trainer
+from weft.server.model.embedding import ShardedEmbedding
 
 
 def _run(*, steps: int = 6, data: dict[str, Any] | None = None, dense: str = "servers", **server: Any) -> ServerRun:
@@ -203,7 +203,7 @@ def test_a_stop_adds_no_eviction_so_that_a_resumed_run_has_the_bits_of_a_whole_o
     run = _evicting(**rule)
     whole = _train(tmp_path / "whole", run)
     with monkeypatch.context() as patch:
-        patch.setattr("weft.server.job.StopFlag", _StopAfter)
+        patch.setattr("weft.server.job.driver.StopFlag", _StopAfter)
         patch.setattr(_StopAfter, "lines", 4)
         patch.setattr(_StopAfter, "path", tmp_path / "cut")
         stopped = _train(tmp_path / "cut", run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.server.leases import Leases
+from weft.server.units import Leases
 
 
 class _Clock:

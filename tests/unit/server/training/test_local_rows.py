@@ -9,9 +9,9 @@ import numpy as np
 
 from weft.core.errors import WorkerError
 from weft.core.table_spec import RowInit, RowOptimizer, TableSpec
+from weft.server.arrays import Keys, Rows
 from weft.server.client import Pulled
-from weft.server.local_rows import LocalRows
-from weft.server.session import Keys, Rows
+from weft.server.worker.rows import LocalRows
 
 SPEC = TableSpec(name="t", dim=2, optimizer=RowOptimizer(kind="sgd", learning_rate=1.0), init=RowInit(kind="zeros"))
 
@@ -65,7 +65,7 @@ def test_local_steps_reach_the_servers_as_one_difference() -> None:
     _step(local, _keys(2, 3), 3.0, unit=1)
     assert local.is_due
     assert servers.exchanged == []
-    assert local.settle()
+    assert local.flush()
     assert (servers.exchanged, servers.units) == ([[1, 2, 3]], [0, 1])
     assert {key: float(row[0]) for key, row in servers.rows.items()} == {1: -1.0, 2: -4.0, 3: -3.0}
     np.testing.assert_array_equal(local.read({"t": _keys(2)})["t"], [[-4.0, -4.0]])
@@ -83,7 +83,7 @@ def test_where_servers_average_a_worker_steps_further() -> None:
         shares=4,
     )
     _step(local, _keys(1), 1.0)
-    local.settle()
+    local.flush()
     np.testing.assert_allclose(servers.rows[1], -0.5 * 2 / np.sqrt(4 * 2.0 + 1), rtol=1e-6)
 
 
@@ -91,9 +91,9 @@ def test_a_row_not_in_the_last_exchange_is_read_again() -> None:
     servers = _Servers()
     local = _local(servers)
     _step(local, _keys(1), 1.0)
-    local.settle()
+    local.flush()
     _step(local, _keys(2), 1.0, unit=1)
-    local.settle()
+    local.flush()
     servers.rows[1] = np.array([7.0, 7.0], np.float32)  # another worker
     np.testing.assert_array_equal(local.read({"t": _keys(1)})["t"], [[7.0, 7.0]])
     assert servers.pulled == [[1], [2], [1]]
@@ -104,10 +104,10 @@ def test_what_servers_refuse_is_forgotten_here_too() -> None:
     local = _local(servers)
     _step(local, _keys(1), 1.0)
     servers.units, servers.rows[1] = [0], np.array([7.0, 7.0], np.float32)  # another worker did it
-    assert not local.settle()
+    assert not local.flush()
     np.testing.assert_array_equal(local.read({"t": _keys(1)})["t"], [[7.0, 7.0]])
     _step(local, _keys(1), 1.0, unit=1)
-    assert local.settle()
+    assert local.flush()
     assert float(servers.rows[1][0]) == 6.0
 
 
@@ -118,7 +118,7 @@ def test_the_cache_is_bounded_and_what_is_dropped_was_exchanged() -> None:
     assert not local.is_due
     _step(local, _keys(3, 4), 1.0)
     assert local.is_due  # too many rows, long before 100 units
-    local.settle()
+    local.flush()
     assert local._caches["t"].num_rows == 3
     assert sorted(servers.rows) == [1, 2, 3, 4]
     np.testing.assert_array_equal(local.read({"t": _keys(1, 2, 3, 4)})["t"], np.full((4, 2), -1.0))

@@ -10,11 +10,10 @@ from torch import nn
 
 from weft.core.server_spec import ServerRun
 from weft.core.table_spec import RowInit, RowOptimizer, TableSpec
-from weft.server.local_rows import LocalRows
 from weft.server.rates import local_optimizer, push_rate
-from weft.server.server_rows import ServerRows
 from weft.server.table.table import Table
-from weft.server.worker import _assembled
+from weft.server.worker.rows import LocalRows, ServerRows
+from weft.server.worker.worker import _assembled
 
 SHARES, STEPS, DIM = 4, 1000, 64
 KEY = np.array([1], np.int64)

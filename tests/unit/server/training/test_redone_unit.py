@@ -9,7 +9,7 @@ import numpy as np
 from weft.core.table_spec import RowInit, RowOptimizer, TableSpec
 from weft.server.client import Client
 from weft.server.node.server import Server
-from weft.server.node.spec import NodeSpec
+from weft.server.node.state import NodeSpec
 
 SPEC = TableSpec(name="t", dim=1, optimizer=RowOptimizer(kind="sgd", learning_rate=1.0), init=RowInit(kind="zeros"))
 KEY = np.array([9], dtype=np.int64)

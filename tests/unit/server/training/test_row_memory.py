@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from weft.server import row_memory
-from weft.server.row_memory import RowMemory
+from weft.server.wire import row_memory
+from weft.server.wire.row_memory import RowMemory
 
 COUNT, DIM = 4096, 64
 

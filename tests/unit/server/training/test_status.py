@@ -10,10 +10,10 @@ import pytest
 
 from weft.core.errors import RunFolderError
 from weft.core.server_spec import ServerRun
-from weft.server import worker
-from weft.server.job import run_job
-from weft.server.status import LIVE, join_live, read_status
+from weft.server.job.driver import run_job
+from weft.server.job.status import LIVE, join_live, read_status
 from weft.server.wire.control import ControlServer
+from weft.server.worker import worker
 
 TABLES = {
     "data": {"samples": 2000, "vocabulary": 50, "categorical": 4, "numeric": 2},

@@ -1,16 +1,15 @@
-"""`RowMemory`: room for answers, used again once nobody else has it: fresh pages cost as much as the copy into them."""
+"""`RowMemory`: memory for answers, reused once it has no other reference: fresh pages cost as much as the copy."""
 
 from __future__ import annotations
 
 import sys
 
 import numpy as np
-from numpy.typing import NDArray
 
-Rows = NDArray[np.float32]
+from weft.server.arrays import Rows
 
 _KEPT = 8
-_SMALL = 1 << 15  # floats: what the allocator has at hand anyway
+_SMALL = 1 << 15  # floats: the allocator reuses such blocks itself
 
 
 class RowMemory:
@@ -29,13 +28,13 @@ class RowMemory:
         return self._blocks[-1][:size].reshape(count, dim)
 
 
-_UNHELD = [np.empty(1, np.float32)]  # a block that nobody has
+_UNHELD = [np.empty(1, np.float32)]  # a block without other references
 
 
 def _references(blocks: list[Rows], place: int) -> int:
-    """How many there are to a block; a view that somebody has is one more.
+    """References to a block; each view of it is one more.
 
-    How many a block in a list has anyway depends on the interpreter (some borrow what they load): it is compared with
-    `_UNHELD`, counted by this very line, never with a number.
+    The number for an unused block depends on the interpreter: it is compared with that of `_UNHELD`, counted by this
+    same line, never with a constant.
     """
     return sys.getrefcount(blocks[place])
