@@ -1,4 +1,4 @@
-"""`PartTensor`: a global tensor of which a rank holds some boxes, for local shards that are not one range of rows.
+"""`PartTensor`: a global tensor with some boxes on this rank, for local shards that are not one range of rows.
 
 It has the shape and dtype of the global tensor and holds the local memory. DCP calls the three methods below: the items
 to write, the chunks to read, the memory of one box.

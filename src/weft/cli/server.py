@@ -101,7 +101,7 @@ def bench(
     require_extra("numba")
     from weft.server.bench import bench_table, run_bench
 
-    records = run_bench(rows=rows, rounds=rounds, tell=lambda line: print(line, file=sys.stderr))
+    records = run_bench(rows=rows, rounds=rounds, log=lambda line: print(line, file=sys.stderr))
     if as_json:
         print(json.dumps({"rows": rows, "rounds": rounds, "figures": [record.as_dict() for record in records]}))
         return

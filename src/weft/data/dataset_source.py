@@ -74,7 +74,7 @@ class DatasetSource:
             return self._load(library)
         except DataError:
             raise
-        except Exception as error:  # the library raises many kinds, each of which means "not loadable"
+        except Exception as error:  # the library raises many kinds; all mean "not loadable"
             raise DataError(
                 f"the dataset {self.dataset!r} (split {self.split!r}) cannot be loaded: {first_line(error)}",
                 hint="check data.source and data.split; a hub name needs the network or a filled cache",

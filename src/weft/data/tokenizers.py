@@ -137,7 +137,7 @@ class HuggingFaceTokenizer:
     def _backend(self) -> Any:
         try:
             backend = self._load()
-        except Exception as error:  # the loaders raise many kinds, each of which means "not loadable"
+        except Exception as error:  # the loaders raise many kinds; all mean "not loadable"
             raise TokenizerError(
                 f"the tokenizer {self.name} cannot be loaded: {first_line(error)}",
                 hint=f"{_HINT}; a hub name needs the network or a filled cache",

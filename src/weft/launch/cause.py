@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.core.errors import RankError, StallError, WeftError
+from weft.core.processes import signal_name
 from weft.train.failures import FailureRecord
 
 _NAMED_ANOTHER, _SILENT, _LOST_PEERS = 3, 4, 5
@@ -58,7 +59,7 @@ def describe(cause: RankEnd, *, num_ranks: int) -> WeftError:
     who = f"rank {cause.rank} (pid {cause.pid})" if num_ranks > 1 else f"the process (pid {cause.pid})"
     code = cause.exit_code or 0
     if code < 0:
-        return RankError(f"{who} was killed by {_signal_name(-code)}", hint=_signal_hint(-code))
+        return RankError(f"{who} was killed by {signal_name(-code)}", hint=_signal_hint(-code))
     return RankError(
         f"{who} ended with exit code {code} and left no error message",
         hint="its own output above says more; it may have ended before training began",
@@ -78,13 +79,6 @@ def _belief_in(record: FailureRecord) -> int:
     if record.secondary:
         return _NAMED_ANOTHER if record.error_fields["error"] == StallError.__name__ else _LOST_PEERS
     return 0 if record.exit_code == 2 else 2
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _signal_hint(number: int) -> str:

@@ -67,12 +67,12 @@ def bench_spec() -> TableSpec:
 
 
 def run_bench(
-    *, rows: int = 4_000_000, rounds: int = 7, sizes: tuple[int, ...] = SIZES, tell: Callable[[str], None] = print
+    *, rows: int = 4_000_000, rounds: int = 7, sizes: tuple[int, ...] = SIZES, log: Callable[[str], None] = print
 ) -> list[BenchRecord]:
-    """All figures; `tell` gets progress lines."""
+    """All figures; `log` gets progress lines."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-bench-")))
-        tell(f"filling tables of {rows:,} rows")
+        log(f"filling tables of {rows:,} rows")
         served = {
             name: stack.enter_context(serving(serve, rows, folder))
             for name, folder in (("plain", None), ("log", scratch))
@@ -85,11 +85,11 @@ def run_bench(
             "kernel": [stack.enter_context(working(_kernel_calls, rows))],
         }
         kinds: tuple[Kind, ...] = ("pull", "push")
-        return [_measure(workers, kind, size, rounds, tell) for size in sizes for kind in kinds]
+        return [_measure(workers, kind, size, rounds, log) for size in sizes for kind in kinds]
 
 
 def _measure(
-    workers: dict[str, list[Connection]], kind: Kind, size: int, rounds: int, tell: Callable[[str], None]
+    workers: dict[str, list[Connection]], kind: Kind, size: int, rounds: int, log: Callable[[str], None]
 ) -> BenchRecord:
     teams = {name: workers[name] for name in ("raw", "kernel")}
     teams |= {"plain": workers["plain"][:1], "both": workers["plain"], "log": workers["log"]}
@@ -98,7 +98,7 @@ def _measure(
         {name: together(team, kind, size, calls) / calls for name, team in teams.items()} for _ in range(rounds + 1)
     ]
     median = {name: statistics.median(found[name] for found in seconds[1:]) for name in teams}  # the first warms up
-    tell(f"{kind} of {size:,} keys: {size / median['plain'] / 1e6:.2f} M rows/s")
+    log(f"{kind} of {size:,} keys: {size / median['plain'] / 1e6:.2f} M rows/s")
     return BenchRecord(
         kind=kind,
         keys=size,

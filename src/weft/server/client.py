@@ -327,7 +327,7 @@ class _Link:
         why = "it does not answer" if isinstance(error, TimeoutError) else error
         return ServerLostError(
             f"server {self.index} did not come back within {self._timeout_s:g} s: {why}",
-            hint="its folder has every acknowledged update; go on with --resume",
+            hint="its folder has every acknowledged update; continue with --resume",
         )
 
 

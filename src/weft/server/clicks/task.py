@@ -55,8 +55,8 @@ _EVAL_BATCH = 4096
 
 class ClickTask:
     def __init__(self, run: ServerRun, log: ClickLog, *, build_model: Callable[[], nn.Module] | None = None) -> None:
-        self._log = log
-        self._build_model = build_model or (lambda: ClickModel(run))
+        self._log, self.read = log, log.read
+        self.build_model: Callable[[], nn.Module] = build_model or (lambda: ClickModel(run))
         # The tables of a user's model are unknown here: each of its lookups reads.
         self._table = None if build_model else TABLE
         self._num_held = count_held_out(log.num_samples, eval_fraction=run.data.eval_fraction)
@@ -64,12 +64,6 @@ class ClickTask:
     @property
     def num_train(self) -> int:
         return self._log.num_samples - self._num_held
-
-    def build_model(self) -> nn.Module:
-        return self._build_model()
-
-    def read(self, indices: NDArray[np.int64]) -> ClickBatch:
-        return self._log.read(indices)
 
     def wanted(self, batch: ClickBatch) -> Mapping[str, NDArray[np.int64]]:
         return {self._table: batch.keys.reshape(-1)} if self._table else {}

@@ -152,7 +152,7 @@ class Log:
     def _failed(self, error: OSError) -> LogError:
         return LogError(
             f"the server's log in {self._folder} cannot be written: {error.strerror}",
-            hint="make room on that disk; the server goes on when it can write again",
+            hint="make room on that disk; the server continues when it can write again",
         )
 
 

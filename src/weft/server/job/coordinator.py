@@ -92,9 +92,12 @@ class Coordinator:
             return reports, self._running().done
 
     def lost(self, name: str) -> None:
-        """The process of a worker has ended."""
+        """A worker has ended: its units are leased to others. Re-entrant, as the lock of a Condition is."""
         with self._changed:
-            self._lose(name)
+            self._drop(name)
+            self._present.pop(name, None)
+            self._record("worker lost", name)
+            self._changed.notify_all()
 
     def forget_server(self, server: int) -> None:
         with self._changed:
@@ -126,7 +129,7 @@ class Coordinator:
 
     def _join(self, name: str) -> dict[str, Any]:
         if name in self._present:  # Ray restarted it, and nothing else reports that
-            self._lose(name)
+            self.lost(name)
         self._drop(name)
         rank = self._ranks.setdefault(name, len(self._ranks))
         self._num_joins += 1
@@ -208,13 +211,6 @@ class Coordinator:
 
     def worker_rows(self) -> list[dict[str, Any]]:
         return [{"name": name, **figures} for name, figures in sorted(self.workers.items())]
-
-    def _lose(self, name: str) -> None:
-        """Lease the units of a lost worker to others."""
-        self._drop(name)
-        self._present.pop(name, None)
-        self._record("worker lost", name)
-        self._changed.notify_all()
 
     def _drop(self, worker: str) -> None:
         if self._leases is not None and self._leases.drop(worker):

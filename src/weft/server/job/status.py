@@ -19,7 +19,7 @@ from weft.core.errors import RunFolderError, WeftError
 from weft.core.json_files import parse_json_table
 from weft.core.units import format_bytes, format_count, format_seconds
 from weft.server.client import Client
-from weft.server.job.records import ServerFolder
+from weft.server.job.records import ServerFolder, server_row
 from weft.server.wire.control import ControlClient
 from weft.server.wire.sockets import Endpoint
 from weft.train.run_folder import read_json
@@ -78,16 +78,14 @@ def status_table(found: dict[str, Any]) -> Grid:
     grid = Grid(title=title, title_justify="left")
     for heading in ("server", "rows", "memory", "pulled", "pushed", "busy", "up"):
         grid.add_column(heading, justify="right")
-    for server in found["servers"]:
-        tables = server.get("tables", [])
-        busy = server.get("busy_s", 0.0) / max(1e-9, server.get("up_s", 0.0))
+    for server in map(server_row, found["servers"]):
         grid.add_row(
             str(server.get("index", "")),
-            format_count(sum(table["rows"] for table in tables)),
-            format_bytes(sum(table["bytes"] for table in tables)),
+            format_count(server["rows"]),
+            format_bytes(server["bytes"]),
             format_count(server.get("pulled_rows", 0)),
             format_count(server.get("pushed_rows", 0)),
-            f"{busy:.0%}",
+            f"{server['load']:.0%}",
             format_seconds(server.get("up_s", 0.0)),
         )
     return grid

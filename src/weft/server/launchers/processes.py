@@ -7,13 +7,13 @@ Children have sessions of their own, so Ctrl-C reaches the driver alone; they en
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.core.errors import ServerLostError, WorkerError
+from weft.core.processes import signal_name
 from weft.server.launchers import Launch, worker_name
 from weft.server.main import TOKEN_VARIABLE
 from weft.train.rank_environment import LAUNCHER_VARIABLE
@@ -98,22 +98,22 @@ class ProcessLauncher:
         who, server = f"{child.role} {child.index}", self._launch.run.server
         if code >= 0:
             raise kind(f"{who} ended with exit code {code}: {_last_line(child.log)}", hint=f"see {child.log}")
-        killed = f"{who} was killed by {signal.Signals(-code).name}"
+        killed = f"{who} was killed by {signal_name(-code)}"
         if child.role == "worker" and self._launch.run.dense.place == "replicated":
             raise kind(
                 f"{killed}, and replicated dense parameters need all workers",
-                hint='dense.place = "servers" goes on without it; --resume starts again from the last snapshot',
+                hint='dense.place = "servers" continues without it; --resume restarts from the last snapshot',
             )
         if child.role == "server" and server.durability == "none":
             # Units that it had and its last snapshot lacks would never be leased again: all workers would wait.
             raise kind(
                 f"{killed}, and without a log its updates since its last snapshot are lost",
-                hint='--resume goes on from the last snapshot; server.durability = "process" survives this',
+                hint='--resume continues from the last snapshot; server.durability = "process" survives this',
             )
         if self._num_restarts >= server.max_restarts:
             raise kind(
                 f"{killed}, and {self._num_restarts} restarts are used up",
-                hint="server.max_restarts allows more; --resume goes on from here",
+                hint="server.max_restarts allows more; --resume continues from here",
             )
         self._num_restarts += 1
 

@@ -74,7 +74,7 @@ def _agreed(sources: list[Path]) -> tuple[bool, int, dict[str, Any]]:
             return with_log, max(numbers), heads[0]
     raise CheckpointError(
         f"the {len(sources)} servers have not applied the same units, nor do their snapshots agree",
-        hint=f"let the run go on with {len(sources)} servers until its next snapshot",
+        hint=f"continue the run with {len(sources)} servers until its next snapshot",
     )
 
 

@@ -34,9 +34,9 @@ from weft.server.wire.listener import SocketListener
 from weft.server.wire.row_memory import RowMemory
 from weft.server.wire.sockets import Endpoint
 
-TOLD_EVERY_S = 5.0  # between reports to a client that waits at the gate
-_DEFECT_HINT = "this was not foreseen; the folder has every acknowledged update, a restart replays them"
-_REQUEST_HINT = "nothing was changed and the server goes on; whoever asks may speak another version of weft"
+REPORT_EVERY_S = 5.0  # between reports to a client that waits at the gate
+_DEFECT_HINT = "this is a defect; the folder has every acknowledged update, a restart replays them"
+_REQUEST_HINT = "nothing was changed and the server continues; the client may be another version of weft"
 LOG_LIMIT_BYTES = 1 << 30  # a longer log is replaced by a snapshot
 
 
@@ -144,7 +144,7 @@ class Server:
         start = time.perf_counter()
         while True:
             with self._changed:
-                if self._changed.wait_for(lambda: self._is_stopping or self._state.is_open(unit), TOLD_EVERY_S):
+                if self._changed.wait_for(lambda: self._is_stopping or self._state.is_open(unit), REPORT_EVERY_S):
                     self.figures.waited_s += time.perf_counter() - start
                     break
                 missing = self._state.units.watermark
@@ -201,7 +201,8 @@ class Server:
     def _append_and_apply(self, frame: Frame) -> int:
         if self._last >= MAX_NUMBER:
             raise LogError(
-                "the server has made 2**32 changes, the most that rows can tell apart", hint="export, reload"
+                "the server has made 2**32 changes, the most that the record numbers in rows can count",
+                hint="export, reload",
             )
         if self._log is not None:
             self._last = self._log.append(int(frame.op), bytes(frame.head()), frame.body)
@@ -239,7 +240,7 @@ class Server:
     def _range(self, frame: Frame) -> Frame:
         """Keys and rows of the slots from the first key up to the second."""
         if len(frame.sections) != 1 or frame.sections[0].keys.size != 2:
-            raise WireError("a range of slots is of one table and has two ends")
+            raise WireError("a range of slots has one table and two ends")
         section = frame.sections[0]
         table = self._state.table(section.table)
         with self._changed:

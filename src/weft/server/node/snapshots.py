@@ -76,7 +76,7 @@ def adopt(state: State, spec: NodeSpec) -> bool:
     if old.num_servers != spec.num_servers:
         raise CheckpointError(
             f"the folder holds 1 of {old.num_servers} servers, the run has {spec.num_servers}",
-            hint=f"go on with --servers {old.num_servers}, or reshard the folder first",
+            hint=f"continue with --servers {old.num_servers}, or reshard the folder first",
         )
     steps, rest = divmod(state.units.watermark, old.shares)
     is_between_steps = not rest and len(state.units) == state.units.watermark and not state.shares

@@ -90,9 +90,9 @@ class State:
             if frame.op != Op.DELETE and section.shape[1:] != (table.spec.dim, section.keys.size, section.keys.size):
                 _, dim, num_keys, num_rows = section.shape
                 raise TableError(
-                    f"table {table.spec.name!r} has rows of {table.spec.dim} columns; {num_rows} rows of {dim} columns"
-                    f" came for {num_keys} keys",
-                    hint="push what was pulled: one gradient of the row's width for each key",
+                    f"table {table.spec.name!r} has rows of {table.spec.dim} columns, the request {num_rows} rows of"
+                    f" {dim} columns for {num_keys} keys",
+                    hint="give one gradient of the row's width for each key",
                 )
 
     def require_room(self, frame: Frame) -> None:
@@ -240,7 +240,7 @@ def _require_form(frame: Frame) -> None:
     if listed:
         is_right &= frame.op == Op.EXCHANGE and len(listed) == 1 and listed[0].values is None
     if not is_right:
-        raise WireError(f"a change of the kind {frame.op.name} has parts that do not belong to it")
+        raise WireError(f"a frame {frame.op.name} has fields of another operation")
 
 
 def require_same(there: TableSpec, asked: TableSpec) -> None:

@@ -7,7 +7,7 @@ bits in every run on one kind of processor.
 
 Numba's cache compares the stamp of the kernel's own file, not those of the functions it calls: after an upgrade that
 changes index.py alone, an old push would still run. So the stamp here is a digest of every file of this folder.
-A cached kernel refers to its NamedTuples (Layout, Update, Store, Scratch) by module: these stay in their files.
+A cached kernel refers to its NamedTuples (Layout, Store, Scratch) by module: these stay in their files.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
 
 class Update(NamedTuple):
-    """A push as kernels see it. All numbers, as in `Layout`."""
+    """The numbers of a push, in the order of the kernel's arguments."""
 
     kernel: int
     lr: float

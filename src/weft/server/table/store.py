@@ -120,7 +120,7 @@ class Records:
         done = 0
         while True:
             stores, left = (self.store, candidates.store, self.layout), (keys[done:], values[done:], slots[done:])
-            done += push_rows(*stores, *left, update, constants, new_scratch())
+            done += push_rows(*stores, *left, *update, constants, new_scratch())  # type: ignore[arg-type]
             if done == keys.size:
                 return
             self._make_room()

@@ -74,11 +74,11 @@ class ControlClient:
 
 def _connect(endpoint: Endpoint, token: str) -> socket.socket:
     """Retries: a listener under a flood of unauthenticated peers may hang up on a new one."""
-    for pause_s in (0.1, 0.3, 1.0):
+    pauses_s = [0.1, 0.3, 1.0]
+    while True:
         try:
             return connect_known(endpoint, token, peer=f"the coordinator at {endpoint}")
-        except (ConnectionRefusedError, TimeoutError):
-            raise
-        except ConnectionError:
-            time.sleep(pause_s)
-    return connect_known(endpoint, token, peer=f"the coordinator at {endpoint}")
+        except ConnectionError as error:
+            if isinstance(error, ConnectionRefusedError) or not pauses_s:
+                raise
+            time.sleep(pauses_s.pop(0))

@@ -112,15 +112,6 @@ class Frame(NamedTuple):
             raise WireError(f"a control frame does not hold a JSON object: {error}") from None
 
 
-class Head(NamedTuple):
-    """A received frame's header."""
-
-    op: Op
-    num_sections: int
-    body_bytes: int
-    numbers: Sequence[Any]  # the fields of a Frame from `unit` on
-
-
 def control(op: Op, fields: dict[str, Any]) -> Frame:
     return Frame(op=op, text=json.dumps(fields).encode())
 
@@ -131,21 +122,24 @@ def send_frame(connection: socket.socket, frame: Frame) -> None:
 
 def logged_frame(head: bytes, body: NDArray[np.uint8]) -> Frame:
     """The frame of a logged head and body."""
-    found = parse_head(head[:HEADER_BYTES])
-    if found.body_bytes != body.size:
+    op, _, body_bytes, numbers = parse_head(head[:HEADER_BYTES])
+    if body_bytes != body.size:
         raise WireError("a frame's body does not have its length")
-    return frame_of(found, shapes_of(head[HEADER_BYTES:]), body)
+    return frame_of(op, numbers, list(_SECTION.iter_unpack(head[HEADER_BYTES:])), body)
 
 
-def frame_of(head: Head, shapes: Sequence[tuple[int, ...]], body: NDArray[np.uint8]) -> Frame:
-    """The sections are views of the body."""
-    if not head.num_sections:
-        return Frame(head.op, (), body.tobytes(), NO_BODY, *head.numbers)
-    return Frame(head.op, _sections(shapes, body), b"", body, *head.numbers)
-
-
-def shapes_of(raw: Any) -> list[tuple[int, ...]]:
-    return list(_SECTION.iter_unpack(raw))
+def frame_of(op: Op, numbers: Sequence[Any], shapes: Sequence[tuple[int, ...]], body: NDArray[np.uint8]) -> Frame:
+    """The sections are views of the body: all keys, then all values. Without sections the body is text."""
+    if not shapes:
+        return Frame(op, (), body.tobytes(), NO_BODY, *numbers)
+    at = 8 * sum(num_keys for _, _, num_keys, _ in shapes)
+    keys, first, sections = body[:at].view(np.int64), 0, []
+    for table, dim, num_keys, num_rows in shapes:
+        end = at + 4 * num_rows * dim
+        values = body[at:end].view(np.float32).reshape(num_rows, dim) if dim else None
+        sections.append(TableSection(table=table, keys=keys[first : first + num_keys], values=values))
+        at, first = end, first + num_keys
+    return Frame(op, sections, b"", body, *numbers)
 
 
 def body_bytes_of(shape: tuple[int, ...]) -> int:
@@ -153,20 +147,11 @@ def body_bytes_of(shape: tuple[int, ...]) -> int:
     return 8 * num_keys + 4 * num_rows * dim
 
 
-def _sections(shapes: Sequence[tuple[int, ...]], memory: NDArray[np.uint8]) -> list[TableSection]:
-    """Views of the body: all keys, then all values."""
-    at = 8 * sum(num_keys for _, _, num_keys, _ in shapes)
-    keys, first, found = memory[:at].view(np.int64), 0, []
-    for table, dim, num_keys, num_rows in shapes:
-        end = at + 4 * num_rows * dim
-        values = memory[at:end].view(np.float32).reshape(num_rows, dim) if dim else None
-        found.append(TableSection(table=table, keys=keys[first : first + num_keys], values=values))
-        at, first = end, first + num_keys
-    return found
+def parse_head(raw: Any) -> tuple[Op, int, int, Sequence[Any]]:
+    """(operation, number of sections, bytes of the body, fields of a Frame from `unit` on) of the fixed header.
 
-
-def parse_head(raw: Any) -> Head:
-    """The fixed header; anything else is refused before memory is allocated for the rest."""
+    Anything else is refused before memory is allocated for the rest.
+    """
     magic, version, op, num_sections, body_bytes, *numbers = _HEADER.unpack(raw)
     if magic != MAGIC:
         raise WireError("the peer sent bytes that are not a frame of weft")
@@ -174,7 +159,7 @@ def parse_head(raw: Any) -> Head:
         raise WireError(f"the peer speaks version {version} of the protocol, this is version {VERSION}")
     if body_bytes > MAX_BODY_BYTES or num_sections > MAX_SECTIONS or op not in Op._value2member_map_:
         raise WireError(f"refused a frame of {body_bytes} bytes, {num_sections} sections, operation {op}")
-    return Head(Op(op), num_sections, body_bytes, numbers)
+    return Op(op), num_sections, body_bytes, numbers
 
 
 _MEMORY_BYTES = 1 << 16
@@ -196,20 +181,20 @@ class FrameReader:
         self._forget_last()
         most = HEADER_BYTES + SECTION_BYTES * len(into) if into else self._memory.size
         self._await(connection, HEADER_BYTES, most)
-        head = parse_head(self._bytes[:HEADER_BYTES])
-        after_head = HEADER_BYTES + SECTION_BYTES * head.num_sections
+        op, num_sections, body_bytes, numbers = parse_head(self._bytes[:HEADER_BYTES])
+        after_head = HEADER_BYTES + SECTION_BYTES * num_sections
         self._await(connection, after_head, after_head)
-        shapes = shapes_of(self._bytes[HEADER_BYTES:after_head])
-        if head.num_sections and sum(map(body_bytes_of, shapes)) != head.body_bytes:
+        shapes = list(_SECTION.iter_unpack(self._bytes[HEADER_BYTES:after_head]))
+        if num_sections and sum(map(body_bytes_of, shapes)) != body_bytes:
             raise WireError("a frame's sections do not add up to its length")
-        if into and head.op == Op.OK:
+        if into and op == Op.OK:
             self._start = after_head
             self._fill(connection, into, shapes)
-            return Frame(head.op, (), b"", NO_BODY, *head.numbers)
-        end = after_head + head.body_bytes
+            return Frame(op, (), b"", NO_BODY, *numbers)
+        end = after_head + body_bytes
         self._await(connection, end, end)
         self._start = end
-        return frame_of(head, shapes, self._memory[after_head:end])
+        return frame_of(op, numbers, shapes, self._memory[after_head:end])
 
     def _forget_last(self) -> None:
         """The next frame starts at the start of memory, so that its parts are aligned."""

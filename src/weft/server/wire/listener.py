@@ -107,7 +107,9 @@ class SocketListener:
         except OSError:  # the peer has left, and reports it on its side
             self.num_hung_up += not is_known
         finally:
-            self._forget(connection)
+            with self._lock:
+                self._open.discard(connection)
+                self._pending.pop(connection, None)
             connection.close()
 
     def _admitted(self, connection: socket.socket) -> bool:
@@ -116,11 +118,6 @@ class SocketListener:
             is_pending = connection in self._pending
             self._pending.pop(connection, None)
         return is_pending
-
-    def _forget(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._open.discard(connection)
-            self._pending.pop(connection, None)
 
 
 def _wake(end: socket.socket) -> None:

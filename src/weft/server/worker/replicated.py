@@ -50,7 +50,7 @@ class AllReduce:
         except RuntimeError as error:
             raise WorkerError(
                 f"another worker is gone, and replicated dense parameters need all of them: {first_line(error)[:200]}",
-                hint='dense.place = "servers" goes on without it; --resume starts again from the last snapshot',
+                hint='dense.place = "servers" continues without it; --resume restarts from the last snapshot',
             ) from None
         return values
 

@@ -220,7 +220,7 @@ def test_a_pull_waits_for_steps_that_lie_further_back_than_the_gate(cluster: Any
 
 
 def test_a_waiting_pull_hears_what_it_waits_for(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.server.node.server.TOLD_EVERY_S", 0.05)
+    monkeypatch.setattr("weft.server.node.server.REPORT_EVERY_S", 0.05)
     started = cluster(shares=1, gate=0)
     client, other = started.client(), started.client()
     client.create(table())
