@@ -39,7 +39,7 @@ class TensorRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The whole checkpoint but for its data."""
+    """The description of a checkpoint."""
 
     step: int
     world_size: int

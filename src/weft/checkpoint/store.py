@@ -83,7 +83,7 @@ class CheckpointStore:
         return newest
 
     def wait(self) -> CommittedCheckpoint | None:
-        """As `poll`, after the save in flight has ended."""
+        """`poll` after the end of the save in flight."""
         self._join()
         return self.poll()
 

@@ -1,4 +1,4 @@
-"""`weft server`: train on parameter servers, look at a run, measure this machine, take tables out."""
+"""`weft server`: train on parameter servers, status of a run, benchmark, export of tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from weft.core.extras import require_extra
 
-if TYPE_CHECKING:  # imported inside the verbs: `weft --help` must not pay for what it does not use
+if TYPE_CHECKING:  # imported inside the verbs, to keep `weft --help` fast
     from weft.core.server_spec import ServerRun
 
 server_app = typer.Typer(
@@ -37,9 +37,7 @@ def train(
         list[str] | None, typer.Option("--set", help="section.key=value of run.toml; may be repeated.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder to make; default runs/<model>-<time>.")] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="A run folder to go on with, on as many servers as asked.")
-    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="A run folder to continue, on any number of servers.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the run's ledger as JSON on stdout.")] = False,
 ) -> None:
     """Train. With no arguments: a DeepFM on a generated click log, on this machine."""
@@ -47,7 +45,9 @@ def train(
     from weft.core.errors import BadValueError
 
     if resume is not None and (run is not None or out is not None):
-        raise BadValueError("--resume goes on in its own folder with its own run.toml", hint="change values with --set")
+        raise BadValueError(
+            "--resume continues in its own folder with its own run.toml", hint="change values with --set"
+        )
     if address is not None:
         launcher = launcher or "ray"
     given = {"servers": servers, "workers": workers, "mode": mode, "staleness": staleness, "launcher": launcher}
@@ -64,10 +64,10 @@ def train(
 
 @server_app.command()
 def status(
-    run: Annotated[Path, typer.Argument(help="The run folder of a run that is going on, or has ended.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a running or ended run.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")] = False,
 ) -> None:
-    """How a run stands: steps, workers, and what each server holds and does."""
+    """The status of a run: steps, workers, rows and load of each server."""
     from weft.server.job.status import read_status, status_table
 
     found = read_status(run)
@@ -80,8 +80,8 @@ def status(
 
 
 @server_app.command()
-def join(run: Annotated[Path, typer.Argument(help="The run folder of a run that is going on.")]) -> None:
-    """One worker more, in this process, until the run ends; it may leave at any time."""
+def join(run: Annotated[Path, typer.Argument(help="The folder of a running run.")]) -> None:
+    """Add a worker in this process, until the run ends; it may leave at any time."""
     require_extra("numba")
     from weft.core.quiet import quiet_libraries
     from weft.server.job.status import join_live
@@ -97,7 +97,7 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians.")] = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
 ) -> None:
-    """Rows a second over this machine's loopback, against raw TCP and the table's own kernel."""
+    """Rows per second over loopback, beside raw TCP and the kernel of the table."""
     require_extra("numba")
     from weft.server.bench import bench_table, run_bench
 
@@ -112,13 +112,13 @@ def bench(
 
 @server_app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="The run folder of a run that has ended.")],
+    run: Annotated[Path, typer.Argument(help="The folder of an ended run.")],
     out: Annotated[
         Path, typer.Option(help="The folder to make: keys and rows as .npy, dense parameters as safetensors.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON on stdout.")] = False,
 ) -> None:
-    """Take the tables out of a run: keys and rows, whatever the number of servers was."""
+    """Export the tables of a run: keys and rows, from any number of servers."""
     require_extra("numba")
     from weft.server.job.export import export_tables
 

@@ -1,8 +1,8 @@
 """Data: sources to documents, documents to tokens, tokens to batches that do not depend on the layout.
 
-The way through: `open_corpus` (sources, tokenizers, building, store, split), then `Loader` (order, rows). Nothing here
-knows of meshes or process groups: ranks are two numbers, and processes wait for each other's files.
-Names are imported when first used: sources and tokenizers are looked at before a command imports torch.
+The order: `open_corpus` (sources, tokenizers, building, store, split), then `Loader` (order, rows). There are no meshes
+or process groups here: ranks are two numbers, and processes wait for each other's files. Names are imported at first
+use: commands check sources and tokenizers before they import torch.
 """
 
 from typing import TYPE_CHECKING

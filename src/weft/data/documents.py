@@ -63,7 +63,7 @@ def is_path_like(name: str) -> bool:
 
 
 def require_text(value: Any, *, text_field: str, where: str) -> Document:
-    """A row's field as a document; null is empty, anything but text is an error that says where."""
+    """A row's field as a document; null is empty, anything but text is an error with its place."""
     if value is None:
         return ""
     if isinstance(value, str | bytes):

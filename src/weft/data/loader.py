@@ -1,6 +1,6 @@
 """Loader: a split as batches of rows, each a pure function of (position, seed), whatever the ranks.
 
-It holds no state to save: `position`, the number of samples the whole run has consumed, is all there is.
+Its only state is `position`, the number of samples that the run has consumed.
 Row i of the stream is tokens [i * S, i * S + S + 1): the first S are inputs, the last S the labels, already shifted.
 Sample p of the run is row permute(p mod rows, epoch = p div rows); a rank takes its contiguous share of the batch.
 """

@@ -120,7 +120,7 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, documents: Sequence[Document]) -> list[TokenArray]:
         texts = [_as_text(document) for document in documents]
-        # verbose=False: a document longer than the model's window is no mistake here, rows are cut later.
+        # verbose=False: a document may be longer than the model's window, rows are split later.
         encoded = self._backend(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)
         # A text with special tokens only is an empty document.
         added = self._backend.num_special_tokens_to_add()

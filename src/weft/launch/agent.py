@@ -236,5 +236,5 @@ def _send(pid: int, number: signal.Signals, *, whole_group: bool = False) -> Non
             os.killpg(pid, number)
         else:
             os.kill(pid, number)
-    except ProcessLookupError:  # it ended by itself in the meantime
+    except ProcessLookupError:  # it has ended meanwhile
         pass

@@ -62,7 +62,7 @@ def describe(cause: RankEnd, *, num_ranks: int) -> WeftError:
         return RankError(f"{who} was killed by {signal_name(-code)}", hint=_signal_hint(-code))
     return RankError(
         f"{who} ended with exit code {code} and left no error message",
-        hint="its own output above says more; it may have ended before training began",
+        hint="see its output above; it may have ended before training began",
     )
 
 

@@ -84,7 +84,7 @@ class UnitReport:
 
 
 class Leases:
-    """Which worker does which unit. The clock is given."""
+    """The worker of each unit. The clock is an argument."""
 
     def __init__(
         self,

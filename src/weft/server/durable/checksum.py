@@ -36,7 +36,7 @@ def _mix(words: NDArray[np.uint64], seed: np.uint64) -> np.uint64:
 
 
 def checksum(parts: list[Any], *, seed: int = 0) -> int:
-    """Of all the buffers, in order."""
+    """The checksum of all buffers, in order."""
     found = np.uint64(seed & 0xFFFF_FFFF_FFFF_FFFF)
     for part in parts:
         raw = np.frombuffer(part, np.uint8)

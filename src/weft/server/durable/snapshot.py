@@ -50,7 +50,7 @@ class Snapshot:
                 for size, expected in self.files[name]:
                     piece = np.fromfile(file, np.uint8, size)
                     if piece.size != size or checksum([piece]) != expected:
-                        raise _damaged(path, "cut short" if piece.size != size else "its checksum is wrong")
+                        raise _damaged(path, "incomplete" if piece.size != size else "its checksum is wrong")
                     yield piece
         except OSError as error:
             raise _damaged(path, error.strerror or "unreadable") from None

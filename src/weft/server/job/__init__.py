@@ -1,1 +1,1 @@
-"""A run as a whole: the driver, its coordinator, its folder, its status and its export."""
+"""A run: its driver, coordinator, folder, status and export."""

@@ -1,4 +1,4 @@
-"""A whole run on parameter servers, from a `ServerRun` to a run folder: the driver.
+"""The driver of a run on parameter servers, from a `ServerRun` to a run folder.
 
 It computes no gradient. The order:
 
@@ -37,7 +37,7 @@ from weft.server.job.records import (
     server_row,
 )
 from weft.server.job.status import drop_live, keep_live
-from weft.server.launchers import Launch, Launcher, open_launcher
+from weft.server.launchers import Launch, Launcher
 from weft.server.model.dense import dense_spec
 from weft.server.model.embedding import table_specs
 from weft.server.model.task import Build, Evaluator, Task, open_task
@@ -126,7 +126,7 @@ class _Job:
     def __enter__(self) -> _Job:
         endpoint = self._control.start()
         keep_live(self._folder.path, endpoint, token=self.token)
-        self.launcher = open_launcher(
+        self.launcher = _open_launcher(
             Launch(
                 run=self._run,
                 coordinator=self.coordinator,
@@ -170,6 +170,20 @@ class _Job:
         store = {} if self._store is None else {"host": host, "port": self._store.port}
         tables = run.model_dump(mode="json", exclude_none=True)
         return {"run": tables, "out": str(folder.path.absolute()), "node": node.as_dict(), "store": store}
+
+
+def _open_launcher(launch: Launch) -> Launcher:
+    if launch.run.server.launcher == "ray":
+        from weft.server.launchers.ray import RayLauncher
+
+        return RayLauncher(launch)
+    if launch.run.server.launcher == "processes":
+        from weft.server.launchers.processes import ProcessLauncher
+
+        return ProcessLauncher(launch)
+    from weft.server.launchers.in_process import InProcessLauncher
+
+    return InProcessLauncher(launch)
 
 
 class _Driver:

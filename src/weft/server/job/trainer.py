@@ -13,7 +13,7 @@ from weft.server.model.task import Build
 class Trainer:
     """Trains a model of your own.
 
-        def build(run):                       # called alike in the driver and in every worker
+        def build(run):                       # called in the driver and in every worker
             return MyModel()                  # nn.Module: (keys [n, fields], numeric [n, counts]) -> logits [n],
                                               # on the run's click data; or a `Task`: your own data and loss
 

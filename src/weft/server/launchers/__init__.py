@@ -43,17 +43,3 @@ class Launcher(Protocol):
 
 def worker_name(index: int) -> str:
     return f"worker {index}"
-
-
-def open_launcher(launch: Launch) -> Launcher:
-    if launch.run.server.launcher == "ray":
-        from weft.server.launchers.ray import RayLauncher
-
-        return RayLauncher(launch)
-    if launch.run.server.launcher == "processes":
-        from weft.server.launchers.processes import ProcessLauncher
-
-        return ProcessLauncher(launch)
-    from weft.server.launchers.in_process import InProcessLauncher
-
-    return InProcessLauncher(launch)

@@ -26,7 +26,7 @@ INIT_KINDS: tuple[str, ...] = ("zeros", "uniform", "normal")
 
 
 class Layout(NamedTuple):
-    """What a kernel must know of a record. All numbers, so that one compiled kernel serves every table."""
+    """The layout of a record for kernels. All numbers, so that one compiled kernel serves every table."""
 
     dim: int
     state_width: int
@@ -55,7 +55,7 @@ ADD, SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, FTRL = 0, 1, 2, 3, 4, 5  # kernels
 class UpdateRule:
     kernel: int
     by_column: int  # floats of state for each column of the row
-    by_row: int = 0  # and for the row as a whole, after those
+    by_row: int = 0  # and for the row, after those
     constants: tuple[str, ...] = ()  # fields of RowOptimizer, in the order in which the kernel reads them
     accumulator_column: int | None = None  # multiples of d after which the state begins at initial_accumulator
 

@@ -159,16 +159,16 @@ class Records:
         self.words[slots, : self.num_words] = words
         self.words[slots, COUNT] |= LIVE
 
-    def _reserve(self, wish: int | None, folder: Path | None) -> None:
-        """Without a wish: a multiple of memory, halved until granted. One more block of slots saves kernels a check."""
+    def _reserve(self, wanted: int | None, folder: Path | None) -> None:
+        """By default: a multiple of memory, halved until granted. One more block of slots saves kernels a check."""
         record_bytes = 4 * self._stride
-        rows = wish or min(MAX_RECORDS, MEMORY_FACTOR * _capacity_bytes(folder) // record_bytes)
+        rows = wanted or min(MAX_RECORDS, MEMORY_FACTOR * _capacity_bytes(folder) // record_bytes)
         while True:
             try:
                 self.region = MemoryRegion((rows + BLOCK) * record_bytes, folder=folder)
                 break
             except OSError as error:
-                if wish is not None or rows < MIN_CAPACITY:
+                if wanted is not None or rows < MIN_CAPACITY:
                     raise TableError(f"cannot reserve {rows:,} rows of {record_bytes:,} bytes: {error}") from error
                 rows //= 2
         self.max_rows = rows
