@@ -18,6 +18,8 @@ from weft.server.wire.control import ControlClient
 from weft.server.wire.sockets import Endpoint, raise_limit
 from weft.train.launcher_death import end_with_launcher
 
+TOKEN_VARIABLE = "WEFT_SERVER_TOKEN"
+
 
 def start_server(coordinator: Endpoint, *, token: str, index: int, host: str = "127.0.0.1") -> Server:
     """A listening, registered server. An error is reported to the coordinator, then raised."""
@@ -34,9 +36,6 @@ def start_server(coordinator: Endpoint, *, token: str, index: int, host: str = "
         raise
     finally:
         control.close()
-
-
-TOKEN_VARIABLE = "WEFT_SERVER_TOKEN"
 
 
 def main(arguments: list[str]) -> int:

@@ -23,6 +23,8 @@ from weft.core.extras import import_extra
 from weft.server.clicks.samples import ClickBatch, field_keys, log_scale, text_values
 
 LABEL = "label"
+CHUNK_SAMPLES = 65_536
+_HINT = "a line is: label, numeric fields, categorical fields; data.numeric and data.categorical say how many"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +64,6 @@ def named_columns(header: list[str], *, numeric: int, categorical: int, path: Pa
     return ColumnPlaces(
         label=places[0], numeric=tuple(places[1 : 1 + numeric]), categorical=tuple(places[1 + numeric :])
     )
-
-
-CHUNK_SAMPLES = 65_536
-_HINT = "a line is: label, numeric fields, categorical fields; data.numeric and data.categorical say how many"
 
 
 def read_file(path: Path, *, numeric: int, categorical: int) -> Iterator[ClickBatch]:

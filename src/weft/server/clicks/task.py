@@ -23,6 +23,10 @@ from weft.server.clicks.models import TABLE, ClickModel
 from weft.server.clicks.samples import ClickBatch, ClickLog
 from weft.server.clicks.store import StoredClicks, store_files
 
+STORE = "samples"  # in the run folder
+MAX_EVAL_SAMPLES = 200_000  # the first ones of more held-out samples; the figure "samples" is their number
+_EVAL_BATCH = 4096
+
 
 def area_under_curve(labels: NDArray[np.float32], scores: NDArray[np.float32]) -> float | None:
     """None if all labels are equal."""
@@ -46,11 +50,6 @@ def _mean_ranks(scores: NDArray[np.float32]) -> NDArray[np.float64]:
     last_rank = np.cumsum(counts)
     result: NDArray[np.float64] = (last_rank - (counts - 1) / 2.0)[group]
     return result
-
-
-STORE = "samples"  # in the run folder
-MAX_EVAL_SAMPLES = 200_000  # the first ones of more held-out samples; the figure "samples" is their number
-_EVAL_BATCH = 4096
 
 
 class ClickTask:

@@ -32,6 +32,8 @@ SPARES = 16  # files kept for reuse: as many as a log fills between two automati
 LEAST_FREE_BYTES = 256 << 20  # on a disk with less, spares would take the space of snapshots
 _NAME = "log-{:020d}.wal"
 _SPARE = "spare-{:02d}.wal"
+_MAGIC = 0x57AF_10C5
+_HEAD = struct.Struct("<IIIIQQQ")  # magic, kind, head bytes, padding, body bytes, number, checksum
 
 
 def segments(folder: Path) -> list[tuple[int, Path]]:
@@ -63,10 +65,6 @@ def retire(folder: Path, *, before: int) -> None:
 def _has_room(folder: Path) -> bool:
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize >= LEAST_FREE_BYTES
-
-
-_MAGIC = 0x57AF_10C5
-_HEAD = struct.Struct("<IIIIQQQ")  # magic, kind, head bytes, padding, body bytes, number, checksum
 
 
 @dataclass(frozen=True, kw_only=True)

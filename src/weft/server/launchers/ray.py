@@ -16,6 +16,8 @@ from weft.core.extras import import_extra
 from weft.server.launchers import Launch, worker_name
 from weft.server.wire.sockets import Endpoint
 
+_GET_S = 5.0
+
 
 class ServerActor:
     """A server; its rows go over a socket of its own."""
@@ -43,9 +45,6 @@ class WorkerActor:
 
         torch.set_num_threads(1)  # workers are the parallelism
         run_worker(self._coordinator, token=self._token, name=self._name)
-
-
-_GET_S = 5.0
 
 
 def connect(address: str | None) -> str:

@@ -27,6 +27,7 @@ from weft.server.arrays import Keys, Rows
 Read = Callable[[Mapping[str, Keys]], Mapping[str, Rows]]
 
 _current = threading.local()  # workers may be threads of one process
+Mode = Literal["sum", "mean", "max"]
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,6 @@ def _gradient_of(lookups: list[_Lookup]) -> tuple[Keys, Rows]:
     total = torch.zeros(len(keys), used[0][1].shape[1])
     total.index_add_(0, torch.from_numpy(places.reshape(-1)), torch.cat([gradient for _, gradient in used]))
     return keys, total.numpy()
-
-
-Mode = Literal["sum", "mean", "max"]
 
 
 class ShardedEmbedding(nn.Module):

@@ -29,6 +29,7 @@ from weft.server.wire.frame import Frame, logged_frame
 
 LOG = "log"
 _SPEC = "node.json"
+COPY_BYTES = 4 << 20  # copied at a time under the lock: a pause of about half a millisecond
 
 
 def restore(
@@ -136,9 +137,6 @@ def share_pieces(state: State) -> list[NDArray[np.uint8]]:
 def _share(piece: NDArray[np.uint8]) -> Frame:
     end = 8 + int(piece[:8].view(np.int64)[0])
     return logged_frame(piece[8:end].tobytes(), np.array(piece[end:]))
-
-
-COPY_BYTES = 4 << 20  # copied at a time under the lock: a pause of about half a millisecond
 
 
 @dataclass

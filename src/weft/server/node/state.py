@@ -27,9 +27,13 @@ from weft.server.table.table import Table
 from weft.server.units import UnitSet, passes_gate
 from weft.server.wire.frame import NO_BODY, NO_UNIT, UNITS, Frame, Op, TableSection
 
+MAX_NUMBER = 2**32 - 1  # rows store the numbers of records in 32 bits
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSpec:
+    """The settings that all servers of a job share."""
+
     num_servers: int = 1
     shares: int = 1  # units per step
     gate: int | None = None  # steps that a pull may be ahead of the oldest unfinished one; None: never waits
@@ -39,9 +43,6 @@ class NodeSpec:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-MAX_NUMBER = 2**32 - 1  # rows remember numbers in 32 bits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ MAX_COUNT = np.uint32((1 << 31) - 1)
 META_WORDS = 4
 META_DTYPE = np.dtype([("key", np.int64), ("last_seen", np.uint32), ("count", np.uint32)])
 INIT_KINDS: tuple[str, ...] = ("zeros", "uniform", "normal")
+ADD, SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, FTRL = 0, 1, 2, 3, 4, 5  # kernels
 
 
 class Layout(NamedTuple):
@@ -46,9 +47,6 @@ class Update(NamedTuple):
     clock: int
     visits: int  # added to the count of each row
     admit_after: int
-
-
-ADD, SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, FTRL = 0, 1, 2, 3, 4, 5  # kernels
 
 
 @dataclass(frozen=True, kw_only=True)

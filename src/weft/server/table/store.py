@@ -28,6 +28,10 @@ from weft.server.table.rows import BLOCK, NO_KERNEL, locate_rows, new_scratch, p
 
 MAP_NORESERVE = 0x4000
 STEP_BYTES = 64 << 20  # of disk that a mapped region asks for at a time
+MIN_CAPACITY = 1024
+MAX_RECORDS = 1 << 31
+MEMORY_FACTOR = 4  # of physical memory: what is reserved by default, virtually
+NO_CONSTANTS = np.empty(0, dtype=np.float64)
 
 
 class MemoryRegion:
@@ -75,12 +79,6 @@ class MemoryRegion:
         if getattr(self, "_file", None) is not None:
             os.close(self._file)  # type: ignore[arg-type]
             self._file = None
-
-
-MIN_CAPACITY = 1024
-MAX_RECORDS = 1 << 31
-MEMORY_FACTOR = 4  # of physical memory: what is reserved by default, virtually
-NO_CONSTANTS = np.empty(0, dtype=np.float64)
 
 
 class Records:

@@ -36,6 +36,7 @@ _HEADER = struct.Struct("<4sBBHQqQQQff")
 _SECTION = struct.Struct("<IIII")
 HEADER_BYTES, SECTION_BYTES = _HEADER.size, _SECTION.size  # multiples of 8: a body that follows them is aligned
 NO_KEYS, NO_BODY = np.empty(0, np.int64), np.empty(0, np.uint8)
+_MEMORY_BYTES = 1 << 16
 
 
 class Op(IntEnum):
@@ -160,9 +161,6 @@ def parse_head(raw: Any) -> tuple[Op, int, int, Sequence[Any]]:
     if body_bytes > MAX_BODY_BYTES or num_sections > MAX_SECTIONS or op not in Op._value2member_map_:
         raise WireError(f"refused a frame of {body_bytes} bytes, {num_sections} sections, operation {op}")
     return Op(op), num_sections, body_bytes, numbers
-
-
-_MEMORY_BYTES = 1 << 16
 
 
 class FrameReader:

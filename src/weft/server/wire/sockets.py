@@ -16,6 +16,12 @@ from typing import Any
 
 from weft.core.synced import write_all
 
+BUFFER_BYTES = 4 << 20
+_PIECE = 4 << 20  # a longer receive keeps the kernel copying while the sender waits
+_DEAD_PEER_MS = 10_000  # for a lost machine, TCP alone would wait for a quarter of an hour
+_WANTED = 65_536  # no job needs more, and some systems allow a billion
+_RESERVE = 64
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -24,11 +30,6 @@ class Endpoint:
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
-
-
-BUFFER_BYTES = 4 << 20
-_PIECE = 4 << 20  # a longer receive keeps the kernel copying while the sender waits
-_DEAD_PEER_MS = 10_000  # for a lost machine, TCP alone would wait for a quarter of an hour
 
 
 def tune(connection: socket.socket) -> None:
@@ -79,10 +80,6 @@ def receive(connection: socket.socket, size: int, *, deadline: float | None = No
 
 def send(connection: socket.socket, parts: Iterable[Any]) -> None:
     write_all(parts, lambda left, _: connection.sendmsg(left))
-
-
-_WANTED = 65_536  # no job needs more, and some systems allow a billion
-_RESERVE = 64
 
 
 def raise_limit() -> None:
