@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import tomllib
 from pathlib import Path
 
 from weft.core.errors import DISTRIBUTION, MissingExtraError
+from weft.core.extras import _NEEDED_FOR
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SOURCES = sorted((ROOT / "src" / "weft").rglob("*.py"))
 _FOREIGN = re.compile(r"(?:pip install|uv add|uv pip install)[^\n]*['\" ]weft(?![-\w/])")
-
-
-def _extras_asked() -> set[str]:
-    """The `extra=` of every MissingExtraError that the source raises."""
-    calls = (
-        node
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "MissingExtraError"
-    )
-    return {
-        ast.literal_eval(keyword.value)
-        for call in calls
-        for keyword in call.keywords
-        if keyword.arg == "extra" and isinstance(keyword.value, ast.Constant)
-    }
 
 
 def test_the_name_is_ours_and_the_command_stays() -> None:
@@ -37,7 +21,7 @@ def test_the_name_is_ours_and_the_command_stays() -> None:
 
 
 def test_extras_that_errors_ask_for_exist() -> None:
-    asked = _extras_asked()
+    asked = {extra for _, extra in _NEEDED_FOR.values()}
     assert asked
     assert asked <= set(PROJECT["optional-dependencies"])
     assert MissingExtraError("x", extra="data").hint == f"pip install '{DISTRIBUTION}[data]'"
