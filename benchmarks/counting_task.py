@@ -22,11 +22,11 @@ from weft.core.table_spec import RowInit, RowOptimizer
 from weft.server.clicks.models import TABLE, ClickModel
 from weft.server.clicks.samples import ClickBatch
 from weft.server.clicks.task import ClickTask, open_log
-from weft.server.embedding import ShardedEmbedding
+from weft.server.model.embedding import ShardedEmbedding
 from weft.server.node.reshard import server_folders
-from weft.server.node.restore import restore
-from weft.server.node.spec import NodeSpec
-from weft.server.worker import order_of
+from weft.server.node.snapshots import restore
+from weft.server.node.state import NodeSpec
+from weft.server.worker.worker import order_of
 
 COUNTS = "counts"
 

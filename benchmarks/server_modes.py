@@ -28,14 +28,13 @@ from weft.cli.server import resolve
 from weft.core.server_spec import FREE, ServerRun
 from weft.core.table_spec import RowOptimizer
 from weft.server.client import Client
-from weft.server.dense import dense_spec
-from weft.server.embedding import table_specs
-from weft.server.evaluation import Evaluator
+from weft.server.model.dense import dense_spec
+from weft.server.model.embedding import table_specs
+from weft.server.model.task import Evaluator, open_task
 from weft.server.node.server import Server
-from weft.server.node.spec import NodeSpec
-from weft.server.server_rows import Gradients, ServerRows
-from weft.server.task import open_task
-from weft.server.worker import Worker, build_seeded, order_of
+from weft.server.node.state import NodeSpec
+from weft.server.worker.rows import Gradients, ServerRows
+from weft.server.worker.worker import Worker, build_seeded, order_of
 
 BAR = 0.005
 WORKERS, SERVERS = 4, 2

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from weft.core.table_spec import RowOptimizer, TableSpec
-from weft.server.table.layout import state_width
+from weft.server.table.record import state_width
 from weft.server.table.table import Table
 
 NUM_ROWS, DIM = 10_000_000, 64

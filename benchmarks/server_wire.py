@@ -26,7 +26,7 @@ import numpy as np
 from server_behind import Behind
 
 from weft.server import bench
-from weft.server.wire.endpoint import Endpoint
+from weft.server.wire.sockets import Endpoint
 
 SERVICE = "/weft.Bench/"
 GRPC_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -99,7 +99,7 @@ def call_ray(pipe: Connection, rows: int) -> None:
 
 
 @contextmanager
-def peers(rows: int, *, with_ray: bool) -> Iterator[dict[str, bench.Worker]]:
+def peers(rows: int, *, with_ray: bool) -> Iterator[dict[str, Connection]]:
     with ExitStack() as stack:
         weft = stack.enter_context(bench.serving(bench.serve, rows, None))
         grpc = stack.enter_context(bench.serving(serve_grpc, rows))
@@ -112,7 +112,7 @@ def peers(rows: int, *, with_ray: bool) -> Iterator[dict[str, bench.Worker]]:
         yield found
 
 
-def measure(workers: dict[str, bench.Worker], kind: bench.Kind, size: int, rounds: int) -> dict[str, float]:
+def measure(workers: dict[str, Connection], kind: bench.Kind, size: int, rounds: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in workers}
     calls = max(4, 200_000 // size)
     for number in range(rounds + 1):

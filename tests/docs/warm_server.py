@@ -22,7 +22,7 @@ WARM = (
     "torch.utils.tensorboard",
     "transformers.models.llama.modeling_llama",
     "weft.train.worker",
-    "weft.server.job",
+    "weft.server.job.driver",
 )
 
 

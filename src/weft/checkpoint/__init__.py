@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING
 from weft.core.lazy_names import import_when_used
 
 if TYPE_CHECKING:
-    from weft.checkpoint.manifest import Manifest, TensorRecord, read_manifest
-    from weft.checkpoint.reader import read_tensors
-    from weft.checkpoint.saver import CommittedCheckpoint
-    from weft.checkpoint.store import CheckpointStore, LoadedCheckpoint, peek_newest
+    from weft.checkpoint.manifest import Manifest as Manifest
+    from weft.checkpoint.manifest import TensorRecord as TensorRecord
+    from weft.checkpoint.manifest import read_manifest as read_manifest
+    from weft.checkpoint.reader import read_tensors as read_tensors
+    from weft.checkpoint.saver import CommittedCheckpoint as CommittedCheckpoint
+    from weft.checkpoint.store import CheckpointStore as CheckpointStore
+    from weft.checkpoint.store import LoadedCheckpoint as LoadedCheckpoint
+    from weft.checkpoint.store import peek_newest as peek_newest
 
 _HOMES = {
     "CheckpointStore": "weft.checkpoint.store",
@@ -25,16 +29,6 @@ _HOMES = {
     "read_tensors": "weft.checkpoint.reader",
 }
 
-__all__ = [
-    "CheckpointStore",
-    "CommittedCheckpoint",
-    "LoadedCheckpoint",
-    "Manifest",
-    "TensorRecord",
-    "peek_newest",
-    "read_manifest",
-    "read_tensors",
-]
-
+__all__ = sorted(_HOMES)
 
 __getattr__ = import_when_used(__name__, _HOMES)

@@ -22,7 +22,7 @@ _TEMPORARY, _BAD = ".tmp-", ".bad-"
 
 
 def step_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lives once it is committed."""
+    """The path of the committed checkpoint of a step."""
     return root / f"step-{step:08d}"
 
 

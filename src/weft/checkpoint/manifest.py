@@ -1,6 +1,6 @@
-"""manifest.json: what a checkpoint consists of. Its presence under a `step-` name says the checkpoint is complete.
+"""manifest.json: the files and tensors of a checkpoint. Under a `step-` name it marks a complete checkpoint.
 
-It holds no tensor data and no pickle. The chain of trust: the manifest carries its own SHA-256 and that of every file.
+It holds no tensor data and no pickle. The chain of trust: the manifest has its own SHA-256 and that of every file.
 
     sha256(body) == manifest["sha256"]   and   the file's bytes == render(body)
 
@@ -39,7 +39,7 @@ class TensorRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The whole checkpoint but for its data."""
+    """The description of a checkpoint."""
 
     step: int
     world_size: int
@@ -58,7 +58,7 @@ class Manifest:
 
 
 class ManifestError(ValueError):
-    """Why a manifest cannot be trusted; becomes the reason of a rejected checkpoint."""
+    """The reason to reject a checkpoint."""
 
 
 def render(manifest: Manifest) -> bytes:
@@ -68,7 +68,7 @@ def render(manifest: Manifest) -> bytes:
 
 
 def parse(data: bytes) -> Manifest:
-    """Read a manifest back, or say why it is not to be trusted."""
+    """Parse a manifest, or raise the reason to reject it."""
     try:
         fields = parse_json_table(data)
         manifest = _from_fields(fields)

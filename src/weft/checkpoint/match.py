@@ -1,7 +1,7 @@
-"""Does a checkpoint fit the tensors it is to be loaded into? Compared before any tensor is touched.
+"""Comparison of a checkpoint with the tensors to load, before any tensor changes.
 
-DCP alone casts a float32 checkpoint into bfloat16 tensors and leaves out keys that nobody asks for, without a word.
-A rank may hold a part of the keys (a pipeline stage); a key of the checkpoint is extra only if no rank wants it.
+DCP alone silently casts a float32 checkpoint to bfloat16 tensors and ignores unrequested keys. A rank may hold some of
+the keys (a pipeline stage); a key of the checkpoint is extra only if no rank has it.
 """
 
 from __future__ import annotations

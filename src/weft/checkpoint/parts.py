@@ -1,7 +1,7 @@
-"""A tensor of which a rank holds some chunks: how a checkpoint sees a shard that is not one run of rows.
+"""`ShardTensor`: a global tensor with some chunks on this rank, for local shards that are not one range of rows.
 
-It looks like the whole tensor (shape, dtype) and holds the rank's own. DCP asks three things of such an object, by the
-method names below: what to write, what there is to read, and the memory of one chunk.
+It has the shape and dtype of the global tensor and holds the local memory. DCP calls the three methods below: the items
+to write, the chunks to read, the memory of one chunk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.core.shards import Chunk
 
 
 class ShardTensor(Tensor):
-    """`local` is this rank's memory, `chunks` say where it lies in the whole."""
+    """`local` is the memory of this rank, `chunks` its places in the global tensor."""
 
     local: Tensor
     chunks: tuple[Chunk, ...]

@@ -1,6 +1,6 @@
-"""Reading a verified checkpoint: into given tensors, or one global tensor at a time. Verification is done before.
+"""Reading a verified checkpoint: into given tensors, or one global tensor at a time.
 
-No pickle is opened: the layout comes from index.json, and each piece is read by torch.load with weights only.
+No pickle is opened: the layout comes from index.json, and torch.load reads each piece with weights only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.checkpoint.index import read_index
 from weft.checkpoint.layout import list_steps, step_path
 from weft.checkpoint.manifest import Manifest, ManifestError
 from weft.checkpoint.verify import check_checkpoint
-from weft.core.errors import CheckpointError, WeftError
+from weft.core.errors import CheckpointError, WeftError, first_line
 
 
 class VerifiedReader(FileSystemReader):
@@ -65,7 +65,7 @@ def read_tensors(path: Path, keys: Iterable[str] | None = None) -> Iterator[tupl
 
 
 def unreadable(directory: Path, error: BaseException) -> CheckpointError:
-    """A checkpoint whose digests are right and which still does not load was made by something else, or by hand."""
+    """The error of a checkpoint with correct digests that does not load: another program wrote it."""
     reason = str(error) if isinstance(error, ManifestError) else first_failure(error)
     return CheckpointError(
         f"{directory.name} passed verification and cannot be read: {reason}.",
@@ -82,8 +82,7 @@ def first_failure(error: BaseException) -> str:
         return error.message
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}" + (f": {Path(error.filename).name}" if error.filename else "")
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
 
 
 def _stream(path: Path, manifest: Manifest, keys: list[str]) -> Iterator[tuple[str, Tensor]]:

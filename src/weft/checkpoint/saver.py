@@ -2,7 +2,7 @@
 
     agree on a fresh name -> write and commit -> read back and verify -> only then delete what is too old
 
-All ranks of the group run the same calls in the same order; whatever fails anywhere becomes a SaveError on every rank.
+All ranks of the group make the same calls in the same order; any failure becomes a SaveError on every rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.checkpoint.layout import (
 )
 from weft.checkpoint.reader import first_failure
 from weft.checkpoint.staging import StagedPlanner
-from weft.checkpoint.verify import Share, check_checkpoint
+from weft.checkpoint.verify import DigestShare, check_checkpoint
 from weft.checkpoint.writer import SaveJob, write_checkpoint
 from weft.core.disk import is_full, no_space
 from weft.core.errors import SaveError
@@ -127,8 +127,8 @@ class Saver:
         write_checkpoint(save.planner, job, self._exchange.group)
 
     def _read_back(self, step: int) -> int:
-        """Every rank reads its share from disk; the old ones go only when the new one is whole."""
-        share = Share(rank=self._exchange.rank, world_size=self._exchange.world_size)
+        """Every rank reads its share from disk; old checkpoints are deleted only if the new one is complete."""
+        share = DigestShare(rank=self._exchange.rank, world_size=self._exchange.world_size)
         verdict = check_checkpoint(self._root, step, share=share, from_disk=True)
         reasons = [reason for reason in self._exchange.all_gather(verdict.reason) if reason]
         if self._exchange.rank == 0:
@@ -136,7 +136,7 @@ class Saver:
                 quarantine(step_path(self._root, step)) if reasons else self._retain(step)
         self._exchange.from_rank_zero(None)  # no rank reports the save before rank 0 is done with the folder
         if reasons or verdict.manifest is None:
-            raise SaveError(f"what was written does not read back, {reasons[0]}")
+            raise SaveError(f"the written checkpoint does not read back, {reasons[0]}")
         return verdict.manifest.size_bytes
 
     def _retain(self, verified: int) -> None:

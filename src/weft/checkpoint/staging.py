@@ -1,9 +1,9 @@
-"""The copy that lets training go on while a checkpoint is written. It talks to no other rank and to no disk.
+"""The host copy that a background thread writes while training continues. No communication, no disk.
 
     stage() returns  =>  the live tensors may change; the save uses the copies
 
-The plan (which rank owns which slice) is made here too, from the live tensors, so that the background thread holds no
-reference to them: on a GPU that would keep memory alive that training wants back.
+The save plan (which rank writes which slice) is built here too, from the live tensors, so that the background thread
+holds no reference to them, which would keep GPU memory alive.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.checkpoint.parts import ShardTensor, chunk_at
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """DCP's planner with the local plan made beforehand and the data taken from staged shards."""
+    """The planner of DCP with the local plan built beforehand and the data of staged shards."""
 
     def __init__(self, state: dict[str, Tensor], shards: dict[str, Tensor]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class StagedPlanner(DefaultSavePlanner):
 
 
 class StagingBuffers:
-    """Host memory for one save, kept for the next: pinned memory is slow to get and fast to copy into."""
+    """Host memory for one save, reused by the next: pinned memory is slow to allocate and fast to copy to."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -66,7 +66,7 @@ class StagingBuffers:
 
 
 def local_shards(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of every tensor: the shard of a DTensor, the whole of a plain tensor."""
+    """The local part of every tensor: the shard of a DTensor, all of a plain tensor."""
     return {key: _local(key, tensor) for key, tensor in state.items()}
 
 

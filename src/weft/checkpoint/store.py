@@ -1,12 +1,12 @@
 """The checkpoints of one run: save in the background, see failures at the next step, load the newest good one.
 
-It is not the place that knows what a model or an optimizer is: it stores a flat dictionary of tensors and a JSON value.
+It knows no model or optimizer: it stores a flat dictionary of tensors and a JSON value.
 
     save():  wait for the save before -> copy the state -> return; a thread of ours writes, commits and verifies
     load():  newest first; every rank verifies a share; all agree; a bad one is set aside and the next is tried
 
-Why a thread of ours and not `dcp.async_save`: that one keeps the error in a future, has no room for the read-back and
-the retention after the commit, and stages the state without telling the other ranks when one of them cannot.
+`dcp.async_save` would keep the error in a future, has no hook for the read-back and the retention after the commit, and
+does not report a failed staging to the other ranks.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from weft.checkpoint.match import require_match
 from weft.checkpoint.reader import first_failure, load_into
 from weft.checkpoint.saver import CommittedCheckpoint, Saver, StagedSave
 from weft.checkpoint.staging import StagedPlanner, StagingBuffers, local_shards
-from weft.checkpoint.verify import NOTHING, Share, Verdict, check_checkpoint
+from weft.checkpoint.verify import NOTHING, CheckpointVerdict, DigestShare, check_checkpoint
 from weft.core.errors import CheckpointError, SaveError
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedCheckpoint:
-    """What was loaded (or only looked at), and what was passed over on the way: (name, reason), newest first."""
+    """A loaded (or only inspected) checkpoint, and the rejected newer ones: (name, reason), newest first."""
 
     step: int
     meta: dict[str, Any]
@@ -47,7 +47,7 @@ class CheckpointStore:
     """All ranks of the group make the same calls in the same order; `poll`, `list` and `newest_step` are local."""
 
     def __init__(self, root: Path, *, process_group: dist.ProcessGroup | None = None, keep: int = 2) -> None:
-        """`process_group` is a Gloo group used for nothing else: the save thread talks on it while training talks."""
+        """`process_group`: a Gloo group of its own: the save thread uses it while training communicates."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
         self.root = root
@@ -83,7 +83,7 @@ class CheckpointStore:
         return newest
 
     def wait(self) -> CommittedCheckpoint | None:
-        """As `poll`, after the save in flight has ended."""
+        """`poll` after the end of the save in flight."""
         self._join()
         return self.poll()
 
@@ -111,7 +111,7 @@ class CheckpointStore:
         shards = local_shards(state)
         try:
             planner = StagedPlanner(state, self._buffers.copy(shards) if copy else shards)
-        except Exception as error:  # no host memory: told to the other ranks instead of leaving them waiting
+        except Exception as error:  # no host memory, for example: reported to the other ranks, which would wait
             return StagedSave(step=step, meta=meta, planner=None, error=first_failure(error))
         return StagedSave(step=step, meta=meta, planner=planner)
 
@@ -138,9 +138,9 @@ class CheckpointStore:
             rejected.append((path.name, verdict.reason))
         raise _nothing_good(self.root, rejected)
 
-    def _judge(self, step: int) -> Verdict:
+    def _judge(self, step: int) -> CheckpointVerdict:
         """The verdict of all ranks together, the same on each. A bad checkpoint is set aside by rank 0."""
-        share = Share(rank=self._exchange.rank, world_size=self._exchange.world_size)
+        share = DigestShare(rank=self._exchange.rank, world_size=self._exchange.world_size)
         verdict = check_checkpoint(self.root, step, share=share)
         digest = verdict.manifest.sha256 if verdict.manifest else ""
         answers = self._exchange.all_gather({"reason": verdict.reason, "manifest": digest})
@@ -150,14 +150,14 @@ class CheckpointStore:
         if not reasons:
             return verdict
         reason = self._exchange.from_rank_zero(self._set_aside(step, reasons[0]) if self._exchange.rank == 0 else "")
-        return Verdict(manifest=None, reason=reason)
+        return CheckpointVerdict(manifest=None, reason=reason)
 
     def _set_aside(self, step: int, reason: str) -> str:
         path = step_path(self.root, step)
         if not path.exists():
             return "it does not exist"
         if not check_checkpoint(self.root, step).reason:
-            # A node that does not see the folder must not make a good checkpoint disappear for everybody.
+            # A node that does not see the folder must not set a good checkpoint aside.
             return f"{reason} (on another rank only: is the folder the same on all of them?)"
         with contextlib.suppress(OSError):  # a read-only folder: pass over it where it stands
             quarantine(path)

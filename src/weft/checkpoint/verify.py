@@ -1,4 +1,4 @@
-"""Is a committed checkpoint what was written? Sizes of all files, digests of a share of them, never the tensors.
+"""Verification of a committed checkpoint: sizes of all files, digests of a share of them, never the tensors.
 
     good  <=>  manifest digest, step, sizes and digests all agree; every listed file is a regular file
 
@@ -21,15 +21,15 @@ _BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What one reader found. `reason` is empty for a good checkpoint."""
+class CheckpointVerdict:
+    """The result of one reader. `reason` is empty for a good checkpoint."""
 
     manifest: Manifest | None
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class DigestShare:
     """The files whose digests one rank checks: those with `position % world_size == rank`."""
 
     rank: int = 0
@@ -39,12 +39,14 @@ class Share:
         return position % self.world_size == self.rank
 
 
-NOTHING = Share(rank=-1)  # sizes only
-EVERYTHING = Share()
+NOTHING = DigestShare(rank=-1)  # sizes only
+EVERYTHING = DigestShare()
 
 
-def check_checkpoint(root: Path, step: int, *, share: Share = EVERYTHING, from_disk: bool = False) -> Verdict:
-    """Judge the checkpoint of a step; `from_disk` asks the kernel to forget its cached copy first."""
+def check_checkpoint(
+    root: Path, step: int, *, share: DigestShare = EVERYTHING, from_disk: bool = False
+) -> CheckpointVerdict:
+    """Verify the checkpoint of a step; `from_disk` drops the page cache of its files first."""
     directory = step_path(root, step)
     try:
         manifest = _require_directory(directory, step)
@@ -53,10 +55,10 @@ def check_checkpoint(root: Path, step: int, *, share: Share = EVERYTHING, from_d
             if share.holds(position):
                 _require_digest(directory / name, record, from_disk=from_disk)
     except ManifestError as error:
-        return Verdict(manifest=None, reason=str(error))
+        return CheckpointVerdict(manifest=None, reason=str(error))
     except OSError as error:
-        return Verdict(manifest=None, reason=f"{Path(error.filename or directory).name}: {error.strerror}")
-    return Verdict(manifest=manifest, reason="")
+        return CheckpointVerdict(manifest=None, reason=f"{Path(error.filename or directory).name}: {error.strerror}")
+    return CheckpointVerdict(manifest=manifest, reason="")
 
 
 def file_digest(path: Path, *, from_disk: bool = False) -> str:

@@ -35,7 +35,7 @@ from weft.core.errors import SaveError
 
 @dataclass(frozen=True, kw_only=True)
 class SaveJob:
-    """What rank 0 needs to know to commit, beside the data."""
+    """The inputs of a commit on rank 0, besides the data."""
 
     temporary: Path
     final: Path
@@ -139,7 +139,7 @@ class _DigestingFileSystem(FileSystem):
             try:
                 yield stream
             except Exception as error:
-                # torch.save, left in the middle, has words of its own: "enforce fail at inline_container.cc".
+                # An interrupted torch.save raises an error of its own: "enforce fail at inline_container.cc".
                 if stream.failure is not None and stream.failure is not error:
                     raise stream.failure from error
                 raise

@@ -1,4 +1,4 @@
-"""`weft server`: train on parameter servers, show the status of a run, measure this machine, export tables."""
+"""`weft server`: train on parameter servers, status of a run, benchmark, export of tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from weft.core.extras import require_extra
 
-if TYPE_CHECKING:  # imported inside the verbs: `weft --help` must not pay for what it does not use
+if TYPE_CHECKING:  # imported inside the verbs, to keep `weft --help` fast
     from weft.core.server_spec import ServerRun
 
 server_app = typer.Typer(
@@ -36,8 +36,8 @@ def train(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value of run.toml; may be repeated.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The new run folder; default runs/<model>-<time>.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="The run folder to resume, on any number of servers.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder to make; default runs/<model>-<time>.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="A run folder to continue, on any number of servers.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the run's ledger as JSON on stdout.")] = False,
 ) -> None:
     """Train. Without arguments: a DeepFM on a generated click log, on this machine."""
@@ -46,7 +46,7 @@ def train(
 
     if resume is not None and (run is not None or out is not None):
         raise BadValueError(
-            "--resume takes no run.toml and no --out: it continues its own folder", hint="change values with --set"
+            "--resume continues in its own folder with its own run.toml", hint="change values with --set"
         )
     if address is not None:
         launcher = launcher or "ray"
@@ -54,7 +54,7 @@ def train(
     source = run if resume is None else _run_file(resume)
     spec = resolve(source, [*(settings or []), *_as_settings(given)])
     require_server_inputs(spec, is_resumed=resume is not None)
-    from weft.server.job import run_job
+    from weft.server.job.driver import run_job
 
     target = resume or out or _default_out(spec)
     ledger = run_job(spec, target, resume=resume is not None, address=address)
@@ -64,11 +64,11 @@ def train(
 
 @server_app.command()
 def status(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, running or ended.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a running or ended run.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")] = False,
 ) -> None:
-    """Show the status of a run: steps, workers, and the contents and load of each server."""
-    from weft.server.status import read_status, status_table
+    """The status of a run: steps, workers, rows and load of each server."""
+    from weft.server.job.status import read_status, status_table
 
     found = read_status(run)
     if as_json:
@@ -81,10 +81,10 @@ def status(
 
 @server_app.command()
 def join(run: Annotated[Path, typer.Argument(help="The folder of a running run.")]) -> None:
-    """Add a worker, in this process, until the run ends; it may leave at any time."""
+    """Add a worker in this process, until the run ends; it may leave at any time."""
     require_extra("numba")
     from weft.core.quiet import quiet_libraries
-    from weft.server.status import join_live
+    from weft.server.job.status import join_live
 
     quiet_libraries()
     join_live(run)
@@ -97,11 +97,11 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians.")] = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
 ) -> None:
-    """Measure rows per second over this machine's loopback, beside raw TCP and the table's own kernel."""
+    """Rows per second over loopback, beside raw TCP and the kernel of the table."""
     require_extra("numba")
     from weft.server.bench import bench_table, run_bench
 
-    records = run_bench(rows=rows, rounds=rounds, tell=lambda line: print(line, file=sys.stderr))
+    records = run_bench(rows=rows, rounds=rounds, log=lambda line: print(line, file=sys.stderr))
     if as_json:
         print(json.dumps({"rows": rows, "rounds": rounds, "figures": [record.as_dict() for record in records]}))
         return
@@ -113,12 +113,14 @@ def bench(
 @server_app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="The folder of an ended run.")],
-    out: Annotated[Path, typer.Option(help="The new folder: keys and rows as .npy, dense parameters as safetensors.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the written files as JSON on stdout.")] = False,
+    out: Annotated[
+        Path, typer.Option(help="The folder to make: keys and rows as .npy, dense parameters as safetensors.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON on stdout.")] = False,
 ) -> None:
-    """Export the tables of a run: keys and rows, independent of the number of servers."""
+    """Export the tables of a run: keys and rows, from any number of servers."""
     require_extra("numba")
-    from weft.server.export import export_tables
+    from weft.server.job.export import export_tables
 
     written = export_tables(run, out)
     if as_json:

@@ -1,4 +1,4 @@
-"""A full disk in one sentence: which folder, what it has free, what was needed. It writes nothing itself."""
+"""The error of a full disk: the folder, its free space, the space needed. `drafted`: a file is complete or absent."""
 
 from __future__ import annotations
 
@@ -45,6 +45,18 @@ def writing(path: Path) -> Iterator[None]:
         if not is_full(error):
             raise
         raise disk_full(error, path) from error
+
+
+@contextlib.contextmanager
+def drafted(draft: Path, path: Path) -> Iterator[None]:
+    """Around the writing of `draft`: renamed to `path` when complete, removed on any failure."""
+    try:
+        yield
+        draft.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
 
 
 def _existing(path: Path) -> Path:

@@ -293,3 +293,8 @@ def error_from_dict(fields: dict[str, str | int]) -> WeftError:
     by_name = {cls.__name__: cls for cls in error_classes()}
     cls = by_name.get(str(fields.get("error", "")), RankError)
     return cls(str(fields.get("message", "")), hint=str(fields.get("hint", "")))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the message of an error; the name of its class if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

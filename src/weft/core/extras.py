@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 from weft.core.errors import MissingExtraError
 
@@ -18,6 +20,14 @@ NEEDED_FOR = {  # library -> (sentence, extra)
 def missing_extra(library: str) -> MissingExtraError:
     sentence, extra = NEEDED_FOR[library]
     return MissingExtraError(sentence, extra=extra)
+
+
+def import_extra(library: str, module: str = "") -> Any:
+    """The library, or a module of it."""
+    try:
+        return import_module(module or library)
+    except ImportError:
+        raise missing_extra(library) from None
 
 
 def require_extra(library: str) -> None:

@@ -8,6 +8,7 @@ Without /proc the functions return None, 0 or "".
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from pathlib import Path
 
@@ -76,3 +77,15 @@ def _stat(pid: int) -> list[str]:
     except OSError:
         return []
     return text.rpartition(")")[2].split()
+
+
+def num_cores() -> int:
+    """Cores that this process may use: in a container fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,23 +29,29 @@ class StepRecord:
     changed: tuple[str, ...] | None = None  # keys of run.toml that a resume changed before this step
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields that are not there are left out; a number that is not finite is null, since JSON has no infinity."""
-        fields = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
-        return {key: None if _is_not_finite(value) else value for key, value in fields.items()}
+        return record_fields(self)
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> StepRecord:
-        known = {field.name for field in dataclasses.fields(StepRecord)}
-        values: dict[str, Any] = {key: value for key, value in fields.items() if key in known}
-        for key in ("loss", "grad_norm"):
-            values[key] = math.nan if values.get(key) is None else values[key]
-        if values.get("changed") is not None:
-            values["changed"] = tuple(values["changed"])
-        return StepRecord(**values)
+        if fields.get("changed") is not None:
+            fields = {**fields, "changed": tuple(fields["changed"])}
+        return parse_record(StepRecord, fields, numbers=("loss", "grad_norm"))
 
 
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def record_fields(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass as JSON: None is left out; a number that is not finite is null."""
+    present = {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in present.items()
+    }
+
+
+def parse_record(kind: type[Kind], fields: dict[str, Any], *, numbers: Sequence[str]) -> Kind:
+    """The record of these fields, without unknown ones; `numbers`: fields that are NaN where they are null."""
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    values = {name: fields[name] for name in known if name in fields}
+    nulls = {key: math.nan for key in numbers if values.get(key) is None}
+    return kind(**{**values, **nulls})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,17 +42,17 @@ class ClickDataSpec(Section):
     categorical: int = Field(default=26, ge=1, description="categorical fields")
     numeric: int = Field(default=13, ge=0, description="numeric fields")
     vocabulary: int = Field(default=1000, ge=2, description="of the generated log: values of a categorical field")
-    zipf: float = Field(default=1.1, gt=0, description="of the generated log: how unequal values are")
+    zipf: float = Field(default=1.1, gt=0, description="of the generated log: exponent of the distribution of values")
     eval_fraction: float = Field(default=0.1, gt=0, lt=1, description="share of samples held out")
 
 
-# Without an accumulator the first gradient of a rare row, which is mostly noise, would be a whole learning rate.
+# Without an accumulator the first gradient of a rare row, which is mostly noise, would move it by a full learning rate.
 _SPARSE = RowOptimizer(learning_rate=0.06, initial_accumulator=1e-4)
 _DENSE = RowOptimizer(kind="adam", learning_rate=5e-3)
 
 
 def _over(default: RowOptimizer, given: Any) -> Any:
-    """Keys that are left out have this run's default: a learning rate alone must not make adam an adagrad."""
+    """Missing keys have the default of this run: a learning rate alone must not turn adam into adagrad."""
     return {**default.model_dump(), **given} if isinstance(given, dict) else given
 
 
@@ -85,7 +85,7 @@ class DenseSpec(Section):
 
 class ServerTrainSpec(Section):
     steps: int = Field(default=800, ge=1, description="global batches")
-    global_batch: int = Field(default=512, ge=1, description="samples a step over all workers")
+    global_batch: int = Field(default=512, ge=1, description="samples per step over all workers")
     seed: int = Field(default=0, ge=0, description="of initial values, the generated log and data order")
 
 
@@ -103,7 +103,7 @@ class ServerSpec(Section):
     )
     geo_steps: int = Field(default=10, ge=1, description="of geo: local steps between exchanges (K)")
     geo_merge: Literal["average", "sum"] = Field(default="average", description="average | sum (may diverge)")
-    geo_cache_rows: int = Field(default=1_000_000, ge=1, description="of geo: rows that a worker holds at most")
+    geo_cache_rows: int = Field(default=1_000_000, ge=1, description="of geo: most rows of a worker")
     launcher: Literal["processes", "ray", "in_process"] = Field(
         default="processes", description="processes | ray | in_process"
     )
@@ -112,7 +112,7 @@ class ServerSpec(Section):
     )
     max_restarts: int = Field(default=100, ge=0, description="restarts of servers and workers before the run fails")
     lease_s: float = Field(default=10.0, gt=0, description="a silent worker's share goes to another after this time")
-    server_timeout_s: float = Field(default=60.0, gt=0, description="how long a lost server is waited for")
+    server_timeout_s: float = Field(default=60.0, gt=0, description="how long to wait for a lost server")
 
     @field_validator("staleness", mode="before")
     @classmethod
@@ -140,7 +140,7 @@ class ServerEvaluationSpec(Section):
 
 class ServerCheckpointSpec(Section):
     every: int = Field(default=200, ge=0, description="steps between snapshots; 0 is only at the end")
-    full_every: int = Field(default=4, ge=1, description="every so many snapshots one is whole, the others incremental")
+    full_every: int = Field(default=4, ge=1, description="every so many snapshots one is full, the others incremental")
 
 
 class ServerLoggingSpec(Section):

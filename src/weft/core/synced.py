@@ -1,13 +1,28 @@
-"""`sync_path`: a file's bytes, or a folder's names, survive the machine once this returns."""
+"""`write_all`: complete vectored writes. `sync_path`: the bytes of a file or the names of a folder are on disk."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+
+def write_all(parts: Iterable[Any], write: Callable[[list[memoryview], int], int]) -> None:
+    """Write all buffers, in order, without copying. `write(left, done)` writes some bytes and returns how many."""
+    left = [view for view in (memoryview(part).cast("B") for part in parts if len(part)) if view.nbytes]
+    done = 0
+    while left:
+        count = write(left, done)
+        done += count
+        while left and count >= left[0].nbytes:
+            count -= left.pop(0).nbytes
+        if count:
+            left[0] = left[0][count:]
 
 
 def sync_path(path: Path) -> None:
-    """Before a rename: it may reach the disk earlier than the bytes do. After one: or a power cut may lose it."""
+    """Call before a rename, which may reach the disk earlier than the bytes, and after it, on the folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

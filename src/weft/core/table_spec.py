@@ -16,7 +16,7 @@ DENSE_BLOCK = 1024  # elements of a block
 
 
 class RowOptimizer(Section):
-    """The update that a server makes to a row; its state lies beside the row."""
+    """The update of a row on its server; its state is stored with the row."""
 
     kind: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl"] = Field(
         default="adagrad", description="sgd | adagrad | rowwise_adagrad | adam | ftrl"
@@ -31,20 +31,22 @@ class RowOptimizer(Section):
 
 
 class RowInit(Section):
-    """A row's first value: a function of (seed, key, column) alone, whoever makes it and in whatever order."""
+    """The initial value of a row: a function of (seed, key, column) alone."""
 
     kind: Literal["uniform", "normal", "zeros"] = Field(default="uniform", description="uniform | normal | zeros")
     scale: float = Field(default=0.01, ge=0, description="half the width of uniform, the deviation of normal")
-    seed: int = Field(default=0, ge=0, description="of the table's first values")
+    seed: int = Field(default=0, ge=0, description="of the initial values")
 
 
 class Eviction(Section):
-    """Which rows `shrink` drops; a row's age and score count from the last push that touched it."""
+    """The rule of `shrink`; age and score of a row count from the last push that touched it."""
 
     max_age: int | None = Field(default=None, ge=1, description="updates of the table since a row was last touched")
-    min_count: int | None = Field(default=None, ge=1, description="rows that were touched less often go")
+    min_count: int | None = Field(default=None, ge=1, description="rows that were touched less often are dropped")
     max_rows: int | None = Field(
-        default=None, ge=1, description="the cap of a server; the least often, then least recently touched go first"
+        default=None,
+        ge=1,
+        description="the cap of a server; the least often, then least recently touched are dropped first",
     )
 
 

@@ -1,8 +1,8 @@
 """Data: sources to documents, documents to tokens, tokens to batches that do not depend on the layout.
 
-The way through: `open_corpus` (sources, tokenizers, building, store, split), then `Loader` (order, rows). Nothing here
-knows of meshes or process groups: ranks are two numbers, and processes wait for each other's files.
-Names are imported when first used: sources and tokenizers are looked at before a command imports torch.
+The order: `open_corpus` (sources, tokenizers, building, store, split), then `Loader` (order, rows). There are no meshes
+or process groups here: ranks are two numbers, and processes wait for each other's files. Names are imported at first
+use: commands check sources and tokenizers before they import torch.
 """
 
 from typing import TYPE_CHECKING
@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING
 from weft.core.lazy_names import import_when_used
 
 if TYPE_CHECKING:
-    from weft.data.corpus import Corpus, default_cache_dir, open_corpus
-    from weft.data.loader import Loader
-    from weft.data.split import Split
-    from weft.data.tokenizers import Tokenizer, find_tokenizer, open_tokenizer
+    from weft.data.corpus import Corpus as Corpus
+    from weft.data.corpus import default_cache_dir as default_cache_dir
+    from weft.data.corpus import open_corpus as open_corpus
+    from weft.data.loader import Loader as Loader
+    from weft.data.split import Split as Split
+    from weft.data.tokenizers import Tokenizer as Tokenizer
+    from weft.data.tokenizers import find_tokenizer as find_tokenizer
+    from weft.data.tokenizers import open_tokenizer as open_tokenizer
 
 _HOMES = {
     "Corpus": "weft.data.corpus",
@@ -26,16 +30,6 @@ _HOMES = {
     "open_tokenizer": "weft.data.tokenizers",
 }
 
-__all__ = [
-    "Corpus",
-    "Loader",
-    "Split",
-    "Tokenizer",
-    "default_cache_dir",
-    "find_tokenizer",
-    "open_corpus",
-    "open_tokenizer",
-]
-
+__all__ = sorted(_HOMES)
 
 __getattr__ = import_when_used(__name__, _HOMES)

@@ -1,14 +1,13 @@
-"""Building a token store: documents to parts, in parallel processes where there are many, parts to one file.
+"""Building a token store: documents to parts, in parallel processes if there are many, parts to one file.
 
-The lock around a build (`build_lock`) saves work and nothing else: parts and the store are written under other names
-and renamed when whole, so two builders at once give the same files. A build that was killed leaves its parts, and the
-next one reads the documents again but encodes only what is missing. Order of the result: that of the documents.
+The lock around a build (`build_lock`) only saves work: parts and the store are written under other names and renamed
+when complete, so two concurrent builders write the same files. A killed build leaves its parts; the next build reads
+the documents again and encodes only the missing parts. The result has the order of the documents.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -18,42 +17,40 @@ from pathlib import Path
 from typing import Protocol
 
 from weft.core.errors import DataError
+from weft.core.processes import num_cores
 from weft.data import parts
 from weft.data.documents import Document
-from weft.data.encode_pool import EncodePool, Task
+from weft.data.encode_pool import EncodePool, EncodeTask
 from weft.data.store import write_store
 from weft.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 
-# Below this many parts to encode, one process is done before others have started.
+# With fewer parts to encode, one process finishes before others have started.
 PARTS_FOR_A_POOL = 3
 # Each process takes a few hundred MiB, and one reader feeds them all.
 MOST_WORKERS = 32
-# The data or the tokenizer of these parts has changed since, so that nobody will ask for them again.
+# The data or the tokenizer of older parts has changed, so they will not be used again.
 ABANDONED_AFTER_S = 7 * 24 * 3600.0
 
 
-class Progress(Protocol):
-    """What a build reports on its way."""
+class BuildProgress(Protocol):
+    """Receives the progress of a build; by default it shows nothing."""
 
-    def start(self, total_bytes: int | None) -> None: ...
+    def start(self, total_bytes: int | None) -> None:
+        return
 
-    def advance(self, num_bytes: int) -> None: ...
+    def advance(self, num_bytes: int) -> None:
+        return
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        return
 
     def wait_for(self, owner: str) -> None:
         """Another process builds."""
-        ...
+        return
 
 
-class Silent:
-    def start(self, total_bytes: int | None) -> None: ...
-
-    def advance(self, num_bytes: int) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def wait_for(self, owner: str) -> None: ...
+class Silent(BuildProgress):
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +58,7 @@ class _Build:
     folder: Path
     tokenizer: Tokenizer
     key: str
-    progress: Progress
+    progress: BuildProgress
 
     def path(self, index: int) -> Path:
         return self.folder / f"{index:06d}"
@@ -75,9 +72,9 @@ def build_store(
     key: str,
     num_workers: int = 1,
     total_bytes: int | None = None,
-    progress: Progress | None = None,
+    progress: BuildProgress | None = None,
 ) -> None:
-    """Encode the documents into the store `path`, with what an earlier build of the same key left."""
+    """Encode the documents into the store `path`, reusing the parts of an earlier build of the same key."""
     progress = progress or Silent()
     build = _Build(folder=path.with_suffix(".parts"), tokenizer=tokenizer, key=key, progress=progress)
     try:
@@ -106,13 +103,11 @@ def cannot_write(folder: Path, error: OSError) -> DataError:
 
 
 def count_workers() -> int:
-    """One for each core that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST_WORKERS)
+    return min(num_cores(), MOST_WORKERS)
 
 
 def _encode(build: _Build, documents: Iterable[Document], *, num_workers: int) -> int:
-    """Every part as a file; returns how many there are."""
+    """Encode every part into a file; returns the number of parts."""
     count = itertools.count()
     tasks = _missing(build, documents, count)
     first = list(itertools.islice(tasks, PARTS_FOR_A_POOL))
@@ -129,10 +124,10 @@ def _encode(build: _Build, documents: Iterable[Document], *, num_workers: int) -
     return next(count)
 
 
-def _missing(build: _Build, documents: Iterable[Document], count: Iterator[int]) -> Iterator[Task]:
-    """The parts that are still to be encoded; `count` is advanced once for every part."""
+def _missing(build: _Build, documents: Iterable[Document], count: Iterator[int]) -> Iterator[EncodeTask]:
+    """The parts that are not encoded yet; advances `count` once per part."""
     for group in parts.divide(documents):
-        task = Task(path=build.path(next(count)), documents=group, documents_crc32=parts.checksum(group))
+        task = EncodeTask(path=build.path(next(count)), documents=group, documents_crc32=parts.checksum(group))
         if parts.is_kept(task.path, key=build.key, documents_crc32=task.documents_crc32):
             build.progress.advance(task.num_bytes)
         else:
@@ -140,7 +135,7 @@ def _missing(build: _Build, documents: Iterable[Document], count: Iterator[int])
 
 
 def _remove_abandoned(cache: Path) -> None:
-    """Parts of builds that were killed and whose data changed since: without this they would fill the disk."""
+    """Parts of killed builds whose data has changed: they would fill the disk."""
     for folder in cache.glob("*.parts"):
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime > ABANDONED_AFTER_S:

@@ -1,8 +1,8 @@
-"""Corpus: from a `DataSpec` to tokens, tokenised once and found again by a digest of what they came from.
+"""Corpus: from a `DataSpec` to tokens, tokenised once and cached under a digest of their origin.
 
-It is not the loader: it knows documents and splits, no rows and no ranks. Of all processes that ask for the same corpus
-at once, on one host or on hosts that share the cache, one builds and the others wait for its file, for as long as its
-owner lives: no collective, and so no time limit, is involved. The key of the file is
+It is not the loader: it knows documents and splits, no rows and no ranks. Of all processes that open the same corpus at
+once, on one host or on hosts that share the cache, one builds and the others wait for its file, as long as its owner
+lives: without a collective, and so without a timeout. The key of the file is
 digest(format version, identity of the sources, identity of the tokenizer); the split is not part of it.
 """
 
@@ -19,7 +19,7 @@ from weft.core.errors import DataError
 from weft.core.run_spec import DataSpec
 from weft.core.vocabulary import BYTES
 from weft.data.build_lock import BuildLock
-from weft.data.building import Progress, Silent, build_store, cannot_write, count_workers
+from weft.data.building import BuildProgress, Silent, build_store, cannot_write, count_workers
 from weft.data.sources import Source, iterate_documents, open_sources, total_bytes
 from weft.data.split import Split, split_documents
 from weft.data.store import FORMAT_VERSION, DamagedStoreError, TokenStore, open_store
@@ -41,8 +41,10 @@ class Corpus:
     path: Path
 
 
-def open_corpus(spec: DataSpec, *, cache_dir: str | Path | None = None, progress: Progress | None = None) -> Corpus:
-    """The corpus of `spec`, built first if need be, by this process or by another that began before."""
+def open_corpus(
+    spec: DataSpec, *, cache_dir: str | Path | None = None, progress: BuildProgress | None = None
+) -> Corpus:
+    """The corpus of `spec`, built first if it is not cached, by this process or by another."""
     folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     sources, tokenizer = open_sources(spec), open_tokenizer(spec.tokenizer or BYTES)
     key = _key(sources, tokenizer)
@@ -62,21 +64,21 @@ def default_cache_dir() -> Path:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the store of a key is, or will be."""
+    """The path of the store of a key."""
 
     path: Path
     key: str
 
     def find(self) -> TokenStore | None:
-        """The store, if it is there and whole."""
+        """The store, if it exists and is complete."""
         try:
             return open_store(self.path, key=self.key)
         except (OSError, DamagedStoreError):
             return None
 
 
-def _await(place: _Place, sources: list[Source], tokenizer: Tokenizer, progress: Progress) -> TokenStore:
-    """The store, as soon as somebody has built it: this process, where nobody else does."""
+def _await(place: _Place, sources: list[Source], tokenizer: Tokenizer, progress: BuildProgress) -> TokenStore:
+    """The store, built by another process or by this one."""
     lock = BuildLock(place.path.with_suffix(".lock"))
     while not _acquire(lock, place.path.parent):
         progress.wait_for(lock.owner())
@@ -84,13 +86,13 @@ def _await(place: _Place, sources: list[Source], tokenizer: Tokenizer, progress:
         if store := place.find():
             return store
     try:
-        # Again: the owner before may have finished between the last look and the lock.
+        # Again: the last owner may have finished before this process took the lock.
         return place.find() or _build(place, sources, tokenizer, progress)
     finally:
         lock.release()
 
 
-def _build(place: _Place, sources: list[Source], tokenizer: Tokenizer, progress: Progress) -> TokenStore:
+def _build(place: _Place, sources: list[Source], tokenizer: Tokenizer, progress: BuildProgress) -> TokenStore:
     try:
         build_store(
             place.path,
@@ -102,7 +104,7 @@ def _build(place: _Place, sources: list[Source], tokenizer: Tokenizer, progress:
             progress=progress,
         )
     except DataError:
-        # A builder that was taken for dead may have finished first, and have removed the parts of both.
+        # A builder that was declared dead may have finished first, and have removed the parts of both.
         if store := place.find():
             return store
         raise

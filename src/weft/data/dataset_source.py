@@ -1,7 +1,7 @@
 """`hf:NAME`: a dataset of the optional `datasets` library - a saved one, a folder it can load, or a hub name.
 
-It is not a copy of that library: rows come from its memory-mapped tables, batch by batch, in table order.
-Identity: for a local folder the files in it, for a hub name the table files in the library's own cache.
+Rows come from the memory-mapped tables of the library, batch by batch, in table order. Identity: the files of a local
+folder, or the table files of a hub name in the cache of the library.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import DataError
-from weft.core.extras import missing_extra
-from weft.data.documents import Document, is_path_like, missing_field, require_text
+from weft.core.errors import DataError, first_line
+from weft.core.extras import import_extra
+from weft.data.documents import Document, file_identity, is_path_like, missing_field, require_text
 
 ROWS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """One split of a dataset; loaded on first need, and for a local folder only when its rows are read."""
+    """One split of a dataset; loaded at first use, for a local folder only when its rows are read."""
 
     dataset: str
     split: str
@@ -32,12 +32,15 @@ class DatasetSource:
         return f"hf:{self.dataset}"
 
     def require_folder(self) -> None:
-        """A name that can only be a path leads somewhere; a hub name is not looked up."""
+        """Raises if a name that can only be a path does not exist; a hub name is not looked up."""
         _ = self._folder
 
     def identity(self) -> list[Any]:
-        files = self._local_files() if self._folder else self._table_files()
-        return ["hf", self.dataset, self.split, self.text_field, [_file_identity(path) for path in files]]
+        if self._folder:
+            files = sorted(path for path in self._folder.rglob("*") if path.is_file())
+        else:
+            files = [Path(entry["filename"]) for entry in self._rows.cache_files]
+        return ["hf", self.dataset, self.split, self.text_field, [file_identity(path) for path in files]]
 
     def documents(self) -> Iterator[Document]:
         rows = self._rows
@@ -51,7 +54,7 @@ class DatasetSource:
                 yield require_text(value, text_field=self.text_field, where=f"{self.name}: row {number}")
 
     def size_bytes(self) -> int | None:
-        """Of the text column's buffers; a selection of rows reads less."""
+        """The buffers of the text column; a selection of rows reads less."""
         rows = self._rows
         return int(rows.select_columns([self.text_field]).data.nbytes) if self.text_field in rows.column_names else None
 
@@ -66,18 +69,16 @@ class DatasetSource:
 
     @cached_property
     def _rows(self) -> Any:
-        library = _import_datasets()
+        library = import_extra("datasets")
         try:
-            loaded = self._load(library)
+            return self._load(library)
         except DataError:
             raise
-        except Exception as error:  # the library raises many kinds; each means "not loadable", in its first line
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+        except Exception as error:  # the library raises many kinds; all mean "not loadable"
             raise DataError(
-                f"the dataset {self.dataset!r} (split {self.split!r}) cannot be loaded: {reason}",
+                f"the dataset {self.dataset!r} (split {self.split!r}) cannot be loaded: {first_line(error)}",
                 hint="check data.source and data.split; a hub name needs the network or a filled cache",
             ) from None
-        return loaded
 
     def _load(self, library: Any) -> Any:
         folder = self._folder
@@ -92,26 +93,7 @@ class DatasetSource:
             )
         return saved[self.split]
 
-    def _local_files(self) -> list[Path]:
-        return sorted(path for path in Path(self._folder or "").rglob("*") if path.is_file())
-
-    def _table_files(self) -> list[Path]:
-        return [Path(entry["filename"]) for entry in self._rows.cache_files]
-
 
 def is_saved_dataset(folder: Path) -> bool:
     """Whether `save_to_disk` wrote this folder: a dataset, or a dictionary of splits."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
-
-
-def _file_identity(path: Path) -> list[Any]:
-    status = path.stat()
-    return [str(path), status.st_size, status.st_mtime_ns]
-
-
-def _import_datasets() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise missing_extra("datasets") from None
-    return datasets

@@ -1,8 +1,8 @@
 """The documents of one file, by its suffix, streamed in file order. Choosing the files is the work of `sources`.
 
 A document is `bytes` (text files, exactly as they lie on disk) or `str` (rows of JSONL and parquet).
-Text files: one document a file, but a file of more than a MiB becomes several, cut at line ends.
-Row files: one document a row, from one field; a null is an empty document, a missing field is an error.
+Text files: one document per file; a file of more than a MiB becomes several, split at line ends.
+Row files: one document per row, from one field; a null is an empty document, a missing field is an error.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import DataError
-from weft.core.extras import missing_extra
+from weft.core.errors import DataError, first_line
+from weft.core.extras import import_extra
 from weft.core.json_files import parse_json
 
 Document = str | bytes
@@ -42,19 +42,28 @@ def read_documents(path: Path, *, text_field: str) -> Iterator[Document]:
 
 
 def read_text(path: Path) -> Iterator[bytes]:
-    """A text file in pieces of about a MiB, cut after a newline, so never inside a UTF-8 character."""
+    """A text file in pieces of about a MiB, split after a newline, so never inside a UTF-8 character."""
     with path.open("rb") as file:
         while lines := file.readlines(PIECE_BYTES):
             yield b"".join(lines)
 
 
+def file_identity(path: Path) -> list[Any]:
+    """Changes when the content of the file may have changed."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", hint="check the file or link") from None
+    return [str(path), status.st_size, status.st_mtime_ns]
+
+
 def is_path_like(name: str) -> bool:
-    """Whether a name that is not there can only have meant a path; the hub would be asked for it long and in vain."""
+    """Whether a missing name can only be a path; a request to the hub for it would take long and fail."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def require_text(value: Any, *, text_field: str, where: str) -> Document:
-    """A row's field as a document; null is empty, anything but text is an error that says where."""
+    """A row's field as a document; null is empty, anything but text is an error with its place."""
     if value is None:
         return ""
     if isinstance(value, str | bytes):
@@ -87,16 +96,16 @@ def _parse_row(line: bytes, *, where: str) -> dict[str, Any]:
     try:
         row = parse_json(line)
     except ValueError as error:  # bad JSON and bad UTF-8 alike
-        raise DataError(f"{where}: is not JSON: {error}", hint="a .jsonl file has one JSON object a line") from None
+        raise DataError(f"{where}: is not JSON: {error}", hint="a .jsonl file has one JSON object per line") from None
     if not isinstance(row, dict):
         raise DataError(
-            f"{where}: is a JSON {type(row).__name__}, not an object", hint="a .jsonl file has one JSON object a line"
+            f"{where}: is a JSON {type(row).__name__}, not an object", hint="a .jsonl file has one JSON object per line"
         )
     return row
 
 
 def _read_parquet(path: Path, *, text_field: str) -> Iterator[Document]:
-    pyarrow, parquet = _import_pyarrow()
+    pyarrow, parquet = import_extra("pyarrow"), import_extra("pyarrow", "pyarrow.parquet")
     try:
         with parquet.ParquetFile(path) as file:
             known = list(file.schema_arrow.names)
@@ -108,14 +117,5 @@ def _read_parquet(path: Path, *, text_field: str) -> Iterator[Document]:
                     number += 1
                     yield require_text(value, text_field=text_field, where=f"{path}: row {number}")
     except pyarrow.ArrowInvalid as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise DataError(f"{path} is not a readable parquet file: {reason}", hint="write the file again") from None
-
-
-def _import_pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise missing_extra("pyarrow") from None
-    return pyarrow, pyarrow.parquet

@@ -1,7 +1,7 @@
-"""Processes that encode parts for a builder. The reader stays one process; what travels is text in, a file name out.
+"""Processes that encode parts for a builder. One process reads; text goes in, a file name comes out.
 
-They are started as commands and not by `multiprocessing`, which would import the user's script again: one that calls
-`weft.train` without a main guard would then train in every one of them. They end with their builder: their input ends.
+They are started as commands and not by `multiprocessing`, which would import the user's script again: a script that
+calls `weft.train` without a main guard would train in each of them. They end with their builder: their input ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from weft.core.errors import RunError, error_from_dict
@@ -25,7 +24,7 @@ COMMAND = (sys.executable, "-m", "weft.data.encode_worker")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class EncodeTask:
     """One part to encode."""
 
     path: Path
@@ -47,38 +46,40 @@ class EncodePool:
     def __enter__(self) -> EncodePool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         for worker in self._workers:
             worker.kill()
             worker.communicate()
 
-    def run(self, tasks: Iterator[Task], *, done: Callable[[Task], None]) -> None:
-        """Carry out every task; the first failure ends all. `tasks` and `done` are called by one thread at a time."""
+    def run(self, tasks: Iterator[EncodeTask], *, done: Callable[[EncodeTask], None]) -> None:
+        """Run every task; the first failure ends all. `tasks` and `done` are called by one thread at a time."""
         executor = ThreadPoolExecutor(len(self._workers), thread_name_prefix="encode")
         try:
             futures = [executor.submit(self._feed, worker, tasks, done) for worker in self._workers]
             for future in futures:
                 future.result()
-        except BaseException:  # an interrupt too: threads that wait for a worker's answer end with the worker
+        except BaseException:  # also an interrupt: threads that wait for an answer end with their worker
             for worker in self._workers:
                 worker.kill()
             raise
         finally:
             executor.shutdown()
 
-    def _feed(self, worker: subprocess.Popen[bytes], tasks: Iterator[Task], done: Callable[[Task], None]) -> None:
+    def _feed(
+        self, worker: subprocess.Popen[bytes], tasks: Iterator[EncodeTask], done: Callable[[EncodeTask], None]
+    ) -> None:
         while (task := self._take(tasks)) is not None:
             _ask(worker, task)
             with self._lock:
                 done(task)
 
-    def _take(self, tasks: Iterator[Task]) -> Task | None:
+    def _take(self, tasks: Iterator[EncodeTask]) -> EncodeTask | None:
         with self._lock:
             return next(tasks, None)
 
 
 def _start(name: str, key: str) -> subprocess.Popen[bytes]:
-    # One core each: the tokenizers' own threads would only get in each other's way.
+    # One core each: the threads of the tokenizers would compete.
     one_core = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **one_core, "CUDA_VISIBLE_DEVICES": ""}
     worker = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
@@ -86,14 +87,14 @@ def _start(name: str, key: str) -> subprocess.Popen[bytes]:
     return worker
 
 
-def _ask(worker: subprocess.Popen[bytes], task: Task) -> None:
+def _ask(worker: subprocess.Popen[bytes], task: EncodeTask) -> None:
     try:
         _send(worker, task)
         answer: dict[str, Any] = pickle.load(worker.stdout)  # type: ignore[arg-type]
     except (EOFError, OSError, pickle.UnpicklingError):
         raise RunError(
-            f"a process that tokenises ended by itself (exit code {worker.wait()})",
-            hint="run again: finished parts are kept; was it killed for want of memory?",
+            f"a tokenising process ended by itself (exit code {worker.wait()})",
+            hint="run again: finished parts are kept; was it killed for lack of memory?",
         ) from None
     if answer:
         raise error_from_dict(answer)

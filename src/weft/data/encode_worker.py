@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.core.errors import RunError, WeftError
 from weft.core.quiet import quiet_libraries
-from weft.data.encode_pool import Task
+from weft.data.encode_pool import EncodeTask
 from weft.data.parts import encode_part, write_part
 from weft.data.tokenizers import Tokenizer, open_tokenizer
 
@@ -31,7 +31,7 @@ def main() -> None:
             answers.flush()
 
 
-def _carry_out(task: Task, *, tokenizer: Tokenizer, key: str) -> dict[str, Any]:
+def _carry_out(task: EncodeTask, *, tokenizer: Tokenizer, key: str) -> dict[str, Any]:
     """Empty when the part is written, else the error's fields."""
     try:
         part = encode_part(task.documents, tokenizer=tokenizer)

@@ -1,8 +1,8 @@
 """Order: a seeded permutation of [0, size) that needs no table, for any size, with random access.
 
-Not a random-number stream: element i of the order is a pure function of (i, size, seed, epoch), so a run can be
-resumed, or split over any number of ranks, at any sample. A Feistel network permutes the next power of four;
-what falls outside [0, size) is put through again until it falls inside (on average under four times).
+Element i of the order is a pure function of (i, size, seed, epoch), so a run can be resumed, or split over any number
+of ranks, at any sample. A Feistel network permutes the next power of four; results outside [0, size) are permuted
+again until they fall inside (on average under four times).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def permute(
     indices: NDArray[np.int64], *, size: int, seed: int, epoch: int | NDArray[np.int64] = 0
 ) -> NDArray[np.int64]:
-    """Where each index goes; `epoch` is one number, or one for each index, and gives a fresh permutation each."""
+    """The new place of each index; `epoch`: one number, or one per index; each has its own permutation."""
     _require_inside(indices, size=size)
     epochs = np.broadcast_to(np.asarray(epoch, dtype=np.int64), indices.shape).astype(np.uint64)
     keys = _round_keys(epochs, seed=seed)
@@ -58,5 +58,5 @@ def _feistel(values: NDArray[np.uint64], *, keys: NDArray[np.uint64], half_bits:
 
 def _require_inside(indices: NDArray[Any], *, size: int) -> None:
     if size < 1 or (indices.size and (indices.min() < 0 or indices.max() >= size)):
-        # Outside the domain the network would still answer, with an index that another element also gets.
+        # Outside the domain the network would return an index that another element has too.
         raise IndexError(f"indices must lie in [0, {size})")

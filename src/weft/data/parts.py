@@ -1,6 +1,6 @@
-"""Parts: the tokens of some neighbouring documents as one file, so that a build that was killed goes on where it was.
+"""Parts: the tokens of some neighbouring documents as one file, so that a killed build resumes.
 
-A part is trusted only where its checksums say that it is whole and was made of these very documents. The layout:
+A part is used only if its checksums show that it is complete and was made of the same documents. The layout:
 
     one line of JSON (`PartHeader`), then num_documents lengths of int64, then the tokens, each document with its end
 """
@@ -11,28 +11,28 @@ import json
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.disk import drafted
 from weft.data.byte_tokenizer import TokenArray
 from weft.data.documents import Document
 from weft.data.tokenizers import Tokenizer
 
-# Enough text that a process is worth its start, little enough that a kill loses seconds and memory stays small.
+# Large enough for the start of a process, small enough that a kill loses seconds and memory stays small.
 PART_DOCUMENTS = 1 << 16
 PART_CHARACTERS = 4 << 20
-# What a tokenizer gets at once: it may use its threads, and its lists take many times a text's size.
+# One call of a tokenizer: enough for its threads; its lists take many times the size of the text.
 BATCH_DOCUMENTS = 512
 BATCH_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True)
 class PartHeader:
-    """What a part was made of, and what it holds."""
+    """The key and checksums of the documents, and the size of the part."""
 
     key: str
     documents_crc32: int
@@ -42,8 +42,8 @@ class PartHeader:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Documents without tokens are left out; every length counts the end of its document."""
+class TokenPart:
+    """Documents without tokens are left out; every length includes the end token of its document."""
 
     lengths: NDArray[np.int64]
     tokens: TokenArray
@@ -54,12 +54,12 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 
 
 def divide(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """The documents of each part in turn: a function of the documents alone, so that every build makes the same."""
+    """The documents of each part in turn: a function of the documents alone, so that every build has the same parts."""
     return _grouped(documents, num_documents=PART_DOCUMENTS, characters=PART_CHARACTERS)
 
 
-def encode_part(documents: Sequence[Document], *, tokenizer: Tokenizer) -> Part:
-    """Each document as the tokenizer encodes it, with one end: a tokenizer that puts an EOS gets no second."""
+def encode_part(documents: Sequence[Document], *, tokenizer: Tokenizer) -> TokenPart:
+    """Encode each document, with one end token: a second EOS is never added."""
     dtype, end = token_dtype(tokenizer.vocab_size), tokenizer.end_of_document
     pieces: list[TokenArray] = []
     lengths: list[int] = []
@@ -71,11 +71,11 @@ def encode_part(documents: Sequence[Document], *, tokenizer: Tokenizer) -> Part:
                 pieces += [tokens.astype(dtype)] if is_ended else [tokens.astype(dtype), last]
                 lengths.append(len(tokens) + (not is_ended))
     tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=dtype)
-    return Part(lengths=np.array(lengths, dtype=np.int64), tokens=tokens)
+    return TokenPart(lengths=np.array(lengths, dtype=np.int64), tokens=tokens)
 
 
-def write_part(path: Path, part: Part, *, key: str, documents_crc32: int) -> None:
-    """The part under its name, whole or not at all: two builders may write the same one."""
+def write_part(path: Path, part: TokenPart, *, key: str, documents_crc32: int) -> None:
+    """Write the part, complete or not at all: two builders may write the same one."""
     payload = part.lengths.tobytes() + part.tokens.tobytes()
     header = PartHeader(
         key=key,
@@ -85,46 +85,37 @@ def write_part(path: Path, part: Part, *, key: str, documents_crc32: int) -> Non
         payload_crc32=zlib.crc32(payload),
     )
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with draft.open("xb") as file:
-            file.write(json.dumps(asdict(header)).encode() + b"\n")
-            file.write(payload)
-        draft.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            draft.unlink()
-        raise
+    with drafted(draft, path), draft.open("xb") as file:
+        file.write(json.dumps(asdict(header)).encode() + b"\n")
+        file.write(payload)
 
 
 def is_kept(path: Path, *, key: str, documents_crc32: int) -> bool:
-    """Whether an earlier build finished this part, of the same documents, and it is whole."""
+    """Whether an earlier build completed this part, of the same documents."""
     try:
         with path.open("rb") as file:
             header = PartHeader(**json.loads(file.readline()))
-            return (header.key, header.documents_crc32) == (key, documents_crc32) and _is_whole(header, file.read())
+            is_same = (header.key, header.documents_crc32) == (key, documents_crc32)
+            return is_same and zlib.crc32(file.read()) == header.payload_crc32
     except (OSError, ValueError, TypeError):
         return False
 
 
-def read_part(path: Path, *, dtype: np.dtype[np.unsignedinteger]) -> Part:
-    """A part that this build wrote or found to be whole."""
+def read_part(path: Path, *, dtype: np.dtype[np.unsignedinteger]) -> TokenPart:
+    """A part that this build wrote or found complete."""
     with path.open("rb") as file:
         header = PartHeader(**json.loads(file.readline()))
         lengths = np.frombuffer(file.read(8 * header.num_documents), dtype=np.int64)
-        return Part(lengths=lengths, tokens=np.frombuffer(file.read(), dtype=dtype))
+        return TokenPart(lengths=lengths, tokens=np.frombuffer(file.read(), dtype=dtype))
 
 
 def checksum(documents: Sequence[Document]) -> int:
-    """Of the text and of where one document ends and the next begins."""
+    """A checksum of the text and of the ends of the documents."""
     found = 0
     for document in documents:
         data = document.encode("utf-8", errors="surrogatepass") if isinstance(document, str) else document
         found = zlib.crc32(data, zlib.crc32(len(data).to_bytes(8, "little"), found))
     return found
-
-
-def _is_whole(header: PartHeader, payload: bytes) -> bool:
-    return zlib.crc32(payload) == header.payload_crc32
 
 
 def _grouped(documents: Iterable[Document], *, num_documents: int, characters: int) -> Iterator[list[Document]]:

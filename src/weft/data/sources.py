@@ -1,4 +1,4 @@
-"""Sources: what `data.source` names, resolved to documents in an order that depends on nothing but the names.
+"""Sources: `data.source` resolved to documents, in an order that depends on the names alone.
 
 Not here: reading one file (`documents`), datasets of the Hugging Face library (`dataset_source`), tokens (`store`).
 Order: the list as written; inside a folder or a glob, files sorted by their relative path; inside a file, file order.
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from weft.core.errors import DataError
 from weft.core.run_spec import DataSpec
 from weft.data.dataset_source import DatasetSource
-from weft.data.documents import SUFFIXES, Document, read_documents, read_text
+from weft.data.documents import SUFFIXES, Document, file_identity, read_documents, read_text
 
 STDLIB = "python-stdlib"
 DATASET_PREFIX = "hf:"
@@ -29,24 +29,24 @@ _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idl
 
 
 class Source(Protocol):
-    """Something that yields documents, and can say cheaply whether they are still the same ones."""
+    """A source of documents with a cheap check for changes."""
 
     @property
     def name(self) -> str: ...
 
     def identity(self) -> list[Any]:
-        """JSON values that change whenever the documents may have changed."""
+        """JSON values that change when the documents may have changed."""
         ...
 
     def documents(self) -> Iterator[Document]: ...
 
     def size_bytes(self) -> int | None:
-        """About how much text there is, for a progress bar; None where that is not known beforehand."""
+        """The approximate size of the text, for a progress bar; None if unknown."""
         ...
 
 
 def open_sources(spec: DataSpec) -> list[Source]:
-    """The sources of `data.source`, in order; a name that leads nowhere is a DataError now, not while reading."""
+    """The sources of `data.source`, in order; a missing one is a DataError here, not while reading."""
     names = [spec.source] if isinstance(spec.source, str) else spec.source
     if not names or not all(name.strip() for name in names):
         raise DataError("data.source names nothing", hint=f"give '{STDLIB}', a file, a folder, a glob or 'hf:NAME'")
@@ -54,7 +54,7 @@ def open_sources(spec: DataSpec) -> list[Source]:
 
 
 def iterate_documents(sources: list[Source]) -> Iterator[Document]:
-    """Every document of every source, without the empty ones, which carry nothing to learn."""
+    """Every document of every source, without the empty ones."""
     for source in sources:
         yield from (document for document in source.documents() if document)
 
@@ -83,7 +83,7 @@ class FileSource:
     text_field: str
 
     def identity(self) -> list[Any]:
-        return ["files", self.text_field, [_stat_file(path) for path in self.files]]
+        return ["files", self.text_field, [file_identity(path) for path in self.files]]
 
     def documents(self) -> Iterator[Document]:
         for path in self.files:
@@ -91,12 +91,12 @@ class FileSource:
 
     def size_bytes(self) -> int | None:
         is_compressed = any(path.suffix.lower() == ".parquet" for path in self.files)
-        return None if is_compressed else sum(_stat_file(path)[1] for path in self.files)
+        return None if is_compressed else sum(file_identity(path)[1] for path in self.files)
 
 
 @dataclass(frozen=True)
 class StdlibSource:
-    """The running interpreter's standard library: real text that every machine already has."""
+    """The standard library of the running interpreter: real text on every machine."""
 
     root: Path
     name: str = STDLIB
@@ -105,12 +105,12 @@ class StdlibSource:
         entries = []
         for path in self._files():
             with suppress(OSError, DataError):
-                entries.append(_stat_file(path))
+                entries.append(file_identity(path))
         return [STDLIB, entries]
 
     def documents(self) -> Iterator[Document]:
         for path in self._files():
-            # An unreadable file of the interpreter is nobody's mistake: the rest of the library will do.
+            # An unreadable file of the interpreter is skipped: the rest of the library is enough.
             with suppress(OSError):
                 yield from read_text(path)
 
@@ -155,14 +155,6 @@ def _walk(root: Path, *, suffixes: frozenset[str], skipped: frozenset[str] = fro
         paths = (Path(folder, name) for name in files if not name.startswith("."))
         found += [(path.relative_to(root).as_posix(), path) for path in paths if path.suffix.lower() in suffixes]
     return [path.resolve() for _, path in sorted(found)]
-
-
-def _stat_file(path: Path) -> list[Any]:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", hint="check the file or link") from None
-    return [str(path), status.st_size, status.st_mtime_ns]
 
 
 def _require_known(path: Path) -> Path:

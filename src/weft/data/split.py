@@ -1,8 +1,8 @@
-"""Split: some documents of a token store read as one stream; and the rule which documents are held out.
+"""Split: some documents of a token store read as one stream; and the choice of held-out documents.
 
 Nothing is copied: a split is a list of runs of neighbouring documents in the mapped tokens. Stream position p lies in
 run r with stream_starts[r] <= p < stream_starts[r + 1], at token run_starts[r] + p - stream_starts[r].
-Held out is a document whose hashed index falls below the fraction: no seed, and a larger fraction only adds documents.
+A document is held out if its hashed index is below the fraction: no seed, and a larger fraction only adds documents.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The token store: one file with every token of a corpus and where each document begins, read by memory map.
 
-It knows nothing of splits, rows or where documents come from; `building` makes its parts. The layout, in this order:
+It knows nothing of splits, rows or sources; `building` creates its parts. The layout, in this order:
 
     header   4096 bytes: one line of JSON (kind, counts, digest of the line itself), filled up with spaces
     tokens   num_tokens of uint16 (vocabulary below 65536) or uint32, filled up to a multiple of 8 bytes
     offsets  num_documents + 1 of int64; document d is tokens[offsets[d]:offsets[d + 1]], its end token included
 
-A file is written under a temporary name and renamed when whole, so that whoever opens the name sees all or nothing.
+A file is written under a temporary name and renamed when complete.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import uuid
 import zlib
 from array import array
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -26,10 +25,11 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.disk import drafted
 from weft.core.errors import DataError
 from weft.core.json_files import parse_json
 from weft.data.byte_tokenizer import TokenArray
-from weft.data.parts import Part, token_dtype
+from weft.data.parts import TokenPart, token_dtype
 from weft.data.tokenizers import Tokenizer
 
 FORMAT_VERSION = 2
@@ -37,12 +37,12 @@ HEADER_BYTES = 4096
 
 
 class DamagedStoreError(Exception):
-    """The file is not a whole store for this key: build it again. Never shown to a user."""
+    """The file is not a complete store for this key: build it again. Never shown to a user."""
 
 
 @dataclass(frozen=True)
 class StoreHeader:
-    """Everything needed to map the file, and to notice that it is not the file it should be."""
+    """The fields to map the file, and to detect a wrong one."""
 
     key: str
     vocab_size: int
@@ -82,7 +82,7 @@ class StoreHeader:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """An open store; `tokens` is a map of the file, so only the pages that are read take memory."""
+    """An open store; `tokens` maps the file, so only pages that were read take memory."""
 
     path: Path
     header: StoreHeader
@@ -91,7 +91,7 @@ class TokenStore:
 
 
 def open_store(path: Path, *, key: str) -> TokenStore:
-    """Map the store; FileNotFoundError where there is none, DamagedStoreError where it cannot be trusted."""
+    """Map the store; raises FileNotFoundError or DamagedStoreError."""
     with path.open("rb") as file:
         header = StoreHeader.from_bytes(file.read(HEADER_BYTES))
         size_bytes = os.fstat(file.fileno()).st_size
@@ -109,23 +109,17 @@ def open_store(path: Path, *, key: str) -> TokenStore:
     return TokenStore(path=path, header=header, tokens=tokens.view(np.ndarray), offsets=offsets.view(np.ndarray))
 
 
-def write_store(path: Path, parts: Iterable[Part], *, tokenizer: Tokenizer, key: str, scratch: Path) -> None:
+def write_store(path: Path, parts: Iterable[TokenPart], *, tokenizer: Tokenizer, key: str, scratch: Path) -> None:
     """The parts, in order, as the store `path`; drafted in `scratch`, a folder of the same file system."""
-    draft = scratch / f".store.{uuid.uuid4().hex}"  # readable by whom the umask allows: a cache may be shared
-    try:
-        with draft.open("xb") as file:
-            _write(file, parts, tokenizer=tokenizer, key=key)
-            file.flush()
-            # Renamed before its bytes are on disk, a file can come back from a power cut whole but empty.
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            draft.unlink()
-        raise
+    draft = scratch / f".store.{uuid.uuid4().hex}"  # with the permissions of the umask: a cache may be shared
+    with drafted(draft, path), draft.open("xb") as file:
+        _write(file, parts, tokenizer=tokenizer, key=key)
+        file.flush()
+        # A file that is renamed before its bytes are on disk can be empty after a power cut.
+        os.fsync(file.fileno())
 
 
-def _write(file: IO[bytes], parts: Iterable[Part], *, tokenizer: Tokenizer, key: str) -> None:
+def _write(file: IO[bytes], parts: Iterable[TokenPart], *, tokenizer: Tokenizer, key: str) -> None:
     header = StoreHeader(key=key, vocab_size=tokenizer.vocab_size, end_of_document=tokenizer.end_of_document)
     file.write(bytes(HEADER_BYTES))
     offsets = array("q", [0])

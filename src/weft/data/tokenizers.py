@@ -1,8 +1,8 @@
 """Tokenizers: documents to arrays of token ids, and the one id that ends a document.
 
 `bytes` is built in (`byte_tokenizer`). Otherwise a Hugging Face tokenizer by folder, by tokenizer.json, or by hub name;
-it is loaded only when something must be encoded. A document is what the tokenizer itself makes of a text, with the
-special tokens that it adds (a BOS, say); the store then ends it with `end_of_document`, if the tokenizer did not.
+it is loaded only to encode. A document is encoded with the special tokens that the tokenizer adds (a BOS, for example);
+the store ends it with `end_of_document`, if the tokenizer did not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from weft.core.errors import TokenizerError
+from weft.core.errors import TokenizerError, first_line
 from weft.core.vocabulary import BYTES
 from weft.data.byte_tokenizer import ByteTokenizer, TokenArray, holds_byte_tokenizer
 from weft.data.documents import Document, is_path_like
@@ -28,7 +28,7 @@ _HINT = "set data.tokenizer to 'bytes', or to a folder, a tokenizer.json or a hu
 
 
 class Tokenizer(Protocol):
-    """What the token store needs of a tokenizer."""
+    """The methods that the token store needs."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
     def end_of_document(self) -> int: ...
 
     def identity(self) -> str:
-        """Changes whenever the same text may give other tokens."""
+        """Changes when the same text may give other tokens."""
         ...
 
     def encode(self, document: Document) -> TokenArray: ...
@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
     def encode_batch(self, documents: Sequence[Document]) -> list[TokenArray]: ...
 
     def save(self, folder: Path) -> None:
-        """Files in `folder` from which `open_tokenizer` and transformers make the same tokenizer again."""
+        """Writes files to `folder` that `open_tokenizer` and transformers load as the same tokenizer."""
         ...
 
 
@@ -55,7 +55,7 @@ def open_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     path = Path(name).expanduser()
     if not path.exists() and "@" in name and (local := Path(name.rpartition("@")[0]).expanduser()).exists():
-        path = local  # a revision is of a hub name, and this is a folder
+        path = local  # a folder: the revision belongs to a hub name
     if not path.exists():
         if is_path_like(name) or path.suffix == ".json":
             raise TokenizerError(f"there is no tokenizer {name}", hint=_HINT)
@@ -96,7 +96,7 @@ class HuggingFaceTokenizer:
             vocabulary = self._backend.get_vocab()
             token = next((vocabulary[name] for name in _END_TOKENS if name in vocabulary), None)
         if token is None:
-            token = self._backend.sep_token_id  # what encoders call the end of a text
+            token = self._backend.sep_token_id  # the end of a text in encoders
         if token is None:
             raise TokenizerError(
                 f"the tokenizer {self.name} has no end-of-sequence token, which must end each document",
@@ -120,9 +120,9 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, documents: Sequence[Document]) -> list[TokenArray]:
         texts = [_as_text(document) for document in documents]
-        # verbose=False: a document longer than the model's window is no mistake here, rows are cut later.
+        # verbose=False: a document may be longer than the model's window, rows are split later.
         encoded = self._backend(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)
-        # A text without tokens of its own is an empty document, whatever the tokenizer puts around it.
+        # A text with special tokens only is an empty document.
         added = self._backend.num_special_tokens_to_add()
         return [np.asarray(ids if len(ids) > added else [], dtype=np.int64) for ids in encoded["input_ids"]]
 
@@ -137,13 +137,12 @@ class HuggingFaceTokenizer:
     def _backend(self) -> Any:
         try:
             backend = self._load()
-        except Exception as error:  # the loaders raise many kinds; each means "not loadable", in its first line
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+        except Exception as error:  # the loaders raise many kinds; all mean "not loadable"
             raise TokenizerError(
-                f"the tokenizer {self.name} cannot be loaded: {reason}",
+                f"the tokenizer {self.name} cannot be loaded: {first_line(error)}",
                 hint=f"{_HINT}; a hub name needs the network or a filled cache",
             ) from None
-        # Of a model without tokenizer files transformers makes a tokenizer of its class with no words in it.
+        # For a model without tokenizer files transformers builds a tokenizer with an empty vocabulary.
         if set(backend.get_vocab().values()) <= set(backend.all_special_ids):
             raise TokenizerError(f"{self.name} holds no tokenizer files", hint=_HINT)
         return backend
@@ -165,7 +164,7 @@ def _snapshot(name: str) -> Path:
 
 
 def _tokenizer_files(path: Path) -> list[Path]:
-    """The files that decide what the tokenizer does; weights beside them are none of its business."""
+    """The files of the tokenizer, without weights beside them."""
     folder = path if path.is_dir() else path.parent
     names = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.tiktoken", "*.model")
     found = {file for name in names for file in folder.glob(name) if file.is_file()}
@@ -173,7 +172,7 @@ def _tokenizer_files(path: Path) -> list[Path]:
 
 
 def _bare_file(path: Path) -> Path | None:
-    """The tokenizer.json that stands alone, without the config that tells AutoTokenizer which class to take."""
+    """A tokenizer.json without the config that names its class for AutoTokenizer."""
     folder = path if path.is_dir() else path.parent
     file = path if path.is_file() else folder / "tokenizer.json"
     configured = (folder / "tokenizer_config.json").is_file() and file.name == "tokenizer.json"

@@ -1,6 +1,6 @@
-"""Torch elastic, made to restart and to tell the truth: our rendezvous, our variables, our watch over the ranks.
+"""The agent of torch elastic with our rendezvous, environment variables and supervision of ranks.
 
-It is not the entry (`local.launch` is) and judges nothing itself (`cause` does). One generation of ranks:
+The entry is `local.launch`; `cause` finds the cause of a failure. One generation of ranks:
 
     new store on loopback -> ranks start -> all end with 0, or one fails -> short grace -> the rest is killed -> verdict
 """
@@ -32,12 +32,12 @@ from weft.train.rank_store import serve_store
 _LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT_S = 300.0
 _POLL_S = 0.1
-# What the other ranks get to end by themselves once one has failed: enough to write their own error down, and
-# longer while all we know is that somebody lost a peer, since the cause may still be on its way.
+# Time for the other ranks to end by themselves after a failure: enough to record their own error, and more while the
+# only known error is a lost peer, since the record of the cause may still follow.
 _CERTAIN_GRACE_S = 1.0
 _UNCERTAIN_GRACE_S = 5.0
-# After the first request to stop: a rank that cannot be woken in this time is killed, and so are the others, who wait
-# for it.
+# After the first request to stop: a stopped rank that does not wake in this time is killed, and so are the others,
+# which wait for it.
 _WAKE_S = 5.0
 
 
@@ -86,7 +86,7 @@ class Generations(RendezvousHandler):
 
 
 class RankSurroundings(LogsSpecs):
-    """Gives each rank its variables and each generation a fresh folder; output goes where the launcher's goes."""
+    """Sets the variables of each rank and creates a folder per generation; ranks share the launcher's output."""
 
     def __init__(self, *, scratch: Path, num_ranks: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class RankSurroundings(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         self.folder = self._scratch / f"generation-{envs[0]['TORCHELASTIC_RESTART_COUNT']}"
-        shutil.rmtree(self.folder, ignore_errors=True)  # an earlier launch's errors are not this one's
+        shutil.rmtree(self.folder, ignore_errors=True)  # it may hold errors of an earlier launch
         self.folder.mkdir(mode=0o700, parents=True)
         extra = rank_variables(scratch=self.folder, num_ranks=self._num_ranks, given=os.environ, platform=sys.platform)
         for variables in envs.values():
@@ -133,8 +133,8 @@ class RankAgent(LocalElasticAgent):
         self.error: WeftError | None = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Elastic calls this every 0.1 s. Its own version runs only after the last rank ended, to do the books:
-        seeing the first failure it would send SIGTERM, which asks ranks to save, and wait for 30 s."""
+        """Elastic calls this every 0.1 s. Its own version runs only after the last rank has ended: at the first
+        failure it would send SIGTERM, on which ranks save, and wait for 30 s."""
         self._obey_stops()
         ends = self._look()
         if any(end.has_failed or end.killed_by_launcher for end in ends):
@@ -178,8 +178,7 @@ class RankAgent(LocalElasticAgent):
         self._wake(running)
 
     def _wake(self, running: list[RankEnd]) -> None:
-        """A rank that somebody has stopped (SIGSTOP, a debugger) can neither save nor end, and the others wait for it:
-        the first request must end such a job too."""
+        """Continue stopped ranks (SIGSTOP, a debugger): they can neither save nor end, and the others wait for them."""
         stopped = [end for end in running if state_of(end.pid) in ("T", "t")]
         for end in stopped:
             _send(end.pid, signal.SIGCONT)
@@ -187,7 +186,7 @@ class RankAgent(LocalElasticAgent):
             self._kill(running)
 
     def _end_generation(self) -> list[RankEnd]:
-        """Waits a little for the other ranks' own words, then kills what still runs; how each rank ended."""
+        """Waits briefly for the records of the other ranks, then kills those that still run; returns all ends."""
         started = time.monotonic()
         ends = self._look()
         while any(end.is_running for end in ends):
@@ -237,5 +236,5 @@ def _send(pid: int, number: signal.Signals, *, whole_group: bool = False) -> Non
             os.killpg(pid, number)
         else:
             os.kill(pid, number)
-    except ProcessLookupError:  # it ended by itself in the meantime
+    except ProcessLookupError:  # it has ended meanwhile
         pass

@@ -1,11 +1,11 @@
-"""Which rank's end was the cause, when all of them ended: the one error that the launcher raises.
+"""The rank whose failure caused the others: the one error that the launcher raises.
 
-It looks at no process; the agent hands it what it saw. The order of belief, strongest first:
+The input is a list of `RankEnd`s from the agent. The order of precedence, strongest first:
 
     bad input  >  killed by a signal  >  own exception  >  named the rank that did not arrive
                >  aborted, or left without a word  >  lost its peers
 
-A killed rank writes nothing, and its peers' "connection reset" often arrives first: so belief goes before time.
+A killed rank writes no record, and "connection reset" of its peers often arrives first: so precedence goes before time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.core.errors import RankError, StallError, WeftError
+from weft.core.processes import signal_name
 from weft.train.failures import FailureRecord
 
 _NAMED_ANOTHER, _SILENT, _LOST_PEERS = 3, 4, 5
@@ -22,7 +23,7 @@ _NAMED_ANOTHER, _SILENT, _LOST_PEERS = 3, 4, 5
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How a rank stands: `exit_code` None while it runs, negative when a signal ended it."""
+    """The state of a rank: `exit_code` is None while it runs, negative if a signal ended it."""
 
     rank: int
     pid: int
@@ -47,21 +48,21 @@ def find_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
 
 
 def is_certain(cause: RankEnd | None) -> bool:
-    """Whether waiting for more ranks to end could not change the answer."""
+    """Whether the end of more ranks could not change the cause."""
     return cause is not None and _belief(cause)[0] <= 2
 
 
 def describe(cause: RankEnd, *, num_ranks: int) -> WeftError:
-    """The cause as the error the launcher raises."""
+    """The cause as the error of the launcher."""
     if cause.record is not None:
         return cause.record.to_error()
     who = f"rank {cause.rank} (pid {cause.pid})" if num_ranks > 1 else f"the process (pid {cause.pid})"
     code = cause.exit_code or 0
     if code < 0:
-        return RankError(f"{who} was killed by {_signal_name(-code)}", hint=_signal_hint(-code))
+        return RankError(f"{who} was killed by {signal_name(-code)}", hint=_signal_hint(-code))
     return RankError(
         f"{who} ended with exit code {code} and left no error message",
-        hint="its own output above says more; it may have ended before training began",
+        hint="see its output above; it may have ended before training began",
     )
 
 
@@ -78,13 +79,6 @@ def _belief_in(record: FailureRecord) -> int:
     if record.secondary:
         return _NAMED_ANOTHER if record.error_fields["error"] == StallError.__name__ else _LOST_PEERS
     return 0 if record.exit_code == 2 else 2
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _signal_hint(number: int) -> str:

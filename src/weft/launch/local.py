@@ -1,6 +1,6 @@
-"""Starts ranks on this machine and stays until they end: torch elastic underneath, one error on top.
+"""Starts ranks on this machine with torch elastic and waits for their end; raises one error.
 
-It is not the rank's side (`weft.train.process`) and knows nothing of what the command does.
+The rank's side is `weft.train.process`. The command may be anything.
 
     all ranks end with 0 -> returns;  otherwise -> raises the first cause, after `max_restarts` restarts
 """
@@ -29,9 +29,9 @@ def launch(
 ) -> None:
     """Runs `command` as `num_ranks` ranks of one job; raises the one error that explains a failure.
 
-    `scratch` takes a folder for each generation with the ranks' pid and error files. `log` gets the lines a
-    user should see on the way, such as restarts (default: stderr). SIGINT, SIGTERM and SIGHUP ask the ranks
-    to end, by SIGTERM, and are waited for; a second one kills them. Bad input is never restarted.
+    `scratch` gets one folder per generation with the pid and error files of the ranks. `log` gets lines for the user,
+    such as restarts (default: stderr). SIGINT, SIGTERM and SIGHUP send SIGTERM to the ranks and wait for their end; a
+    second one kills them. Bad input is never restarted.
     """
     if num_ranks < 1:
         raise BadValueError(f"The number of ranks is {num_ranks}, not at least 1.", hint="give --nproc 1 or more")
@@ -76,12 +76,12 @@ def _run(
     agent = RankAgent(spec, generations=generations, surroundings=surroundings, stops=stops, log=log)
     result = agent.run()
     if result.is_failed():
-        raise agent.error or RankError("the ranks failed, and none left an error")
+        raise agent.error or RankError("the ranks failed, and none recorded an error")
 
 
 @contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """Keeps elastic's own account of a failure off the terminal: dozens of lines that name no cause."""
+    """Keeps the failure report of elastic off the terminal: dozens of lines without a cause."""
     from weft.train.failures import is_debugging
 
     logger = logging.getLogger(_ELASTIC_LOGGER)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -24,14 +24,14 @@ class StopSignals:
         self._elastic_choice: str | None = None
 
     def __enter__(self) -> StopSignals:
-        # Elastic would put its own handlers over ours: SIGTERM to the ranks, SIGKILL 30 s later, saved or not.
+        # Elastic would replace these handlers by its own: SIGTERM to the ranks, SIGKILL 30 s later, saved or not.
         self._elastic_choice = os.environ.get(_ELASTIC_VARIABLE)
         os.environ[_ELASTIC_VARIABLE] = ""
         if threading.current_thread() is threading.main_thread():
             self._take_over()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         os.environ.pop(_ELASTIC_VARIABLE)

@@ -10,13 +10,13 @@ from weft.core.lazy_names import import_when_used
 
 _HOMES = {
     "Client": "weft.server.client",
-    "Endpoint": "weft.server.wire.endpoint",
-    "RowSession": "weft.server.session",
+    "Endpoint": "weft.server.wire.sockets",
+    "RowSession": "weft.server.model.embedding",
     "Server": "weft.server.node.server",
-    "NodeSpec": "weft.server.node.spec",
-    "ShardedEmbedding": "weft.server.embedding",
-    "Task": "weft.server.task",
-    "Trainer": "weft.server.trainer",
+    "NodeSpec": "weft.server.node.state",
+    "ShardedEmbedding": "weft.server.model.embedding",
+    "Task": "weft.server.model.task",
+    "Trainer": "weft.server.job.trainer",
     "ServerRun": "weft.core.server_spec",
     "TableSpec": "weft.core.table_spec",
     "RowOptimizer": "weft.core.table_spec",
@@ -24,25 +24,10 @@ _HOMES = {
     "Eviction": "weft.core.table_spec",
 }
 
-__all__ = [
-    "Client",
-    "Endpoint",
-    "Eviction",
-    "NodeSpec",
-    "RowInit",
-    "RowOptimizer",
-    "RowSession",
-    "Server",
-    "ServerRun",
-    "ShardedEmbedding",
-    "TableSpec",
-    "Task",
-    "Trainer",
-]
-
+__all__ = sorted(_HOMES)
 
 __getattr__ = import_when_used(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -1,9 +1,9 @@
-"""`weft server bench`: rows a second over loopback, against what the wire and the table allow one by one.
+"""`weft server bench`: rows per second over loopback, beside the bound of the wire and the table.
 
-    bound = 1 / (1 / raw TCP of the same bytes + 1 / the table's own kernel)        share = measured / bound
+    bound = 1 / (1 / raw TCP of the same bytes + 1 / the kernel of the table)        share = measured / bound
 
-Raw TCP, the kernel, and servers with and without a log take turns, round by round; figures are medians of rounds.
-Servers and workers are processes of their own; rows of 64 columns, row-wise Adagrad, keys drawn evenly.
+Raw TCP, the kernel, and servers with and without a log alternate, round by round; figures are medians of rounds.
+Servers and workers are separate processes; rows of 64 columns, row-wise Adagrad, uniform keys.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.table import Table as Grid
 
 from weft.core.table_spec import RowInit, RowOptimizer, TableSpec
+from weft.server.arrays import Keys, Rows
 from weft.server.client import Client
 from weft.server.node.server import Server
-from weft.server.node.spec import NodeSpec
+from weft.server.node.state import NodeSpec
 from weft.server.table.table import Table
-from weft.server.wire.endpoint import Endpoint
-from weft.server.wire.frame import Frame, Op, Section, send_frame
-from weft.server.wire.reader import FrameReader
-from weft.server.wire.sockets import connect, tune
+from weft.server.wire.frame import Frame, FrameReader, Op, TableSection, send_frame
+from weft.server.wire.sockets import Endpoint, connect, tune
 
 Kind = Literal["pull", "push"]
 SIZES = (4096, 65536)  # keys of a call
@@ -47,7 +46,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRecord:
-    """Rows a second; `log_cost` is the time of a push with the log over one without."""
+    """Rows per second; `log_cost` is the time of a push with the log over one without."""
 
     kind: Kind
     keys: int
@@ -55,7 +54,7 @@ class BenchRecord:
     raw_rows_per_s: float
     kernel_rows_per_s: float
     share_of_bound: float
-    two_workers: float  # rows a second of two over those of one
+    two_workers: float  # rows per second of two over those of one
     log_cost: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -68,12 +67,12 @@ def bench_spec() -> TableSpec:
 
 
 def run_bench(
-    *, rows: int = 4_000_000, rounds: int = 7, sizes: tuple[int, ...] = SIZES, tell: Callable[[str], None] = print
+    *, rows: int = 4_000_000, rounds: int = 7, sizes: tuple[int, ...] = SIZES, log: Callable[[str], None] = print
 ) -> list[BenchRecord]:
-    """All figures; `tell` hears what is going on."""
+    """All figures; `log` gets progress lines."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-bench-")))
-        tell(f"filling tables of {rows:,} rows")
+        log(f"filling tables of {rows:,} rows")
         served = {
             name: stack.enter_context(serving(serve, rows, folder))
             for name, folder in (("plain", None), ("log", scratch))
@@ -86,26 +85,20 @@ def run_bench(
             "kernel": [stack.enter_context(working(_kernel_calls, rows))],
         }
         kinds: tuple[Kind, ...] = ("pull", "push")
-        return [_measure(workers, kind, size, rounds, tell) for size in sizes for kind in kinds]
+        return [_measure(workers, kind, size, rounds, log) for size in sizes for kind in kinds]
 
 
 def _measure(
-    workers: dict[str, list[Worker]], kind: Kind, size: int, rounds: int, tell: Callable[[str], None]
+    workers: dict[str, list[Connection]], kind: Kind, size: int, rounds: int, log: Callable[[str], None]
 ) -> BenchRecord:
-    seconds: dict[str, list[float]] = {name: [] for name in ("raw", "kernel", "plain", "both", "log")}
+    teams = {name: workers[name] for name in ("raw", "kernel")}
+    teams |= {"plain": workers["plain"][:1], "both": workers["plain"], "log": workers["log"]}
     calls = max(4, 400_000 // size)
-    for number in range(rounds + 1):
-        found = {
-            "raw": together(workers["raw"], kind, size, calls),
-            "kernel": together(workers["kernel"], kind, size, calls),
-            "plain": together(workers["plain"][:1], kind, size, calls),
-            "both": together(workers["plain"], kind, size, calls),
-            "log": together(workers["log"], kind, size, calls),
-        }
-        for name in seconds if number else ():  # the first round warms up
-            seconds[name].append(found[name] / calls)
-    median = {name: statistics.median(times) for name, times in seconds.items()}
-    tell(f"{kind} of {size:,} keys: {size / median['plain'] / 1e6:.2f} M rows/s")
+    seconds = [
+        {name: together(team, kind, size, calls) / calls for name, team in teams.items()} for _ in range(rounds + 1)
+    ]
+    median = {name: statistics.median(found[name] for found in seconds[1:]) for name in teams}  # the first warms up
+    log(f"{kind} of {size:,} keys: {size / median['plain'] / 1e6:.2f} M rows/s")
     return BenchRecord(
         kind=kind,
         keys=size,
@@ -123,17 +116,11 @@ def bench_table(records: list[BenchRecord]) -> Grid:
     for heading in ("call", "keys", "measured", "raw TCP", "kernel", "of the bound", "2 workers", "log"):
         grid.add_column(heading, justify="right")
     for record in records:
-        log = f"{record.log_cost:.2f} x" if record.log_cost is not None else ""
         speeds = (record.rows_per_s, record.raw_rows_per_s, record.kernel_rows_per_s)
         figures = [f"{speed / 1e6:.2f}" for speed in speeds]
-        grid.add_row(
-            record.kind,
-            f"{record.keys:,}",
-            *figures,
-            f"{record.share_of_bound:.2f}",
-            f"{record.two_workers:.2f} x",
-            log,
-        )
+        figures += [f"{record.share_of_bound:.2f}", f"{record.two_workers:.2f} x"]
+        log = f"{record.log_cost:.2f} x" if record.log_cost is not None else ""
+        grid.add_row(record.kind, f"{record.keys:,}", *figures, log)
     return grid
 
 
@@ -141,53 +128,46 @@ def bench_table(records: list[BenchRecord]) -> Grid:
 
 
 @contextmanager
-def serving(target: Callable[..., None], *given: Any) -> Iterator[Endpoint]:
-    """A process that serves until it is told to end."""
+def _child(target: Callable[..., None], given: Sequence[Any]) -> Iterator[tuple[Connection, BaseProcess]]:
     ours, theirs = _SPAWN.Pipe()
     process = _SPAWN.Process(target=target, args=(theirs, *given), daemon=True)
     process.start()
     try:
-        yield Endpoint(*ours.recv())
+        yield ours, process
     finally:
         process.terminate()
         process.join()
-
-
-class Worker:
-    def __init__(self, pipe: Connection) -> None:
-        self.pipe = pipe
 
 
 @contextmanager
-def working(target: Callable[..., None], *given: Any) -> Iterator[Worker]:
-    """A process that makes calls when it is asked to."""
-    ours, theirs = _SPAWN.Pipe()
-    process = _SPAWN.Process(target=target, args=(theirs, *given), daemon=True)
-    process.start()
-    try:
-        ours.recv()
-        yield Worker(ours)
-        ours.send(None)  # it may have processes of its own to end
+def serving(target: Callable[..., None], *given: Any) -> Iterator[Endpoint]:
+    """A server process; its endpoint."""
+    with _child(target, given) as (pipe, _):
+        yield Endpoint(*pipe.recv())
+
+
+@contextmanager
+def working(target: Callable[..., None], *given: Any) -> Iterator[Connection]:
+    """A worker process; the pipe for `together`."""
+    with _child(target, given) as (pipe, process):
+        pipe.recv()
+        yield pipe
+        pipe.send(None)  # it may have child processes to end
         process.join(_END_S)
-    finally:
-        process.terminate()
-        process.join()
 
 
-def together(workers: list[Worker], kind: Kind, size: int, calls: int) -> float:
-    """Seconds until the last of them has made its calls."""
+def together(workers: list[Connection], kind: Kind, size: int, calls: int) -> float:
+    """Seconds until the last worker has made its calls."""
     for worker in workers:
-        worker.pipe.send((kind, size, calls))
-    return max(float(worker.pipe.recv()) for worker in workers)
+        worker.send((kind, size, calls))
+    return max(float(worker.recv()) for worker in workers)
 
 
-def answer_calls(
-    pipe: Connection, call: Callable[[Kind, NDArray[np.int64], NDArray[np.float32]], None], rows: int, seed: int
-) -> None:
-    """The worker's side: seconds for each (kind, size, calls) that comes."""
+def answer_calls(pipe: Connection, call: Callable[[Kind, Keys, Rows], None], rows: int, seed: int) -> None:
+    """The worker's side: answers each (kind, size, calls) with seconds."""
     generator = np.random.default_rng(seed)
     pipe.send("ready")
-    batches: dict[int, list[NDArray[np.int64]]] = {}
+    batches: dict[int, list[Keys]] = {}
     while (asked := pipe.recv()) is not None:
         kind, size, calls = asked
         if size not in batches:
@@ -199,14 +179,14 @@ def answer_calls(
         pipe.send(time.perf_counter() - start)
 
 
-def unique_keys(generator: np.random.Generator, rows: int, size: int) -> NDArray[np.int64]:
+def unique_keys(generator: np.random.Generator, rows: int, size: int) -> Keys:
     found = np.unique(generator.integers(0, rows, size + size // 4))
     generator.shuffle(found)
     return np.ascontiguousarray(found[:size])
 
 
 def filled_table(rows: int) -> Table:
-    # Room to spare, as a server's table has: one that is full looks every pushed key up before it changes anything.
+    # Spare room, as the table of a server has: a full table looks up every pushed key before it changes anything.
     table = Table(bench_spec(), reserve_rows=rows + 2 * max(SIZES))
     step = 1 << 18
     for start in range(0, rows, step):
@@ -218,10 +198,10 @@ def filled_table(rows: int) -> Table:
 def serve(pipe: Connection, rows: int, folder: Path | None) -> None:
     server = Server(index=0, spec=NodeSpec(), folder=folder, token=_TOKEN)
     server.create(bench_spec())
-    server.hold(filled_table(rows))  # not through the log: it would be gigabytes before anything is measured
+    server.hold(filled_table(rows))  # not through the log, which would grow to gigabytes
     endpoint = server.start()
     pipe.send((endpoint.host, endpoint.port))
-    while True:  # the log's files are used again, as they are in any run after its first snapshot
+    while True:  # log files are reused, as in any run after its first snapshot
         time.sleep(_RETIRE_S)
         server.retire_log()
 
@@ -230,7 +210,7 @@ def calls_of(pipe: Connection, endpoint: Endpoint, rows: int, seed: int) -> None
     client = Client(lambda _: endpoint, num_servers=1, token=_TOKEN, client_id=seed)
     client.create(bench_spec())
 
-    def call(kind: Kind, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+    def call(kind: Kind, keys: Keys, values: Rows) -> None:
         if kind == "pull":
             client.pull({"bench": keys})
         else:
@@ -243,14 +223,14 @@ def _kernel_calls(pipe: Connection, rows: int) -> None:
     table = filled_table(rows)
     out = np.empty((max(SIZES), DIM), np.float32)
 
-    def call(kind: Kind, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+    def call(kind: Kind, keys: Keys, values: Rows) -> None:
         table.pull(keys, out[: keys.size]) if kind == "pull" else table.push(keys, values)
 
     answer_calls(pipe, call, rows, 4)
 
 
 def _serve_raw(pipe: Connection) -> None:
-    """The same bytes both ways, and nothing done with them."""
+    """The same bytes both ways, without any work on them."""
     listening = socket.create_server(("127.0.0.1", 0))
     pipe.send(listening.getsockname()[:2])
     while True:
@@ -267,7 +247,7 @@ def _answer_raw(connection: socket.socket) -> None:
         except ConnectionError:
             return
         section = frame.sections[0]
-        answer = [] if section.values is not None else [Section(table=0, values=rows[: section.keys.size])]
+        answer = [] if section.values is not None else [TableSection(table=0, values=rows[: section.keys.size])]
         send_frame(connection, Frame(op=Op.OK, sections=answer))
 
 
@@ -275,9 +255,9 @@ def _raw_calls(pipe: Connection, endpoint: Endpoint) -> None:
     connection, reader = connect(endpoint, timeout_s=60.0), FrameReader()
     out = np.empty((max(SIZES), DIM), np.float32)
 
-    def call(kind: Kind, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+    def call(kind: Kind, keys: Keys, values: Rows) -> None:
         given = values if kind == "push" else None
-        send_frame(connection, Frame(op=Op.PUSH, sections=[Section(table=0, keys=keys, values=given)]))
+        send_frame(connection, Frame(op=Op.PUSH, sections=[TableSection(table=0, keys=keys, values=given)]))
         reader.read(connection, into=[] if kind == "push" else [out[: keys.size]])
 
     answer_calls(pipe, call, 1 << 22, 5)

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from weft.core.server_spec import FREE, ServerRun
+from weft.server.model.task import open_task
 from weft.server.node.reshard import reshard
-from weft.server.task import open_task
-from weft.server.worker import order_of
+from weft.server.worker.worker import order_of
 from weft.verify.server_reference import Reference
 from weft.verify.server_runs import ServerRunResult, changed, follow, schedule, shrunk, train
 from weft.verify.tolerances import SLACK, SUM_ROUNDINGS, UNIT_ROUNDOFF

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from weft.core.server_spec import ServerRun
 from weft.core.table_spec import DENSE_TABLE, RowOptimizer, TableSpec
-from weft.server.clicks.order import SampleOrder
-from weft.server.dense import DenseBlocks, dense_spec
-from weft.server.embedding import table_specs
-from weft.server.session import RowSession
+from weft.server.model.dense import DenseBlocks, dense_spec
+from weft.server.model.embedding import RowSession, table_specs
+from weft.server.model.task import Task
 from weft.server.table.table import Table
-from weft.server.task import Task
-from weft.server.worker import build_seeded, order_of
+from weft.server.units import SampleOrder
+from weft.server.worker.worker import build_seeded, order_of
 
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]

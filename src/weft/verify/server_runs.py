@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from weft.core.server_spec import ServerRun
 from weft.core.table_spec import DENSE_TABLE
 from weft.server.client import Client
-from weft.server.dense import DenseBlocks, dense_spec
-from weft.server.embedding import table_specs
-from weft.server.folder import ServerFolder
-from weft.server.job import run_job
+from weft.server.job.driver import run_job
+from weft.server.job.records import ServerFolder
+from weft.server.model.dense import DenseBlocks, dense_spec
+from weft.server.model.embedding import table_specs
+from weft.server.model.task import Task, open_task
 from weft.server.node.reshard import server_folders
-from weft.server.node.restore import restore
 from weft.server.node.server import Server
-from weft.server.node.spec import NodeSpec
-from weft.server.server_rows import ServerRows
-from weft.server.task import Task, open_task
-from weft.server.worker import Worker, build_seeded, order_of
+from weft.server.node.snapshots import restore
+from weft.server.node.state import NodeSpec
+from weft.server.worker.rows import ServerRows
+from weft.server.worker.worker import Worker, build_seeded, order_of
 from weft.verify.server_reference import ServerEvent
 
 Keys = NDArray[np.int64]

@@ -25,12 +25,12 @@ from weft.core.errors import LogError, ServerLostError, TokenError, WeftError
 from weft.core.table_spec import RowInit, RowOptimizer, TableSpec
 from weft.server import client as client_module
 from weft.server.client import Client
-from weft.server.coordinator import Coordinator
+from weft.server.job.coordinator import Coordinator
 from weft.server.main import TOKEN_VARIABLE
-from weft.server.node.spec import NodeSpec
+from weft.server.node.state import NodeSpec
 from weft.server.wire import handshake as handshake_module
 from weft.server.wire.control import ControlClient, ControlServer
-from weft.server.wire.endpoint import Endpoint
+from weft.server.wire.sockets import Endpoint
 
 with benchmarks_importable():
     from counting_task import Counted, compare

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from weft.core.server_spec import ServerRun
-from weft.server.job import run_job
+from weft.server.job.driver import run_job
 
 pytestmark = pytest.mark.slow
 PORT = 6399

@@ -17,7 +17,7 @@ from weft.data import building, encode_pool, parts
 from weft.data.building import build_store
 from weft.data.byte_tokenizer import ByteTokenizer, TokenArray
 from weft.data.documents import Document
-from weft.data.encode_pool import Task
+from weft.data.encode_pool import EncodeTask
 from weft.data.encode_worker import _carry_out
 from weft.data.store import open_store
 from weft.data.tokenizers import Tokenizer, open_tokenizer
@@ -126,7 +126,7 @@ def test_what_processes_carry_out_gives_the_same_file(
     whole = serial_bytes(tmp_path / "whole", DOCUMENTS, tokenizer)
     names: list[str] = []
 
-    def ask(_: object, task: Task) -> None:
+    def ask(_: object, task: EncodeTask) -> None:
         names.append(task.path.name)
         assert _carry_out(pickle.loads(pickle.dumps(task)), tokenizer=tokenizer, key="k") == {}
 
@@ -173,7 +173,7 @@ def test_an_error_of_a_process_is_the_builders_own(tmp_path: Path) -> None:
         def encode_batch(self, documents: Sequence[Document]) -> list[TokenArray]:
             raise ValueError("no such word")
 
-    task = Task(path=tmp_path / "000000", documents=["x"], documents_crc32=0)
+    task = EncodeTask(path=tmp_path / "000000", documents=["x"], documents_crc32=0)
     error = error_from_dict(_carry_out(task, tokenizer=Broken(), key="k"))
     assert (type(error), error.message) == (RunError, "tokenising failed: ValueError: no such word")
 

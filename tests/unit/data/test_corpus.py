@@ -210,7 +210,7 @@ def test_of_two_at_once_one_reads_and_the_other_waits_for_its_file(
 
     class Waiting(Silent):
         def wait_for(self, owner: str) -> None:
-            if owner.startswith(f"process {os.getpid()} on "):  # the lock is there a moment before its owner's name
+            if owner.startswith(f"pid {os.getpid()} on "):  # the lock is there a moment before its owner's name
                 waits.set()
 
     monkeypatch.setattr(corpus_module, "iterate_documents", read_slowly)

@@ -130,9 +130,9 @@ def test_jsonl(write_jsonl: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("second_line", "message", "hint"),
     [
-        (b"{broken", r"rows.jsonl:2: is not JSON", "one JSON object a line"),
-        (b'{"text": "\xff"}', r"rows.jsonl:2: is not JSON", "one JSON object a line"),
-        (b"[1, 2]", r"rows.jsonl:2: is a JSON list, not an object", "one JSON object a line"),
+        (b"{broken", r"rows.jsonl:2: is not JSON", "one JSON object per line"),
+        (b'{"text": "\xff"}', r"rows.jsonl:2: is not JSON", "one JSON object per line"),
+        (b"[1, 2]", r"rows.jsonl:2: is a JSON list, not an object", "one JSON object per line"),
         (b'{"id": 1, "body": ""}', r"rows.jsonl:2: there is no field 'text'", "one of: body, id"),
         (b'{"text": 5}', r"rows.jsonl:2: field 'text' holds int, not text", "text_field"),
     ],

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from weft.core.errors import BadValueError, InputError
+from weft.core.processes import num_cores
 from weft.launch.agent import Generations, RankSurroundings
 from weft.launch.local import launch
-from weft.launch.rank_variables import num_cores, rank_variables
+from weft.launch.rank_variables import rank_variables
 from weft.launch.stop_signals import StopSignals
 
 

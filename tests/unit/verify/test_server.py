@@ -12,10 +12,10 @@ import pytest
 from weft.core.server_spec import ServerRun
 from weft.server.node import reshard as resharding
 from weft.server.node import state as states
-from weft.server.node.applied import Applied
 from weft.server.node.state import State
-from weft.server.server_rows import ServerRows
 from weft.server.table.table import Table
+from weft.server.units import UnitSet
+from weft.server.worker.rows import ServerRows
 from weft.verify.server import OPTIMIZERS, ServerSession
 from weft.verify.server_runs import schedule, shrunk
 from weft.verify.verdict import Check
@@ -122,7 +122,7 @@ def _units_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     def load(self: State, head: dict[str, Any]) -> None:
         real(self, head)
-        self.units = Applied(max(0, self.units.watermark - self.spec.shares))
+        self.units = UnitSet(max(0, self.units.watermark - self.spec.shares))
 
     patch.setattr(State, "load_head", load)
 

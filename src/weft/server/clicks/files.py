@@ -1,12 +1,16 @@
 """Click logs in files: CSV, TSV or parquet in the Criteo layout, read in chunks of samples.
 
-Not the log that training reads (`store.py` keeps that, as arrays): a file is read once, from front to end. An empty
-field is missing: 0 where it is numeric, a value of its own where it is categorical.
+    without a header   label, numeric fields, categorical fields, in that order, tab- or comma-separated
+    with a header      the columns label, I1 .. In, C1 .. Cm, in any order; others are ignored
+
+A file is read once, from front to end, into the arrays of store.py. An empty field is missing: 0 where it is numeric,
+a value of its own where it is categorical.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,13 +18,52 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.errors import DataError
-from weft.core.extras import missing_extra
-from weft.server.clicks.layout import Columns, column_names, named_columns, plain_columns
+from weft.core.errors import DataError, first_line
+from weft.core.extras import import_extra
 from weft.server.clicks.samples import ClickBatch, field_keys, log_scale, text_values
 
+LABEL = "label"
 CHUNK_SAMPLES = 65_536
 _HINT = "a line is: label, numeric fields, categorical fields; data.numeric and data.categorical say how many"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnPlaces:
+    """Places of the columns in a line."""
+
+    label: int
+    numeric: tuple[int, ...]
+    categorical: tuple[int, ...]
+    width: int | None = None  # None: at least as many as are named
+
+
+def column_names(*, numeric: int, categorical: int) -> list[str]:
+    return [LABEL, *(f"I{j}" for j in range(1, numeric + 1)), *(f"C{j}" for j in range(1, categorical + 1))]
+
+
+def plain_columns(*, numeric: int, categorical: int) -> ColumnPlaces:
+    """The places in a file without a header."""
+    return ColumnPlaces(
+        label=0,
+        numeric=tuple(range(1, 1 + numeric)),
+        categorical=tuple(range(1 + numeric, 1 + numeric + categorical)),
+        width=1 + numeric + categorical,
+    )
+
+
+def named_columns(header: list[str], *, numeric: int, categorical: int, path: Path) -> ColumnPlaces:
+    """The places in a file with a header."""
+    names = column_names(numeric=numeric, categorical=categorical)
+    missing = [name for name in names if name not in header]
+    if missing:
+        raise DataError(
+            f"{path} has no column {missing[0]!r}",
+            hint=f"data.numeric = {numeric} and data.categorical = {categorical} ask for {LABEL}, I1.., C1..",
+        )
+    places = [header.index(name) for name in names]
+    return ColumnPlaces(
+        label=places[0], numeric=tuple(places[1 : 1 + numeric]), categorical=tuple(places[1 + numeric :])
+    )
 
 
 def read_file(path: Path, *, numeric: int, categorical: int) -> Iterator[ClickBatch]:
@@ -37,25 +80,21 @@ def _read_text(path: Path, *, numeric: int, categorical: int) -> Iterator[ClickB
     with path.open("rb") as file:
         first = file.readline()
         separator = b"\t" if b"\t" in first else b","
-        names = [
-            name.strip() for name in first.decode("utf-8", errors="replace").rstrip("\r\n").split(separator.decode())
-        ]
-        is_named = "label" in names
-        columns = (
-            named_columns(names, numeric=numeric, categorical=categorical, path=path)
-            if is_named
-            else plain_columns(numeric=numeric, categorical=categorical)
-        )
-        if not is_named:
+        header = first.decode("utf-8", errors="replace").rstrip("\r\n").split(separator.decode())
+        names, line_number = [name.strip() for name in header], 1
+        if LABEL in names:
+            columns = named_columns(names, numeric=numeric, categorical=categorical, path=path)
+            line_number = 2
+        else:
+            columns = plain_columns(numeric=numeric, categorical=categorical)
             file.seek(0)
-        line_number = 2 if is_named else 1
         while lines := list(islice(file, CHUNK_SAMPLES)):
             rows = [line.rstrip(b"\r\n").split(separator) for line in lines]
             yield _batch_of_rows(rows, columns, path=path, line_number=line_number)
             line_number += len(lines)
 
 
-def _batch_of_rows(rows: list[list[bytes]], columns: Columns, *, path: Path, line_number: int) -> ClickBatch:
+def _batch_of_rows(rows: list[list[bytes]], columns: ColumnPlaces, *, path: Path, line_number: int) -> ClickBatch:
     _require_widths(rows, columns, path=path, line_number=line_number)
     labels = _numbers([row[columns.label] for row in rows], path=path, line_number=line_number, name="label")
     numeric = np.empty((len(rows), len(columns.numeric)), dtype=np.float32)
@@ -82,7 +121,7 @@ def _batch(
     return ClickBatch(keys=field_keys(values), numeric=log_scale(numeric), labels=labels)
 
 
-def _require_widths(rows: list[list[bytes]], columns: Columns, *, path: Path, line_number: int) -> None:
+def _require_widths(rows: list[list[bytes]], columns: ColumnPlaces, *, path: Path, line_number: int) -> None:
     least = 1 + max(columns.label, *columns.numeric, *columns.categorical)
     for place, row in enumerate(rows):
         if len(row) < least or (columns.width is not None and len(row) != columns.width):
@@ -111,7 +150,7 @@ def _is_number(text: bytes) -> bool:
 
 
 def _read_parquet(path: Path, *, numeric: int, categorical: int) -> Iterator[ClickBatch]:
-    parquet = _import_parquet()
+    parquet = import_extra("pyarrow", "pyarrow.parquet")
     names = column_names(numeric=numeric, categorical=categorical)
     try:
         file = parquet.ParquetFile(path)
@@ -121,7 +160,7 @@ def _read_parquet(path: Path, *, numeric: int, categorical: int) -> Iterator[Cli
             yield _batch_of_chunk(chunk, names, numeric=numeric, path=path, row=row)
             row += chunk.num_rows
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-        raise DataError(f"{path} cannot be read as parquet: {_first_line(error)}", hint=_HINT) from None
+        raise DataError(f"{path} cannot be read as parquet: {first_line(error)}", hint=_HINT) from None
 
 
 def _batch_of_chunk(chunk: Any, names: list[str], *, numeric: int, path: Path, row: int) -> ClickBatch:
@@ -141,16 +180,3 @@ def _as_bytes(value: Any) -> bytes:
     if value is None:
         return b""
     return value if isinstance(value, bytes) else str(value).encode()
-
-
-def _import_parquet() -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise missing_extra("pyarrow") from None
-    return pyarrow.parquet
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -1,7 +1,7 @@
-"""A generated click log in the shape of Criteo's: sample i is a function of (seed, i) alone.
+"""A generated click log in the layout of Criteo's: sample i is a function of (seed, i) alone.
 
-Not a stream: nothing is kept, so a log of 10**9 samples costs as little as one of 10. The hidden model, whose weights
-are hashes of (seed, field, value) too:
+Nothing is stored, so a log of 10**9 samples costs as little as one of 10. The weights of the hidden model are hashes of
+(seed, field, value) too:
 
     value of field f  ~ Zipf over v_f values, v_f from 10 to `vocabulary` in geometric steps
     logit = bias + a * sum_f w_f[value] + b * sum_pairs z_f[value] . z_g[value'] + c * sum_j u_j * log(1 + count_j)
@@ -32,21 +32,17 @@ _DEVIATIONS = 12.0**0.5  # of a uniform draw of width 1, inverted
 
 
 class GeneratedClicks:
-    """The log; `read` makes the samples it is asked for."""
+    """The log; `read` generates the samples."""
 
     def __init__(
         self, *, num_samples: int, categorical: int, numeric: int, vocabulary: int, zipf: float, seed: int
     ) -> None:
-        self._num_samples = num_samples
+        self.num_samples = num_samples
         self._categorical = categorical
         self._numeric = numeric
         self._zipf = zipf
         self._root = mix64(np.array([seed], dtype=np.uint64))  # an array: numpy warns where a lone word wraps
         self._vocabularies = _vocabularies(categorical, largest=vocabulary)
-
-    @property
-    def num_samples(self) -> int:
-        return self._num_samples
 
     def read(self, indices: NDArray[np.int64]) -> ClickBatch:
         samples = mix64(indices.astype(np.uint64) ^ self._root)
@@ -70,7 +66,7 @@ class GeneratedClicks:
 
     @cached_property
     def _pairs(self) -> NDArray[np.int64]:
-        """Neighbouring fields from the small vocabularies up: pairs of rare values could not be learnt by anybody."""
+        """Neighbouring fields from the small vocabularies up: no model could learn pairs of rare values."""
         count = min(_NUM_PAIRS, self._categorical // 2)
         return np.arange(2 * count).reshape(count, 2)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.server_spec import ServerRun
-from weft.server.embedding import ShardedEmbedding
+from weft.server.model.embedding import ShardedEmbedding
 
 TABLE = "embedding"
 

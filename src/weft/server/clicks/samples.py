@@ -1,7 +1,6 @@
 """Samples of a click log as arrays: keys of categorical values, numeric fields, labels.
 
-Not a loader: which samples a unit takes is `order.py`'s business. One table holds every field, so a key names its
-field too:
+One table holds every field, so a key depends on its field too:
 
     key(field, value) = mix64(mix64(field + 1) ^ value)      value: 64 bits, of a number or of a string's bytes
 """
@@ -22,7 +21,7 @@ _WORD_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class ClickBatch:
-    """Some samples, a row each."""
+    """Some samples, one row each."""
 
     keys: NDArray[np.int64]  # [samples, categorical fields]
     numeric: NDArray[np.float32]  # [samples, numeric fields], already on a logarithmic scale; a missing one is 0
@@ -35,8 +34,7 @@ class ClickBatch:
 class ClickLog(Protocol):
     """A log with random access."""
 
-    @property
-    def num_samples(self) -> int: ...
+    num_samples: int
 
     def read(self, indices: NDArray[np.int64]) -> ClickBatch: ...
 
@@ -48,14 +46,14 @@ def field_keys(values: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def text_values(texts: list[bytes]) -> NDArray[np.uint64]:
-    """64 bits of each string: its 8-byte words, then its length, through the hash one after another."""
+    """64 bits of each string: its 8-byte words, then its length, hashed one after another."""
     padded = np.array(texts, dtype=np.bytes_)
     width = -(-max(1, padded.dtype.itemsize) // _WORD_BYTES) * _WORD_BYTES
     words = padded.astype(f"S{width}").view("<u8").reshape(len(texts), -1)
     lengths = np.char.str_len(padded).astype(np.int64)
     values = np.zeros(len(texts), dtype=np.uint64)
     for column in range(words.shape[1]):
-        # Only words inside the string: how wide the longest string of a chunk is must not change another's key.
+        # Only words inside the string: the longest string of a chunk must not change the keys of the others.
         inside = lengths > column * _WORD_BYTES
         values = np.where(inside, mix64(values ^ words[:, column]), values)
     return mix64(values ^ (lengths.astype(np.uint64) * _LENGTH_SALT))

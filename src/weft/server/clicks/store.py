@@ -1,6 +1,6 @@
-"""A click log from files as three flat arrays on disk, read by number: what workers map into their memory.
+"""A click log from files as three flat arrays on disk, which workers map into memory and read by number.
 
-Written once by whoever starts the run, into the run folder; workers on other machines need that folder shared.
+The driver writes them once, into the run folder; workers on other machines need that folder shared.
 
     keys.bin int64 [n, categorical]   numeric.bin float32 [n, numeric]   labels.bin float32 [n]   store.json
 """
@@ -30,14 +30,10 @@ class StoredClicks:
         about = _read_about(folder)
         if about is None:
             raise DataError(f"{folder} holds no samples", hint="workers need the run folder: share it between machines")
-        self._num_samples: int = about["samples"]
-        self._keys = _map(folder / "keys.bin", np.dtype(np.int64), (self._num_samples, about["categorical"]))
-        self._numeric = _map(folder / "numeric.bin", np.dtype(np.float32), (self._num_samples, about["numeric"]))
-        self._labels = _map(folder / "labels.bin", np.dtype(np.float32), (self._num_samples,))
-
-    @property
-    def num_samples(self) -> int:
-        return self._num_samples
+        self.num_samples: int = about["samples"]
+        self._keys = _map(folder / "keys.bin", np.dtype(np.int64), (self.num_samples, about["categorical"]))
+        self._numeric = _map(folder / "numeric.bin", np.dtype(np.float32), (self.num_samples, about["numeric"]))
+        self._labels = _map(folder / "labels.bin", np.dtype(np.float32), (self.num_samples,))
 
     def read(self, indices: NDArray[np.int64]) -> ClickBatch:
         return ClickBatch(
@@ -48,7 +44,7 @@ class StoredClicks:
 
 
 def store_files(paths: list[Path], folder: Path, *, numeric: int, categorical: int) -> None:
-    """Reads the files into the folder, unless it holds just these already."""
+    """Reads the files into the folder, unless it holds them already."""
     identity = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] if path.is_file() else [] for path in paths]
     wanted: dict[str, Any] = {"files": identity, "numeric": numeric, "categorical": categorical}
     about = _read_about(folder)
@@ -61,7 +57,7 @@ def store_files(paths: list[Path], folder: Path, *, numeric: int, categorical: i
         raise RunFolderError(f"{folder} cannot be written: {error}", hint="choose another --out") from None
     if num_samples == 0:
         raise DataError(f"{', '.join(map(str, paths))}: no samples", hint="give files with at least two lines")
-    # Last, so that a store cut short by a crash is read again and not trusted.
+    # Last, so that an incomplete store is not used after a crash.
     (folder / "store.json").write_text(json.dumps({**wanted, "samples": num_samples}), encoding="utf-8")
 
 

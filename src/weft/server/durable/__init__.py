@@ -1,1 +1,1 @@
-"""What survives a server's death: the write-ahead log and snapshots. It knows records and files, no sockets."""
+"""The write-ahead log and snapshots of a server: records and files, no sockets."""

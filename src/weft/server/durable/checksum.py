@@ -1,6 +1,6 @@
-"""A 64-bit checksum of memory at memory's speed: zlib's CRC-32 alone would cost a third of a push.
+"""A 64-bit checksum at memory speed: zlib's CRC-32 would cost a third of a push.
 
-Four lanes of multiply and rotate over 8-byte words. It finds torn and stale data; it is no defence against malice.
+Four lanes of multiply and rotate over 8-byte words. It detects torn and stale data; it is not cryptographic.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _mix(words: NDArray[np.uint64], seed: np.uint64) -> np.uint64:
 
 
 def checksum(parts: list[Any], *, seed: int = 0) -> int:
-    """Of all the buffers, in order."""
+    """The checksum of all buffers, in order."""
     found = np.uint64(seed & 0xFFFF_FFFF_FFFF_FFFF)
     for part in parts:
         raw = np.frombuffer(part, np.uint8)

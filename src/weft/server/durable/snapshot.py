@@ -1,10 +1,10 @@
-"""Snapshots of a server: whole ones, and incremental ones that hold what changed since the one before.
+"""Snapshots of a server: full ones, and incremental ones with the changes since their base.
 
     snapshots/<number>/   table-<t>.rows, table-<t>.deleted, candidates-<t>.rows, shares.bin; manifest.json, last
 
-The number is that of the last log record whose effects on everything but rows it holds; rows may be newer, and say so
-themselves. A folder is written under another name, synced and renamed: it is there whole or not at all. Every piece of
-a file has its checksum in the manifest, compared when it is read.
+The number is that of the last log record in the snapshot; rows may be newer, and store their own number. A folder is
+written under a draft name, synced and renamed, so it is complete or absent. The manifest holds a checksum for every
+piece of a file, verified on reading.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from weft.core.errors import CheckpointError, LogError
 from weft.core.json_files import parse_json_table
-from weft.core.synced import sync_path
+from weft.core.synced import sync_path, write_all
 from weft.server.durable.checksum import checksum
 
 FOLDER = "snapshots"
@@ -32,7 +32,7 @@ _MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A committed one. `base`: the number of the one that it adds to; None where it is whole."""
+    """A committed snapshot. `base`: the number of the snapshot that it adds to; None for a full one."""
 
     path: Path
     number: int
@@ -41,7 +41,7 @@ class Snapshot:
     files: dict[str, list[tuple[int, int]]]  # (bytes, checksum) of each piece
 
     def read(self, name: str) -> Iterator[NDArray[np.uint8]]:
-        """A file's pieces, each compared with the manifest; none where it was not written."""
+        """The pieces of a file, each verified by the manifest; none if the file was not written."""
         path = self.path / name
         if name not in self.files:
             return
@@ -50,7 +50,7 @@ class Snapshot:
                 for size, expected in self.files[name]:
                     piece = np.fromfile(file, np.uint8, size)
                     if piece.size != size or checksum([piece]) != expected:
-                        raise _damaged(path, "cut short" if piece.size != size else "its checksum is wrong")
+                        raise _damaged(path, "incomplete" if piece.size != size else "its checksum is wrong")
                     yield piece
         except OSError as error:
             raise _damaged(path, error.strerror or "unreadable") from None
@@ -58,7 +58,7 @@ class Snapshot:
 
 @dataclass
 class SnapshotWriter:
-    """Files first, `commit` last; what was not committed is swept away at the next start."""
+    """Files first, `commit` last; uncommitted drafts are removed at the next start."""
 
     folder: Path
     number: int
@@ -67,24 +67,24 @@ class SnapshotWriter:
 
     def __post_init__(self) -> None:
         self._draft = self.folder / FOLDER / f".draft-{self.number}"
-        with _told():
+        with _disk_errors():
             shutil.rmtree(self._draft, ignore_errors=True)
             self._draft.mkdir(parents=True)
 
     def write(self, name: str, pieces: Iterable[NDArray[Any]]) -> None:
-        """Adds to a file; pieces are written as they come, so that a table is never in memory twice."""
-        told = self._files.setdefault(name, [])
-        with _told(), (self._draft / name).open("ab", buffering=0) as file:
+        """Appends to a file, piece by piece, so that a table is never in memory twice."""
+        sums = self._files.setdefault(name, [])
+        with _disk_errors(), (self._draft / name).open("ab", buffering=0) as file:
             for piece in pieces:
                 raw = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
                 if raw.size:
-                    told.append((raw.size, checksum([raw])))
-                    _write_all(file.fileno(), raw)
+                    sums.append((raw.size, checksum([raw])))
+                    write_all([raw], lambda left, _: os.writev(file.fileno(), left))
 
     def commit(self, head: dict[str, Any]) -> None:
-        told = {"number": self.number, "base": self.base, "head": head, "files": self._files}
-        with _told():
-            (self._draft / _MANIFEST).write_text(json.dumps(told), encoding="utf-8")
+        manifest = {"number": self.number, "base": self.base, "head": head, "files": self._files}
+        with _disk_errors():
+            (self._draft / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
             for path in (*self._draft.iterdir(), self._draft):
                 sync_path(path)
             target = self.folder / FOLDER / f"{self.number:020d}"
@@ -95,7 +95,7 @@ class SnapshotWriter:
 
 
 def chain(folder: Path) -> list[Snapshot]:
-    """The newest whole snapshot and what was added to it, oldest first; empty where there is none."""
+    """The newest full snapshot and the incremental ones after it, oldest first; empty if there is none."""
     for draft in (folder / FOLDER).glob(".draft-*"):
         shutil.rmtree(draft, ignore_errors=True)
     committed = {snapshot.number: snapshot for snapshot in map(_open, sorted((folder / FOLDER).glob("[0-9]*")))}
@@ -118,8 +118,7 @@ def drop_older(folder: Path, *, keep: Sequence[Snapshot]) -> None:
 
 def _open(path: Path) -> Snapshot:
     try:
-        told = parse_json_table((path / _MANIFEST).read_bytes())
-        return Snapshot(path=path, **told)
+        return Snapshot(path=path, **parse_json_table((path / _MANIFEST).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise _damaged(path / _MANIFEST, str(error)) from None
 
@@ -128,15 +127,9 @@ def _damaged(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"the snapshot file {path} is damaged: {why}", hint="restore the folder from a copy")
 
 
-def _write_all(file: int, raw: NDArray[np.uint8]) -> None:
-    left = raw.data
-    while left.nbytes:
-        left = left[os.write(file, left) :]
-
-
 @contextmanager
-def _told() -> Iterator[None]:
-    """A full disk in one sentence; training goes on with the log."""
+def _disk_errors() -> Iterator[None]:
+    """A failed write as a LogError; training continues with the log."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Three ways to start the servers and workers of a run; what runs inside is the same code.
+"""Three ways to start the servers and workers of a run, which run the same code.
 
 in_process   threads of the driver: tests, small runs
 processes    children of the driver, supervised by it: one machine
@@ -11,50 +11,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from weft.core.server_spec import ServerSpec
-from weft.server.coordinator import Coordinator
-from weft.server.task import Build
-from weft.server.wire.endpoint import Endpoint
+from weft.core.server_spec import ServerRun
+from weft.server.job.coordinator import Coordinator
+from weft.server.model.task import Build
+from weft.server.wire.sockets import Endpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What a launcher needs to know."""
+    """The inputs of a launcher."""
 
-    spec: ServerSpec
+    run: ServerRun
     coordinator: Coordinator
     endpoint: Endpoint  # where the coordinator listens
     token: str
     logs: Path  # a file for each child
-    needs_all_workers: bool = False  # nobody can take a dead worker's place
-    build: Build | None = None  # of in_process alone: another process cannot be given a function
+    build: Build | None = None  # for in_process only: other processes cannot be given a function
     address: str | None = None  # of a Ray cluster
 
 
 class Launcher(Protocol):
     def start(self) -> None:
-        """Starts servers and workers; they come to the coordinator by themselves."""
+        """Starts servers and workers, which then connect to the coordinator."""
 
     def look(self) -> None:
-        """Called often: starts again what died, or raises when that was too often."""
+        """Called often: restarts dead processes, or raises when the restarts are used up."""
 
     def stop(self) -> None:
-        """Ends everything; nothing is left running."""
+        """Ends all servers and workers."""
 
 
 def worker_name(index: int) -> str:
     return f"worker {index}"
-
-
-def open_launcher(launch: Launch) -> Launcher:
-    if launch.spec.launcher == "ray":
-        from weft.server.launchers.ray import RayLauncher
-
-        return RayLauncher(launch)
-    if launch.spec.launcher == "processes":
-        from weft.server.launchers.processes import ProcessLauncher
-
-        return ProcessLauncher(launch)
-    from weft.server.launchers.in_process import InProcessLauncher
-
-    return InProcessLauncher(launch)

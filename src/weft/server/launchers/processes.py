@@ -1,19 +1,19 @@
-"""Servers and workers as children of the driver. It looks at them often and starts again what died.
+"""Servers and workers as child processes of the driver, which restarts dead ones.
 
-A server that died comes back with its folder, and so with every acknowledged push; a worker's units go to others at
-once. Children have sessions of their own, so Ctrl-C reaches the driver alone, and end with it, however it ends.
+A restarted server restores its folder, and so every acknowledged push; the units of a dead worker go to others at once.
+Children have sessions of their own, so Ctrl-C reaches the driver alone; they end with the driver, however it ends.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.core.errors import ServerLostError, WorkerError
+from weft.core.processes import signal_name
 from weft.server.launchers import Launch, worker_name
 from weft.server.main import TOKEN_VARIABLE
 from weft.train.rank_environment import LAUNCHER_VARIABLE
@@ -25,12 +25,9 @@ _END_S = 5.0
 class _Child:
     role: str  # server | worker
     index: int
+    name: str
     process: subprocess.Popen[bytes]
     log: Path
-
-    @property
-    def name(self) -> str:
-        return str(self.index) if self.role == "server" else worker_name(self.index)
 
 
 class ProcessLauncher:
@@ -44,21 +41,19 @@ class ProcessLauncher:
         return {f"{child.role} {child.index}": child.process.pid for child in self._children}
 
     def start(self) -> None:
-        spec = self._launch.spec
-        roles = [("server", index) for index in range(spec.servers)] + [
-            ("worker", index) for index in range(spec.workers)
-        ]
-        for role, index in roles:
-            self._children.append(self._spawn(role, index))
+        spec = self._launch.run.server
+        for role, count in (("server", spec.servers), ("worker", spec.workers)):
+            self._children += [self._spawn(role, index) for index in range(count)]
 
     def look(self) -> None:
         for place, child in enumerate(self._children):
             code = child.process.poll()
             if code is None or (child.role == "worker" and code == 0):
                 continue
-            self._tell(child)
-            if self._launch.coordinator.failure is not None:
-                continue  # it said why; the driver ends the run with that
+            coordinator = self._launch.coordinator
+            coordinator.lost(child.name) if child.role == "worker" else coordinator.forget_server(child.index)
+            if coordinator.failure is not None:
+                continue  # the driver ends the run with its report
             self._require_restart(child, code)
             self._children[place] = self._spawn(child.role, child.index)
 
@@ -95,40 +90,34 @@ class ProcessLauncher:
                 stderr=file,
                 start_new_session=True,
             )
-        return _Child(role=role, index=index, process=process, log=log)
-
-    def _tell(self, child: _Child) -> None:
-        if child.role == "worker":
-            self._launch.coordinator.lost(child.name)
-        else:
-            self._launch.coordinator.forget_server(child.index)
+        return _Child(role=role, index=index, name=name, process=process, log=log)
 
     def _require_restart(self, child: _Child, code: int) -> None:
-        """Killed from outside: it may come back. Ended by itself, without a word to the coordinator: it will again."""
+        """A killed process is restarted. One that ended by itself, without a report, would end again."""
         kind = ServerLostError if child.role == "server" else WorkerError
-        who = f"{child.role} {child.index}"
+        who, server = f"{child.role} {child.index}", self._launch.run.server
         if code >= 0:
             raise kind(f"{who} ended with exit code {code}: {_last_line(child.log)}", hint=f"see {child.log}")
-        if child.role == "worker" and self._launch.needs_all_workers:
+        killed = f"{who} was killed by {signal_name(-code)}"
+        if child.role == "worker" and self._launch.run.dense.place == "replicated":
             raise kind(
-                f"{who} was killed by {signal.Signals(-code).name}, and replicated dense parameters need all workers",
-                hint='dense.place = "servers" goes on without it; --resume starts again from the last snapshot',
+                f"{killed}, and replicated dense parameters need all workers",
+                hint='dense.place = "servers" continues without it; --resume restarts from the last snapshot',
             )
-        if child.role == "server" and self._launch.spec.durability == "none":
-            # Units that it had and its last snapshot has not would never be leased again: everybody would wait.
+        if child.role == "server" and server.durability == "none":
+            # Units that it had and its last snapshot lacks would never be leased again: all workers would wait.
             raise kind(
-                f"{who} was killed by {signal.Signals(-code).name}, and without a log what it learnt since its last"
-                " snapshot is gone",
-                hint='--resume goes on from the last snapshot; server.durability = "process" survives this',
+                f"{killed}, and without a log its updates since its last snapshot are lost",
+                hint='--resume continues from the last snapshot; server.durability = "process" survives this',
             )
-        if self._num_restarts >= self._launch.spec.max_restarts:
+        if self._num_restarts >= server.max_restarts:
             raise kind(
-                f"{who} was killed by {signal.Signals(-code).name}, and {self._num_restarts} restarts are used up",
-                hint="server.max_restarts allows more; --resume goes on from here",
+                f"{killed}, and {self._num_restarts} restarts are used up",
+                hint="server.max_restarts allows more; --resume continues from here",
             )
         self._num_restarts += 1
 
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "its log is empty"

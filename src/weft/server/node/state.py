@@ -1,40 +1,53 @@
-"""A server's state as a function of its log: tables, what was applied, shares of steps that wait for the others.
+"""The state of a server as a function of its log: tables, applied units, shares of steps that are incomplete.
 
-    apply(frame, number)   the one way in which anything changes; live and in replay alike
+    apply(frame, number)   the only way in which anything changes, live and in replay
 
-A row remembers the number of the last record that changed it. A snapshot copies rows while others change them; replay
-then leaves out, row by row, what a row already has. So a snapshot needs no moment of rest, and none is lost or doubled.
-
-It has no lock and no socket: whoever owns it calls from one thread at a time.
+A row stores the number of the last record that changed it. A snapshot copies rows while others change them; replay
+then skips, row by row, the changes that a row already has. So a snapshot needs no pause, and no change is lost or
+applied twice. There is no lock and no socket here: the owner calls from one thread at a time.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weft.core.config import parse
 from weft.core.errors import TableError, WireError, WorkerError
 from weft.core.table_spec import TableSpec
-from weft.server.node.applied import Applied
-from weft.server.node.spec import NodeSpec
+from weft.server.arrays import Keys
 from weft.server.rates import push_rate
 from weft.server.table.coalesce import coalesce
 from weft.server.table.table import Table
-from weft.server.wire.frame import NO_BODY, NO_UNIT, UNITS, Frame, Op, Section
+from weft.server.units import UnitSet, passes_gate
+from weft.server.wire.frame import NO_BODY, NO_UNIT, UNITS, Frame, Op, TableSection
 
-MAX_NUMBER = 2**32 - 1  # rows remember numbers in 32 bits
+MAX_NUMBER = 2**32 - 1  # rows store the numbers of records in 32 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSpec:
+    """The settings that all servers of a job share."""
+
+    num_servers: int = 1
+    shares: int = 1  # units per step
+    gate: int | None = None  # steps that a pull may be ahead of the oldest unfinished one; None: never waits
+    discount: float = 0.0  # power of the discount for staleness beyond shares - 1
+    merge: Literal["sum", "average"] = "sum"  # of exchanges
+    durability: Literal["none", "process", "disk"] = "process"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """All shares of a step, the one that came last, and the number of its record."""
+    """All shares of a step, the last to arrive, and the number of its record."""
 
     shares: list[Frame]
     last: Frame
@@ -47,11 +60,11 @@ class State:
     spec: NodeSpec
     folder: Path | None = None  # where mapped tables have their files
     tables: list[Table] = field(default_factory=list)
-    units: Applied = field(default_factory=Applied)
+    units: UnitSet = field(default_factory=UnitSet)
     clients: dict[int, int] = field(default_factory=dict)  # the last sequence number of each
     shares: dict[int, Frame] = field(default_factory=dict)  # by unit: of steps that are not complete
-    pending: _Step | None = None  # a complete step whose update nobody has read yet
-    deleted: dict[int, list[NDArray[np.int64]]] = field(default_factory=dict)  # by table, since the last snapshot
+    pending: _Step | None = None  # a complete step whose update is not applied yet
+    deleted: dict[int, list[Keys]] = field(default_factory=dict)  # by table, since the last snapshot
 
     def table(self, number: int) -> Table:
         if number >= len(self.tables):
@@ -59,7 +72,7 @@ class State:
         return self.tables[number]
 
     def number_of(self, spec: TableSpec) -> int | None:
-        """The table's number; None where it is to be created; raises where it is there in another form."""
+        """The number of the table; None if it does not exist; raises if it exists with another spec."""
         for number, table in enumerate(self.tables):
             if table.spec.name == spec.name:
                 require_same(table.spec, spec)
@@ -67,27 +80,27 @@ class State:
         return None
 
     def require_possible(self, spec: TableSpec) -> None:
-        """Before a table's record is logged: one that cannot be made would end every replay."""
+        """Before the record of a table is logged: a table that cannot be created would end every replay."""
         Table(spec, folder=self.folder)
 
     def require_fitting(self, frame: Frame) -> None:
-        """Before a frame is logged: what cannot be applied must never be in the log."""
+        """Before a frame is logged: the log holds only frames that can be applied."""
         _require_form(frame)
         for section in frame.tables:
             table = self.table(section.table)
             if frame.op != Op.DELETE and section.shape[1:] != (table.spec.dim, section.keys.size, section.keys.size):
                 _, dim, num_keys, num_rows = section.shape
                 raise TableError(
-                    f"table {table.spec.name!r} has rows of {table.spec.dim} columns; {num_rows} rows of {dim} columns"
-                    f" came for {num_keys} keys",
-                    hint="push what was pulled: one gradient of the row's width for each key",
+                    f"table {table.spec.name!r} has rows of {table.spec.dim} columns, the request {num_rows} rows of"
+                    f" {dim} columns for {num_keys} keys",
+                    hint="give one gradient of the row's width for each key",
                 )
 
     def require_room(self, frame: Frame) -> None:
-        """Rows for the frame, beside those of acknowledged shares whose update is still to be made."""
+        """Room for the frame, and for acknowledged shares whose update is not applied yet."""
         if frame.op == Op.DELETE:
             return
-        wanted: dict[int, list[NDArray[np.int64]]] = {section.table: [] for section in frame.tables}
+        wanted: dict[int, list[Keys]] = {section.table: [] for section in frame.tables}
         for each in (frame, *self.shares.values(), *(self.pending.shares if self.pending else ())):
             for section in each.sections:
                 if section.table in wanted:
@@ -96,7 +109,7 @@ class State:
             self.table(number).require_room(batches)
 
     def is_new(self, frame: Frame) -> bool:
-        """Whether the frame was not applied before: by its units, else by its client's sequence number."""
+        """Whether the frame was not applied before: by its units, else by the sequence number of its client."""
         known = [unit in self.units or unit in self.shares for unit in frame.units]
         if any(known) and not all(known):
             raise WorkerError("some units of this exchange were done by another worker", hint="do the others again")
@@ -105,7 +118,7 @@ class State:
         return frame.client == 0 or frame.sequence > self.clients.get(frame.client, 0)
 
     def lr_scale_of(self, frame: Frame) -> tuple[int, float]:
-        """(staleness, the factor of the learning rate), from the units that were applied since the pull."""
+        """(staleness, factor of the learning rate), from the units that were applied since the pull."""
         if frame.unit == NO_UNIT or self.spec.gate == 0:
             return 0, frame.lr_scale
         staleness = max(0, len(self.units) - frame.version)
@@ -113,17 +126,16 @@ class State:
         return staleness, frame.lr_scale * (1 + beyond) ** -self.spec.discount
 
     def is_open(self, unit: int) -> bool:
-        """Whether a pull for this unit may read: every step up to `gate` before its own is finished."""
-        if unit == NO_UNIT or self.spec.gate is None:
-            return True
-        return self.units.watermark >= (unit // self.spec.shares - self.spec.gate) * self.spec.shares
+        """Whether a pull for this unit may read."""
+        done = self.units.watermark
+        return unit == NO_UNIT or passes_gate(unit, done=done, shares=self.spec.shares, gate=self.spec.gate)
 
-    def settle(self, *, reader: int = NO_UNIT) -> None:
-        """Makes the update of a complete step; not yet for a reader of that very step.
+    def apply_pending(self, *, reader: int = NO_UNIT) -> None:
+        """Applies the update of a complete step, except for a reader of that same step.
 
-        A worker may die when some servers have its share and others do not. Whoever does its unit again must read
-        what the first one read, also on servers where the step is complete. A reader of the next step is proof that
-        every server has all shares of this one.
+        A worker may die when some servers have its share and others do not. The worker that repeats its unit must
+        read the same rows, also on servers where the step is complete. A reader of the next step proves that every
+        server has all shares of this one.
         """
         step = self.pending
         if step is None or (reader != NO_UNIT and reader <= step.shares[-1].unit):
@@ -134,7 +146,7 @@ class State:
             self._change(step.last._replace(weight=weight), section, step.number, is_replay=step.is_replay)
 
     def apply(self, frame: Frame, number: int, *, is_replay: bool = False) -> None:
-        self.settle()
+        self.apply_pending()
         if frame.op == Op.CONTROL:
             self._create(frame)
         elif frame.op == Op.DELETE:
@@ -147,7 +159,7 @@ class State:
             self._remember(frame)
 
     def head(self) -> dict[str, Any]:
-        """All but rows and waiting shares, as JSON."""
+        """Everything but rows and waiting shares, as JSON."""
         return {
             "spec": self.spec.as_dict(),
             "units": self.units.as_dict(),
@@ -156,7 +168,7 @@ class State:
         }
 
     def load_head(self, head: dict[str, Any]) -> None:
-        self.units = Applied(**head["units"])
+        self.units = UnitSet(**head["units"])
         self.clients = {int(client): sequence for client, sequence in head["clients"].items()}
 
     def open_table(self, spec: TableSpec) -> Table:
@@ -178,7 +190,7 @@ class State:
         self._remember(frame)
 
     def _take_share(self, frame: Frame, number: int, *, is_replay: bool) -> None:
-        """A share waits for the others of its step; with the last one the update is due, in order of shares."""
+        """A share waits for the others of its step; with the last one the update is pending, in order of shares."""
         self.shares[frame.unit] = detached(frame)
         first = frame.unit // self.spec.shares * self.spec.shares
         own = range(first, first + self.spec.shares)
@@ -189,7 +201,7 @@ class State:
         for unit in own:
             self.units.add(unit)
 
-    def _change(self, frame: Frame, section: Section, number: int, *, is_replay: bool) -> None:
+    def _change(self, frame: Frame, section: TableSection, number: int, *, is_replay: bool) -> None:
         table, keys, values = self.table(section.table), section.keys, section.values
         if values is None or not keys.size:
             return
@@ -202,14 +214,14 @@ class State:
                 keys, values, lr_scale=frame.lr_scale * self._rate_of(frame, table), gradient_scale=scale, clock=number
             )
         elif frame.op == Op.EXCHANGE:
-            # All of a difference, or the part that makes an average: see `server/rates.py`.
+            # The whole delta, or its share of an average: see `server/rates.py`.
             scale = 1.0 if self.spec.merge == "sum" else 1.0 / self.spec.shares
             table.add(keys, values * np.float32(scale), clock=number)
         else:
             table.assign(keys, values, only_absent=frame.weight == 1.0, clock=number)
 
     def _rate_of(self, frame: Frame, table: Table) -> float:
-        """An update of a whole step has the table's rate; one of a share may have less."""
+        """The factor for an update by one share; 1 for an update of a whole step."""
         is_share = frame.unit != NO_UNIT and self.spec.gate != 0
         return push_rate(table.spec.optimizer, shares=self.spec.shares) if is_share else 1.0
 
@@ -221,7 +233,7 @@ class State:
 
 
 def _require_form(frame: Frame) -> None:
-    """A change has no text; a push may have a unit, an exchange may list units, and nothing else has any."""
+    """A change has no text; only a push may have a unit, only an exchange may list units."""
     listed = [section for section in frame.sections if section.table == UNITS]
     is_right = not frame.text and frame.unit >= NO_UNIT
     if frame.unit != NO_UNIT:
@@ -229,7 +241,7 @@ def _require_form(frame: Frame) -> None:
     if listed:
         is_right &= frame.op == Op.EXCHANGE and len(listed) == 1 and listed[0].values is None
     if not is_right:
-        raise WireError(f"a change of the kind {frame.op.name} has parts that do not belong to it")
+        raise WireError(f"a frame {frame.op.name} has fields of another operation")
 
 
 def require_same(there: TableSpec, asked: TableSpec) -> None:
@@ -238,27 +250,23 @@ def require_same(there: TableSpec, asked: TableSpec) -> None:
     now, then = asked.model_dump(), there.model_dump()
     name = next(key for key in now if now[key] != then[key])
     raise TableError(
-        f"table {asked.name!r} is there with another {name}: {then[name]}, not {now[name]}",
+        f"table {asked.name!r} exists with another {name}: {then[name]}, not {now[name]}",
         hint="give the table another name, or train in another folder",
     )
 
 
 def detached(frame: Frame) -> Frame:
-    """The frame in memory of its own: a connection's reader uses its memory again."""
+    """A copy of the frame: the reader of a connection reuses its memory."""
     sections = [
-        Section(
-            table=section.table,
-            keys=np.array(section.keys),
-            values=None if section.values is None else np.array(section.values),
-        )
-        for section in frame.sections
+        TableSection(table, np.array(keys), None if values is None else np.array(values))
+        for table, keys, values in frame.sections
     ]
     return frame._replace(sections=sections, body=NO_BODY)
 
 
-def _summed(shares: Iterable[Frame]) -> list[Section]:
-    """Gradients of equal keys summed in order of shares, so that no bit depends on who came first."""
-    by_table: dict[int, list[Section]] = {}
+def _summed(shares: Iterable[Frame]) -> list[TableSection]:
+    """Gradients of equal keys summed in order of shares, so that no bit depends on the order of arrival."""
+    by_table: dict[int, list[TableSection]] = {}
     for share in shares:
         for section in share.sections:
             if section.values is not None:
@@ -267,8 +275,7 @@ def _summed(shares: Iterable[Frame]) -> list[Section]:
     for table, sections in sorted(by_table.items()):
         keys = np.concatenate([section.keys for section in sections])
         values = np.concatenate([section.values for section in sections if section.values is not None])
-        summed_keys, summed = coalesce(keys, values)
-        found.append(Section(table=table, keys=summed_keys, values=summed))
+        found.append(TableSection(table, *coalesce(keys, values)))
     return found
 
 

@@ -1,19 +1,18 @@
-"""`coalesce`: one line for each key. Sums run in order of appearance, so equal inputs give equal bits."""
+"""`coalesce`: one row per key. Sums run in order of appearance, so equal inputs give equal bits."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.server.table.compiled import compiled
+from weft.server.arrays import Keys, Rows
+from weft.server.table.compiled import compiled, kernel_array
 from weft.server.table.hashing import fingerprint
 from weft.server.table.index import home
 
 
 @compiled
-def _number(
-    keys: NDArray[np.int64], unique: NDArray[np.int64], places: NDArray[np.int32], numbers: NDArray[np.int32]
-) -> int:
+def _number(keys: Keys, unique: Keys, places: NDArray[np.int32], numbers: NDArray[np.int32]) -> int:
     """Number distinct keys in order of first appearance; places[i] is the number of keys[i]. `numbers` is all -1."""
     capacity = numbers.size
     num_unique = 0
@@ -33,7 +32,7 @@ def _number(
 
 
 @compiled
-def _sum_lines(values: NDArray[np.float32], places: NDArray[np.int32], sums: NDArray[np.float32]) -> None:
+def _sum_rows(values: Rows, places: NDArray[np.int32], sums: Rows) -> None:
     seen = 0
     for i in range(places.size):
         place = places[i]
@@ -46,13 +45,12 @@ def _sum_lines(values: NDArray[np.float32], places: NDArray[np.int32], sums: NDA
                 sums[place, c] += values[i, c]
 
 
-def coalesce(keys: NDArray[np.int64], values: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Keys in order of first appearance, and the sum of the lines of each."""
-    keys = np.require(keys, np.int64, ["C", "A", "W"])
-    values = np.require(values, np.float32, ["C", "A", "W"])
+def coalesce(keys: Keys, values: Rows) -> tuple[Keys, Rows]:
+    """Keys in order of first appearance, and the sum of the rows of each."""
+    keys, values = kernel_array(keys, np.int64), kernel_array(values, np.float32)
     unique, places = np.empty(keys.size, dtype=np.int64), np.empty(keys.size, dtype=np.int32)
     numbers = np.full(2 * keys.size + 1, -1, dtype=np.int32)
     num_unique = _number(keys, unique, places, numbers)
     sums = np.empty((num_unique, values.shape[1]), dtype=np.float32)
-    _sum_lines(values, places, sums)
+    _sum_rows(values, places, sums)
     return unique[:num_unique].copy(), sums

@@ -1,30 +1,28 @@
-"""Which rows go, and which are hot: read from the records' counters alone, in numpy. Nothing is dropped here.
+"""Rows to evict, and hot rows: chosen by the counters of the records alone, in numpy. Nothing is dropped here.
 
 max_age     clock - last_seen > max_age
 min_count   count < min_count
-max_rows    of those left, the least (count, last_seen) go until max_rows remain; among equals the largest keys
+max_rows    the rest by the least (count, last_seen) until max_rows remain; among equals the largest keys
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weft.core.table_spec import Eviction
+from weft.server.arrays import Keys
 from weft.server.table.record import COUNT, LAST_SEEN, MAX_COUNT
 from weft.server.table.store import Records
 
-Keys = NDArray[np.int64]
 
-
-def _counters(records: Records) -> tuple[Keys, NDArray[np.int64], NDArray[np.int64]]:
+def _counters(records: Records) -> tuple[Keys, Keys, Keys]:
     """Keys, last_seen and counts of the live rows."""
     slots = records.live_slots(0, records.num_slots)
     meta = records.words[slots, LAST_SEEN : COUNT + 1]
     return records.longs[slots, 0], meta[:, 0].astype(np.int64), (meta[:, 1] & MAX_COUNT).astype(np.int64)
 
 
-def _least(scores: NDArray[np.int64], keys: Keys, num_least: int) -> NDArray[np.int64]:
+def _least(scores: Keys, keys: Keys, num_least: int) -> Keys:
     """Positions of the `num_least` smallest scores; among equals the largest keys."""
     bound = np.partition(scores, num_least - 1)[num_least - 1]
     below = np.flatnonzero(scores < bound)
@@ -48,7 +46,7 @@ def victims(records: Records, eviction: Eviction, *, clock: int) -> Keys:
     return np.sort(keys[goes])
 
 
-def hot(records: Records, top: int) -> tuple[Keys, NDArray[np.int64]]:
+def hot(records: Records, top: int) -> tuple[Keys, Keys]:
     """The rows touched most often, the most frequent first; among equals the smallest keys."""
     keys, _, counts = _counters(records)
     top = min(top, keys.size)

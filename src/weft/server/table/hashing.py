@@ -1,18 +1,18 @@
-"""Hashes of keys: where a key lies among servers (bucket) and in a table's index (fingerprint). Both from `mix64`.
+"""Hashes of keys: the server of a key (bucket) and its place in the index of a table (fingerprint). Both from `mix64`.
 
     bucket(key)      = mix64(key ^ BUCKET_SALT) >> 54       one of 1,024; servers own buckets
     fingerprint(key) = mix64(key ^ INDEX_SALT)  >> 32       32 bits; the index is ordered by it
 
-Two salts, because a server's keys share few buckets: with one salt its index would be a few crowded stretches.
+Two salts, because the keys of a server share few buckets: with one salt they would cluster in its index.
 mix64 is a bijection (the finaliser of MurmurHash3): distinct keys never have equal 64-bit hashes.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from weft.server.table.compiled import compiled
+from weft.server.arrays import Keys
+from weft.server.table.compiled import compiled, kernel_array
 
 NUM_BUCKETS = 1024
 BUCKET_SALT = np.uint64(0x9E3779B97F4A7C15)
@@ -44,7 +44,7 @@ def bucket(key: np.int64) -> np.int64:
     return np.int64(mix64(np.uint64(key) ^ BUCKET_SALT) >> SHIFT_54)
 
 
-def bucket_of(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+def bucket_of(keys: Keys) -> Keys:
     """The bucket of each key, by numpy alone: the same numbers as `bucket`."""
     x = keys.astype(np.int64, copy=False).view(np.uint64) ^ BUCKET_SALT
     x ^= x >> SHIFT_33
@@ -56,9 +56,7 @@ def bucket_of(keys: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 @compiled
-def _split(
-    keys: NDArray[np.int64], owners: NDArray[np.int64], order: NDArray[np.int64], ends: NDArray[np.int64]
-) -> None:
+def _split(keys: Keys, owners: Keys, order: Keys, ends: Keys) -> None:
     """A counting sort from the back: `ends` holds each server's end, and its start when all is done."""
     for i in range(keys.size):
         ends[owners[bucket(keys[i])]] += 1
@@ -70,16 +68,9 @@ def _split(
         order[ends[server]] = i
 
 
-def split(
-    keys: NDArray[np.int64], bucket_to_server: NDArray[np.int64], num_servers: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def split(keys: Keys, bucket_to_server: Keys, num_servers: int) -> tuple[Keys, Keys]:
     """Positions of keys by server, in their order: server s has keys[order[starts[s]:starts[s + 1]]]."""
     order = np.empty(keys.size, dtype=np.int64)
     starts = np.zeros(num_servers + 1, dtype=np.int64)  # one more than servers: the last one stays at the end
-    _split(for_kernels(keys), for_kernels(bucket_to_server), order, starts)
+    _split(kernel_array(keys, np.int64), kernel_array(bucket_to_server, np.int64), order, starts)
     return order, starts
-
-
-def for_kernels(keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """As kernels are compiled for them: read-only or unaligned keys would compile each kernel anew, for seconds."""
-    return np.require(keys, np.int64, ["C", "A", "W"])

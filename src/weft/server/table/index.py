@@ -4,8 +4,8 @@
     position = fingerprint * capacity >> 32       capacity is any number
 
 Positions rise with fingerprints, so growth reads and writes in order and touches no record. An entry whose fingerprint
-is equal may be another key's: the record's own key decides, always. Deletion shifts back what follows, so there are no
-tombstones and a table that lives for months probes no further than a new one.
+is equal may belong to another key: the key in the record decides. Deletion shifts back the entries that follow, so
+there are no tombstones and probe lengths do not grow with the age of a table.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.server.arrays import Keys, Rows
 from weft.server.table.compiled import compiled
 from weft.server.table.record import COUNT
 
@@ -26,13 +27,13 @@ EMPTY = np.uint64(0)
 
 
 class Store(NamedTuple):
-    """Index and records as kernels see them. The last three are one memory, one record a line."""
+    """Index and records as kernels see them. The last three are views of one memory, one row per record."""
 
     entries: NDArray[np.uint64]
-    counters: NDArray[np.int64]  # live rows, slots ever used, first free slot, rows before growth, slots backed
-    longs: NDArray[np.int64]
+    counters: Keys  # live rows, slots ever used, first free slot, rows before growth, slots backed
+    longs: Keys
     words: NDArray[np.uint32]
-    floats: NDArray[np.float32]
+    floats: Rows
 
 
 @compiled
@@ -135,7 +136,7 @@ def remove_at(store: Store, position: int) -> None:
 
 
 @compiled
-def has_room(counters: NDArray[np.int64], num_new: int) -> bool:
+def has_room(counters: Keys, num_new: int) -> bool:
     return bool(counters[ROWS] + num_new <= counters[MAX_ROWS] and counters[SLOTS] + num_new <= counters[MAX_SLOTS])
 
 

@@ -1,9 +1,9 @@
-"""A row's first value, from (seed, key, column) alone: whoever makes the row, wherever and whenever, finds it equal.
+"""The initial value of a row: a function of (seed, key, column) alone, the same on every server and worker.
 
     h(pair) = mix64(mix64(key ^ mix64(seed)) + pair * GOLDEN)     columns 2 * pair and 2 * pair + 1 use its two halves
     uniform = scale * (2 * u - 1),  u = half / 2**32              normal = scale * Box-Muller of both halves
 
-Normal is computed in float64 and rounded: what differs between mathematical libraries lies far below float32.
+Normal is computed in float64 and rounded: differences between mathematical libraries lie far below float32.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
+from weft.server.arrays import Rows
 from weft.server.table.compiled import compiled
 from weft.server.table.hashing import mix64
 from weft.server.table.record import Layout
@@ -33,7 +33,7 @@ def _pair(high: float, low: float, kind: int, scale: float) -> tuple[np.float32,
 
 
 @compiled
-def fill_initial(out: NDArray[np.float32], row: int, first: int, key: int, layout: Layout) -> None:
+def fill_initial(out: Rows, row: int, first: int, key: int, layout: Layout) -> None:
     """Write the initial values of `key` to out[row, first:first + dim]."""
     dim = layout.dim
     if layout.init_kind == 0:

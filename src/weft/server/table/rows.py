@@ -1,10 +1,10 @@
 """Kernels over many keys: pull, push, locate, delete. Lookup and work on records are one call, chunk after chunk.
 
 For a chunk of keys, whose slots stay in the nearest cache:
-    hash all; walk the index, INDEX_AHEAD keys after having asked for an index line
-    work on the records, RECORDS_AHEAD keys after having asked for a record's lines: verify its key; copy or update
-Memory is asked for long before it is used, and each loop is short enough for the processor to look ahead in it too.
-A push stops before a block for which the index or the records may lack room; its caller makes room and goes on.
+    hash all; probe the index, INDEX_AHEAD keys after prefetching an index line
+    work on the records, RECORDS_AHEAD keys after prefetching the lines of a record: verify its key; copy or update
+Lines are prefetched long before their use, and each loop is short enough for the processor to look ahead in it too.
+A push stops before a block for which the index or the records may lack room; its caller makes room and continues.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.server.arrays import Keys, Rows
 from weft.server.table.compiled import compiled
 from weft.server.table.hashing import fingerprint
 from weft.server.table.index import (
@@ -34,21 +35,21 @@ from weft.server.table.record import COUNT, LAST_SEEN, LIVE, MAX_COUNT, VALUES, 
 from weft.server.table.updates import update_block
 
 CHUNK = 1024  # keys
-BLOCK = 16  # keys of a push that are settled, then updated; divides CHUNK
+BLOCK = 16  # keys of a push whose slots are resolved, then updated; divides CHUNK
 INDEX_AHEAD = 32
 RECORDS_AHEAD = 48
 LINE_WORDS = 16
-MAX_WORDS = 1024  # of a record that are asked for; the processor follows a longer one by itself
-NO_KERNEL = -1  # settle keys, change no values
+MAX_WORDS = 1024  # of a record that are prefetched; the processor prefetches the rest of a longer one
+NO_KERNEL = -1  # resolve slots, change no values
 
 
 class Scratch(NamedTuple):
-    """What a kernel needs on the way."""
+    """Memory for intermediate results: kernels allocate nothing."""
 
     hashes: NDArray[np.uint64]
-    slots: NDArray[np.int64]
-    here: NDArray[np.int64]  # slots of the block at work, verified
-    aside: NDArray[np.int64]  # positions of keys that need more than a glance
+    slots: Keys
+    here: Keys  # verified slots of the current block
+    aside: Keys  # positions of keys that need a full lookup
 
 
 def new_scratch() -> Scratch:
@@ -58,7 +59,7 @@ def new_scratch() -> Scratch:
 
 
 @compiled
-def _walk_index(store: Store, keys: NDArray[np.int64], start: int, stop: int, scratch: Scratch) -> None:
+def _probe_index(store: Store, keys: Keys, start: int, stop: int, scratch: Scratch) -> None:
     """Fingerprints of keys[start:stop], and the slots of the first entries that have them: not yet verified."""
     hashes, capacity, size = scratch.hashes, store.entries.size, stop - start
     for i in range(size):
@@ -72,8 +73,8 @@ def _walk_index(store: Store, keys: NDArray[np.int64], start: int, stop: int, sc
 
 
 @compiled
-def _ask(store: Store, slot: int, words: int) -> None:
-    """Ask for the lines of a record. Up to four lines without a loop, which would cost as much as they do."""
+def _prefetch_record(store: Store, slot: int, words: int) -> None:
+    """Prefetch the lines of a record. Up to four lines without a loop, which would cost as much as they do."""
     if slot < 0:
         return
     first = slot * store.words.shape[1]
@@ -90,9 +91,9 @@ def _ask(store: Store, slot: int, words: int) -> None:
 
 
 @compiled
-def _ask_first(store: Store, size: int, scratch: Scratch, words: int) -> None:
+def _prefetch_first(store: Store, size: int, scratch: Scratch, words: int) -> None:
     for i in range(min(RECORDS_AHEAD, size)):
-        _ask(store, scratch.slots[i], words)
+        _prefetch_record(store, scratch.slots[i], words)
 
 
 @compiled
@@ -102,20 +103,18 @@ def _set_aside(scratch: Scratch, num_aside: int, i: int) -> int:
 
 
 @compiled
-def pull_rows(
-    store: Store, layout: Layout, keys: NDArray[np.int64], out: NDArray[np.float32], scratch: Scratch
-) -> None:
+def pull_rows(store: Store, layout: Layout, keys: Keys, out: Rows, scratch: Scratch) -> None:
     """Keys that are absent, or whose fingerprint is another's too, are set aside: the loop over the others is short."""
     dim = layout.dim
     words = min(VALUES + dim, MAX_WORDS)
     for start in range(0, keys.size, CHUNK):
         size = min(CHUNK, keys.size - start)
-        _walk_index(store, keys, start, start + size, scratch)
-        _ask_first(store, size, scratch, words)
+        _probe_index(store, keys, start, start + size, scratch)
+        _prefetch_first(store, size, scratch, words)
         num_aside = 0
         for i in range(size):
             if i + RECORDS_AHEAD < size:
-                _ask(store, scratch.slots[i + RECORDS_AHEAD], words)
+                _prefetch_record(store, scratch.slots[i + RECORDS_AHEAD], words)
             slot = scratch.slots[i]
             if slot != NONE and store.longs[slot, 0] == keys[start + i]:
                 for c in range(dim):
@@ -127,7 +126,7 @@ def pull_rows(
 
 
 @compiled
-def _pull_aside(store: Store, layout: Layout, keys: NDArray[np.int64], out: NDArray[np.float32], i: int) -> None:
+def _pull_aside(store: Store, layout: Layout, keys: Keys, out: Rows, i: int) -> None:
     slot = find(store, keys[i], fingerprint(keys[i]))
     if slot == NONE:
         fill_initial(out, i, 0, keys[i], layout)
@@ -137,21 +136,21 @@ def _pull_aside(store: Store, layout: Layout, keys: NDArray[np.int64], out: NDAr
 
 
 @compiled
-def _ask_key(store: Store, size: int, scratch: Scratch, i: int) -> None:
+def _prefetch_key(store: Store, size: int, scratch: Scratch, i: int) -> None:
     if i < size and scratch.slots[i] >= 0:
         prefetch(store.words, scratch.slots[i] * store.words.shape[1])
 
 
 @compiled
-def locate_rows(store: Store, keys: NDArray[np.int64], found: NDArray[np.int64], scratch: Scratch) -> None:
+def locate_rows(store: Store, keys: Keys, found: Keys, scratch: Scratch) -> None:
     for start in range(0, keys.size, CHUNK):
         size = min(CHUNK, keys.size - start)
-        _walk_index(store, keys, start, start + size, scratch)
+        _probe_index(store, keys, start, start + size, scratch)
         for i in range(INDEX_AHEAD):
-            _ask_key(store, size, scratch, i)
+            _prefetch_key(store, size, scratch, i)
         num_aside = 0
         for i in range(size):
-            _ask_key(store, size, scratch, i + INDEX_AHEAD)
+            _prefetch_key(store, size, scratch, i + INDEX_AHEAD)
             slot = scratch.slots[i]
             found[start + i] = slot
             if slot != NONE and store.longs[slot, 0] != keys[start + i]:
@@ -196,10 +195,10 @@ def _pushes_before(candidates: Store, key: int, print_: np.uint64, clock: int, a
 
 
 @compiled
-def _settle(
+def _find_or_insert(
     store: Store, candidates: Store, layout: Layout, key: int, print_: np.uint64, clock: int, admit_after: int
 ) -> int:
-    """The key's slot, made where it is admitted; an earlier key of the push may have made it."""
+    """The slot of a key, inserted if it is admitted; an earlier key of the push may have inserted it."""
     position = find_position(store, key, print_)
     if position >= 0:
         return entry_slot(store.entries[position])
@@ -218,21 +217,22 @@ def push_rows(
     store: Store,
     candidates: Store,
     layout: Layout,
-    keys: NDArray[np.int64],
-    values: NDArray[np.float32],
-    settled: NDArray[np.int64],
+    keys: Keys,
+    values: Rows,
+    found: Keys,
     kernel: int,
     lr: float,
     scale: float,
-    constants: NDArray[np.float64],
     clock: int,
     visits: int,
     admit_after: int,
+    constants: NDArray[np.float64],
     scratch: Scratch,
 ) -> int:
-    """Settle every key, apply its line of `values` by `kernel`; how many keys are done.
+    """Apply one row of `values` per key; returns the number of finished keys.
 
-    `settled` receives the slots of the first settled.size keys.
+    `found` receives the slots of the first found.size keys. The numbers are those of an `Update`, one by one: a tuple
+    would cost 3 µs more per call.
     """
     words = min(store.words.shape[1], MAX_WORDS)
     rate, factor, size = np.float32(lr), np.float32(scale), 0
@@ -241,15 +241,15 @@ def push_rows(
         offset = start % CHUNK
         if offset == 0:
             size = min(CHUNK, keys.size - start)
-            _walk_index(store, keys, start, start + size, scratch)
-            _ask_first(store, size, scratch, words)
+            _probe_index(store, keys, start, start + size, scratch)
+            _prefetch_first(store, size, scratch, words)
         if not has_room(store.counters, BLOCK) or (admit_after > 1 and not has_room(candidates.counters, BLOCK)):
             return start
         stop = min(start + BLOCK, keys.size)
         num_aside = 0
         for i in range(offset, offset + stop - start):
             if i + RECORDS_AHEAD < size:
-                _ask(store, scratch.slots[i + RECORDS_AHEAD], words)
+                _prefetch_record(store, scratch.slots[i + RECORDS_AHEAD], words)
             slot = scratch.slots[i]
             if slot != NONE and store.longs[slot, 0] == keys[start + i - offset]:
                 here[i - offset] = slot
@@ -259,17 +259,17 @@ def push_rows(
         for n in range(num_aside):
             i = scratch.aside[n]
             key, print_ = keys[start + i], scratch.hashes[offset + i]
-            here[i] = _settle(store, candidates, layout, key, print_, clock, admit_after)
+            here[i] = _find_or_insert(store, candidates, layout, key, print_, clock, admit_after)
             if here[i] != NONE:
                 _touch(store, here[i], clock, visits)
-        for i in range(start, min(stop, settled.size)):
-            settled[i] = here[i - start]
+        for i in range(start, min(stop, found.size)):
+            found[i] = here[i - start]
         update_block(kernel, store.floats, here, values, start, stop, rate, factor, constants)
     return keys.size
 
 
 @compiled
-def delete_rows(store: Store, keys: NDArray[np.int64]) -> int:
+def delete_rows(store: Store, keys: Keys) -> int:
     num_deleted = 0
     for i in range(keys.size):
         position = find_position(store, keys[i], fingerprint(keys[i]))

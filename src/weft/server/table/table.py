@@ -9,25 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import TableError
 from weft.core.table_spec import Eviction, TableSpec
+from weft.server.arrays import Keys, Rows
 from weft.server.table import eviction as evicting
-from weft.server.table.layout import CANDIDATE, build_layout, record_dtype, state_width
-from weft.server.table.optimizers import ADD, FTRL, OPTIMIZERS
-from weft.server.table.record import LAST_SEEN, META_DTYPE, VALUES
+from weft.server.table.compiled import kernel_array
+from weft.server.table.record import (
+    ADD,
+    CANDIDATE,
+    FTRL,
+    LAST_SEEN,
+    META_DTYPE,
+    OPTIMIZERS,
+    VALUES,
+    Update,
+    build_layout,
+    record_dtype,
+)
 from weft.server.table.rows import delete_rows, new_scratch, pull_rows
 from weft.server.table.store import Records
 from weft.server.table.updates import hold_values
-
-__all__ = ["Table", "record_dtype", "state_width"]
-
-Keys = NDArray[np.int64]
-Floats = NDArray[np.float32]
 
 
 class Table:
@@ -62,38 +67,35 @@ class Table:
     def record_bytes(self) -> int:
         return self._dtype.itemsize
 
-    def pull(self, keys: Keys, out: Floats) -> None:
-        """Write each key's values, or its initial values, to a line of `out`."""
+    def pull(self, keys: Keys, out: Rows) -> None:
+        """Write the values of each key, or its initial values, to its row of `out`."""
         keys = self._keys(keys)
         if out.shape != (keys.size, self.spec.dim) or out.dtype != np.float32 or not out.flags.carray:
             raise TableError(f"table {self.spec.name}: pull needs float32[{keys.size}, {self.spec.dim}], C-contiguous")
         pull_rows(self._records.store, self._records.layout, keys, out, new_scratch())
 
     def push(
-        self, keys: Keys, gradients: Floats, *, lr_scale: float = 1.0, gradient_scale: float = 1.0, clock: int = 0
+        self, keys: Keys, gradients: Rows, *, lr_scale: float = 1.0, gradient_scale: float = 1.0, clock: int = 0
     ) -> None:
         """w = optimizer(w, g * gradient_scale, learning_rate * lr_scale). Equal keys are applied one after another."""
-        if self._rule.kernel == FTRL:  # its rate is in the row itself, which would shrink with it: the gradient does
+        if (
+            self._rule.kernel == FTRL
+        ):  # its state holds the rate: scaling the rate would shrink the row, so the gradient is scaled
             lr_scale, gradient_scale = 1.0, gradient_scale * lr_scale
-        self._change(
-            keys,
-            gradients,
-            np.empty(0, dtype=np.int64),
-            kernel=self._rule.kernel,
-            lr=self.spec.optimizer.learning_rate * lr_scale,
-            scale=gradient_scale,
-            clock=clock,
-            admit_after=self.spec.admit_after,
+        lr = float(self.spec.optimizer.learning_rate * lr_scale)
+        update = Update(
+            self._rule.kernel, lr, float(gradient_scale), clock, visits=1, admit_after=self.spec.admit_after
         )
+        self._change(keys, gradients, np.empty(0, dtype=np.int64), update)
 
-    def add(self, keys: Keys, deltas: Floats, *, clock: int = 0) -> None:
+    def add(self, keys: Keys, deltas: Rows, *, clock: int = 0) -> None:
         """w += delta, for every key: admission does not apply."""
         slots = np.empty(keys.size, dtype=np.int64)
-        self._change(keys, deltas, slots, kernel=ADD, lr=0.0, scale=1.0, clock=clock, admit_after=1)
+        self._change(keys, deltas, slots, Update(ADD, lr=0.0, scale=1.0, clock=clock, visits=1, admit_after=1))
         self._forget(keys)
         self._hold(slots)
 
-    def assign(self, keys: Keys, values: Floats, *, only_absent: bool, clock: int = 0) -> int:
+    def assign(self, keys: Keys, values: Rows, *, only_absent: bool, clock: int = 0) -> int:
         """Set values; a row that exists keeps its optimizer state and its count. Returns rows written."""
         keys, values = self._keys(keys), self._floats(keys, values)
         if only_absent:
@@ -109,7 +111,7 @@ class Table:
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
         return self.slots(keys) >= 0
 
-    def slots(self, keys: Keys) -> NDArray[np.int64]:
+    def slots(self, keys: Keys) -> Keys:
         """Record slot of each key, -1 where it has no row."""
         return self._records.locate(self._keys(keys))
 
@@ -119,11 +121,11 @@ class Table:
         return np.where(slots < 0, np.uint32(0), self._records.words[slots, LAST_SEEN])
 
     def require_room(self, batches: Sequence[Keys]) -> None:
-        """Raises where pushes of all these keys would find the table full."""
+        """Raises if pushes of all these keys would not fit into the table."""
         self._records.require_room(batches)
 
     def delete(self, keys: Keys) -> int:
-        """Drop rows, and what admission counted of these keys. Returns rows dropped."""
+        """Drop the rows and admission counters of these keys. Returns rows dropped."""
         keys = self._keys(keys)
         self._forget(keys)
         return int(delete_rows(self._records.store, keys))
@@ -134,7 +136,7 @@ class Table:
         stale = evicting.victims(self._candidates, Eviction(max_age=eviction.max_age), clock=clock)
         return np.sort(np.concatenate([rows, stale]))
 
-    def hot(self, top: int) -> tuple[Keys, NDArray[np.int64]]:
+    def hot(self, top: int) -> tuple[Keys, Keys]:
         """The keys touched most often and their counts, the most frequent first."""
         return evicting.hot(self._records, top)
 
@@ -150,66 +152,38 @@ class Table:
         self._forget(np.ascontiguousarray(records["key"]))
 
     def candidates(self) -> NDArray[np.void]:
-        """Admission's counters, whole: key, last_seen, count of keys that were pushed and have no row."""
+        """Admission counters: key, last_seen, count of keys that were pushed and have no row."""
         return self._candidates.copy_out(0, self._candidates.num_slots).view(META_DTYPE).reshape(-1)
 
     def load_candidates(self, candidates: NDArray[np.void]) -> None:
-        """Insert admission's counters, or overwrite by key. Of a table that admits at once, there are none."""
+        """Insert admission counters, or overwrite by key; ignored by a table that admits at once."""
         if candidates.dtype != META_DTYPE:
             raise TableError(f"table {self.spec.name}: candidates of another layout: {candidates.dtype}")
         if self.spec.admit_after > 1:
             self._candidates.copy_in(candidates)
 
-    def _change(
-        self,
-        keys: Keys,
-        values: Floats,
-        slots: NDArray[np.int64],
-        *,
-        kernel: int,
-        lr: float,
-        scale: float,
-        clock: int,
-        admit_after: int,
-    ) -> None:
-        self._records.push(
-            self._keys(keys),
-            self._floats(keys, values),
-            slots,
-            candidates=self._candidates,
-            kernel=kernel,
-            lr=lr,
-            scale=float(scale),
-            constants=self._constants,
-            clock=clock,
-            visits=1,
-            admit_after=admit_after,
-        )
+    def _change(self, keys: Keys, values: Rows, slots: Keys, update: Update) -> None:
+        keys, values = self._keys(keys), self._floats(keys, values)
+        self._records.push(keys, values, slots, update, candidates=self._candidates, constants=self._constants)
 
     def _forget(self, keys: Keys) -> None:
         """A key has a row or is a candidate, never both."""
         if self._candidates.num_rows:
             delete_rows(self._candidates.store, keys)
 
-    def _hold(self, slots: NDArray[np.int64]) -> None:
+    def _hold(self, slots: Keys) -> None:
         if self._rule.kernel == FTRL:
             optimizer = self.spec.optimizer
             hold_values(self._records.floats, slots, self.spec.dim, optimizer.learning_rate, self._constants)
 
     def _keys(self, keys: Keys) -> Keys:
-        """As kernels are compiled for them: read-only or unaligned keys would compile each kernel anew, for seconds."""
         if keys.ndim != 1:
             raise TableError(f"table {self.spec.name}: keys have {keys.ndim} dimensions, not 1")
-        return keys if _is_plain(keys, np.int64) else np.require(keys, np.int64, ["C", "A", "W"])
+        return kernel_array(keys, np.int64)
 
-    def _floats(self, keys: Keys, values: Floats) -> Floats:
+    def _floats(self, keys: Keys, values: Rows) -> Rows:
         if values.shape != (keys.size, self.spec.dim):
             raise TableError(
                 f"table {self.spec.name}: {values.shape} values for {keys.size} keys of {self.spec.dim} columns"
             )
-        return values if _is_plain(values, np.float32) else np.require(values, np.float32, ["C", "A", "W"])
-
-
-def _is_plain(array: NDArray[Any], dtype: type) -> bool:
-    """What `np.require` would give back as it is, asked in a tenth of its time."""
-    return array.dtype == dtype and array.flags.carray
+        return kernel_array(values, np.float32)

@@ -19,14 +19,13 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.server.arrays import Keys, Rows
 from weft.server.table.compiled import compiled, compiled_sum
-from weft.server.table.optimizers import ADAGRAD, ADAM, ADD, FTRL, ROWWISE_ADAGRAD, SGD
-from weft.server.table.record import VALUES
+from weft.server.table.record import ADAGRAD, ADAM, ADD, FTRL, ROWWISE_ADAGRAD, SGD, VALUES
 
 F32 = np.float32
 ONE = np.float32(1.0)
 ZERO = np.float32(0.0)
-Rows = NDArray[np.float32]
 
 
 @compiled
@@ -115,7 +114,7 @@ def _ftrl(
 def update_block(
     kernel: int,
     rows: Rows,
-    slots: NDArray[np.int64],
+    slots: Keys,
     gradients: Rows,
     start: int,
     stop: int,
@@ -143,7 +142,7 @@ def update_block(
 
 
 @compiled
-def hold_values(rows: Rows, slots: NDArray[np.int64], dim: int, lr: float, constants: NDArray[np.float64]) -> None:
+def hold_values(rows: Rows, slots: Keys, dim: int, lr: float, constants: NDArray[np.float64]) -> None:
     """ftrl: make z agree with values that were set from outside, or the next push would forget them."""
     beta, l1, l2 = F32(constants[0]), F32(constants[1]), F32(constants[2])
     for slot in slots:

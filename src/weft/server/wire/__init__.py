@@ -1,1 +1,1 @@
-"""What travels between clients and parameter servers: frames, the handshake, sockets. It knows no tables."""
+"""Frames, handshake and sockets between clients and parameter servers. No tables."""

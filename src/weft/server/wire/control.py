@@ -1,4 +1,4 @@
-"""Questions and answers as JSON in the same authenticated frames: what the coordinator speaks. Not for rows."""
+"""Requests and answers as JSON in authenticated frames: the channel of the coordinator. Not for rows."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.core.errors import ServerLostError, WeftError, WireError, error_from_dict
-from weft.server.wire.endpoint import Endpoint
-from weft.server.wire.frame import Op, control, send_frame
+from weft.server.wire.frame import FrameReader, Op, control, send_frame
 from weft.server.wire.handshake import connect_known
-from weft.server.wire.listener import Listener
-from weft.server.wire.reader import FrameReader
+from weft.server.wire.listener import SocketListener
+from weft.server.wire.sockets import Endpoint
 
 Handler = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
 class ControlServer:
-    """Answers with what `handler(verb, fields)` gives; a WeftError that it raises travels to the asker."""
+    """Answers with the result of `handler(verb, fields)`; a WeftError that it raises is sent to the client."""
 
     def __init__(self, handler: Handler, *, token: str, host: str = "127.0.0.1", port: int = 0) -> None:
         self._handler = handler
-        self._listener = Listener(self._serve, token=token, host=host, port=port)
+        self._listener = SocketListener(self._serve, token=token, host=host, port=port)
 
     def start(self) -> Endpoint:
         return self._listener.start()
@@ -42,11 +41,11 @@ class ControlServer:
         except WeftError as error:
             return control(Op.ERROR, error.as_dict())
         except (KeyError, TypeError, ValueError) as error:
-            return control(Op.ERROR, WireError(f"a question that cannot be answered: {error!r}").as_dict())
+            return control(Op.ERROR, WireError(f"a request that cannot be answered: {error!r}").as_dict())
 
 
 class ControlClient:
-    """One connection, one question at a time; usable from several threads."""
+    """One connection, one request at a time; usable from several threads."""
 
     def __init__(self, endpoint: Endpoint, *, token: str, timeout_s: float = 60.0) -> None:
         self._endpoint = endpoint
@@ -74,12 +73,12 @@ class ControlClient:
 
 
 def _connect(endpoint: Endpoint, token: str) -> socket.socket:
-    """A listener that strangers crowd may hang up on a newcomer: that is no answer, so it is asked again."""
-    for pause_s in (0.1, 0.3, 1.0):
+    """Retries: a listener under a flood of unauthenticated peers may hang up on a new one."""
+    pauses_s = [0.1, 0.3, 1.0]
+    while True:
         try:
             return connect_known(endpoint, token, peer=f"the coordinator at {endpoint}")
-        except (ConnectionRefusedError, TimeoutError):
-            raise
-        except ConnectionError:
-            time.sleep(pause_s)
-    return connect_known(endpoint, token, peer=f"the coordinator at {endpoint}")
+        except ConnectionError as error:
+            if isinstance(error, ConnectionRefusedError) or not pauses_s:
+                raise
+            time.sleep(pauses_s.pop(0))

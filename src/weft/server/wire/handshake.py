@@ -1,4 +1,4 @@
-"""Both sides prove that they have the job's token, without sending it: HMAC-SHA256 over two nonces.
+"""Both sides prove that they have the token of the job, without sending it: HMAC-SHA256 over two nonces.
 
 client -> WEFT, version, nonce c          server -> nonce s, HMAC(token, "server" c s)
 client -> HMAC(token, "client" c s)       server -> one byte: 1
@@ -14,11 +14,10 @@ import struct
 import time
 
 from weft.core.errors import TokenError, WireError
-from weft.server.wire.endpoint import Endpoint
 from weft.server.wire.frame import MAGIC, VERSION
-from weft.server.wire.sockets import connect, receive
+from weft.server.wire.sockets import Endpoint, connect, receive
 
-HANDSHAKE_S = 5.0  # for all of it: a peer that says nothing, or a byte a second, holds a thread no longer
+HANDSHAKE_S = 5.0  # for the whole handshake: a silent or slow peer occupies a thread no longer
 _NONCE = 16
 _HELLO = struct.Struct(f"<4sB{_NONCE}s")
 _WELCOME = b"\x01"
@@ -29,7 +28,7 @@ def _proof(token: str, side: bytes, nonces: bytes) -> bytes:
 
 
 def greet(connection: socket.socket, token: str, *, peer: str) -> None:
-    """The client's side; raises TokenError where the two do not have the same token."""
+    """The client's side; raises TokenError if the two tokens differ."""
     mine = secrets.token_bytes(_NONCE)
     connection.sendall(_HELLO.pack(MAGIC, VERSION, mine))
     answer = receive(connection, _NONCE + hashlib.sha256().digest_size)
@@ -37,13 +36,13 @@ def greet(connection: socket.socket, token: str, *, peer: str) -> None:
     if not hmac.compare_digest(proof, _proof(token, b"server", mine + theirs)):
         raise TokenError(f"{peer} has another token", hint="is it the server of another job?")
     connection.sendall(_proof(token, b"client", mine + theirs))
-    # A refusal is told; a connection that ends without a word is a server that died just now, and may be asked again.
+    # A refusal is sent; a connection that ends without one is a server that has just died, and is retried.
     if receive(connection, 1) != _WELCOME:
         raise TokenError(f"{peer} refused the token", hint="give the token of that server's job")
 
 
 def connect_known(endpoint: Endpoint, token: str, *, peer: str) -> socket.socket:
-    """A connection on which both sides have proved themselves; closed again where they have not."""
+    """An authenticated connection; closed again if the handshake fails."""
     connection = connect(endpoint, timeout_s=HANDSHAKE_S)
     try:
         greet(connection, token, peer=peer)
@@ -56,7 +55,7 @@ def connect_known(endpoint: Endpoint, token: str, *, peer: str) -> socket.socket
 def admit(connection: socket.socket, token: str) -> None:
     """The server's side; raises WireError, TokenError or TimeoutError, after which the connection is closed.
 
-    A peer that has passed may then be silent as long as it likes.
+    An authenticated peer may be silent for any time.
     """
     deadline = time.monotonic() + HANDSHAKE_S
     magic, version, theirs = _HELLO.unpack(receive(connection, _HELLO.size, deadline=deadline))

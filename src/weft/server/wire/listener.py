@@ -1,9 +1,8 @@
-"""A listening socket with a thread a connection; who passes the handshake is given to `serve`.
+"""A listening socket with one thread per connection; `serve` gets each authenticated connection.
 
-Whatever a peer sends, the listener goes on: garbage, a wrong token or a lost connection end that connection alone.
-Strangers, who have not proved yet that they have the token, are bounded in number and in time, and the oldest goes
-first: they can take neither the threads nor the descriptors that workers, the log and snapshots need. Who has passed
-is never hung up on, however long it is silent.
+Garbage, a wrong token or a lost connection ends that connection alone. Unauthenticated peers are bounded in number and
+time, and the oldest is dropped first: they cannot take the threads and descriptors that workers, the log and snapshots
+need. An authenticated peer is never dropped, however long it is silent.
 """
 
 from __future__ import annotations
@@ -15,30 +14,27 @@ import time
 from collections.abc import Callable
 
 from weft.core.errors import WeftError
-from weft.server.wire.descriptors import is_in_reserve
-from weft.server.wire.endpoint import Endpoint
-from weft.server.wire.frame import Op, control, send_frame
+from weft.server.wire.frame import FrameReader, Op, control, send_frame
 from weft.server.wire.handshake import admit
-from weft.server.wire.reader import FrameReader
-from weft.server.wire.sockets import tune
+from weft.server.wire.sockets import Endpoint, is_in_reserve, tune
 
-MAX_PENDING = 64  # handshakes take a millisecond: a job of thousands of workers has few at a time
+MAX_PENDING = 64  # a handshake takes a millisecond: a job of thousands of workers has few at a time
 _ACCEPT_RETRY_S = 0.05
 
 Serve = Callable[[socket.socket, FrameReader], None]  # until it raises ConnectionError
 
 
-class Listener:
+class SocketListener:
     def __init__(self, serve: Serve, *, token: str, host: str, port: int) -> None:
         self._serve = serve
         self._token = token
         self._wanted = (host, port)
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
-        self._pending: dict[socket.socket, None] = {}  # of the open ones, those without a handshake; oldest first
+        self._pending: dict[socket.socket, None] = {}  # open and not authenticated; oldest first
         self._socket: socket.socket | None = None
-        self.num_refused = 0  # peers with another token, or that sent what is not a frame
-        self.num_hung_up = 0  # peers that left or said too little in time, or had to make room for others
+        self.num_refused = 0  # peers with another token, or that sent no frame
+        self.num_hung_up = 0  # peers that left, timed out, or were dropped for others
 
     def start(self) -> Endpoint:
         host, port = self._wanted
@@ -62,7 +58,7 @@ class Listener:
             except OSError:
                 if self._socket is None:
                     return
-                # Out of descriptors, or a peer that went away again. Without a pause the loop would take a whole core.
+                # Out of descriptors, or the peer has left. Without a pause the loop would take a whole core.
                 self._hang_up_oldest()
                 time.sleep(_ACCEPT_RETRY_S)
                 continue
@@ -70,10 +66,10 @@ class Listener:
                 return
 
     def _take(self, connection: socket.socket) -> bool:
-        """A thread for the newcomer, or no room for it; False when the listener has stopped."""
+        """A thread for a new peer, if there is room; False when the listener has stopped."""
         is_short = is_in_reserve(connection.fileno())
         if (is_short or len(self._pending) >= MAX_PENDING) and not self._hang_up_oldest():
-            self.num_hung_up += 1  # all others are workers
+            self.num_hung_up += 1  # all others are authenticated
             connection.close()
             return True
         with self._lock:
@@ -86,14 +82,14 @@ class Listener:
         return True
 
     def _hang_up_oldest(self) -> bool:
-        """Makes room for another stranger; False where there is none."""
+        """Drops the oldest unauthenticated peer; False if there is none."""
         with self._lock:
             oldest = next(iter(self._pending), None)
             if oldest is None:
                 return False
             del self._pending[oldest]
             _wake(oldest)
-            oldest.close()  # at once: threads that come late to it would let a flood through to the reserve
+            oldest.close()  # here, not in its thread: late threads would let a flood reach the reserve
         return True
 
     def _attend(self, connection: socket.socket) -> None:
@@ -108,26 +104,23 @@ class Listener:
             self.num_refused += 1
             with contextlib.suppress(OSError):
                 send_frame(connection, control(Op.ERROR, error.as_dict()))
-        except OSError:  # the peer went away: its own side says so
+        except OSError:  # the peer has left, and reports it on its side
             self.num_hung_up += not is_known
         finally:
-            self._forget(connection)
+            with self._lock:
+                self._open.discard(connection)
+                self._pending.pop(connection, None)
             connection.close()
 
     def _admitted(self, connection: socket.socket) -> bool:
-        """Whether the peer that has just proved itself had not been hung up on before."""
+        """Whether the authenticated peer was not dropped meanwhile."""
         with self._lock:
             is_pending = connection in self._pending
             self._pending.pop(connection, None)
         return is_pending
 
-    def _forget(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._open.discard(connection)
-            self._pending.pop(connection, None)
-
 
 def _wake(end: socket.socket) -> None:
-    """Ends what the thread of this socket waits for."""
+    """Wakes the thread that waits on this socket."""
     with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)

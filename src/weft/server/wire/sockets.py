@@ -1,20 +1,35 @@
-"""Whole messages over blocking sockets: `recv_into` and `sendmsg` on buffers that the caller keeps.
+"""Whole messages over blocking sockets: `recv_into` and `sendmsg` on buffers of the caller; limits of descriptors.
 
-Both calls drop the interpreter's lock, so threads of one server overlap.
+Both calls release the GIL, so threads of one server overlap. Descriptors are numbered from below: a connection
+numbered limit - reserve or higher leaves only the reserve, which the log and snapshots need.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from weft.server.wire.endpoint import Endpoint
+from weft.core.synced import write_all
 
 BUFFER_BYTES = 4 << 20
-_PIECE = 4 << 20  # a longer receive keeps the kernel copying with nobody sending
-_DEAD_PEER_MS = 10_000  # a machine that vanished: TCP alone would wait for a quarter of an hour
+_PIECE = 4 << 20  # a longer receive keeps the kernel copying while the sender waits
+_DEAD_PEER_MS = 10_000  # for a lost machine, TCP alone would wait for a quarter of an hour
+_WANTED = 65_536  # no job needs more, and some systems allow a billion
+_RESERVE = 64
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
 
 
 def tune(connection: socket.socket) -> None:
@@ -34,7 +49,7 @@ def connect(endpoint: Endpoint, *, timeout_s: float) -> socket.socket:
 
 
 def receive_some(connection: socket.socket, target: memoryview) -> int:
-    """What has come, up to the target's length; waits for the first of it."""
+    """Receives up to the length of the target; waits for the first byte."""
     count = connection.recv_into(target, min(target.nbytes, _PIECE))
     if not count:
         raise ConnectionError("the peer has closed the connection")
@@ -42,23 +57,19 @@ def receive_some(connection: socket.socket, target: memoryview) -> int:
 
 
 def receive_into(connection: socket.socket, target: Any, *, deadline: float | None = None) -> None:
-    """Fills `target`, a writable C-contiguous buffer; raises ConnectionError where the peer ends before.
+    """Fills `target`, a writable C-contiguous buffer; raises ConnectionError if the peer closes before that.
 
-    `deadline`, of the monotonic clock, is for all of it: a timeout of the socket alone begins anew with every byte.
+    `deadline`, of the monotonic clock, covers all bytes: the timeout of a socket starts again with every byte.
     """
     whole = memoryview(target)
     left = whole.cast("B") if whole.nbytes else whole  # a view of nothing cannot be cast
     while left.nbytes:
         if deadline is not None:
-            connection.settimeout(_seconds_to(deadline))
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("the peer took too long")
+            connection.settimeout(left_s)
         left = left[receive_some(connection, left) :]
-
-
-def _seconds_to(deadline: float) -> float:
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("the peer took too long")
-    return left_s
 
 
 def receive(connection: socket.socket, size: int, *, deadline: float | None = None) -> bytes:
@@ -68,11 +79,27 @@ def receive(connection: socket.socket, size: int, *, deadline: float | None = No
 
 
 def send(connection: socket.socket, parts: Iterable[Any]) -> None:
-    """All of the buffers, in order, without copying them together."""
-    left = [view for view in (memoryview(part).cast("B") for part in parts if len(part)) if view.nbytes]
-    while left:
-        count = connection.sendmsg(left)
-        while left and count >= left[0].nbytes:
-            count -= left.pop(0).nbytes
-        if count:
-            left[0] = left[0][count:]
+    write_all(parts, lambda left, _: connection.sendmsg(left))
+
+
+def raise_limit() -> None:
+    """Raise the soft limit of open files to the hard one. For processes of our own, not for callers of the library."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED if hard == resource.RLIM_INFINITY else min(hard, _WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # the old limit will do
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def is_in_reserve(descriptor: int) -> bool:
+    """Whether a connection with this number leaves too few for files: a quarter of a small limit, else 64."""
+    if sys.platform == "win32":
+        return False
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit != resource.RLIM_INFINITY and descriptor >= limit - min(_RESERVE, limit // 4)

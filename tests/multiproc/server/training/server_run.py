@@ -14,7 +14,7 @@ from torch import nn
 from weft.core.errors import WeftError
 from weft.core.server_spec import ServerRun
 from weft.server.clicks.task import ClickTask, open_log
-from weft.server.job import run_job
+from weft.server.job.driver import run_job
 
 
 class _Unlucky(ClickTask):

@@ -18,7 +18,7 @@ import pytest
 from server_run import children_of
 
 from weft.core.server_spec import ServerRun
-from weft.server.job import run_job
+from weft.server.job.driver import run_job
 
 FOLDER = Path(__file__).parent
 

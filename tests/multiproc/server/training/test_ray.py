@@ -15,7 +15,7 @@ import pytest
 
 from weft.core.errors import MissingExtraError
 from weft.core.server_spec import ServerRun
-from weft.server.job import run_job
+from weft.server.job.driver import run_job
 
 
 def _run(**server: Any) -> ServerRun:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from weft.server.clicks.auc import area_under_curve, log_loss_sum
+from weft.server.clicks.task import area_under_curve, log_loss_sum
 
 
 def test_auc_is_the_share_of_pairs_in_order_with_ties_as_half() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from weft.data.order import mix64
-from weft.server.clicks.auc import area_under_curve
 from weft.server.clicks.generated import GeneratedClicks
+from weft.server.clicks.task import area_under_curve
 
 
 def _log(*, seed: int = 0, numeric: int = 13, categorical: int = 26, zipf: float = 1.1) -> GeneratedClicks:

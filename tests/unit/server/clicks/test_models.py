@@ -10,7 +10,7 @@ import torch
 
 from weft.core.server_spec import ServerRun
 from weft.server.clicks.models import ClickModel, pairwise_products
-from weft.server.session import RowSession
+from weft.server.model.embedding import RowSession
 
 
 def test_pairwise_products_are_the_sum_over_pairs() -> None:

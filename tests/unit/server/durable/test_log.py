@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 from weft.core.errors import CheckpointError, LogError
 from weft.server.durable import log as log_module
-from weft.server.durable import segments as segments_module
 from weft.server.durable.checksum import checksum
-from weft.server.durable.log import Log, replay
-from weft.server.durable.segments import segments
+from weft.server.durable.log import Log, replay, segments
 
 SMALL = 4096  # bytes of a segment
 
@@ -131,9 +129,9 @@ def test_a_checksum_sees_every_bit(content: bytes, place: int, bit: int) -> None
 def test_a_spare_does_not_take_the_last_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for free, is_kept in ((1, False), (1 << 20, True)):
         told = SimpleNamespace(f_bavail=free, f_frsize=1 << 20)
-        monkeypatch.setattr(segments_module.os, "statvfs", lambda folder, told=told: told)
+        monkeypatch.setattr(log_module.os, "statvfs", lambda folder, told=told: told)
         fill(tmp_path, [3000, 3000, 3000])
-        segments_module.retire(tmp_path, before=3)
+        log_module.retire(tmp_path, before=3)
         assert bool(list(tmp_path.glob("spare-*"))) == is_kept
 
 

@@ -12,12 +12,10 @@ from weft.core.errors import RunError, TableError, WeftError
 from weft.core.table_spec import RowInit, RowOptimizer, TableSpec
 from weft.server.client import Client
 from weft.server.node.server import Server
-from weft.server.node.spec import NodeSpec
-from weft.server.node.state import State
+from weft.server.node.state import NodeSpec, State
 from weft.server.table.table import Table
-from weft.server.wire.frame import UNITS, Frame, Op, Section, control, send_frame
+from weft.server.wire.frame import UNITS, Frame, FrameReader, Op, TableSection, control, send_frame
 from weft.server.wire.handshake import connect_known
-from weft.server.wire.reader import FrameReader
 
 TOKEN = "only for tests"
 KEYS = np.arange(4, dtype=np.int64)
@@ -69,8 +67,8 @@ def served(tmp_path: Path) -> Any:
         each.stop()
 
 
-def _section(**fields: Any) -> Section:
-    return Section(**{"table": 0, "keys": KEYS, "values": ONES, **fields})
+def _section(**fields: Any) -> TableSection:
+    return TableSection(**{"table": 0, "keys": KEYS, "values": ONES, **fields})
 
 
 MALFORMED = {

@@ -19,8 +19,8 @@ from weft.server.client import Client
 from weft.server.durable import log as log_module
 from weft.server.node.reshard import reshard
 from weft.server.node.server import Server
-from weft.server.node.spec import NodeSpec
-from weft.server.wire.endpoint import Endpoint
+from weft.server.node.state import NodeSpec
+from weft.server.wire.sockets import Endpoint
 
 TOKEN = "only for tests"
 KEYS = np.array([5, -1, 2**62, 7], np.int64)
@@ -220,7 +220,7 @@ def test_a_pull_waits_for_steps_that_lie_further_back_than_the_gate(cluster: Any
 
 
 def test_a_waiting_pull_hears_what_it_waits_for(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.server.node.server.TOLD_EVERY_S", 0.05)
+    monkeypatch.setattr("weft.server.node.server.REPORT_EVERY_S", 0.05)
     started = cluster(shares=1, gate=0)
     client, other = started.client(), started.client()
     client.create(table())
@@ -273,7 +273,7 @@ def test_one_servers_error_leaves_the_others_answers_in_order(cluster: Any, monk
     client = started.client()
     client.create(table())
     with monkeypatch.context() as broken:
-        broken.setattr(started.servers[0], "_append", _full)
+        broken.setattr(started.servers[0], "_append_and_apply", _full)
         with pytest.raises(LogError):
             client.push({"t": (KEYS, ones(4))}, unit=0)
     assert client.push({"t": (KEYS, ones(4))}, unit=0).staleness == (0, 0)
@@ -416,10 +416,10 @@ def test_what_does_not_fit_is_refused_and_never_logged(cluster: Any) -> None:
         started.client().create(TableSpec(name="t", dim=5))
     with pytest.raises(TableError, match="3 columns"):
         client.push({"t": (KEYS, np.zeros((4, 2), np.float32))})
-    object.__setattr__(other._specs["t"], "dim", 2)  # a client that believes otherwise
+    other._tables["t"] = other._tables["t"]._replace(dim=2)  # a client with a wrong description
     with pytest.raises(TableError, match="3 columns"):
         other.push({"t": (KEYS, np.zeros((4, 2), np.float32))})
-    object.__setattr__(other._specs["t"], "dim", 3)
+    other._tables["t"] = other._tables["t"]._replace(dim=3)
     with pytest.raises(TableError, match="was not created"):
         client.pull({"u": KEYS})
     assert client.stats()[0]["log_number"] == number
@@ -521,7 +521,7 @@ def test_a_share_done_again_after_all_servers_died_reads_what_the_first_one_read
     client.push({"t": (keys, ones(64))}, unit=0)
     started.servers[1].stop()
     hasty = started.client(timeout_s=0.2)
-    hasty._specs, hasty._numbers = client._specs, client._numbers
+    hasty._tables = client._tables
     with pytest.raises(ServerLostError):
         hasty.push({"t": (keys, ones(64))}, unit=1)  # server 0 has the whole step, server 1 half of it
     started.servers[0].stop()
@@ -541,7 +541,7 @@ def test_resharding_what_is_not_between_units_is_refused_or_goes_back(cluster: A
     client.push({"t": (KEYS, ones(4))}, unit=0)
     started.servers[1].stop()
     hasty = started.client(timeout_s=0.2)
-    hasty._specs, hasty._numbers = client._specs, client._numbers
+    hasty._tables = client._tables
     with pytest.raises(ServerLostError):
         hasty.push({"t": (KEYS, ones(4))}, unit=1)  # one of the two has it
     started.servers[0].stop()

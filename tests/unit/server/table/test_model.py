@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from weft.core.table_spec import RowInit, RowOptimizer, TableSpec
 from weft.server.table import store
-from weft.server.table.table import Table, record_dtype
+from weft.server.table.record import record_dtype
+from weft.server.table.table import Table
 
 from .conftest import HARD_KEYS
 

@@ -12,8 +12,8 @@ import pytest
 
 from weft.core.errors import TableError
 from weft.core.table_spec import Eviction, RowOptimizer, TableSpec
-from weft.server.table.record import META_DTYPE
-from weft.server.table.table import Table, record_dtype, state_width
+from weft.server.table.record import META_DTYPE, record_dtype, state_width
+from weft.server.table.table import Table
 
 
 def build(kind: Any = "adagrad", *, dim: int = 5, **fields: Any) -> TableSpec:

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.core.errors import WireError
-from weft.server.wire.frame import Frame, Op, Section, control, logged_frame, send_frame
-from weft.server.wire.reader import FrameReader
+from weft.server.wire.frame import Frame, FrameReader, Op, TableSection, control, logged_frame, send_frame
 
 
 def through_a_socket(frame: Frame, reader: FrameReader | None = None) -> Frame:
@@ -31,7 +30,7 @@ def through_a_socket(frame: Frame, reader: FrameReader | None = None) -> Frame:
 )
 def test_a_frame_survives_the_wire_and_the_log(shapes: list[tuple[int, int, int]], unit: int, client: int) -> None:
     sections = [
-        Section(
+        TableSection(
             table=table,
             keys=np.arange(count, dtype=np.int64) - 3,
             values=np.full((count, dim), number, np.float32) if dim else None,
@@ -55,17 +54,17 @@ def test_rows_of_an_answer_go_where_they_are_wanted() -> None:
     rows = np.arange(12, dtype=np.float32).reshape(4, 3)
     left, right = socket.socketpair()
     with left, right:
-        send_frame(left, Frame(op=Op.OK, sections=[Section(table=0, values=rows)]))
+        send_frame(left, Frame(op=Op.OK, sections=[TableSection(table=0, values=rows)]))
         target = np.empty((4, 3), np.float32)
         FrameReader().read(right, into=[target])
         assert np.array_equal(target, rows)
-        send_frame(left, Frame(op=Op.OK, sections=[Section(table=0, values=rows)]))
+        send_frame(left, Frame(op=Op.OK, sections=[TableSection(table=0, values=rows)]))
         with pytest.raises(WireError, match="shape"):
             FrameReader().read(right, into=[np.empty((4, 2), np.float32)])
 
 
 def answer(rows: np.ndarray) -> Frame:
-    return Frame(op=Op.OK, sections=[Section(table=0, values=rows)])
+    return Frame(op=Op.OK, sections=[TableSection(table=0, values=rows)])
 
 
 def test_frames_that_came_together_are_read_one_by_one() -> None:
@@ -77,7 +76,7 @@ def test_frames_that_came_together_are_read_one_by_one() -> None:
         for _ in range(3):
             send_frame(left, Frame(op=Op.WAITING, text=b"{}"))  # shorter than the sections of what is waited for
             send_frame(left, answer(rows))
-            send_frame(left, Frame(op=Op.PULL, sections=[Section(table=7, keys=keys)]))
+            send_frame(left, Frame(op=Op.PULL, sections=[TableSection(table=7, keys=keys)]))
             send_frame(left, control(Op.CONTROL, {"verb": "stats"}))
             target = np.zeros((4, 3), np.float32)
             assert reader.read(right, into=[target]).json() == {}
@@ -91,7 +90,7 @@ def test_frames_that_came_together_are_read_one_by_one() -> None:
 
 def test_a_frame_that_comes_byte_by_byte_and_outgrows_the_memory_is_whole() -> None:
     values = np.arange(60_000, dtype=np.float32).reshape(-1, 3)
-    frame = Frame(op=Op.PUSH, sections=[Section(table=1, keys=np.arange(20_000, dtype=np.int64), values=values)])
+    frame = Frame(op=Op.PUSH, sections=[TableSection(table=1, keys=np.arange(20_000, dtype=np.int64), values=values)])
     raw = b"".join(bytes(memoryview(part).cast("B")) for part in frame.parts() if len(part))
     left, right = socket.socketpair()
 

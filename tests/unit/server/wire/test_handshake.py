@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from weft.core.errors import TokenError
-from weft.server.wire.endpoint import Endpoint
 from weft.server.wire.handshake import connect_known
-from weft.server.wire.listener import Listener
+from weft.server.wire.listener import SocketListener
+from weft.server.wire.sockets import Endpoint
 
 
 def served(answer: Callable[[socket.socket], None]) -> Endpoint:
@@ -27,7 +27,7 @@ def served(answer: Callable[[socket.socket], None]) -> Endpoint:
 
 
 def test_a_wrong_token_is_told_on_both_sides() -> None:
-    listener = Listener(lambda connection, reader: None, token="right", host="127.0.0.1", port=0)
+    listener = SocketListener(lambda connection, reader: None, token="right", host="127.0.0.1", port=0)
     endpoint = listener.start()
     connect_known(endpoint, "right", peer="it").close()
     with pytest.raises(TokenError, match="it has another token"):

@@ -17,9 +17,9 @@ import pytest
 from weft.core.table_spec import RowInit, RowOptimizer, TableSpec
 from weft.server.client import Client
 from weft.server.wire import handshake, listener
-from weft.server.wire.endpoint import Endpoint
 from weft.server.wire.handshake import connect_known
-from weft.server.wire.listener import Listener
+from weft.server.wire.listener import SocketListener
+from weft.server.wire.sockets import Endpoint
 
 TOKEN = "only for tests"
 NUM_STRANGERS = 500
@@ -29,7 +29,7 @@ import resource, sys, threading
 resource.setrlimit(resource.RLIMIT_NOFILE, ({FEW_DESCRIPTORS}, {FEW_DESCRIPTORS}))
 from pathlib import Path
 from weft.server.node.server import Server
-from weft.server.node.spec import NodeSpec
+from weft.server.node.state import NodeSpec
 server = Server(index=0, spec=NodeSpec(), folder=Path(sys.argv[1]), token={TOKEN!r})
 print(server.start().port, flush=True)
 sys.stdin.read()
@@ -106,7 +106,7 @@ def test_hundreds_of_strangers_do_not_keep_a_server_from_its_work(tmp_path: Path
 
 def test_the_handshake_has_one_deadline_however_slowly_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.3)
-    listening = Listener(lambda connection, reader: None, token=TOKEN, host="127.0.0.1", port=0)
+    listening = SocketListener(lambda connection, reader: None, token=TOKEN, host="127.0.0.1", port=0)
     endpoint = listening.start()
     with socket.create_connection((endpoint.host, endpoint.port)) as slow, contextlib.suppress(OSError):
         for _ in range(18):  # fewer than a hello has
@@ -119,7 +119,7 @@ def test_the_handshake_has_one_deadline_however_slowly_bytes_come(monkeypatch: p
 def test_the_oldest_stranger_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "MAX_PENDING", 3)
     served = threading.Event()
-    listening = Listener(lambda connection, reader: served.set(), token=TOKEN, host="127.0.0.1", port=0)
+    listening = SocketListener(lambda connection, reader: served.set(), token=TOKEN, host="127.0.0.1", port=0)
     endpoint = listening.start()
     opened = [socket.create_connection((endpoint.host, endpoint.port)) for _ in range(5)]
     wait_until(lambda: listening.num_hung_up == 2)
@@ -134,7 +134,7 @@ def test_the_oldest_stranger_goes_first(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_accept_that_fails_is_no_end_and_no_busy_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    listening = Listener(lambda connection, reader: None, token=TOKEN, host="127.0.0.1", port=0)
+    listening = SocketListener(lambda connection, reader: None, token=TOKEN, host="127.0.0.1", port=0)
     calls = []
 
     class Exhausted:

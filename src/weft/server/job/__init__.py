@@ -1,0 +1,1 @@
+"""A run: its driver, coordinator, folder, status and export."""

@@ -1,0 +1,1 @@
+"""A worker process: units in, gradients out."""
