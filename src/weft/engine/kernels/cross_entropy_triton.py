@@ -5,12 +5,16 @@ Imported only on machines with a GPU: Triton comes with torch's CUDA builds.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from weft.engine.kernels.cross_entropy import Cap
 from weft.engine.objective import IGNORED
+
+if TYPE_CHECKING:
+    from weft.engine.kernels.cross_entropy import Cap
 
 BLOCK, WARPS = 4096, 8
 

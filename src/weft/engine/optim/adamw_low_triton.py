@@ -5,12 +5,16 @@ Imported only on machines with a GPU: Triton comes with torch's CUDA builds.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from weft.engine.optim.adamw_low_update import Constants
 from weft.engine.optim.rounding_bits import FACTORS, SHIFTS
+
+if TYPE_CHECKING:
+    from weft.engine.optim.adamw_low_update import Constants
 
 BLOCK, WARPS = 1024, 4
 
