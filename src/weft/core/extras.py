@@ -21,6 +21,6 @@ def missing_extra(library: str) -> MissingExtraError:
 
 
 def require_extra(library: str) -> None:
-    """Look for the library without importing it: importing one takes seconds, and torch with it."""
+    """Require the library without importing it: an import takes seconds, and may import torch."""
     if find_spec(library) is None:
         raise missing_extra(library)

@@ -1,4 +1,4 @@
-"""`sync_path`: a file's bytes, or a folder's names, survive the machine once this returns."""
+"""`sync_path`: the bytes of a file or the names of a folder are on disk when it returns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync_path(path: Path) -> None:
-    """Before a rename: it may reach the disk earlier than the bytes do. After one: or a power cut may lose it."""
+    """Call before a rename, which may reach the disk earlier than the bytes, and after it, on the folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -53,7 +53,7 @@ def test_a_mixture_follows_the_depth_and_an_open_one_has_every_policy() -> None:
 
 
 def test_a_mixture_too_large_stays_so() -> None:
-    with pytest.raises(PlanError, match="is 13 blocks, and the model has 12"):
+    with pytest.raises(PlanError, match="is 13 blocks, but the model has 12"):
         small(plan_of([3, 10]), run_of(12))
 
 
