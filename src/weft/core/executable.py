@@ -15,11 +15,11 @@ def require_executable(plan: Plan) -> None:
     policy = plan.precision.policy()
     refused: list[tuple[bool, str]] = [
         (
-            plan.mesh.pp > 1 and plan.pipeline.never_drains and plan.data_parallel.zero > 0,
+            plan.has_delayed_updates and plan.data_parallel.zero > 0,
             f"{plan.pipeline.schedule} with sharded weights (data_parallel.zero > 0)",
         ),
         (
-            plan.mesh.pp > 1 and plan.pipeline.never_drains and policy.loss_scaling,
+            plan.has_delayed_updates and policy.loss_scaling,
             f"{plan.pipeline.schedule} with a loss scale (precision fp16)",
         ),
         (plan.mesh.pp > 1 and plan.tensor_parallel.mode != "1d" and plan.mesh.tp > 1, "a pipeline of grids"),
@@ -97,7 +97,7 @@ def _not_low(plan: Plan) -> list[tuple[bool, str, str]]:
     is_master_free = policy.master_weights == "bfloat16"
     return [
         (
-            policy.has_low_states and plan.mesh.pp > 1 and plan.pipeline.never_drains,
+            policy.has_low_states and plan.has_delayed_updates,
             "master_weights" if is_master_free else "optimizer_state",
             plan.pipeline.schedule,
         ),

@@ -264,6 +264,10 @@ class Plan(Document):
         return self.mesh.num_ranks
 
     @property
+    def has_delayed_updates(self) -> bool:
+        return self.mesh.pp > 1 and self.pipeline.never_drains
+
+    @property
     def strategy_name(self) -> str:
         """The common name of this data-parallel layout."""
         if self.data_parallel.strategy == "dataparallel":

@@ -42,11 +42,8 @@ class AllocatorEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class Reserved:
-    """`fragmentation`: the share of the reserved peak that was never allocated while reserved was at that peak."""
-
     peak_reserved_bytes: int
     peak_allocated_bytes: int
-    fragmentation: float
     out_of_memory: bool = False  # the trace did not fit `capacity_bytes`; the replay stopped there
 
 
@@ -166,7 +163,6 @@ class _Allocator:
         self._next_address = 0
         self._reserved = self._peak_reserved = 0
         self._allocated = self._peak_allocated = 0
-        self._used_at_peak = 0
 
     def allocate(self, key: int, nbytes: int, stream: int) -> bool:
         size = -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
@@ -196,11 +192,9 @@ class _Allocator:
         block.pool.add(block.pool.merged(block))
 
     def result(self, *, out_of_memory: bool) -> Reserved:
-        share = 1 - self._used_at_peak / self._peak_reserved if self._peak_reserved else 0.0
         return Reserved(
             peak_reserved_bytes=self._peak_reserved,
             peak_allocated_bytes=self._peak_allocated,
-            fragmentation=share,
             out_of_memory=out_of_memory,
         )
 
@@ -213,10 +207,7 @@ class _Allocator:
     def _count(self, nbytes: int) -> None:
         self._allocated += nbytes
         self._peak_allocated = max(self._peak_allocated, self._allocated)
-        if self._reserved > self._peak_reserved:
-            self._peak_reserved, self._used_at_peak = self._reserved, self._allocated
-        elif self._reserved == self._peak_reserved:
-            self._used_at_peak = max(self._used_at_peak, self._allocated)
+        self._peak_reserved = max(self._peak_reserved, self._reserved)
 
     # --- memory of the device -----------------------------------------------------------------------------------
 

@@ -173,8 +173,7 @@ class Comparison:
     @property
     def _has_own_update(self) -> bool:
         """Whether the update is not torch's optimizer at the end of a step. bfloat16 weights have their own check."""
-        is_delayed = self.plan.mesh.pp > 1 and self.plan.pipeline.never_drains
-        return is_delayed or plan_precision(self.plan, self.train).rounds_weights
+        return self.plan.has_delayed_updates or plan_precision(self.plan, self.train).rounds_weights
 
     def _weights(self, right: RunTrace, near: RunTrace, *, drifts: Drifts = None) -> tuple[Check, Worst]:
         parameters = {key: value for key, value in self.found.weights.items() if key in self.found.initial}

@@ -53,7 +53,7 @@ class Delay:
     @staticmethod
     def of(plan: Plan, model: nn.Module) -> Delay | None:
         """None for a plan that updates once at the end of a step."""
-        if plan.mesh.pp == 1 or not plan.pipeline.never_drains:
+        if not plan.has_delayed_updates:
             return None
         layout = describe(model)
         split = split_model(model, layout, num_stages=plan.mesh.pp, sizes=plan.pipeline.blocks)

@@ -115,7 +115,7 @@ def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: Refe
         coarsest="float8_e4m3fn" if precision.float8 != "none" else compute,
         starts_rounded=precision.rounds_weights,
         rounded_states=_why_rounded(run, policy.optimizer_state, policy.master_weights),
-        is_delayed=plan.mesh.pp > 1 and plan.pipeline.never_drains,
+        is_delayed=plan.has_delayed_updates,
         chunk_rows=plan_split(plan, run.train).chunk_rows,
     )
 

@@ -235,7 +235,7 @@ def require_enough_steps(plan: Plan, *, steps: int) -> None:
 
     Called before anything trains, so that every rank refuses."""
     pipeline = plan.pipeline
-    if plan.mesh.pp == 1 or not pipeline.never_drains:
+    if not plan.has_delayed_updates:
         return
     calls = Calls(name=pipeline.schedule, num_ranks=plan.mesh.pp, num_microbatches=pipeline.microbatches)
     least = 2 + calls.delay

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from weft.verify.reference import RunTrace
 from weft.verify.references import ReferenceCache, References
 from weft.verify.verdict import Check, Finding, at_place
 
-Progress = Callable[[str], None]
 LOOSE_CLIP = 10.0  # above the norms of fresh models: gradients are not clipped
 
 
@@ -57,7 +55,7 @@ class WholeRuns:
     def check_loop(self, plan: Plan) -> list[Check]:
         """Train with a checkpoint in the middle; export; resume from the middle on the same and on another layout."""
         middle = max(1, self._steps // 2)
-        is_sharded, is_delayed = plan.mesh.tp * plan.mesh.pp > 1, plan.mesh.pp > 1 and plan.pipeline.never_drains
+        is_sharded, is_delayed = plan.mesh.tp * plan.mesh.pp > 1, plan.has_delayed_updates
         run = self._loop_run(middle, is_delayed=is_delayed)
         often = self._loop_run(middle, is_delayed=False)  # a run resumes from the other layout's checkpoints, too
         folder = self._train(run, plan, self._new_folder())
@@ -92,8 +90,7 @@ class WholeRuns:
 
     def check_oracle(self, plan: Plan) -> list[Check]:
         """Run the loop and its export for the oracle alone: no resume, no comparison with a reference."""
-        is_delayed = plan.mesh.pp > 1 and plan.pipeline.never_drains
-        run = self._loop_run(max(1, self._steps // 2), is_delayed=is_delayed)
+        run = self._loop_run(max(1, self._steps // 2), is_delayed=plan.has_delayed_updates)
         folder = self._train(run, plan, self._new_folder())
         references = self._references("loop", run, plan, folder, steps=self._steps)
         if self._process.is_main:
