@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from trained import metrics_of
 
-from weft.verify.tolerances import UNIT_ROUNDOFF, envelope, rounded_terms, scalar_bound, scalar_drift
+from weft.verify.tolerances import ALONG_SHARE, UNIT_ROUNDOFF, envelope, rounded_terms, scalar_bound, scalar_drift
 
 FLOAT8_SHARE = 0.01
 SMOOTHED = 20  # steps: the rows are the same in every run, but float8's rounding is noise of its own
@@ -58,10 +58,10 @@ def train(name: str, *, steps: int, tiny: bool) -> list[float]:
 
 def share_of_bound(truth: list[float], reference: list[float], losses: list[float]) -> tuple[float, int]:
     """The largest share that a step's difference takes of what verify allows there, and which step that is."""
-    parting = rounded_terms("bfloat16")
+    allowance = rounded_terms("bfloat16", along=ALONG_SHARE)
     shares = []
     for step, (right, near, found, distance) in enumerate(
-        zip(truth, reference, losses, envelope(truth, reference, least=parting.losses), strict=True)
+        zip(truth, reference, losses, envelope(truth, reference, least=allowance.losses), strict=True)
     ):
         drift = scalar_drift(distance=distance, size=near, roundoff=UNIT_ROUNDOFF["bfloat16"]) if step else 0.0
         bound = scalar_bound(truth=right, same_precision=near, distance=distance, drift=drift)

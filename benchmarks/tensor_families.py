@@ -35,7 +35,7 @@ from weft.comm.observer import CollectiveObserver
 from weft.core.errors import WeftError
 from weft.engine.engine import Engine
 from weft.engine.objective import Batch
-from weft.verify.evidence import _whole_of
+from weft.verify.evidence import _full_tensors
 from weft.verify.expected_tp import ExpectedTP, expected_of_tp
 from weft.zoo import tensor_exceptions
 
@@ -65,7 +65,7 @@ def _train(model_type: str, tables: Facts) -> Facts:
 
     def keep(found: dict[str, torch.Tensor]) -> None:
         if not gradients:
-            gradients.update({name: value.numpy() for name, value in _whole_of(engine, found).items()})
+            gradients.update({name: value.numpy() for name, value in _full_tensors(engine, found).items()})
 
     engine.on_gradients = keep
     shares = [engine.share_of(batch) for batch in tiny.batches()]

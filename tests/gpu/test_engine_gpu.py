@@ -75,4 +75,4 @@ def test_the_command_trains_in_bf16_by_default_and_resumes(tmp_path: Path) -> No
         [*command, "--resume", str(out), "--set", "train.steps=35"], capture_output=True, text=True, check=False
     )
     assert more.returncode == 0, more.stderr
-    assert "going on from step 30" in more.stderr
+    assert "resuming from step 30" in more.stderr

@@ -123,5 +123,5 @@ def test_running_out_is_one_sentence(tmp_path: Path) -> None:
     said = json.loads(ended.stdout)
     assert said["code"] == "W703"
     assert said["message"].startswith("out of memory in step 1, ")
-    assert "were asked for; the device has" in said["message"]
+    assert "were requested; the device has" in said["message"]
     assert "GiB" in said["hint"]  # of a change that would fit

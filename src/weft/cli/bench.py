@@ -44,14 +44,14 @@ def step(
     import torch
 
     from weft.train.bench import Bench, measure_engine, measure_plain
-    from weft.train.settle import settle_plan
+    from weft.train.settle import resolve_mixture
     from weft.train.worker import choose_device_type
 
     kind = choose_device_type(device.value)
     tables = resolve_plan(plan, given, num_ranks=None)[0]
     layout = plan_on(tables, on_gpu=kind == "cuda", source=str(plan or "the plan"))
     spec = resolve_model(run, given, rows=layout.mesh.dp_degree * layout.pipeline.microbatches)
-    layout = settle_plan(spec, layout, on_gpu=kind == "cuda")
+    layout = resolve_mixture(spec, layout, on_gpu=kind == "cuda")
     question = Bench(run=spec, plan=layout, device=torch.device(kind), steps=steps, warmup=warmup)
     _print_progress("measuring weft's step")
     found, techniques, notes = measure_engine(question)

@@ -62,9 +62,9 @@ def train(
     require_inputs(job.run)
     job = dataclasses.replace(job, run=with_model_files(job.run))
     if resolved.activations.is_open:
-        from weft.train.settle import settle_job
+        from weft.train.settle import resolve_job
 
-        job = settle_job(job)
+        job = resolve_job(job)
     is_main = outside is None or _given_rank() == 0
     run_training = _run_beside_dry_run if is_main and job.run.ledger.dry_run else _run
     with FolderLock(job.out) as lock:

@@ -1,1 +1,1 @@
-"""Values that every room shares: plans, run descriptions, records, terms, errors. No torch, no input or output."""
+"""Values that all packages share: plans, run descriptions, records, terms, errors. No torch, no input or output."""

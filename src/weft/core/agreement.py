@@ -1,6 +1,6 @@
-"""Which errors of a prediction are worth a percentage, for the terminal's table and the report alike.
+"""The prediction errors that the terminal's table and the report show; smaller ones are noise.
 
-    time      both sides at least 5 ms, and rates of this very device: the catalogue's CPU is nobody's
+    time      both sides at least 5 ms, and predicted with rates of this device: the catalogue's CPU is generic
     memory    at least 1% of the peak
     traffic   always: it is counted, not estimated
 
@@ -12,20 +12,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-LEAST_S = 5e-3  # a CPU that does other things, or a launch, moves a term by more than that
-LEAST_SHARE = 0.01  # of the peak: below it a term is a tensor or two
-MULTIPLE = 2.0  # an error beyond this says more as a multiple than as hundreds of percent
+LEAST_S = 5e-3  # a busy CPU or a kernel launch changes a term by more than this
+LEAST_SHARE = 0.01  # of the peak: a smaller term is a tensor or two
+MULTIPLE = 2.0  # a larger error is shown as a multiple, not as hundreds of percent
 
 GUESSED_TIMES = (
-    "times are not compared with predictions: the catalogue's CPU is not this one (a weft.calibration.toml with "
-    "measured rates would make it so)"
+    "times are not compared with predictions: the catalogue's CPU is a generic one (measure this one's rates into a "
+    "weft.calibration.toml)"
 )
 
 Row = Mapping[str, Any]
 
 
 def has_guessed_times(ledger: Row) -> bool:
-    """Whether the run's seconds were predicted from figures of some other machine."""
+    """Whether the run's seconds were predicted with another machine's figures."""
     found = ledger.get("prediction")
     if not isinstance(found, Mapping):
         return False
@@ -33,7 +33,7 @@ def has_guessed_times(ledger: Row) -> bool:
 
 
 def time_row(row: Row, *, is_guessed: bool) -> dict[str, Any]:
-    """A row of seconds as it is shown."""
+    """A row of seconds for display, without noise."""
     if is_guessed:
         return {**row, "predicted": None, "error": None}
     sides = [row.get(side) for side in ("predicted", "measured")]
@@ -42,17 +42,17 @@ def time_row(row: Row, *, is_guessed: bool) -> dict[str, Any]:
 
 
 def memory_row(row: Row, *, total: Row) -> dict[str, Any]:
-    """A row of bytes as it is shown, beside the peak that it is part of."""
+    """A row of bytes for display, without noise; `total` is the peak's row."""
     largest, peak = _largest(row), _largest(total)
     return {**row, "error": None} if largest < LEAST_SHARE * peak else dict(row)
 
 
 def _largest(row: Row) -> float:
-    """Of both sides; 0 where a damaged ledger has neither."""
+    """The larger side; 0 if a damaged ledger has neither."""
     sides = (row.get("predicted"), row.get("measured"))
     return max((side for side in sides if isinstance(side, int | float)), default=0.0)
 
 
 def format_error(error: float) -> str:
-    """+3.2%, and 4.1x where percent would be in the hundreds."""
+    """'+3.2%', or '4.1x' instead of hundreds of percent."""
     return f"{error + 1:.1f}x" if error > MULTIPLE else f"{error:+.1%}"

@@ -1,4 +1,4 @@
-"""The mesh axes and their order, outermost first: ranks next to each other differ in the last axis.
+"""The mesh axes and their order, outermost first: neighbouring ranks differ in the last axis.
 
 rank = ((((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t, so tensor-parallel peers are neighbours
 on the fastest links and pipeline stages are far apart. `ep` is taken out of dp_shard x cp (x tp) and adds no ranks.

@@ -1,4 +1,4 @@
-"""How a global batch is cut: rows a data-parallel rank, rows a micro-batch. Arithmetic, checked before any start."""
+"""Division of a global batch into rows per data-parallel rank and micro-batch, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from weft.core.tensor_grid import row_chunks
 
 
 def require_divisible(run: RunSpec, plan: Plan) -> None:
-    """The batch must cut evenly over data-parallel ranks, micro-batches and a grid's rows, a sequence over tp ranks."""
+    """Require that the batch divides over data-parallel ranks, micro-batches and a grid's rows, a sequence over tp."""
     global_batch, chunks = run.train.global_batch, row_chunks(plan.tensor_parallel.mode, plan.mesh.tp)
-    pieces = plan.mesh.dp_degree * plan.pipeline.microbatches * chunks
-    if global_batch % pieces:
-        below, above = global_batch // pieces * pieces, -(-global_batch // pieces) * pieces
+    divisor = plan.mesh.dp_degree * plan.pipeline.microbatches * chunks
+    if global_batch % divisor:
+        below, above = global_batch // divisor * divisor, -(-global_batch // divisor) * divisor
         in_grid = f" x {chunks} rows of the {plan.tensor_parallel.mode} grid" if chunks > 1 else ""
         raise BatchError(
             f"a global batch of {global_batch} does not divide over {plan.mesh.dp_degree} data-parallel ranks"

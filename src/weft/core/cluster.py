@@ -1,6 +1,6 @@
-"""`Cluster`: devices and the links between them, as the cost model sees them. Values only; `hardware` holds the data.
+"""`Cluster`: devices and the links between them, for the cost model. Values only; `hardware` has the data.
 
-Devices next to each other share a node: device i is on node i // devices_per_node.
+Neighbouring devices share a node: device i is on node i // devices_per_node.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class RateCurve:
-    """Share of a device's peak that a matrix product reaches: saturates with size, never above `best`.
+    """Share of a device's peak that a matmul reaches: saturates with size, never above `best`.
 
-    share(flops) = best * flops / (flops + half_flops), flops being those of the one product.
+    share(flops) = best * flops / (flops + half_flops), with the FLOPs of the single matmul.
     """
 
     best: float
@@ -28,8 +28,8 @@ class Device:
     memory_bytes: int
     memory_bytes_per_s: float
     peak_flops: Mapping[str, float]  # by dtype: float32, tf32, bfloat16, float16, float8
-    rates: Mapping[str, RateCurve]  # by dtype, what matrix products reach
-    memory_share: float = 0.85  # of memory_bytes_per_s that simple kernels reach
+    rates: Mapping[str, RateCurve]  # by dtype, for matmuls
+    memory_share: float = 0.85  # share of memory_bytes_per_s that simple kernels reach
     overhead_bytes: int = 0  # context and libraries, outside the allocator
 
     @property
@@ -58,7 +58,7 @@ class Cluster:
     between: Link  # between nodes, per device
     host: Link  # device to its host's memory
     host_memory_bytes: int = 0  # per node
-    nvme_bytes_per_s: float = 0.0  # per node, 0 where there is none
+    nvme_bytes_per_s: float = 0.0  # per node, 0 without NVMe
     calibrated: bool = False  # measured figures have replaced the catalogue's
     sources: tuple[str, ...] = field(default=())
 

@@ -1,7 +1,6 @@
-"""TOML documents to frozen pydantic values and back, with errors a person can act on.
+"""TOML documents as frozen pydantic values and back, with errors that name the key, the value and the fix.
 
-It knows nothing of what the documents mean: `Plan` and `RunSpec` are declared in their own files.
-The printed form parses back to the same value.
+It is generic: `Plan` and `RunSpec` are declared in their own files. The printed form parses back to the same value.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 class Document(Section):
-    """A whole file of tables: its printed form parses back."""
+    """A file of tables; its printed form parses back."""
 
     @classmethod
     def from_tables(cls, tables: dict[str, Any], *, source: str = "run") -> Self:
@@ -68,7 +67,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse(kind: type[Kind], tables: Mapping[str, Any], *, source: str) -> Kind:
-    """`tables` as a `kind`; the first thing wrong with them becomes one sentence."""
+    """`tables` as a `kind`; the first problem becomes an error of one sentence."""
     try:
         return kind.model_validate(tables)
     except ValidationError as error:
@@ -83,12 +82,12 @@ def parse(kind: type[Kind], tables: Mapping[str, Any], *, source: str) -> Kind:
 
 
 def dump(document: BaseModel) -> str:
-    """The document as TOML; keys whose value is None are left out, since TOML has no null."""
+    """The document as TOML, without keys whose value is None, since TOML has no null."""
     return tomli_w.dumps(document.model_dump(mode="json", exclude_none=True))
 
 
 def apply_settings(tables: Mapping[str, Any], settings: list[str]) -> dict[str, Any]:
-    """A copy of `tables` with each `section.key=value` put in; values are TOML literals, else plain strings."""
+    """A copy of `tables` with each `section.key=value` set; values are TOML literals, else plain strings."""
     result = _deep_copy(tables)
     for setting in settings:
         path, separator, text = setting.partition("=")
@@ -106,7 +105,7 @@ def apply_settings(tables: Mapping[str, Any], settings: list[str]) -> dict[str, 
 
 
 def unknown_key(kind: type[BaseModel], location: list[str], *, source: str) -> UnknownKeyError:
-    """The error for a key that does not exist, with the nearest spelling at that place."""
+    """The error for a key that does not exist, with the nearest known key of its table."""
     owner = _model_at(kind, location[:-1])
     known = sorted(owner.model_fields) if owner else []
     near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)

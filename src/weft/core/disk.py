@@ -12,16 +12,16 @@ from weft.core.errors import DiskFullError
 from weft.core.units import format_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-HINT = "make room there, then go on with --resume; what was committed is untouched"
+HINT = "free some space there, then continue with --resume; committed files are unchanged"
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a write failed because the disk, or the user's share of it, is used up."""
+    """Whether a write failed because the disk or the user's quota is full."""
     return isinstance(error, OSError) and error.errno in _FULL
 
 
 def no_space(path: Path, *, needed_bytes: int | None = None, own_bytes: int = 0) -> str:
-    """The sentence. `own_bytes`: of a failed write that will be removed, so that they count as free."""
+    """The sentence of the error. `own_bytes`: bytes of the failed write, which will be removed and count as free."""
     try:
         free = f", {format_bytes(shutil.disk_usage(_existing(path)).free + own_bytes)} free"
     except OSError:
@@ -31,14 +31,14 @@ def no_space(path: Path, *, needed_bytes: int | None = None, own_bytes: int = 0)
 
 
 def disk_full(error: OSError, path: Path | None = None) -> DiskFullError:
-    """The error of a full disk; `path` where the system did not say it, as it never does of a write."""
+    """The error of a full disk; `path` if the system does not name it, as for any write."""
     where = path if path is not None else Path(str(error.filename or "."))
     return DiskFullError(no_space(where), hint=HINT)
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around the writing of a file: a full disk becomes its sentence, everything else stays."""
+    """Wrap the writing of a file: a full disk raises `DiskFullError`, other errors pass."""
     try:
         yield
     except OSError as error:

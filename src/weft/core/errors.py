@@ -1,9 +1,9 @@
-"""The error tree: every failure a user can cause or meet, each with a code, one sentence and a hint.
+"""The error tree: every failure that a user can cause or encounter, each with a code, one sentence and a hint.
 
-It is not a place for programming errors: those stay ordinary Python exceptions with their stack traces.
+Programming errors do not belong here: they stay ordinary Python exceptions with their stack traces.
 
     WeftError
-    ├── InputError                 exit 2: the request cannot be carried out as it stands
+    ├── InputError                 exit 2: the request cannot be executed
     │   ├── ConfigFileError   W101   a TOML file is missing or is not TOML
     │   ├── UnknownKeyError   W102   a key that does not exist, with the nearest spelling
     │   ├── BadValueError     W103   a key whose value is out of range or of the wrong kind
@@ -11,19 +11,19 @@ It is not a place for programming errors: those stay ordinary Python exceptions 
     │   ├── MeshError         W202   the mesh does not match the ranks
     │   ├── BatchError        W203   the batch does not divide over the plan
     │   ├── NotBuiltError     W204   a legal plan that this version cannot execute
-    │   ├── DeviceError       W205   the plan needs devices that are not there
-    │   ├── TensorParallelError W206 the model cannot be divided over the plan's tensor-parallel ranks
-    │   ├── PipelineError     W207   the model cannot be cut into the plan's pipeline stages
+    │   ├── DeviceError       W205   the plan needs devices that this machine lacks
+    │   ├── TensorParallelError W206 the model cannot be sharded over the plan's tensor-parallel ranks
+    │   ├── PipelineError     W207   the model cannot be split into the plan's pipeline stages
     │   ├── ModelError        W301   the model is unknown or cannot be built
     │   ├── NoBlocksError     W302   no repeated blocks, so nothing to shard by
     │   ├── WeightsError      W303   weight files are missing or do not match the model
     │   ├── DataError         W401   the data source is missing, empty or too short
     │   ├── TokenizerError    W402   the tokenizer is missing or does not fit the model
     │   ├── MissingExtraError W403   an optional dependency is not installed
-    │   ├── RunFolderError    W501   the run folder is in the way, missing, or not a run folder
+    │   ├── RunFolderError    W501   the run folder exists already, is missing, or is not a run folder
     │   ├── FolderBusyError   W502   another process is training into the run folder
-    │   ├── RunChangedError   W503   a resume asks for other data or another model than were recorded
-    │   ├── TableError        W801   a table that does not exist, or not as it is asked for
+    │   ├── RunChangedError   W503   a resume requests other data or another model than recorded
+    │   ├── TableError        W801   a table does not exist, or has another description
     │   └── TokenError        W802   a server refused the token
     ├── CheckpointError       W601   no usable checkpoint, or one that does not match the model (exit 2)
     ├── RunError                 exit 3: something broke while running
@@ -32,9 +32,9 @@ It is not a place for programming errors: those stay ordinary Python exceptions 
     │   ├── RankError         W701   a rank died; the message is that rank's own
     │   ├── NumbersError      W702   the loss or the gradient norm is not finite
     │   ├── MemoryLimitError  W703   a device ran out of memory
-    │   ├── StallError        W704   a rank did not arrive where the others waited for it
+    │   ├── StallError        W704   a rank did not arrive in a collective that the others waited in
     │   ├── ServerLostError   W811   a parameter server did not come back
-    │   ├── WireError         W812   what came over a socket is not the protocol
+    │   ├── WireError         W812   bytes from a socket do not follow the protocol
     │   ├── LogError          W813   a server's log or snapshot cannot be written
     │   └── WorkerError       W814   a worker of parameter servers failed; the message is its own
 """
@@ -68,7 +68,7 @@ class WeftError(Exception):
 
 
 class InputError(WeftError):
-    """The request cannot be carried out as it stands; nothing was started."""
+    """The request cannot be executed; nothing was started."""
 
     code = "W100"
     exit_code = 2
@@ -99,7 +99,7 @@ class PlanError(InputError):
 
 
 class MeshError(InputError):
-    """The plan's mesh does not match the ranks that are there."""
+    """The plan's mesh does not match the number of ranks."""
 
     code = "W202"
 
@@ -117,19 +117,19 @@ class NotBuiltError(InputError):
 
 
 class DeviceError(InputError):
-    """The plan needs devices that are not there."""
+    """The plan needs devices that this machine lacks."""
 
     code = "W205"
 
 
 class TensorParallelError(InputError):
-    """The model cannot be divided over the plan's tensor-parallel ranks."""
+    """The model cannot be sharded over the plan's tensor-parallel ranks."""
 
     code = "W206"
 
 
 class PipelineError(InputError):
-    """The model cannot be cut into the plan's pipeline stages."""
+    """The model cannot be split into the plan's pipeline stages."""
 
     code = "W207"
 
@@ -174,7 +174,7 @@ class MissingExtraError(InputError):
 
 
 class RunFolderError(InputError):
-    """The run folder is in the way, missing, or not a run folder."""
+    """The run folder exists already, is missing, or is not a run folder."""
 
     code = "W501"
 
@@ -186,13 +186,13 @@ class FolderBusyError(InputError):
 
 
 class RunChangedError(InputError):
-    """A resume asks for other data or another model than were recorded, and does not say so."""
+    """A resume requests other data or another model than recorded, without --set."""
 
     code = "W503"
 
 
 class TableError(InputError):
-    """A table of a parameter server that does not exist, or not as it is asked for."""
+    """A table of a parameter server does not exist, or has another description."""
 
     code = "W801"
 
@@ -211,7 +211,7 @@ class CheckpointError(WeftError):
 
 
 class RunError(WeftError):
-    """Something broke while running; what was committed is safe."""
+    """A failure while running; committed checkpoints are safe."""
 
     code = "W700"
     exit_code = 3
@@ -260,13 +260,13 @@ class ServerLostError(RunError):
 
 
 class WireError(RunError):
-    """What came over a socket is not the protocol of weft's servers."""
+    """Bytes from a socket do not follow the protocol of weft's servers."""
 
     code = "W812"
 
 
 class LogError(RunError):
-    """A parameter server's log or snapshot cannot be written; nothing that was acknowledged is lost."""
+    """A parameter server's log or snapshot cannot be written; no acknowledged update is lost."""
 
     code = "W813"
 
@@ -289,7 +289,7 @@ def error_classes() -> Iterator[type[WeftError]]:
 
 
 def error_from_dict(fields: dict[str, str | int]) -> WeftError:
-    """The error another process wrote down with `as_dict`; an unknown name becomes a RankError."""
+    """The error that another process recorded with `as_dict`; an unknown name becomes a RankError."""
     by_name = {cls.__name__: cls for cls in error_classes()}
     cls = by_name.get(str(fields.get("error", "")), RankError)
     return cls(str(fields.get("message", "")), hint=str(fields.get("hint", "")))

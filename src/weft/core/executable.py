@@ -1,4 +1,4 @@
-"""What this version's engine does not carry out of a plan yet: refused by name, never ignored."""
+"""Plan features that this version's engine does not execute yet: refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from weft.core.precision import not_executed
 
 
 def require_executable(plan: Plan) -> None:
-    """What this version's engine cannot carry out yet is refused by name, never ignored."""
+    """Refuse a plan with a feature that this version's engine does not execute."""
     default = Plan()
     policy = plan.precision.policy()
     refused: list[tuple[bool, str]] = [
         (
-            plan.mesh.pp > 1 and plan.pipeline.never_drains and plan.data_parallel.zero > 0,
+            plan.has_delayed_updates and plan.data_parallel.zero > 0,
             f"{plan.pipeline.schedule} with sharded weights (data_parallel.zero > 0)",
         ),
         (
-            plan.mesh.pp > 1 and plan.pipeline.never_drains and policy.loss_scaling,
+            plan.has_delayed_updates and policy.loss_scaling,
             f"{plan.pipeline.schedule} with a loss scale (precision fp16)",
         ),
         (plan.mesh.pp > 1 and plan.tensor_parallel.mode != "1d" and plan.mesh.tp > 1, "a pipeline of grids"),
@@ -36,14 +36,14 @@ def require_executable(plan: Plan) -> None:
     unbuilt = not_executed(plan.precision.preset, plan.precision.given)
     refused += [(True, f"precision.{name} = {getattr(policy, name)!r}") for name in unbuilt]
     refused += [(has, f"precision.{name} = 'bfloat16' with {what}") for has, name, what in _not_low(plan)]
-    general = "docs/status.md says what works; remove that key from the plan"
+    general = "remove that key from the plan; docs/status.md lists what works"
     for is_refused, what, hint in [*((is_refused, what, general) for is_refused, what in refused), *_switched_on(plan)]:
         if is_refused:
             raise NotBuiltError(f"this version of weft does not execute {what}", hint=hint)
 
 
 def _switched_on(plan: Plan) -> Iterator[tuple[bool, str, str]]:
-    """What has a switch: a plan may have it from the run it came from, and nobody have asked for it by name."""
+    """Features with a switch, which a plan may have inherited from another run: the hint names the switch."""
     for has, what in _not_compiled(plan):
         yield plan.compile.enabled and has, f"compiled blocks with {what}", "set compile.enabled = false"
     for has, what in _not_fused(plan):
@@ -54,27 +54,27 @@ def _switched_on(plan: Plan) -> Iterator[tuple[bool, str, str]]:
 
 
 def why_not_compiled(plan: Plan) -> str:
-    """What of the plan compiled blocks do not go with yet, or nothing."""
+    """The plan's first feature that compiled blocks do not support yet, or ""."""
     return next((what for has, what in _not_compiled(plan) if has), "")
 
 
 def why_not_fused(plan: Plan) -> str:
-    """What of the plan a head with its loss does not go with yet, or nothing."""
+    """The plan's first feature that a fused loss does not support yet, or ""."""
     return next((what for has, what in _not_fused(plan) if has), "")
 
 
 def _not_compiled(plan: Plan) -> list[tuple[bool, str]]:
-    """What compiled blocks do not go with yet."""
+    """Features that compiled blocks do not support yet."""
     return [
         (plan.mesh.tp > 1, "tensor parallelism"),
-        _in_halves(plan),
+        _split_backward(plan),
         (_is_threaded(plan), "dataparallel"),
         (plan.activations.is_selective, "selective recompute"),
     ]
 
 
 def _not_fused(plan: Plan) -> list[tuple[bool, str]]:
-    """What a head with its loss does not go with yet."""
+    """Features that a loss fused with its head does not support yet."""
     tensor = plan.tensor_parallel
     return [
         (plan.mesh.tp > 1 and tensor.mode != "1d", f"tensor_parallel.mode = {tensor.mode!r}"),
@@ -85,19 +85,19 @@ def _not_fused(plan: Plan) -> list[tuple[bool, str]]:
 def _not_float8(plan: Plan) -> list[tuple[bool, str]]:
     return [
         (plan.mesh.tp > 1, "tensor parallelism"),
-        _in_halves(plan),
+        _split_backward(plan),
         (_is_threaded(plan), "dataparallel"),
-        (plan.precision.policy().weights != "bfloat16", "other weights than bfloat16 (precision.preset = 'bf16')"),
+        (plan.precision.policy().weights != "bfloat16", "weights other than bfloat16 (precision.preset = 'bf16')"),
     ]
 
 
 def _not_low(plan: Plan) -> list[tuple[bool, str, str]]:
-    """What states and weights at rest in bfloat16 do not go with yet."""
+    """Features that bfloat16 optimizer states and weights do not support yet."""
     policy = plan.precision.policy()
     is_master_free = policy.master_weights == "bfloat16"
     return [
         (
-            policy.has_low_states and plan.mesh.pp > 1 and plan.pipeline.never_drains,
+            policy.has_low_states and plan.has_delayed_updates,
             "master_weights" if is_master_free else "optimizer_state",
             plan.pipeline.schedule,
         ),
@@ -106,10 +106,10 @@ def _not_low(plan: Plan) -> list[tuple[bool, str, str]]:
     ]
 
 
-def _in_halves(plan: Plan) -> tuple[bool, str]:
-    """Schedules that put a product's weight gradient off: a product inside a graph, or in float8, cannot be."""
+def _split_backward(plan: Plan) -> tuple[bool, str]:
+    """Schedules that defer weight gradients: matmuls inside a compiled graph, or in float8, cannot be split."""
     is_split = plan.mesh.pp > 1 and plan.pipeline.splits_backwards
-    return is_split, f"pipeline.schedule = {plan.pipeline.schedule!r}, whose backwards come in halves"
+    return is_split, f"pipeline.schedule = {plan.pipeline.schedule!r}, which splits the backward"
 
 
 def _is_threaded(plan: Plan) -> bool:

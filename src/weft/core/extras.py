@@ -31,6 +31,6 @@ def import_extra(library: str, module: str = "") -> Any:
 
 
 def require_extra(library: str) -> None:
-    """Look for the library without importing it: importing one takes seconds, and torch with it."""
+    """Require the library without importing it: an import takes seconds, and may import torch."""
     if find_spec(library) is None:
         raise missing_extra(library)

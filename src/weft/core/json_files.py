@@ -1,7 +1,7 @@
-"""JSON and TOML as files and sockets hold them, with one kind of failure: what is wrong with a text is a `ValueError`.
+"""JSON and TOML from files and sockets; any problem of a text is a `ValueError`.
 
-`json.loads` and `tomllib.loads` alone also raise RecursionError, for brackets nested a thousand deep; what is nested
-less deep would raise it later, in a copy or a printed form. So depth is bounded here, and readers use these functions.
+`json.loads` and `tomllib.loads` also raise RecursionError, for brackets nested a thousand deep; with less nesting a
+copy or a printed form would raise it later. So depth is bounded here, and readers use these functions.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ TOO_DEEP = f"nested more than {MOST_NESTED} levels deep"
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; ValueError where it is none, is not UTF-8, or is nested too deep."""
+    """The value of a JSON text; ValueError if it is invalid, not UTF-8, or nested too deep."""
     try:
-        # bytes may begin with a byte-order mark, which json takes for a letter in text
+        # a byte-order mark is allowed in bytes, but json rejects it in text
         value = json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
@@ -30,7 +30,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_json_table(text: str | bytes) -> dict[str, Any]:
-    """As `parse_json`, of a text that must be one JSON object."""
+    """The object of a JSON text; ValueError as in `parse_json`, and for any other value."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object was expected, not a {type(value).__name__}")
@@ -38,17 +38,17 @@ def parse_json_table(text: str | bytes) -> dict[str, Any]:
 
 
 def read_json_table(path: Path, *, hint: str = "give a Hugging Face config.json") -> dict[str, Any]:
-    """The JSON object of a file that a user named; what is wrong with it in one sentence."""
+    """The JSON object of a file that a user named; any problem raises a ConfigFileError."""
     try:
         return parse_json_table(path.read_bytes())
     except FileNotFoundError:
-        raise ConfigFileError(f"there is no {path}", hint=hint) from None
+        raise ConfigFileError(f"there is no file {path}", hint=hint) from None
     except (OSError, ValueError) as error:
         raise ConfigFileError(f"{path} is not a readable JSON file: {error}", hint=hint) from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a TOML text; ValueError where it is none, or is nested too deep."""
+    """The tables of a TOML text; ValueError if it is invalid or nested too deep."""
     try:
         tables = tomllib.loads(text)
     except RecursionError:
@@ -58,7 +58,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def require_shallow(value: Any) -> None:
-    """ValueError for a value of tables and lists that is nested too deep to be copied or printed."""
+    """Raise ValueError for tables and lists that are nested too deep to be copied or printed."""
     level: list[Any] = [value]
     for _ in range(MOST_NESTED + 1):
         level = [inner for outer in level for inner in _inside(outer)]
@@ -68,6 +68,6 @@ def require_shallow(value: Any) -> None:
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    """The containers in a container."""
+    """The containers directly inside a container."""
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [inner for inner in values if isinstance(inner, dict | list)]

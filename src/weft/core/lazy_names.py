@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when first used, so that importing the package costs nothing."""
+"""Lazy imports of a package's public names, so that importing the package costs nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def import_when_used(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of `package`. `homes`: name -> its module, "module:other" for another name there, or "module:"
+    """A `__getattr__` for `package`. `homes`: name -> its module, "module:other" for another name there, or "module:"
     for the module itself."""
 
     def get(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""A lock file that names its owner, and that the owner touches while it holds the lock.
+"""A lock file that names its owner; the owner updates its time while it holds the lock.
 
-Works on a shared disk: an owner of this machine is judged by its process, any other by the file's heartbeat. It holds a
-pid with the start time of its process, and no lasting flock: a child process that outlives a killed owner would keep
-the owner's flock, and several network file systems have none.
+It works on a shared disk: an owner on this machine is checked by its process, any other by the file's heartbeat. The
+file has a pid with the start time of its process. There is no lasting flock: a child process that outlives a killed
+owner would keep the owner's flock, and several network file systems have none.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from weft.core.json_files import parse_json_table
 from weft.core.processes import is_running, machine_id, start_of
 
 HEARTBEAT_S = 5.0
-STALE_S = 120.0  # above the minute for which a network file system may show an old time
+STALE_S = 120.0  # network file systems may show an old time for a minute
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The process that holds a lock. `job` and `restart`: of torchrun or Slurm, which start a job's ranks again."""
+    """The process that holds a lock. `job` and `restart` are those of torchrun or Slurm, which may restart a job."""
 
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
@@ -72,7 +72,7 @@ class LockFile:
         return True
 
     def replace(self, draft: Path, owner: Owner) -> None:
-        """Put `draft`, which names `owner`, in the place of an abandoned lock."""
+        """Replace an abandoned lock by `draft`, which names `owner`."""
         draft.replace(self.path)
         self._hold(owner)
 
@@ -99,7 +99,7 @@ class LockFile:
 
 
 def read_owner(path: Path) -> Owner | None:
-    """The owner that a lock names; None where there is no lock, or one that cannot be read."""
+    """The owner that a lock names; None without a readable lock."""
     try:
         return parse_owner(path.read_bytes())
     except OSError:
@@ -107,7 +107,7 @@ def read_owner(path: Path) -> Owner | None:
 
 
 def parse_owner(text: str | bytes) -> Owner | None:
-    """None for what is not, or not yet, a whole lock file."""
+    """The owner in a lock file's text; None if it is not, or not yet, a complete lock file."""
     try:
         return Owner(**parse_json_table(text))
     except (ValueError, TypeError):

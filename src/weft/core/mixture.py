@@ -1,13 +1,13 @@
-"""Recompute by budget, block by block: the one rule for which blocks are computed again, and how.
+"""Recompute by budget: the rule that selects the blocks to recompute, shared by planner and engine.
 
-A mixture is (full, selective): so many blocks are computed again fully, so many selectively; the rest keep everything.
-Of L blocks with n = full + selective, the first i hold
+A mixture is (full, selective): the numbers of blocks that are recomputed fully and selectively; the rest save all
+activations. Of L blocks with n = full + selective, the first i contain
 
-    computed again   ceil(i n / L)        of these, fully   ceil(again full / n)
+    recomputed   ceil(i n / L)        of these, fully   ceil(recomputed full / n)
 
-so every stretch of blocks, and with it every pipeline stage, has its share but for one or two blocks. The first block
-is computed again before any other and the last one only where all are: its backward comes first, when everything else
-is still kept, and would bring back at once what was not kept of it.
+so every span of blocks, and with it every pipeline stage, has its share up to one or two blocks. The first block is
+recomputed before any other, and the last one only if all are: its backward runs first, when all other activations are
+still saved, and would immediately recreate its own.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ BlockPolicy = Literal["none", "full", "selective"]
 
 
 def counts_before(block: Any, *, num_blocks: int, full: Any, selective: Any) -> tuple[Any, Any]:
-    """(fully, selectively) computed again among the first `block` blocks. Whole numbers, or numpy columns of them."""
+    """(fully, selectively) recomputed among the first `block` blocks. Integers, or numpy columns of them."""
     both = full + selective
     again = -(-block * both // num_blocks)
-    fully = -(-again * full // (both + (both == 0)))  # of none: nothing, not a division by zero
+    fully = -(-again * full // (both + (both == 0)))  # avoids a division by zero
     return fully, again - fully
 
 
 def block_policies(policy: str, mixture: tuple[int, int] | None, *, num_blocks: int) -> tuple[BlockPolicy, ...]:
-    """What becomes of each block, first block first, under `activations.policy` and `activations.mixture`."""
+    """The policy of each block in order, from `activations.policy` and `activations.mixture`."""
     if policy != "budget":
         return (policy,) * num_blocks  # type: ignore[return-value]
     full, selective = mixture or (0, 0)

@@ -1,5 +1,5 @@
-"""What a plan leaves open is settled by the kind of device it runs on, or would: a GPU computes in bf16, compiles its
-blocks and fuses head and loss wherever that is built. Every verb asks here, so all mean the same plan."""
+"""Resolve a plan's open choices by the kind of device: a GPU computes in bf16, compiles blocks and fuses head and loss
+wherever weft supports it. Every verb calls this, so all resolve the same plan."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from weft.core.plan import Compile, Plan
 
 
 def plan_on(tables: dict[str, Any], *, on_gpu: bool, source: str = "plan") -> Plan:
-    """The plan of `tables` with its open choices made. What they name stays; a CPU takes the plan's own defaults.
+    """The plan of `tables` with its open choices resolved. Given keys stay; a CPU uses the plan's own defaults.
 
-    `compile.enabled = false` alone switches the fast path off: the loss is then whole unless `kernels.loss` is named.
+    `compile.enabled = false` turns the fast path off: the loss is then not fused unless `kernels.loss` is given.
     """
     if not on_gpu:
         return Plan.from_tables(tables, source=source)
@@ -28,7 +28,7 @@ def plan_on(tables: dict[str, Any], *, on_gpu: bool, source: str = "plan") -> Pl
 def _in_bf16(tables: dict[str, Any]) -> dict[str, Any]:
     precision, dp = tables.get("precision", {}), tables.get("data_parallel", {})
     if not (isinstance(precision, dict) and isinstance(dp, dict)):
-        return tables  # refused with its name where it is parsed
+        return tables  # the parser refuses it by name
     if "preset" in precision or dp.get("strategy") == "dataparallel":
         return tables
     return {**tables, "precision": {**precision, "preset": "bf16"}}

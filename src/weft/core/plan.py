@@ -1,6 +1,6 @@
-"""`Plan`: how one model is laid out over many devices. A frozen value with a printed form (plan.toml) that parses back.
+"""`Plan`: the layout of one model over many devices. A frozen value with a printed form (plan.toml) that parses back.
 
-It says nothing about what is trained (see run_spec) and imports no torch: planner, engine and report share it.
+What is trained is in run_spec. No torch: planner, engine and report share it.
 Ranks = dp_replicate x dp_shard x cp x tp x pp.
 """
 
@@ -15,7 +15,7 @@ from weft.core.config import Document, Section, sections_of
 from weft.core.errors import PlanError
 from weft.core.precision import COMPONENTS, LOW_STATES, DType, PrecisionPolicy, Preset, resolve
 
-SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules whose backwards come in halves
+SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules that split the backward
 Degree = Field(default=1, ge=1, description="a whole number of ranks, at least 1")
 Component = Field(default=None, description="where it differs from the preset: float32 | bfloat16 | float16")
 
@@ -36,7 +36,7 @@ class Mesh(Section):
 
     @property
     def dp_degree(self) -> int:
-        """Ranks that see different data."""
+        """Number of ranks with different data."""
         return self.dp_replicate * self.dp_shard
 
     def sizes(self) -> dict[str, int]:
@@ -52,16 +52,16 @@ class DataParallel(Section):
         default="auto", description="auto | dataparallel (legacy nn.DataParallel: one process, several GPUs)"
     )
     find_unused_parameters: bool = Field(
-        default=False, description="true where some parameters take no part in some steps (DDP only, costs a pass)"
+        default=False, description="true if some parameters are unused in some steps (DDP only, costs a pass)"
     )
 
 
 class TensorParallel(Section):
     mode: Literal["1d", "2d", "2.5d", "3d"] = Field(
-        default="1d", description="how a matrix is cut: 1d | 2d | 2.5d | 3d"
+        default="1d", description="how matrices are sharded: 1d | 2d | 2.5d | 3d"
     )
-    sequence_parallel: bool = Field(default=True, description="norms and dropout work on a slice of the sequence")
-    loss_parallel: bool = Field(default=True, description="the loss is computed on a slice of the vocabulary")
+    sequence_parallel: bool = Field(default=True, description="norms and dropout work on a shard of the sequence")
+    loss_parallel: bool = Field(default=True, description="the loss is computed on a shard of the vocabulary")
 
 
 class Pipeline(Section):
@@ -80,21 +80,21 @@ class Pipeline(Section):
     microbatches: int = Field(
         default=1,
         ge=1,
-        description="micro-batches a step on each rank: gradient accumulation without pp, pipeline with",
+        description="micro-batches per step on each rank: gradient accumulation without pp, pipelining with pp",
     )
-    virtual_stages: int = Field(default=1, ge=1, description="stages a pipeline rank holds, at least 1")
+    virtual_stages: int = Field(default=1, ge=1, description="stages per pipeline rank, at least 1")
     vertical_sync: bool = Field(
         default=False, description="pipedream: a micro-batch reads the same version of the weights on every stage"
     )
     blocks: tuple[int, ...] | None = Field(
         default=None,
-        description="blocks of each of the pp x virtual_stages stages, as [5, 5, 5, 1]; absent or []: dealt by cost",
+        description="blocks of each of the pp x virtual_stages stages, as [5, 5, 5, 1]; absent or []: balanced by cost",
     )
 
     @field_validator("blocks", mode="before")
     @classmethod
     def _blocks_are_counts(cls, blocks: Any) -> Any:
-        """Checked as a whole: an error about one of the numbers would have no description of the key."""
+        """Check the list as one value: an error about a single number would lack the key's description."""
         if not isinstance(blocks, list | tuple):
             return blocks
         if any(type(number) is not int or number < 1 for number in blocks):
@@ -103,17 +103,17 @@ class Pipeline(Section):
 
     @property
     def never_drains(self) -> bool:
-        """Whether updates are made while later micro-batches are under way: other mathematics, on purpose."""
+        """Whether updates are made while later micro-batches are in flight: other mathematics, on purpose."""
         return self.schedule in ("pipedream", "pipedream_2bw")
 
     @property
     def splits_backwards(self) -> bool:
-        """Whether gradients of weights come apart from those of inputs."""
+        """Whether weight gradients are computed apart from input gradients."""
         return self.schedule in SPLIT
 
 
 class Precision(Section):
-    """A preset, and dtypes of single components where they differ from it."""
+    """A preset, and dtypes of single components that differ from it."""
 
     preset: Preset = Field(default="fp32", description="fp32 | bf16 | fp16")
     weights: DType | None = Component
@@ -137,18 +137,19 @@ class Precision(Section):
 class Activations(Section):
     policy: Literal["none", "full", "selective", "budget"] = Field(
         default="none",
-        description="what is computed again in the backward: none | full | selective | budget (what memory asks for)",
+        description="activation recompute: none | full | selective | budget (as much as memory requires)",
     )
     mixture: tuple[int, int] | None = Field(
         default=None,
-        description="of a budget: blocks computed again [fully, selectively], as [4, 12]; absent or []: by the device",
+        description="of a budget: blocks recomputed [fully, selectively], as [4, 12]; absent or []: chosen for the "
+        "device",
     )
-    offload: Literal["none", "cpu"] = Field(default="none", description="where kept activations wait: none | cpu")
+    offload: Literal["none", "cpu"] = Field(default="none", description="where saved activations are kept: none | cpu")
 
     @field_validator("mixture", mode="before")
     @classmethod
     def _mixture_is_two_counts(cls, mixture: Any) -> Any:
-        """Checked as a whole, like `pipeline.blocks`."""
+        """Check the list as one value, like `pipeline.blocks`."""
         if not isinstance(mixture, list | tuple):
             return mixture
         if mixture and (len(mixture) != 2 or any(type(number) is not int or number < 0 for number in mixture)):
@@ -157,12 +158,12 @@ class Activations(Section):
 
     @property
     def is_open(self) -> bool:
-        """Whether which blocks are computed again is still to be chosen, for the memory of a device."""
+        """Whether the mixture of a budget is still to be chosen for a device's memory."""
         return self.policy == "budget" and self.mixture is None
 
     @property
     def is_selective(self) -> bool:
-        """Whether some block is computed again selectively."""
+        """Whether some block is recomputed selectively."""
         return self.policy == "selective" or (self.mixture is not None and self.mixture[1] > 0)
 
 
@@ -173,16 +174,16 @@ class Offload(Section):
 
 class Compile(Section):
     enabled: bool = Field(
-        default=False, description="torch.compile of the blocks; left out on a GPU: true wherever it is built"
+        default=False, description="torch.compile of the blocks; absent on a GPU: true wherever weft supports it"
     )
 
 
 class Kernels(Section):
-    """Forms of the same computation that differ in speed and memory."""
+    """Implementations of the same computation that differ in speed and memory."""
 
     loss: Literal["whole", "fused"] = Field(
         default="whole",
-        description="logits as one tensor: whole | head and loss together, logits in stretches: fused; left out on a "
+        description="whole (logits as one tensor) | fused (head and loss together, logits in chunks); absent on a "
         "GPU: fused, unless compile.enabled = false",
     )
     attention: Literal["auto", "torch"] = Field(
@@ -192,7 +193,7 @@ class Kernels(Section):
     )
     gradient_copy: Literal["own", "torch"] = Field(
         default="own",
-        description="gradients on their way into a reduce-scatter, on a GPU: own (at memory's speed) | torch",
+        description="copy of gradients into a reduce-scatter, on a GPU: own (at memory bandwidth) | torch",
     )
 
 
@@ -200,17 +201,18 @@ Float8Choice = Literal["none", "auto", "all"]
 
 
 class Float8(Section):
-    """Which linear layers of the blocks multiply in float8; weights, norms, head and loss keep their precision."""
+    """Linear layers of the blocks that multiply in float8; weights, norms, head and loss keep their precision."""
 
-    linears: Float8Choice = Field(default="none", description="none | auto (those large enough to gain by it) | all")
+    linears: Float8Choice = Field(default="none", description="none | auto (layers large enough to gain speed) | all")
     gather: Literal["float8", "weights"] = Field(
         default="float8",
-        description="how sharded ones' weights travel: float8 (half the bytes) | weights (as all others do)",
+        description="dtype in which their sharded weights are all-gathered: float8 (half the bytes) | weights (the "
+        "compute dtype)",
     )
 
 
 class Plan(Document):
-    """The whole layout."""
+    """The complete layout."""
 
     version: Literal[1] = Field(default=1, description="of this file format")
     mesh: Mesh = Mesh()
@@ -227,7 +229,7 @@ class Plan(Document):
     @model_validator(mode="before")
     @classmethod
     def _zero_follows_the_mesh(cls, tables: Any) -> Any:
-        """A mesh that shards, with no stage named, means ZeRO-3; named stages are never changed."""
+        """A sharding mesh without a ZeRO stage means ZeRO-3; a given stage never changes."""
         if not isinstance(tables, dict):
             return tables
         mesh, dp = tables.get("mesh"), tables.get("data_parallel", {})
@@ -245,8 +247,8 @@ class Plan(Document):
 
     @model_validator(mode="before")
     @classmethod
-    def _low_parts_mean_bf16(cls, tables: Any) -> Any:
-        """float8 products and bfloat16 states stand beside bf16: without a preset they mean it; named ones stay."""
+    def _low_states_imply_bf16(cls, tables: Any) -> Any:
+        """float8 matmuls and bfloat16 states need bf16: without a preset they imply it; a given preset stays."""
         if not isinstance(tables, dict):
             return tables
         precision, float8 = tables.get("precision", {}), tables.get("float8", {})
@@ -262,8 +264,12 @@ class Plan(Document):
         return self.mesh.num_ranks
 
     @property
+    def has_delayed_updates(self) -> bool:
+        return self.mesh.pp > 1 and self.pipeline.never_drains
+
+    @property
     def strategy_name(self) -> str:
-        """The name people know this data-parallel layout by."""
+        """The common name of this data-parallel layout."""
         if self.data_parallel.strategy == "dataparallel":
             return "DataParallel"
         zero, mesh = self.data_parallel.zero, self.mesh
@@ -274,12 +280,12 @@ class Plan(Document):
         return f"HSDP {stage}" if mesh.dp_replicate > 1 else stage
 
 
-# why one device, or a CPU, is refused by training and planner alike
+# why training and planner refuse one device, or a CPU
 DATAPARALLEL_SPREADS = "strategy = 'dataparallel' spreads one process over several GPUs"
 
 
 def check_consistent(plan: Plan) -> list[tuple[str, str]]:
-    """Every reason why the plan contradicts itself, as (sentence, hint); empty when it does not."""
+    """Every contradiction in the plan, as (sentence, hint)."""
     reasons = []
     mesh, dp = plan.mesh, plan.data_parallel
     if dp.zero == 0 and mesh.dp_shard > 1:
@@ -299,14 +305,14 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
     if plan.pipeline.vertical_sync and plan.pipeline.schedule != "pipedream":
         reasons.append(
             (
-                f"pipeline.vertical_sync is PipeDream's, and the schedule is {plan.pipeline.schedule}",
+                f"pipeline.vertical_sync is for pipedream, but the schedule is {plan.pipeline.schedule}",
                 "remove vertical_sync, or use pipeline.schedule = 'pipedream'",
             )
         )
     if plan.activations.mixture is not None and plan.activations.policy != "budget":
         reasons.append(
             (
-                f"activations.mixture is for policy = 'budget', and the policy is {plan.activations.policy!r}",
+                f"activations.mixture is for policy = 'budget', but the policy is {plan.activations.policy!r}",
                 "set activations.policy = 'budget', or activations.mixture = []",
             )
         )
@@ -316,22 +322,22 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
         reasons.append(
             (
                 f"ep = {mesh.ep} does not divide dp_shard x cp x tp = {pool}",
-                "choose ep among the divisors of that product",
+                f"set mesh.ep to a divisor of {pool}",
             )
         )
     return reasons
 
 
 def _check_blocks(plan: Plan) -> list[tuple[str, str]]:
-    """Whether `pipeline.blocks` is for this pipeline; whether it is for the model, planner and engine say."""
+    """Check `pipeline.blocks` against the pipeline; planner and engine check it against the model."""
     given, pp, stages = plan.pipeline.blocks, plan.mesh.pp, plan.mesh.pp * plan.pipeline.virtual_stages
     if given is None:
         return []
     if pp == 1:
-        return [("pipeline.blocks deals blocks to stages, but mesh.pp is 1", "set mesh.pp, or pipeline.blocks = []")]
+        return [("pipeline.blocks is set, but mesh.pp is 1", "set mesh.pp, or pipeline.blocks = []")]
     if len(given) != stages:
         sentence = f"pipeline.blocks has {len(given)} numbers, but pp x virtual_stages = {stages} stages"
-        return [(sentence, f"name {stages} numbers, one a stage, or pipeline.blocks = [] to deal by cost")]
+        return [(sentence, f"give {stages} numbers, one per stage, or pipeline.blocks = [] to balance by cost")]
     return []
 
 
@@ -341,7 +347,7 @@ def require_consistent(plan: Plan, *, source: str = "plan") -> None:
 
 
 def default_plan_tables(tables: dict[str, Any], *, num_ranks: int) -> dict[str, Any]:
-    """`tables` with a mesh for `num_ranks` where none is given: replicas for zero = 0, shards otherwise."""
+    """`tables` with a mesh for `num_ranks` if none is given: dp_replicate for zero = 0, dp_shard otherwise."""
     if "mesh" in tables or num_ranks == 1:
         return tables
     zero = tables.get("data_parallel", {}).get("zero", 0)
@@ -350,24 +356,24 @@ def default_plan_tables(tables: dict[str, Any], *, num_ranks: int) -> dict[str, 
 
 
 def require_mixture(plan: Plan, *, num_blocks: int) -> None:
-    """A budget is for the blocks there are, and settled before a model is laid out: the engine knows no costs."""
+    """Require a resolved mixture of at most `num_blocks`: the engine has no cost model to choose one."""
     if plan.activations.is_open:
         raise PlanError(
-            "activations.policy = 'budget' leaves open which blocks are computed again",
-            hint="weft train, dryrun and bench choose by the device's memory; else name activations.mixture = [full, "
-            "selective]",
+            "activations.policy = 'budget' has no activations.mixture",
+            hint="weft train, dryrun and bench choose one for the device's memory; otherwise set activations.mixture "
+            "= [full, selective]",
         )
-    again = sum(plan.activations.mixture or ())
-    if again > num_blocks:
+    recomputed = sum(plan.activations.mixture or ())
+    if recomputed > num_blocks:
         raise PlanError(
-            f"activations.mixture = {list(plan.activations.mixture or ())} is {again} blocks, and the model has "
+            f"activations.mixture = {list(plan.activations.mixture or ())} is {recomputed} blocks, but the model has "
             f"{num_blocks}",
-            hint=f"name two numbers that add up to at most {num_blocks}, or [] to have them chosen",
+            hint=f"set two numbers that add up to at most {num_blocks}, or [] to have them chosen",
         )
 
 
 def with_mixture(plan: Plan, mixture: tuple[int, int]) -> Plan:
-    """The plan with its budget settled."""
+    """The plan with this mixture."""
     return plan.model_copy(update={"activations": plan.activations.model_copy(update={"mixture": mixture})})
 
 

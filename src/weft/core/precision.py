@@ -1,4 +1,4 @@
-"""Which number format each part of the training state uses. Declarations only; the engine carries them out.
+"""The dtype of each component of the training state. Declarations only; the engine applies them.
 
 | preset | weights (compute, gather) | master weights | gradients (reduced) | optimizer state | loss |
 | ------ | ------------------------- | -------------- | ------------------- | --------------- | ---- |
@@ -6,9 +6,9 @@
 | bf16   | bfloat16                  | float32        | float32             | float32         | float32 |
 | fp16   | float16, loss scaled      | float32        | float32             | float32         | float32 |
 
-Beside bf16 two components may be lower, both rounded stochastically: optimizer_state = "bfloat16" halves the moments;
+With bf16 two components may be lower, both rounded stochastically: optimizer_state = "bfloat16" halves the moments;
 master_weights = "bfloat16" keeps no float32 copy of the weights, and then gradients are bfloat16 too, since torch gives
-a parameter's gradient the parameter's format. What travels stays float32.
+a gradient its parameter's dtype. Communication stays float32.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ class PrecisionPolicy(BaseModel):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether weights are cast to be computed with."""
+        """Whether weights are cast to another dtype for compute."""
         return self.weights != self.master_weights
 
     @property
     def is_low(self) -> bool:
-        """Whether weights are computed with in 16 bits."""
+        """Whether compute is in 16 bits."""
         return self.weights != "float32"
 
     @property
     def has_low_states(self) -> bool:
-        """Whether the update itself rounds: moments or weights at rest in bfloat16."""
+        """Whether the update itself rounds: moments or weights are stored in bfloat16."""
         return "bfloat16" in (self.optimizer_state, self.master_weights)
 
 
 COMPONENTS = tuple(name for name in PrecisionPolicy.model_fields if name != "loss_scaling")
 
-LOW_STATES = ("optimizer_state", "master_weights")  # what may be bfloat16 beside the preset bf16
+LOW_STATES = ("optimizer_state", "master_weights")  # components that may be bfloat16 with the preset bf16
 
 _COMPUTE: dict[Preset, DType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def policy_of(preset: Preset) -> PrecisionPolicy:
-    """The preset spelt out."""
+    """The dtypes of a preset."""
     compute = _COMPUTE[preset]
     return PrecisionPolicy(
         weights=compute,
@@ -79,7 +79,7 @@ def policy_of(preset: Preset) -> PrecisionPolicy:
 
 
 def resolve(preset: Preset, given: Mapping[str, DType]) -> PrecisionPolicy:
-    """The preset with the components that differ from it, and what follows from these."""
+    """The preset with the given components, and the components that these imply."""
     implied: dict[str, DType] = {}
     if given.get("master_weights") == "bfloat16":
         implied["gradients"] = "bfloat16"
@@ -87,7 +87,7 @@ def resolve(preset: Preset, given: Mapping[str, DType]) -> PrecisionPolicy:
 
 
 def not_executed(preset: Preset, given: Mapping[str, DType]) -> list[str]:
-    """Components that this version's engine does not carry out as asked."""
+    """Given components that this version's engine does not support."""
     policy = resolve(preset, given)
     built = resolve(
         preset, {name: "bfloat16" for name in LOW_STATES if preset == "bf16" and given.get(name) == "bfloat16"}

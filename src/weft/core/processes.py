@@ -1,6 +1,6 @@
-"""Processes of this machine, as /proc shows them: parent, state, whether one is still running.
+"""Processes of this machine, from /proc: parent, state, whether one is still running.
 
-    pid + start time + machine name a process: a pid alone may belong to another process by now
+    pid + start time + machine identify a process: a pid alone may have been reused
 
 Without /proc the functions return None, 0 or "".
 """
@@ -24,7 +24,7 @@ _STATES = {
 
 
 def state_of(pid: int) -> str | None:
-    """The kernel's letter: R, S, D, T (stopped), t (traced), Z (ended); None for a process that is not there."""
+    """The kernel's letter: R, S, D, T (stopped), t (traced), Z (ended); None for a process that does not exist."""
     fields = _stat(pid)
     return fields[0] if fields else None
 
@@ -35,13 +35,13 @@ def parent_of(pid: int) -> int | None:
 
 
 def start_of(pid: int) -> int:
-    """When the process was started, in the kernel's ticks; 0 where that is unknown."""
+    """Start time of the process in kernel ticks; 0 if unknown."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def is_running(pid: int, *, start: int) -> bool:
-    """Whether the process that began at `start` runs; one that ended and was not waited for does not."""
+    """Whether the process that started at `start` is running; a zombie is not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -62,7 +62,7 @@ def machine_id() -> str:
 
 
 def describe_process(pid: int, *, start: int) -> str:
-    """What became of the process, as a clause; "" where the kernel cannot be asked."""
+    """The state of the process as a clause; "" without /proc."""
     if not start or not Path("/proc/self/stat").exists():
         return ""
     if start_of(pid) != start:
@@ -71,7 +71,7 @@ def describe_process(pid: int, *, start: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat after the name, which may hold blanks and brackets: state is the first."""
+    """The fields of /proc/<pid>/stat after the name, which may contain blanks and brackets: state is the first."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

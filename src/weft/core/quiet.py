@@ -1,4 +1,4 @@
-"""Keeps other libraries' warnings out of weft's own lines. WEFT_DEBUG=1 lets them through."""
+"""Silences other libraries' warnings. WEFT_DEBUG=1 shows them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 
-# Import-time remarks of optional libraries, once from every rank: kernels that were not built for this machine.
+# Libraries that log at import time, once per rank: kernels that were not built for this machine.
 _CHATTY = ("torchao", "torch.utils._pytree", "transformers")
 
 

@@ -1,4 +1,4 @@
-"""What was observed: a step, a parameter's place in the layout, a dtype. Plain frozen values, JSON in and out."""
+"""Records of observations: a step, a parameter's sharding, a dtype. Plain frozen values, JSON in and out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step, as every rank agrees it was. A line of metrics.jsonl."""
+    """One optimizer step, equal on all ranks. A line of metrics.jsonl."""
 
     step: int  # 1 for the first
     loss: float  # mean over all tokens of the global batch
-    grad_norm: float  # before clipping, over the whole model
-    tokens: int  # tokens that carried a loss, over all ranks
+    grad_norm: float  # before clipping, over the full model
+    tokens: int  # tokens with a loss, over all ranks
     learning_rate: float
     step_s: float = 0.0
     tokens_per_s: float = 0.0
@@ -69,18 +69,18 @@ class ParameterRecord:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    unit: str  # the sharding unit that holds it: a block's name, or "(root)"
+    unit: str  # its sharding unit: a block's name, or "(root)"
     sharded_axes: tuple[str, ...]
     replicated_axes: tuple[str, ...]
     local_elements: int  # on this rank
     tied_to: str | None = None
     trainable: bool = True
-    reason: str = ""  # why tensor parallelism leaves it whole
+    reason: str = ""  # why tensor parallelism leaves it replicated
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferRecord:
-    """One buffer of the model and what happens to it: a constant, or how its changes in forwards are kept equal."""
+    """One buffer of the model: a constant, or changed in forwards and synchronised as `state` describes."""
 
     name: str
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ class BufferRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeRecord:
-    """What a component was asked to be and what it really is, looked up on the live tensors after the first step."""
+    """The requested dtype of a component and the dtypes found on its live tensors after the first step."""
 
     component: str
     asked: str
@@ -104,12 +104,12 @@ class DtypeRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class HolderRecord:
-    """Tensors alike that were alive at the peak: what they are, where they were made, what they hold together."""
+    """A group of similar tensors that were live at the peak: their term, origin and total bytes."""
 
     term: str
     nbytes: int
     count: int
-    module: str  # blocks as one: model.layers.*.mlp
+    module: str  # block numbers replaced: model.layers.*.mlp
     operator: str
     phase: str
     shape: tuple[int, ...]
@@ -118,7 +118,7 @@ class HolderRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class PeakRecord:
-    """One rank's memory at its worst moment of a step; the terms add up to it."""
+    """One rank's memory at the peak of a step; the terms add up to it."""
 
     peak_bytes: int
     terms: dict[str, int]
@@ -138,7 +138,7 @@ class PeakRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TechniqueRecord:
-    """One way to be faster or smaller: whether it was on in this run, and why, or why not."""
+    """One technique for speed or memory: whether it was on in this run, and why or why not."""
 
     technique: str
     on: bool

@@ -1,6 +1,6 @@
-"""`RunSpec`: what is trained - model, data, optimization. A frozen value whose printed form (run.toml) parses back.
+"""`RunSpec`: model, data and optimization of a run. A frozen value whose printed form (run.toml) parses back.
 
-It says nothing about devices (see plan): the same run.toml gives the same curve at any layout.
+Devices are in plan: the same run.toml gives the same curve at any layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ModelSpec(Section):
     type: str | None = Field(default=None, description="an HF model type such as 'llama', 'gpt2', 'qwen3'")
     path: str | None = Field(default=None, description="a folder with config.json and *.safetensors, or a hub name")
     revision: str | None = Field(
-        default=None, description="of a hub name: a branch, tag or commit; a run records the commit that it took"
+        default=None, description="of a hub name: a branch, tag or commit; a run records the commit that it used"
     )
     config: dict[str, Any] = Field(default_factory=dict, description="overrides of the HF config")
     weights: Literal["auto", "random", "pretrained"] = Field(
@@ -41,7 +41,7 @@ class ModelSpec(Section):
         if self.weights == "pretrained" and self.path is None:
             raise ValueError("weights = 'pretrained' needs path, a folder with *.safetensors")
         if self.revision is not None and self.path is None:
-            raise ValueError("revision is of a hub name in path, and there is none")
+            raise ValueError("revision needs path, a hub name")
         return self
 
 
@@ -56,21 +56,19 @@ class DataSpec(Section):
         description="'bytes', or a folder, file or hub name (NAME or NAME@REVISION) of a Hugging Face tokenizer; "
         "without it the tokenizer of model.path, and 'bytes' for model.type",
     )
-    sequence_length: int = Field(default=256, ge=2, description="tokens a row, at least 2")
+    sequence_length: int = Field(default=256, ge=2, description="tokens per row, at least 2")
     text_field: str = Field(default="text", description="the field of JSONL, parquet and HF rows that holds the text")
     split: str = Field(default="train", description="the split of an HF dataset")
     eval_fraction: float = Field(default=0.02, ge=0, lt=1, description="share of documents held out for evaluation")
     isolate_documents: bool = Field(
         default=False, description="true: attention and positions restart at every document inside a row"
     )
-    epochs: int | None = Field(
-        default=None, ge=1, description="passes over the data; without it, as many as steps need"
-    )
+    epochs: int | None = Field(default=None, ge=1, description="passes over the data; absent: as many as steps need")
 
 
 class TrainSpec(Section):
     steps: int = Field(default=200, ge=1, description="optimizer steps, at least 1")
-    global_batch: int = Field(default=32, ge=1, description="sequences a step over all ranks, at least 1")
+    global_batch: int = Field(default=32, ge=1, description="sequences per step over all ranks, at least 1")
     learning_rate: float = Field(default=3e-4, gt=0, description="the peak learning rate, above 0")
     optimizer: Literal["adamw", "adam", "sgd", "adamw8bit"] = Field(
         default="adamw", description="adamw | adam | sgd | adamw8bit"
@@ -78,7 +76,7 @@ class TrainSpec(Section):
     optimizer_kernel: Literal["auto", "fused", "foreach"] = Field(
         default="auto",
         description="how the update runs: auto (adam and adamw fused, sgd one parameter at a time) | fused | "
-        "foreach (takes 4 bytes a parameter besides)",
+        "foreach (needs 4 more bytes per parameter)",
     )
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="of adam, adamw and adamw8bit")
     epsilon: float = Field(default=1e-8, gt=0, description="of adam, adamw and adamw8bit, above 0")
@@ -99,7 +97,7 @@ class TrainSpec(Section):
     @model_validator(mode="after")
     def _kernel_exists(self) -> TrainSpec:
         if self.optimizer == "adamw8bit" and self.optimizer_kernel != "auto":
-            raise ValueError("optimizer_kernel is for adamw, adam and sgd; adamw8bit has a kernel of its own")
+            raise ValueError("optimizer_kernel is for adamw, adam and sgd; adamw8bit has its own kernel")
         return self
 
 
@@ -107,40 +105,40 @@ class EvaluationSpec(Section):
     every: int | None = Field(
         default=None,
         ge=0,
-        description="steps between evaluations; 0 is never; given, too few held-out rows are an error; "
-        "without it 50, and a warning where rows are too few",
+        description="steps between evaluations; 0 is never; if given, too few held-out rows are an error; "
+        "absent: 50, and too few rows are a warning",
     )
-    batches: int = Field(default=4, ge=1, description="global batches of held-out rows an evaluation")
+    batches: int = Field(default=4, ge=1, description="global batches of held-out rows per evaluation")
 
     @property
     def interval(self) -> int:
-        """Steps between evaluations, whether they were asked for or not; 0 is never."""
+        """Steps between evaluations, given or default; 0 is never."""
         return EVALUATION_STEPS if self.every is None else self.every
 
 
 class CheckpointSpec(Section):
     every: int = Field(default=100, ge=0, description="steps between checkpoints; 0 is only at the end")
     keep: int = Field(default=2, ge=1, description="newest checkpoints kept, at least 1")
-    asynchronous: bool = Field(default=True, description="write in the background while training goes on")
+    asynchronous: bool = Field(default=True, description="write in the background during training")
     at_end: bool = Field(default=True, description="save after the last step")
 
 
 class LoggingSpec(Section):
-    every: int = Field(default=10, ge=1, description="steps between plain log lines where there is no terminal")
+    every: int = Field(default=10, ge=1, description="steps between plain log lines without a terminal")
     tensorboard: bool = Field(default=True, description="write TensorBoard files beside metrics.jsonl")
 
 
 class LedgerSpec(Section):
-    """Predicted, dry-run and measured beside each other, in ledger.json and report.html."""
+    """Predicted, dry-run and measured costs side by side, in ledger.json and report.html."""
 
     measure: bool = Field(default=True, description="measure memory and traffic by term in the first steps")
     dry_run: bool = Field(
-        default=True, description="`weft train` dry-runs rank 0 beside the training, at the lowest priority"
+        default=True, description="`weft train` dry-runs rank 0 during the training, at the lowest priority"
     )
 
 
 class RunSpec(Document):
-    """The whole run."""
+    """The complete run."""
 
     model: ModelSpec
     data: DataSpec = DataSpec()
@@ -152,12 +150,12 @@ class RunSpec(Document):
 
     @property
     def tokenizer(self) -> str:
-        """The tokenizer's name: the one given, else the model's own; a model of random weights takes bytes."""
+        """The tokenizer's name: the given one, else the model's own, else bytes."""
         return self.data.tokenizer or self.model.own_tokenizer or BYTES
 
     @model_validator(mode="after")
     def _name_tokenizer(self) -> RunSpec:
-        """The choice is part of the value: run.toml of a run folder has it, and a resumed run keeps it."""
+        """Store the choice in the value, so that run.toml of a run folder has it and a resumed run keeps it."""
         if self.data.tokenizer is None:
             object.__setattr__(self, "data", self.data.model_copy(update={"tokenizer": self.tokenizer}))
         return self
@@ -167,7 +165,7 @@ class RunSpec(Document):
         return RunSpec.from_tables(DEFAULT_RUN, source="the embedded default")
 
 
-# The main job on a laptop: real text, nothing to download, done in about two minutes on two cores.
+# The default run on a laptop: real text, nothing to download, about two minutes on two cores.
 DEFAULT_RUN: dict[str, Any] = {
     "model": {
         "type": "llama",

@@ -1,7 +1,7 @@
 """`ServerRun`: a run on parameter servers - model, data, tables, modes. A frozen value; its printed form parses back.
 
-The counterpart of `RunSpec` and `Plan` for the other architecture: one document, because here the number of workers
-and the mode belong to what is trained. A document with a [server] table is a ServerRun.
+The counterpart of `RunSpec` and `Plan`: one document, because the number of workers and the mode change the training.
+A document with a [server] table is a ServerRun.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ FREE = "free"  # no bound on staleness
 
 
 class ClickModelSpec(Section):
-    """A click model over categorical and numeric fields, or a model of your own."""
+    """A click model over categorical and numeric fields, or your own model."""
 
     kind: Literal["deepfm", "wide_deep", "logistic"] = Field(
         default="deepfm", description="deepfm | wide_deep | logistic"
     )
     factory: str | None = Field(
-        default=None, description="'module:function' that gives an nn.Module of your own; takes the place of kind"
+        default=None, description="'module:function' that returns your own nn.Module; replaces kind"
     )
     embedding_dim: int = Field(default=16, ge=1, description="columns of an embedding row")
     hidden: tuple[int, ...] = Field(default=(64, 32), description="widths of the deep part")
@@ -46,13 +46,13 @@ class ClickDataSpec(Section):
     eval_fraction: float = Field(default=0.1, gt=0, lt=1, description="share of samples held out")
 
 
-# Without an accumulator the first gradient of a rare row, which is mostly noise, would move it by a full learning rate.
+# Without an accumulator the first gradient of a rare row, which is mostly noise, would be a full learning rate.
 _SPARSE = RowOptimizer(learning_rate=0.06, initial_accumulator=1e-4)
 _DENSE = RowOptimizer(kind="adam", learning_rate=5e-3)
 
 
 def _over(default: RowOptimizer, given: Any) -> Any:
-    """Missing keys have the default of this run: a learning rate alone must not turn adam into adagrad."""
+    """Fill missing keys from this run's default: a learning rate alone must not turn adam into adagrad."""
     return {**default.model_dump(), **given} if isinstance(given, dict) else given
 
 
@@ -103,7 +103,7 @@ class ServerSpec(Section):
     )
     geo_steps: int = Field(default=10, ge=1, description="of geo: local steps between exchanges (K)")
     geo_merge: Literal["average", "sum"] = Field(default="average", description="average | sum (may diverge)")
-    geo_cache_rows: int = Field(default=1_000_000, ge=1, description="of geo: most rows of a worker")
+    geo_cache_rows: int = Field(default=1_000_000, ge=1, description="of geo: most rows that a worker caches")
     launcher: Literal["processes", "ray", "in_process"] = Field(
         default="processes", description="processes | ray | in_process"
     )
@@ -123,14 +123,14 @@ class ServerSpec(Section):
 
     @property
     def gate(self) -> int | None:
-        """Steps that a pull may be ahead of the oldest unfinished one; None: never waits."""
+        """Steps that a pull may be ahead of the oldest unfinished step; None: it never waits."""
         if self.mode == "sync":
             return 0
         return self.staleness if self.mode == "async" and isinstance(self.staleness, int) else None
 
     @property
     def is_aggregated(self) -> bool:
-        """A step's gradients are summed, then applied once."""
+        """Whether a step's gradients are summed, then applied once."""
         return self.gate == 0
 
 
@@ -140,16 +140,18 @@ class ServerEvaluationSpec(Section):
 
 class ServerCheckpointSpec(Section):
     every: int = Field(default=200, ge=0, description="steps between snapshots; 0 is only at the end")
-    full_every: int = Field(default=4, ge=1, description="every so many snapshots one is full, the others incremental")
+    full_every: int = Field(
+        default=4, ge=1, description="one snapshot in this many is full, the others are incremental"
+    )
 
 
 class ServerLoggingSpec(Section):
-    every: int = Field(default=10, ge=1, description="steps between plain log lines where there is no terminal")
+    every: int = Field(default=10, ge=1, description="steps between plain log lines without a terminal")
     tensorboard: bool = Field(default=True, description="write TensorBoard files beside metrics.jsonl")
 
 
 class ServerRun(Document):
-    """The whole run."""
+    """The complete run."""
 
     model: ClickModelSpec = ClickModelSpec()
     data: ClickDataSpec = ClickDataSpec()

@@ -1,9 +1,9 @@
-"""Parts of tensors as chunks: which spans of a global tensor a rank's own tensor is made of. Arithmetic only.
+"""Local shards as chunks: the spans of a global tensor that make up a rank's local tensor. Arithmetic only.
 
-    local[chunk.local_index] == whole[chunk.global_index]        for every chunk of a part
+    local[chunk.local_index] == full[chunk.global_index]        for every chunk of a local shard
 
-Tensor parallelism deals a dimension out segment by segment (heads of q, of k, of v), so a part may have several chunks.
-Everything that must know who owns what follows from these: values, norms, checkpoints, comparisons.
+Tensor parallelism shards a dimension segment by segment (heads of q, of k, of v), so a shard may have several chunks.
+Values, norms, checkpoints and comparisons follow from the chunks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """`size` places of one dimension from `begin`, held by `copies` of the ranks that the dimension is dealt over."""
+    """`size` positions of one dimension from `begin`, held by `copies` of the ranks that shard the dimension."""
 
     begin: int
     size: int
@@ -27,9 +27,9 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A block of the whole tensor and where it lies in the rank's own. `copies` ranks of the axis hold it.
+    """A block of the full tensor and its position in the local tensor. `copies` ranks of the axis hold it.
 
-    `summed_over` names the ranks whose gradients of it must be added, where each has only its share of them.
+    `summed_over` names the ranks whose gradients of it are partial sums.
     """
 
     offsets: tuple[int, ...]
@@ -53,7 +53,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalShard:
-    """A rank's own tensor of one parameter: the shape of the whole, its own shape, and the chunks between them."""
+    """A rank's local tensor of one parameter: the full shape, the local shape, and the chunks."""
 
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
@@ -61,17 +61,17 @@ class LocalShard:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks of the axis hold different parts."""
+        """Whether ranks of the axis hold different shards."""
         return self.local_shape != self.shape
 
     def within(self, first_row: int, num_rows: int) -> tuple[Chunk, ...]:
-        """The chunks of rows `first_row` and on of the own tensor, local to those rows: a shard of a part."""
+        """The chunks of rows from `first_row` of the local tensor, relative to those rows: a shard of a shard."""
         kept = (_clip(chunk, first_row, first_row + num_rows) for chunk in self.chunks)
         return tuple(chunk for chunk in kept if chunk is not None)
 
 
 def replicated_shard(shape: Sequence[int], *, copies: int, summed_over: str | None = None) -> LocalShard:
-    """A parameter that every rank of the axis holds whole."""
+    """A parameter that is replicated on the axis."""
     chunk = Chunk(
         offsets=(0,) * len(shape),
         sizes=tuple(shape),
@@ -89,9 +89,9 @@ def local_shard(
     copies: int = 1,
     summed_over: dict[int, str] | str | None = None,
 ) -> LocalShard:
-    """The part made of `spans` of some dimensions and all of the others; `copies` more ranks hold the very same.
+    """The shard with `spans` of some dimensions and all of the others; `copies` ranks hold the same shard.
 
-    `summed_over`: the name for every chunk, or by the number of copies a span has (repeated heads among single ones).
+    `summed_over`: the name for every chunk, or by the number of copies of a span (repeated heads among single ones).
     """
     dims = [list(spans.get(dim, [Span(begin=0, size=size)])) for dim, size in enumerate(shape)]
     placed = [list(zip(of_dim, _starts(of_dim), strict=True)) for of_dim in dims]
@@ -112,7 +112,7 @@ def local_shard(
 
 
 def even_span(size: int, *, degree: int, place: int) -> Span:
-    """Rows dealt out in spans of ceil(size / degree): the last ranks may have fewer, or none (a vocabulary)."""
+    """Rows in spans of ceil(size / degree): the last ranks may have fewer, or none (a vocabulary)."""
     chunk = -(-size // degree)
     begin = min(place * chunk, size)
     return Span(begin=begin, size=min(chunk, size - begin))
@@ -123,7 +123,7 @@ def _starts(spans: Sequence[Span]) -> list[int]:
 
 
 def _clip(chunk: Chunk, begin: int, end: int) -> Chunk | None:
-    """The rows of `chunk` between two rows of the own tensor."""
+    """The rows of `chunk` between two rows of the local tensor."""
     first, last = max(chunk.local_offsets[0], begin), min(chunk.local_offsets[0] + chunk.sizes[0], end)
     if last <= first and not (chunk.sizes[0] == 0 and begin == 0):
         return None

@@ -1,11 +1,11 @@
-"""How blocks are dealt to pipeline stages: the one rule that planner and engine share.
+"""Partition of blocks into pipeline stages: the rule that planner and engine share.
 
-    cost of a stage = its blocks + what comes before the first of them + what comes after the last (the head)
+    cost of a stage = its blocks + modules before the first block + modules after the last (the head)
 
-The deal has the smallest largest stage that contiguous deals can have, each stage with a block at least: a pipeline
-is as fast as its slowest stage. An even deal is taken wherever it is as good. Otherwise the stages beside the largest
-are as equal as they can be (least sum of squares), and of equal deals the one with more blocks at later stages is
-taken, which hold fewer micro-batches. Costs are whole numbers, so that every rank deals alike.
+The partition is contiguous, each stage has at least one block, and the cost of the largest stage is minimal: a pipeline
+is as fast as its slowest stage. An even partition is used if it is as good. Otherwise the other stages are as equal as
+possible (least sum of squares), and of equal partitions the one with more blocks at later stages is used, which have
+fewer micro-batches in flight. Costs are integers, so that every rank computes the same partition.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from weft.core.model_shape import ModelShape
 
 
 @lru_cache(maxsize=4096)
-def deal_shape(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
-    """Blocks a stage of a causal LM: weights that multiply every token are the cost, looking a token up costs nothing.
+def partition_shape(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+    """Blocks per stage of a causal LM. The cost is the weights that multiply every token; an embedding lookup is free.
 
-    Of experts those count that a token meets; the head counts whether it is the token table or not.
+    Of experts only those that a token uses count; the head counts whether it is tied to the embedding or not.
     """
     by_kind = [kind.linear_flops_per_token // 2 for kind in shape.kinds]
     costs = [by_kind[kind] for kind in shape.order]
-    return deal_blocks(costs, after=shape.embedding_parameters, num_stages=num_stages)
+    return partition_blocks(costs, after=shape.embedding_parameters, num_stages=num_stages)
 
 
-def deal_blocks(costs: Sequence[int], *, before: int = 0, after: int = 0, num_stages: int) -> tuple[int, ...]:
-    """Blocks a stage, first stage first. `before` is on the first stage, `after` on the last."""
-    even = split_blocks(len(costs), num_stages)
+def partition_blocks(costs: Sequence[int], *, before: int = 0, after: int = 0, num_stages: int) -> tuple[int, ...]:
+    """Blocks per stage in order. `before` is a cost of the first stage, `after` of the last."""
+    even = even_partition(len(costs), num_stages)
     if len(costs) < num_stages:
-        return even  # some stage has nothing whatever is done: for others to refuse
-    ends = [0, *accumulate(costs)]  # costs of the first so many blocks
+        return even  # some stage is empty in any case: the caller refuses it
+    ends = [0, *accumulate(costs)]  # cumulative costs
     sums = [0, *(before + end for end in ends[1:])]
     sums[-1] += after
     worst = _largest(sums, even)
@@ -42,11 +42,10 @@ def deal_blocks(costs: Sequence[int], *, before: int = 0, after: int = 0, num_st
     return even if least == worst else _most_equal(sums, num_stages, worst=least)
 
 
-def split_blocks(num_blocks: int, num_stages: int) -> tuple[int, ...]:
-    """Blocks a stage where all cost the same: they differ by one at most.
+def even_partition(num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    """Blocks per stage if all blocks cost the same; stages differ by one block at most.
 
-    The last and the first stage are the first to get the smaller share: 126 blocks on 16 stages give 7 and 7 at the
-    ends and 8 between.
+    The last and the first stage get fewer blocks first: 126 blocks on 16 stages give 7 and 7 at the ends and 8 between.
     """
     fewer, missing = divmod(num_blocks, num_stages)
     sizes = [fewer + 1] * num_stages if missing else [fewer] * num_stages
@@ -57,17 +56,17 @@ def split_blocks(num_blocks: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _shortest_first(num_stages: int) -> list[int]:
-    """Stages in the order in which they are spared a block: last, first, then inwards from the back."""
+    """Stages in the order in which they get one block fewer: last, first, then inwards from the back."""
     return [num_stages - 1, *([0] if num_stages > 1 else []), *range(num_stages - 2, 0, -1)]
 
 
 def _largest(sums: Sequence[int], sizes: Sequence[int]) -> int:
-    cuts = [0, *accumulate(sizes)]
-    return max(sums[end] - sums[begin] for begin, end in pairwise(cuts))
+    ends = [0, *accumulate(sizes)]
+    return max(sums[end] - sums[begin] for begin, end in pairwise(ends))
 
 
 def _least_worst(sums: Sequence[int], num_stages: int, *, worst: int) -> int:
-    """The smallest largest stage, by bisection; `worst` is known to be possible."""
+    """The smallest possible cost of the largest stage, by bisection; `worst` is known to be possible."""
     low, high = 0, worst
     while low < high:
         middle = (low + high) // 2
@@ -76,7 +75,7 @@ def _least_worst(sums: Sequence[int], num_stages: int, *, worst: int) -> int:
 
 
 def _fits(sums: Sequence[int], num_stages: int, worst: int) -> bool:
-    """Whether stages that take all they may reach the end. Stages left over could take blocks of others."""
+    """Whether stages of at most `worst` cover all blocks. Empty stages could take blocks of others."""
     done = 0
     for _ in range(num_stages):
         done = bisect_right(sums, sums[done] + worst) - 1
@@ -84,15 +83,17 @@ def _fits(sums: Sequence[int], num_stages: int, worst: int) -> bool:
 
 
 def _most_equal(sums: Sequence[int], num_stages: int, *, worst: int) -> tuple[int, ...]:
-    """The deal with the least sum of squares of those whose stages cost at most `worst`."""
+    """The partition with the least sum of squares among those whose stages cost at most `worst`."""
     num_blocks = len(sums) - 1
-    latest, earliest = [0], [num_blocks]  # where stage k may begin
+    latest, earliest = [0], [num_blocks]  # first block of stage k
     for stage in range(1, num_stages + 1):
         reach = bisect_right(sums, sums[latest[-1]] + worst) - 1
         latest.append(min(reach, num_blocks - (num_stages - stage)))
         earliest.append(max(bisect_left(sums, sums[earliest[-1]] - worst), num_stages - stage))
     earliest.reverse()
-    following = {num_blocks: (0, num_blocks)}  # where the next stage begins -> (squares from there on, its own next)
+    following = {
+        num_blocks: (0, num_blocks)
+    }  # begin of the next stage -> (squares from there on, begin of the stage after it)
     chosen: list[dict[int, tuple[int, int]]] = []
     for stage in range(num_stages - 1, -1, -1):
         found: dict[int, tuple[int, int]] = {}

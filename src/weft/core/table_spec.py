@@ -1,6 +1,6 @@
 """`TableSpec`: one table of rows on parameter servers - its width, optimizer, initial values, admission, eviction.
 
-Dense parameters are a table too: blocks of a flat vector, as rows. Frozen values that travel as JSON.
+Dense parameters are a table too: blocks of a flat vector, as rows. Frozen values, sent as JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DENSE_BLOCK = 1024  # elements of a block
 
 
 class RowOptimizer(Section):
-    """The update of a row on its server; its state is stored with the row."""
+    """The update that a server makes to a row; its state is stored with the row."""
 
     kind: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl"] = Field(
         default="adagrad", description="sgd | adagrad | rowwise_adagrad | adam | ftrl"
@@ -31,7 +31,7 @@ class RowOptimizer(Section):
 
 
 class RowInit(Section):
-    """The initial value of a row: a function of (seed, key, column) alone."""
+    """A row's first value: a function of (seed, key, column) alone, independent of server and order."""
 
     kind: Literal["uniform", "normal", "zeros"] = Field(default="uniform", description="uniform | normal | zeros")
     scale: float = Field(default=0.01, ge=0, description="half the width of uniform, the deviation of normal")
@@ -39,14 +39,14 @@ class RowInit(Section):
 
 
 class Eviction(Section):
-    """The rule of `shrink`; age and score of a row count from the last push that touched it."""
+    """The rows that `shrink` drops; a row's age and score count from the last push that touched it."""
 
     max_age: int | None = Field(default=None, ge=1, description="updates of the table since a row was last touched")
     min_count: int | None = Field(default=None, ge=1, description="rows that were touched less often are dropped")
     max_rows: int | None = Field(
         default=None,
         ge=1,
-        description="the cap of a server; the least often, then least recently touched are dropped first",
+        description="most rows per server; the least often, then least recently touched are dropped first",
     )
 
 

@@ -1,11 +1,11 @@
-"""The grids of tensor parallelism: sides, places and neighbours of ranks. Arithmetic only: no process groups, no torch.
+"""Grids of tensor parallelism: sides, coordinates and groups of ranks. Arithmetic only: no process groups, no torch.
 
-    1d     t                               one line
+    1d     t                               one dimension
     2d     (i, j) on q x q                 t = i q + j
     2.5d   (d, i, j), d layers of q x q    t = (d q + i) q + j
     3d     (i, j, k) on a cube of side q   t = (i q + j) q + k
 
-The plan's formulas and the engine's groups both start here, so they cannot disagree on a grid.
+The plan's formulas and the engine's groups both use it, so they cannot disagree on a grid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.core.errors import PlanError
 
 
 def grid_sizes(mode: str, degree: int) -> dict[str, int]:
-    """The sides of the grid of `degree` ranks; 2.5d takes the deepest one with at least 2 x 2 a layer."""
+    """The sides of the grid of `degree` ranks; 2.5d uses the deepest grid with at least 2 x 2 ranks per layer."""
     if mode == "1d":
         return {"t": degree}
     if mode == "3d":
@@ -37,7 +37,7 @@ def grid_sizes(mode: str, degree: int) -> dict[str, int]:
 
 
 def tensor_depth(degree: int) -> int | None:
-    """The largest d with degree = d q^2 and 1 < d <= q, the range in which the paper's scheme pays."""
+    """The largest d with degree = d q^2 and 1 < d <= q, the range in which the paper's scheme is faster."""
     depths = [d for d in range(2, degree) if degree % d == 0 and math.isqrt(degree // d) ** 2 == degree // d]
     fitting = [d for d in depths if d <= math.isqrt(degree // d)]
     return max(fitting, default=None)
@@ -58,14 +58,14 @@ def rank_at(sizes: dict[str, int], place: dict[str, int]) -> int:
 
 
 def members(sizes: dict[str, int], place: dict[str, int], varying: str) -> list[int]:
-    """Ranks of the axis that differ from `place` in the `varying` coordinates only, in order."""
+    """Ranks of the axis that differ from `place` only in the `varying` coordinates, in order."""
     everyone = range(math.prod(sizes.values()))
     fixed = [name for name in sizes if name not in varying]
     return [rank for rank in everyone if all(place_of(sizes, rank)[name] == place[name] for name in fixed)]
 
 
 def row_chunks(mode: str, degree: int) -> int:
-    """Into how many pieces a grid deals the rows of a batch; one line keeps them together."""
+    """The number of chunks into which a grid splits the rows of a batch; 1 for 1d."""
     sizes = grid_sizes(mode, degree) if degree > 1 else {}
     over = {"1d": "", "2d": "i", "2.5d": "di", "3d": "ij"}[mode]
     return math.prod(sizes[name] for name in over) if sizes else 1

@@ -1,4 +1,4 @@
-"""Bytes, seconds and counts as people read them. Formatting only; every value elsewhere is plain bytes or seconds."""
+"""Formatting of bytes, seconds and counts for people. Values elsewhere are plain bytes or seconds."""
 
 from __future__ import annotations
 

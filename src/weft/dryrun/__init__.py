@@ -1,1 +1,1 @@
-"""One rank of any world on fake tensors and a fake process group: what it would need and send, without devices."""
+"""Dry runs: memory and traffic of one rank of any world, on fake tensors and a fake process group, without devices."""

@@ -1,7 +1,7 @@
-"""A dry run as a process of its own: `python -m weft.dryrun run.toml plan.toml answer.json [gpu]`.
+"""A dry run in a separate process: `python -m weft.dryrun run.toml plan.toml answer.json [gpu]`.
 
-Beside a training it must take nothing the training wants: it runs at the lowest priority. The answer is written whole
-or not at all; an error is an answer too: {"error": {...}}.
+It runs at the lowest priority, so as not to slow down a training beside it. The answer is written atomically; an error
+is an answer too: {"error": {...}}.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(run_path: str, plan_path: str, answer_path: str, *options: str) -> None
 def _answer(run: RunSpec, plan: Plan, *, on_gpu: bool) -> dict[str, Any]:
     from weft.dryrun.run import dry_run
 
-    # a pipeline's ends hold most; what is sent is told of rank 0, as a training tells it
+    # the first and last stages of a pipeline use most memory; traffic is reported for rank 0, as in a training
     last = (plan.mesh.pp - 1) * (plan.num_ranks // plan.mesh.pp)
     try:
         found = [dry_run(run, plan, rank=rank, on_gpu=on_gpu) for rank in sorted({0, last})]

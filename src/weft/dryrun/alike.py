@@ -1,11 +1,11 @@
-"""Micro-batches are alike: two dry runs, of two and of three of them, stand for a step of any number.
+"""Extrapolation over micro-batches: dry runs with two and with three of them give a step with any number.
 
-The first finds no gradients of others, the last reduces or frees what was kept; all between cost the same. So what a
-step sends and computes is affine in their number, and its memory too (rows wait on the device for their turn):
+The first micro-batch accumulates into nothing, the last reduces gradients or frees gathered parameters; all others cost
+the same. So a step's traffic and FLOPs are affine in their number, and its memory too (rows wait on the device):
 
     value(m) = value(3) + (m - 3) * (value(3) - value(2))
 
-A pipeline's micro-batches are not alike: it is run as it stands.
+Micro-batches of a pipeline differ: it is run in full.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FEW, MORE = 2, 3
 
 
 def are_alike(run: RunSpec, plan: Plan) -> bool:
-    """Whether two shorter steps may stand for this one."""
-    pieces = plan.mesh.dp_degree * plan.pipeline.microbatches
-    return plan.mesh.pp == 1 and plan.pipeline.microbatches > MORE and run.train.global_batch % pieces == 0
+    """Whether two shorter steps may be extrapolated to this one."""
+    chunks = plan.mesh.dp_degree * plan.pipeline.microbatches
+    return plan.mesh.pp == 1 and plan.pipeline.microbatches > MORE and run.train.global_batch % chunks == 0
 
 
 def shortened(run: RunSpec, plan: Plan, *, microbatches: int) -> tuple[RunSpec, Plan]:
-    """The same with fewer micro-batches, each of as many rows as before."""
+    """The same with fewer micro-batches of the same size."""
     batch = run.train.global_batch // plan.pipeline.microbatches * microbatches
     train = run.train.model_copy(update={"global_batch": batch})
     pipeline = plan.pipeline.model_copy(update={"microbatches": microbatches})
@@ -36,16 +36,16 @@ def shortened(run: RunSpec, plan: Plan, *, microbatches: int) -> tuple[RunSpec, 
 
 
 def stands_for(few: DryRun, more: DryRun) -> bool:
-    """Whether both have their peak at the same place, and send the same collectives."""
+    """Whether both peak at the same operator and send the same kinds of collectives."""
     places = [(found.peak.phase, found.peak.operator, found.terms.keys(), _rows(found).keys()) for found in (few, more)]
     return places[0] == places[1]
 
 
 def extended(few: DryRun, more: DryRun, *, microbatches: int) -> DryRun:
-    """What a step of `microbatches` would have given."""
+    """The extrapolated result for `microbatches`."""
     times = microbatches - MORE
     counted = {key: (row, _rows(few)[key]) for key, row in _rows(more).items()}
-    note = f"steps of {FEW} and of {MORE} micro-batches stand for one of {microbatches}: micro-batches are alike"
+    note = f"extrapolated to {microbatches} micro-batches from steps with {FEW} and {MORE}: micro-batches are alike"
     return replace(
         more,
         peak=_peak(few.peak, more.peak, times),
@@ -60,7 +60,7 @@ def extended(few: DryRun, more: DryRun, *, microbatches: int) -> DryRun:
 
 
 def _peak(few: PeakRecord, more: PeakRecord, times: int) -> PeakRecord:
-    """Term by term; rows that wait for their turn are what grows."""
+    """Extrapolate term by term; rows that wait on the device grow."""
     terms = {term: _line(few.terms.get(term, 0), nbytes, times) for term, nbytes in more.terms.items()}
     return replace(more, peak_bytes=sum(terms.values()), terms=dict(sorted(terms.items(), key=lambda item: -item[1])))
 

@@ -1,18 +1,18 @@
-"""What CUDA's caching allocator would reserve for a trace of allocations. Pure Python; no device, no torch.
+"""Simulation of CUDA's caching allocator: the memory it reserves for a trace of allocations. No device, no torch.
 
-It is not a tracker: it only replays events. Reserved is more than allocated because blocks are cut from segments that
-are kept until the device is full. The rules (c10/cuda/CUDACachingAllocator.cpp, torch 2.11 to 2.13, default options):
+It replays events and tracks nothing. Reserved exceeds allocated because blocks are split from segments that are kept
+until the device is full. The rules (c10/cuda/CUDACachingAllocator.cpp, torch 2.11 to 2.13, default options):
 
     size      rounded up to 512 B; up to 1 MiB goes to the small pool, the rest to the large; each stream has its own
     classic   segments of 2 MiB (small), 20 MiB (below 10 MiB), else the size rounded up to 2 MiB
-    growing   expandable_segments: one segment a pool, mapped further by granules of 2 MiB (small) or 20 MiB (large)
+    growing   expandable_segments: one segment per pool, mapped further by granules of 2 MiB (small) or 20 MiB (large)
     search    the smallest free block that is large enough, the lowest address among equals; a block at the growing end
-              counts with all it could grow to, so it loses to larger blocks inside
+              counts with the size it could grow to, so larger inner blocks win
     split     the rest stays a block if it has 512 B (small, growing) or more than 1 MiB (large, classic)
     free      a block merges with its free neighbours
-    full      whole free segments (classic) or free granules (growing) go back to the device, then one more try
+    full      free segments (classic) or free granules (growing) are returned to the device, then one retry
 
-Not here: frees that wait for another stream (`record_stream`), CUDA graphs, PYTORCH_CUDA_ALLOC_CONF's other options.
+Not modelled: frees that wait for another stream (`record_stream`), CUDA graphs, other PYTORCH_CUDA_ALLOC_CONF options.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ROUNDING_BYTES = 512
 SMALL_BYTES = MIB
 SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
-OWN_SEGMENT_BYTES = 10 * MIB  # from here on a request gets a segment of its own size
+OWN_SEGMENT_BYTES = 10 * MIB  # a request of at least this size gets its own segment
 SEGMENT_ROUNDING_BYTES = 2 * MIB
-ADDRESSES = LARGE_SEGMENT_BYTES * 2**30  # a segment's address space: more than any device has, whole granules
+ADDRESSES = LARGE_SEGMENT_BYTES * 2**30  # a segment's address space: larger than any device, a multiple of granules
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatorEvent:
-    """`nbytes` > 0 allocates under `key` (again: the new block is taken before the old one is freed), 0 frees."""
+    """`nbytes` > 0 allocates under `key` (a live key: the new block is taken before the old one is freed), 0 frees."""
 
     key: int
     nbytes: int
@@ -42,18 +42,15 @@ class AllocatorEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class Reserved:
-    """`fragmentation`: the share of the reserved peak that was never in use while reserved was at that peak."""
-
     peak_reserved_bytes: int
     peak_allocated_bytes: int
-    fragmentation: float
-    out_of_memory: bool = False  # the trace did not fit `capacity_bytes`, and was left there
+    out_of_memory: bool = False  # the trace did not fit `capacity_bytes`; the replay stopped there
 
 
 def simulate(
     events: Iterable[AllocatorEvent], *, expandable_segments: bool, capacity_bytes: int | None = None
 ) -> Reserved:
-    """Replay `events`. `capacity_bytes`: what the allocator may take of the device; without it, there is no limit."""
+    """Replay `events`. `capacity_bytes` limits the allocator's memory; None: no limit."""
     allocator = _Allocator(expandable=expandable_segments, capacity_bytes=capacity_bytes)
     for event in events:
         if not event.nbytes:
@@ -64,9 +61,9 @@ def simulate(
 
 
 def least_capacity(events: Sequence[AllocatorEvent], *, expandable_segments: bool) -> int:
-    """The smallest device on which the trace still ends: what is cached has to be given back there, on the way.
+    """The smallest capacity on which the trace completes, returning cached memory to the device on the way.
 
-    Found by halving what lies between allocated and reserved, to a 64th of it.
+    Found by bisection between allocated and reserved, to a 64th of their difference.
     """
     free = simulate(events, expandable_segments=expandable_segments)
     low, high = free.peak_allocated_bytes, free.peak_reserved_bytes
@@ -78,7 +75,7 @@ def least_capacity(events: Sequence[AllocatorEvent], *, expandable_segments: boo
 
 
 class _Block:
-    """A stretch of a segment. `is_mapped` is false where a growing segment has addresses but no memory."""
+    """A span of a segment. `is_mapped` is false where a growing segment has addresses but no memory."""
 
     __slots__ = ("address", "is_free", "is_mapped", "next", "pool", "prev", "size")
 
@@ -90,12 +87,12 @@ class _Block:
 
     @property
     def reach(self) -> int:
-        """Its size, and that of the unmapped stretch it could grow into."""
+        """Its size plus that of the unmapped span it could grow into."""
         after = self.next
         return self.size if after is None or after.is_mapped else self.size + after.size
 
     def split(self, size: int) -> _Block:
-        """Keep the first `size` bytes; the rest is returned, linked behind, free and in no list."""
+        """Keep the first `size` bytes; return the rest, linked behind, free and in no list."""
         rest = _Block(self.pool, self.address + size, self.size - size, is_mapped=self.is_mapped)
         rest.prev, rest.next = self, self.next
         if rest.next is not None:
@@ -104,7 +101,7 @@ class _Block:
         return rest
 
     def swallow(self, after: _Block) -> None:
-        """Take over the block behind this one."""
+        """Merge with the block behind this one."""
         self.size += after.size
         self.next = after.next
         if self.next is not None:
@@ -135,7 +132,7 @@ class _Pool:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
     def take(self, size: int, *, by_reach: bool) -> _Block | None:
-        """The best fit, out of the list."""
+        """Remove and return the best fit."""
         free = self.free
         index = bisect_left(free, (size,))
         if index == len(free):
@@ -146,7 +143,7 @@ class _Pool:
         return free.pop(index)[2]
 
     def merged(self, block: _Block) -> _Block:
-        """`block` with its free neighbours of the same kind; they leave their list, it is in none."""
+        """`block` merged with its free neighbours of the same kind; the result is in no list."""
         before, after = block.prev, block.next
         if after is not None and after.is_free and after.is_mapped == block.is_mapped:
             self.remove(after)
@@ -166,7 +163,6 @@ class _Allocator:
         self._next_address = 0
         self._reserved = self._peak_reserved = 0
         self._allocated = self._peak_allocated = 0
-        self._used_at_peak = 0
 
     def allocate(self, key: int, nbytes: int, stream: int) -> bool:
         size = -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
@@ -187,7 +183,7 @@ class _Allocator:
         return True
 
     def free(self, key: int) -> None:
-        """A key that is not live is ignored: a storage of no bytes never had a block."""
+        """Free a block. A key that is not live is ignored: a storage of zero bytes never had a block."""
         block = self._live.pop(key, None)
         if block is None:
             return
@@ -196,11 +192,9 @@ class _Allocator:
         block.pool.add(block.pool.merged(block))
 
     def result(self, *, out_of_memory: bool) -> Reserved:
-        share = 1 - self._used_at_peak / self._peak_reserved if self._peak_reserved else 0.0
         return Reserved(
             peak_reserved_bytes=self._peak_reserved,
             peak_allocated_bytes=self._peak_allocated,
-            fragmentation=share,
             out_of_memory=out_of_memory,
         )
 
@@ -213,15 +207,12 @@ class _Allocator:
     def _count(self, nbytes: int) -> None:
         self._allocated += nbytes
         self._peak_allocated = max(self._peak_allocated, self._allocated)
-        if self._reserved > self._peak_reserved:
-            self._peak_reserved, self._used_at_peak = self._reserved, self._allocated
-        elif self._reserved == self._peak_reserved:
-            self._used_at_peak = max(self._used_at_peak, self._allocated)
+        self._peak_reserved = max(self._peak_reserved, self._reserved)
 
     # --- memory of the device -----------------------------------------------------------------------------------
 
     def _reserve(self, pool: _Pool, size: int) -> _Block | None:
-        """A free block of at least `size` from the device, in no list; None where the device is full."""
+        """A free block of at least `size` from the device, in no list; None if the device is full."""
         return self._grow(pool, size) if self._expandable else self._new_segment(pool, size)
 
     def _obtain(self, nbytes: int) -> bool:
@@ -256,7 +247,7 @@ class _Allocator:
         return block
 
     def _where_to_grow(self, pool: _Pool, size: int) -> _Block:
-        """The lowest unmapped stretch with room, or the free block before it."""
+        """The lowest unmapped span with room, or the free block before it."""
         for _, unmapped in pool.unmapped:
             before = unmapped.prev
             start = before if before is not None and before.is_free else unmapped
@@ -267,7 +258,7 @@ class _Allocator:
         return fresh
 
     def _map(self, block: _Block, nbytes: int) -> _Block | None:
-        """Memory for the first `nbytes` (whole granules) of an unmapped stretch; the block is then in no list."""
+        """Map the first `nbytes` (rounded up to granules) of an unmapped span; the block is then in no list."""
         pool = block.pool
         needed = -(-nbytes // pool.granule) * pool.granule
         if not self._obtain(needed):
@@ -292,7 +283,7 @@ class _Allocator:
                     self._reserved -= block.size
 
     def _unmap(self, block: _Block) -> None:
-        """Give back the granules that lie wholly inside a free block."""
+        """Return the granules that lie entirely inside a free block to the device."""
         pool, granule = block.pool, block.pool.granule
         begin = -(-block.address // granule) * granule
         end = (block.address + block.size) // granule * granule
@@ -311,7 +302,7 @@ class _Allocator:
 
 
 def segment_bytes(size: int) -> int:
-    """What a classic segment for a block of `size` takes of the device."""
+    """Size of a classic segment for a block of `size`."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < OWN_SEGMENT_BYTES:

@@ -1,8 +1,8 @@
-"""`torch.compile` where nothing is real: blocks are traced and cut as Inductor does it, its kernels are left out.
+"""`torch.compile` on fake tensors: blocks are traced and partitioned as by Inductor, without its kernels.
 
-Dynamo, Inductor's passes over the joint graph and its cut into forward and backward run as they are, so what a compiled
-block keeps is what it really keeps. Instead of code, each half becomes a `Program`, which takes the memory its kernels
-would.
+Dynamo, Inductor's passes over the joint graph and its partition into forward and backward run unchanged, so a compiled
+block saves exactly its real activations. Instead of code, each graph becomes a `Program`, which allocates the memory of
+its kernels.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from unittest import mock
 
 import torch
 
-# Private, as is what `_inductor` imports: nothing public compiles as far as the cut, or says why it cannot.
-# tests/fake/dryrun/test_compiled.py fails when they move.
+# Private, as is the import of `_inductor`: no public API compiles up to the partition or gives the reason of a failure.
+# tests/fake/dryrun/test_compiled.py fails if these names move.
 import torch._functorch.config as functorch
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx import GraphModule
@@ -28,18 +28,18 @@ from weft.dryrun.fusion import Program, ProgramError
 
 @contextmanager
 def compiler_without_code() -> Iterator[None]:
-    """Around a fake world: what torch lists of itself when it first compiles must not be what stands in for it there.
+    """Wrap a fake world: the tables that torch builds when it first compiles must not contain the world's patches.
 
-    What was compiled in this process before is forgotten, and so is what is compiled here: Dynamo compiles one piece
-    of code a few times only, whoever asks.
+    Earlier compilations of this process and those made here are forgotten: Dynamo limits recompilations per code
+    object, whoever asks.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\.")  # of the compiler, about itself
+        warnings.filterwarnings("ignore", module=r"torch\.")  # the compiler's own
         _inductor()
         torch.compile(torch.rsqrt, backend="eager")(torch.ones(1))
         torch.compiler.reset()
         try:
-            # a real compiler may do what these rules do not cover: then another stand-in is nearer than eager blocks
+            # these rules may not cover a graph that the real compiler does: eager blocks would be a worse estimate
             with mock.patch.object(compiled, "BACKEND", _backend), mock.patch.object(compiled, "COMPILER_ERRORS", ()):
                 yield
         finally:
@@ -47,7 +47,7 @@ def compiler_without_code() -> Iterator[None]:
 
 
 def why_not_followed(error: Exception) -> str:
-    """What kept a block from being compiled, in a line; "" where something else went wrong."""
+    """Why a block was not compiled, in one line; "" for any other error."""
     cause = error.__cause__ if isinstance(error, PipelineError) else error
     if not isinstance(cause, TorchDynamoException | ProgramError):
         return ""
@@ -55,14 +55,14 @@ def why_not_followed(error: Exception) -> str:
 
 
 def _inductor() -> Callable[..., Any]:
-    """Imported where something is compiled: it takes seconds."""
+    """Imported lazily: it takes seconds."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx
 
 
 def _backend(module: GraphModule, inputs: list[torch.Tensor]) -> Any:
-    with functorch.patch(enable_autograd_cache=False):  # a program is no code that could be kept on disk
+    with functorch.patch(enable_autograd_cache=False):  # a program cannot be cached on disk
         return _inductor()(module, inputs, inner_compile=_program)
 
 

@@ -1,9 +1,9 @@
-"""Does a dry run fit a device? What the allocator needs, and what is outside it, against the device's memory.
+"""Whether a dry run fits a device: the allocator's memory and the overhead outside it against the device's memory.
 
-    needed = the most of (the allocator's least, loading, evaluation, resuming) + overhead of the device
+    needed = max(the allocator's least, loading, evaluation, resuming) + overhead of the device
 
-The allocator reserves more than its least where there is room (`wanted`); between the two it has to give cached memory
-back and take it anew in every step, which is slow. On a CPU nothing is reserved: the peak stands for it.
+The allocator reserves more than its least if there is room (`wanted`); between the two it must return and reserve
+cached memory in every step, which is slow. On a CPU nothing is reserved: the peak is used instead.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Fit:
     device: str
     capacity_bytes: int
     needed_bytes: int
-    wanted_bytes: int  # with what the allocator would like to keep
+    wanted_bytes: int  # with all memory that the allocator would cache
 
     @property
     def is_tight(self) -> bool:
-        """It fits, but the allocator cannot keep what it would."""
+        """Whether it fits only if the allocator returns cached memory in every step."""
         return self.fits and self.wanted_bytes > self.capacity_bytes
 
     @property
@@ -39,7 +39,7 @@ class Fit:
 
     @property
     def free_bytes(self) -> int:
-        """Below zero: so much is too much."""
+        """Negative if it does not fit."""
         return self.capacity_bytes - self.needed_bytes
 
 
@@ -56,13 +56,13 @@ def fit_of(found: DryRun, device: Device) -> Fit:
 
 
 def device_moments(found: DryRun) -> dict[str, int]:
-    """The peaks of other moments of a run, by name; the host's are not the device's."""
+    """Device peaks of the other moments of a run, by name; host memory is not included."""
     names = {"loading_bytes": "loading", "evaluation_bytes": "evaluation", "resuming_bytes": "resuming"}
     return {name: found.moments.get(key, 0) for key, name in names.items()}
 
 
 def attention_of(device: Device) -> Literal["cudnn", "flash"]:
-    """The fused attention that torch prefers there."""
+    """The fused attention that torch prefers on the device."""
     return "flash" if device.name.upper().startswith(WITHOUT_CUDNN) else "cudnn"
 
 

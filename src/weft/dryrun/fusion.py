@@ -1,15 +1,15 @@
-"""A compiled graph as memory sees it: what its kernels write, in what order, and how long that lives.
+"""Memory of a compiled graph: the buffers that its kernels write, their order and their lifetimes.
 
-Inductor writes a kernel of its own for what is computed element by element, and calls a library for the rest. So
+Inductor generates kernels for elementwise operators and calls libraries for the rest. So
 
-    in memory      inputs, results of libraries, what a library reads, what the graph gives
-    nowhere        all between: it stays in registers, and is computed again in every kernel that needs it
-    one kernel     results of one size that read the same memory, unless one waits for another's on the way
-    overwritten    what only one result still needs, where that has its size, format and order
+    in memory      inputs, results of libraries, inputs of libraries, outputs of the graph
+    in registers   everything else: it is recomputed in every kernel that needs it
+    one kernel     results of one size that read the same memory, unless one depends on the other through a third
+    overwritten    a buffer that only one result still reads, if that has the same size, dtype and strides
 
-Values are not computed: results of kernels are empty, libraries are called as they stand. Which kernels are one is what
-Inductor chooses in plain cases (tests/unit/dryrun/test_fusion.py); its search for the order with the least peak is not
-repeated, kernels come as soon as their turn in the graph allows.
+Values are not computed: results of kernels are empty, libraries are called unchanged. Fusion follows Inductor's choices
+in plain cases (tests/unit/dryrun/test_fusion.py); its search for the order with the least peak is not repeated: kernels
+run as early as their position in the graph allows.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-# Beside what torch itself calls pointwise: copies, pieces, lookups, constants, and sums along rows, which end a kernel
-# but are small.
+# Besides the operators that torch tags as pointwise: copies, slices, lookups, constants, and reductions along rows,
+# which end a kernel but are small.
 _GENERATED = frozenset(
     {
         "aten.clone", "aten._to_copy", "aten.copy", "aten.cat", "aten.constant_pad_nd", "aten.slice_scatter",
@@ -34,16 +34,16 @@ _GENERATED = frozenset(
         "aten.amax", "aten.amin", "aten.any", "aten.all", "aten.prod", "prims.convert_element_type", "prims.iota",
     }
 )  # fmt: skip
-MOST_NEIGHBOURS = 64  # with which one reader of a tensor is compared; the number is Inductor's
+MOST_NEIGHBOURS = 64  # fusion candidates per reader of a tensor; Inductor's limit
 
 
 @dataclass(eq=False)
 class Kernel:
-    """`gives` are written together, each with what it reads of memory."""
+    """`gives` are the buffers it writes, each with the buffers that are read for it."""
 
     place: int
     gives: dict[Node, set[Node]]
-    call: Node | None = None  # of a library
+    call: Node | None = None  # the call of a library; None: generated
     overwrites: list[Node] = field(default_factory=list)
     frees: list[Node] = field(default_factory=list)
 
@@ -57,14 +57,14 @@ class Kernel:
 
 
 class ProgramError(Exception):
-    """A graph that these rules do not cover."""
+    """The rules do not cover a graph."""
 
 
 class Program:
-    """What a backend returns for a graph: called with a list of inputs, which it empties."""
+    """A backend's result for a graph: called with a list of inputs, which it empties."""
 
     def __init__(self, module: GraphModule) -> None:
-        self._boxed_call = True  # how torch is told so
+        self._boxed_call = True  # torch's mark of this calling convention
         self._module = module
         nodes = list(module.graph.nodes)
         self._inputs = [node for node in nodes if node.op == "placeholder"]
@@ -105,7 +105,7 @@ def _or_refused(function: Callable[[Any], Any], given: Any) -> Any:
 
 
 def kernels_of(graph: Graph) -> list[Kernel]:
-    """In the order in which they run, each with what it is the last to need."""
+    """The kernels in execution order, each with the buffers that it reads last."""
     written = _written(graph)
     kernels = list(_single(graph, written))
     _join(kernels)
@@ -114,7 +114,7 @@ def kernels_of(graph: Graph) -> list[Kernel]:
     return ordered
 
 
-# --- what is in memory ------------------------------------------------------------------------------------------------
+# --- buffers ----------------------------------------------------------------------------------------------------------
 
 
 def _is_generated(node: Node) -> bool:
@@ -125,7 +125,7 @@ def _is_generated(node: Node) -> bool:
 
 
 def _is_view(node: Node) -> bool:
-    """Whether it is another look at what lies in memory: results of libraries have a memory of their own."""
+    """Whether the node is a view of a buffer; results of libraries are buffers."""
     if node.target is operator.getitem:
         base = node.args[0]
         return isinstance(base, Node) and _is_view(base)
@@ -136,7 +136,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _written(graph: Graph) -> set[Node]:
-    """Every value that is ever in memory."""
+    """Every node that is ever in memory."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -149,7 +149,7 @@ def _written(graph: Graph) -> set[Node]:
 
 
 def _is_called(node: Node) -> bool:
-    """A library's result, or a part of it."""
+    """Whether the node is a library's result, or one of its results."""
     return node.op not in ("placeholder", "get_attr", "output") and not _is_view(node) and not _is_generated(node)
 
 
@@ -163,7 +163,7 @@ def _given(graph: Graph) -> set[Node]:
 
 
 def _reads(node: Node, written: set[Node]) -> set[Node]:
-    """What lies in memory of all that `node` is computed from."""
+    """The buffers from which `node` is computed."""
     found: set[Node] = set()
     seen: set[Node] = set()
     todo = list(node.all_input_nodes)
@@ -194,17 +194,19 @@ def _single(graph: Graph, written: set[Node]) -> Iterator[Kernel]:
 
 
 def _join(kernels: list[Kernel]) -> None:
-    """Kernels that read the same become one, those that share most first, then those that are nearest."""
+    """Fuse kernels that read the same buffers: those that share most bytes first, then the nearest."""
     maker = {node: kernel for kernel in kernels for node in kernel.gives}
-    own = {kernel: 1 << index for index, kernel in enumerate(kernels)}  # sets as bits: graphs have thousands of these
+    own = {
+        kernel: 1 << index for index, kernel in enumerate(kernels)
+    }  # sets as bit masks: graphs have thousands of kernels
     before: dict[Kernel, int] = {}
-    for kernel in kernels:  # as in the graph, so makers come first
+    for kernel in kernels:  # in graph order, so producers come first
         before[kernel] = 0
         for one in _makers(kernel, maker):
             before[kernel] |= before[one] | own[one]
 
     def waits(first: Kernel, second: Kernel) -> bool:
-        """Whether one needs what others make of the other's results: as one kernel they would wait for themselves."""
+        """Whether one depends on the other through a third kernel: fused, they would form a cycle."""
         return any(
             before[one] & own[start]
             for start, end in ((first, second), (second, first))
@@ -234,7 +236,7 @@ def _makers(kernel: Kernel, maker: dict[Node, Kernel]) -> set[Kernel]:
 
 
 def _pairs(kernels: list[Kernel]) -> list[tuple[Kernel, Kernel]]:
-    """Those that could be one, best first; of many that read the same, each with the next few, as in Inductor."""
+    """Pairs that could be fused, best first; of many readers of a buffer, each with the next few, as in Inductor."""
     users: dict[Node, list[Kernel]] = {}
     for kernel in kernels:
         for node in (*kernel.reads, *kernel.gives) if kernel.call is None else ():
@@ -250,7 +252,7 @@ def _pairs(kernels: list[Kernel]) -> list[tuple[Kernel, Kernel]]:
 
 
 def _shared_bytes(first: Kernel, second: Kernel) -> int:
-    """Of memory that both read, or one writes and the other reads; 0 where they have different sizes."""
+    """Bytes of buffers that both read, or one writes and the other reads; 0 for kernels of different sizes."""
     if first.size != second.size:
         return 0
     shared = (first.reads | first.gives.keys()) & (second.reads | second.gives.keys())
@@ -258,7 +260,7 @@ def _shared_bytes(first: Kernel, second: Kernel) -> int:
 
 
 def _ordered(kernels: list[Kernel]) -> list[Kernel]:
-    """The first of the graph that has all it reads comes next."""
+    """Topological order; among ready kernels the first of the graph runs next."""
     maker = {node: kernel for kernel in kernels for node in kernel.gives}
     waits = {kernel: {maker[node] for node in kernel.reads if node in maker} for kernel in kernels}
     followers: dict[Kernel, list[Kernel]] = {kernel: [] for kernel in kernels}
@@ -285,14 +287,14 @@ def _end_lives(kernels: list[Kernel], *, kept: set[Node]) -> None:
     for node, kernel in last.items():
         if node in kept or node.op == "get_attr":
             continue
-        new = _replacement(kernel, node, replaced) if node in made else None  # an input is another's
+        new = _replacement(kernel, node, replaced) if node in made else None  # inputs belong to the caller
         if new is not None:
             replaced.add(new)
         (kernel.frees if new is None else kernel.overwrites).append(node)
 
 
 def _replacement(kernel: Kernel, node: Node, taken: set[Node]) -> Node | None:
-    """The result that may lie where `node` does. A library writes beside what it reads."""
+    """The result that may overwrite `node`, if any. A library never writes over its inputs."""
     readers = [given for given, reads in kernel.gives.items() if node in reads]
     if kernel.call is not None or len(readers) != 1 or readers[0] in taken:
         return None

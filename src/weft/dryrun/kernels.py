@@ -1,17 +1,17 @@
-"""What a GPU runs where a CPU runs something else: its attention kernels, and the memory kernels take for themselves.
+"""GPU kernels on CPU fake tensors: attention kernels and workspaces.
 
-Fake tensors stand on the CPU, so that no CUDA build and no compiled guard is needed. Operators then are those of a CPU;
-attention is put right here, because it decides whether the scores are written to memory.
+Fake tensors are on the CPU, so that neither a CUDA build nor a compiled guard is needed. Operators are then those of a
+CPU; attention is replaced here, because its kernel decides whether the scores are written to memory.
 
-| attention  | taken when                                                            | keeps                           |
-| ---------- | --------------------------------------------------------------------- | ------------------------------- |
-| cudnn      | half precision, on Hopper and Blackwell                               | q, k, v, output, a float a head |
-| flash      | half precision, no mask, heads of one width up to 256, on others      | the same                        |
-| efficient  | else, where there are as many key-value heads as query heads          | the same                        |
-| written    | else                                                                  | scores and probabilities too    |
+| attention | used if                                                              | saves                             |
+| --------- | -------------------------------------------------------------------- | --------------------------------- |
+| cudnn     | half precision, on Hopper and Blackwell                              | q, k, v, output, a float per head |
+| flash     | half precision, no mask, heads of one width up to 256, on other GPUs | the same                          |
+| efficient | otherwise, with as many key-value heads as query heads               | the same                          |
+| math      | otherwise                                                            | scores and probabilities too      |
 
-A mask of booleans becomes numbers to add, which are kept. Kernels and workspaces were measured on an H200 with torch
-2.11 (benchmarks/kernel_workspaces.py); flash's workspace follows its source.
+A boolean mask becomes an additive one, which is saved. Kernels and workspaces were measured on an H200 with torch 2.11
+(benchmarks/kernel_workspaces.py); flash's workspace follows its source.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ aten = torch.ops.aten
 Kernel = Literal["cudnn", "flash"]
 HALF = (torch.float16, torch.bfloat16)
 MAX_FUSED_HEAD = 256
-# A matrix library keeps 32 MiB for each of the two threads that multiply: forward and backward. Measured on Hopper.
+# cuBLAS keeps a 32 MiB workspace for each of the two threads that multiply: forward and backward. Measured on Hopper.
 LIBRARY_WORKSPACES_BYTES = (32 * 2**20, 32 * 2**20)
-FEW_ROWS = 3072  # an embedding's backward sorts its rows beyond this
-ROWS_A_THREAD = 16  # at least, where rows are summed by several blocks
-MAX_PARTIAL_SUMS_BYTES = 4 * 32 * 128 * 132 * 64  # 128 columns a block of 32 threads, 64 blocks on each of 132 units
+FEW_ROWS = 3072  # an embedding's backward sorts more rows than this
+ROWS_PER_THREAD = 16  # at least, where several blocks sum rows
+MAX_PARTIAL_SUMS_BYTES = 4 * 32 * 128 * 132 * 64  # 128 columns per block of 32 threads, 64 blocks on each of 132 SMs
 
 
 def gpu_attention(kernel: Kernel) -> Callable[..., torch.Tensor]:
-    """`scaled_dot_product_attention` as a GPU carries it out that prefers `kernel`."""
+    """`scaled_dot_product_attention` of a GPU that prefers `kernel`."""
     return functools.partial(_attend, kernel)
 
 
@@ -81,7 +81,7 @@ def _attend(
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None
 ) -> torch.Tensor:
-    """It wants a head width that is a multiple of eight."""
+    """Flash attention, with the head width padded to a multiple of eight."""
     width = query.shape[-1]
     scale = scale if scale is not None else width**-0.5  # before padding changes the width
     missing = -width % 8
@@ -105,23 +105,23 @@ def _first(results: Any) -> torch.Tensor:
     return out
 
 
-# --- what kernels take for themselves ---------------------------------------------------------------------------------
+# --- workspaces -------------------------------------------------------------------------------------------------------
 
 
 def workspace_bytes(func: Any, args: Any) -> int:
-    """What a GPU's kernel takes beside its results, and gives back before it ends."""
+    """Workspace of a GPU's kernel, allocated and freed within the call."""
     formula = _WORKSPACES.get(func)
     return formula(*args) if formula is not None else 0
 
 
 def _cudnn_backward(_gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
-    """The query's gradient in float32 and a number a row; a gradient a query head where key heads are shared."""
+    """The query's gradient in float32 and one float per row; with shared key heads, one gradient per query head."""
     sums = 4 * query.numel() + 4 * query.numel() // query.shape[-1]
     return sums + _repeated_gradients(query, key)
 
 
 def _flash_backward(_gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
-    """As cudnn's, in tiles of 128 rows and 32 columns."""
+    """As cuDNN's, in tiles of 128 rows and 32 columns."""
     batch, heads, length, width = query.shape
     rows = -(-length // 128) * 128
     return 4 * batch * heads * rows * (-(-width // 32) * 32 + 1) + _repeated_gradients(query, key)
@@ -139,7 +139,7 @@ def _efficient_backward(_gradient: torch.Tensor, query: torch.Tensor, *_: Any) -
 
 
 def _embedding_backward(gradient: torch.Tensor, indices: torch.Tensor, *_: Any) -> int:
-    """Partial sums in float32 of at most ten tokens each, had every token its own row, and what sorting takes."""
+    """Partial sums in float32 of at most ten tokens each, assuming distinct tokens, and the sort's buffers."""
     tokens = indices.numel()
     if tokens <= FEW_ROWS:
         return 0
@@ -147,15 +147,15 @@ def _embedding_backward(gradient: torch.Tensor, indices: torch.Tensor, *_: Any) 
 
 
 def _sum_over_rows(tensor: torch.Tensor, dims: Sequence[int] | None = None, *_: Any) -> int:
-    """Gradients of biases and of norms' weights: rows are summed by many blocks at once, each with its own sums."""
+    """Gradients of biases and of norm weights: many blocks sum rows in parallel, each with its own partial sums."""
     reduced = sorted(dim % tensor.ndim for dim in dims or ())
     if not reduced or reduced != list(range(len(reduced))) or len(reduced) == tensor.ndim:
         return 0
     columns = math.prod(tensor.shape[len(reduced) :])
     rows = tensor.numel() // max(columns, 1)
-    if columns % 4 or rows < 2 * ROWS_A_THREAD:
-        return 0  # one block a column, or too little to share
-    return min(MAX_PARTIAL_SUMS_BYTES, 4 * 32 * columns * (rows // ROWS_A_THREAD))
+    if columns % 4 or rows < 2 * ROWS_PER_THREAD:
+        return 0  # one block per column, or too few rows for several blocks
+    return min(MAX_PARTIAL_SUMS_BYTES, 4 * 32 * columns * (rows // ROWS_PER_THREAD))
 
 
 _WORKSPACES: dict[Any, Callable[..., int]] = {

@@ -1,8 +1,8 @@
-"""Many dry runs at a time: each in a process of its own, as many as there are cores.
+"""Concurrent dry runs, each in its own process, one per core.
 
-A dry run is one core's work and patches torch while it lasts, so threads would neither help nor be safe. Processes are
-spawned, never forked (torch has threads), compute on one thread each, and end with the caller. Importing this file
-imports no torch: only the processes do.
+A dry run uses one core and patches torch while it runs, so threads would neither help nor be safe. Processes are
+spawned, never forked (torch has threads), compute on one thread each, and end with the caller. Importing this module
+does not import torch: only the processes do.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class DryRunJob:
     rank: int = 0
     on_gpu: bool = True
     attention: Literal["cudnn", "flash"] = "cudnn"
-    memory_only: bool = False  # half the work where there are many micro-batches: traffic and FLOPs are left out
+    memory_only: bool = False  # half the work with many micro-batches: no traffic and FLOPs
 
     @staticmethod
     def on(device: Device | None, run: RunSpec, plan: Plan, *, rank: int = 0, memory_only: bool = False) -> DryRunJob:
-        """With that device's kernels; those of a Hopper GPU where none is named."""
+        """A job with the device's kernels; with those of a Hopper GPU for None."""
         if device is None:
             return DryRunJob(run=run, plan=plan, rank=rank, memory_only=memory_only)
         return DryRunJob(
@@ -62,10 +62,10 @@ def dry_runs(
     on_done: Callable[[int, Outcome], None] | None = None,
     processes: ProcessPoolExecutor | None = None,
 ) -> list[Outcome]:
-    """What `dry_run` gives for each job, or the error it ends with, in order. `on_done` hears of each as it ends.
+    """The result of `dry_run` for each job, or its error, in order. `on_done` is called as each ends.
 
-    A job of many micro-batches is two short dry runs (see alike). `processes` are those of `worker_processes`, where
-    several calls share them: each imports torch but once.
+    A job with many micro-batches is two short dry runs (see `alike`). `processes` come from `worker_processes`, if
+    several calls share them: each process imports torch only once.
     """
     parts = [_parts(job) for job in jobs]
     if processes is None:
@@ -99,14 +99,14 @@ def _collected(
 
 @contextmanager
 def worker_processes(count: int | None = None) -> Iterator[ProcessPoolExecutor]:
-    """As many as there are cores, or `count`; gone at the end, at once where the end is an error."""
+    """A pool of `count` processes, by default one per core; after an error they are terminated at once."""
     before = {process.pid for process in multiprocessing.active_children()}
     context = multiprocessing.get_context("spawn")
     size = max(1, usual_workers() if count is None else count)
     executor = ProcessPoolExecutor(max_workers=size, mp_context=context, initializer=_prepare)
     try:
         yield executor
-    except BaseException:  # Ctrl-C: nobody waits for a dry run of a minute
+    except BaseException:  # Ctrl-C must not wait for a dry run of a minute
         for process in multiprocessing.active_children():
             if process.pid not in before:
                 process.terminate()
@@ -135,19 +135,19 @@ def _joined(processes: ProcessPoolExecutor, job: DryRunJob, done: list[Outcome])
 
 
 def usual_workers() -> int:
-    """The cores this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _prepare() -> None:
-    """In each process, before torch is imported."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all; the caller alone answers it
+    """Initialise a worker process before torch is imported."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all; only the caller handles it
     os.environ["OMP_NUM_THREADS"] = "1"
     quiet_libraries()
 
 
 def _carry_out(job: DryRunJob) -> DryRun | WeftError:
-    """Errors come back as values: what cannot be pickled would break the pool."""
+    """Run a job; errors are returned as values, since one that cannot be pickled would break the pool."""
     from weft.dryrun.run import dry_run
 
     try:
@@ -155,12 +155,12 @@ def _carry_out(job: DryRunJob) -> DryRun | WeftError:
     except WeftError as error:
         return error
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        return WeftError(f"{type(error).__name__}: {first}", hint="this was not foreseen; please report it")
+        first = next(iter(str(error).strip().splitlines()), "")
+        return WeftError(f"{type(error).__name__}: {first}", hint="this is a bug in weft; please report it")
 
 
 def _outcome(future: Future[DryRun | WeftError]) -> DryRun | WeftError:
     try:
         return future.result()
     except BrokenProcessPool:
-        return RunError("a dry run's process was killed", hint="often for want of memory: free some, or run fewer")
+        return RunError("a dry run's process was killed", hint="often for lack of memory: free some, or run fewer")

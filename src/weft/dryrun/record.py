@@ -1,4 +1,4 @@
-"""`DryRun`: what one rank would need and send in one step. It imports no torch, so that who shows it need not."""
+"""`DryRun`: memory and traffic of one rank in one step. No torch, so that views can import it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from weft.core.records import PeakRecord
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What one rank would need and send in one step."""
+    """Memory and traffic of one rank in one step."""
 
     rank: int
     world_size: int
     peak: PeakRecord
-    reserved_bytes: dict[str, int]  # what the allocator takes from the device: with expandable segments, and without
+    reserved_bytes: dict[str, int]  # the allocator's peak, with expandable segments and without
     moments: dict[str, int]  # peaks of other moments of a run
     traffic: list[dict[str, Any]]
     flops: int
     num_parameters: int
     elapsed_s: float
     notes: tuple[str, ...] = ()
-    least_bytes: int | None = None  # the allocator's least: with less it would run out, giving back all it can
+    least_bytes: int | None = None  # the smallest capacity on which the allocator does not run out
 
     @property
     def peak_bytes(self) -> int:

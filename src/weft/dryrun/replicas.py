@@ -1,7 +1,7 @@
 """DistributedDataParallel without its C++ reducer: the same memory and the same all-reduces, on fake tensors.
 
-Buckets are there from the start, and hold every gradient once the first step has sent them
-(`gradient_as_bucket_view`); each bucket is all-reduced once, when the last micro-batch has filled it.
+Buckets are allocated at the start and hold every gradient from the first all-reduce on (`gradient_as_bucket_view`);
+each bucket is all-reduced once per step, when the last micro-batch has filled it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.engine.dp.strategy import Strategy
 
 
 class FakeReplicated(Strategy):
-    """What the dry run puts in place of `engine.dp.ddp.Replicated`."""
+    """The dry run's replacement of `engine.dp.ddp.Replicated`."""
 
     def __init__(
         self, model: nn.Module, *, group: dist.ProcessGroup, find_unused_parameters: bool, wire: torch.dtype
@@ -47,7 +47,7 @@ class FakeReplicated(Strategy):
         return [bucket for bucket, _ in self._buckets]
 
     def _into_bucket(self, parameter: torch.Tensor) -> None:
-        """The gradient as a view of its bucket, as DDP leaves it when it sends; a bucket that is full goes out."""
+        """Make the gradient a view of its bucket, as DDP does when it reduces; all-reduce a bucket that is full."""
         if not self._is_last:
             return
         for index, (bucket, places) in enumerate(self._buckets):
@@ -64,7 +64,7 @@ class FakeReplicated(Strategy):
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[tuple[torch.Tensor, dict[int, int]]]:
-    """(flat tensor, where each parameter begins in it), in the order in which gradients come."""
+    """(flat tensor, offset of each parameter in it), in the order in which gradients are computed."""
     found: list[tuple[torch.Tensor, dict[int, int]]] = []
     places: dict[int, int] = {}
     size, limit = 0, FIRST_BUCKET_BYTES

@@ -1,7 +1,7 @@
 """`dry_run`: the engine's own training step for one rank of a plan, on fake tensors. Nothing is allocated.
 
-Two steps, as a rule: the first makes the optimizer's states and shows where most is alive, the second asks there what
-every live byte is. A first step whose peak lies elsewhere, for want of those states, makes it three.
+It usually takes two steps: the first creates the optimizer's states and finds the position of the peak, the second
+classifies every live byte there. It takes three if the first peaks elsewhere, for lack of those states.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from weft.core.run_spec import RunSpec
 from weft.core.terms import MemoryTerm as Term
 from weft.dryrun.allocator import AllocatorEvent, least_capacity, simulate
 from weft.dryrun.compiler import compiler_without_code, why_not_followed
+from weft.dryrun.fit import EXPANDABLE, FIXED
 from weft.dryrun.kernels import LIBRARY_WORKSPACES_BYTES, Kernel, workspace_bytes
 from weft.dryrun.record import DryRun
 from weft.dryrun.world import FakeWorld, fake_world
@@ -42,9 +43,9 @@ MAX_STEPS = 5
 
 
 def dry_run(run: RunSpec, plan: Plan, *, rank: int = 0, on_gpu: bool = True, attention: Kernel = "cudnn") -> DryRun:
-    """One rank of `plan`; `on_gpu` runs a GPU's kernels and adds the workspaces they take beside tensors.
+    """Dry-run one rank of `plan`; `on_gpu` uses a GPU's kernels and adds their workspaces.
 
-    `attention` is the kernel that GPU prefers: "cudnn" on Hopper and Blackwell, "flash" on others.
+    `attention` is the kernel that the GPU prefers: "cudnn" on Hopper and Blackwell, "flash" on others.
     """
     began_s = time.perf_counter()
     require_executable(plan)
@@ -60,7 +61,7 @@ def dry_run(run: RunSpec, plan: Plan, *, rank: int = 0, on_gpu: bool = True, att
             raise
         found = _of_rank(run, _stand_in(run, plan), kernel, began_s, rank=rank)
         note = (
-            f"the compiler could not follow this model's blocks ({why}): selective recompute stands for what they keep"
+            f"the dry run cannot compile this model's blocks ({why}): their memory is estimated as selective recompute"
         )
         return replace(found, notes=(*found.notes, note))
 
@@ -80,7 +81,7 @@ def _of_rank(run: RunSpec, plan: Plan, kernel: Kernel | None, began_s: float, *,
 
 
 def _stand_in(run: RunSpec, plan: Plan) -> Plan:
-    """The plan with eager blocks that keep about what compiled ones do; those computed again fully stay so."""
+    """The plan with eager blocks that save about as much as compiled ones; fully recomputed blocks stay so."""
     policy, full = plan.activations.policy, (plan.activations.mixture or (0, 0))[0]
     num_blocks = len(describe(FakeTraining(run, plan).skeleton).blocks)
     mixed = {"policy": "budget", "mixture": (full, num_blocks - full)}
@@ -93,8 +94,8 @@ def _needs_values(
     stage: FakeTraining, error: DataDependentOutputException | DynamicOutputShapeException
 ) -> NotBuiltError:
     return NotBuiltError(
-        f"a {stage.config.model_type!r} model decides by the values of its tensors ({error.func}), "
-        "and a dry run has none",
+        f"the control flow of a {stage.config.model_type!r} model depends on tensor values ({error.func}), "
+        "which a dry run does not have",
         hint="weft plan estimates it; weft train runs it",
     )
 
@@ -115,7 +116,7 @@ def _measure(stage: FakeTraining, world: FakeWorld, began_s: float, *, rank: int
             if meter.is_exact:
                 break
         else:
-            raise RuntimeError("no two dry steps have their peak at the same operator")
+            raise RuntimeError(f"no two of {MAX_STEPS} dry steps peak at the same operator")
     return DryRun(
         rank=rank,
         world_size=stage.plan.num_ranks,
@@ -132,7 +133,7 @@ def _measure(stage: FakeTraining, world: FakeWorld, began_s: float, *, rank: int
 
 
 def _other_moments(stage: FakeTraining) -> dict[str, int]:
-    """Evaluation, and going on from a checkpoint, whose states are made before they are read."""
+    """Peaks of evaluation and of resuming, which allocates states before it reads them; host memory of saving."""
     engine = stage.engine
     found = {"evaluation_bytes": measure_peak(stage.evaluate, device_type=CPU.type, at_rest=tensors_at_rest(engine))}
     engine.optimizer.state.clear()
@@ -142,7 +143,7 @@ def _other_moments(stage: FakeTraining) -> dict[str, int]:
 
 
 class _Recorder:
-    """The trace of a rank's allocations, for the allocator's simulation."""
+    """The trace of a rank's allocations for the allocator's simulation."""
 
     def __init__(self, world: FakeWorld) -> None:
         self._world = world
@@ -154,7 +155,7 @@ class _Recorder:
     def reserved(self) -> dict[str, int]:
         return {
             name: simulate(self._events, expandable_segments=is_on).peak_reserved_bytes
-            for name, is_on in (("expandable_segments", True), ("fixed_segments", False))
+            for name, is_on in ((EXPANDABLE, True), (FIXED, False))
         }
 
     def least(self) -> int:
@@ -162,7 +163,7 @@ class _Recorder:
 
 
 class FakeTraining:
-    """The engine and the batches of one dry run; on another device, or outside the mode, of a real one like it."""
+    """The engine and the batches of a dry run; with a device, or outside the fake mode, of a real run like it."""
 
     def __init__(self, run: RunSpec, plan: Plan, *, device: torch.device = CPU) -> None:
         self.run, self.plan, self.device = run, plan, device
@@ -185,15 +186,15 @@ class FakeTraining:
         self._rows = run.train.global_batch // plan.mesh.dp_degree
 
     def expect_messages(self) -> None:
-        """A stage is told the shape of what it gets by a message, which has no values here: said beforehand."""
+        """Register the shapes of received activations: the messages that announce them have no values here."""
         pipeline, tensor = PipelineRuntime.of(self.engine), self.plan.tensor_parallel
         if pipeline is None:
             return
         runner = pipeline.schedule_runner
         rows = self._rows // self.plan.pipeline.microbatches
         length = self.run.data.sequence_length
-        cut = self.plan.mesh.tp if tensor.sequence_parallel else 1
-        shape = (rows, length // cut, self.config.get_text_config().hidden_size)
+        shards = self.plan.mesh.tp if tensor.sequence_parallel else 1
+        shape = (rows, length // shards, self.config.get_text_config().hidden_size)
         dtype = torch_dtype(self.plan.precision.policy().weights)
         for place in runner.stages.own:
             runner.known_shapes.expect(place, (rows, length), shape=shape, dtype=dtype)
@@ -205,7 +206,7 @@ class FakeTraining:
         self.engine.evaluate_nowait(self._batch())
 
     def _batch(self) -> dict[str, torch.Tensor]:
-        """New for every step, and gone with it, as in training."""
+        """A new batch per step, freed with it, as in training."""
         ids = torch.zeros((self._rows, self.run.data.sequence_length), dtype=torch.int64)
         return {"input_ids": ids, "labels": ids.clone()}
 
@@ -213,27 +214,21 @@ class FakeTraining:
 def _with_library(peak: PeakRecord) -> PeakRecord:
     extra = sum(LIBRARY_WORKSPACES_BYTES)
     terms = {**peak.terms, str(Term.TEMPORARIES): peak.terms.get(str(Term.TEMPORARIES), 0) + extra}
-    return PeakRecord(
-        peak_bytes=peak.peak_bytes + extra,
-        terms=dict(sorted(terms.items(), key=lambda item: -item[1])),
-        phase=peak.phase,
-        module=peak.module,
-        operator=peak.operator,
-        largest=peak.largest,
-    )
+    ordered = dict(sorted(terms.items(), key=lambda item: -item[1]))
+    return replace(peak, peak_bytes=peak.peak_bytes + extra, terms=ordered)
 
 
 def _notes(stage: FakeTraining) -> tuple[str, ...]:
     notes = []
     if stage.plan.data_parallel.zero == 0 and stage.plan.mesh.dp_degree > 1:
-        notes.append("DDP's reducer is modelled: its buckets and all-reduces are, its internals are not")
+        notes.append("DDP's reducer is modelled: buckets and all-reduces are counted, its internals are not")
     if stage.run.data.isolate_documents:
-        notes.append("documents are not kept apart here: masks of packed rows are not counted")
+        notes.append("documents are not isolated in a dry run: attention masks of packed rows are not counted")
     return tuple(notes)
 
 
 class _FakeWeights:
-    """Weights of the right shapes, one unit whole at a time, for a model whose values nobody reads."""
+    """Weights with shapes and without values, one full unit at a time."""
 
     def __init__(self, skeleton: torch.nn.Module, layout: ModelLayout) -> None:
         self._layout = layout
@@ -248,13 +243,13 @@ class _FakeWeights:
 
 
 def _vocab_size(run: RunSpec) -> int:
-    """The tokenizer's, for the check that its ids fit; a model's own table is as large as its config says."""
+    """The tokenizer's size, for the check that its ids fit; the config gives the size of the model's table."""
     if run.tokenizer == vocabulary.BYTES:
         return vocabulary.BYTE_VOCABULARY
     from weft.data.tokenizers import find_tokenizer, open_tokenizer
 
     if run.tokenizer.partition("@")[0] != run.model.path:
         return open_tokenizer(run.tokenizer).vocab_size
-    # Nothing is tokenised here: a folder with a config alone is enough, and the hub is not asked for a tokenizer.
+    # Nothing is tokenised here: a folder with only a config is enough, and no tokenizer is downloaded.
     own = find_tokenizer(run.tokenizer) if Path(run.tokenizer).expanduser().is_dir() else None
     return own.vocab_size if own is not None else 1

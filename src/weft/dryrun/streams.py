@@ -1,6 +1,6 @@
-"""Streams with numbers, in place of a CPU's that are all one: the allocator keeps memory apart by stream.
+"""Numbered streams, since all CPU streams are the same: the CUDA allocator has separate pools per stream.
 
-`fully_shard` gathers and reduces in streams of its own; what they freed, the computation cannot use.
+`fully_shard` gathers and reduces on its own streams; the computation cannot reuse memory freed there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class NumberedStream(torch.cpu.Stream):
-    """A stream that does nothing but be different from the others."""
+    """A stream with a number and no function."""
 
     _numbers = itertools.count(1)
 
@@ -27,7 +27,7 @@ class NumberedStream(torch.cpu.Stream):
 
 
 class CurrentStream:
-    """Which stream work is put into now; 0 is the default one."""
+    """The stream that work is issued to; 0 is the default stream."""
 
     def __init__(self) -> None:
         self._default = NumberedStream()
@@ -50,7 +50,7 @@ class CurrentStream:
         return self._stack[-1]
 
     def patches(self) -> list[Any]:
-        """What `torch.cpu` must say for this to be seen."""
+        """Patches of `torch.cpu` that route its streams here."""
         return [
             mock.patch.object(torch.cpu, "Stream", NumberedStream),
             mock.patch.object(torch.cpu, "stream", self.select),

@@ -1,7 +1,7 @@
-"""A world that is not there: the `fake` process group, fake tensors, and what must be told about them.
+"""A fake world: the `fake` process group, fake tensors, and the patches that they need.
 
-Each patch names what goes wrong without it; all are undone at the end. They reach into private names of torch and
-transformers, because nothing public says "this is not real": tests/fake/dryrun fails when one of them moves.
+Each patch names the failure without it; all are undone at the end. They use private names of torch and transformers,
+because no public API announces fake tensors: tests/fake/dryrun fails if one of them moves.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MESH_METHODS = ("__init__", "__getitem__", "_flatten", "_unflatten", "_create_s
 
 @dataclass(frozen=True, kw_only=True)
 class FakeWorld:
-    """Inside `mode` nothing is allocated; `stream` is where work would go."""
+    """Inside `mode` nothing is allocated; `stream` is the current stream."""
 
     mode: FakeTensorMode
     stream: CurrentStream
@@ -56,14 +56,14 @@ class FakeWorld:
 
 @contextmanager
 def fake_world(*, num_ranks: int, rank: int, attention: Kernel | None) -> Iterator[FakeWorld]:
-    """Rank `rank` of `num_ranks`, alone in this process; `attention` is the kernel of its GPU, None is a CPU."""
+    """Rank `rank` of `num_ranks`, alone in this process; `attention` is its GPU's kernel, None for a CPU."""
     if dist.is_initialized():
-        raise RuntimeError("a process group exists already")
+        raise RuntimeError("a dry run needs a process without a process group, and one exists already")
     stream = CurrentStream()
     with ExitStack() as stack:
         for patch in [*_patches(), *stream.patches(), *(_gpu_patches(attention) if attention else [])]:
             stack.enter_context(patch)
-        # DTensor remembers results with their mesh, and meshes of two ranks are equal to it
+        # DTensor caches results by mesh, and the meshes of two ranks compare equal
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         stack.callback(_clear_sharding_prop_cache)
         _fill_tables()
@@ -73,11 +73,11 @@ def fake_world(*, num_ranks: int, rank: int, attention: Kernel | None) -> Iterat
 
 
 def _fill_tables() -> None:
-    """Tables that an 8-bit optimizer computes once and keeps: inside the mode there is nothing to read."""
+    """Fill the tables that an 8-bit optimizer caches: inside the mode they would have no values."""
     try:
         from torchao.optim import subclass_8bit
     except ImportError:
-        return  # then there is no such optimizer
+        return  # no 8-bit optimizer without torchao
     subclass_8bit.get_qmap_signed()
     subclass_8bit.get_qmap_unsigned()
 
@@ -91,10 +91,10 @@ def _sum_inside_product(
 
 
 def _gpu_patches(kernel: Kernel) -> list[Any]:
-    # a CPU fuses attention where a GPU writes the scores, and the other way round
+    # a CPU fuses attention where a GPU writes the scores, and vice versa
     attend = gpu_attention(kernel)
     return [
-        # a GPU's product adds to what is there; a CPU's is a tensor of its own
+        # a GPU's matmul accumulates in place; a CPU's allocates a tensor
         mock.patch.object(head_loss, "_add_product", _sum_inside_product),
         # a CPU multiplies float8 in float32, on copies
         mock.patch.object(float8, "_multiply", float8.multiply_on_gpu),
@@ -108,31 +108,31 @@ def _patches() -> list[Any]:
 
     moe = _optional("transformers.integrations.moe")
     found = [
-        # HF looks for packed documents by reading positions, cannot, and builds a mask that rules out fused attention
+        # HF reads positions to find packed documents, fails, and builds a mask that prevents fused attention
         mock.patch.object(masks, "find_packed_sequence_indices", return_value=None),
-        # DTensor works out shapes in the ambient fake mode, with global tensors that a tracker would count
+        # DTensor infers shapes in the ambient fake mode, with global tensors that a tracker would count
         mock.patch.object(sharding, "detect_fake_mode", return_value=None),
         # a mesh does arithmetic on a real tensor of ranks
         mock.patch.object(mesh, "init_device_mesh", _outside(device_mesh.init_device_mesh)),
         mock.patch.object(ownership, "local_index", _outside(ownership.local_index)),
-        # where a model can be cut is asked of its own forward, on tensors with values
+        # the pipeline split runs the model's own forward on tensors with values
         mock.patch.object(pipeline, "split_model", _outside(split_model)),
         # DDP's reducer is C++ that reads memory
         mock.patch.object(choose, "Replicated", FakeReplicated),
-        # fully_shard cuts a parameter into as many shards as there are ranks, and keeps two
+        # fully_shard creates all shards of a parameter, one per rank, and keeps two
         mock.patch.object(fsdp_param, "_chunk_with_empty", _Chunks),
-        # torch multiplies by groups in any precision, but knows the shapes of bfloat16 only
+        # torch's grouped matmul runs in any precision, but infers shapes for bfloat16 only
         *([mock.patch.object(moe, "_grouped_mm", _grouped(moe._grouped_mm))] if hasattr(moe, "_grouped_mm") else []),
-        # values that steer the host: there are none
+        # values read by the host, which do not exist here
         mock.patch.object(updates, "read_is_finite", return_value=True),
-        mock.patch.object(stages, "read_is_nan", _says(False)),
-        mock.patch.object(buffers, "has_other_values", _says(False)),
-        mock.patch.object(buffer_sync, "read_any", _says(False)),
+        mock.patch.object(stages, "read_is_nan", _returns(False)),
+        mock.patch.object(buffers, "has_other_values", _returns(False)),
+        mock.patch.object(buffer_sync, "read_any", _returns(False)),
         mock.patch.object(buffer_sync, "read_min", lambda mine, **_: mine),
         mock.patch.object(randomness, "draw_call_number", return_value=0),
-        # a message that never arrives would be held until the end of the step
-        mock.patch.object(p2p, "has_left", _says(True)),
-        mock.patch.object(torch, "rand", _rand),  # a layer is dropped where one number is below a threshold
+        # a message that never arrives would stay in memory until the end of the step
+        mock.patch.object(p2p, "has_left", _returns(True)),
+        mock.patch.object(torch, "rand", _rand),  # layer drop compares one random number with a threshold
     ]
     methods = {
         name: device_mesh.DeviceMesh.__dict__[name] for name in _MESH_METHODS if name in device_mesh.DeviceMesh.__dict__
@@ -142,8 +142,8 @@ def _patches() -> list[Any]:
     return [*found, mock.patch.object(device_mesh.DeviceMesh, "mesh", property(_outside(getter)))]
 
 
-def _says(answer: bool) -> Callable[..., bool]:
-    """A mock would remember what it was asked about, and so keep it alive."""
+def _returns(answer: bool) -> Callable[..., bool]:
+    """A constant function. A mock would record its arguments and so keep them alive."""
     return lambda *_, **__: answer
 
 
@@ -155,7 +155,7 @@ def _optional(name: str) -> Any:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Tokens, sorted by expert, times each expert's matrix [experts, in, out]: what it gives and what it keeps."""
+    """Shapes and saved tensors of a grouped matmul: tokens sorted by expert times [experts, in, out]."""
 
     @staticmethod
     def forward(context: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -182,26 +182,26 @@ _torch_rand = torch.rand
 
 
 def _rand(*size: Any, **options: Any) -> Any:
-    """`torch.rand([])`, which models compare with a threshold, has a value; the others have none."""
+    """`torch.rand` with a value for scalars, which models compare with a threshold."""
     is_number = size == ((),) or size == ([],) or not (size or options)
     return 0.5 if is_number else _torch_rand(*size, **options)
 
 
 class _Chunks:
-    """`torch.chunk` into a fixed number of shards, cut when asked for: thousands of views take minutes."""
+    """`torch.chunk` into a fixed number of shards, made on demand: thousands of views take minutes."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim
         self._length = -(-tensor.shape[dim] // num_chunks)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        whole = self._tensor.shape[self._dim]
-        begin = min(index * self._length, whole)
-        return self._tensor.narrow(self._dim, begin, min(self._length, whole - begin))
+        size = self._tensor.shape[self._dim]
+        begin = min(index * self._length, size)
+        return self._tensor.narrow(self._dim, begin, min(self._length, size - begin))
 
 
 def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, on real tensors whatever the ambient mode."""
+    """`function` on real tensors, independent of the ambient mode."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The training room: build, loop, metrics, run folder. The room itself is callable: `weft.train(run, plan)`.
+"""Training: build, loop, metrics, run folder. The module is callable: `weft.train(run, plan)`.
 
-Inside a script of one process it trains right there; under torchrun it joins the ranks it is given.
+In a script of one process it trains in that process; under torchrun it joins the ranks of the job.
 """
 
 from __future__ import annotations

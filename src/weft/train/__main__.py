@@ -1,6 +1,6 @@
 """A launched rank: `python -m weft.train job.json`.
 
-Libraries are quieted before they are imported, so everything heavy is imported inside.
+`quiet_libraries` must run before libraries are imported, so heavy imports are inside `main`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A run's account: what is predicted of it, what is measured, and the warning where the two part.
+"""A run's account: predicted and measured costs, and a warning where the two differ.
 
-Predictions and warnings are rank 0's; every rank measures.
+Rank 0 predicts and warns; every rank measures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.train.predicted import Prediction, predict
 
 
 class Account:
-    """`measuring` goes into the loop; `columns` are the ledger's."""
+    """`measuring` is used by the loop; `columns` by the ledger."""
 
     def __init__(self, run: RunSpec, bench: Workbench, plan: Plan, *, display: Display, is_main: bool) -> None:
         self.measuring = Measuring(bench.engine, is_on=run.ledger.measure, on_found=self._compare)
@@ -33,7 +33,7 @@ class Account:
             self._predict(run, plan, bench)
 
     def columns(self) -> dict[str, Any]:
-        """What `build_ledger` is told of both sides."""
+        """Arguments of `build_ledger`: predicted, measured, remarks, warnings."""
         return {
             "measured": self.measuring.found,
             "prediction": self.prediction,
@@ -48,7 +48,7 @@ class Account:
         self._remarks += [why_not] if why_not else []
 
     def _compare(self, measured: Measured) -> None:
-        """After the first complete measurement: one line for each term that is beyond its bound."""
+        """After the first complete measurement: one warning per term beyond its bound."""
         found = self.prediction
         if found is None or not found.is_binding:
             return

@@ -1,11 +1,11 @@
-"""`weft bench step`: how fast is a step, and how much memory does it take? One rank of any data-parallel plan, alone.
+"""`weft bench step`: speed and memory of a step, measured on a single rank of any data-parallel plan.
 
-A plan of many ranks is measured as its rank 0 with the others' collectives as local copies (`comm.loopback`): compute
-and memory of a rank with no network, so an upper bound of speed. Tokens are random. Steps are timed by events on the
-device, with nothing waited for between them; peaks are of the timed steps; kernels are those of one more step.
+A plan of many ranks is measured as its rank 0 with collectives replaced by local copies (`comm.loopback`): compute and
+memory of a rank without a network, so an upper bound of speed. Tokens are random. Steps are timed by device events
+without synchronisation between them; peaks are of the timed steps; kernels are those of one more step.
 
-    MFU = tokens/s x FLOP a token / peak FLOP/s of the device in the plan's compute dtype
-    FLOP a token = 6 x weights that multiply it (head in, embedding out) + 12 x layers x heads x head_dim x sequence
+    MFU = tokens/s x FLOP per token / peak FLOP/s of the device in the plan's compute dtype
+    FLOP per token = 6 x weights that multiply it (head in, embedding out) + 12 x layers x heads x head_dim x sequence
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from weft.train.build import weight_source
 from weft.train.kernel_classes import kernel_times
 from weft.train.predicted import find_device, request_for
 
-NUM_BATCHES = 4  # taken in turn
+NUM_BATCHES = 4  # used in rotation
 Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
 
@@ -68,7 +68,7 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What is measured: a run under a plan on a device, for a number of steps after a number that do not count."""
+    """The measurement: a run under a plan on a device, `steps` timed steps after `warmup` untimed ones."""
 
     run: RunSpec
     plan: Plan
@@ -86,16 +86,17 @@ class Bench:
 
 
 def require_measurable(plan: Plan) -> None:
-    """One rank alone stands for all of a data-parallel plan only."""
+    """Require a purely data-parallel plan: only there one rank represents all."""
     if plan.mesh.tp * plan.mesh.pp * plan.mesh.cp > 1:
         raise NotBuiltError(
-            "bench step measures one rank of a data-parallel plan, and this one's ranks wait for each other's results",
+            "bench step measures one rank of a data-parallel plan, but the ranks of this plan depend on each other:"
+            f" mesh.tp = {plan.mesh.tp}, mesh.pp = {plan.mesh.pp}, mesh.cp = {plan.mesh.cp}",
             hint="set mesh.tp, mesh.pp and mesh.cp to 1, or train a few steps and read the ledger",
         )
 
 
 def measure_engine(bench: Bench) -> tuple[Timed, list[TechniqueRecord], tuple[str, ...]]:
-    """The figures of weft's own step, what of the fast path was on, and notes."""
+    """The figures of weft's own step, the state of each fast-path technique, and notes."""
     require_executable(bench.plan)
     require_measurable(bench.plan)
     require_divisible(bench.run, bench.plan)
@@ -228,7 +229,7 @@ def _timed(
 
 
 def _flops_per_token(bench: Bench, config: Any) -> tuple[float, float] | None:
-    """(FLOP a token, FLOP/s the device has at most); None where the catalogue or the planner does not know."""
+    """(FLOP per token, peak FLOP/s of the device); None if the catalogue or the planner lacks an entry."""
     if bench.device.type != "cuda":
         return None
     device = find_device(torch.cuda.get_device_name(bench.device), hardware.device_names())

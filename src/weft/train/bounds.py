@@ -1,4 +1,4 @@
-"""How far a measured term may be from its prediction before the run says so. Every bound is here, with its origin."""
+"""Bounds on the difference between measured and predicted terms; beyond them the run warns. All bounds are here."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from typing import Any
 
 from weft.core.units import format_bytes
 
-# The cost model agrees with dry runs within 2% of the peak over families and stages; single terms trade bytes with one
-# another at the peak (a temporary here is an activation there). A tenth of a term is beyond that.
+# The cost model agrees with dry runs within 2% of the peak over families and stages; single terms exchange bytes at the
+# peak (a temporary in one is an activation in the other). A tenth of a term is beyond that.
 MEMORY_SHARE = 0.10
-# Allocators round, kernels take workspaces, schedules shift the peak by a tensor or two: below this nobody runs out.
+# Allocators round, kernels use workspaces, schedules shift the peak by a tensor or two: a smaller difference never
+# decides whether a plan fits.
 MEMORY_FLOOR_BYTES = 64 * 2**20
-# Collectives are counted, not estimated: the formula and the count are the same number or one of them is wrong.
+# Collectives are counted, not estimated: formula and count must be equal.
 TRAFFIC_BYTES = 0
 
 
 def memory_warnings(terms: dict[str, dict[str, Any]]) -> list[str]:
-    """A sentence for each term beyond both bounds."""
+    """One sentence per term beyond both bounds."""
     return [_sentence(f"memory term {term}", row) for term, row in terms.items() if _is_memory_off(row)]
 
 
 def traffic_warnings(rows: list[dict[str, Any]]) -> list[str]:
-    """A sentence for each kind of collective that is not as predicted."""
+    """One sentence per kind of collective that differs from its prediction."""
     return [
         _sentence(f"traffic on {row['axis']}, {row['collective']} in the {row['phase']}", row)
         for row in rows

@@ -1,4 +1,4 @@
-"""From a run and a plan to a live engine and its data: the order of construction, in one place.
+"""Build the engine and the data of a run under a plan, in this order:
 
 corpus (tokenised by `prepare_data`, before ranks join) -> config -> skeleton on meta -> engine -> loaders
 """
@@ -39,11 +39,11 @@ class Workbench:
     evaluation: Loader | None
     model_config: Any
     notes: tuple[str, ...]
-    no_evaluation: str = ""  # why held-out loss is missing, where it was not switched off
+    no_evaluation: str = ""  # why held-out loss is missing although it is not switched off
 
     @property
     def contents(self) -> dict[str, int]:
-        """What the training data are made of, to be found again: names of files say nothing about it."""
+        """Document and token counts, by which a resume recognises the data: file names do not identify it."""
         split = self.training.split
         return {"documents": split.num_documents, "tokens": split.num_tokens}
 
@@ -51,7 +51,7 @@ class Workbench:
 def build_workbench(
     run: RunSpec, plan: Plan, process: Process, *, device: torch.device, scene: OutOfMemoryScene | None = None
 ) -> Workbench:
-    """The engine and the loaders of `run` under `plan`, on every rank; `scene` hears what comes to be."""
+    """The engine and the loaders of `run` under `plan`, on every rank; `scene` records config and engine when built."""
     require_divisible(run, plan)
     with phase("opening the data"):
         corpus = open_corpus(run.data)
@@ -80,7 +80,7 @@ def build_workbench(
     weight_notes += [missing] if missing else []
     weight_notes += tokenizer_notes(run, config, vocab_size=corpus.vocab_size)
     if by_rule:
-        weight_notes.append(f"{len(by_rule)} parameters have no rule in the model's own code, such as {by_rule[0]}")
+        weight_notes.append(f"the model's code does not initialise {len(by_rule)} parameters, such as {by_rule[0]}")
     return Workbench(
         engine=engine,
         training=training,
@@ -92,12 +92,12 @@ def build_workbench(
 
 
 def prepare_data(run: RunSpec, process: Process, *, is_speaking: bool) -> None:
-    """The token cache of the run, built if need be: by one process, while the others wait for its file."""
+    """Build the run's token cache if it is missing: one process builds, the others wait for its file."""
     open_corpus(run.data, progress=TokenisingDisplay(is_speaking=is_speaking, is_main=process.is_main))
 
 
 def weight_source(run: RunSpec, config: Any, *, device: torch.device) -> tuple[WeightSource, list[str]]:
-    """The values of the model's files, or random ones where there is no path or they were asked for; and notes."""
+    """The values of the model's files, or random ones without a path or if asked for; and notes."""
     skeleton = build_skeleton(config, attention=run.model.attention)
     notes = _config_notes(run.model, config)
     if reads_weights(run.model):
@@ -107,7 +107,7 @@ def weight_source(run: RunSpec, config: Any, *, device: torch.device) -> tuple[W
 
 
 def tokenizer_notes(run: RunSpec, config: Any, *, vocab_size: int) -> list[str]:
-    """A warning where pretrained weights meet token ids that they were not trained with."""
+    """A warning if pretrained weights get token ids that they were not trained with."""
     path, name = run.model.path, run.tokenizer
     if path is None or run.model.weights == "random" or name == run.model.own_tokenizer:
         return []
@@ -115,11 +115,13 @@ def tokenizer_notes(run: RunSpec, config: Any, *, vocab_size: int) -> list[str]:
     if own is not None:
         if own.identity() == open_tokenizer(name).identity():
             return []
-        return [f"data.tokenizer = {name!r} is not the tokenizer of {path}: its weights know other token ids"]
+        return [
+            f"data.tokenizer = {name!r} is not the tokenizer of {path}: its weights were trained with other token ids"
+        ]
     table = getattr(config.get_text_config(), "vocab_size", vocab_size)
     if table in (vocab_size, padded(vocab_size)):
         return []
-    return [f"data.tokenizer = {name!r} has {vocab_size} tokens, and the vocabulary of {path} holds {table}"]
+    return [f"data.tokenizer = {name!r} has {vocab_size} tokens, but the vocabulary of {path} has {table}"]
 
 
 def _loaders(run: RunSpec, engine: Engine, corpus: Corpus, *, missing: str) -> tuple[Loader, Loader | None]:

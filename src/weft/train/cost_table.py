@@ -21,10 +21,10 @@ Row = dict[str, Any]
 
 
 def cost_table(ledger: dict[str, Any]) -> Table:
-    """One line a term; a column that nobody filled is left out."""
+    """One line per term, without empty columns."""
     lines = list(_lines(ledger))
     sides = [side for side in SIDES if any(row.get(side) is not None for _, row, _ in lines)]
-    table = Table(title="what a step cost, by term", title_justify="left")
+    table = Table(title="cost of a step, by term", title_justify="left")
     table.add_column("term")
     for side in sides:
         table.add_column(side.replace("_", "-"), justify="right")
@@ -39,7 +39,7 @@ def _lines(ledger: dict[str, Any]) -> Iterator[tuple[str, Row, Callable[[float],
     for term, row in memory["terms"].items():
         yield term.replace("_", " "), memory_row(row, total=memory.get("total") or {}), format_bytes
     if memory.get("total"):
-        yield "memory in all", memory["total"], format_bytes
+        yield "total memory", memory["total"], format_bytes
     for row in ledger["traffic"]:
         yield f"{row['axis']} {row['collective'].replace('_', '-')}, {row['phase']}", row, format_bytes
     is_guessed = has_guessed_times(ledger)

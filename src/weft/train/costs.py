@@ -1,4 +1,4 @@
-"""Rows of the ledger: predicted, dry run and measured of one term beside each other, and how far apart they are.
+"""Rows of the ledger: the predicted, dry-run and measured value of one term, and their relative errors.
 
     error = measured / predicted - 1        dry_run_error = measured / dry_run - 1
 
@@ -24,7 +24,7 @@ def row(*, predicted: float | None = None, dry_run: float | None = None, measure
 
 
 def memory_rows(prediction: Prediction | None, measured: Mapping[str, int] | None) -> dict[str, Row]:
-    """A row a term. What lies outside the tensor allocator is predicted only; a term that is nowhere has no row."""
+    """One row per term. Memory outside the tensor allocator is predicted only; a term with no bytes has no row."""
     predicted = prediction.estimate.memory_terms if prediction else {}
     names = [str(term) for term in MemoryTerm if predicted.get(term) or (measured or {}).get(term)]
     return {
@@ -37,13 +37,13 @@ def memory_rows(prediction: Prediction | None, measured: Mapping[str, int] | Non
 
 
 def total_row(terms: Mapping[str, Row]) -> Row:
-    """The peak in the allocator: all terms but the framework's."""
+    """The allocator's peak: all terms except the framework's."""
     inside = [entry for name, entry in terms.items() if name != FRAMEWORK]
     return row(predicted=_sum(inside, "predicted"), measured=_sum(inside, "measured"))
 
 
 def traffic_rows(prediction: Prediction | None, measured: Measured | None) -> list[Row]:
-    """A row for each (axis, collective, phase) that either side knows."""
+    """One row per (axis, collective, phase) of either side."""
     predicted = _by_kind(prediction.estimate.traffic) if prediction else {}
     found = _by_kind(measured.traffic) if measured else {}
     rows = []
@@ -58,22 +58,22 @@ def traffic_rows(prediction: Prediction | None, measured: Measured | None) -> li
 
 
 def time_rows(prediction: Prediction | None, seconds: Mapping[TimeTerm, float]) -> dict[str, Row]:
-    """A row a term. A pipeline does not tell forward and backward apart: no row then, rather than zeros."""
+    """One row per term. A pipeline measures forward and backward together: they have no rows then, not zeros."""
     predicted = prediction.time_terms if prediction else {}
-    whole_s = seconds.get(TimeTerm.FORWARD_BACKWARD, 0.0)
-    hidden = {term for term in (TimeTerm.FORWARD, TimeTerm.BACKWARD) if whole_s and not seconds.get(term)}
+    both_s = seconds.get(TimeTerm.FORWARD_BACKWARD, 0.0)
+    hidden = {term for term in (TimeTerm.FORWARD, TimeTerm.BACKWARD) if both_s and not seconds.get(term)}
     known = {term: value for term, value in seconds.items() if term not in hidden}
     return {str(term): row(predicted=predicted.get(term), measured=value) for term, value in known.items()}
 
 
 def collective_rows(measured: Measured | None) -> list[Row]:
-    """Seconds from issue to completion, overlapped or not, of the collectives whose backend tells."""
+    """Seconds from issue to completion, overlapped or not, of collectives whose backend reports them."""
     found = measured.collective_s if measured else {}
     return [{"axis": axis, "collective": name, **row(measured=value)} for (axis, name), value in sorted(found.items())]
 
 
 def with_dry_run(ledger: dict[str, Any], dry: Mapping[str, Any]) -> dict[str, Any]:
-    """The ledger with the column filled from what `python -m weft.dryrun` wrote."""
+    """The ledger with the dry-run column filled from the output of `python -m weft.dryrun`."""
     memory, terms = dict(ledger["memory"]), dry["memory"]["terms"]
     rows = {
         name: _with(memory["terms"].get(name) or row(), terms.get(name, 0) if name != FRAMEWORK else None)
@@ -115,7 +115,7 @@ def _named(kind: tuple[str, str, str]) -> Row:
 
 
 def _by_kind(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], Mapping[str, Any]]:
-    """Groups of one rank issue collectives too, and send nothing: those are left out."""
+    """Rows by kind, without collectives of one-rank groups, which send nothing."""
     return {_kind(entry): entry for entry in rows if entry["bytes"]}
 
 

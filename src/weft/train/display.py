@@ -1,6 +1,6 @@
-"""What a person sees while training: a progress bar on a terminal, plain lines elsewhere, a summary at the end.
+"""Terminal output of a training: a progress bar on a terminal, plain lines elsewhere, a summary at the end.
 
-Everything goes to stderr: stdout belongs to data. Ranks other than 0 say nothing.
+Everything goes to stderr: stdout is for data. Only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from weft.train.progressing import Progressing
 
 
 class Display(Progressing):
-    """The voice of rank 0; silent on every other."""
+    """Output of rank 0; other ranks print nothing."""
 
     def step(self, record: StepRecord) -> None:
         self.advance(record.step, step_figures(record), step_s=record.step_s)
 
     def dtypes(self, records: list[DtypeRecord]) -> None:
-        table = Table(title="number formats, as found after step 1", title_justify="left")
+        table = Table(title="dtypes found after step 1", title_justify="left")
         for heading in ("component", "asked", "found", ""):
             table.add_column(heading)
         for record in records:
@@ -39,8 +39,8 @@ class Display(Progressing):
             loss += f", held-out {run['eval_loss']:.3f}"
         rate = f"{format_count(run['tokens_per_s'])} tokens/s" if run["tokens_per_s"] else ""
         self.line(
-            f"{run['status']} at step {run['steps']}: {loss}; {rate}, peak {format_bytes(memory['peak_bytes'])} a rank,"
-            f" {format_seconds(run['elapsed_s'])}"
+            f"{run['status']} at step {run['steps']}: {loss}; {rate}, peak {format_bytes(memory['peak_bytes'])} per"
+            f" rank, {format_seconds(run['elapsed_s'])}"
         )
         if run.get("no_evaluation"):
             self.line(f"warning: {run['no_evaluation']}")
@@ -49,13 +49,13 @@ class Display(Progressing):
             self.line("fast path: " + techniques_phrase(techniques))
 
     def pipeline(self, figures: dict[str, Any]) -> None:
-        """One line: how much of its ranks' time the pipeline did not compute."""
+        """Print one line: the share of idle time of the pipeline's ranks."""
         bubble = figures["bubble_share"]
         shares = f"bubble {bubble['measured']:.1%} of step {figures['step']}, {bubble['simulated']:.1%} simulated"
         self.line(f"pipeline {figures['schedule']}, {figures['microbatches']} micro-batches: {shares} with its costs")
 
     def costs(self, ledger: dict[str, Any]) -> None:
-        """Predicted, dry run and measured beside each other, and why a column is empty."""
+        """Print the cost table, and notes on empty columns."""
         self.console.print(cost_table(ledger))
         guessed = [GUESSED_TIMES] if has_guessed_times(ledger) else []
         for remark in [*guessed, *ledger.get("remarks", [])]:
@@ -63,7 +63,7 @@ class Display(Progressing):
 
 
 def techniques_phrase(rows: list[dict[str, Any]]) -> str:
-    """What was on, and what was not with its reason."""
+    """The techniques in use, and the others with their reasons."""
     on = ", ".join(row["technique"] for row in rows if row["on"])
     off = "; ".join(f"no {row['technique']} ({row['why']})" for row in rows if not row["on"])
     return f"{on}; {off}" if off else on

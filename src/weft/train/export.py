@@ -1,6 +1,6 @@
-"""A run's checkpoint as a Hugging Face folder: one process, one tensor at a time, never the whole model.
+"""Export of a run's checkpoint as a Hugging Face folder: one process, one tensor at a time, never the full model.
 
-The folder carries the run's tokenizer, the byte tokenizer too: as `model.path` of another run it is all that is needed.
+The folder includes the run's tokenizer, the byte tokenizer too: it is complete as `model.path` of another run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.train.run_folder import RunFolder, require_run
 
 
 def export_run(run_dir: Path, out: Path, *, step: int | None = None, dtype: str | None = None) -> dict[str, Any]:
-    """Write the newest good (or the named) checkpoint of `run_dir` to `out`; returns what was written."""
+    """Write the newest good (or the named) checkpoint of `run_dir` to `out`; return step, files and note."""
     from transformers import AutoConfig
 
     require_run(run_dir)
@@ -49,9 +49,9 @@ def _model_tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _save_tokenizer(name: str, folder: Path) -> str:
-    """Why the tokenizer was not saved: one that has moved since must not keep the weights from being exported."""
+    """Save the tokenizer; return why it failed: a tokenizer that has moved since must not prevent the export."""
     try:
         open_tokenizer(name).save(folder)
     except TokenizerError as error:
-        return f"the export holds no tokenizer: {error.message}"
+        return f"the export has no tokenizer: {error.message}"
     return ""

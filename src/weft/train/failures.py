@@ -1,8 +1,8 @@
-"""What a rank writes down when it fails: the error, the phase, the time, and whether it only followed another's death.
+"""Failure records of ranks: the error, the phase, the time, and whether another rank's failure caused it.
 
-It decides nothing about the job (the launcher does, in `weft.launch.cause`) and ends no process.
+This module does not decide about the job (`weft.launch.cause` does) and ends no process.
 
-    secondary = some exception of the chain says that a peer went away or did not answer
+    secondary = some exception of the chain reports that a peer disconnected or did not answer
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.train.rank_environment import Process
 DEBUG_VARIABLE = "WEFT_DEBUG"
 _PHASE_ATTRIBUTE = "__weft_phase__"
 
-# How Gloo, NCCL and the store say that a peer is gone. Lower case; compared as parts of the message.
+# Messages of Gloo, NCCL and the store about a lost peer. Lower case; compared as substrings.
 _PEER_GONE = (
     "connection closed",
     "connection reset",
@@ -59,11 +59,11 @@ class FailureRecord:
         return int(self.error_fields["exit_code"])
 
     def to_error(self) -> WeftError:
-        """The rank's own error, of its own class; the message says which rank and where, when there are several."""
+        """The rank's error in its own class; with several ranks the message adds rank and phase."""
         error = error_from_dict(self.error_fields)
-        if self.world_size == 1 or isinstance(error, StallError):  # that one names another rank than this
+        if self.world_size == 1 or isinstance(error, StallError):  # a stall names another rank than this one
             return error
-        if isinstance(error, MemoryLimitError) and self.phase in error.message:  # it says where by itself
+        if isinstance(error, MemoryLimitError) and self.phase in error.message:  # the message has the phase already
             return type(error)(f"rank {self.rank} ran {error.message}", hint=error.hint)
         return type(error)(f"rank {self.rank} failed in {self.phase}: {error.message}", hint=error.hint)
 
@@ -93,7 +93,7 @@ def record_failure(error: Exception, *, process: Process) -> FailureRecord:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Names what the rank is doing ("build", "step 12", "save"), for the message if it fails there; innermost wins."""
+    """Name the rank's current activity ("build", "step 12", "save") for error messages; the innermost name is used."""
     progress.enter(name)
     try:
         yield
@@ -111,12 +111,12 @@ def set_phase(error: Exception, name: str) -> None:
 
 
 def phase_of(error: Exception) -> str:
-    """What the rank was doing when this was raised."""
+    """The phase in which the exception was raised."""
     return str(getattr(error, _PHASE_ATTRIBUTE, "start"))
 
 
 def as_weft_error(error: Exception) -> WeftError:
-    """The error as one of our tree: itself, out of memory, or a RankError with the exception's first line."""
+    """The error as a WeftError: itself, disk full, out of memory, or a RankError with the exception's first line."""
     if isinstance(error, WeftError):
         return error
     if isinstance(error, OSError) and is_full(error):
@@ -129,17 +129,17 @@ def as_weft_error(error: Exception) -> WeftError:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether the error, or one it was raised from, only says that a peer went away."""
+    """Whether the error, or one it was raised from, reports a lost peer."""
     return any(any(sign in str(link).lower() for sign in _PEER_GONE) for link in _chain(error))
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether a peer was silent for too long; else its connection ended."""
+    """Whether a peer did not answer in time; otherwise its connection ended."""
     return any("timed out" in str(link).lower() or "timeout" in str(link).lower() for link in _chain(error))
 
 
 def write_record(record: FailureRecord, *, scratch: Path) -> None:
-    """Writes `error-<rank>.json`, whole or not at all: the launcher may read at any moment."""
+    """Write `error-<rank>.json` atomically: the launcher may read at any moment."""
     path = record_path(scratch, rank=record.rank)
     draft = path.with_suffix(".tmp")
     draft.write_text(record.to_json(), encoding="utf-8")
@@ -147,7 +147,7 @@ def write_record(record: FailureRecord, *, scratch: Path) -> None:
 
 
 def read_record(scratch: Path, *, rank: int) -> FailureRecord | None:
-    """What the rank wrote down, if it did."""
+    """The rank's failure record, or None."""
     try:
         return FailureRecord.from_json(record_path(scratch, rank=rank).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -173,9 +173,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """A GPU's allocator, the CPU's, or Python itself had no more."""
+    """Whether a GPU's allocator, the CPU's, or Python itself ran out of memory."""
     import torch
 
-    # its words differ by machine: "can't allocate memory", and on ARM "not enough memory"
+    # the message differs by machine: "can't allocate memory", and on ARM "not enough memory"
     is_cpu_allocator = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     return is_cpu_allocator or isinstance(error, (torch.OutOfMemoryError, MemoryError))

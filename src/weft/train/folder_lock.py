@@ -1,12 +1,12 @@
-"""The lock of a run folder: one run at a time writes into it, and `run.lock` says whose it is.
+"""The lock of a run folder: one run at a time writes into it, and `run.lock` names the owner.
 
     the owner runs on this machine                               -> refused
-    the owner is gone, or its pid is another process's by now    -> taken over
+    the owner ended, or its pid belongs to another process now   -> taken over
     an earlier start of the same torchrun or Slurm job           -> taken over
     the owner is on another machine, or in another container     -> refused until its heartbeat is STALE_S old
 
-A flock of the folder orders processes that look at the same moment; where there is none, the exclusive creation of the
-file still lets only one of them in.
+A flock of the folder orders processes that check at the same moment; on file systems without flock, the exclusive
+creation of the file still admits only one of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOCK_NAME = "run.lock"
 
 
 class FolderLock:
-    """Taken with `acquire`, left with the `with` block."""
+    """`acquire` takes the lock; the end of the `with` block releases it."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK_NAME
@@ -41,7 +41,7 @@ class FolderLock:
         self.release()
 
     def acquire(self) -> str:
-        """Take the lock, with the folder where there is none; returns a note about an earlier owner."""
+        """Take the lock, creating the folder if it is missing; return a note about an earlier owner."""
         owner = Owner(job=_job(os.environ), restart=read_process(os.environ).restart_count)
         try:
             self._made_folder = not self.path.parent.exists()
@@ -55,13 +55,13 @@ class FolderLock:
             ) from None
 
     def release(self) -> None:
-        """Give the folder free, and remove it where nothing was written into it; nothing where it was not acquired."""
+        """Release the lock if it was acquired, and remove the folder if this lock created it and it is empty."""
         if self._file.release():
             self._remove_folder()
 
     @contextlib.contextmanager
     def released_by_failure(self) -> Iterator[None]:
-        """Inside `report_failures`, which ends the process at once."""
+        """Release on failure; for use inside `report_failures`, which ends the process at once."""
         try:
             yield
         except BaseException:
@@ -72,7 +72,7 @@ class FolderLock:
         draft = self.path.with_name(f".{LOCK_NAME}-{owner.token}")
         try:
             draft.write_text(owner.to_json(), encoding="utf-8")
-            # The file system's own clock: that of another machine may differ from ours.
+            # The file system's clock: another machine's clock may differ from ours.
             note = self._require_abandoned(owner, now_s=draft.stat().st_mtime)
             self._file.replace(draft, owner)
         finally:
@@ -93,22 +93,22 @@ class FolderLock:
 
     def _remove_folder(self) -> None:
         if self._made_folder:
-            with contextlib.suppress(OSError):  # it is in use by now, as it should be
+            with contextlib.suppress(OSError):  # it has files by now
                 self.path.parent.rmdir()
 
 
 def _why_abandoned(found: Owner | None, owner: Owner, *, age_s: float) -> str:
-    """Why the lock is nobody's any more; empty where it is somebody's, or may be."""
+    """Why the lock has no owner any more; empty if it has one, or may have one."""
     if found is not None and found.is_here:
         return "that process is gone" if found.is_gone else ""
     if found is not None and found.job and found.job == owner.job and owner.restart > found.restart:
         return "it was an earlier start of this job"
-    return f"no sign of life for {age_s:.0f} s" if age_s > STALE_S else ""
+    return f"no heartbeat for {age_s:.0f} s" if age_s > STALE_S else ""
 
 
 def _job(environment: Mapping[str, str]) -> str:
     run = environment.get("TORCHELASTIC_RUN_ID", "")
-    if run not in ("", "none"):  # torchrun's name for a job that nobody named
+    if run not in ("", "none"):  # torchrun's name for a job without a name
         return f"torchrun {run}"
     slurm = environment.get("SLURM_JOB_ID", "")
     return f"slurm {slurm}" if slurm else ""

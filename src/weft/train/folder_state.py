@@ -1,4 +1,4 @@
-"""How a run folder stands, and what a new start or a resume may do with it. It looks at names, changes nothing.
+"""The state of a run folder, and whether a new run or a resume may use it. Reads file names, changes nothing.
 
     new        missing or empty                                start: yes     resume: no run (W501)
     foreign    files that no run wrote                         start: W501    resume: no run (W501)
@@ -6,9 +6,9 @@
     cut short  finished steps, no checkpoint, no ledger        start: W501    resume: from step 0
     unsaved    a run that ended and kept no checkpoint         start: W501    resume: W601
     damaged    checkpoints that failed verification, no other  start: W501    resume: W601
-    saved      a checkpoint                                    start: W501    resume: goes on
+    saved      a checkpoint                                    start: W501    resume: from the checkpoint
 
-Whether a checkpoint is good is the store's to say, when it loads one.
+The checkpoint store verifies a checkpoint when it loads one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from weft.train.folder_lock import LOCK_NAME
 from weft.train.run_folder import RunFolder, require_run
 
 _DOCUMENTS: dict[str, type[Document]] = {"run.toml": RunSpec, "plan.toml": Plan}
-_NAMES = frozenset({"metrics.jsonl", "checkpoints", "tensorboard", "model", "history"})  # of a run that did no step
+_NAMES = frozenset(
+    {"metrics.jsonl", "checkpoints", "tensorboard", "model", "history"}
+)  # of a run without a finished step
 _DRAFTS = frozenset({"run.tmp", "plan.tmp", "metrics.tmp"})
 
 
@@ -42,11 +44,11 @@ class FolderState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class FolderLook:
-    """A folder at one moment."""
+    """The state of a folder at one moment."""
 
     path: Path
     state: FolderState
-    num_steps: int = 0  # finished, by the metrics
+    num_steps: int = 0  # finished, according to the metrics
     num_damaged: int = 0
 
     @property
@@ -54,35 +56,35 @@ class FolderLook:
         return self.state is FolderState.SAVED
 
     def require_startable(self) -> str:
-        """A new run never writes over an old one; returns what to say about the folder."""
+        """Require that a new run overwrites no old one; return a note about the folder."""
         if self.state is FolderState.NEW:
             return ""
         if self.state is FolderState.UNSTARTED:
-            return f"{self.path} is of a start that did no step; it is used again"
-        raise RunFolderError(f"{self.path} is there already{_found(self)}", hint=_way_out(self))
+            return f"{self.path} is from a start that finished no step; it is reused"
+        raise RunFolderError(f"{self.path} exists already{_found(self)}", hint=_way_out(self))
 
     def require_resumable(self) -> str:
-        """There is a run to go on with; returns what to say where it begins at step 0."""
+        """Require a run to resume; return a note if it restarts at step 0."""
         require_run(self.path)
         if self.state is FolderState.UNSAVED:
             raise CheckpointError(
-                f"the run in {self.path} ended after step {self.num_steps} and kept no checkpoint",
+                f"the run in {self.path} ended after step {self.num_steps} without a checkpoint",
                 hint="train again into another --out, with checkpoint.at_end = true",
             )
         if self.state is FolderState.DAMAGED:
             raise CheckpointError(
-                f"there is no usable checkpoint in {self.path / 'checkpoints'}: {self.num_damaged} failed verification"
+                f"no usable checkpoint in {self.path / 'checkpoints'}: {self.num_damaged} failed verification"
                 " and were set aside",
                 hint="restore a copy of one, or train again into another --out",
             )
         if self.has_checkpoint:
             return ""
-        again = f"; its {self.num_steps} recorded steps are run again" if self.num_steps else ""
-        return f"{self.path} has no checkpoint: the run begins at step 0{again}"
+        repeated = f"; its {self.num_steps} recorded steps are repeated" if self.num_steps else ""
+        return f"{self.path} has no checkpoint: the run starts at step 0{repeated}"
 
 
 def look_at(path: Path) -> FolderLook:
-    """How the folder stands now."""
+    """The current state of the folder."""
     state, num_steps, num_damaged = FolderState.NEW, 0, 0
     if path.is_dir():
         names = {entry.name for entry in path.iterdir() if not _is_lock(entry.name)}
@@ -96,10 +98,9 @@ def look_at(path: Path) -> FolderLook:
 
 
 def require_free(path: Path) -> None:
-    """For what is written whole: nothing may be there, a lock aside."""
-    look = look_at(path)
-    if look.state is not FolderState.NEW:
-        raise RunFolderError(f"{path} is there already", hint=f"choose another --out, or go on with --resume {path}")
+    """Require an empty or missing folder, a lock file aside."""
+    if look_at(path).state is not FolderState.NEW:
+        raise RunFolderError(f"{path} exists already", hint=f"choose another --out, or continue with --resume {path}")
 
 
 def _state(folder: RunFolder, names: set[str], *, num_steps: int, num_damaged: int) -> FolderState:
@@ -119,7 +120,7 @@ def _state(folder: RunFolder, names: set[str], *, num_steps: int, num_damaged: i
 
 
 def _is_all_ours(path: Path, names: set[str]) -> bool:
-    """Only what a start writes, the documents as weft prints them: one that a user wrote is never overwritten."""
+    """Whether all files are those of a new run, documents as weft prints them: a user's file is never overwritten."""
     documents = names & _DOCUMENTS.keys()
     is_known = bool(documents) and names <= _DOCUMENTS.keys() | _NAMES | _DRAFTS
     return is_known and all(_is_printed(path / name, _DOCUMENTS[name]) for name in documents)
@@ -143,10 +144,10 @@ def _found(look: FolderLook) -> str:
 
 
 def _way_out(look: FolderLook) -> str:
-    """Only what will work: a hint that ends in the next refusal is a circle."""
+    """A hint that works: it names --resume only where a resume is not refused."""
     other = "choose another --out"
     if look.state is FolderState.CUT_SHORT:
-        return f"{other}, or begin it again with --resume {look.path}"
+        return f"{other}, or restart it with --resume {look.path}"
     if look.state is FolderState.SAVED:
-        return f"{other}, or go on with --resume {look.path}"
+        return f"{other}, or continue with --resume {look.path}"
     return other

@@ -1,8 +1,8 @@
-"""Which models keep the documents of a packed row apart: a measured list, since no attribute of a model tells.
+"""Model families that isolate the documents of a packed row: a measured list, since no model attribute shows it.
 
-Restarting position_ids are all a model is given. A family is listed when the logits of a packed document equal those
-of the document alone, under both attention implementations (tests/unit/train/test_isolation.py measures it again).
-Some families ignore them (bert, opt, afmoe), and convolutions, scans and linear attention leak past any mask.
+A model only gets position_ids that restart. A family is listed if the logits of a packed document equal those of the
+document alone, with both attention implementations (tests/unit/train/test_isolation.py measures it again). Some
+families ignore position_ids (bert, opt, afmoe); convolutions, scans and linear attention leak past any mask.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 p
 seed_oss smollm3 solar_open starcoder2
 """
 ISOLATING_FAMILIES: frozenset[str] = frozenset(_NAMES.split())
-# Masks of these depend on distances inside a row alone; a chunk's borders, say, do not move with a document.
+# Masks of these depend only on distances within a row; chunk borders, for example, do not move with a document.
 _ISOLATING_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 def require_isolation(data: DataSpec, model: nn.Module) -> None:
-    """Refuses isolate_documents where documents would quietly see each other."""
+    """Refuse isolate_documents for models whose documents would silently attend to each other."""
     if not data.isolate_documents:
         return
     config = getattr(model, "config", None)
@@ -33,6 +33,6 @@ def require_isolation(data: DataSpec, model: nn.Module) -> None:
     layers = set(getattr(config, "layer_types", None) or ())
     if family not in ISOLATING_FAMILIES or not layers <= _ISOLATING_LAYERS:
         raise NotBuiltError(
-            f"{family!r} models are not known to keep packed documents apart",
+            f"{family!r} models are not known to isolate packed documents",
             hint="set data.isolate_documents = false, or use a family such as llama, qwen3, gpt2, mixtral",
         )

@@ -1,7 +1,7 @@
-"""`Job`: one training run as every rank is told it - what, how, where, and whether to go on from a checkpoint.
+"""`Job`: the description of a training run for its ranks - run, plan, folder, and whether to resume.
 
-It travels to the ranks as a JSON file. The plan travels as tables: what it leaves open (precision and kernels on a
-GPU) is resolved by the rank, which knows its device.
+Ranks read it from a JSON file. The plan is stored as tables: each rank, which knows its device, resolves open choices
+(precision and kernels on a GPU).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Job:
     out: Path
     resume: bool = False
     device: DeviceChoice = "auto"
-    quiet: bool = False  # say nothing on the way, draw no report
+    quiet: bool = False  # no output, no report
     may_change: tuple[str, ...] = ()  # keys of run.toml that a resume may change: those that --set names
-    is_locked: bool = False  # whoever started the run holds the lock of its folder
-    dry_run_follows: bool = False  # who started the run adds the dry run's column, and draws the report then
+    is_locked: bool = False  # the launcher holds the lock of the folder
+    dry_run_follows: bool = False  # the launcher adds the dry run's column and then draws the report
 
     @staticmethod
     def create(
@@ -55,7 +55,7 @@ class Job:
         )
 
     def plan(self, *, device_type: str) -> Plan:
-        """The plan with every open choice made."""
+        """The plan with every open choice resolved."""
         return plan_on(self.plan_tables, on_gpu=device_type == "cuda")
 
     def to_json(self) -> str:
@@ -90,6 +90,6 @@ class Job:
 
 
 def default_folder(run: RunSpec) -> Path:
-    """runs/<model>-<time>, a new name for every start."""
+    """runs/<model>-<time>: a new name per start."""
     name = run.model.type or Path(str(run.model.path)).name
     return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -1,4 +1,4 @@
-"""Where a GPU's time goes: the kernels of one step by class, from torch's profiler. A CPU has none to tell."""
+"""GPU time of one step by class of kernel, from torch's profiler. Empty on a CPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType  # of the profiler's rows; it has no public name
+from torch._C._autograd import DeviceType  # no public name exists
 
-# The first that matches, by the names that cuBLAS, cuDNN, Inductor and torch give their kernels.
+# The first pattern that matches a kernel name of cuBLAS, cuDNN, Inductor or torch gives the class.
 CLASSES: tuple[tuple[str, str], ...] = (
     ("attention", r"flash|fmha|sdpa|attention"),
     ("matrix products", r"gemm|nvjet|cutlass|xmma|cublas|splitk|s16816|wgmma|bmm"),
@@ -37,7 +37,7 @@ LARGEST = 24
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTimes:
-    """Seconds of one step; classes may run side by side, so their sum may be more than the step."""
+    """Seconds of one step; classes may run concurrently, so their sum may exceed the step."""
 
     by_class: dict[str, float] = field(default_factory=dict)
     largest: tuple[tuple[str, float], ...] = ()
@@ -54,7 +54,7 @@ def kernel_times(step: Callable[[], Any], device: torch.device) -> KernelTimes:
     by_class: Counter[str] = Counter()
     by_name: Counter[str] = Counter()
     for event in seen.events() or ():
-        # a GPU's rows hold copies of the host's annotations too: they span kernels that have rows of their own
+        # a GPU's rows include copies of host annotations, which span kernels with rows of their own
         if event.device_type != DeviceType.CUDA or event.name.startswith(_ANNOTATIONS):
             continue
         seconds = event.time_range.elapsed_us() / 1e6

@@ -1,9 +1,9 @@
-"""A rank ends with its launcher: no rank goes on writing into a run folder after its launcher was killed.
+"""End a rank with its launcher: no rank keeps writing into a run folder after its launcher was killed.
 
-The launcher is our own (it sets WEFT_LAUNCHER_PID) or torchrun's agent. Ranks of Slurm or of a script are left alone:
-there a parent may end before its ranks, and means no harm.
+The launcher is weft's own (it sets WEFT_LAUNCHER_PID) or torchrun's agent. Ranks of Slurm or of a script are not
+watched: there a parent may legitimately end before its ranks.
 
-    our own launcher on Linux: the kernel kills the child (PR_SET_PDEATHSIG); else a thread looks once a second
+    weft's launcher on Linux: the kernel kills the child (PR_SET_PDEATHSIG); otherwise a thread polls once per second
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _POLL_S = 1.0
 
 
 def end_with_launcher(environment: MutableMapping[str, str]) -> None:
-    """Arms the end of this process for the moment its launcher is gone."""
-    # Taken out, so that a rank's own child processes do not look for a parent that is not theirs.
+    """Arrange that this process ends when its launcher has ended."""
+    # Removed, so that child processes of a rank do not watch a launcher that is not their parent.
     launcher = environment.pop(LAUNCHER_VARIABLE, None)
     if launcher is None:
         _end_with_torchrun(environment)
@@ -33,24 +33,24 @@ def end_with_launcher(environment: MutableMapping[str, str]) -> None:
     launcher_pid = int(launcher)
     if sys.platform == "linux" and os.getppid() == launcher_pid:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != launcher_pid:  # it died between the first look and the call, so no signal will come
+        if os.getppid() != launcher_pid:  # it died before the call, so no signal will come
             _end()
         return
     watch_launcher(launcher_pid)
 
 
 def watch_launcher(launcher_pid: int) -> None:
-    """The portable way, and the way for a rank that runs inside a wrapper process (a profiler, say)."""
+    """Poll the launcher: on other systems, and for a rank inside a wrapper process (a profiler, for example)."""
     is_parent = os.getppid() == launcher_pid
     _end_when(lambda: os.getppid() != launcher_pid if is_parent else _is_gone(launcher_pid))
 
 
 def _end_with_torchrun(environment: Mapping[str, str]) -> None:
-    """By a thread and not by the kernel, whose signal comes when the parent's *thread* ends: an agent may start its
-    ranks from any."""
+    """Poll the agent. The kernel's signal comes when the parent *thread* ends, and an agent may start ranks from any
+    thread."""
     if not is_torchrun_rank(environment):
         return
-    # torchrun makes what it starts the leader of a session: the rank, or a wrapper (a shell, a profiler) around it.
+    # torchrun starts a session leader: the rank itself, or a wrapper (a shell, a profiler) around it.
     leader = os.getsid(0)
     if leader == os.getpid():
         agent = os.getppid()

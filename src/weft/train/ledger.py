@@ -1,7 +1,7 @@
-"""ledger.json: what the run was and what it cost, by the terms of core.terms: predicted | dry run | measured | error.
+"""ledger.json: facts and costs of a run, by the terms of core.terms: predicted | dry run | measured | error.
 
-Measured memory is that of the step's worst moment on the fullest rank (measuring.py). Where nothing was measured, terms
-are counted on the live tensors and `other` is what is left of the peak. The dry run joins later, from the command line.
+Measured memory is that of the peak of a step on the fullest rank (measuring.py). Without a measurement, terms are
+counted on live tensors and `other` is the rest of the peak. The command line adds the dry run's column later.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COUNTED = (MemoryTerm.WEIGHTS, MemoryTerm.GRADIENTS, MemoryTerm.OPTIMIZER_STATE
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The allocator's peak on a GPU, the process's resident peak on a CPU."""
+    """The allocator's peak on a GPU, the process's peak resident memory on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     unit_bytes = 1 if sys.platform == "darwin" else 1024
@@ -40,7 +40,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def memory_terms(engine: Engine) -> dict[MemoryTerm, int]:
-    """This rank's bytes by term, on the live tensors."""
+    """This rank's bytes by term, counted on live tensors."""
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
     counted = {
         MemoryTerm.WEIGHTS: sum(_bytes(parameter) for parameter in engine.model.parameters()),
@@ -53,9 +53,9 @@ def memory_terms(engine: Engine) -> dict[MemoryTerm, int]:
 
 
 def measured_terms(measured: Measured) -> dict[str, int] | None:
-    """The terms at the peak. What a GPU's allocator had beyond the tensors is kernels' own: workspaces.
+    """The terms at the peak. Memory of a GPU's allocator beyond the tensors belongs to kernels: workspaces.
 
-    Where blocks are compiled it is what they keep: nobody sees inside them."""
+    With compiled blocks it is their saved activations, which the tracker cannot see."""
     if measured.peak is None:
         return None
     hidden_bytes = max(0, measured.allocated_bytes - measured.peak.peak_bytes)
@@ -65,7 +65,7 @@ def measured_terms(measured: Measured) -> dict[str, int] | None:
 
 
 def gather_memory(engine: Engine, measured: Measured | None = None) -> list[dict[str, Any]]:
-    """Every rank's memory row, on every rank; collective."""
+    """Every rank's memory row, on every rank. Collective."""
     terms = measured_terms(measured) if measured else None
     found = terms if terms is not None else {str(term): size for term, size in memory_terms(engine).items()}
     is_cuda = engine.device.type == "cuda"
@@ -91,7 +91,7 @@ def _rank_row(rank: int, values: list[int]) -> dict[str, Any]:
 
 
 def count_parameters(engine: Engine) -> tuple[int, int]:
-    """Elements of the whole model, and of what is trained. Collective in a pipeline, whose ranks have a shard each."""
+    """Elements of the full model, and of its trainable parameters. Collective where an axis partitions the model."""
     own = [value for name, value in engine.model.named_parameters() if name not in engine.layout.copies]
     trained = [value for value in own if value.requires_grad]
     counts = torch.tensor([sum(value.numel() for value in some) for some in (own, trained)], device=engine.device)
@@ -115,7 +115,7 @@ def build_ledger(
     warnings: Sequence[str] = (),
     pipeline: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The whole ledger, as JSON; collective. `measured` is this rank's; `remarks` say why a column is empty."""
+    """The ledger as JSON. Collective. `measured` is this rank's; `remarks` explain empty columns."""
     num_parameters, num_trained = count_parameters(engine)
     first, last = (metrics[0], metrics[-1]) if metrics else (None, None)
     evaluated = [record.eval_loss for record in metrics if record.eval_loss is not None]
@@ -145,7 +145,7 @@ def build_ledger(
         "time": _time(metrics, seconds_per_step, prediction, measured),
         "pipeline": pipeline,
         "flops": measured.flops if measured else None,
-        "prediction": _said_of(prediction) if prediction else None,
+        "prediction": _prediction_facts(prediction) if prediction else None,
         "remarks": [*remarks, *(prediction.notes if prediction else ())],
         "warnings": list(warnings),
         "fast_path": [record.as_dict() for record in fast_path(engine)],
@@ -156,7 +156,7 @@ def build_ledger(
     }
 
 
-def _said_of(prediction: Prediction) -> dict[str, Any]:
+def _prediction_facts(prediction: Prediction) -> dict[str, Any]:
     return {
         "device": prediction.device,
         "calibrated": prediction.request.cluster.calibrated,
@@ -183,7 +183,7 @@ def _memory(ranks: list[dict[str, Any]], prediction: Prediction | None, measured
 
 
 def _counted_rows(ranks: list[dict[str, Any]], prediction: Prediction | None) -> dict[str, Any]:
-    """What lives between steps: only what is there at the peak as well has a prediction beside it."""
+    """Rows of memory that is live between steps; only terms that are resident at the peak too have a prediction."""
     predicted = memory_rows(prediction, None)
     rows = dict(predicted)
     for term in (*_COUNTED, MemoryTerm.OTHER):

@@ -1,7 +1,7 @@
-"""The training loop: batches in, steps, evaluations, checkpoints, and a clean end whatever happens.
+"""The training loop: batches, steps, evaluations, checkpoints, and an orderly end in every case.
 
-Data order is (seed, samples seen) alone, the learning rate a function of the step; so a resumed loop is the same loop.
-A stop (Ctrl-C, SIGTERM) is agreed over all ranks with the loss they exchange anyway, then saved like any checkpoint.
+Data order is a function of (seed, samples seen), the learning rate of the step; so a resumed loop is the same loop.
+Ranks agree on a stop (Ctrl-C, SIGTERM) in the all-reduce of the loss, then save a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ STEP_TERMS = (TimeTerm.FORWARD, TimeTerm.BACKWARD, TimeTerm.FORWARD_BACKWARD, Ti
 
 @dataclass
 class LoopOutcome:
-    """What the loop did, for the ledger."""
+    """Results of the loop, for the ledger."""
 
     status: str = "finished"
     steps: int = 0
     seconds: dict[TimeTerm, float] = field(default_factory=lambda: dict.fromkeys(TimeTerm, 0.0))
-    timed_steps: int = 0  # whose forward, backward and optimizer are in `seconds`
+    timed_steps: int = 0  # steps whose forward, backward and optimizer are in `seconds`
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
 
     def seconds_per_step(self) -> dict[TimeTerm, float]:
-        """Means: of the step's own parts over the timed steps, of the rest over all."""
+        """Means: of the terms of a step over the timed steps, of the other terms over all steps."""
         timed, steps = max(1, self.timed_steps), max(1, self.steps)
         return {term: value / (timed if term in STEP_TERMS else steps) for term, value in self.seconds.items()}
 
 
 class TrainingLoop:
-    """One run from where the engine stands to its last step."""
+    """One run from the engine's current step to its last."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class TrainingLoop:
         self.measuring = measuring or Measuring(bench.engine, is_on=False)
         self.samples = samples  # of the global data order, consumed so far
         self.outcome = LoopOutcome()
-        # A GPU runs ahead while the previous step's numbers travel, and so do stages of a pipeline that does not drain.
+        # A GPU runs ahead while the previous step's numbers are reduced; so do stages of a pipeline without flushes.
         self._resolve_late = self.engine.device.type == "cuda" or self.engine.updates.is_delayed
         self._last_saved = self.engine.steps_done
         self._clock_s = time.perf_counter()
@@ -84,7 +84,7 @@ class TrainingLoop:
         try:
             return self._run()
         except SaveError as error:
-            error.hint += f" The run has ended; {self._way_on()}"
+            error.hint += f" The run has ended; {self._resume_hint()}"
             raise
         finally:
             self.measuring.finish()
@@ -108,15 +108,15 @@ class TrainingLoop:
             self._pause(stopping=stopping)
         if pending is not None:
             self._finish_step(pending)
-        with phase("ending what is under way"):
+        with phase("draining the pipeline"):
             self.engine.drain()
         self._end(stopping=stopping)
         return self.outcome
 
-    def _way_on(self) -> str:
+    def _resume_hint(self) -> str:
         newest = self.store.newest_step()
-        where = f"from step {newest}" if newest is not None else "from its beginning"
-        return f"weft train --resume {self.store.root.parent} goes on {where}."
+        where = f"from step {newest}" if newest is not None else "from the start"
+        return f"weft train --resume {self.store.root.parent} continues {where}."
 
     def _train_step(self) -> PendingStep:
         step = self.engine.steps_done + 1
@@ -127,20 +127,20 @@ class TrainingLoop:
             self._last_measured = step
         with phase(f"step {step}"), self.measuring.step():
             pending = self.engine.step_nowait(batch, learning_rate=rate, vote_stop=self.stop.requested)
-        self._tell_recompiled(step)
+        self._warn_recompiled(step)
         self.samples += self.run_spec.train.global_batch
         return pending
 
-    def _tell_recompiled(self, step: int) -> None:
-        """The first step compiles; any other that does is slow, and somebody should know why."""
+    def _warn_recompiled(self, step: int) -> None:
+        """Warn about compilation in later steps, which makes them slow, and about compiler failures in the first."""
         causes = self._recompiles.take() if self._recompiles is not None else []
         if causes and self.outcome.steps > 0:
-            self.display.line(f"warning: blocks were compiled again in step {step}: {'; '.join(causes)}")
+            self.display.line(f"warning: blocks were recompiled in step {step}: {'; '.join(causes)}")
         for cause in failures(self.engine.model) if self._recompiles is not None and self.outcome.steps == 0 else ():
-            self.display.line(f"warning: blocks run as they stand, slower, since the compiler failed: {cause}")
+            self.display.line(f"warning: blocks run eagerly and slower: the compiler failed: {cause}")
 
     def _finish_step(self, pending: PendingStep) -> bool:
-        """Numbers to the log; returns whether some rank wants to stop."""
+        """Log the step's numbers; return whether some rank wants to stop."""
         with phase(f"step {pending.step}"):
             record, wants_stop = pending.resolve()
         now_s = time.perf_counter()
@@ -165,19 +165,19 @@ class TrainingLoop:
         return wants_stop
 
     def _count_seconds(self, pending: PendingStep) -> None:
-        """Measured steps are slower: their seconds count only until there are others."""
+        """Add the step's seconds. Measured steps are slower: theirs are dropped at the first step without measuring."""
         if pending.step == self._last_measured + 1:
             self.outcome.timed_steps = 0
             self.outcome.seconds.update(dict.fromkeys(STEP_TERMS, 0.0))
         found = pending.timer.seconds()
         parts_s = found.get(TimeTerm.FORWARD, 0.0) + found.get(TimeTerm.BACKWARD, 0.0)
-        found.setdefault(TimeTerm.FORWARD_BACKWARD, parts_s)  # a pipeline tells the two together only
+        found.setdefault(TimeTerm.FORWARD_BACKWARD, parts_s)  # a pipeline reports only their sum
         for term, seconds in found.items():
             self.outcome.seconds[term] += seconds
         self.outcome.timed_steps += 1
 
     def _pause(self, *, stopping: bool) -> None:
-        """What happens between steps: finished saves are looked at, due ones begun."""
+        """Between steps: poll finished saves, start due ones."""
         with self._timed(TimeTerm.CHECKPOINT), phase("saving a checkpoint"):
             self.store.poll()
             if not stopping and self._is_checkpoint(self.engine.steps_done):
@@ -194,7 +194,7 @@ class TrainingLoop:
             self.outcome.status = "stopped"
 
     def _save(self, *, asynchronous: bool) -> None:
-        state = self.engine.state()  # first: what is under way comes to its end, and scalars tell of it
+        state = self.engine.state()  # first: it drains the pipeline, which changes the scalars
         meta = {
             "engine": self.engine.scalars(),
             "samples": self.samples,
@@ -225,16 +225,16 @@ class TrainingLoop:
         return every > 0 and (step % every == 0 or step == self.run_spec.train.steps)
 
     def _is_pause(self, step: int) -> bool:
-        """Steps after which the engine's state is looked at, so nothing may still be in flight."""
+        """Whether the engine's state is read after this step, so that nothing may be in flight."""
         return self._is_checkpoint(step) or self._is_evaluation(step)
 
     def _require_finite(self, record: StepRecord) -> None:
-        # A skipped fp16 step has an infinite norm by nature; a loss that is not finite no loss scale can mend.
+        # A skipped fp16 step has an infinite norm; no loss scale can repair a loss that is not finite.
         if math.isfinite(record.loss) and (math.isfinite(record.grad_norm) or record.skipped):
             return
         what = "loss" if not math.isfinite(record.loss) else "gradient norm"
         raise NumbersError(
-            f"the {what} of step {record.step} is not finite",
+            f"the {what} of step {record.step} is not finite: loss {record.loss}, gradient norm {record.grad_norm}",
             hint="lower train.learning_rate or raise train.warmup_steps, then --resume from the last checkpoint",
         )
 

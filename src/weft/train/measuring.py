@@ -1,7 +1,7 @@
-"""The first steps of a process, measured by the engine's own meter; every later step runs as if it were not there.
+"""Measurement of the first steps of a process by the engine's meter; later steps run without it.
 
-It never costs a run: an error of the measuring itself becomes a note, and the step goes on. Two steps, as a rule: the
-first shows where most is alive, the second asks there what every live byte is. It issues no collective.
+It never fails a run: an error of the measurement becomes a note, and the step continues. It usually takes two steps:
+the first finds the position of the peak, the second classifies every live byte there. It issues no collective.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ MAX_STEPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one step cost this rank."""
+    """Costs of one step on this rank."""
 
-    peak: PeakRecord | None  # None until a step's worst moment was foreseen by the one before
+    peak: PeakRecord | None  # None until a step peaks at the position found in the step before
     traffic: list[dict[str, Any]]
-    collective_s: dict[tuple[str, str], float]  # (axis, collective), where the backend tells
+    collective_s: dict[tuple[str, str], float]  # (axis, collective), if the backend reports it
     flops: int
     allocated_bytes: int  # the device allocator's peak within the step; 0 on a CPU
     before_bytes: int  # its peak before the measured steps: building and loading
-    is_compiled: bool = False  # blocks are, so that what happens inside them is seen by the allocator alone
+    is_compiled: bool = False  # compiled blocks: only the allocator sees the memory inside them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """What was alive when a measured step failed, and the operator's phase and module, "" where it was none."""
+    """Live memory when a measured step failed, and the phase and module of the operator ("" without one)."""
 
     holders: list[HolderRecord]
     phase: str
@@ -44,7 +44,7 @@ class Failed:
 
 
 class Measuring:
-    """`with measuring.step():` around every step; `found` after the first. `on_found` is called once, when complete."""
+    """`with measuring.step():` around every step; `found` is set after the first, `on_found` called when complete."""
 
     def __init__(
         self, engine: Engine, *, is_on: bool = True, on_found: Callable[[Measured], None] | None = None
@@ -52,7 +52,7 @@ class Measuring:
         self.found: Measured | None = None
         self.failed: Failed | None = None
         self.notes: list[str] = []
-        self.num_measured = 0  # steps, slower than others
+        self.num_measured = 0  # measured steps, which are slower
         self._engine, self._on_found = engine, on_found
         self._meter: StepMeter | None = None
         self._steps_left = MAX_STEPS if is_on else 0
@@ -74,15 +74,15 @@ class Measuring:
         try:
             yield
         except Exception:
-            self._guarded(self._look)
+            self._guarded(self._record_failure)
             raise
         finally:
             self._guarded(stack.close)
-        if self.is_active:  # not given up on the way
+        if self.is_active:  # not given up meanwhile
             self._guarded(self._close)
 
     def finish(self) -> None:
-        """No step comes any more, or none is to be measured: everything as it was."""
+        """End the measurement and restore the garbage collector."""
         if self._meter is not None:
             gc.unfreeze()
         self._meter, self._steps_left = None, 0
@@ -116,10 +116,10 @@ class Measuring:
             if self._on_found is not None:
                 self._on_found(self.found)
         elif not self.is_active:
-            self.notes.append(f"memory terms were not measured: {MAX_STEPS} steps had their peaks at different places")
+            self.notes.append(f"memory terms were not measured: {MAX_STEPS} steps peaked at different positions")
             self.finish()
 
-    def _look(self) -> None:
+    def _record_failure(self) -> None:
         if self._meter is not None:
             phase, module = self._meter.failed_in
             self.failed = Failed(holders=self._meter.holders_now(), phase=phase, module=module)
@@ -127,7 +127,7 @@ class Measuring:
     def _guarded(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception as error:  # of any kind: a run must not fail because it was looked at
+        except Exception as error:  # of any kind: a measurement must not fail a run
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:

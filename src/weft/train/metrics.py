@@ -1,4 +1,4 @@
-"""Where step records go: metrics.jsonl always, TensorBoard by default. Rank 0 only."""
+"""Writer of step records: metrics.jsonl always, TensorBoard by default. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from weft.train.tensorboard import TensorBoard
 
 
 class MetricsWriter:
-    """Keeps the records of the whole run, resumed part included."""
+    """Keeps all records of the run, those before a resume included."""
 
     def __init__(self, folder: RunFolder, *, is_writing: bool, tensorboard: bool, earlier: list[StepRecord]) -> None:
-        self.changed: tuple[str, ...] = ()  # what the next record is the first to follow
+        self.changed: tuple[str, ...] = ()  # keys changed by a resume, written with the next record
         self.records = list(earlier)
         self._file = folder.metrics if is_writing else None
         self._tensorboard = TensorBoard(folder.tensorboard_path) if tensorboard and is_writing else None

@@ -1,6 +1,6 @@
-"""`MetricsFile`: metrics.jsonl, one record a line, of whatever kind of record a run makes.
+"""`MetricsFile`: metrics.jsonl, one record per line, generic over the kind of record.
 
-A line is final once written; a resume drops the lines of steps that will be run again.
+Written lines do not change; a resume drops the lines of steps that will be repeated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.core.json_files import parse_json_table
 
 
 class Stepped(Protocol):
-    """A record of one step, that is JSON there and back."""
+    """A record of one step with a JSON form."""
 
     @property
     def step(self) -> int: ...
@@ -31,7 +31,7 @@ class MetricsFile(Generic[Record]):
         self.path, self._parse = path, parse
 
     def read(self) -> list[Record]:
-        """A line cut short by a crash is left out."""
+        """All records; lines truncated by a crash are skipped."""
         if not self.path.exists():
             return []
         records = []

@@ -1,6 +1,6 @@
-"""Out of memory as one sentence: where, what was asked for, what the device has, what filled it, what would fit.
+"""Out of memory as one sentence: phase and module, bytes requested, device memory, largest terms, a plan that fits.
 
-with explained(scene):          # scene: what is known so far; the worker fills it in as the run is built
+with explained(scene):          # scene: the facts known so far; the worker adds to it while the run is built
     ...
 """
 
@@ -37,7 +37,7 @@ _FREE = re.compile(r"of which ([\d.]+) (bytes|[KMG]iB) is free", re.IGNORECASE)
 
 @dataclass(kw_only=True)
 class OutOfMemoryScene:
-    """What is known of the run at this moment."""
+    """Facts about the run known so far."""
 
     run: RunSpec
     plan: Plan
@@ -55,17 +55,17 @@ def explained(scene: OutOfMemoryScene) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, MemoryLimitError) or not is_out_of_memory(error):
             raise
-        told = explain(error, scene)
-        set_phase(told, phase_of(error))
-        raise told from error
+        explanation = explain(error, scene)
+        set_phase(explanation, phase_of(error))
+        raise explanation from error
 
 
 def explain(error: Exception, scene: OutOfMemoryScene) -> MemoryLimitError:
-    """The sentence. Nothing in here may hide the error itself."""
+    """The error with its sentence and hint. A failure in here must not hide the original error."""
     asked_bytes, total_bytes = _bytes(_ASKED, error), _device_bytes(scene)
     parts = [
         f"out of memory in {_where(error, scene)}",
-        f"{format_bytes(asked_bytes)} were asked for" if asked_bytes else "",
+        f"{format_bytes(asked_bytes)} were requested" if asked_bytes else "",
         _device(error, total_bytes),
         _held(scene),
     ]
@@ -74,7 +74,7 @@ def explain(error: Exception, scene: OutOfMemoryScene) -> MemoryLimitError:
 
 
 def _where(error: Exception, scene: OutOfMemoryScene) -> str:
-    """step 3, backward of model.layers.3.mlp: the part by the stack, the module by it or by the meter."""
+    """'step 3, backward of model.layers.3.mlp': the part from the stack, the module from it or from the meter."""
     failed = scene.measuring.failed if scene.measuring is not None else None
     part, module = (failed.phase, failed.module) if failed is not None else ("", "")
     part = part or _part(error)
@@ -84,7 +84,7 @@ def _where(error: Exception, scene: OutOfMemoryScene) -> str:
 
 
 def _part(error: BaseException) -> str:
-    """What of a step was under way: the names of the functions on the stack tell."""
+    """The part of a step that was running, from the function names on the stack."""
     names = [(frame.filename, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     if any(name == "evaluate" for _, name in names):
         return "forward"
@@ -118,7 +118,7 @@ def _held(scene: OutOfMemoryScene) -> str:
 
 
 def _terms_now(scene: OutOfMemoryScene) -> Counter[str]:
-    """By the meter where it was measuring, else what can be counted on live tensors."""
+    """Bytes by term from the meter if it was measuring, else counted on live tensors."""
     if scene.measuring is not None and scene.measuring.failed is not None:
         found: Counter[str] = Counter()
         for holder in scene.measuring.failed.holders:
@@ -130,12 +130,12 @@ def _terms_now(scene: OutOfMemoryScene) -> Counter[str]:
     gradients = [parameter.grad for parameter in scene.engine.parameters if parameter.grad is not None]
     counted[str(MemoryTerm.GRADIENTS)] = sum(gradient.nbytes for gradient in gradients)
     if scene.device.type != "cuda":
-        counted.pop(str(MemoryTerm.OTHER), None)  # of a process, not of its tensors
+        counted.pop(str(MemoryTerm.OTHER), None)  # memory of the process, not of its tensors
     return Counter(counted)
 
 
 def _hint(scene: OutOfMemoryScene, asked_bytes: int, total_bytes: int | None) -> str:
-    """The planner's smallest change. It is asked for less than it believes the plan needs, for it did not suffice."""
+    """The planner's smallest change for a budget below its estimate of the plan, since that estimate did not fit."""
     general = "use more micro-batches, recompute activations, or more ranks"
     try:
         from weft.plan.changes import smallest_changes
@@ -144,16 +144,16 @@ def _hint(scene: OutOfMemoryScene, asked_bytes: int, total_bytes: int | None) ->
         found, _ = predict(scene.run, scene.plan, config=scene.config, device_name=name)
         if found is None:
             return general
-        believed = found.estimate.memory_bytes
-        budget = min(total_bytes or believed, believed - max(1, min(asked_bytes, believed // 2)))
+        estimated = found.estimate.memory_bytes
+        budget = min(total_bytes or estimated, estimated - max(1, min(asked_bytes, estimated // 2)))
         changes = smallest_changes(found.request, scene.plan, budget_bytes=budget, trained_only=True)
-    except Exception:  # a hint that cannot be worked out must not hide the sentence
+    except Exception:  # a hint that cannot be computed must not hide the sentence
         return general
     return f"the smallest change that would fit: {changes[0].text}" if changes else general
 
 
 def _device_bytes(scene: OutOfMemoryScene) -> int | None:
-    """A GPU's memory; of a host's, this rank's share."""
+    """A GPU's memory, or this rank's share of the host's."""
     if scene.device.type == "cuda":
         return int(torch.cuda.get_device_properties(scene.device).total_memory)
     try:

@@ -1,9 +1,9 @@
-"""What a pipeline really did: its ranks' actions in the first steps, as one timeline beside a simulated one.
+"""Record of a pipeline: its ranks' actions in the first steps, as one timeline beside a simulated one.
 
-The simulated one has the schedule's order and the measured mean cost of each (stage, kind). The replayed one, of which
-only the figures are kept, has every action as long as it was: what is measured beyond it is time that neither order nor
-work explains. pipeline.json holds both, pipeline_trace.json opens in Perfetto, the ledger has the figures.
-Recorded is the pipeline of rank 0; the others do the same on other rows. `pipeline_watch` fills it.
+The simulated timeline has the schedule's order and the measured mean cost of each (stage, kind). The replayed one, of
+which only the figures are kept, has the measured duration of every action: time beyond it is explained neither by order
+nor by work. pipeline.json has both timelines, pipeline_trace.json opens in Perfetto, the ledger has the figures.
+The record is of rank 0's pipeline; the others do the same on other rows. `pipeline_watch` creates it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PIPELINE, TRACE = "pipeline.json", "pipeline_trace.json"
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedStep:
-    """One step of all ranks of a pipeline."""
+    """One recorded step of all ranks of a pipeline."""
 
     step: int
     timeline: Timeline
@@ -47,7 +47,7 @@ class WatchedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRecord:
-    """A pipeline as it ran. `most_in_flight` is by stage; `ranks` are the global ranks of its places."""
+    """A recorded pipeline. `most_in_flight` is by stage; `ranks` are its global ranks in pp order."""
 
     steps: tuple[WatchedStep, ...]
     most_in_flight: tuple[int, ...]
@@ -56,7 +56,7 @@ class PipelineRecord:
 
     @property
     def chosen(self) -> WatchedStep:
-        """The median of the undisturbed steps; of all where there is none."""
+        """The median of the undisturbed steps, or of all if there is none."""
         calm = [step for step in self.steps if not step.is_disturbed] or list(self.steps)
         return sorted(calm, key=lambda step: step.timeline.makespan_s)[(len(calm) - 1) // 2]
 
@@ -69,7 +69,7 @@ class PipelineRecord:
         return mean_costs(self.chosen.timeline, self.chosen.asked)
 
     def figures(self, memory_ranks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        """The ledger's entry; `memory_ranks` are the ledger's too."""
+        """The ledger's entry; `memory_ranks` are the ledger's."""
         schedule, chosen, costs = self.schedule, self.chosen, self.costs
         timelines = {
             "measured": chosen.timeline,
@@ -95,7 +95,7 @@ class PipelineRecord:
         }
 
     def as_dict(self, memory_ranks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        """pipeline.json: the figures and both timelines, in seconds from the first action on."""
+        """pipeline.json: the figures and both timelines, in seconds since the first action."""
         chosen, costs = self.chosen, self.costs
         measured = {**_times(chosen.timeline), "asked": _shifted(chosen.asked, chosen.timeline.origin_s)}
         return {
@@ -120,7 +120,7 @@ class PipelineRecord:
 
 
 def write_pipeline(folder: Path, record: PipelineRecord | None, memory_ranks: Sequence[dict[str, Any]]) -> None:
-    """Both files; without a record none, so that a run that goes on without a pipeline does not show the old one."""
+    """Write both files, or remove them without a record: a run resumed without a pipeline must not show an old one."""
     if record is None:
         for name in (PIPELINE, TRACE):
             (folder / name).unlink(missing_ok=True)
@@ -130,7 +130,7 @@ def write_pipeline(folder: Path, record: PipelineRecord | None, memory_ranks: Se
 
 
 def _activation_bytes(memory_ranks: Sequence[dict[str, Any]], rank: int) -> int | None:
-    """At the rank's peak, where that was measured."""
+    """Activations at the rank's peak, if that was measured."""
     for row in memory_ranks:
         if row["rank"] == rank and "step_peak_bytes" in row:
             return int(row["terms"].get(str(MemoryTerm.ACTIVATIONS), 0))

@@ -1,7 +1,7 @@
-"""Watching a pipeline: its clocks are compared, its first steps timed, their times gathered at the end of the run.
+"""Recording of a pipeline: compare the ranks' clocks, time the first steps, gather the times at the end of the run.
 
-Ranks of one host have one clock. Clocks of other hosts are shifted by what they show when an all-reduce ends, so bars
-of two hosts may lie apart by what that takes (under a millisecond as a rule). Nothing is sent during a step.
+Ranks of one host share a clock. Clocks of other hosts are aligned at the end of an all-reduce, so bars of two hosts may
+be off by its latency (usually under a millisecond). Nothing is sent during a step.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from weft.schedule import Schedule, Timeline
 from weft.train.measuring import MAX_STEPS
 from weft.train.pipeline_record import PipelineRecord, WatchedStep
 
-WATCHED_STEPS = MAX_STEPS + 4  # some that measuring memory does not slow down
+WATCHED_STEPS = MAX_STEPS + 4  # includes steps that the memory measurement does not slow down
 CLOCK_ROUNDS = 5
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class PipelineWatch:
-    """Watches the pipeline that this rank is in, where it is in one. Making it and `gather` are collective."""
+    """Records this rank's pipeline, if it has one. The constructor and `gather` are collective."""
 
     def __init__(self, engine: Engine) -> None:
         pipeline = PipelineRuntime.of(engine)
@@ -53,7 +53,7 @@ class PipelineWatch:
             return None
         disturbed = max(1, *(packed.num_measured for packed in found))
         first = self._first_step
-        if self._engine.updates.is_delayed:  # one stretch of several steps, after those
+        if self._engine.updates.is_delayed:  # one span of several steps, after those
             first, disturbed = first + MAX_STEPS, 0
         steps = [
             self._step(found, index, step=first + index, is_disturbed=index < disturbed) for index in range(num_steps)
@@ -71,7 +71,7 @@ class PipelineWatch:
 
 
 class _Packed:
-    """One rank's numbers as they travel: watched steps, measured steps; held by stage; then [step, action, mark]."""
+    """One rank's numbers as a tensor: watched steps, measured steps; in flight by stage; then [step, action, mark]."""
 
     def __init__(self, schedule: Schedule, numbers: torch.Tensor) -> None:
         self.schedule = schedule
@@ -100,7 +100,7 @@ def _pack(runner: ScheduleRunner, *, shift_s: float, num_measured: int) -> torch
 
 
 def _gathered(own: torch.Tensor, runner: ScheduleRunner, device: torch.device) -> list[torch.Tensor]:
-    """Of every rank of the pipeline, first place first."""
+    """The tensors of all ranks of the pipeline, in pp order."""
     sent = own.to(device)
     rows = [torch.empty_like(sent) for _ in runner.links.ranks]
     dist.all_gather(rows, sent, group=runner.links.down)
@@ -108,7 +108,7 @@ def _gathered(own: torch.Tensor, runner: ScheduleRunner, device: torch.device) -
 
 
 def _compare_clocks(runner: ScheduleRunner, device: torch.device) -> tuple[float, bool]:
-    """What to add to this rank's clock to have that of the first place, and whether all of the pipeline are one."""
+    """The shift from this rank's clock to that of the first pp rank, and whether all ranks share one clock."""
     shifts, hosts = [], []
     for _ in range(CLOCK_ROUNDS):
         token = torch.zeros(1, dtype=torch.float64, device=device)
@@ -123,6 +123,6 @@ def _compare_clocks(runner: ScheduleRunner, device: torch.device) -> tuple[float
 
 
 def _host() -> float:
-    """A number that is a host's own, exact in a float64. A name alone may be that of many containers."""
+    """An identifier of the host that is exact in float64. Several containers may share a host name."""
     name = _BOOT_ID.read_text(encoding="ascii") if _BOOT_ID.exists() else platform.node()
     return float(int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]))

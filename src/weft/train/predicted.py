@@ -1,7 +1,7 @@
-"""What the planner says of the run that is about to begin: the `predicted` column of the ledger.
+"""The planner's estimate of the run: the `predicted` column of the ledger.
 
-The planner knows the model by its config alone and imports nothing of the engine, so it cannot copy what is measured.
-What it cannot shape, or a device it has no entry for, is a note and no prediction.
+The planner reads the model's config alone and imports nothing of the engine, so it cannot copy measured values. A model
+or a device that it does not know gives a note instead of a prediction.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from weft.plan.ask import ask
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.request import Request
 
-LONG_NAME = 5  # letters of a device's name that no other name has by chance
+LONG_NAME = 5  # letters that are enough to identify a device by a part of its name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One plan as the planner sees it; `request` asks it further questions."""
+    """The planner's estimate of one plan; `request` is for further estimates."""
 
     request: Request
     estimate: Estimate
-    device: str  # of the catalogue
+    device: str  # its name in the catalogue
     notes: tuple[str, ...] = ()
-    is_binding: bool = True  # False where the run does what the planner does not know of
+    is_binding: bool = True  # False if the run uses features that the planner does not model
 
     @property
     def time_terms(self) -> dict[TimeTerm, float]:
-        """The planner's cuts of a step, in the terms that a run can tell apart."""
+        """The planner's terms of a step, summed to the terms that a run can measure."""
         terms = self.estimate.time_terms
         update_s = sum(terms.get(term, 0.0) for term in (StepTerm.OPTIMIZER, StepTerm.OFFLOAD))
         return {
@@ -45,9 +45,9 @@ class Prediction:
 
 
 def predict(run: RunSpec, plan: Plan, *, config: Any, device_name: str | None) -> tuple[Prediction | None, str]:
-    """The prediction for `config`, a Hugging Face config; or none, and why. `device_name` is a GPU's, None a CPU."""
+    """The prediction for `config`, a Hugging Face config; or None and the reason. `device_name` None: a CPU."""
     if plan.data_parallel.strategy == "dataparallel":
-        return None, "no predictions: the planner does not know nn.DataParallel"
+        return None, "no predictions: the planner does not model nn.DataParallel"
     device = "CPU" if device_name is None else find_device(device_name, hardware.device_names())
     if device is None:
         return None, f"no predictions: the catalogue has no entry for {device_name}"
@@ -56,14 +56,14 @@ def predict(run: RunSpec, plan: Plan, *, config: Any, device_name: str | None) -
         found = estimate(request, plan)
     except WeftError as error:
         return None, f"no predictions: {error.message}"
-    except Exception as error:  # any config may come here; a plan that cannot be estimated can still be trained
+    except Exception as error:  # any config is possible here; a plan that cannot be estimated can still be trained
         return None, f"no predictions: the planner cannot shape this model ({type(error).__name__}: {error})"
     notes = _unknown_to_planner(run)
     return Prediction(request=request, estimate=found, device=device, notes=notes, is_binding=not notes), ""
 
 
 def request_for(run: RunSpec, plan: Plan, *, config: Any, device: str) -> Request:
-    """The planner's question about the very model that is trained, in the plan's precision."""
+    """The planner's request for the trained model in the plan's precision."""
     question = ask(
         config.to_dict(),
         f"{plan.num_ranks}x{device}",
@@ -82,7 +82,7 @@ def request_for(run: RunSpec, plan: Plan, *, config: Any, device: str) -> Reques
 
 
 def find_device(name: str, known: Sequence[str]) -> str | None:
-    """The catalogue's entry for what a driver calls a device: 'NVIDIA H100 80GB HBM3' is H100-80GB."""
+    """The catalogue's entry for a driver's device name: 'NVIDIA H100 80GB HBM3' is H100-80GB."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     squeezed = "".join(words)
 
@@ -98,5 +98,5 @@ def _unknown_to_planner(run: RunSpec) -> tuple[str, ...]:
     if run.train.frozen:
         found.append("the planner counts frozen parameters as trained ones")
     if run.data.isolate_documents:
-        found.append("the planner does not count the masks that keep documents apart")
+        found.append("the planner does not count the attention masks of isolated documents")
     return tuple(found)

@@ -1,7 +1,7 @@
-"""Work that ranks do before the process group exists, each for as long as it takes (tokenising, say).
+"""Work of unbounded duration that ranks do before the process group exists (tokenising, for example).
 
-Ranks that are done wait for the others at the store and not in a collective, whose timeout would end the job. A rank at
-work counts up `beats` every few seconds; only when nothing was counted for the timeout is a missing rank an error.
+Finished ranks wait at the store, not in a collective, whose timeout would end the job. A working rank increments
+`beats` every few seconds; a missing rank is an error only if `beats` does not change for the timeout.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from weft.core.errors import RankError
 from weft.train.rank_environment import Process
 
 BEAT_S = 2.0
-_rounds = itertools.count()  # a process may join, leave and join again, and torchrun's store stays
+_rounds = itertools.count()  # a process may join, leave and join again with the same torchrun store
 
 
 def prepare_together(work: Callable[[], object], store: Store, *, process: Process, timeout_s: float) -> None:
-    """`work` on every rank; returns when all ranks are done with theirs."""
+    """Run `work` on every rank; return when all ranks have finished."""
     if process.world_size == 1:
         work()
         return
@@ -35,7 +35,7 @@ def prepare_together(work: Callable[[], object], store: Store, *, process: Proce
         work()
     finally:
         done.set()
-        beating.join()  # a store's client is not to be used by two threads, one of which waits
+        beating.join()  # a store client must not be shared with a thread that waits on it
     store.set(f"done-{process.rank}", "")
     if store.add("done", 1) == process.world_size:
         store.set("all", "")
@@ -58,7 +58,7 @@ def _await_all(store: Store, *, process: Process, timeout_s: float) -> None:
         elif time.monotonic() - changed_s > timeout_s:
             missing = [rank for rank in range(process.world_size) if not store.check([f"done-{rank}"])]
             raise RankError(
-                f"rank {missing[0]} of {len(missing)} missing ranks did not prepare its data: no sign of it for"
+                f"rank {missing[0]} of {len(missing)} missing ranks did not prepare its data: no heartbeat for"
                 f" {timeout_s:.0f} s",
                 hint="see that rank's own output; a host may be down, or never have started its ranks",
             )

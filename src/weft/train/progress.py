@@ -1,6 +1,6 @@
-"""What this rank is doing now: the phase it is in, since when, and where its main thread stands.
+"""Progress of this rank: its current phase, the time it began, and the stack of its main thread.
 
-`phase` of `weft.train.failures` writes it, two assignments a phase; the rank's watch publishes it (`rank_watch`).
+`phase` of `weft.train.failures` sets it, with two assignments per phase; `rank_watch` publishes it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import time
 import traceback
 
 _STACK_FRAMES = 4
-_MAIL = "/weft/engine/pp/p2p.py"
+_P2P = "/weft/engine/pp/p2p.py"
 
 
 class RankProgress:
-    """The phases of the main thread, innermost last. Phases of other threads (a save in the background) are not its."""
+    """The phases of the main thread, innermost last. Other threads (a background save) are ignored."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -27,7 +27,7 @@ class RankProgress:
 
     @property
     def since(self) -> float:
-        """When the phase was entered, or left where none is."""
+        """When the phase was entered, or the last one left."""
         return self._shown[1]
 
     def enter(self, name: str) -> None:
@@ -41,27 +41,27 @@ class RankProgress:
             self._shown = (self._names[-1] if self._names else f"after {left}", time.time())
 
 
-progress = RankProgress()  # one a process, as there is one main thread
+progress = RankProgress()  # one per process, which has one main thread
 
 
 def main_stack() -> list[str]:
-    """Where the main thread stands, innermost first: "model.py:12 in forward"."""
+    """Stack of the main thread, innermost first: "model.py:12 in forward"."""
     calls = _main_calls()[-_STACK_FRAMES:]
     return [f"{call.filename.rpartition('/')[2]}:{call.lineno} in {call.name}" for call in reversed(calls)]
 
 
 def is_main_waiting() -> bool:
-    """Whether the main thread is somewhere in torch.distributed, or waits for a message between pipeline stages."""
+    """Whether the main thread is in torch.distributed or waits for a p2p message between pipeline stages."""
     return any(_waits(call.filename) for call in _main_calls()[-_STACK_FRAMES:])
 
 
 def is_message_wait(error: BaseException) -> bool:
-    """Whether the exception was raised while a message between pipeline stages was awaited."""
-    return any(call.filename.endswith(_MAIL) for call in traceback.extract_tb(error.__traceback__))
+    """Whether the exception was raised while waiting for a p2p message between pipeline stages."""
+    return any(call.filename.endswith(_P2P) for call in traceback.extract_tb(error.__traceback__))
 
 
 def _waits(filename: str) -> bool:
-    return "/torch/distributed/" in filename or filename.endswith(_MAIL)
+    return "/torch/distributed/" in filename or filename.endswith(_P2P)
 
 
 def _main_calls() -> traceback.StackSummary:

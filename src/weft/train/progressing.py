@@ -1,6 +1,6 @@
 """`Progressing`: a progress bar over steps on a terminal, plain lines elsewhere. Everything goes to stderr.
 
-It knows nothing of what a step is: who has one gives its number, its figures in words, and its seconds.
+It is generic over steps: the caller gives a step's number, its figures as text, and its seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which rank this process is and where the ranks meet, read from the environment that started it.
+"""The rank of this process and the rendezvous address, read from environment variables.
 
-It reads what our launcher and torchrun set (RANK, ...), else what Slurm's srun sets (SLURM_PROCID, ...), else it
-answers one rank alone. It opens no socket and imports no torch; `weft.train.process` joins the ranks.
+It reads the variables of weft's launcher and torchrun (RANK, ...), else those of Slurm's srun (SLURM_PROCID, ...), else
+it returns a single rank. It opens no socket and imports no torch; `weft.train.process` joins the ranks.
 
     RANK present -> launcher or torchrun;  SLURM_PROCID present -> srun;  neither -> rank 0 of 1
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from weft.core.errors import InputError
 
-# Set by our launcher for every rank: the folder for pid and error files, and the pid whose death ends the rank.
+# Set by weft's launcher for every rank: the folder for pid and error files, and the pid whose end ends the rank.
 SCRATCH_VARIABLE = "WEFT_SCRATCH"
 LAUNCHER_VARIABLE = "WEFT_LAUNCHER_PID"
 
@@ -23,7 +23,7 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """One rank's place among all ranks."""
+    """One rank: its number, its number on this host, the world size, restarts so far."""
 
     rank: int
     local_rank: int
@@ -36,8 +36,8 @@ class Process:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """The address of the store through which the ranks find each other, and who serves it."""
+class Rendezvous:
+    """The address of the ranks' store, and whether torchrun's agent serves it."""
 
     address: str
     port: int
@@ -65,19 +65,19 @@ def read_process(environment: Environment) -> Process:
 
 
 def given_ranks(environment: Environment) -> int | None:
-    """How many ranks torchrun, Slurm or a launcher started, this process being one; None when nobody did."""
+    """The world size if torchrun, Slurm or a launcher started this process as a rank, else None."""
     if "RANK" in environment or _is_slurm_task(environment):
         return read_process(environment).world_size
     return None
 
 
 def is_torchrun_rank(environment: Environment) -> bool:
-    """Whether an agent of torch elastic, ours or torchrun's, started this process as a rank."""
+    """Whether an agent of torch elastic, weft's or torchrun's, started this process as a rank."""
     return "RANK" in environment and "TORCHELASTIC_RUN_ID" in environment
 
 
 def read_local_size(environment: Environment) -> int:
-    """How many ranks share this host."""
+    """The number of ranks on this host."""
     if "RANK" in environment:
         return _number(environment, "LOCAL_WORLD_SIZE", default=read_process(environment).world_size)
     if _is_slurm_task(environment):
@@ -86,8 +86,8 @@ def read_local_size(environment: Environment) -> int:
     return 1
 
 
-def read_meeting(environment: Environment, *, world_size: int) -> Meeting | None:
-    """Where the ranks meet; None for one rank that nobody started as a rank, or that was given no address."""
+def read_rendezvous(environment: Environment, *, world_size: int) -> Rendezvous | None:
+    """The rendezvous of the ranks; None for a process that was not started as a rank, or one rank without address."""
     address = environment.get("MASTER_ADDR")
     is_started_as_rank = "RANK" in environment or _is_slurm_task(environment)
     if not is_started_as_rank or (world_size == 1 and address is None):
@@ -100,11 +100,11 @@ def read_meeting(environment: Environment, *, world_size: int) -> Meeting | None
             hint="start the ranks with `weft train --nproc N` or torchrun, or set MASTER_ADDR and MASTER_PORT",
         )
     served_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Meeting(address=address, port=_port(environment), served_by_agent=served_by_agent)
+    return Rendezvous(address=address, port=_port(environment), served_by_agent=served_by_agent)
 
 
 def first_slurm_host(nodelist: str) -> str | None:
-    """The first host of a Slurm list: `gpu[03-05,9],cpu1` gives `gpu03`. None where the list is not that simple."""
+    """The first host of a Slurm list: `gpu[03-05,9],cpu1` gives `gpu03`. None for a more complex list."""
     match = re.match(r"([^\[\],]+)(?:\[([^\[\],-]+)[^\[\]]*\]([^\[\],]*))?(?:,|$)", nodelist)
     if match is None:
         return None
@@ -112,7 +112,7 @@ def first_slurm_host(nodelist: str) -> str | None:
 
 
 def _is_slurm_task(environment: Environment) -> bool:
-    # A batch script has SLURM_PROCID=0 too, but is no task of srun: taken for rank 0 of many it would wait in vain.
+    # A batch script has SLURM_PROCID=0 too, but is no srun task: as rank 0 of many it would wait forever.
     in_batch_shell = "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment
     return "SLURM_PROCID" in environment and not in_batch_shell
 
@@ -120,7 +120,7 @@ def _is_slurm_task(environment: Environment) -> bool:
 def _port(environment: Environment) -> int:
     if "MASTER_PORT" in environment or not _is_slurm_task(environment):
         return _number(environment, "MASTER_PORT")
-    # The same for all tasks of a step, below the range the kernel hands out by itself.
+    # The same port for all tasks of a step, below the kernel's range of ephemeral ports.
     job, step = _number(environment, "SLURM_JOB_ID", default=0), _number(environment, "SLURM_STEP_ID", default=0)
     return 20_000 + (31 * job + step) % 10_000
 
@@ -130,9 +130,9 @@ def _number(environment: Environment, name: str, *, default: int | None = None) 
     if text is None and default is not None:
         return default
     if text is None or not text.isdecimal():
-        said = "is not set" if text is None else f"is {text!r}, not a number"
+        problem = "is not set" if text is None else f"is {text!r}, not a number"
         raise InputError(
-            f"The environment describes a rank, but {name} {said}.",
+            f"The environment describes a rank, but {name} {problem}.",
             hint="start the ranks with `weft train --nproc N`, torchrun or srun, or unset RANK to run one rank",
         )
     return int(text)
@@ -141,7 +141,7 @@ def _number(environment: Environment, name: str, *, default: int | None = None) 
 def _checked(*, rank: int, local_rank: int, world_size: int, restart_count: int) -> Process:
     if rank >= world_size:
         raise InputError(
-            f"The environment says rank {rank} of {world_size} ranks; ranks count from 0.",
+            f"The environment describes rank {rank} of {world_size} ranks; ranks count from 0.",
             hint="RANK must be below WORLD_SIZE (SLURM_PROCID below SLURM_NTASKS)",
         )
     return Process(rank=rank, local_rank=local_rank, world_size=world_size, restart_count=restart_count)

@@ -1,6 +1,6 @@
-"""The key-value store through which ranks find each other, listening only where it was told to.
+"""The ranks' key-value store, which listens only on the given address.
 
-It is not the process group; `weft.train.process` builds that on top.
+`weft.train.process` builds the process group on top of it.
 
     TCPStore(host, port) alone listens on every interface; a socket bound beforehand does not
 """
@@ -15,27 +15,27 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined] 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.core.errors import InputError
-from weft.train.rank_environment import Meeting, Process
+from weft.train.rank_environment import Process, Rendezvous
 
 _BACKLOG = 2048
 
 
-def open_store(meeting: Meeting | None, *, process: Process, timeout_s: float) -> Store:
-    """This rank's end of the store, with keys of its own for every generation.
+def open_store(rendezvous: Rendezvous | None, *, process: Process, timeout_s: float) -> Store:
+    """This rank's client of the store, with separate keys per restart.
 
-    torchrun keeps one store over restarts: a restarted rank that read the addresses of the dead generation
-    would get "connection refused", or wait for the whole timeout.
+    torchrun keeps one store over restarts: a restarted rank that read addresses of dead ranks would get
+    "connection refused", or wait for the full timeout.
     """
-    store = _open(meeting, rank=process.rank, timeout_s=timeout_s)
+    store = _open(rendezvous, rank=process.rank, timeout_s=timeout_s)
     return PrefixStore(f"generation-{process.restart_count}", store)
 
 
-def _open(meeting: Meeting | None, *, rank: int, timeout_s: float) -> Store:
-    if meeting is None:
+def _open(rendezvous: Rendezvous | None, *, rank: int, timeout_s: float) -> Store:
+    if rendezvous is None:
         return HashStore()
-    if rank == 0 and not meeting.served_by_agent:
-        return _serve(meeting, timeout_s=timeout_s)
-    return TCPStore(meeting.address, meeting.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    if rank == 0 and not rendezvous.served_by_agent:
+        return _serve(rendezvous, timeout_s=timeout_s)
+    return TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 def serve_store(address: str, *, port: int = 0, timeout_s: float) -> TCPStore:
@@ -51,13 +51,13 @@ def serve_store(address: str, *, port: int = 0, timeout_s: float) -> TCPStore:
     )
 
 
-def _serve(meeting: Meeting, *, timeout_s: float) -> TCPStore:
-    if (address := _literal(meeting.address)) is not None:
-        return serve_store(address, port=meeting.port, timeout_s=timeout_s)
+def _serve(rendezvous: Rendezvous, *, timeout_s: float) -> TCPStore:
+    if (address := _literal(rendezvous.address)) is not None:
+        return serve_store(address, port=rendezvous.port, timeout_s=timeout_s)
     # A host name often resolves to 127.0.1.1 on its own host; bound there, no other host could connect.
     return TCPStore(
-        meeting.address,
-        meeting.port,
+        rendezvous.address,
+        rendezvous.port,
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
@@ -76,7 +76,7 @@ def _literal(address: str) -> str | None:
 def _listen(address: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    # A restarted job may take the port of the one before while its old connections linger.
+    # A restarted job may reuse the port while old connections linger.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((address, port))

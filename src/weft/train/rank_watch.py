@@ -1,12 +1,12 @@
-"""A rank's watch: two threads that let the others know where this rank stands, and end it when the job is over.
+"""A rank's watch: two threads that publish this rank's status and end the rank when the job has failed.
 
-    beat     each second: this rank's standing into the store; an answer in full when somebody asks
-    guard    ends the rank, though its main thread is stuck in C++, where another rank has published an error, or where
-             neither the store has answered nor this rank has moved for the collective timeout: a cut link is seen on
-             both of its sides
+    beat     every second: write this rank's status to the store; a full answer if another rank asks
+    guard    ends the rank, even if its main thread is stuck in C++, when another rank has published an error, or when
+             neither the store has answered nor this rank has progressed for the collective timeout: a broken link is
+             noticed on both of its sides
 
-Nothing of it runs in a step: a beat is two short messages. Every question to the store has a deadline, since a store
-behind a cut link answers never. It judges nothing (`stalls` does).
+It adds no work to a step: a beat is two short messages. Every request to the store has a deadline, since a store behind
+a broken link never answers. `stalls` draws the conclusions.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from weft.train.failures import FailureRecord, is_timeout
 from weft.train.progress import is_message_wait, progress
 from weft.train.rank_environment import Process
 from weft.train.stalls import StallScene, explain, explain_lost_store
-from weft.train.standing import Standing, stand
+from weft.train.standing import RankStatus, own_status
 
 _BEAT_S = 1.0
-_ANSWER_S = 6.0  # what a rank that is asked gets to answer: several beats of a busy machine
+_ANSWER_S = 6.0  # time for an asked rank to answer: several beats of a busy machine
 _QUESTION_S = 5.0
-# What the main thread gets to fail by itself, in its own words, before the guard ends the rank.
+# Time for the main thread to fail with its own error before the guard ends the rank.
 _ABORT_GRACE_S = 5.0
 _LOST_GRACE_S = 15.0
-# Keys of the store. The alarm is there from the first failure on: one look a beat while all is well.
+# Keys of the store. The alarm is set from the first failure on: one check per beat while there is none.
 _ALARM, _ASK, _ERROR = "weft/alarm", "weft/ask", "weft/error"
 
 End = Callable[[FailureRecord], None]
@@ -42,35 +42,35 @@ Result = TypeVar("Result")
 
 class RankWatch:
     def __init__(self, store: Store, process: Process, *, address: str, timeout_s: float, end: End | None) -> None:
-        """`end` is called, in the guard's thread, with the error that this rank ends with; None: a launcher ends it."""
+        """The guard's thread calls `end` with the error that this rank ends with; None: a launcher ends the rank."""
         self._store, self._process = store, process
         self._address, self._timeout_s, self._end = address, timeout_s, end
         self._stopped = threading.Event()
         self._is_reporting = False
         self._answered_at = self._moved_at = time.monotonic()
         self._mark: Any = None
-        self._rank_0: Standing | None = None
+        self._rank_0: RankStatus | None = None
         self._published: tuple[FailureRecord, float] | None = None
 
     def start(self) -> None:
-        self._store.set(_beat_key(self._process.rank), stand(self._process.rank, in_full=False).to_json())
+        self._store.set(_beat_key(self._process.rank), own_status(self._process.rank, in_full=False).to_json())
         for name, work in (("rank-beat", self._beats), ("rank-guard", self._guard)):
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
 
-    def settle(self, record: FailureRecord, error: Exception) -> FailureRecord:
-        """What this rank says of its failure, and publishes if it is the first: a lost peer is looked for by name."""
+    def final_record(self, record: FailureRecord, error: Exception) -> FailureRecord:
+        """The record to report, published if it is the first; for a lost peer, asks the other ranks which one it is."""
         self._is_reporting = True
-        progress.enter(record.phase)  # the exception has left it; who asks wants to know of it
+        progress.enter(record.phase)  # the exception has left it, but other ranks ask for it
         if record.secondary:
             first = self._first_error()
             if first is not None:
                 return first if self._end is not None else record
             try:
                 stall = self._explained(record, error)
-            except Exception:  # the record of the failure itself must not be lost for want of a better sentence
+            except Exception:  # a failed explanation must not lose the record itself
                 stall = None
             if stall is not None:
                 record = dataclasses.replace(record, error_fields=stall.as_dict())
@@ -80,7 +80,7 @@ class RankWatch:
     # ------------------------------------------------------------------------------------------------ asking others
 
     def _explained(self, record: FailureRecord, error: Exception) -> StallError | None:
-        own = dataclasses.replace(stand(self._process.rank, in_full=True), phase=record.phase)
+        own = dataclasses.replace(own_status(self._process.rank, in_full=True), phase=record.phase)
         asked = _within(_QUESTION_S + _ANSWER_S, self._ask)
         if asked is None:
             silent_s = time.monotonic() - self._answered_at
@@ -98,14 +98,14 @@ class RankWatch:
             )
         )
 
-    def _ask(self) -> tuple[dict[int, Standing], dict[int, Standing]]:
-        """What the ranks answer, and of those that do not their last beat."""
+    def _ask(self) -> tuple[dict[int, RankStatus], dict[int, RankStatus]]:
+        """The answers of other ranks, and the last beats of ranks that do not answer."""
         store = _second_client(self._store)
         store.set(_ASK, "1")
         store.set(_ALARM, "1")
         deadline = time.monotonic() + _ANSWER_S
         others = [rank for rank in range(self._process.world_size) if rank != self._process.rank]
-        answered: dict[int, Standing] = {}
+        answered: dict[int, RankStatus] = {}
         while len(answered) < len(others) and time.monotonic() < deadline:
             time.sleep(_BEAT_S / 4)
             missing = [rank for rank in others if rank not in answered]
@@ -136,18 +136,18 @@ class RankWatch:
             while not self._stopped.wait(_BEAT_S):
                 self._beat(store)
                 self._answered_at = time.monotonic()
-        except Exception:  # the store is gone, with rank 0 or its agent: the guard counts from here
+        except Exception:  # the store ended with rank 0 or its agent: the guard counts from here
             return
 
     def _beat(self, store: Store) -> None:
         rank = self._process.rank
-        store.set(_beat_key(rank), stand(rank, in_full=False).to_json())
+        store.set(_beat_key(rank), own_status(rank, in_full=False).to_json())
         if self._rank_0 is None and rank != 0:
             self._rank_0 = _read(store, _beat_key, [0]).get(0)
         if not store.check([_ALARM]):
             return
         if store.check([_ASK]):
-            store.set(_answer_key(rank), stand(rank, in_full=True).to_json())
+            store.set(_answer_key(rank), own_status(rank, in_full=True).to_json())
         if self._published is None and store.check([_ERROR]):
             self._published = (FailureRecord.from_json(store.get(_ERROR).decode()), time.monotonic())
 
@@ -160,7 +160,7 @@ class RankWatch:
                 self._end(over)
 
     def _over(self) -> FailureRecord | None:
-        """The error to end with; None while the job goes on."""
+        """The error to end with; None while the job continues."""
         now, mark = time.monotonic(), (progress.phase, progress.since, progress_mark())
         if mark != self._mark:
             self._mark, self._moved_at = mark, now
@@ -172,7 +172,7 @@ class RankWatch:
         return None
 
     def _lost(self, silent_s: float) -> FailureRecord:
-        own = stand(self._process.rank, in_full=False)
+        own = own_status(self._process.rank, in_full=False)
         error = explain_lost_store(address=self._address, silent_s=silent_s, rank_0=self._rank_0, own=own)
         return FailureRecord(
             rank=own.rank,
@@ -186,7 +186,7 @@ class RankWatch:
 
 
 def _second_client(store: Store) -> Store:
-    """A connection of its own: the main thread may be waiting for minutes in a call on the first."""
+    """A separate connection: the main thread may block for minutes in a call on the first."""
     return store.clone()  # type: ignore[attr-defined,no-any-return]  # public, but not in torch's stub
 
 
@@ -198,19 +198,19 @@ def _answer_key(rank: int) -> str:
     return f"weft/answer/{rank}"
 
 
-def _read(store: Store, key_of: Callable[[int], str], ranks: list[int]) -> dict[int, Standing]:
-    """Of these ranks those that have written; a `get` of what nobody wrote would wait for the store's timeout."""
-    return {rank: Standing.from_json(store.get(key_of(rank))) for rank in ranks if store.check([key_of(rank)])}
+def _read(store: Store, key_of: Callable[[int], str], ranks: list[int]) -> dict[int, RankStatus]:
+    """Statuses of the ranks that have written one; a `get` of a missing key would wait for the store's timeout."""
+    return {rank: RankStatus.from_json(store.get(key_of(rank))) for rank in ranks if store.check([key_of(rank)])}
 
 
 def _within(seconds: float, question: Callable[[], Result]) -> Result | None:
-    """The answer, or None where it fails or does not come: its thread is left behind, the process ends soon."""
+    """The answer, or None if it fails or is late: its thread is abandoned, since the process ends soon."""
     answers: list[Result] = []
 
     def ask() -> None:
         try:
             answers.append(question())
-        except Exception:  # no store, no answer: the caller's own error is the best that is known
+        except Exception:  # without the store the caller's own error is the best known
             return
 
     thread = threading.Thread(target=ask, name="rank-question", daemon=True)

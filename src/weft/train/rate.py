@@ -12,7 +12,7 @@ from weft.core.run_spec import TrainSpec
 
 
 def learning_rate_at(train: TrainSpec, step: int) -> float:
-    """The rate used by step `step`, the first being 1."""
+    """The learning rate of step `step`; the first step is 1."""
     warmup = min(train.warmup_steps, train.steps)
     if step <= warmup:
         return train.learning_rate * step / warmup

@@ -1,10 +1,10 @@
-"""What a resume changes: the run that a checkpoint was made by, against the run that is asked for now.
+"""Changes of a resume: the run recorded in a checkpoint against the requested run.
 
-    of data, model, seed, batch, optimizer   needs --set: an edited run.toml alone is refused
-    of anything else                         is shown and recorded
+    data, model, seed, batch, optimizer   need --set: an edited run.toml alone is refused
+    anything else                         is shown and recorded
 
-The position in the data is a count of samples. It stays right for another batch; another source, tokenizer, row length,
-split or seed gives an order in which it means nothing, so those begin a fresh pass.
+The position in the data is a count of samples. It stays valid for another batch size; another source, tokenizer, row
+length, split or seed gives another order, so those restart the data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from weft.core.errors import InputError, RunChangedError
 from weft.core.run_spec import RunSpec
 
-# Sections that say how a run is watched, not what it trains.
+# Sections that configure how a run is observed, not what it trains.
 _WATCHING = ("checkpoint", "logging", "ledger")
 _WATCHING_KEYS = ("evaluation.every", "train.collective_timeout_s", "train.optimizer_kernel")
 _GUARDED = (
@@ -35,7 +35,7 @@ _HELD_OUT = (*_CONTENT, "data.sequence_length", "data.isolate_documents", "train
 
 @dataclass(frozen=True, kw_only=True)
 class RunChange:
-    """One key of run.toml with another value; None where there was or is none."""
+    """One key of run.toml with another value; None for a missing value."""
 
     key: str
     old: Any
@@ -56,7 +56,7 @@ class RunChange:
         return _is_within(self.key, _GUARDED)
 
     @property
-    def begins_a_pass(self) -> bool:
+    def restarts_data(self) -> bool:
         return _is_within(self.key, _ORDER)
 
     @property
@@ -65,7 +65,7 @@ class RunChange:
 
 
 def changes_between(old: RunSpec, new: RunSpec) -> list[RunChange]:
-    """In the order of the documents."""
+    """The changed keys, in the order of the documents."""
     before, now = dict(_leaves(_tables(old))), dict(_leaves(_tables(new)))
     keys = [*now, *(key for key in before if key not in now)]
     found = [RunChange(key=key, old=before.get(key), new=now.get(key)) for key in keys]
@@ -73,30 +73,30 @@ def changes_between(old: RunSpec, new: RunSpec) -> list[RunChange]:
 
 
 def change_of_content(old: Any, new: Mapping[str, int], run: RunSpec) -> list[RunChange]:
-    """The same name of a source may have other text behind it by now; `old` is None in checkpoints of before."""
+    """A change of text behind the same source name; `old` is None in older checkpoints."""
     if not isinstance(old, dict) or old == new:
         return []
     return [RunChange(key="data.source", old=_contents(run, old), new=_contents(run, new))]
 
 
-def require_said(changes: Sequence[RunChange], said: Collection[str], earlier: Collection[RunChange] = ()) -> None:
-    """Other data must be asked for by name; what an earlier resume asked for is still asked for."""
+def require_named(changes: Sequence[RunChange], named: Collection[str], earlier: Collection[RunChange] = ()) -> None:
+    """Require that --set names each guarded change, in this resume or an earlier one."""
     known = {(change.key, _shown(change.new)) for change in earlier}
-    silent = [
+    unnamed = [
         change
         for change in changes
-        if change.is_guarded and not _is_said(change.key, said) and (change.key, _shown(change.new)) not in known
+        if change.is_guarded and not _is_named(change.key, named) and (change.key, _shown(change.new)) not in known
     ]
-    if silent:
-        settings = " ".join(f"--set {change.key}=..." for change in silent)
+    if unnamed:
+        settings = " ".join(f"--set {change.key}=..." for change in unnamed)
         raise RunChangedError(
-            f"the run asked for is not the one recorded with the checkpoint: {'; '.join(map(str, silent))}",
-            hint=f"put the old value back into run.toml, or say that it changes: {settings}",
+            f"the requested run differs from the one recorded in the checkpoint: {'; '.join(map(str, unnamed))}",
+            hint=f"restore the old value in run.toml, or confirm the change: {settings}",
         )
 
 
 def recorded_run(meta: Mapping[str, Any], *, otherwise: RunSpec) -> RunSpec:
-    """The run that made a checkpoint; `otherwise` for one that does not say, or says it in keys of another version."""
+    """The run recorded in a checkpoint; `otherwise` if it is missing or has keys of another version."""
     try:
         return RunSpec.from_tables(meta["run"]) if isinstance(meta.get("run"), dict) else otherwise
     except InputError:
@@ -112,8 +112,8 @@ def _is_within(key: str, groups: Collection[str]) -> bool:
     return any(key == group or key.startswith(f"{group}.") for group in groups)
 
 
-def _is_said(key: str, said: Collection[str]) -> bool:
-    return _is_within(key, said) or any(name.startswith(f"{key}.") for name in said)
+def _is_named(key: str, named: Collection[str]) -> bool:
+    return _is_within(key, named) or any(name.startswith(f"{key}.") for name in named)
 
 
 def _tables(run: RunSpec) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The folder of a run: run.toml, plan.toml, metrics.jsonl, ledger.json, report.html, checkpoints/, tensorboard/.
 
-Only rank 0 writes here, checkpoints excepted.
+Only rank 0 writes here, except for checkpoints.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RunFolder:
         self.model_path = path / "model"  # the Hugging Face config, for export
 
     def create(self, run: RunSpec, plan: Plan) -> None:
-        """Make the folder and write the two resolved documents."""
+        """Create the folder and write the two resolved documents."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             write_whole(self.path / "plan.toml", plan.to_toml())
@@ -51,7 +51,7 @@ class RunFolder:
 
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:
-    """Whole or not at all: whoever reads meanwhile finds the file as it was."""
+    """Write atomically: a concurrent reader finds the old file or the new one."""
     write_whole(path, json.dumps(fields, indent=1) + "\n")
 
 
@@ -63,14 +63,14 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Empty where there is no file."""
+    """The table of a JSON file; empty if there is no file."""
     return read_json_table(path, hint="the file is damaged: remove it") if path.exists() else {}
 
 
 def require_run(path: Path) -> None:
-    """Both documents, since a user's own run.toml may lie in any folder."""
+    """Require both documents, since any folder may contain a user's own run.toml."""
     for name in ("run.toml", "plan.toml"):
         if not (path / name).is_file():
             raise RunFolderError(
-                f"{path} is not a run folder: it has no {name}", hint="give the folder a `weft train` wrote"
+                f"{path} is not a run folder: it has no {name}", hint="give a folder written by `weft train`"
             )

@@ -1,9 +1,9 @@
-"""`history/` of a run folder: the run.toml of every stretch of steps before the last, and what changed between them.
+"""`history/` of a run folder: the run.toml of every earlier span of steps, and the changes between them.
 
     history/run-00000000.toml   the run of steps 1 up to the first change
     history/changes.json        a list of {"step", "time", "changes": [{"key", "old", "new"}], "fresh_pass", "held_out"}
 
-`step` is the last one before the change. A run that never changed has no such folder.
+`step` is the last step before the change. A run without changes has no such folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RunHistory:
         self.path = run_dir / "history"
 
     def read(self) -> list[dict[str, Any]]:
-        """Entries by step; none where there is no history, or one that cannot be read."""
+        """Entries by step; empty without a readable history."""
         try:
             entries = parse_json((self.path / CHANGES_NAME).read_bytes())
             return [entry for entry in entries if isinstance(entry["step"], int) and entry["changes"]]
@@ -36,11 +36,11 @@ class RunHistory:
             return []
 
     def asked_for(self) -> list[RunChange]:
-        """Every change that a resume has made."""
+        """All changes made by resumes."""
         return [RunChange(**change) for entry in self.read() for change in entry["changes"]]
 
     def record(self, step: int, old: RunSpec, changes: Sequence[RunChange]) -> None:
-        """Go on after `step` with `changes`; entries of steps that are run again go."""
+        """Record `changes` after `step`; entries of steps that will be repeated are removed."""
         entries = self.read()
         kept = [entry for entry in entries if entry["step"] < step]
         if changes:
@@ -53,7 +53,7 @@ class RunHistory:
 
 
 def comparable(records: Sequence[StepRecord], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Facts of the ledger for a run that changed: a first loss and a held-out loss of the data it has now."""
+    """Ledger facts of a run with changes: first loss and held-out loss on its current data."""
     if not entries:
         return {}
     data = max((entry["step"] for entry in entries if entry["fresh_pass"]), default=0)
@@ -72,6 +72,6 @@ def _entry(step: int, changes: Sequence[RunChange]) -> dict[str, Any]:
         "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "changes": [change.as_dict() for change in changes],
-        "fresh_pass": any(change.begins_a_pass for change in changes),
+        "fresh_pass": any(change.restarts_data for change in changes),
         "held_out": any(change.is_of_held_out for change in changes),
     }

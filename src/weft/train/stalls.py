@@ -1,10 +1,10 @@
-"""Which rank the others waited for, and in which collective: from what the ranks say of themselves to one sentence.
+"""Explain a stall in one sentence: the rank that the others waited for, and the collective, from the ranks' statuses.
 
-Pure: it asks nobody (`rank_watch` does) but the kernel, for processes of this host. In order of belief:
+Pure, except that it asks the kernel about processes of this host; `rank_watch` asks the ranks. In order of confidence:
 
     a rank that does not answer  >  ranks that issued different collectives  >  the rank that is behind the others
 
-A rank that is behind may itself be waiting, in another group: the one at the end of that chain is to blame.
+A rank that is behind may itself be waiting in another group: the last rank of that chain is the cause.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from dataclasses import dataclass
 from weft.comm.flight import GroupTrace
 from weft.core.errors import StallError
 from weft.core.processes import describe_process
-from weft.train.standing import Standing
+from weft.train.standing import RankStatus
 
 _RESUME = "--resume continues from the last checkpoint"
-# Their shapes are the same on all ranks; those of a gather or a scatter may differ.
+# Shapes of these are equal on all ranks; shapes of a gather or scatter may differ.
 _ALIKE = frozenset({"all_reduce", "broadcast"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StallScene:
-    """What one rank found after it had waited in vain. `answered` has the rank itself; `last_seen` those that were
-    there once and do not answer."""
+    """Facts that one rank collected after a wait failed. `answered` includes the rank itself; `last_seen` has ranks
+    that joined once and do not answer."""
 
     rank: int
     world_size: int
-    answered: Mapping[int, Standing]
-    last_seen: Mapping[int, Standing]
+    answered: Mapping[int, RankStatus]
+    last_seen: Mapping[int, RankStatus]
     timeout_s: float
-    is_timeout: bool  # else a connection ended
-    is_message: bool = False  # between pipeline stages: not in the groups' traces
+    is_timeout: bool  # otherwise a connection ended
+    is_message: bool = False  # a p2p message between pipeline stages, which group traces do not include
 
     @property
-    def own(self) -> Standing:
+    def own(self) -> RankStatus:
         return self.answered[self.rank]
 
 
 def explain(scene: StallScene) -> StallError | None:
-    """The rank to blame and the collective; None where all have arrived everywhere."""
+    """The error that names the late rank and the collective; None if all ranks have arrived everywhere."""
     silent = [rank for rank in range(scene.world_size) if rank not in scene.answered]
     if silent:
         return _silent(scene, silent)
@@ -52,12 +52,12 @@ def explain(scene: StallScene) -> StallError | None:
     return _unlike(scene) or _behind(scene) or _busy(scene)
 
 
-def explain_lost_store(*, address: str, silent_s: float, rank_0: Standing | None, own: Standing) -> StallError:
-    """The rank's own view where nobody can be asked: the store is on rank 0's host, or in rank 0 itself."""
-    who = f"rank 0's host ({address})" if rank_0 is None else f"{_name([rank_0])}, on the host of the store {address},"
+def explain_lost_store(*, address: str, silent_s: float, rank_0: RankStatus | None, own: RankStatus) -> StallError:
+    """The error if no rank can be asked, since the store is lost: it is on rank 0's host, or in rank 0 itself."""
+    name = f"rank 0's host ({address})" if rank_0 is None else f"{_name([rank_0])}, on the host of the store {address},"
     state = _state(rank_0, own) if rank_0 is not None else ""
     return StallError(
-        f"{who} has not answered for {silent_s:.0f} s{f': {state}' if state else ''};"
+        f"{name} has not answered for {silent_s:.0f} s{f': {state}' if state else ''};"
         f" rank {own.rank} (host {own.host}) ended {_during(own)}",
         hint=f"is that host up, and the link to it? {_RESUME}",
     )
@@ -72,7 +72,7 @@ def _silent(scene: StallScene, silent: Sequence[int]) -> StallError:
         )
     known = [scene.last_seen[rank] for rank in silent]
     first = known[0]
-    states = {_state(standing, scene.own) for standing in known}
+    states = {_state(status, scene.own) for status in known}
     state = states.pop() if len(states) == 1 else ""
     seen = f"last seen {_during(first)} {max(0.0, time.time() - first.time):.0f} s ago"
     failed = f"did not arrive in {_where(scene, silent)} within {scene.timeout_s:g} s" if scene.is_timeout else "left"
@@ -81,7 +81,7 @@ def _silent(scene: StallScene, silent: Sequence[int]) -> StallError:
 
 
 def _unlike(scene: StallScene) -> StallError | None:
-    """The first collective that is another one on some rank than on most."""
+    """The error of the first collective that differs between ranks."""
     for key, trace in reversed(scene.own.groups.items()):
         members = [rank for rank in trace.ranks if key in scene.answered[rank].groups]
         for issued in trace.last:
@@ -89,12 +89,12 @@ def _unlike(scene: StallScene) -> StallError | None:
             seen = Counter(kind for kind in kinds.values() if kind)
             if len(seen) > 1:
                 usual = seen.most_common(1)[0][0]
-                odd = [rank for rank, kind in kinds.items() if kind and kind != usual]
+                differing = [rank for rank, kind in kinds.items() if kind and kind != usual]
                 others = [rank for rank, kind in kinds.items() if kind == usual]
                 return StallError(
                     f"the ranks do not issue the same collectives: number {issued.number}{_of(trace)} is"
-                    f" {kinds[odd[0]]} on {_ranks(odd)} and {usual} on {_ranks(others)},"
-                    f" {_during(scene.answered[odd[0]])}",
+                    f" {kinds[differing[0]]} on {_ranks(differing)} and {usual} on {_ranks(others)},"
+                    f" {_during(scene.answered[differing[0]])}",
                     hint="every rank of a group must issue the same collectives in the same order",
                 )
     return None
@@ -122,7 +122,7 @@ def _late(scene: StallScene, rank: int) -> tuple[str, int, int] | None:
     """The group in which another rank is furthest behind this one: (group, that rank, this rank)."""
     for key, trace in reversed(scene.answered[rank].groups.items()):
         numbers = {other: _number(scene.answered[other], key) for other in trace.ranks if other in scene.answered}
-        # A group used long ago may have left one rank's record and not another's: only then has it no number at all.
+        # An old group may have dropped out of one rank's record but not another's: only then it has number 0.
         if not trace.last or (0 in numbers.values() and trace.last[0].number > 1):
             continue
         slowest = min(numbers, key=lambda other: numbers[other], default=rank)
@@ -140,8 +140,8 @@ def _circle(scene: StallScene, passed: Sequence[int]) -> StallError:
 
 
 def _busy(scene: StallScene) -> StallError | None:
-    """Where traces say nothing, as of messages between stages: whoever is not waiting for others at all."""
-    busy = [rank for rank, standing in scene.answered.items() if not standing.is_waiting]
+    """The error without group traces (p2p messages between stages): the only rank that is not waiting."""
+    busy = [rank for rank, status in scene.answered.items() if not status.is_waiting]
     if len(busy) != 1 or busy == [scene.rank]:
         return None
     return _late_error(scene, busy[0], _where(scene, busy))
@@ -160,7 +160,7 @@ def _late_error(scene: StallScene, rank: int, where: str) -> StallError:
 
 
 def _where(scene: StallScene, ranks: Sequence[int]) -> str:
-    """What the rank itself waited in: the last collective of a group with one of these."""
+    """The wait of the rank itself: the last collective of a group with one of these ranks."""
     phase = scene.own.phase
     if scene.is_message:
         return f"a message between pipeline stages of {phase}"
@@ -170,15 +170,15 @@ def _where(scene: StallScene, ranks: Sequence[int]) -> str:
     return f"{shared[-1].last[-1].name} {shared[-1].number}{_of(shared[-1])} of {phase}"
 
 
-def _where_is(standing: Standing) -> str:
-    used = [trace for trace in standing.groups.values() if trace.last]
+def _where_is(status: RankStatus) -> str:
+    used = [trace for trace in status.groups.values() if trace.last]
     if not used:
-        return standing.phase
-    return f"{used[-1].last[-1].name} {used[-1].number}{_of(used[-1])} of {standing.phase}"
+        return status.phase
+    return f"{used[-1].last[-1].name} {used[-1].number}{_of(used[-1])} of {status.phase}"
 
 
-def _number(standing: Standing, key: str) -> int:
-    return standing.groups[key].number if key in standing.groups else 0
+def _number(status: RankStatus, key: str) -> int:
+    return status.groups[key].number if key in status.groups else 0
 
 
 def _kind(trace: GroupTrace, number: int) -> str:
@@ -192,34 +192,34 @@ def _of(trace: GroupTrace) -> str:
     return f" ({trace.title})" if trace.title else f" (of {_ranks(trace.ranks)})"
 
 
-def _during(standing: Standing) -> str:
-    return standing.phase if standing.phase.startswith("after ") else f"in {standing.phase}"
+def _during(status: RankStatus) -> str:
+    return status.phase if status.phase.startswith("after ") else f"in {status.phase}"
 
 
-def _state(standing: Standing, own: Standing) -> str:
-    if standing.host != own.host:
+def _state(status: RankStatus, own: RankStatus) -> str:
+    if status.host != own.host:
         return ""
-    return describe_process(standing.pid, start=standing.process_start)
+    return describe_process(status.pid, start=status.process_start)
 
 
-def _hint(standing: Standing, state: str, own: Standing) -> str:
+def _hint(status: RankStatus, state: str, own: RankStatus) -> str:
     if "stopped" in state:
-        return f"`kill -CONT {standing.pid}` would have let it go on; {_RESUME}"
+        return f"`kill -CONT {status.pid}` would have continued it; {_RESUME}"
     if "ended" in state:
-        return f"its own output says why; the system kills processes when memory runs out; {_RESUME}"
-    if standing.host != own.host:
-        return f"is host {standing.host} up, and the link to it? {_RESUME}"
-    return f"it runs code that does not let Python's threads run; {_RESUME}"
+        return f"its own output shows the reason; the system kills processes when memory runs out; {_RESUME}"
+    if status.host != own.host:
+        return f"is host {status.host} up, and the link to it? {_RESUME}"
+    return f"it runs code that blocks Python's threads; {_RESUME}"
 
 
-def _name(standings: Sequence[Standing]) -> str:
+def _name(statuses: Sequence[RankStatus]) -> str:
     """ "rank 1 (host a, pid 12)", "ranks 2 and 3 (host b)"."""
-    if len(standings) == 1:
-        only = standings[0]
+    if len(statuses) == 1:
+        only = statuses[0]
         return f"rank {only.rank} (host {only.host}, pid {only.pid})"
-    hosts = dict.fromkeys(standing.host for standing in standings)
+    hosts = dict.fromkeys(status.host for status in statuses)
     return " and ".join(
-        f"{_ranks([standing.rank for standing in standings if standing.host == host])} (host {host})" for host in hosts
+        f"{_ranks([status.rank for status in statuses if status.host == host])} (host {host})" for host in hosts
     )
 
 

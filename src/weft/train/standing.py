@@ -1,6 +1,6 @@
-"""`Standing`: where a rank stands, as it publishes it for the others: who it is, its phase, its collectives, its stack.
+"""`RankStatus`: a rank's published status: process, phase, collectives, stack.
 
-Plain data with a JSON form; `rank_watch` writes and reads it, `stalls` judges.
+Plain data with a JSON form; `rank_watch` writes and reads it, `stalls` evaluates it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from weft.train.progress import is_main_waiting, main_stack, progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
-    """`groups` and `stack` are only in what a rank answers when it is asked: they take longer to find."""
+class RankStatus:
+    """`groups` and `stack` are only in the full answer to another rank: they take longer to collect."""
 
     rank: int
     host: str
@@ -30,21 +30,21 @@ class Standing:
     phase_since: float
     groups: dict[str, GroupTrace] = field(default_factory=dict)
     stack: tuple[str, ...] = ()
-    is_waiting: bool = False  # inside torch.distributed or for a pipeline's message, as far as Python's stack shows
+    is_waiting: bool = False  # in torch.distributed or for a p2p message, according to Python's stack
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Standing:
+    def from_json(cls, text: str | bytes) -> RankStatus:
         fields = json.loads(text)
         groups = {key: _trace(trace) for key, trace in fields.pop("groups").items()}
         return cls(**{**fields, "stack": tuple(fields["stack"])}, groups=groups)
 
 
-def stand(rank: int, *, in_full: bool) -> Standing:
-    """This rank, now."""
-    return Standing(
+def own_status(rank: int, *, in_full: bool) -> RankStatus:
+    """The current status of this rank."""
+    return RankStatus(
         rank=rank,
         host=socket.gethostname(),
         pid=os.getpid(),

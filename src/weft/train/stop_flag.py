@@ -1,6 +1,7 @@
 """`StopFlag`: SIGINT and SIGTERM ask the training loop to stop; they do not interrupt it.
 
-It saves nothing and agrees with nobody: the loop reads `requested`, agrees over the ranks, saves, and ends with 0.
+It saves nothing and communicates with no rank: the loop reads `requested`, agrees with the other ranks, saves, and
+exits with 0.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 
 class StopFlag:
-    """Use as a context manager in the main thread; elsewhere it never fires, since Python gives signals to main."""
+    """Context manager for the main thread; in other threads it never fires, since Python delivers signals to main."""
 
     def __init__(self) -> None:
         self._requested = False
@@ -34,7 +35,7 @@ class StopFlag:
         self._previous.clear()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        # A second Ctrl-C means now: without this a save that hangs could not be left from the keyboard.
+        # A second Ctrl-C interrupts at once: otherwise a save that hangs could not be aborted from the keyboard.
         if self._requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._requested = True

@@ -1,4 +1,4 @@
-"""`TensorBoard`: scalars of steps, in a folder that a resumed run goes on with."""
+"""`TensorBoard`: scalars per step, in a folder that a resumed run continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TensorBoard:
         self._is_over = False
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Values that are not there are left out. A full disk ends the curves of TensorBoard, not the run."""
+        """Write the values that are not None. A full disk ends TensorBoard's curves, not the run."""
         try:
             self._write(step, values)
         except OSError as error:
@@ -42,7 +42,7 @@ class TensorBoard:
         if self._writer is None:  # after the first step: importing TensorBoard takes a second
             from torch.utils.tensorboard import SummaryWriter
 
-            # What a run that was cut short had written beyond its last checkpoint is taken back.
+            # Removes the values that an interrupted run had written after its last checkpoint.
             self._writer = SummaryWriter(str(self._path), purge_step=step if step > 1 else None)
         for tag, value in values.items():
             if value is not None:

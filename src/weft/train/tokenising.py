@@ -1,7 +1,7 @@
-"""What a person sees while a corpus is tokenised: a progress bar on a terminal, a line now and then elsewhere.
+"""Progress of tokenising a corpus: a progress bar on a terminal, occasional lines elsewhere.
 
-Nothing for what is done in a moment. Everything goes to stderr. The process that tokenises reports, whichever rank it
-is; of those that wait for it, rank 0 alone.
+Nothing is printed for short work. Everything goes to stderr. The rank that tokenises reports; of the ranks that wait
+for it, only rank 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LINE_EVERY_S = 30.0
 
 
 class TokenisingDisplay:
-    """The progress of one build, or of waiting for another process's."""
+    """Progress of one build, or of a wait for another process's build."""
 
     def __init__(self, *, is_speaking: bool, is_main: bool) -> None:
         self._console = Console(file=sys.stderr, quiet=not is_speaking, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What every rank runs: join, build, go on from a checkpoint where asked, train, write the ledger and the report.
+"""One rank of a training: join, build, resume from a checkpoint if asked, train, write the ledger and the report.
 
 `python -m weft.train job.json` is the command of launched ranks; `run_job` is the same in this process.
 """
@@ -40,18 +40,18 @@ from weft.train.pipeline_record import write_pipeline
 from weft.train.pipeline_watch import PipelineWatch
 from weft.train.process import Process, StopFlag, join, leave, phase
 from weft.train.rank_environment import read_local_size
-from weft.train.run_changes import RunChange, change_of_content, changes_between, recorded_run, require_said
+from weft.train.run_changes import RunChange, change_of_content, changes_between, recorded_run, require_named
 from weft.train.run_folder import RunFolder
 from weft.train.run_history import RunHistory, comparable
-from weft.train.settle import agreed, settle_plan
+from weft.train.settle import broadcast_mixture, resolve_mixture
 from weft.zoo.hub import with_model_files
 
-_PATH_BYTES = 4096  # the longest path a system takes
+_PATH_BYTES = 4096  # Linux's limit on paths
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """Where a run goes on: the samples consumed, the run that came so far, what this one changes about it."""
+    """The start of a resumed run: samples consumed, the recorded run, the changes against it."""
 
     samples: int = 0
     run: RunSpec | None = None
@@ -59,14 +59,14 @@ class Resumed:
 
 
 def run_job(job: Job, *, lock: FolderLock | None = None) -> dict[str, Any]:
-    """Train; returns the ledger. Collective when there are ranks. `lock`: of the folder, for who keeps it longer."""
+    """Train; return the ledger. Collective. `lock`: the folder's lock, if the caller keeps it beyond this call."""
     started_s = time.perf_counter()
     with phase("looking for the model's files"):
         job = dataclasses.replace(job, run=with_model_files(job.run))
     device_type = choose_device_type(job.device)
     plan = job.plan(device_type=device_type)
     require_executable(plan)
-    plan = settle_plan(job.run, plan, on_gpu=device_type == "cuda")
+    plan = resolve_mixture(job.run, plan, on_gpu=device_type == "cuda")
     process = join(
         device_type=device_type,
         timeout_s=job.run.train.collective_timeout_s,
@@ -80,14 +80,16 @@ def run_job(job: Job, *, lock: FolderLock | None = None) -> dict[str, Any]:
 
 
 def choose_device_type(choice: DeviceChoice) -> Literal["cpu", "cuda"]:
-    """cuda where every local rank gets a GPU of its own; a choice that cannot be kept is an error, not a fallback."""
+    """cuda if every local rank gets its own GPU; an explicit choice that is impossible is an error, not a fallback."""
     wanted = read_local_size(os.environ)
     available = torch.cuda.device_count() if choice != "cpu" else 0
     if choice == "cuda" and available < wanted:
-        raise DeviceError(f"{wanted} ranks need {wanted} GPUs here, and there are {available}", hint="use --device cpu")
+        raise DeviceError(
+            f"{wanted} local ranks need {wanted} GPUs, but there are {available}", hint="use --device cpu"
+        )
     if choice == "auto" and 0 < available < wanted:
         raise DeviceError(
-            f"{wanted} ranks were asked for but this host has {available} GPU{'s' if available > 1 else ''}",
+            f"{wanted} ranks were requested but this host has {available} GPU{'s' if available > 1 else ''}",
             hint=f"use --nproc {available}, or --device cpu to train on CPU processes",
         )
     return "cuda" if choice != "cpu" and available >= wanted else "cpu"
@@ -100,10 +102,10 @@ def _train(
     is_speaking = process.is_main and not job.quiet
     display = Display(is_speaking=is_speaking, total_steps=job.run.train.steps, every=job.run.logging.every)
     folder, is_resumed = _agree_on_folder(job, process, lock, display, device=device)
-    # Here, before rank 0 writes there: every rank must see the same.
+    # Before rank 0 writes there: every rank must read the same.
     history = RunHistory(folder.path)
     before, asked_before = (folder.read_run() if is_resumed else None), history.asked_for()
-    plan = agreed(plan, device=device)
+    plan = broadcast_mixture(plan, device=device)
     scene = OutOfMemoryScene(run=job.run, plan=plan, device=device, local_ranks=read_local_size(os.environ))
     with explained(scene):
         bench = build_workbench(job.run, plan, process, device=device, scene=scene)
@@ -114,7 +116,7 @@ def _train(
     )
     resumed = _resume(job, bench, store, before, asked_before, display) if before is not None else Resumed()
     resumed_from = bench.engine.steps_done or None
-    if process.is_main:  # only now: whatever was wrong with the request has left the folder as it was
+    if process.is_main:  # only now: a refused request must leave the folder unchanged
         if resumed.run is not None:
             history.record(bench.engine.steps_done, resumed.run, resumed.changes)
         folder.create(job.run, plan)
@@ -165,7 +167,7 @@ def _agree_on_folder(
 ) -> tuple[RunFolder, bool]:
     """Rank 0's folder, and whether it has a checkpoint to load, on every rank.
 
-    A default name holds the time, and ranks start seconds apart."""
+    A default name contains the time, and ranks start seconds apart."""
     with phase("opening the run folder"):
         is_resumed = process.is_main and _open_folder(job, process, lock, display).has_checkpoint
         name = os.fsencode(job.out).ljust(_PATH_BYTES, b"\0") if process.is_main else bytes(_PATH_BYTES)
@@ -176,47 +178,47 @@ def _agree_on_folder(
 
 
 def _open_folder(job: Job, process: Process, lock: FolderLock, display: Display) -> FolderLook:
-    """Lock it first: how it stands may not change between the look and the run."""
+    """Lock the folder, then read its state: it must not change between the two."""
     notes = [] if job.is_locked else [lock.acquire()]
     look = look_at(job.out)
     if process.restart_count == 0 or look.state is FolderState.DAMAGED:
         notes.append(look.require_resumable() if job.resume else look.require_startable())
     if look.has_checkpoint:
-        _require_said_early(job)
+        _require_named_early(job)
     for note in filter(None, notes):
         display.line(f"note: {note}")
     return look
 
 
-def _require_said_early(job: Job) -> None:
-    """Before minutes go into the data and the model; `_resume` has the last word, with the checkpoint it loaded."""
+def _require_named_early(job: Job) -> None:
+    """Check changes before minutes are spent on data and model; `_resume` checks again with the loaded checkpoint."""
     folder = RunFolder(job.out)
     with contextlib.suppress(CheckpointError):
         newest = peek_newest(folder.checkpoints_path)
         recorded = recorded_run(newest.meta if newest else {}, otherwise=folder.read_run())
-        require_said(changes_between(recorded, job.run), job.may_change, RunHistory(job.out).asked_for())
+        require_named(changes_between(recorded, job.run), job.may_change, RunHistory(job.out).asked_for())
 
 
 def _resume(
     job: Job, bench: Workbench, store: CheckpointStore, before: RunSpec, asked_before: list[RunChange], display: Display
 ) -> Resumed:
-    """Load the newest good checkpoint, and see what the run asked for changes about it."""
+    """Load the newest good checkpoint, and check the changes of the requested run against it."""
     with phase("loading the checkpoint"):
         loaded = store.load(bench.engine.state())
         recorded = recorded_run(loaded.meta, otherwise=before)
         changes = changes_between(recorded, job.run)
-        if not any(change.begins_a_pass for change in changes):
+        if not any(change.restarts_data for change in changes):
             changes += change_of_content(loaded.meta.get("data"), bench.contents, job.run)
-        require_said(changes, job.may_change, asked_before)
+        require_named(changes, job.may_change, asked_before)
     bench.engine.restore_meta(loaded.meta)
     for name, reason in loaded.rejected:
         display.line(f"checkpoint {name} is damaged ({reason}); it was set aside")
-    display.line(f"going on from step {loaded.step} ({loaded.path})")
+    display.line(f"resuming from step {loaded.step} ({loaded.path})")
     for change in changes:
         display.line(f"changed: {change}")
-    is_fresh = any(change.begins_a_pass for change in changes)
+    is_fresh = any(change.restarts_data for change in changes)
     if is_fresh:
-        display.line("note: the order of the data changed: a fresh pass over them begins")
+        display.line("note: the order of the data changed: the data restarts from its beginning")
     with meta_read():
         return Resumed(samples=0 if is_fresh else int(loaded.meta["samples"]), run=recorded, changes=changes)
 
@@ -232,8 +234,8 @@ def _introduce(display: Display, bench: Workbench, plan: Plan, process: Process)
     )
     if plan.activations.mixture is not None:
         full, selective = plan.activations.mixture
-        kept = num_blocks - full - selective
-        display.line(f"recompute by budget: {full} blocks fully, {selective} selectively, {kept} kept as they are")
+        saved = num_blocks - full - selective
+        display.line(f"recompute by budget: {full} blocks fully, {selective} selectively, {saved} not at all")
     for note in bench.notes:
         display.line(f"note: {note}")
 
@@ -272,14 +274,14 @@ def _close(
             display.summary(ledger)
             if ledger["pipeline"] is not None:
                 display.pipeline(ledger["pipeline"])
-            if not job.dry_run_follows:  # else the table waits for its column
+            if not job.dry_run_follows:  # otherwise the table is printed with the dry run's column
                 display.costs(ledger)
                 _draw_report(folder, display)
     return ledger
 
 
 def join_dry_run(folder: RunFolder, *, dry: dict[str, Any] | None, remark: str, is_speaking: bool) -> None:
-    """The dry run's column into a finished run's ledger, or why there is none; then the table and the page."""
+    """Add the dry run's column to a finished run's ledger, or a remark; then print the table and draw the report."""
     display = Display(is_speaking=is_speaking, total_steps=0, every=1)
     ledger = folder.read_ledger()
     if not ledger:
@@ -294,11 +296,11 @@ def join_dry_run(folder: RunFolder, *, dry: dict[str, Any] | None, remark: str, 
 
 
 def _draw_report(folder: RunFolder, display: Display) -> None:
-    """A page that cannot be drawn must not make a finished training a failed one."""
+    """Draw the report; a failure here must not fail a finished training."""
     name = _short(folder.path)
     try:
         write_report(folder.path)
-    except Exception as error:  # the page's library may be broken in any way
+    except Exception as error:  # the plotting library may fail in any way
         reason = no_space(folder.path) if is_full(error) else f"{type(error).__name__}: {error}"
         display.line(f"the report was not drawn ({reason}); weft report {name} tries again")
     else:
@@ -306,5 +308,5 @@ def _draw_report(folder: RunFolder, display: Display) -> None:
 
 
 def _short(path: Path) -> str:
-    """Relative where that is shorter to read."""
+    """Relative to the working directory if it is inside."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

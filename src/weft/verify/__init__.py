@@ -1,6 +1,6 @@
 """Proof that a layout computes the right thing: a plan's numbers against a one-process reference, check by check.
 
-The room itself is callable: `weft.verify(run, plan)` in ranks that exist already, or in one process; a run on parameter
+The module is callable: `weft.verify(run, plan)` runs in ranks that exist already, or in one process. A run on parameter
 servers has no plan.
 """
 

@@ -2,7 +2,7 @@
 
 from weft.core.quiet import quiet_libraries
 
-quiet_libraries()  # before anything imports the libraries that chat while being imported
+quiet_libraries()  # before the first import of a library that prints while it is imported
 
 from weft.verify.worker import main  # noqa: E402
 

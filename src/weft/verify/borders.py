@@ -1,14 +1,15 @@
-"""Where plans go wrong by one, planted into the global batches: slice ends of the vocabulary, edges of rows and ranks.
+"""Off-by-one cases planted into the global batches: ends of vocabulary shards, edges of rows and ranks.
 
-    tokens    first and last vocabulary row of every slice, as input and as label, in every batch;
-              every other row in the held-out batches, which are forwards alone
-    labels    missing at row ends and at both sides of sequence-shard edges; half a batch without any; an empty tail
-    documents one row with ends in its first, middle and last column
+    tokens    first and last vocabulary row of every shard, as input and as label, in every batch;
+              all other rows in the held-out batches, which run forwards only
+    labels    missing at row ends and at both sides of sequence-shard edges; half a batch without labels; an empty tail
+    documents one row with document ends in its first, middle and last column
 
-Training keeps its text beside the slice ends: where every row has one occurrence, many gradients are near zero, Adam
-turns them into full updates of either sign, and rounding grows from step to step until it looks like a bug.
+Training batches keep their text beside the planted tokens: if every token occurred once, many gradients would be near
+zero, Adam would turn them into full updates of either sign, and rounding would grow from step to step until it looks
+like a bug.
 
-All of it follows from the place in the global batch alone, so ranks that share the rows plant the same.
+Planted values depend only on the position in the global batch, so ranks that hold the same rows plant the same values.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from weft.verify.verdict import Check, Finding
 
 IGNORED = -100
 NO_TOKEN = -1
-KEPT_COLUMNS = 8  # one column in so many keeps the text: which rows a rank reads stays visible
-MOST_EVALUATIONS = 8  # a large vocabulary is not reached whole; `reach` states how far
-EDGE_KINDS = 5  # of rows: nothing missing; the first label; the last; before and behind edges of sequence shards
+KEPT_COLUMNS = 8  # every 8th column keeps the text, so that a rank that reads wrong rows is noticed
+MOST_EVALUATIONS = 8  # too few for all rows of a large vocabulary; `reach` reports the number of rows covered
+EDGE_KINDS = 5  # no label missing; the first; the last; those before, and those after, edges of sequence shards
 
 Batch = dict[str, torch.Tensor]
 Tensors = Mapping[str, torch.Tensor]
 
 
 def slice_ends(vocab_size: int, *, outer: int, inner: int = 1) -> list[int]:
-    """First and last row of every slice of a table over `outer` ranks, whose slices are sharded over `inner` ranks."""
+    """First and last row of every shard of a table over `outer` ranks, each shard again sharded over `inner` ranks."""
     ends = {
         begin + row
         for begin, size in _chunks(vocab_size, outer)
@@ -45,7 +46,7 @@ def slice_ends(vocab_size: int, *, outer: int, inner: int = 1) -> list[int]:
 
 
 def plan_ends(plan: Plan, vocab_size: int) -> set[int]:
-    """Those of one plan: tables cut by tensor parallelism, the slices sharded over data-parallel ranks."""
+    """Slice ends of one plan: tables sharded by tensor parallelism, the shards sharded over data-parallel ranks."""
     sizes = grid_sizes(plan.tensor_parallel.mode, plan.mesh.tp) if plan.mesh.tp > 1 else {}
     over = {"1d": sizes.get("t", 1), "3d": sizes.get("i", 1) ** 2}.get(plan.tensor_parallel.mode, sizes.get("i", 1))
     degrees = {(over, 1), (sizes.get("j", 1), 1), (over, plan.mesh.dp_shard)}
@@ -54,26 +55,26 @@ def plan_ends(plan: Plan, vocab_size: int) -> set[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Borders:
-    """What batches of `rows` x `length` tokens reach. One for all plans of so many ranks: they share the reference."""
+    """Planted batches of `rows` x `length` tokens, the same for all plans of `num_ranks`: they share the reference."""
 
     vocab_size: int
     num_ranks: int
     rows: int
     length: int
-    end_of_document: int | None = None  # where documents are kept apart
+    end_of_document: int | None = None  # only with isolated documents
 
     @cached_property
     def ends(self) -> list[int]:
-        """Slice ends of every plan of so many ranks; those of one cut first."""
+        """Slice ends of every plan of `num_ranks`; tables sharded over one axis come first."""
         factors = [count for count in range(1, self.num_ranks + 1) if self.num_ranks % count == 0]
-        cuts = [(outer, inner) for inner in factors for outer in factors if self.num_ranks % (outer * inner) == 0]
-        rows = (row for outer, inner in cuts for row in slice_ends(self.vocab_size, outer=outer, inner=inner))
+        degrees = [(outer, inner) for inner in factors for outer in factors if self.num_ranks % (outer * inner) == 0]
+        rows = (row for outer, inner in degrees for row in slice_ends(self.vocab_size, outer=outer, inner=inner))
         return list(dict.fromkeys(rows))
 
     @cached_property
     def _training_ids(self) -> torch.Tensor:
         ends = torch.tensor([end for end in self.ends if end != self.end_of_document])
-        return ends if self.end_of_document is None else ends.repeat(2)  # a document that ends may be in the way
+        return ends if self.end_of_document is None else ends.repeat(2)  # a document end may occupy the position
 
     @cached_property
     def _evaluation_ids(self) -> torch.Tensor:
@@ -83,13 +84,13 @@ class Borders:
         return torch.cat([self._training_ids, is_left.nonzero().squeeze(1)])
 
     def training(self, *, steps: int) -> Iterator[Planted]:
-        """Of every step: half the rows of the second have no label, and the last ones of the last."""
+        """One `Planted` per step: half the rows of the second step have no label, nor do the last rows of the last."""
         for step in range(steps):
             missing = self._missing(step, steps=steps, has_empty_half=steps > 2)
             yield self._planted(missing, self._training_ids.roll(step))
 
     def evaluation(self) -> Iterator[Planted]:
-        """Of as many held-out batches as reach every row, two at least; the second has an empty tail."""
+        """One `Planted` per held-out batch, at least two, until every row is covered; the second has an empty tail."""
         done, index = 0, 0
         while index < 2 or (done < len(self._evaluation_ids) and index < MOST_EVALUATIONS):
             missing = self._missing(index, steps=2, has_empty_half=False)
@@ -100,14 +101,14 @@ class Borders:
 
     def _planted(self, missing: torch.Tensor, ids: torch.Tensor) -> Planted:
         is_free = ~missing[:, :-1] & (torch.arange(1, self.length) % KEPT_COLUMNS != 0)
-        column, row = is_free.t().nonzero(as_tuple=True)  # over the rows first: ends come to every rank early
+        column, row = is_free.t().nonzero(as_tuple=True)  # column by column: every rank gets slice ends early
         count = min(len(row), len(ids))
         tokens = torch.full((self.rows, self.length), NO_TOKEN)
         tokens[row[:count], column[:count] + 1] = ids[:count]  # column c is the label of position c - 1
         return Planted(tokens=tokens, missing=missing, end_of_document=self.end_of_document)
 
     def _missing(self, step: int, *, steps: int, has_empty_half: bool) -> torch.Tensor:
-        """Positions without a label. Ranks and micro-batches must carry different weights, some of them none."""
+        """Positions without a label. Ranks and micro-batches must have different token counts, some of them zero."""
         missing = torch.zeros(self.rows, self.length, dtype=torch.bool)
         edges = self._sequence_edges()
         for row in range(self.rows):
@@ -120,8 +121,8 @@ class Borders:
         return missing if step > 0 else self._with_an_odd_count(missing)
 
     def _with_an_odd_count(self, missing: torch.Tensor) -> torch.Tensor:
-        """A few labels fewer in the last row, so that one over their number is far from any bfloat16: a scale that is
-        rounded to the format of the gradients would else be right by luck."""
+        """Remove a few labels of the last row, so that 1 / count is far from any bfloat16 number: otherwise a scale
+        rounded to the gradients' dtype could be right by luck."""
         count, most = int((~missing).sum()), min(int((~missing[-1]).sum()) - 1, self.length // 2)
         fewer = max(range(max(1, min(most, count - 1))), key=lambda fewer: _rounding_of_scale(count - fewer))
         places = (~missing[-1]).nonzero().squeeze(1)
@@ -129,7 +130,7 @@ class Borders:
         return missing
 
     def _sequence_edges(self) -> list[int]:
-        """Positions at which a shard of the sequence begins, of every number of ranks that divides both."""
+        """First positions of sequence shards, for every degree that divides both the ranks and the length."""
         degrees = [
             count for count in range(2, self.num_ranks + 1) if self.num_ranks % count == self.length % count == 0
         ]
@@ -138,17 +139,17 @@ class Borders:
 
 @dataclass(frozen=True, kw_only=True)
 class Planted:
-    """One global batch: tokens to put in (NO_TOKEN: none) and positions that lose their label."""
+    """One global batch: tokens to write (NO_TOKEN: none) and positions whose label is removed."""
 
     tokens: torch.Tensor
     missing: torch.Tensor
     end_of_document: int | None
 
     def into(self, batch: Batch, *, first_row: int) -> Batch:
-        """A rank's rows, of which the first is row `first_row` of the global batch."""
+        """Plant into one rank's rows; its first row is row `first_row` of the global batch."""
         count = batch["labels"].shape[0]
         inputs, labels = batch["input_ids"].clone(), batch["labels"].clone()
-        tokens, missing = (whole[first_row : first_row + count] for whole in (self.tokens, self.missing))
+        tokens, missing = (rows[first_row : first_row + count] for rows in (self.tokens, self.missing))
         is_put = tokens != NO_TOKEN
         if self.end_of_document is not None:  # the loader's documents stay where they are
             is_put = is_put & (inputs != self.end_of_document)
@@ -164,7 +165,7 @@ class Planted:
 
 
 def _end_documents(batch: Batch, row: int, end_of_document: int) -> None:
-    """Documents that end in the first, the middle and the last column of a row."""
+    """End documents in the first, the middle and the last column of a row."""
     inputs, labels = batch["input_ids"][row], batch["labels"][row]
     columns = sorted({0, len(inputs) // 2, len(inputs) - 1})
     for column in columns:
@@ -180,8 +181,8 @@ def _end_documents(batch: Batch, row: int, end_of_document: int) -> None:
 
 
 def check_reach(borders: Borders, plan: Plan, batches: Sequence[Tensors], evaluation: Sequence[Tensors]) -> Check:
-    """Every slice end of the plan was trained on, as input and as counted label, where there is room for them. The
-    detail says how many rows the held-out batches reached beside."""
+    """Check that training covered every slice end of the plan, as input and as counted label, where there is room. The
+    detail adds the number of rows that the held-out batches covered."""
     inputs, labels = _ids(batches, "input_ids"), _ids(batches, "labels") - {IGNORED}
     ends = plan_ends(plan, borders.vocab_size)
     missed = sorted(ends - (inputs & labels))
@@ -203,12 +204,12 @@ def _edge_positions(kind: int, edges: Sequence[int], length: int) -> list[int]:
 
 
 def _rounding_of_scale(count: int) -> float:
-    """How far, relatively, bfloat16 is from one over `count`."""
+    """Relative rounding error of 1 / `count` in bfloat16."""
     scale = torch.tensor(1.0 / max(1, count), dtype=torch.float64)
     return abs(float(scale.bfloat16()) - float(scale)) / float(scale)
 
 
 def _chunks(size: int, degree: int) -> Iterator[tuple[int, int]]:
-    """(begin, size) of the runs of ceil(size / degree) rows that are not empty."""
+    """(begin, size) of the non-empty chunks of ceil(size / degree) rows."""
     chunk = -(-size // degree)
     return ((begin, min(chunk, size - begin)) for begin in range(0, size, chunk or 1))

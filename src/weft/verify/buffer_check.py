@@ -1,11 +1,9 @@
-"""Buffers that forwards change: equal on every rank that has them, and those of one process over the same rows.
+"""Check of the buffers that forwards change: equal on every rank that has them, and equal to those of one process.
 
-Where updates are delayed the reference keeps none, and equality alone is judged.
+With delayed updates the reference has no buffers, and only the equality between ranks is checked.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
 
 from weft.verify.checks import check_tensors
 from weft.verify.evidence import Evidence
@@ -17,13 +15,15 @@ NAME, RULE = "buffers", 11
 
 def check_buffers(truth: RunTrace, same: RunTrace, found: Evidence, *, step: int, noise_share: float) -> Check:
     if not found.buffers and not truth.buffers:
-        return Check.passed(NAME, "no forward changes any")
-    odd = _odd(found.buffer_digests)
-    if odd is not None:
-        finding = Finding(rule=RULE, parameter=odd, expected="equal bits on every rank", found="other bits on some")
+        return Check.passed(NAME, "no forward changes a buffer")
+    differing = next((name for name, by_rank in found.buffer_digests.items() if len(set(by_rank)) > 1), None)
+    if differing is not None:
+        finding = Finding(
+            rule=RULE, parameter=differing, expected="equal bits on every rank", found="different bits on some ranks"
+        )
         return Check.failed(NAME, finding)
     if not truth.buffers:
-        return Check.passed(NAME, f"{len(found.buffers)} that forwards change, equal bits on every rank")
+        return Check.passed(NAME, f"{len(found.buffers)} changed by forwards, equal bits on every rank")
     near = {**_numbers(truth.buffers), **_numbers(same.buffers)}
     check, _ = check_tensors(
         NAME, _numbers(truth.buffers), near, _numbers(found.buffers),
@@ -32,10 +32,6 @@ def check_buffers(truth: RunTrace, same: RunTrace, found: Evidence, *, step: int
     return check
 
 
-def _odd(digests: Mapping[str, Sequence[int]]) -> str | None:
-    return next((name for name, by_rank in digests.items() if len(set(by_rank)) > 1), None)
-
-
 def _numbers(buffers: Tensors) -> Tensors:
-    """Counters and flags too."""
+    """Buffers in float64, counters and flags included."""
     return {name: value.double() for name, value in buffers.items()}

@@ -1,7 +1,7 @@
-"""The judgements: evidence against the reference, one function a check. Each names the first wrong thing it sees.
+"""Checks with a bound: evidence against the reference, one function per check. Each names the first wrong value.
 
 `truth` is the float64 reference, `same` the one-process run in the plan's own precision, `found` the plan's evidence.
-What is not a number within a bound (dtypes, collectives, rows, replicas) is judged in `facts`.
+Checks without a bound (dtypes, collectives, rows, replicas) are in `facts`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def check_scalars(
     drifts: Sequence[float] | None = None,
     least: tuple[float, float] = (0.0, 0.0),
 ) -> Check:
-    """A series of losses or norms, step by step; `steps` numbers them where they are not 1, 2, 3 and so on.
+    """Check a series of losses or norms, step by step; `steps` gives their numbers if they are not 1, 2, 3, ….
 
-    `drifts` is what is allowed beside the bound, one for each value; `least` see `envelope`.
+    `drifts` is added to the bound of each value; for `least` see `envelope`.
     """
     if len(found) != len(truth):
         finding = Finding(rule=rule, expected=f"{len(truth)} values", found=f"{len(found)} values")
@@ -70,9 +70,9 @@ def check_tensors(
     drifts: Mapping[str, float] | None = None,
     noise_share: float = NOISE_SHARE,
 ) -> tuple[Check, Worst]:
-    """Every tensor by its 2-norm of differences; missing and extra ones are wrong too.
+    """Check every tensor by the 2-norm of its difference; missing and extra tensors fail too.
 
-    `drifts` is what is allowed beside the bound, by name.
+    `drifts` is added to the bound of each tensor, by name.
     """
     for key in sorted(set(truth) ^ set(found)):
         what = ("a value", "none") if key in truth else ("none", "a value")
@@ -106,7 +106,7 @@ def check_tensors(
 
 
 def check_same_bits(name: str, first: RunTrace, second: RunTrace, *, rule: int, detail: str) -> Check:
-    """Two courses that must be equal in every bit."""
+    """Check that two runs are equal in every bit."""
     for what, left, right in (("loss", first.losses, second.losses), ("gradient norm", first.norms, second.norms)):
         for step, (expected, value) in enumerate(zip(left, right, strict=True), start=1):
             if expected != value and not (math.isnan(expected) and math.isnan(value)):
@@ -137,7 +137,7 @@ def _tensor_finding(
     owners: Mapping[str, list[tuple[int, int]]] | None,
     describe: Coordinates | None,
 ) -> Finding:
-    """The element that is furthest off, and the rank that holds it."""
+    """The element with the largest difference, and the rank that holds it."""
     if found.shape != right.shape:
         return Finding(
             rule=rule, step=step, parameter=key, expected=f"shape {tuple(right.shape)}", found=str(tuple(found.shape))
@@ -155,7 +155,7 @@ def _tensor_finding(
         step=step,
         parameter=key,
         coordinates=place,
-        expected=f"{right.flatten()[flat].item():.6g} (whole tensor within {bound.allowed / norm:.1e} of its norm)",
+        expected=f"{right.flatten()[flat].item():.6g} (full tensor within {bound.allowed / norm:.1e} of its norm)",
         found=f"{found.flatten()[flat].item():.6g} (off by {distance_of(found, right) / norm:.1e})",
     )
 

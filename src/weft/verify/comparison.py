@@ -1,9 +1,9 @@
-"""A plan's evidence against the references: one check after the other, in the order of cause and effect.
+"""A plan's evidence against the references: the checks in the order of cause and effect.
 
     rows, initial weights, formats -> loss -> gradients -> norm -> update -> weights, states, replicas -> evaluation
 
-`truth` bounds every plan. In low precision `same` is the tight one: one process, the same roundings, up to the first
-update nothing but the order of float32 sums between them. Rank 0 alone compares.
+`truth` bounds every plan. In low precision `same` gives the tighter bound: one process with the same roundings; up to
+the first update the two differ only in the order of float32 sums. Only rank 0 compares.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from weft.verify.tolerances import (
     TERM_DRAWS,
     UNIT_ROUNDOFF,
     envelope,
-    parted_norm_bound,
+    first_norm_bound,
     scalar_drift,
     tensor_drift,
 )
@@ -60,7 +60,7 @@ class Comparison:
     found: Evidence
 
     def numbers(self) -> dict[str, Any]:
-        """The figures of the verdict that are told whether right or wrong."""
+        """The verdict's figures, reported whether the checks pass or fail."""
         truth, same, found = self.references.truth, self.references.same, self.found
         return {
             "loss_max_abs_diff": worst_scalars(truth.losses, found.losses, relative=False),
@@ -72,7 +72,7 @@ class Comparison:
         }
 
     def _replicated(self) -> tuple[str, ...]:
-        """What the plan would cut and does not: on tensor-parallel ranks where there are any, else on shards."""
+        """Parameters that the plan could shard and does not: on the tp axis if it has one, else on dp_shard."""
         if self.plan.mesh.tp > 1:
             return tuple(row.name for row in self.found.coverage if axes.TP not in row.sharded_axes)
         is_sharded = self.plan.data_parallel.zero > 0
@@ -86,14 +86,14 @@ class Comparison:
 
     def checks(self) -> list[Check]:
         truth, same, found = self.references.truth, self.references.same, self.found
-        parting = self.references.parting
+        allowance = self.references.allowance
         checks = [
             check_rows(self.exercise.batches, found.batches, describe_row=self._rank_of_row),
             check_initial(self.exercise.initial, found.initial, describe_owner=self._owner),
             check_dtypes(found.dtypes),
-            check_scalars("loss", truth.losses, same.losses, found.losses, rule=1, least=parting.losses),
+            check_scalars("loss", truth.losses, same.losses, found.losses, rule=1, least=allowance.losses),
             self._gradients(truth, same, dtype=self.plan.precision.policy().weights)[0],
-            check_scalars("gradient norm", truth.norms, same.norms, found.norms, rule=2, least=parting.norms),
+            check_scalars("gradient norm", truth.norms, same.norms, found.norms, rule=2, least=allowance.norms),
             *self._rounded_updates(),
             self._first_update(truth, same),
             self._weights(truth, same)[0],
@@ -108,7 +108,7 @@ class Comparison:
                 steps=[1, self.steps],
                 least=self.references.evaluation_least,
             ),
-            check_buffers(truth, same, found, step=self.steps, noise_share=parting.update),
+            check_buffers(truth, same, found, step=self.steps, noise_share=allowance.update),
         ]
         if self.references.reordered is not None:
             checks.append(self._same_precision(self.references.reordered))
@@ -123,7 +123,7 @@ class Comparison:
         )  # fmt: skip
 
     def _gradient_drifts(self) -> dict[str, float]:
-        """Where ranks round the terms of a sum, gradients part before any update, and so do a router's choices."""
+        """Extra bounds where ranks round the terms of a sum: gradients and router choices differ before any update."""
         truth, same = self.references.truth.first_gradients, self.references.same.first_gradients
         return {
             key: tensor_drift(
@@ -149,10 +149,11 @@ class Comparison:
         return [check_updates(how, self.found.initial, self.found.updates)]
 
     def _first_update(self, right: RunTrace, near: RunTrace) -> Check:
-        """Against the truth's. Where gradients part at once it is judged from the plan's own: Adam moves a weight whose
-        gradient is noise by the full rate either way, and of a norm's 32 weights one is a third of the update."""
-        expected, rounded, share = right.first_weights, near.first_weights, self.references.parting.update
-        if self.references.parting.is_at_once and not self._updates_otherwise:
+        """Check the first update against the truth's. Where gradients differ from the start it is recomputed from the
+        plan's own: Adam moves a weight whose gradient is noise by the full rate in either direction, and one of a
+        norm's 32 weights is a third of the update."""
+        expected, rounded, share = right.first_weights, near.first_weights, self.references.allowance.update
+        if self.references.allowance.is_at_once and not self._has_own_update:
             expected = rounded = one_update(self.exercise, self._own_gradients())
             share = NOISE_SHARE
         check, _ = check_tensors(
@@ -162,7 +163,7 @@ class Comparison:
         return check
 
     def _own_gradients(self) -> Tensors:
-        """The plan's first ones. What is missing, or of another shape, is a finding of its own: here the truth's."""
+        """The plan's first gradients. A missing or misshapen one fails elsewhere; here the truth's replaces it."""
         truth, found = self.references.truth.first_gradients, self.found.first_gradients
         return {
             key: found[key] if key in found and found[key].shape == value.shape else value
@@ -170,23 +171,22 @@ class Comparison:
         }
 
     @property
-    def _updates_otherwise(self) -> bool:
-        """Than torch's optimizer at the end of a step: weights that rest in bfloat16 have a check of their own."""
-        is_delayed = self.plan.mesh.pp > 1 and self.plan.pipeline.never_drains
-        return is_delayed or plan_precision(self.plan, self.train).rounds_weights
+    def _has_own_update(self) -> bool:
+        """Whether the update is not torch's optimizer at the end of a step. bfloat16 weights have their own check."""
+        return self.plan.has_delayed_updates or plan_precision(self.plan, self.train).rounds_weights
 
     def _weights(self, right: RunTrace, near: RunTrace, *, drifts: Drifts = None) -> tuple[Check, Worst]:
         parameters = {key: value for key, value in self.found.weights.items() if key in self.found.initial}
         return check_tensors(
             "weights", right.weights, near.weights, parameters, rule=2, dtype="float32", step=self.steps,
             initial=right.initial, owners=self.found.owners, describe_rank=self._describe, drifts=drifts,
-            noise_share=self.references.parting.update,
+            noise_share=self.references.allowance.update,
         )  # fmt: skip
 
     def _states(self, right: RunTrace, near: RunTrace, *, drifts: Drifts = None) -> Check:
         owners = {key: self.found.owners.get(key.rpartition(".")[0], []) for key in self.found.optimizer}
-        if self.references.parting.is_at_once:  # weights that parted have other gradients
-            share, given = self.references.parting.update, drifts or {}
+        if self.references.allowance.is_at_once:  # different weights have different gradients
+            share, given = self.references.allowance.update, drifts or {}
             drifts = {key: given.get(key, 0.0) + share * norm_of(value) for key, value in right.optimizer.items()}
         check, _ = check_tensors(
             "optimizer state", right.optimizer, near.optimizer, self.found.optimizer, rule=2, dtype="float32",
@@ -195,17 +195,17 @@ class Comparison:
         return check
 
     def _same_precision(self, reordered: RunTrace) -> Check:
-        """Against one process in the plan's own precision, within what another order of sums does to it."""
-        is_at_once = self.references.parting.is_at_once
-        parts = self._first_step_alike(reordered) if is_at_once else self._all_alike(reordered)
-        for part in parts:
-            if part.finding is not None:
-                place = ", ".join(text for text in (part.name, part.finding.coordinates) if text)
-                return Check.failed("same precision", replace(part.finding, rule=6, coordinates=place))
+        """Check against one process in the plan's own precision, within the effect of another order of sums."""
+        is_at_once = self.references.allowance.is_at_once
+        checks = self._first_step_checks(reordered) if is_at_once else self._all_step_checks(reordered)
+        for check in checks:
+            if check.finding is not None:
+                place = ", ".join(text for text in (check.name, check.finding.coordinates) if text)
+                return Check.failed("same precision", replace(check.finding, rule=6, coordinates=place))
         what = "the first step" if is_at_once else "losses, gradients, weights and states"
-        return Check.passed("same precision", f"{what} of one process", margin=max(part.margin for part in parts))
+        return Check.passed("same precision", f"{what} of one process", margin=max(check.margin for check in checks))
 
-    def _all_alike(self, reordered: RunTrace) -> list[Check]:
+    def _all_step_checks(self, reordered: RunTrace) -> list[Check]:
         truth, same, found = self.references.truth, self.references.same, self.found
         every, ends = list(range(1, self.steps + 1)), [1, self.steps]
 
@@ -213,7 +213,7 @@ class Comparison:
             low = getattr(same, key)
             drifts = self._scalar_drifts(getattr(truth, key), low)
             if steps is every:
-                drifts[0] = 0.0  # before any update there is nothing to flip
+                drifts[0] = 0.0  # no rounding can flip before the first update
             near, value = getattr(reordered, key), getattr(found, key)
             return check_scalars(what, low, near, value, rule=6, steps=steps, drifts=drifts)
 
@@ -226,26 +226,31 @@ class Comparison:
             scalars("evaluation", "eval_losses", ends),
         ]
 
-    def _first_step_alike(self, reordered: RunTrace) -> list[Check]:
-        """Where ranks round the terms of a sum, runs part at once; after an update the truth alone is a yardstick."""
-        truth, same, found, parting = self.references.truth, self.references.same, self.found, self.references.parting
+    def _first_step_checks(self, reordered: RunTrace) -> list[Check]:
+        """Checks where ranks round the terms of a sum: runs differ from the start, later steps have only the truth."""
+        truth, same, found, allowance = (
+            self.references.truth,
+            self.references.same,
+            self.found,
+            self.references.allowance,
+        )
 
         low = same.losses[:1]
         drifts = self._scalar_drifts(truth.losses[:1], low)
         loss = check_scalars(
-            "loss", low, reordered.losses[:1], found.losses[:1], rule=6, drifts=drifts, least=parting.losses
+            "loss", low, reordered.losses[:1], found.losses[:1], rule=6, drifts=drifts, least=allowance.losses
         )
         gradients, _ = self._gradients(same, reordered, drifts=self._gradient_drifts())
-        return [loss, gradients, self._first_norm_alike()]
+        return [loss, gradients, self._first_norm()]
 
-    def _first_norm_alike(self) -> Check:
+    def _first_norm(self) -> Check:
         same, found, own = self.references.same, self.found, self._own_gradients()
         gaps = [distance_of(own[key], value) for key, value in same.first_gradients.items()]
-        bound = parted_norm_bound(
+        bound = first_norm_bound(
             size=same.norms[0],
             gap=math.hypot(*gaps),
             along=found.norms[0] - same.norms[0],
-            parting=self.references.parting,
+            allowance=self.references.allowance,
             roundoff=self._roundoff(),
         )
         return check_scalar("gradient norm", same.norms[0], found.norms[0], bound, rule=6, step=1)
@@ -270,14 +275,14 @@ class Comparison:
         }
 
     def _routed_update(self, key: str, low: torch.Tensor) -> float:
-        """How far training moved a weight, or a state that began at zero, in a model whose router chooses experts."""
+        """Distance that training moved a weight, or a state that began at zero; 0 in a model without experts."""
         initial = self.exercise.initial
         if not has_experts(self.exercise):
             return 0.0
         return distance_of(low, initial[key]) if key in initial else norm_of(low)
 
     def _roundoff(self) -> float:
-        """Of the coarsest format that takes part."""
+        """Unit roundoff of the coarsest dtype in use."""
         precision = plan_precision(self.plan, self.train)
         compute = UNIT_ROUNDOFF[str(precision.compute).removeprefix("torch.")]
         codes = CODE_ROUNDOFF if precision.has_8bit_moments else 0.0

@@ -1,11 +1,11 @@
-"""The reference of a pipeline that does not drain: one process that carries out the same delayed updates, in turn.
+"""The reference of a pipeline without flushes: one process that makes the same delayed updates one after another.
 
-    pipedream       micro-batch k is an update of its own; stage s of p reads the weights of p-1-s updates before, and
+    pipedream       each micro-batch is one update; stage s of p reads the weights of p-1-s updates before, and
                     clips its own gradient. With vertical sync every stage reads those of p-1 updates before
-    pipedream_2bw   a step is an update; it reads the weights of the step before
+    pipedream_2bw   a step is one update; it reads the weights of the step before
 
-Delays are counted from the last restart, before which nothing is read. WeightStash are whole copies in a list: what a
-stage stashes, and when, is the engine's affair.
+Delays are counted from the last restart; no older weights are read. Weight versions are full copies in a list: the
+engine's weight stash is not used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from weft.verify.reference import (
 
 @dataclass(frozen=True, kw_only=True)
 class Delay:
-    """Of a plan. `stage_of` is by parameter; it takes no part in comparisons, since a plan decides it."""
+    """Update delays of a plan. `stage_of` is keyed by parameter and not compared: the plan determines it."""
 
     schedule: str
     vertical_sync: bool
@@ -52,8 +52,8 @@ class Delay:
 
     @staticmethod
     def of(plan: Plan, model: nn.Module) -> Delay | None:
-        """None where a plan's updates wait for the whole step."""
-        if plan.mesh.pp == 1 or not plan.pipeline.never_drains:
+        """None for a plan that updates once at the end of a step."""
+        if not plan.has_delayed_updates:
             return None
         layout = describe(model)
         split = split_model(model, layout, num_stages=plan.mesh.pp, sizes=plan.pipeline.blocks)
@@ -70,23 +70,23 @@ class Delay:
 
     @property
     def is_each(self) -> bool:
-        """Whether every micro-batch is an update, and every stage clips by itself."""
+        """Whether every micro-batch is an update and every stage clips its own gradients."""
         return self.schedule == "pipedream"
 
     @property
-    def told_after(self) -> int:
-        """Steps until a norm is told."""
+    def norm_delay_steps(self) -> int:
+        """Steps until a step's norm is reported."""
         return -(-(self.num_stages - 1) // self.num_microbatches)
 
     def lag(self, name: str) -> int:
-        """Updates between the weights that are read and the newest, once there have been so many."""
+        """Updates between the weights that are read and the newest ones, after warm-up."""
         if not self.is_each:
             return 1
         last = self.num_stages - 1
         return last if self.vertical_sync else last - self.stage_of[name]
 
     def microbatches(self, num_rows: int) -> Iterator[list[range]]:
-        """The rows of every micro-batch, of one data-parallel rank after the other."""
+        """The rows of every micro-batch: one range per data-parallel rank."""
         own = num_rows // self.dp_degree
         size = own // self.num_microbatches
         for index in range(self.num_microbatches):
@@ -95,18 +95,18 @@ class Delay:
 
 
 def run_delayed(
-    build: Callable[[], nn.Module], exercise: Exercise, precision: ReferencePrecision, cut: BatchSplit, delay: Delay
+    build: Callable[[], nn.Module], exercise: Exercise, precision: ReferencePrecision, split: BatchSplit, delay: Delay
 ) -> RunTrace:
-    """As `run_reference`, with the delays of a pipeline."""
-    return _Run(build(), exercise, precision, cut, delay).course()
+    """Train as `run_reference` does, with the delays of a pipeline."""
+    return _DelayedRun(build(), exercise, precision, split, delay).run()
 
 
-class _Run:
+class _DelayedRun:
     def __init__(
-        self, model: nn.Module, exercise: Exercise, precision: ReferencePrecision, cut: BatchSplit, delay: Delay
+        self, model: nn.Module, exercise: Exercise, precision: ReferencePrecision, split: BatchSplit, delay: Delay
     ) -> None:
-        self._model, self._aliases = prepare(model, precision, cut)
-        self._exercise, self._precision, self._cut, self._delay = exercise, precision, cut, delay
+        self._model, self._aliases = prepare(model, precision, split)
+        self._exercise, self._precision, self._split, self._delay = exercise, precision, split, delay
         self._device = next(model.parameters()).device
         self._masters = {
             name: nn.Parameter(
@@ -115,12 +115,12 @@ class _Run:
             for name, value in exercise.initial.items()
         }
         self._trained = {name: master for name, master in self._masters.items() if master.requires_grad}
-        self._optimizer = plain_optimizer(list(self._trained.values()), exercise.train, is_fused=cut.is_reordered)
+        self._optimizer = plain_optimizer(list(self._trained.values()), exercise.train, is_fused=split.is_reordered)
         self._versions: list[Tensors] = [self._snapshot()]  # since the last restart
-        self._course = RunTrace(initial=exercise.initial)
+        self._trace = RunTrace(initial=exercise.initial)
 
-    def course(self) -> RunTrace:
-        exercise, course = self._exercise, self._course
+    def run(self) -> RunTrace:
+        exercise, trace = self._exercise, self._trace
         evaluation = [moved(batch, self._device) for batch in exercise.evaluation]
         norms: list[float] = []
         for step, batch in enumerate(exercise.batches):
@@ -128,30 +128,30 @@ class _Run:
                 group["lr"] = exercise.rates[step]
             loss, squares = self._step(step, moved(batch, self._device))
             norms.append((sum(squares) / len(squares)) ** 0.5)
-            course.losses.append(loss)
-            told = step if step in exercise.prompt else step - self._delay.told_after
-            is_known = told >= 0 and (told == step or told not in exercise.prompt)
-            course.norms.append(norms[told] if is_known else 0.0)
+            trace.losses.append(loss)
+            reported = step if step in exercise.undelayed else step - self._delay.norm_delay_steps
+            is_known = reported >= 0 and (reported == step or reported not in exercise.undelayed)
+            trace.norms.append(norms[reported] if is_known else 0.0)
             if step == 0:
-                course.first_weights = on_host(self._masters)
+                trace.first_weights = on_host(self._masters)
             if step in (0, len(exercise.batches) - 1):
                 copy_weights(self._model, self._masters, self._aliases)
-                course.eval_losses.append(evaluate(self._model, evaluation))
+                trace.eval_losses.append(evaluate(self._model, evaluation))
             if step in exercise.restarts:
                 self._versions = [self._snapshot()]
-        course.weights = on_host(self._masters)
-        course.optimizer = on_host(states_of(self._optimizer, self._trained))
-        return course
+        trace.weights = on_host(self._masters)
+        trace.optimizer = on_host(states_of(self._optimizer, self._trained))
+        return trace
 
     def _step(self, step: int, batch: Batch) -> tuple[float, list[float]]:
-        """The mean token loss of a step, and the squared norms of its updates."""
+        """Run one step; return its mean token loss and the squared norms of its updates."""
         count_of_step = _count(batch["labels"])
-        total, squares, is_prompt = 0.0, [], step in self._exercise.prompt
-        is_each = self._delay.is_each and not is_prompt
+        total, squares, is_undelayed = 0.0, [], step in self._exercise.undelayed
+        is_each = self._delay.is_each and not is_undelayed
         parts = list(self._delay.microbatches(batch["labels"].shape[0]))
         for index in range(len(parts)):
             if is_each or index == 0:
-                self._read(is_prompt=is_prompt)
+                self._read(is_undelayed=is_undelayed)
             rows = torch.cat([batch["labels"][part.start : part.stop] for part in parts[index]])
             count = _count(rows) if is_each else count_of_step
             total += sum(
@@ -166,23 +166,23 @@ class _Run:
                     step=step,
                     count=count,
                 )
-                for part in (reversed(parts[index]) if self._cut.is_reordered else parts[index])
+                for part in (reversed(parts[index]) if self._split.is_reordered else parts[index])
             )
             if is_each or index == len(parts) - 1:
                 squares.append(self._update(by_stage=is_each))
         return total / count_of_step, squares
 
-    def _read(self, *, is_prompt: bool) -> None:
-        """The model gets the weights that are read now."""
+    def _read(self, *, is_undelayed: bool) -> None:
+        """Copy the weight versions that this update reads into the model."""
         newest = len(self._versions) - 1
-        lags = {name: 0 if is_prompt else self._delay.lag(name) for name in self._masters}
+        lags = {name: 0 if is_undelayed else self._delay.lag(name) for name in self._masters}
         read = {name: self._versions[max(0, newest - lag)][name] for name, lag in lags.items()}
         copy_weights(self._model, read, self._aliases)
 
     def _update(self, *, by_stage: bool) -> float:
         groups = [list(self._trained)]
-        if not self._course.first_gradients:
-            self._course.first_gradients = on_host(
+        if not self._trace.first_gradients:
+            self._trace.first_gradients = on_host(
                 {name: master.grad for name, master in self._trained.items() if master.grad is not None}
             )
         if by_stage:
@@ -197,7 +197,7 @@ class _Run:
             round_moments(self._optimizer, self._trained.values())
         self._optimizer.zero_grad()
         self._versions.append(self._snapshot())
-        if len(self._versions) > self._delay.num_stages + 1:  # nobody is so late
+        if len(self._versions) > self._delay.num_stages + 1:  # no stage reads older weights
             self._versions[-self._delay.num_stages - 2] = {}
         return square
 

@@ -1,7 +1,7 @@
-"""8-bit moments in one process, plainly: torch's own AdamW, its moments rounded to 8 bits after every step.
+"""8-bit moments of the reference: torch's own AdamW, its moments rounded to 8 bits after every step.
 
-Which moments are rounded, and in which blocks, is a definition taken from the engine; codes and their meaning are
-torchao's. Nothing here is sharded and no code is kept: a moment stays a float tensor that holds only coded values.
+The engine defines the moments that are rounded and their block size; torchao defines the codes. Nothing here is sharded
+and no code is stored: a moment stays a float tensor that holds only representable values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CODES, SCALES = ".codes", ".scales"
 
 @torch.no_grad()
 def round_moments(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Both moments of every large parameter, as if they had been written to 8 bits and read back."""
+    """Round both moments of every large parameter as if they had been stored in 8 bits and read back."""
     from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
 
     for parameter in parameters:
@@ -36,7 +36,7 @@ def round_moments(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> N
 
 
 def decode_moments(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A checkpoint's optimizer tensors with every pair of codes and scales as the moment they stand for."""
+    """A checkpoint's optimizer tensors, every pair of codes and scales decoded to its moment."""
     decoded = {key: value for key, value in state.items() if not key.endswith((CODES, SCALES))}
     for key in (key.removesuffix(CODES) for key in state if key.endswith(CODES)):
         is_signed = IS_SIGNED[key.rpartition(".")[2]]

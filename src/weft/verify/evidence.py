@@ -1,4 +1,4 @@
-"""What a plan really computes, gathered to whole tensors. It runs the engine as training does; it judges nothing.
+"""Evidence: the values that a plan computes, gathered to full tensors. Runs the engine as training does; no judgement.
 
 Every function here is collective: all ranks call it, rank 0 keeps the tensors.
 """
@@ -30,34 +30,34 @@ from weft.verify.expected_tp import ExpectedTP
 from weft.verify.low_update import LowPrecisionStep
 from weft.verify.reference import RunTrace, Tensors
 
-BESIDE = ("small", BUFFERS)  # collectives that are no traffic of the layout
-LOW_UPDATES = 2  # that are kept where they round: the first has no moments before it
+BESIDE = ("small", BUFFERS)  # collectives that do not belong to the layout
+LOW_UPDATES = 2  # recorded updates of an optimizer that rounds: the first has no moments before it
 
 
 @dataclass(kw_only=True)
 class Evidence(RunTrace):
-    """A course with what only a plan has: its rows, dtypes, collectives, coverage and who owns which rows."""
+    """A run trace with the plan's own facts: rows, dtypes, collectives, coverage and the owner of each row."""
 
     batches: list[Tensors] = field(default_factory=list)  # the global batch of every step, as the ranks held it
     dtypes: list[DtypeRecord] = field(default_factory=list)
     collectives: dict[str, int] = field(default_factory=dict)
     coverage: list[ParameterRecord] = field(default_factory=list)
-    own: list[ParameterRecord] = field(default_factory=list)  # of the coverage, what rank 0's stages have
+    own: list[ParameterRecord] = field(default_factory=list)  # coverage of rank 0's stages
     units: int = 0
-    num_in_float8: int = 0  # weights that are gathered so
+    num_in_float8: int = 0  # weights that are all-gathered in float8
     pipeline: ExpectedP2P | None = None
     tensors: ExpectedTP | None = None  # under tensor parallelism
     owners: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # rows of dim 0 by rank
-    digests: dict[str, list[int]] = field(default_factory=dict)  # of every whole tensor at the end, by rank
-    buffer_digests: dict[str, list[int]] = field(default_factory=dict)  # of those that forwards change, by rank
-    updates: list[LowPrecisionStep] = field(default_factory=list)  # the first ones, where the update itself rounds
+    digests: dict[str, list[int]] = field(default_factory=dict)  # of every full tensor at the end, by rank
+    buffer_digests: dict[str, list[int]] = field(default_factory=dict)  # of buffers that forwards change, by rank
+    updates: list[LowPrecisionStep] = field(default_factory=list)  # the first ones, if the optimizer rounds
 
 
 def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], evaluation: Sequence[Batch]) -> Evidence:
-    """Train over this rank's batches and gather everything the checks look at."""
+    """Train on this rank's batches and gather everything that the checks read."""
     evidence = Evidence(
-        batches=_whole_batches(batches, engine),
-        initial=_whole_of(engine, dict(engine.model.named_parameters())),
+        batches=_global_batches(batches, engine),
+        initial=_full_tensors(engine, dict(engine.model.named_parameters())),
         coverage=_coverage(engine),
         own=engine.coverage(),
         units=len(engine.layout.units),
@@ -69,14 +69,14 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
     def keep(gradients: Mapping[str, torch.Tensor]) -> None:
         is_kept = _rounds(engine) and len(evidence.updates) < LOW_UPDATES
         if not evidence.first_gradients or is_kept:
-            whole_gradients = _whole_of(engine, gradients)
-            evidence.first_gradients = evidence.first_gradients or whole_gradients
-            evidence.updates += [LowPrecisionStep(gradients=whole_gradients)] if is_kept else []
+            full_gradients = _full_tensors(engine, gradients)
+            evidence.first_gradients = evidence.first_gradients or full_gradients
+            evidence.updates += [LowPrecisionStep(gradients=full_gradients)] if is_kept else []
 
     engine.on_gradients = keep
     last = len(batches) - 1
     for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
-        if step == last:  # by then DDP has rebuilt its buckets
+        if step == last:  # DDP has rebuilt its buckets before it
             engine.on_gradients = None
             with CollectiveObserver() as seen:
                 record = engine.step(batch, learning_rate=rate)
@@ -89,17 +89,19 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
             _keep_update(evidence.updates[step], engine, record.grad_norm)
         if step == 0:
             engine.drain()
-            evidence.first_weights = _whole_of(engine, dict(engine.model.named_parameters()))
-        if step in (0, last):  # after the first: what an evaluation leaves behind must not change the steps that follow
+            evidence.first_weights = _full_tensors(engine, dict(engine.model.named_parameters()))
+        if step in (0, last):  # after the first: state left by an evaluation must not change later steps
             evidence.eval_losses.append(engine.evaluate(evaluation).loss)
     engine.on_gradients = None
     evidence.tensors = ExpectedTP.of(engine, batches[last])
     evidence.dtypes = engine.dtypes()
-    state = _over_stages(engine, {key: whole(value, engine) for key, value in engine.state().items()})
-    evidence.weights = _part(state, MODEL)
-    evidence.optimizer = decode_moments(_part(state, OPTIMIZER))
+    state = _over_stages(engine, {key: full_tensor(value, engine) for key, value in engine.state().items()})
+    evidence.weights = _with_prefix(state, MODEL)
+    evidence.optimizer = decode_moments(_with_prefix(state, OPTIMIZER))
     evidence.digests = _digests(state, device=engine.device)
-    evidence.buffers = _over_stages(engine, {name: whole(value) for name, value in engine.buffer_sync.values().items()})
+    evidence.buffers = _over_stages(
+        engine, {name: full_tensor(value) for name, value in engine.buffer_sync.values().items()}
+    )
     evidence.buffer_digests = _owned_digests(engine)
     return evidence
 
@@ -109,28 +111,29 @@ def _rounds(engine: Engine) -> bool:
 
 
 def _keep_update(update: LowPrecisionStep, engine: Engine, norm: float) -> None:
-    state = _over_stages(engine, {key: whole(value, engine) for key, value in engine.state().items()})
-    update.norm, update.weights, update.states = norm, _part(state, MODEL), _part(state, OPTIMIZER)
+    state = _over_stages(engine, {key: full_tensor(value, engine) for key, value in engine.state().items()})
+    update.norm, update.weights, update.states = norm, _with_prefix(state, MODEL), _with_prefix(state, OPTIMIZER)
 
 
-def whole(tensor: torch.Tensor, engine: Engine | None = None) -> torch.Tensor:
-    """The global tensor on the host, as a copy that later steps do not change. All ranks that have it call."""
+def full_tensor(tensor: torch.Tensor, engine: Engine | None = None) -> torch.Tensor:
+    """A copy of the global tensor on the host. Collective over the ranks that have it."""
     if isinstance(tensor, ShardTensor):
         return _assemble(tensor, engine.topology.stage_group if engine is not None else None)
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().to("cpu", copy=True)
 
 
-def _whole_of(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Parameters or their gradients, by name; of all stages."""
+def _full_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Full parameters or gradients of all stages, by name."""
     found = {
-        name: whole(as_shard(tensor.detach(), engine.shards.get(name)), engine) for name, tensor in tensors.items()
+        name: full_tensor(as_shard(tensor.detach(), engine.shards.get(name)), engine)
+        for name, tensor in tensors.items()
     }
     return _over_stages(engine, {name: value for name, value in found.items() if name not in engine.layout.copies})
 
 
 def _over_stages(engine: Engine, mine: dict[str, Any]) -> dict[str, Any]:
-    """What the stages of this rank's pipeline have, together."""
+    """Merge the dicts of all stages of this rank's pipeline."""
     topology = engine.topology
     if topology.pp_degree == 1:
         return mine
@@ -145,7 +148,7 @@ def _coverage(engine: Engine) -> list[ParameterRecord]:
 
 
 def _assemble(shard: ShardTensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Every rank's chunks in their places; this rank's own last, so that copies that differ show in its digest."""
+    """Assemble the full tensor from every rank's chunks; its own last, so that its digest shows a difference."""
     held: list[Any] = [None] * dist.get_world_size(group)
     own = (shard.chunks, shard.local.cpu())
     dist.all_gather_object(held, own, group=group)
@@ -156,12 +159,12 @@ def _assemble(shard: ShardTensor, group: dist.ProcessGroup | None) -> torch.Tens
     return made
 
 
-def _part(state: Tensors, prefix: str) -> Tensors:
+def _with_prefix(state: Tensors, prefix: str) -> Tensors:
     return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
 
 
-def _whole_batches(batches: Sequence[Batch], engine: Engine) -> list[Tensors]:
-    """Every data-parallel rank's rows of every step, one after the other by rank."""
+def _global_batches(batches: Sequence[Batch], engine: Engine) -> list[Tensors]:
+    """The global batch of every step: the rows of all data-parallel ranks in rank order."""
     gathered = {}
     for key in batches[0]:
         mine = torch.stack([batch[key] for batch in batches]).to(engine.device)
@@ -170,7 +173,7 @@ def _whole_batches(batches: Sequence[Batch], engine: Engine) -> list[Tensors]:
 
 
 def _owners(engine: Engine) -> dict[str, list[tuple[int, int]]]:
-    """Rows of dim 0 that each rank holds, for every parameter that not every rank has whole."""
+    """Rows of dim 0 that each rank holds, for every parameter that is not replicated on all ranks."""
     mine: dict[str, tuple[int, int]] = {}
     for name, parameter in engine.model.named_parameters():
         shard = engine.shards.get(name)
@@ -183,22 +186,24 @@ def _owners(engine: Engine) -> dict[str, list[tuple[int, int]]]:
 
 
 def _row_range(chunks: Sequence[Chunk]) -> tuple[int, int]:
-    """From the first row to the last of what a rank holds."""
+    """First and last row of a rank's chunks, as a half-open range."""
     ends = [(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in chunks]
     return min((begin for begin, _ in ends), default=0), max((end for _, end in ends), default=0)
 
 
 def _digests(state: Tensors, *, device: torch.device) -> dict[str, list[int]]:
-    """What each rank believes the whole tensors to be, in 62 bits each."""
+    """62-bit digests of the full tensors, by rank."""
     mine = torch.tensor([_digest(state[key]) for key in sorted(state)], dtype=torch.int64, device=device)
     tables = _gather(mine)
     return {key: [int(table[index]) for table in tables] for index, key in enumerate(sorted(state))}
 
 
 def _owned_digests(engine: Engine) -> dict[str, list[int]]:
-    """What each rank that has a buffer holds there."""
+    """Digests of the changed buffers, from each rank that has them."""
     held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, {name: _digest(whole(value)) for name, value in engine.buffer_sync.values().items()})
+    dist.all_gather_object(
+        held, {name: _digest(full_tensor(value)) for name, value in engine.buffer_sync.values().items()}
+    )
     names = dict.fromkeys(name for of_rank in held for name in of_rank)
     return {name: [of_rank[name] for of_rank in held if name in of_rank] for name in names}
 

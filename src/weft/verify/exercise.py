@@ -1,6 +1,6 @@
-"""What is trained to judge a plan: the global batches with what `borders` plants into them, rates, values.
+"""The exercise that a plan is judged by: global batches with the cases of `borders`, learning rates, initial values.
 
-Batches are whole here and shared by the plan's own loader there: the two must agree, which is part of the proof.
+The reference reads global batches, the plan's own loader reads each rank's rows; the two must agree, which is checked.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ LOSS_SCALE = 2.0**10
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The run under verification, opened: its corpus and its model, and where both sides compute.
+    """The run under verification: its corpus, its model and the device of both sides.
 
-    The device is part of the run: random initial values and dropout masks of a GPU are not a CPU's.
+    The device is part of the run: a GPU draws other initial values and dropout masks than a CPU.
     """
 
     run: RunSpec
@@ -52,7 +52,7 @@ class Subject:
 
     @functools.cached_property
     def borders(self) -> Borders:
-        """What the batches reach, whichever plan of so many ranks trains on them."""
+        """The planted cases, the same for every plan of `num_ranks`."""
         data = self.run.data
         return Borders(
             vocab_size=_vocab_size(self.skeleton(), self.corpus.vocab_size),
@@ -66,8 +66,10 @@ class Subject:
         return build_skeleton(self.config, attention=self.run.model.attention)
 
     def build(self) -> nn.Module:
-        """A plain model with real memory; its values are put in by the caller."""
-        skeleton = build_skeleton(copy.deepcopy(self.config), attention=self.run.model.attention)  # it may be changed
+        """A plain model with allocated memory; the caller fills in the values."""
+        skeleton = build_skeleton(
+            copy.deepcopy(self.config), attention=self.run.model.attention
+        )  # building may change it
         buffers = {name: buffer.clone() for name, buffer in skeleton.named_buffers()}
         model = skeleton.to_empty(device=self.device)
         with torch.no_grad():
@@ -99,8 +101,8 @@ class Subject:
         )
 
 
-def whole_exercise(subject: Subject, *, rates: Sequence[float], clip_norm: float) -> Exercise:
-    """The exercise as one process sees it."""
+def global_exercise(subject: Subject, *, rates: Sequence[float], clip_norm: float) -> Exercise:
+    """The exercise with global batches, for one process."""
     return Exercise(
         initial=subject.initial(),
         frozen=_frozen(subject),
@@ -117,10 +119,10 @@ def loop_exercise(
     *,
     steps: int,
     skipped: frozenset[int],
-    prompt: frozenset[int] = frozenset(),
+    undelayed: frozenset[int] = frozenset(),
     evaluation: Sequence[Tensors] = (),
 ) -> Exercise:
-    """What the training loop makes of the run by itself: its own batches, rates, clipping and checkpoints."""
+    """The exercise of the training loop: its own batches, rates, clipping and checkpoints."""
     loader, rows, train = subject.loader(), subject.run.train.global_batch, subject.run.train
     every = subject.run.checkpoint.every
     return Exercise(
@@ -132,8 +134,8 @@ def loop_exercise(
         train=train,
         clip_norm=train.clip_norm,
         skipped=skipped,
-        restarts=prompt | {step for step in range(steps) if every > 0 and (step + 1) % every == 0},
-        prompt=prompt,
+        restarts=undelayed | {step for step in range(steps) if every > 0 and (step + 1) % every == 0},
+        undelayed=undelayed,
     )
 
 
@@ -151,7 +153,7 @@ def training_batches(
 
 
 def evaluation_batches(subject: Subject, *, dp_rank: int = 0, dp_degree: int = 1) -> list[dict[str, torch.Tensor]]:
-    """Held-out batches, two at least, that reach every vocabulary row; the second has an empty tail."""
+    """Held-out batches, at least two, that cover every vocabulary row; the second has an empty tail."""
     loader = subject.loader(evaluation=True, dp_rank=dp_rank, dp_degree=dp_degree)
     rows = subject.run.train.global_batch
     first_row = dp_rank * (rows // dp_degree)
@@ -163,7 +165,7 @@ def evaluation_batches(subject: Subject, *, dp_rank: int = 0, dp_degree: int = 1
 
 
 def _vocab_size(model: Any, known: int) -> int:
-    """Rows that both the token table and the head have; `known`: where the model names neither."""
+    """Rows that both the embedding and the head have; `known` if the model has neither."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     sizes = [int(end.weight.shape[0]) for end in ends if getattr(end, "weight", None) is not None]
     return min(sizes, default=known)
@@ -187,20 +189,20 @@ def plan_precision(plan: Plan, train: TrainSpec) -> ReferencePrecision:
 
 
 def at_rest(exercise: Exercise, precision: ReferencePrecision) -> Exercise:
-    """The exercise from the values that the plan's weights begin with: the truth is not to begin elsewhere."""
+    """The exercise with the initial values as the plan stores them, so that the truth starts from the same."""
     if not precision.rounds_weights:
         return exercise
     return replace(exercise, initial={name: value.bfloat16() for name, value in exercise.initial.items()})
 
 
-def plan_cut(plan: Plan, train: TrainSpec) -> BatchSplit:
+def plan_split(plan: Plan, train: TrainSpec) -> BatchSplit:
     """The rows of one micro-batch of one rank."""
     rows = train.global_batch // (plan.mesh.dp_degree * plan.pipeline.microbatches)
     return BatchSplit(chunk_rows=max(1, rows), unties=plan.mesh.pp > 1)
 
 
-def joint_cut(plan: Plan, train: TrainSpec) -> BatchSplit:
-    """The rows of one micro-batch of all ranks: what a forward that changes buffers is to see."""
+def joint_split(plan: Plan, train: TrainSpec) -> BatchSplit:
+    """The rows of one micro-batch of all ranks: the input of a forward that changes buffers."""
     rows = max(1, train.global_batch // plan.pipeline.microbatches)
     return BatchSplit(chunk_rows=rows, ranks=plan.mesh.dp_degree, unties=plan.mesh.pp > 1)
 

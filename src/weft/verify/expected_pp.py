@@ -1,4 +1,4 @@
-"""What a pipeline's rank expected to send and receive in a step: its schedule says it, message by message."""
+"""Expected sends and receives of a pipeline rank per step, message by message from its schedule."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from weft.verify.expected_tp import ExpectedCollectives
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedP2P:
-    """Of one rank, in one step."""
+    """Messages of one rank in one step."""
 
     sends: int
     receives: int
-    num_stages: int  # that the rank has
-    shared_weights: int  # summed with another rank's copy
-    updates: int  # in a step
+    num_stages: int  # of this rank
+    shared_weights: int  # gradients summed with another rank's copy
+    updates: int  # per step
 
     @staticmethod
     def of(engine: Engine) -> ExpectedP2P | None:
@@ -28,7 +28,7 @@ class ExpectedP2P:
             return None
         runner = pipeline.schedule_runner
         place, schedule, ranks = runner.links.place, runner.schedule, runner.schedule.ranks
-        if isinstance(runner, NoFlushRunner):  # in a step that is full: nothing fills, nothing drains
+        if isinstance(runner, NoFlushRunner):  # a full step, without warm-up or drain
             ranks = runner.calls.actions(runner.calls.delay)
         targets = [
             (source, target)

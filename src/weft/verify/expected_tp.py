@@ -1,17 +1,17 @@
-"""What one-dimensional tensor parallelism expected to send in a step, from the model's layout alone: no observation.
+"""Expected collectives of one-dimensional tensor parallelism per step, derived from the model's layout alone.
 
 | per micro-batch        | forward                            | backward                       |
 | ---------------------- | ---------------------------------- | ------------------------------ |
-| a region               | all_reduce                         | all_reduce                     |
+| region                 | all_reduce                         | all_reduce                     |
 | … sequence parallel    | all_gather, reduce_scatter         | all_gather, reduce_scatter     |
-| … of experts           | its routing weights enter as well  |                                |
-| token table            | all_reduce                         |                                |
+| … of experts           | also gathers its routing weights   |                                |
+| embedding              | all_reduce                         |                                |
 | head                   | all_gather of logits, or the loss: 2 all_reduce | all_reduce        |
-| … fused with its loss  | 2 all_reduce a stretch of logits   | all_reduce                     |
-| ends of the stream     | all_gather (last block)            | all_gather (first block)       |
+| … fused with its loss  | 2 all_reduce per chunk of logits   | all_reduce                     |
+| sequence-parallel ends | all_gather (last block)            | all_gather (first block)       |
 
-Once a step: an all_reduce for each group of ranks that share gradients. Recompute repeats a block's forward, all but
-what follows the last tensor its backward needs.
+Once per step: an all_reduce for each group of ranks that share gradients. Recompute repeats a block's forward up to the
+last tensor that its backward needs.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from weft.engine.tp.gradients import ALONE_ELEMENTS
 from weft.models.tp.finder import text_config
 from weft.models.tp.layout import Region, TensorLayout
 
-ExpectedCollectives = dict[str, tuple[int, int]]  # (least, most) a step, by collective
-LOOPED = frozenset({"hrm_text"})  # blocks that are passed several times, as often as the config says
+ExpectedCollectives = dict[str, tuple[int, int]]  # (least, most) per step, by collective
+LOOPED = frozenset({"hrm_text"})  # blocks run several times, as often as the config says
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedTP:
-    """What decides the traffic of tensor parallelism on a rank. `layout` is none where it does not: a grid, a loop."""
+    """Facts that determine a rank's tp traffic. `layout` is None for grids and looped blocks, which are not checked."""
 
     layout: TensorLayout | None
-    is_loss_cut: bool
-    num_repeated: int  # of this rank's blocks: those that are computed again
+    is_loss_sharded: bool
+    num_repeated: int  # blocks of this rank that are recomputed
     is_partly_frozen: bool
-    shared_sums: int  # all-reduces of gradients that ranks have only shares of
-    kept: tuple[str, ...] = ()  # blocks that are not, beside others that are
-    fused_sums: int | None = None  # all-reduces of a loss fused with a head that is cut, in a step; None: it is not
-    passes: Mapping[str, int] = field(default_factory=dict)  # of regions that several blocks share, by name
-    begins: bool = True  # the stream of sequence parallel begins on this rank's stages
+    shared_sums: int  # all-reduces of gradients that are partial sums
+    kept: tuple[str, ...] = ()  # blocks that are not recomputed, where others are
+    fused_sums: int | None = None  # all-reduces per step of a fused loss over a sharded head; None: not fused
+    passes: Mapping[str, int] = field(default_factory=dict)  # forwards of regions that several blocks share, by name
+    begins: bool = True  # the sequence-parallel blocks begin on this rank's stages
     ends: bool = True
-    stages: int = 1  # that this rank has: the token table, where it is, is read for each of them
+    stages: int = 1  # of this rank: each of them reads the embedding, if it is here
 
     @staticmethod
     def of(engine: Engine, batch: Batch) -> ExpectedTP | None:
-        """`batch`: one of this rank's. After a step, which shows whether a model's code lets its logits be late."""
+        """Call after a step, which shows whether the model's code accepts lazy logits. `batch`: one of this rank's."""
         tp, pp = TPContext.of(engine), PipelineRuntime.of(engine)
         if tp is None:
             return None
         kept = _kept(engine)
         return ExpectedTP(
             layout=None if _is_looped(engine) else tp.layout,
-            is_loss_cut=tp.token_loss is not None,
+            is_loss_sharded=tp.token_loss is not None,
             fused_sums=_fused_sums(engine, batch),
             num_repeated=len(engine.layout.blocks) - len(kept),
             kept=kept,
@@ -77,7 +77,7 @@ class ExpectedTP:
         )
 
     def is_repeated(self, module: str) -> bool:
-        """Whether a module's forward is computed again."""
+        """Whether a module's forward is recomputed."""
         return self.num_repeated > 0 and not f"{module}.".startswith(tuple(f"{block}." for block in self.kept))
 
 
@@ -100,12 +100,12 @@ def expected_of_tp(
         tally.is_repeated = facts.num_repeated > 0
         tally.exits(ALL_GATHER, int(facts.ends))
         tally.backward(ALL_GATHER, int(facts.begins))
-    # the last thing a block sends, nothing of its backward waits for
+    # no backward needs the output of a block's last collective: recompute may skip it
     out = REDUCE_SCATTER if is_stream else ALL_REDUCE
     tally.least[out] = max(0, tally.least[out] - facts.num_repeated)
     _ends(tally, layout, facts)
-    cuts = plan.pipeline.microbatches
-    expected = {name: (tally.least[name] * cuts, tally.most[name] * cuts) for name in tally.most}
+    microbatches = plan.pipeline.microbatches
+    expected = {name: (tally.least[name] * microbatches, tally.most[name] * microbatches) for name in tally.most}
     sums = facts.shared_sums + (facts.fused_sums or 0)
     return added(expected, {ALL_REDUCE: (sums, sums)})
 
@@ -123,7 +123,7 @@ class _Tally:
     def __init__(self, *, may_lack_backward: bool) -> None:
         self.least: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
-        self.is_repeated = False  # the forward of the block at hand
+        self.is_repeated = False  # whether the current block is recomputed
         self._may_lack_backward = may_lack_backward
 
     @property
@@ -135,23 +135,23 @@ class _Tally:
         self.most[name] += count
 
     def in_block(self, name: str, least: int, most: int | None = None) -> None:
-        """In a forward that recompute repeats."""
+        """Count a collective of a block's forward, which recompute repeats."""
         self.least[name] += least * self._times
         self.most[name] += (least if most is None else most) * self._times
 
     def exits(self, name: str, count: int) -> None:
-        """At the end of a block, where a repetition stops before or after it."""
+        """Count a collective at the end of a block: recompute may stop before it."""
         self.least[name] += count
         self.most[name] += count * self._times
 
     def backward(self, name: str, least: int, most: int | None = None) -> None:
-        """What is frozen from its input on has no backward."""
+        """Count a collective of the backward, which is missing where everything before it is frozen."""
         self.least[name] += 0 if self._may_lack_backward else least
         self.most[name] += least if most is None else most
 
 
 def _is_used(region: Region, used: Collection[str]) -> bool:
-    """A decoder's attention over an encoder that is not there takes no shard."""
+    """Whether any parameter got a gradient: cross-attention without an encoder gets none."""
     names = (*(f"{linear.name}." for linear in region.linears), *(tensor.name for tensor in region.tensors))
     return _has_used(names, used)
 
@@ -162,10 +162,10 @@ def _has_used(prefix: str | tuple[str, ...], used: Collection[str]) -> bool:
 
 def _region(tally: _Tally, region: Region, *, is_stream: bool) -> None:
     has_experts = region.kind == "experts"
-    most = 2 if has_experts else 1  # hidden states; some experts are also given the weights of their tokens
+    most = 2 if has_experts else 1  # hidden states; some experts also take their tokens' routing weights
     exits = sum(linear.side == "row" for linear in region.linears) + (region.leaves_at is not None)
     if is_stream:
-        tally.in_block(ALL_GATHER, 1, most + has_experts)  # and the experts' numbers, which have no gradient
+        tally.in_block(ALL_GATHER, 1, most + has_experts)  # and the expert indices, which have no gradient
         tally.in_block(REDUCE_SCATTER, exits)
         tally.backward(REDUCE_SCATTER, 1, most)
         tally.backward(ALL_GATHER, exits)
@@ -182,14 +182,14 @@ def _ends(tally: _Tally, layout: TensorLayout, facts: ExpectedTP) -> None:
         tally.forward(ALL_REDUCE, facts.stages)
     if layout.head is not None:
         tally.backward(ALL_REDUCE, 1)
-        if facts.is_loss_cut and facts.fused_sums is None:
+        if facts.is_loss_sharded and facts.fused_sums is None:
             tally.forward(ALL_REDUCE, 2)  # the largest logit; then the sum and the label's logit
         elif facts.fused_sums is None:
             tally.forward(ALL_GATHER, 1)
 
 
 def _kept(engine: Engine) -> tuple[str, ...]:
-    """This rank's blocks that recompute leaves alone."""
+    """This rank's blocks that are not recomputed."""
     activations, blocks = engine.plan.activations, engine.all_blocks
     policies = block_policies(activations.policy, activations.mixture, num_blocks=len(blocks))
     left_alone = {name for name, policy in zip(blocks, policies, strict=True) if policy == "none"}
@@ -206,8 +206,8 @@ def _fused_sums(engine: Engine, batch: Batch) -> int | None:
     sizes = [
         part["labels"].numel() for part in split_rows(batch, engine.plan.pipeline.microbatches, must_be_equal=False)
     ]
-    stretches = [len(token_chunks(size, fused.own.most_tokens)) for size in sizes]
-    return 2 * sum(stretches)  # the largest of the ranks; then the sum and the label's logit
+    chunks = sum(len(token_chunks(size, fused.own.most_tokens)) for size in sizes)
+    return 2 * chunks  # the largest logit; then the sum and the label's logit
 
 
 def _is_looped(engine: Engine) -> bool:
@@ -215,7 +215,7 @@ def _is_looped(engine: Engine) -> bool:
 
 
 def _passes(engine: Engine) -> dict[str, int]:
-    """How many names each module has: a block that is used at several places is passed as often."""
+    """Names per module, where it has several: a shared block runs once per name."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, module in engine.model.named_modules(remove_duplicate=False):
         names[id(module)].append(name)
@@ -223,14 +223,15 @@ def _passes(engine: Engine) -> dict[str, int]:
 
 
 def _shared_sums(engine: Engine) -> int:
-    """All-reduces, but for tiny ones, of gradients shared over the tp axis: large ones alone, the rest a group each."""
+    """All-reduces of partial gradients over the tp axis, without tiny ones: one per large chunk, one per group for
+    the rest."""
     together: Counter[str] = Counter()
     alone = 0
     for name, parameter in engine.model.named_parameters():
         if not parameter.requires_grad or name not in engine.shards:
             continue
         groups = sorted({chunk.summed_over for chunk in engine.shards[name].chunks if chunk.summed_over is not None})
-        together.update(groups[:1])  # a mark of who has a gradient
+        together.update(groups[:1])  # one flag per parameter: whether the rank has a gradient
         for chunk in chunks_of(parameter, engine.shards[name]):
             if chunk.summed_over is not None and chunk.num_elements > ALONE_ELEMENTS:
                 alone += 1

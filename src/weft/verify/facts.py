@@ -1,4 +1,4 @@
-"""Judgements without a bound: rows, initial values, number formats, replicas, collectives. They are right or wrong."""
+"""Checks without a bound: rows, initial values, dtypes, replicas, collectives. Values are equal or wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = 4  # values of a wrong row that are shown
 
 
 def check_rows(right: Sequence[Batch], found: Sequence[Batch], *, describe_row: Callable[[int], str]) -> Check:
-    """Every row of every step is the one that (seed, step) alone decide, and labels are the tokens that follow."""
+    """Check that every row of every step is the one given by (seed, step), and that labels are the next tokens."""
     name = "data order"
     for step, (expected, batch) in enumerate(zip(right, found, strict=True), start=1):
         for key, values in expected.items():
@@ -45,13 +45,13 @@ def check_rows(right: Sequence[Batch], found: Sequence[Batch], *, describe_row: 
         following = expected["labels"][:, :-1]
         if not torch.where(following == IGNORED, True, following == expected["input_ids"][:, 1:]).all():
             return Check.failed(
-                name, Finding(rule=3, step=step, expected="labels that are the next tokens", found="others")
+                name, Finding(rule=3, step=step, expected="labels that are the next tokens", found="other tokens")
             )
     return Check.passed(name, f"{len(right)} steps of {right[0]['labels'].shape[0]} rows" if right else "")
 
 
 def check_initial(right: Tensors, found: Tensors, *, describe_owner: Callable[[str, int], str]) -> Check:
-    """Initial weights depend on (seed, name) alone: every bit."""
+    """Check that initial weights are equal in every bit: they depend on (seed, name) alone."""
     name = "initial weights"
     for key in sorted(set(right) ^ set(found)):
         expected, value = ("a value", "none") if key in right else ("none", "a value")
@@ -76,15 +76,15 @@ def check_initial(right: Tensors, found: Tensors, *, describe_owner: Callable[[s
 
 
 def check_replicas(digests: Mapping[str, Sequence[int]], *, describe_rank: Callable[[int], str]) -> Check:
-    """Every rank that holds a copy, or can gather one, holds the same bits after the last step."""
+    """Check that every rank that holds a copy, or can gather one, has the same bits after the last step."""
     name = "replicas"
     for key, by_rank in digests.items():
-        odd = next((rank for rank, digest in enumerate(by_rank) if digest != by_rank[0]), None)
-        if odd is not None:
+        differing = next((rank for rank, digest in enumerate(by_rank) if digest != by_rank[0]), None)
+        if differing is not None:
             finding = Finding(
                 rule=2,
                 parameter=key,
-                coordinates=describe_rank(odd),
+                coordinates=describe_rank(differing),
                 expected="the bits of rank 0",
                 found="other bits",
             )
@@ -103,22 +103,22 @@ def check_dtypes(records: Sequence[DtypeRecord]) -> Check:
 
 
 def check_collectives(plan: Plan, found: Evidence) -> Check:
-    """Collectives of one step against those that the plan's axes declare."""
+    """Check the collectives of one step against those that the plan's axes declare."""
     counts = ", ".join(f"{count} {name}" for name, count in sorted(found.collectives.items()))
     if found.tensors is not None and found.tensors.layout is None:
-        return Check.passed("collectives", f"{counts}: not judged: a grid or a loop over blocks declares none")
+        return Check.passed("collectives", f"{counts}: not judged: grids and looped blocks declare none")
     expected = expected_collectives(plan, found)
     for name in sorted(set(expected) | set(found.collectives)):
         low, high = expected.get(name, (0, 0))
         count = found.collectives.get(name, 0)
         if not low <= count <= high:
-            bounds = f"{low} {name} a step" if low == high else f"{low} to {high} {name} a step"
+            bounds = f"{low} {name} per step" if low == high else f"{low} to {high} {name} per step"
             return Check.failed("collectives", Finding(rule=9, expected=bounds, found=str(count)))
-    return Check.passed("collectives", counts or "none, as one rank needs none")
+    return Check.passed("collectives", counts or "none: one rank needs none")
 
 
 def expected_collectives(plan: Plan, found: Evidence) -> ExpectedCollectives:
-    """(least, most) a step, of data and of tensor parallelism."""
+    """(least, most) per step, of data, tensor and pipeline parallelism."""
     expected = _expected_of_dp(plan, found)
     if found.pipeline is not None:
         expected = added(expected, found.pipeline.expected())
@@ -129,27 +129,27 @@ def expected_collectives(plan: Plan, found: Evidence) -> ExpectedCollectives:
 
 
 def _expected_of_dp(plan: Plan, found: Evidence) -> ExpectedCollectives:
-    """U units, M micro-batches; units without a trainable parameter reduce nothing; every stage gathers the root."""
+    """Data parallelism: units without a trainable parameter reduce nothing; every stage gathers the root unit."""
     stages = found.pipeline.num_stages if found.pipeline is not None else 1
-    units, cuts = found.units, plan.pipeline.microbatches
+    units, microbatches = found.units, plan.pipeline.microbatches
     trained = len({record.unit for record in found.own if record.trainable})
     zero, mesh = plan.data_parallel.zero, plan.mesh
     if zero == 0:
         buckets = 2 + sum(record.local_elements for record in found.own if record.trainable) * 4 // (25 * 2**20)
-        flags = int(plan.data_parallel.find_unused_parameters)  # DDP then also agrees on which ones were used
+        flags = int(plan.data_parallel.find_unused_parameters)  # DDP then also all-reduces the set of used parameters
         updates = found.pipeline.updates if found.pipeline is not None else 1
         return {"all_reduce": ((1 + flags) * updates, (buckets + flags) * updates)} if mesh.dp_replicate > 1 else {}
     if mesh.dp_degree == 1:
         return {}
-    gathers = 2 * (units - 1 + stages) * cuts if zero == 3 else units
-    reduces = trained * (1 if zero == 1 else cuts)
-    # a pipeline's stages may bring the root's gradients one after the other
-    again = (stages - 1) * (0 if zero == 1 else cuts)
+    gathers = 2 * (units - 1 + stages) * microbatches if zero == 3 else units
+    reduces = trained * (1 if zero == 1 else microbatches)
+    # each stage of a pipeline may reduce the root's gradients separately
+    again = (stages - 1) * (0 if zero == 1 else microbatches)
     expected: ExpectedCollectives = (
         {"all_gather": (gathers, gathers), "reduce_scatter": (reduces, reduces + again)} if mesh.dp_shard > 1 else {}
     )
     reduced = trained if mesh.dp_replicate > 1 else 0
-    scaled = int(found.num_in_float8 > SMALL_ELEMENTS)  # the scales of all of them at once
+    scaled = int(found.num_in_float8 > SMALL_ELEMENTS)  # the scales of all weights in one all-reduce
     if reduced + scaled:
         expected["all_reduce"] = (reduced + scaled, reduced + scaled)
     return expected

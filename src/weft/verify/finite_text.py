@@ -1,7 +1,7 @@
-"""A small text whose two halves do not divide: rows to train on, and held-out rows that no loader has touched.
+"""A small text that does not divide into global batches: rows to train on, and held-out rows made without a loader.
 
-Two documents of bytes, one of which every split holds out. Both have one global batch and half a one. Held-out rows of
-the half are of letters that training never sees: counting them twice, or not at all, moves the evaluation.
+Two documents of bytes; every split holds out one. Each has one and a half global batches. The last half batch of
+held-out rows has letters that training never sees: counting them twice, or not at all, changes the evaluation.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class FiniteText:
 
     @property
     def tail(self) -> int:
-        """Rows of the batch that is not full."""
+        """Rows of the last, partial batch."""
         return max(1, self.rows // 2)
 
     def write(self, folder: Path) -> None:
-        """The two documents; the split decides which one is held out."""
+        """Write the two documents; the split decides which one is held out."""
         folder.mkdir(exist_ok=True)
         held_out = int(held_out_documents(2, fraction=EVAL_FRACTION)[0])
         trained = _letters(_TRAINED, (self.rows + self.tail) * self.length + 1)
@@ -37,7 +37,7 @@ class FiniteText:
             (folder / f"{index}.txt").write_bytes(self._held_out() if index == held_out else trained)
 
     def evaluation(self, *, end_of_document: int, has_positions: bool) -> list[Tensors]:
-        """The held-out rows in global batches, the last as short as it is."""
+        """The held-out rows in global batches, the last one partial."""
         tokens = torch.tensor([*self._held_out(), end_of_document])
         rows = torch.arange(self.rows + self.tail)[:, None] * self.length + torch.arange(self.length)
         batch = {"input_ids": tokens[rows], "labels": tokens[rows + 1]}

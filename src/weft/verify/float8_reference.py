@@ -1,7 +1,7 @@
-"""Float8 products of the reference: operands rounded to float8 and back, then multiplied in float32. No float8 kernel.
+"""Float8 matmuls of the reference: operands rounded to float8 and back, then multiplied in float32. No float8 kernel.
 
-Which layers multiply so is the engine's definition (`engine.float8.chosen_linears`); what that means is written here
-anew: forward operands in e4m3, arriving gradients in e5m2, one scale a tensor from its largest magnitude.
+The engine chooses the layers (`engine.kernels.float8.chosen_linears`); the arithmetic is written here independently:
+forward operands in e4m3, output gradients in e5m2, one scale per tensor from its largest magnitude.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.models.layout import describe
 
 
 def multiply_in_float8(model: nn.Module, choice: Float8Choice) -> None:
-    """The chosen linear layers of `model`'s blocks compute so from now on."""
+    """Make the chosen linear layers of `model`'s blocks multiply in float8."""
     for name, is_chosen in chosen_linears(model, describe(model), choice).items():
         if is_chosen:
             linear = model.get_submodule(name)
@@ -25,7 +25,7 @@ def multiply_in_float8(model: nn.Module, choice: Float8Choice) -> None:
 
 
 def _recompute(linear: nn.Module, args: tuple[Tensor, ...], plain: Tensor) -> Tensor:
-    """In place of what the layer has computed."""
+    """Forward hook: replace the layer's output."""
     out: Tensor = _Rounded.apply(args[0], linear.weight)  # type: ignore[no-untyped-call]
     return out if linear.bias is None else out + linear.bias  # type: ignore[operator]
 
@@ -48,7 +48,7 @@ class _Rounded(torch.autograd.Function):
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest numbers that float8 has on the tensor's own scale, as float32."""
+    """The nearest float8 numbers at the tensor's own scale, as float32."""
     largest = values.abs().max().float()
     if largest == 0:
         return torch.zeros_like(values, dtype=torch.float32)

@@ -1,9 +1,9 @@
-"""How a loss that is fused with its head rounds, in plain operators: what the model does to its logits is done in
-float32, the gradient of the sum of losses goes through the head, and what leaves it is divided by the tokens (and
-multiplied by a loss scale) in float32 and rounded.
+"""Rounding of a loss that is fused with its head, in plain operators: the model's operations on logits run in float32,
+the gradient of the summed loss goes through the head, and its result is divided by the token count (and multiplied by a
+loss scale) in float32 and then rounded.
 
-The order matters in a fresh model: its labels have one gradient, about -1, so what rounding does to it is one error of
-all gradients, up to 0.2% in bfloat16, and another one after a division.
+The order matters in a fresh model: all its labels have about the same gradient, -1, so one rounding error is common to
+all gradients, up to 0.2% in bfloat16, and it is a different one after a division.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from weft.engine.kernels.head_loss import find_head, fuse_loss
 
 
 class LateDivision:
-    """Around the head of a model; `scale` is set before each backward of a sum of losses."""
+    """Wraps the head of a model; set `scale` before each backward of a summed loss."""
 
     def __init__(self, model: nn.Module) -> None:
         head, _ = find_head(model)
-        assert head is not None, "a loss that is fused has a head"
+        assert head is not None, "a fused loss needs a model with a head"
         self._head, self.scale = head, 1.0
         head.forward = self._forward  # type: ignore[method-assign, assignment]
 
@@ -32,7 +32,7 @@ class LateDivision:
         return logits.float()
 
     def _late(self, value: torch.Tensor) -> torch.Tensor:
-        """`value`, of whose gradient the head's part is scaled."""
+        """`value`, with the head's contribution to its gradient scaled."""
         seen = value.view_as(value)
         if seen.requires_grad:
             seen.register_hook(self._scaled)  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ class LateDivision:
 
 @torch.no_grad()
 def is_fused(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> bool:
-    """Whether an engine that is asked to fuses the loss of this model: some models' code needs the logits whole."""
+    """Whether an engine can fuse the loss of this model: the code of some models needs the full logits."""
     fused, _ = fuse_loss(model.eval(), is_asked=True)
     if fused is None:
         return False

@@ -1,4 +1,4 @@
-"""Plans seen from the outside: their names, another layout of the same ranks, where a rank stands. No torch."""
+"""Names of plans, another layout of the same ranks, coordinates of a rank. No torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from weft.core.plan import Plan
 
 def plan_name(plan: Plan) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes().items() if size > 1) or "one rank"
-    cuts = plan.pipeline.microbatches
+    microbatches = plan.pipeline.microbatches
     tensors = f"{_tensor_switches(plan)}, " if plan.mesh.tp > 1 else ""
     tensors += f"{plan.pipeline.schedule}, " if plan.mesh.pp > 1 else ""
-    return (
-        f"{plan.strategy_name}, {mesh}, {tensors}{cuts} micro-batch{'es' if cuts > 1 else ''}, {plan.precision.preset}"
-    )
+    batches = f"{microbatches} micro-batch{'es' if microbatches > 1 else ''}"
+    return f"{plan.strategy_name}, {mesh}, {tensors}{batches}, {plan.precision.preset}"
 
 
 def _tensor_switches(plan: Plan) -> str:
@@ -28,11 +27,11 @@ def _tensor_switches(plan: Plan) -> str:
 def other_layout(plan: Plan, *, global_batch: int) -> Plan:
     """Another layout of the same ranks: sharded becomes replicated, replicated becomes fully sharded.
 
-    Tensor parallelism goes to half its degree where that divides whatever it does, else it ends. A pipeline ends.
+    The tp degree is halved if it is a 1-D power of two, else it becomes 1. The pp degree becomes 1.
     """
     sharded, tp = plan.data_parallel.zero > 0, _other_degree(plan)
     dp_degree = plan.num_ranks // tp
-    if global_batch % dp_degree:  # a batch of a few rows, which tensor parallelism can train and data parallelism not
+    if global_batch % dp_degree:  # too few rows for this dp degree
         if plan.mesh.pp > 1:
             return _other_schedule(plan)
         dp_degree, tp = plan.mesh.dp_degree, plan.mesh.tp
@@ -46,7 +45,7 @@ def other_layout(plan: Plan, *, global_batch: int) -> Plan:
 
 
 def _other_schedule(plan: Plan) -> Plan:
-    """The same ranks, where rows are too few for more data parallelism: the blocks dealt to other stages, if it may."""
+    """The same mesh with another schedule and the default split of blocks, where rows are too few for more dp ranks."""
     tables = plan.model_dump(mode="json", exclude_none=True)
     tables["pipeline"].update(schedule="gpipe" if plan.pipeline.schedule == "1f1b" else "1f1b", virtual_stages=1)
     tables["pipeline"]["blocks"] = []

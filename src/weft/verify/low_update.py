@@ -1,8 +1,8 @@
-"""States and weights at rest in bfloat16, plainly: what one update must leave, and the one-process run that rounds so.
+"""Optimizer states and weights stored in bfloat16: the expected result of one update; the reference's rounding.
 
-Which bits round an element is a definition taken from the engine, as dropout masks are; AdamW and rounding are written
-here once more. A plan's update is judged from the plan's own gradients and states before it, so nothing that parted
-earlier blurs it: the update is computed in float64 and rounded by the known bits, and the plan must have these bits.
+The engine defines the random bits that round an element, as it defines dropout masks; AdamW and rounding are written
+here independently. A plan's update is checked from the plan's own gradients and previous states, so that earlier
+differences do not matter: it is computed in float64 and rounded by the known bits, and the plan must have these bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = ("exp_avg", "exp_avg_sq", "weight")
 
 @dataclass(kw_only=True)
 class LowPrecisionStep:
-    """One update of a plan, gathered: gradients as they came, their norm, and what it left."""
+    """One update of a plan, gathered: unclipped gradients, their norm, the resulting weights and states."""
 
     gradients: Tensors = field(default_factory=dict)
     norm: float = 0.0
@@ -36,7 +36,7 @@ class LowPrecisionStep:
 
 @dataclass(frozen=True, kw_only=True)
 class LowUpdate:
-    """What the update is computed with."""
+    """Settings of the update."""
 
     train: TrainSpec
     clip_norm: float
@@ -48,7 +48,7 @@ class LowUpdate:
 def round_low(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], *, seed: int, moments: bool, weights: bool
 ) -> None:
-    """After torch's own AdamW, in float32: its moments, and the weights, as if written to bfloat16 and read back."""
+    """Round moments and weights after torch's float32 AdamW, as if stored in bfloat16 and read back."""
     for name, parameter in parameters.items():
         state = optimizer.state[parameter]
         bits = bits_of(seed, name, int(state["step"]), parameter.shape).to(parameter.device)
@@ -64,16 +64,16 @@ def bits_of(seed: int, name: str, step: int, shape: torch.Size) -> Tensor:
 
 
 def rounded(values: Tensor, bits: Tensor) -> Tensor:
-    """Away from zero where the bits that bfloat16 has no room for, and the random ones, come to one of its steps."""
-    whole = values.view(torch.int32)
-    dropped = whole & 0xFFFF
-    towards_zero = whole - dropped
+    """Stochastic rounding to bfloat16: away from zero where the dropped bits plus the random bits overflow."""
+    words = values.view(torch.int32)
+    dropped = words & 0xFFFF
+    towards_zero = words - dropped
     away = torch.where(dropped + bits >= 2**16, towards_zero + 2**16, towards_zero)
     return away.view(torch.float32)
 
 
 def check_updates(how: LowUpdate, initial: Tensors, updates: Sequence[LowPrecisionStep]) -> Check:
-    """Every element of the first updates, from the gradients and states that the plan itself had."""
+    """Check every element of the first updates, computed from the plan's own gradients and states."""
     before = LowPrecisionStep(weights=initial)
     worst = 0.0
     for step, update in enumerate(updates, start=1):
@@ -92,7 +92,7 @@ def check_updates(how: LowUpdate, initial: Tensors, updates: Sequence[LowPrecisi
             share = flips[kind] / max(1, sizes[kind])
             if share > LOW_FLIPPED_SHARE:
                 expected_text = f"{kind} rounded by the bits of (seed, name, step, element)"
-                found_text = f"{share:.1%} of the elements rounded otherwise"
+                found_text = f"{share:.1%} of the elements are rounded differently"
                 return Check.failed(NAME, Finding(rule=6, step=step, expected=expected_text, found=found_text))
             worst = max(worst, share / LOW_FLIPPED_SHARE)
         before = update
@@ -102,7 +102,7 @@ def check_updates(how: LowUpdate, initial: Tensors, updates: Sequence[LowPrecisi
 def _right(
     how: LowUpdate, name: str, gradient: Tensor, before: LowPrecisionStep, step: int, norm: float
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Moments and weight after the update, as float64 numbers, and how large the terms are that they are sums of."""
+    """Moments and weight after the update in float64, each with the summed magnitudes of its terms."""
     train, rate = how.train, how.rates[step - 1]
     (beta1, beta2), given = train.betas, gradient.double()
     if how.clip_norm > 0:
@@ -128,7 +128,7 @@ def _right(
 
 
 def _far(found: Tensor, right: Tensor, terms: Tensor) -> Finding | None:
-    """The first element further off than a sum in float32 may be, and one step of bfloat16 where it rests so."""
+    """The first element with a larger error than a float32 sum, plus one bfloat16 step if it is stored in bfloat16."""
     gap = (found.double() - right).abs()
     allowed = SUM_ROUNDINGS * UNIT_ROUNDOFF["float32"] * terms
     if found.dtype == torch.bfloat16:
@@ -139,7 +139,7 @@ def _far(found: Tensor, right: Tensor, terms: Tensor) -> Finding | None:
     index = tuple(int(part) for part in wrong[0])
     return Finding(
         rule=6,
-        coordinates=f"element {list(index)}, of {len(wrong)} such",
+        coordinates=f"element {list(index)}, the first of {len(wrong)} wrong ones",
         expected=f"{right[index].item():.6g} within {allowed[index].item():.1e}",
         found=f"{found[index].item():.6g}",
     )

@@ -1,7 +1,7 @@
-"""What the oracle is given: the run's own config, weights, rates, rows and run folder, as plain values.
+"""Inputs of the oracle: the run's own config, weights, rates, rows and run folder, as plain values.
 
-This side knows weft; it judges nothing. Everything is looked up again for every plan, so that the code as it is now is
-what is judged.
+This module imports weft and judges nothing. Everything is read again for every plan, so that the oracle judges the code
+as it is at that moment (tests patch it).
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from weft.models.layout import describe
 from weft.models.pretrained import PretrainedWeights
 from weft.train.build import weight_source
 from weft.train.run_folder import RunFolder
-from weft.verify.exercise import CPU, Subject, plan_cut, plan_precision
+from weft.verify.exercise import CPU, Subject, plan_precision, plan_split
 from weft.verify.oracle import CorpusFacts, LoopFacts, RunFacts, Saved, Share
 from weft.verify.references import References
 
-KEPT, SMALL = 8, 5_000_000  # checkpoints that are read once; of larger models one is held at a time
+KEPT, SMALL = 8, 5_000_000  # cached checkpoints of models below SMALL elements; larger ones are cached one at a time
 
 
 def collect_facts(run: RunSpec, loop_run: RunSpec, plan: Plan, folder: Path, export: Path, references: References,
                   subject: Subject) -> RunFacts:  # fmt: skip
-    """Of rank 0, which has the folder and the references. `subject` is the loop's."""
+    """Collect on rank 0, which has the folder and the references. `subject` is the loop's."""
     skeleton = subject.skeleton()
-    source = InitialWeights(skeleton, describe(skeleton), seed=run.train.seed, device=subject.device)
-    initial = {name: read(()).to(CPU, copy=True) for name, read in source.readers(list(describe(skeleton).unit_of))}
+    layout = describe(skeleton)
+    source = InitialWeights(skeleton, layout, seed=run.train.seed, device=subject.device)
+    initial = {name: read(()).to(CPU, copy=True) for name, read in source.readers(list(layout.unit_of))}
     return RunFacts(
         run=run.model_dump(mode="json"),
         loop_run=loop_run.model_dump(mode="json"),
@@ -54,7 +55,7 @@ def collect_facts(run: RunSpec, loop_run: RunSpec, plan: Plan, folder: Path, exp
 
 
 def _pretrained(run: RunSpec, subject: Subject) -> dict[str, torch.Tensor] | None:
-    """Weights of the run's folder, as training would read them. A run made small starts at random: it has none."""
+    """Weights of the run's model folder, as training reads them. None for a shrunk run, which starts at random."""
     if run.model.path is None or run.model.weights == "random":
         return None
     source, _ = weight_source(run, subject.config, device=CPU)
@@ -90,7 +91,7 @@ def _share(subject: Subject, split: Split, *, is_held_out: bool) -> Share:
 
 def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: References) -> LoopFacts:
     records = RunFolder(folder).metrics.read()
-    truth, same, parting = references.truth, references.same, references.parting
+    truth, same, allowance = references.truth, references.same, references.allowance
     precision, policy = plan_precision(plan, run.train), plan.precision.policy()
     saved = [step for step in range(1, run.train.steps + 1) if step_path(folder / "checkpoints", step).is_dir()]
     is_small = sum(value.numel() for value in truth.initial.values()) < SMALL
@@ -108,22 +109,22 @@ def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: Refe
         same_losses=same.losses,
         truth_norms=truth.norms,
         same_norms=same.norms,
-        least_losses=parting.losses,
-        least_norms=parting.norms,
+        least_losses=allowance.losses,
+        least_norms=allowance.norms,
         compute=compute,
         coarsest="float8_e4m3fn" if precision.float8 != "none" else compute,
         starts_rounded=precision.rounds_weights,
         rounded_states=_why_rounded(run, policy.optimizer_state, policy.master_weights),
-        is_delayed=plan.mesh.pp > 1 and plan.pipeline.never_drains,
-        chunk_rows=plan_cut(plan, run.train).chunk_rows,
+        is_delayed=plan.has_delayed_updates,
+        chunk_rows=plan_split(plan, run.train).chunk_rows,
     )
 
 
 def _why_rounded(run: RunSpec, states: str, masters: str) -> str:
     if run.train.optimizer == "adamw8bit":
-        return "moments rest in 8 bits"
+        return "moments are stored in 8 bits"
     if (states, masters) != ("float32", "float32"):
-        return f"states rest in {states} and weights in {masters}: 'rounded updates' judges them"
+        return f"states are stored in {states} and weights in {masters}: 'rounded updates' checks them"
     return ""
 
 

@@ -1,7 +1,7 @@
-"""What a step really sends and holds against what `weft plan` says of it, term by term.
+"""Measured traffic and memory of a step against the estimate of `weft plan`, term by term.
 
-Bytes on the wire must be those of the plan; weights and optimizer states too, but for the allocator's rounding. Other
-memory is judged where it matters, on whole models (the ledger of a run): a model of a few layers says little of it.
+Bytes on the wire must equal the estimate; weights and optimizer states too, but for the allocator's rounding. Other
+memory terms are compared on full-size models (the ledger of a run): a model of a few layers does not represent them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from weft.verify.verdict import Check, Finding
 
 NAME = "prediction"
 HELD = (Term.WEIGHTS, Term.OPTIMIZER_STATE, Term.WEIGHT_VERSIONS)
-SHARE = 0.01  # of traffic: the planner's shape of a rare family may pad a small tensor otherwise
-TENSORS_A_PARAMETER = 4  # the weight, two moments, a step counter: each rounded up by the allocator
+SHARE = 0.01  # of traffic: the planner's shape of a rare family may pad a small tensor differently
+TENSORS_PER_PARAMETER = 4  # the weight, two moments, a step counter: each rounded up by the allocator
 
 Traffic = Sequence[Mapping[str, Any]]
 
 
 def check_prediction(engine: Engine, batches: Sequence[Batch], run: RunSpec, plan: Plan) -> Check:
-    """Measured steps against the plan's estimate. Collective: every rank steps; the answer is this rank's."""
+    """Check measured steps against the plan's estimate. Collective: every rank steps; the answer is this rank's."""
     meter = StepMeter(engine)
     for batch in batches:
         with meter.measuring():
@@ -44,47 +44,47 @@ def check_prediction(engine: Engine, batches: Sequence[Batch], run: RunSpec, pla
     why_not = why_not or _unfit(found, engine)
     if found is None or why_not:
         return Check.passed(NAME, f"not judged: {why_not}")
-    if not _is_told_of(engine):
+    if not _is_predicted(engine):
         return Check.passed(NAME, "judged on the first rank")
-    # of a pipeline the first rank is judged, which need not be the fullest
+    # a pipeline is checked on its first rank, which need not be the fullest
     predicted = found.estimate if plan.mesh.pp == 1 else estimate(found.request, plan, place="first")
     tensors = len(list(engine.model.parameters()))
-    # 8-bit moments keep small tensors in float32, and here all are small
+    # 8-bit optimizers keep small tensors in float32, and all are small here
     terms: tuple[Term, ...] = HELD[:1] if run.train.optimizer == "adamw8bit" else HELD
     if not meter.is_complete:
-        terms = ()  # steps so unlike that nobody looked at the worst moment: the wire can be judged all the same
-    foretold = {str(term): predicted.memory_terms.get(term, 0) for term in terms}
-    return judge(predicted.traffic, meter.traffic, foretold, meter.peak.terms, tensors=tensors)
+        terms = ()  # the steps differed too much to measure at the peak; traffic can still be checked
+    memory = {str(term): predicted.memory_terms.get(term, 0) for term in terms}
+    return judge(predicted.traffic, meter.traffic, memory, meter.peak.terms, tensors=tensors)
 
 
-def judge(said: Traffic, sent: Traffic, foretold: Mapping[str, int], held: Mapping[str, int], *, tensors: int) -> Check:
-    """One rank's traffic rows and memory terms, as told and as found; terms that were not told are not judged."""
-    told, found = _wire(said), _wire(sent)
-    for key in sorted(set(told) | set(found)):
-        expected, real = told.get(key, 0), found.get(key, 0)
+def judge(planned: Traffic, sent: Traffic, terms: Mapping[str, int], held: Mapping[str, int], *, tensors: int) -> Check:
+    """Check one rank's traffic rows and the memory terms that are predicted in `terms`."""
+    predicted, found = _wire(planned), _wire(sent)
+    for key in sorted(set(predicted) | set(found)):
+        expected, real = predicted.get(key, 0), found.get(key, 0)
         if abs(real - expected) > SHARE * max(expected, real):
-            return _wrong(" ".join(key), f"{expected:,} bytes a step", f"{real:,}")
-    slack = ROUNDING_BYTES * TENSORS_A_PARAMETER * tensors
-    for term, expected in foretold.items():
+            return _wrong(" ".join(key), f"{expected:,} bytes per step", f"{real:,}")
+    slack = ROUNDING_BYTES * TENSORS_PER_PARAMETER * tensors
+    for term, expected in terms.items():
         real = held.get(term, 0)
         if abs(real - expected) > slack + SHARE * expected:
             return _wrong(str(term), f"{expected:,} bytes", f"{real:,}")
-    return Check.passed(NAME, f"{sum(found.values()):,} bytes on the wire, as the plan says; weights and states too")
+    return Check.passed(NAME, f"{sum(found.values()):,} bytes on the wire, weights and states as predicted")
 
 
 def _unfit(found: Prediction | None, engine: Engine) -> str:
-    """Why a prediction is not one to be held to: the planner knows the model, or what is done with it, but roughly."""
+    """Why a prediction cannot be checked: the planner knows the model, or its use, only roughly."""
     if found is None or found.notes:
         return "; ".join(found.notes) if found else ""
-    told = found.request.shape.num_parameters
+    counted = found.request.shape.num_parameters
     real = _num_parameters(engine)
-    return "" if told == real else f"the planner counts {told:,} parameters, the model has {real:,}"
+    return "" if counted == real else f"the planner counts {counted:,} parameters, the model has {real:,}"
 
 
 def _num_parameters(engine: Engine) -> int:
-    """Of all stages; collective."""
+    """Parameters of all stages. Collective."""
     sizes = [
-        _whole_size(name, parameter, engine)
+        _full_size(name, parameter, engine)
         for name, parameter in engine.model.named_parameters()
         if name not in engine.layout.copies
     ]
@@ -94,13 +94,14 @@ def _num_parameters(engine: Engine) -> int:
     return int(total)
 
 
-def _whole_size(name: str, parameter: torch.Tensor, engine: Engine) -> int:
-    """Elements of the parameter before tensor parallelism cut it."""
+def _full_size(name: str, parameter: torch.Tensor, engine: Engine) -> int:
+    """Elements of the parameter before tensor parallelism sharded it."""
     return math.prod(engine.shards[name].shape) if name in engine.shards else parameter.numel()
 
 
-def _is_told_of(engine: Engine) -> bool:
-    """The planner tells of the first rank: others may have fewer rows of a vocabulary, or none of a repeated head."""
+def _is_predicted(engine: Engine) -> bool:
+    """Whether the estimate is valid for this rank. It is made for the first rank: others may have fewer vocabulary rows
+    or none of a repeated key-value head."""
     return dist.get_rank() == 0 or (not engine.shards and engine.topology.pp_degree == 1)
 
 

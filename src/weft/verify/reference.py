@@ -1,11 +1,11 @@
-"""The reference: one process, whole tensors, a plain PyTorch loop. No engine step, no sharding, no wrappers.
+"""The reference: one process, full tensors, a plain PyTorch loop. No engine step, no sharding, no wrappers.
 
 For each step: summed token loss over the token count, backward, 2-norm of all gradients, clip, torch's own optimizer.
 `compute` is the dtype of forward and backward; masters, gradients and optimizer live in `master`. Rows are processed in
-chunks, as the plan cuts them: in low precision a matrix product over other rows rounds otherwise. Four definitions are
-taken from the engine: dropout masks by (seed, step, global row); which moments an 8-bit optimizer rounds; the bits that
-round to bfloat16 by (seed, name, step, element); and that in low precision a block is given its inputs (rotary angles
-among them) in the compute format.
+the plan's chunks: in low precision a matmul over other rows rounds differently. The reference takes four definitions
+from the engine: dropout masks by (seed, step, global row); the moments that an 8-bit optimizer rounds; the random bits
+of stochastic rounding by (seed, name, step, element); and that in low precision a block gets its inputs (rotary angles
+included) in the compute dtype.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ Aliases = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencePrecision:
-    """float64 throughout is the truth; the plan's own precision shows what rounding does."""
+    """Dtypes of a reference run. All float64 is the truth; the plan's own precision shows the effect of rounding."""
 
     compute: torch.dtype
     master: torch.dtype
-    loss_scale: float = 1.0  # what the loss is multiplied by before low-precision backward, and gradients divided by
+    loss_scale: float = 1.0  # multiplies the loss before a low-precision backward; gradients are divided by it
     has_8bit_moments: bool = False
     float8: Float8Choice = "none"  # linear layers that multiply in float8
-    divides_last: bool = False  # by the number of tokens, behind the head: as a loss that is fused with it
+    divides_last: bool = False  # divide by the token count after the head's backward, as a fused loss does
     rounds_moments: bool = False  # to bfloat16, after every update
-    rounds_weights: bool = False  # the same, and gradients: no copy in `master` outlives an update
+    rounds_weights: bool = False  # the same for weights and gradients: no `master` copy outlives an update
 
     @property
     def is_low(self) -> bool:
@@ -54,12 +54,12 @@ class ReferencePrecision:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSplit:
-    """How the rows of a batch are processed; `is_reordered` adds the same numbers in another order."""
+    """Split of a batch into chunks of rows; `is_reordered` sums the same numbers in another order."""
 
     chunk_rows: int
     is_reordered: bool = False
-    ranks: int = 0  # whose rows are together in one forward, where it changes buffers: one set for all; 0: it does not
-    unties: bool = False  # in low precision a weight that two stages share is cast, and its gradient rounded, on each
+    ranks: int = 0  # ranks whose rows share one forward, for models whose forwards change buffers; 0: one rank's rows
+    unties: bool = False  # in low precision each of two stages casts a tied weight and rounds its gradient by itself
 
 
 TRUTH = ReferencePrecision(compute=torch.float64, master=torch.float64)
@@ -67,7 +67,7 @@ TRUTH = ReferencePrecision(compute=torch.float64, master=torch.float64)
 
 @dataclass(kw_only=True)
 class RunTrace:
-    """What happened: one process's run, or a plan's run gathered to whole tensors."""
+    """Results of a run: of one process, or of a plan, gathered to full tensors."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -82,7 +82,7 @@ class RunTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
-    """What is trained: the initial values, the batches of every step, the rates, and what is held out."""
+    """Inputs of a run: the initial values, the batches and rates of every step, and the held-out batches."""
 
     initial: Tensors
     frozen: frozenset[str]
@@ -91,22 +91,22 @@ class Exercise:
     evaluation: Sequence[Batch]
     train: TrainSpec
     clip_norm: float
-    skipped: frozenset[int] = frozenset()  # steps without an update: float16 overflowed in the run that is judged
-    # Where updates are delayed: steps after which everything drained, to save; steps of a layout without delays.
+    skipped: frozenset[int] = frozenset()  # steps without an update: float16 overflowed in the plan's run
+    # With delayed updates: steps after which the pipeline drained for a checkpoint; steps of a layout without delays.
     restarts: frozenset[int] = frozenset()
-    prompt: frozenset[int] = frozenset()
+    undelayed: frozenset[int] = frozenset()
 
 
 def has_experts(exercise: Exercise) -> bool:
-    """Whether a router chooses: a token whose experts score alike takes its whole gradient elsewhere."""
+    """Whether the model has a router: a token with nearly equal scores may send its full gradient to other experts."""
     return any(".experts." in name for name in exercise.initial)
 
 
 def run_reference(
-    build: Callable[[], nn.Module], exercise: Exercise, precision: ReferencePrecision, cut: BatchSplit
+    build: Callable[[], nn.Module], exercise: Exercise, precision: ReferencePrecision, split: BatchSplit
 ) -> RunTrace:
-    """Train as `exercise` says; `build` gives a fresh model with real parameters, on the device that computes."""
-    model, aliases = prepare(build(), precision, cut)
+    """Train on `exercise`; `build` returns a fresh model with allocated parameters on the compute device."""
+    model, aliases = prepare(build(), precision, split)
     device = next(model.parameters()).device
     masters = {
         name: nn.Parameter(value.to(device, precision.master, copy=True), requires_grad=name not in exercise.frozen)
@@ -114,16 +114,16 @@ def run_reference(
     }
     evaluation = [moved(batch, device) for batch in exercise.evaluation]
     trainable = {name: master for name, master in masters.items() if master.requires_grad}
-    optimizer = plain_optimizer(list(trainable.values()), exercise.train, is_fused=cut.is_reordered)
-    course = RunTrace(initial=exercise.initial)
+    optimizer = plain_optimizer(list(trainable.values()), exercise.train, is_fused=split.is_reordered)
+    trace = RunTrace(initial=exercise.initial)
     buffers = on_host(dict(model.named_buffers()))
     for step, batch in enumerate(exercise.batches):
         for group in optimizer.param_groups:
             group["lr"] = exercise.rates[step]
         copy_weights(model, masters, aliases)
-        loss = _backward(model, trainable, moved(batch, device), exercise, precision, cut, aliases, step=step)
+        loss = _backward(model, trainable, moved(batch, device), exercise, precision, split, aliases, step=step)
         if step == 0:
-            course.first_gradients = on_host({name: _gradient(master) for name, master in trainable.items()})
+            trace.first_gradients = on_host({name: _gradient(master) for name, master in trainable.items()})
         norm = clip_gradients(list(trainable.values()), exercise.clip_norm)
         if step not in exercise.skipped:
             optimizer.step()
@@ -135,22 +135,22 @@ def run_reference(
                     moments=precision.rounds_moments, weights=precision.rounds_weights,
                 )  # fmt: skip
         optimizer.zero_grad()
-        course.losses.append(loss)
-        course.norms.append(norm)
+        trace.losses.append(loss)
+        trace.norms.append(norm)
         if step == 0:
-            course.first_weights = on_host(masters)
+            trace.first_weights = on_host(masters)
         if step in (0, len(exercise.batches) - 1):
             copy_weights(model, masters, aliases)
-            course.eval_losses.append(evaluate(model, evaluation))
-    course.weights = on_host(masters)
-    course.optimizer = on_host(states_of(optimizer, trainable))
+            trace.eval_losses.append(evaluate(model, evaluation))
+    trace.weights = on_host(masters)
+    trace.optimizer = on_host(states_of(optimizer, trainable))
     now = on_host(dict(model.named_buffers()))
-    course.buffers = {name: value for name, value in now.items() if not torch.equal(value, buffers[name])}
-    return course
+    trace.buffers = {name: value for name, value in now.items() if not torch.equal(value, buffers[name])}
+    return trace
 
 
 def one_update(exercise: Exercise, gradients: Tensors) -> Tensors:
-    """The weights that the first update makes of these gradients, in float64."""
+    """The weights after a first update by these gradients, in float64."""
     masters = {
         name: nn.Parameter(value.double(), requires_grad=name not in exercise.frozen)
         for name, value in exercise.initial.items()
@@ -176,7 +176,7 @@ def states_of(optimizer: torch.optim.Optimizer, trainable: Mapping[str, nn.Param
 
 
 def clip_gradients(masters: Sequence[nn.Parameter], clip_norm: float) -> float:
-    """Scale down to `clip_norm` where it is positive; the 2-norm before."""
+    """Clip to `clip_norm` if it is positive; return the 2-norm before clipping."""
     norm = torch.stack([_gradient(master).double().square().sum() for master in masters]).sum().sqrt().item()
     if clip_norm > 0:
         for master in masters:
@@ -194,7 +194,7 @@ def on_host(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def plain_optimizer(parameters: list[nn.Parameter], train: TrainSpec, *, is_fused: bool) -> torch.optim.Optimizer:
-    """torch's optimizer, neither fused (unless asked) nor batched: matrices decay, vectors do not."""
+    """torch's optimizer without foreach, fused only if asked; weight decay on matrices, none on vectors."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -212,25 +212,25 @@ def _backward(
     batch: Batch,
     exercise: Exercise,
     precision: ReferencePrecision,
-    cut: BatchSplit,
+    split: BatchSplit,
     aliases: Aliases,
     *,
     step: int,
 ) -> float:
-    """Gradients of the mean token loss into the masters; returns the loss."""
+    """Add the gradients of the mean token loss to the masters; return the loss."""
     count = max(1, int((batch["labels"] != -100).sum()))
     rows = batch["labels"].shape[0]
-    if cut.ranks > 1:  # each rank's rows of the first micro-batch, then of the second, …
-        cuts = rows // cut.chunk_rows
-        order = torch.arange(rows).view(cut.ranks, cuts, -1).transpose(0, 1).reshape(-1)
+    if split.ranks > 1:  # each rank's rows of the first micro-batch, then of the second, …
+        num_chunks = rows // split.chunk_rows
+        order = torch.arange(rows).view(split.ranks, num_chunks, -1).transpose(0, 1).reshape(-1)
         batch = {key: value[order] for key, value in batch.items()}
-    begins = range(0, rows, cut.chunk_rows)
+    begins = range(0, rows, split.chunk_rows)
     total = sum(
         add_gradients(
-            model, trainable, batch, range(begin, min(rows, begin + cut.chunk_rows)), exercise, precision,
+            model, trainable, batch, range(begin, min(rows, begin + split.chunk_rows)), exercise, precision,
             aliases, step=step, count=count,
         )
-        for begin in (reversed(begins) if cut.is_reordered else begins)
+        for begin in (reversed(begins) if split.is_reordered else begins)
     )  # fmt: skip
     for master in trainable.values():
         _gradient(master).div_(precision.loss_scale)
@@ -251,7 +251,7 @@ def add_gradients(
     step: int,
     count: int,
 ) -> float:
-    """Of some rows' summed loss over `count`, added to the masters'; returns the sum."""
+    """Add the gradients of (summed loss of `rows`) / `count` to the masters; return the summed loss."""
     chunk = {key: value[rows.start : rows.stop] for key, value in batch.items()}
     with seeded_forward(
         seed=exercise.train.seed,
@@ -278,7 +278,7 @@ def add_gradients(
 def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The summed loss of the rows, in float32 or better."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    # With a cache (the default) Hugging Face models do not look for documents in position_ids.
+    # With a cache (the default) Hugging Face models ignore document boundaries in position_ids.
     logits = model(**inputs, use_cache=False).logits
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
@@ -293,15 +293,15 @@ def evaluate(model: nn.Module, batches: Sequence[Batch]) -> float:
     return total / max(1, count)
 
 
-def prepare(model: nn.Module, precision: ReferencePrecision, cut: BatchSplit) -> tuple[nn.Module, Aliases]:
-    """The model as it computes, and which of its parameters are copies of which."""
+def prepare(model: nn.Module, precision: ReferencePrecision, split: BatchSplit) -> tuple[nn.Module, Aliases]:
+    """The model in its compute precision, and the aliases of untied parameters."""
     layout = describe(model)
     model = _cast(model, precision)
     number_blocks(model, layout)
     multiply_in_float8(model, precision.float8)
     if precision.divides_last:
         model.late_division = LateDivision(model)  # type: ignore[assignment]
-    if not (cut.unties and precision.is_low):
+    if not (split.unties and precision.is_low):
         return model, {}
     for alias in layout.ties:
         owner, _, key = alias.rpartition(".")
@@ -314,11 +314,11 @@ def _cast(model: nn.Module, precision: ReferencePrecision) -> nn.Module:
     """Parameters in the compute dtype. Buffers (rotary frequencies) keep their own unless all is float64."""
     if precision.compute == torch.float64:
         if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # type: ignore[operator]  # the grouped kernels know no float64
+            model.set_experts_implementation("eager")  # type: ignore[operator]  # grouped kernels lack float64
         return model.double()
     if precision.compute == precision.master:
         return model
-    patch_low_precision_matmul(precision.compute)  # as engines do, or a CPU would have two sorts of products
+    patch_low_precision_matmul(precision.compute)  # as engines do, or a CPU would use two different matmul kernels
     for parameter in model.parameters():
         parameter.data = parameter.data.to(precision.compute)
 
@@ -340,6 +340,6 @@ def copy_weights(model: nn.Module, masters: Mapping[str, torch.Tensor], aliases:
 
 
 def _gradient(master: nn.Parameter) -> torch.Tensor:
-    if master.grad is None:  # a parameter no row reached
+    if master.grad is None:  # a parameter that no row used
         master.grad = torch.zeros_like(master)
     return master.grad

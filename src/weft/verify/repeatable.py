@@ -1,5 +1,5 @@
-"""Runs that are to be equal bit by bit. A GPU's fused attention adds up the gradients of queries in the order in which
-its parts end, so two right runs differ in their last bits; there attention is written out for such comparisons."""
+"""Bitwise repeatable runs. Fused attention on a GPU sums query gradients in the order in which its blocks finish, so
+two correct runs differ in their last bits; bitwise comparisons use the math attention backend there."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from weft.engine.kernels.attention import prefer_kernels
 
 @contextmanager
 def repeatable(plan: Plan, device: torch.device) -> Iterator[Plan]:
-    """The plan to run inside: `plan` itself where its bits repeat as it stands."""
+    """Yield the plan to run: `plan` itself if its bits repeat without changes."""
     if device.type != "cuda":
         yield plan
         return
-    kernels = plan.kernels.model_copy(update={"attention": "torch"})  # timed ones would be taken all the same
+    kernels = plan.kernels.model_copy(update={"attention": "torch"})  # timed kernels would ignore the backend
     with prefer_kernels(SDPBackend.MATH):
         yield plan.model_copy(update={"kernels": kernels})

@@ -1,4 +1,4 @@
-"""What is to be verified, as every rank is told it; and every plan of a world size. JSON in and out, no torch."""
+"""The request that every rank of a verification reads; and every plan of a world size. JSON in and out, no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.schedule import check_request
 SCHEDULES = {
     "naive": 1, "gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "looped_bfs": 2, "zero_bubble": 1, "zbv": 2,
     "dualpipev": 2, "pipedream": 1, "pipedream_2bw": 1,
-}  # fmt: skip  # with the stages a rank has
+}  # fmt: skip  # with the stages per rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class VerifyRequest:
     steps: int = 5
     as_is: bool = False
     device: Literal["auto", "cpu", "cuda"] = "cpu"
-    answer: str | None = None  # the file rank 0 writes its verdicts to
+    answer: str | None = None  # the file for rank 0's verdicts
 
     def to_json(self) -> str:
         fields = {**vars(self), "run": self.run.model_dump(mode="json", exclude_none=True)}
@@ -39,7 +39,7 @@ class VerifyRequest:
 
 
 def every_plan(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[dict[str, Any]]:
-    """Every plan of `num_ranks` that weft executes: data parallel; tensors and pipelines that divide the run."""
+    """Every plan of `num_ranks` that weft executes: data parallel; tensor and pipeline parallel if the run divides."""
     others = [*tensor_parallel_plans(num_ranks, base), *pipeline_plans(num_ranks, base, run)]
     return [
         *data_parallel_plans(num_ranks, base),
@@ -74,7 +74,7 @@ def tensor_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[dict[str
 
 
 def pipeline_plans(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[dict[str, Any]]:
-    """Every schedule over all ranks, where its micro-batches suffice; 1F1B beside DDP, ZeRO and tensor parallelism."""
+    """Every schedule over all ranks, if there are enough micro-batches; 1F1B with DDP, ZeRO and tensor parallelism."""
     layouts: list[dict[str, Any]] = [
         {"mesh": {"pp": num_ranks}, "pipeline": {"schedule": name, "virtual_stages": stages}}
         for name, stages in SCHEDULES.items()
@@ -89,18 +89,21 @@ def pipeline_plans(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[d
         ]
     for layout in layouts:
         rows = run.train.global_batch // (num_ranks // layout["mesh"]["pp"] // layout["mesh"].get("tp", 1))
-        layout["pipeline"]["microbatches"] = next((cut for cut in (4, 2) if rows % cut == 0), 1)
-    legal = [layout for layout in layouts if not _lacks_schedule(layout)]
+        layout["pipeline"]["microbatches"] = next((count for count in (4, 2) if rows % count == 0), 1)
+    legal = [layout for layout in layouts if not schedule_reasons(Plan.from_tables(layout))]
     return _filled(legal, {key: value for key, value in base.items() if key != "pipeline"})
 
 
-def _lacks_schedule(layout: dict[str, Any]) -> list[str]:
-    cut = Plan.from_tables(layout).pipeline
+def schedule_reasons(plan: Plan) -> list[str]:
+    """Why the plan's pipeline has no schedule for its ranks and micro-batches; empty if it has one."""
+    if plan.mesh.pp == 1:
+        return []
+    pipeline = plan.pipeline
     return check_request(
-        cut.schedule,
-        num_ranks=layout["mesh"]["pp"],
-        num_microbatches=cut.microbatches,
-        virtual_stages=cut.virtual_stages,
+        pipeline.schedule,
+        num_ranks=plan.mesh.pp,
+        num_microbatches=pipeline.microbatches,
+        virtual_stages=pipeline.virtual_stages,
     )
 
 
@@ -117,7 +120,7 @@ def _data_layouts(num_ranks: int) -> list[dict[str, Any]]:
 
 
 def _filled(layouts: list[dict[str, Any]], base: dict[str, Any]) -> list[dict[str, Any]]:
-    """Layouts with what the plan at hand says beside its layout."""
+    """Layouts completed with the other sections of the base plan."""
     kept = {key: value for key, value in base.items() if key not in ("mesh", "data_parallel", "tensor_parallel")}
     return [Plan.from_tables({**kept, **layout}).model_dump(mode="json", exclude_none=True) for layout in layouts]
 

@@ -1,12 +1,12 @@
-"""`weft verify` of a run on parameter servers: is what the servers hold what one process would have?
+"""`weft verify` of a run on parameter servers: the servers' rows against those of one process.
 
     sync, 1/2/4 workers x 1/2/3 servers   every optimizer, sparse and dense rows, against the reference
-    async, staleness 0                    has the bits of sync
-    async, free                           twice by one schedule: equal bits; against the reference that follows it
+    async, staleness 0                    equal bits to sync
+    async, free                           one schedule twice: equal bits; against the reference of that schedule
     geo, K = 1, one worker                against the reference
-    resume, other servers                 stopped half way, on another number of servers: the bits of the whole run
+    resume, other servers                 stopped half way, on another number of servers: bits of the uninterrupted run
 
-What is allowed is measured: the reference itself, with its sums in other orders.
+The bound is measured: the reference itself, with its sums in other orders.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,18 +31,17 @@ from weft.verify.verdict import Check, Finding, Verdict, Worst
 
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl")
 WORKERS, SERVERS = (1, 2, 4), (1, 2, 3)
-_ORDERS = (2, 3, 5, 7)  # pieces in which the reference sums again
+_ORDERS = (2, 3, 5, 7)  # chunks of a batch in which the reference sums again
 _NUM_EVENTS = 24  # units of the schedule that asynchronous workers follow
 
 
 @dataclass
 class ServerSession:
-    """One verification; `tell` hears of every check when it is done."""
+    """One verification; `checks` yields each check when it is done."""
 
     run: ServerRun
     steps: int
     scratch: Path
-    tell: Callable[[Check], None] = lambda check: None
     optimizers: tuple[str, ...] = OPTIMIZERS
     layouts: tuple[tuple[int, int], ...] = tuple(itertools.product(WORKERS, SERVERS))
     loss_max_abs_diff: float = 0.0
@@ -58,7 +57,7 @@ class ServerSession:
         yield self._resumed(self.run)
 
     def _sync(self, run: ServerRun) -> Check:
-        """All layouts of one optimizer against one reference."""
+        """Check all layouts of one optimizer against one reference."""
         name = f"sync, {run.sparse.optimizer.kind}"
         expected, allowed = self._reference(run)
         margin = 0.0
@@ -70,20 +69,20 @@ class ServerSession:
                 return Check.failed(name, wrong)
             margin = max(margin, used)
         detail = f"{len(self.layouts)} layouts of workers and servers, {self.steps} steps: rows and losses agree"
-        return Check.passed(name, f"{detail}, at most {margin:.2f} of what is allowed", margin=margin)
+        return Check.passed(name, f"{detail}, at most {margin:.2f} of the allowed difference", margin=margin)
 
     def _no_staleness(self, run: ServerRun) -> Check:
         shape = {"workers": 2, "servers": 2}
         sync = self._train(changed(run, "server", mode="sync", **shape))
         bound = self._train(changed(run, "server", mode="async", staleness=0, **shape))
-        return _same_bits("async, staleness 0", bound, sync, "the bits of sync")
+        return _same_bits("async, staleness 0", bound, sync, "equal bits to sync")
 
     def _free(self, run: ServerRun) -> Check:
         name = "async, free"
         run = changed(run, "server", mode="async", staleness=FREE, workers=3, servers=2)
         events = schedule(_NUM_EVENTS, workers=3, seed=run.train.seed)
         first, second = (follow(run, self._folder(), events) for _ in range(2))
-        again = _same_bits(name, second, first, "the same bits twice by one schedule")
+        again = _same_bits(name, second, first, "equal bits in two runs of one schedule")
         if not again.ok:
             return again
         reference = Reference(run, open_task(run, self._folder()))
@@ -94,7 +93,7 @@ class ServerSession:
         wrong, margin = self._compare(first, expected, allowed, place="following the schedule")
         if wrong is not None:
             return Check.failed(name, wrong)
-        detail = f"{len(events)} pulls and pushes of 3 workers in one order: equal bits twice, the reference's rows"
+        detail = f"{len(events)} pulls and pushes of 3 workers in one order: equal bits twice, rows of the reference"
         return Check.passed(name, detail, margin=margin)
 
     def _geo(self, run: ServerRun) -> Check:
@@ -108,14 +107,15 @@ class ServerSession:
 
     def _resumed(self, run: ServerRun) -> Check:
         run = changed(run, "server", mode="sync", workers=2, servers=2)
-        whole, folder = self._train(run), self._folder()
+        straight, folder = self._train(run), self._folder()
         train(changed(run, "train", steps=max(1, self.steps // 2)), folder)
         reshard(folder / "servers", 3)
         found = train(changed(run, "server", servers=3), folder, resume=True)
-        return _same_bits("resume", found, whole, "stopped half way, from 2 servers to 3: the whole run's bits")
+        detail = "stopped half way, resumed on 3 servers instead of 2: bits of the uninterrupted run"
+        return _same_bits("resume", found, straight, detail)
 
     def _reference(self, run: ServerRun) -> tuple[ServerRunResult, dict[str, float]]:
-        """What must come out, and how far each table may be from it."""
+        """The expected result, and the allowed difference of each table."""
         task = open_task(run, self._folder())
         runs = []
         for pieces in (1, *_ORDERS):
@@ -134,7 +134,7 @@ class ServerSession:
     def _compare(
         self, found: ServerRunResult, expected: ServerRunResult, allowed: dict[str, float], *, place: str
     ) -> tuple[Finding | None, float]:
-        """The first wrong thing, and the largest difference over what is allowed."""
+        """The first finding, and the largest difference relative to the allowed one."""
         margin = 0.0
         for step, (loss, right) in enumerate(zip(found.losses, expected.losses, strict=False), 1):
             self.loss_max_abs_diff = max(self.loss_max_abs_diff, abs(loss - right))
@@ -162,8 +162,8 @@ class ServerSession:
         if margin <= 1:
             return None, margin
         row, column = np.unravel_index(int(distance.argmax()), distance.shape)
-        told = f"key {keys[row]}, column {column}: {rows[row, column]:.7g}"
-        return _wrong(told, f"{own_rows[row, column]:.7g}", place=place, table=name), margin
+        expected = f"key {keys[row]}, column {column}: {rows[row, column]:.7g}"
+        return _wrong(expected, f"{own_rows[row, column]:.7g}", place=place, table=name), margin
 
     def _train(self, run: ServerRun) -> ServerRunResult:
         return train(run, self._folder())
@@ -172,22 +172,17 @@ class ServerSession:
         return self.scratch / str(next(self._folders))
 
 
-def verify_server(
-    run: ServerRun, *, steps: int = 5, as_is: bool = False, tell: Callable[[Check], None] = lambda check: None
-) -> Verdict:
-    """The verdict over everything that a run on parameter servers may be asked to do."""
+def verify_server(run: ServerRun, *, steps: int = 5, as_is: bool = False) -> Verdict:
+    """The verdict on every mode of a run on parameter servers."""
     start = time.monotonic()
     small, changes = shrunk(run, steps=steps, as_is=as_is)
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as scratch:
-        session = ServerSession(run=small, steps=steps, scratch=Path(scratch), tell=tell)
-        checks = []
-        for check in session.checks():
-            tell(check)
-            checks.append(check)
+        session = ServerSession(run=small, steps=steps, scratch=Path(scratch))
+        checks = tuple(session.checks())
     return Verdict(
         plan=f"parameter servers, {small.model.factory or small.model.kind}",
         steps=steps,
-        checks=tuple(checks),
+        checks=checks,
         loss_max_abs_diff=session.loss_max_abs_diff,
         worst_weight=session.worst,
         changes=tuple(changes),
@@ -196,7 +191,7 @@ def verify_server(
 
 
 def _with_optimizer(run: ServerRun, kind: str) -> ServerRun:
-    """Of sparse and dense rows alike; what the run itself says where it has that kind."""
+    """Set the optimizer of sparse and dense rows, keeping the run's own settings where it has that kind."""
     for section in ("sparse", "dense"):
         own = getattr(run, section).optimizer
         if own.kind != kind:

@@ -1,9 +1,9 @@
-"""One process, plain torch: what a run on parameter servers must equal. It shares no update, server or socket with it.
+"""The reference of a run on parameter servers: one process, plain torch. It shares no update, server or socket with it.
 
-A row's first values are read from a `Table` of its own, so a wrong first value would be wrong on both sides
-(tests/unit/server/table/test_initial.py checks those). Rows lie in ordinary matrices, optimizers are the textbook's
-formulas, a step takes the whole global batch at once.
-`Reference.follow` makes updates in a given order of pulls and pushes, which is what an asynchronous run does.
+A row's first values are read from a separate `Table`, so a wrong first value would be wrong on both sides
+(tests/unit/server/table/test_initial.py checks those). Rows are stored in ordinary matrices, optimizers are textbook
+formulas, a step takes the full global batch at once.
+`Reference.follow` makes updates in a given order of pulls and pushes, as an asynchronous run does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Gradients = Mapping[str, tuple[Keys, Rows]]
 
 @dataclass(frozen=True)
 class ServerEvent:
-    """Worker `worker` reads for its unit, or sends what it found."""
+    """Worker `worker` pulls the rows of its unit, or pushes its gradients."""
 
     worker: int
     unit: int
@@ -41,7 +41,7 @@ class ServerEvent:
 
 
 class ReferenceTable:
-    """A growing matrix of rows and of optimizer state; first values as the table's description says."""
+    """A growing matrix of rows and of optimizer state; the spec gives the first values."""
 
     def __init__(self, spec: TableSpec) -> None:
         self.spec = spec
@@ -62,7 +62,7 @@ class ReferenceTable:
         places, optimizer = self._places_of(keys), self.spec.optimizer
         state = {name: values[places] for name, values in self._state.items()}
         rate = optimizer.learning_rate * lr_scale
-        if optimizer.kind == "ftrl":  # its rate is in the row itself: only the gradient can count less
+        if optimizer.kind == "ftrl":  # its rate is part of the row's state: only the gradient can be scaled
             gradients = gradients * lr_scale
         self._rows[places] = _updated(optimizer, self._rows[places], gradients, state, rate=rate)
         for name, values in state.items():
@@ -114,7 +114,7 @@ def _updated(optimizer: RowOptimizer, w: Tensor, g: Tensor, state: dict[str, Ten
 
 
 def _ftrl(optimizer: RowOptimizer, w: Tensor, g: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """z begins where it gives the row's first value, which an update would forget otherwise."""
+    """FTRL; z starts at the value that yields the row's first value, which an update would discard otherwise."""
 
     def pull(n: Tensor) -> Tensor:
         return (optimizer.beta + n.sqrt()) / optimizer.learning_rate + optimizer.l2
@@ -128,10 +128,10 @@ def _ftrl(optimizer: RowOptimizer, w: Tensor, g: Tensor, state: dict[str, Tensor
     return -shrunk / pull(state["n"])
 
 
-def _summed(parts: Sequence[Gradients]) -> Gradients:
+def _summed(gradients: Sequence[Gradients]) -> Gradients:
     total: dict[str, dict[int, Rows]] = {}
-    for part in parts:
-        for name, (keys, rows) in part.items():
+    for tables in gradients:
+        for name, (keys, rows) in tables.items():
             own = total.setdefault(name, {})
             for key, row in zip(keys.tolist(), rows, strict=True):
                 own[key] = own[key] + row if key in own else row
@@ -153,7 +153,7 @@ class Reference:
         self.tables[DENSE_TABLE].assign(self._blocks.keys, self._blocks.rows())
 
     def train(self, steps: int, *, pieces: int = 1) -> list[float]:
-        """Steps on whole global batches; returns the mean losses. `pieces`: the same sums, in another order."""
+        """Train on global batches; return the mean losses. `pieces` > 1: the same sums in another order."""
         order, losses = order_of(self.run, self.task), []
         for step in range(steps):
             units = range(step * order.shares, (step + 1) * order.shares)
@@ -164,7 +164,7 @@ class Reference:
         return losses
 
     def follow(self, events: Sequence[ServerEvent], order: SampleOrder, *, discount: float) -> None:
-        """Pulls and pushes in the order of `events`; a push is applied at once, discounted by its staleness."""
+        """Pull and push in the order of `events`; a push is applied at once, discounted by its staleness."""
         read: dict[int, tuple[int, Gradients, int]] = {}
         num_applied = 0
         for event in events:
@@ -175,7 +175,7 @@ class Reference:
                 continue
             version, gradients, weight = read.pop(event.unit)
             beyond = max(0, num_applied - version - (order.shares - 1)) / order.shares
-            # A push is one share of a step: P of them have the weight of one update of sync.
+            # A push is one share of a step: `order.shares` pushes have the weight of one synchronous update.
             self._apply(gradients, weight=weight, shares=order.shares, lr_scale=(1 + beyond) ** -discount)
             num_applied += 1
 

@@ -1,4 +1,4 @@
-"""Runs on parameter servers, small and in this process, and what their folders hold afterwards."""
+"""Small runs on parameter servers in this process, and the contents of their folders afterwards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
 
 _TOKEN = "verify"
-# Enough to have keys in common between workers, on every server, and several blocks of dense parameters.
+# Large enough for keys shared between workers on every server, and for several blocks of dense parameters.
 _SMALL: dict[str, Any] = {
     "data": {"samples": 600, "vocabulary": 40, "categorical": 4, "numeric": 3},
     "train": {"global_batch": 24},
@@ -42,14 +42,14 @@ _SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRunResult:
-    """What came of a run: its losses by step, and every row of every table in order of keys."""
+    """Results of a run: its losses by step, and every row of every table in key order."""
 
     losses: tuple[float, ...]
     tables: dict[str, tuple[Keys, Rows]]
 
 
 def shrunk(run: ServerRun, *, steps: int, as_is: bool) -> tuple[ServerRun, list[str]]:
-    """The run as it is verified, and what was made smaller."""
+    """The shrunk run, and the list of changes."""
     changes: list[str] = []
     tables = run.model_dump()
     for section, values in _SMALL.items() if not as_is else ():
@@ -78,7 +78,7 @@ def train(run: ServerRun, out: Path, *, resume: bool = False) -> ServerRunResult
 
 
 def found_in(out: Path) -> ServerRunResult:
-    """From the folder alone, so that what servers keep is what is judged."""
+    """Read the result from the folder alone, so that the servers' durable state is checked."""
     folder = ServerFolder(out)
     parts: dict[str, list[tuple[Keys, Rows]]] = {}
     for path in server_folders(folder.servers_path):
@@ -97,7 +97,7 @@ def _in_order(pairs: Sequence[tuple[Keys, Rows]]) -> tuple[Keys, Rows]:
 
 
 def schedule(num_units: int, *, workers: int, seed: int) -> list[ServerEvent]:
-    """An order of pulls and pushes as free workers might make them: each has one unit under way at a time."""
+    """A random order of pulls and pushes of asynchronous workers, each with one unit in flight at a time."""
     generator, events = np.random.default_rng(seed), []
     under_way: dict[int, int] = {}
     units = itertools.count()
@@ -114,7 +114,7 @@ def schedule(num_units: int, *, workers: int, seed: int) -> list[ServerEvent]:
 
 
 def follow(run: ServerRun, out: Path, events: Sequence[ServerEvent]) -> ServerRunResult:
-    """The real servers, clients and workers, one event after another."""
+    """Run the real servers, clients and workers, one event after another."""
     task = open_task(run, out)
     with _served(run, out) as endpoints:
         workers = [_Scheduled(run, task, endpoints, number) for number in range(run.server.workers)]
@@ -141,7 +141,7 @@ def _served(run: ServerRun, out: Path) -> Iterator[list[Any]]:
 
 
 class _Scheduled:
-    """A worker whose push is held back until it is told to make it."""
+    """A worker whose push waits for a call of `push`."""
 
     def __init__(self, run: ServerRun, task: Task, endpoints: list[Any], number: int) -> None:
         self.client = Client(endpoints.__getitem__, num_servers=len(endpoints), token=_TOKEN, client_id=number + 1)
@@ -157,16 +157,16 @@ class _Scheduled:
         self._worker.do(unit, save=False)
 
     def push(self) -> None:
-        self._rows.let_go()
+        self._rows.send()
 
 
 class _HeldRows(ServerRows):
-    """`finish` keeps the gradients; `let_go` sends them."""
+    """`finish` keeps the gradients; `send` sends them."""
 
     def finish(self, gradients: Any, *, weight: float) -> tuple[int, ...]:
         self._kept = ({name: (np.array(k), np.array(v)) for name, (k, v) in gradients.items()}, weight)
         return ()
 
-    def let_go(self) -> None:
+    def send(self) -> None:
         gradients, weight = self._kept
         super().finish(gradients, weight=weight)

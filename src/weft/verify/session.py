@@ -1,7 +1,7 @@
-"""A verification on live ranks: the reference on rank 0, the plan on all, one check after the other.
+"""A verification on live ranks: the reference on rank 0, the plan on all ranks, one stage after another.
 
-Set-up (imports, corpus, the float64 truth) is shared between the plans of one session. All functions are collective;
-the verdict is rank 0's.
+The plans of one session share set-up (imports, corpus, the float64 truth). All functions are collective; the verdict is
+rank 0's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.engine.engine import Engine
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
-from weft.schedule import Calls, check_request
+from weft.schedule import Calls
 from weft.train.process import Process
 from weft.train.rate import learning_rate_at
 from weft.verify.borders import check_reach
@@ -36,39 +36,40 @@ from weft.verify.exercise import (
     Subject,
     at_rest,
     evaluation_batches,
+    global_exercise,
     plan_precision,
     training_batches,
-    whole_exercise,
 )
 from weft.verify.layouts import plan_name
 from weft.verify.prediction import check_prediction
 from weft.verify.reference import Exercise
-from weft.verify.references import Library, References
+from weft.verify.references import ReferenceCache, References
 from weft.verify.repeatable import repeatable
-from weft.verify.short_stretches import STRETCH_TOKENS, short_stretches, takes_stretches
+from weft.verify.request import schedule_reasons
+from weft.verify.short_stretches import CHUNK_TOKENS, has_chunked_loss, short_chunks
 from weft.verify.verdict import Check, Verdict, at_place
 from weft.verify.whole_runs import WholeRuns
 
-ACTIVE_CLIP = 0.25  # well below the first gradient norms of fresh models, so that clipping is part of the proof
-OTHER_CUTS = 3
-# the first makes the optimizer's states, and may have its peak as it does; the second finds the peak, the third looks
+ACTIVE_CLIP = 0.25  # well below the first gradient norms of fresh models, so that clipping is verified too
+OTHER_SPLITS = 3
+# the first creates the optimizer states and may peak there; the second finds the peak, the third takes its terms
 MEASURED_STEPS = 3
 
 
 class Session:
-    """Everything that several plans over one run share."""
+    """State shared by the plans that are verified on one run."""
 
     def __init__(self, run: RunSpec, process: Process, *, steps: int, scratch: Path, device: torch.device) -> None:
         if steps < 2:
-            raise ValueError("one step shows neither an update nor a resume: verify at least two")
+            raise ValueError(f"steps is {steps}, but only two steps show an update and a resume: set at least 2")
         self.subject = Subject.open(run, device=device, num_ranks=process.world_size)
         self.process = process
         self.steps = steps
         self.device = device
         self.clip_norm = min(run.train.clip_norm, ACTIVE_CLIP)
         self._rates = [learning_rate_at(run.train, step + 1) for step in range(steps)]
-        self._library = Library(is_main=process.is_main)
-        self._whole_runs = WholeRuns(run, process, steps=steps, scratch=scratch, device=device, library=self._library)
+        self._cache = ReferenceCache(is_main=process.is_main)
+        self._whole_runs = WholeRuns(run, process, steps=steps, scratch=scratch, device=device, cache=self._cache)
 
     def verify(
         self,
@@ -78,10 +79,10 @@ class Session:
         progress: Callable[[str], None] = lambda _: None,
         until_wrong: bool = False,
     ) -> Verdict:
-        """The verdict on `plan`; `until_wrong` ends after the first stage that finds something."""
+        """The verdict on `plan`; `until_wrong` stops after the first stage with a failed check."""
         require_enough_steps(plan, steps=self.steps)
         began_s = time.perf_counter()
-        gc.collect()  # the groups of earlier engines end with their last reference, which may be in a cycle
+        gc.collect()  # frees the process groups of earlier engines, which may be in reference cycles
         checks: list[Check] = []
         numbers: dict[str, Any] = {}
         for stage, found in self._stages(plan, numbers):
@@ -99,7 +100,7 @@ class Session:
         )
 
     def _stages(self, plan: Plan, numbers: dict[str, Any]) -> Iterator[tuple[str, Callable[[], list[Check]]]]:
-        """The stages in order; each gives its checks when called, on every rank."""
+        """The stages in order: name and function; the function runs on every rank and returns the checks."""
         kept: dict[str, Any] = {}
 
         def train() -> list[Check]:
@@ -131,12 +132,12 @@ class Session:
         yield "finite data", lambda: self._whole_runs.check_finite_data(plan)
 
     def check_oracle(self, plan: Plan) -> list[Check]:
-        """The oracle's checks alone: what the plan shares with its reference."""
+        """The oracle's checks alone: they cover the code that plan and reference share."""
         return self._whole_runs.check_oracle(plan)
 
     def references(self, plan: Plan) -> References:
-        """What the plan is held against; empty on ranks but 0."""
-        return self._library.references("exercise", self.subject, self._exercise, plan, tight=True)
+        """The traces to compare the plan with; empty on ranks other than 0."""
+        return self._cache.references("exercise", self.subject, self._exercise, plan, tight=True)
 
     def _comparison(self, plan: Plan, references: References, found: Evidence) -> Comparison:
         train = self.subject.run.train
@@ -144,16 +145,16 @@ class Session:
             plan=plan,
             train=train,
             steps=self.steps,
-            exercise=at_rest(self._library.exercise("exercise", self._exercise), plan_precision(plan, train)),
+            exercise=at_rest(self._cache.exercise("exercise", self._exercise), plan_precision(plan, train)),
             references=references,
             found=found,
         )
 
     def _exercise(self) -> Exercise:
-        return whole_exercise(self.subject, rates=self._rates, clip_norm=self.clip_norm)
+        return global_exercise(self.subject, rates=self._rates, clip_norm=self.clip_norm)
 
     def evidence(self, plan: Plan) -> Evidence:
-        """The plan's course over the exercise."""
+        """The plan's run of the exercise."""
         with self.engine(plan) as engine:
             share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
             batches = training_batches(self.subject, steps=self.steps, **share)
@@ -178,33 +179,33 @@ class Session:
         return engine
 
     def _accumulation(self, plan: Plan, references: References) -> list[Check]:
-        """The first step of the same global batch, cut in other ways."""
+        """Check the first step of the same global batch with other numbers of micro-batches."""
         if plan.mesh.pp > 1 and plan.pipeline.schedule == "pipedream":
-            return [Check.passed("accumulation", "every micro-batch is an update: another cut is another run")]
+            return [Check.passed("accumulation", "every micro-batch is an update: another split is another run")]
         rows = self.subject.run.train.global_batch // plan.mesh.dp_degree
-        rows //= row_chunks(plan.tensor_parallel.mode, plan.mesh.tp)  # a grid deals every micro-batch out once more
-        cuts = [count for count in range(1, rows + 1) if rows % count == 0 and count != plan.pipeline.microbatches]
-        cuts = [count for count in cuts if not _no_schedule(plan, count)]
-        tries = [(f"{count} micro-batches", _recut(plan, count), False) for count in cuts[:OTHER_CUTS]]
-        tries += [(f"stretches of {STRETCH_TOKENS} tokens", plan, True)] if takes_stretches(plan) else []
-        # All ranks take all first steps before anything is judged: a rank that knows the answer must not leave early.
-        steps = [self._first_step(other, is_stretched=is_stretched) for _, other, is_stretched in tries]
-        truth, parting = references.truth, references.parting
+        rows //= row_chunks(plan.tensor_parallel.mode, plan.mesh.tp)  # a grid splits every micro-batch again
+        counts = [count for count in range(1, rows + 1) if rows % count == 0 and count != plan.pipeline.microbatches]
+        splits = [(f"{count} micro-batches", _with_microbatches(plan, count), False) for count in counts]
+        tries = [split for split in splits if not schedule_reasons(split[1])][:OTHER_SPLITS]
+        tries += [(f"chunks of {CHUNK_TOKENS} tokens", plan, True)] if has_chunked_loss(plan) else []
+        # All ranks take all first steps before any check: a rank that knows the answer must not leave early.
+        steps = [self._first_step(other, is_chunked=is_chunked) for _, other, is_chunked in tries]
+        truth, allowance = references.truth, references.allowance
         if truth.buffers:
             return [
-                Check.passed("accumulation", "forwards keep statistics of a micro-batch: another cut is another run")
+                Check.passed("accumulation", "forwards keep statistics of a micro-batch: another split is another run")
             ]
         for (what, other, _), values in zip(tries, steps, strict=True) if self.process.is_main else ():
-            same = self._library.first_step("exercise", self.subject, self._exercise, other)
+            same = self._cache.first_step("exercise", self.subject, self._exercise, other)
             for kind, right, rounded, value, least in (
-                ("loss", truth.losses, same.losses, values[0], parting.losses),
-                ("norm", truth.norms, same.norms, values[1], parting.norms),
+                ("loss", truth.losses, same.losses, values[0], allowance.losses),
+                ("norm", truth.norms, same.norms, values[1], allowance.norms),
             ):
                 check = check_scalars("accumulation", right[:1], rounded, [value], rule=1, least=least)
                 if check.finding is not None:
                     return [Check.failed("accumulation", at_place(check.finding, f"{kind} with {what}"))]
         names = " and ".join(what for what, _, _ in tries)
-        detail = f"the same first step with {names}" if names else "one row a rank: no other cut"
+        detail = f"the same first step with {names}" if names else "one row per rank: no other split"
         return [Check.passed("accumulation", detail)]
 
     def _prediction(self, plan: Plan) -> Check:
@@ -213,15 +214,15 @@ class Session:
             batches = training_batches(self.subject, steps=self.steps, **share)[:MEASURED_STEPS]
             return check_prediction(engine, batches, self.subject.run, plan)
 
-    def _first_step(self, plan: Plan, *, is_stretched: bool) -> tuple[float, float]:
-        about = short_stretches(self.subject.borders.vocab_size) if is_stretched else nullcontext()
-        with about, self.engine(plan) as engine:
+    def _first_step(self, plan: Plan, *, is_chunked: bool) -> tuple[float, float]:
+        chunks = short_chunks(self.subject.borders.vocab_size) if is_chunked else nullcontext()
+        with chunks, self.engine(plan) as engine:
             share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
             record = engine.step(training_batches(self.subject, steps=self.steps, **share)[0])
             return record.loss, record.grad_norm
 
     def _anyone_wrong(self, checks: list[Check]) -> bool:
-        """Whether rank 0 found something, agreed over all ranks: they must leave the stages together."""
+        """Whether a check failed on rank 0, agreed by all ranks: they must leave the stages together."""
         wrong = torch.tensor([not all(check.ok for check in checks)], dtype=torch.int32, device=self.device)
         if self.process.world_size > 1:
             dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
@@ -229,11 +230,12 @@ class Session:
 
 
 def require_enough_steps(plan: Plan, *, steps: int) -> None:
-    """The collectives of the last step are judged, which is to be full; and the evaluation after the first one drains.
+    """Require enough steps to fill a pipeline that never drains: the last step, whose collectives are checked, must be
+    full, and the evaluation after the first step drains.
 
-    Asked before anything trains, so that every rank refuses."""
+    Called before anything trains, so that every rank refuses."""
     pipeline = plan.pipeline
-    if plan.mesh.pp == 1 or not pipeline.never_drains:
+    if not plan.has_delayed_updates:
         return
     calls = Calls(name=pipeline.schedule, num_ranks=plan.mesh.pp, num_microbatches=pipeline.microbatches)
     least = 2 + calls.delay
@@ -244,20 +246,7 @@ def require_enough_steps(plan: Plan, *, steps: int) -> None:
         )
 
 
-def _recut(plan: Plan, microbatches: int) -> Plan:
+def _with_microbatches(plan: Plan, microbatches: int) -> Plan:
     tables = plan.model_dump(mode="json", exclude_none=True)
     tables["pipeline"]["microbatches"] = microbatches
     return Plan.from_tables(tables)
-
-
-def _no_schedule(plan: Plan, microbatches: int) -> list[str]:
-    """Why the plan's pipeline has no schedule for so many micro-batches."""
-    if plan.mesh.pp == 1:
-        return []
-    pipeline = plan.pipeline
-    return check_request(
-        pipeline.schedule,
-        num_ranks=plan.mesh.pp,
-        num_microbatches=microbatches,
-        virtual_stages=pipeline.virtual_stages,
-    )

@@ -1,7 +1,7 @@
-"""A run made small without changing its structure: fewer layers of each kind, narrower where it divides, short rows.
+"""Shrink a run without changing its structure: fewer layers of each kind, narrower where it divides, short rows.
 
-Every change is told. Ratios of heads, the pattern of layer kinds, ties, norms, gates and routing stay as they are.
-A narrowing that the family refuses is taken back by half until it builds.
+Every change is reported. Ratios of heads, the pattern of layer kinds, ties, norms, gates and routing stay as they are.
+If the model does not build at the reduced width, the reduction is halved until it does.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ MIN_EXPERTS = 4
 
 
 def shrink(run: RunSpec, plan: Plan, *, vocab_size: int) -> tuple[RunSpec, list[str]]:
-    """The small run, and what was changed, in words."""
+    """The small run, and the list of changes."""
     config = build_config(run.model, vocab_size=vocab_size).get_text_config()
-    stages, dealt = plan.mesh.pp * plan.pipeline.virtual_stages, sum(plan.pipeline.blocks or ())
-    sorts = 3 if plan.activations.policy == "budget" else 2  # of blocks: kept, computed again fully, selectively
-    depth = _depth(config, least=max(sorts, stages, dealt))
+    stages, listed = plan.mesh.pp * plan.pipeline.virtual_stages, sum(plan.pipeline.blocks or ())
+    policies = 3 if plan.activations.policy == "budget" else 2  # of blocks: saved, fully or selectively recomputed
+    depth = _depth(config, least=max(policies, stages, listed))
     factor = _width_factor(config, tp=plan.mesh.tp)
     while factor >= 1:
         overrides = {**depth, **_narrow(config, factor, tp=plan.mesh.tp)}
         model = run.model.model_copy(update={"config": {**run.model.config, **overrides}, "weights": "random"})
         small = run.model_copy(update={"model": model})
         if not overrides or _builds(small, vocab_size=vocab_size):
-            told = [_told(config, key, value) for key, value in overrides.items()]
-            return _few_positions(*_short_rows(small, plan, told), vocab_size=vocab_size)
+            changes = [_change(config, key, value) for key, value in overrides.items()]
+            return _few_positions(*_short_rows(small, plan, changes), vocab_size=vocab_size)
         factor //= 2
     return _few_positions(*_short_rows(run, plan, []), vocab_size=vocab_size)
 
 
-def _told(config: Any, key: str, value: Any) -> str:
+def _change(config: Any, key: str, value: Any) -> str:
     if isinstance(value, list):
         return f"{key}: the first {len(value)} of {len(getattr(config, key))}"
     return f"{key} {getattr(config, key)} -> {value}"
 
 
 def _depth(config: Any, *, least: int) -> dict[str, Any]:
-    """The shortest stack that still holds every kind of layer, and a layer for every pipeline stage."""
+    """The smallest depth with every kind of layer and a layer for every pipeline stage."""
     key = _present(config, LAYER_KEYS)
     if key is None:
         return {}
@@ -73,9 +73,9 @@ def _depth(config: Any, *, least: int) -> dict[str, Any]:
 
 
 def _width_factor(config: Any, *, tp: int) -> int:
-    """The largest power of two that leaves a width of SMALL_WIDTH and divides heads and key-value heads alike.
+    """The largest power of two that leaves a width of SMALL_WIDTH and divides both heads and key-value heads.
 
-    Heads that tensor-parallel ranks share evenly stay so.
+    Heads that divide evenly over tensor-parallel ranks still do afterwards.
     """
     width = _present(config, WIDTH_KEYS)
     counts = [getattr(config, key) for key in (_present(config, HEAD_KEYS), _present(config, KEY_VALUE_KEYS)) if key]
@@ -90,9 +90,9 @@ def _width_factor(config: Any, *, tp: int) -> int:
 
 
 def _stays_even(count: int, factor: int, *, tp: int) -> bool:
-    """Whether `factor` divides `count` and leaves what `tp` ranks share as evenly as before.
+    """Whether `factor` divides `count` and the result divides over `tp` ranks as evenly as before.
 
-    Fewer units than ranks (key-value heads) are repeated: then they divide the ranks.
+    Key-value heads that are fewer than ranks are repeated: their number must divide the ranks.
     """
     if count % factor:
         return False
@@ -101,7 +101,7 @@ def _stays_even(count: int, factor: int, *, tp: int) -> bool:
 
 
 def _narrow(config: Any, factor: int, *, tp: int) -> dict[str, int]:
-    """Widths and heads divided alike, so that the size of a head stays; experts cut to a few."""
+    """Divide widths and heads by `factor`, which keeps the head size; reduce experts to a few."""
     overrides: dict[str, int] = {}
     for key in (*WIDTH_KEYS, *INNER_KEYS, *HEAD_KEYS, *KEY_VALUE_KEYS):
         value = getattr(config, key, None)
@@ -115,10 +115,10 @@ def _narrow(config: Any, factor: int, *, tp: int) -> dict[str, int]:
 
 
 def _short_rows(run: RunSpec, plan: Plan, changes: list[str]) -> tuple[RunSpec, list[str]]:
-    pieces = plan.mesh.dp_degree * plan.pipeline.microbatches
-    rows = max(pieces, -(-8 // pieces) * pieces)
+    chunks = plan.mesh.dp_degree * plan.pipeline.microbatches
+    rows = max(chunks, -(-8 // chunks) * chunks)
     tp = plan.mesh.tp
-    length = min(run.data.sequence_length, max(SMALL_LENGTH // tp * tp, tp))  # a stream of tokens is cut by tp
+    length = min(run.data.sequence_length, max(SMALL_LENGTH // tp * tp, tp))  # sequence parallel shards it by tp
     if run.train.global_batch > rows:
         changes.append(f"global_batch {run.train.global_batch} -> {rows}")
         run = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": rows})})
@@ -129,7 +129,7 @@ def _short_rows(run: RunSpec, plan: Plan, changes: list[str]) -> tuple[RunSpec, 
 
 
 def _few_positions(run: RunSpec, changes: list[str], *, vocab_size: int) -> tuple[RunSpec, list[str]]:
-    """A learned table of positions as long as the rows: so every position is reached, the last one too."""
+    """Shorten a learned position table to the row length, so that every position is used, the last one too."""
     config, length = build_config(run.model, vocab_size=vocab_size), run.data.sequence_length
     key = _present(config, POSITION_KEYS)
     if key is None or getattr(config, key) <= length or not _learns_positions(run, key, vocab_size=vocab_size):
@@ -138,11 +138,11 @@ def _few_positions(run: RunSpec, changes: list[str], *, vocab_size: int) -> tupl
     small = run.model_copy(update={"model": model})
     if not _builds(small, vocab_size=vocab_size):
         return run, changes
-    return small, [*changes, _told(config, key, length)]
+    return small, [*changes, _change(config, key, length)]
 
 
 def _learns_positions(run: RunSpec, key: str, *, vocab_size: int) -> bool:
-    """Whether `key` sizes a table: a model of one position fewer has a parameter with one row fewer."""
+    """Whether `key` is the size of a table: with one position fewer a parameter has one row fewer."""
     shapes = []
     for fewer in (0, 1):
         config = build_config(run.model, vocab_size=vocab_size)
@@ -165,5 +165,5 @@ def _present(config: Any, keys: tuple[str, ...]) -> str | None:
 
 
 def _is_own(config: Any, key: str) -> bool:
-    """Whether the config really stores the key: aliases of another key would be set twice."""
+    """Whether the config stores the key itself: an alias of another key would be set twice."""
     return key in config.to_dict()

@@ -1,7 +1,7 @@
-"""A budget of recompute in a model made small: of each sort of block as many as there were, in proportion, or one.
+"""The recompute mixture of a shrunk model: the share of blocks per policy stays, with at least one block each.
 
-What a budget leaves open depends on memory and changes no number; the proof must hold whatever is chosen. So an open
-one is verified with blocks of every sort, whatever this machine's memory would have chosen.
+A mixture that the plan leaves open depends on memory and changes no number; verification must hold for any choice. So
+an open mixture is verified with blocks of every policy, independent of this machine's memory.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from weft.models.layout import describe
 Mixture = tuple[int, int]
 
 
-def shrink_mixture(plan: Plan, *, whole: RunSpec, small: RunSpec, vocab_size: int) -> tuple[Plan, list[str]]:
-    """The plan for the small run, and what was changed, in words."""
+def shrink_mixture(plan: Plan, *, original: RunSpec, small: RunSpec, vocab_size: int) -> tuple[Plan, list[str]]:
+    """The plan for the small run, and the list of changes."""
     if plan.activations.policy != "budget":
         return plan, []
     blocks = num_blocks(small, vocab_size=vocab_size)
     given = plan.activations.mixture
     if given is None:
-        chosen = every_sort(blocks, may_select=not plan.compile.enabled)
-        return with_mixture(plan, chosen), [f"activations.mixture: open, so one with every sort: {list(chosen)}"]
-    whole_blocks = num_blocks(whole, vocab_size=vocab_size)
-    require_mixture(plan, num_blocks=whole_blocks)  # shrinking must not make a run legal
-    chosen = in_proportion(given, whole=whole_blocks, small=blocks)
-    told = [f"activations.mixture {list(given)} -> {list(chosen)}"] if chosen != given else []
-    return with_mixture(plan, chosen), told
+        chosen = mixture_of_all(blocks, may_select=not plan.compile.enabled)
+        return with_mixture(plan, chosen), [f"activations.mixture: open, verified with every policy: {list(chosen)}"]
+    original_blocks = num_blocks(original, vocab_size=vocab_size)
+    require_mixture(plan, num_blocks=original_blocks)  # shrinking must not make a run legal
+    chosen = in_proportion(given, original=original_blocks, small=blocks)
+    changes = [f"activations.mixture {list(given)} -> {list(chosen)}"] if chosen != given else []
+    return with_mixture(plan, chosen), changes
 
 
-def every_sort(blocks: int, *, may_select: bool) -> Mixture:
-    """A third each of blocks computed again fully, selectively, and kept; halves where none may be selective."""
+def mixture_of_all(blocks: int, *, may_select: bool) -> Mixture:
+    """A third each of fully recomputed, selectively recomputed and saved blocks; halves without selective ones."""
     return (max(1, blocks // 3), blocks // 3) if may_select else (max(1, blocks // 2), 0)
 
 
-def in_proportion(given: Mixture, *, whole: int, small: int) -> Mixture:
-    """`given`, of `whole` blocks, for `small` ones; each sort that there was keeps a block while there are enough."""
+def in_proportion(given: Mixture, *, original: int, small: int) -> Mixture:
+    """Scale `given` from `original` to `small` blocks; each policy in use keeps a block while there are enough."""
     full, selective = given
-    has_rest = full + selective < whole
+    has_rest = full + selective < original
 
     def share(count: int, *, others: int) -> int:
-        return max(0, min(max(1, round(count * small / whole)), small - others)) if count else 0
+        return max(0, min(max(1, round(count * small / original)), small - others)) if count else 0
 
     fewer_full = share(full, others=(selective > 0) + has_rest)
     if not has_rest:
@@ -50,5 +50,5 @@ def in_proportion(given: Mixture, *, whole: int, small: int) -> Mixture:
 
 
 def num_blocks(run: RunSpec, *, vocab_size: int) -> int:
-    """Of the model, as the engine finds them."""
+    """Blocks of the model, as the engine finds them."""
     return len(describe(build_skeleton(build_config(run.model, vocab_size=vocab_size))).blocks)

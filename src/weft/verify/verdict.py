@@ -1,6 +1,6 @@
-"""The verdict: every check with its outcome, and the first wrong thing in one paragraph. JSON in and out, no torch.
+"""The verdict: every check with its outcome, and the first finding in one paragraph. JSON in and out, no torch.
 
-Rules are those of the design that keep numbers right; a finding names the one it breaks.
+A finding names the rule of the design that it breaks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ RULES = {
     5: "checkpoints are logical and resumable on any layout",
     6: "precision is what was asked",
     7: "the loss is reduced to the logging rank",
-    9: "coverage is told: what a stage expected is what it does",
+    9: "coverage, traffic and memory are reported, and the measured values are the declared ones",
     11: "buffers that forwards change are those of one process, equal on every rank",
-    12: "what every layout shares (model, loss, update, schedule, data, export) is what torch and transformers define",
-    10: "servers hold what one process would: every update once, weighted by its samples, in an order that is known",
+    12: "code shared by all layouts (model, loss, update, schedule, data, export) agrees with torch and transformers",
+    10: "servers hold the rows of one process: every update once, weighted by its samples, in a known order",
 }
 
-# The checks that follow one run step by step: a wrong update of step 1 is the cause of a wrong loss of step 2.
+# Checks that follow one run step by step: a wrong update in step 1 causes a wrong loss in step 2.
 BY_STEP = (
     "loss",
     "gradients",
@@ -42,7 +42,7 @@ BY_STEP = (
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One wrong thing, as exactly as it is known."""
+    """One wrong value and its location, as exactly as known."""
 
     rule: int
     expected: str
@@ -59,13 +59,13 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One question and its answer. `finding` is there exactly when it is not ok."""
+    """One check and its outcome. `finding` is set if and only if it failed."""
 
     name: str
     ok: bool
     detail: str
     finding: Finding | None = None
-    margin: float = 0.0  # the largest difference over what is allowed: above 1 is wrong; 0 where bits are compared
+    margin: float = 0.0  # the largest difference over the allowed one: above 1 fails; 0 for bitwise comparisons
 
     @staticmethod
     def passed(name: str, detail: str, *, margin: float = 0.0) -> Check:
@@ -78,7 +78,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Worst:
-    """The parameter with the largest relative difference, right or wrong."""
+    """The parameter with the largest relative difference, passed or failed."""
 
     parameter: str = ""
     rel_diff: float = 0.0
@@ -86,7 +86,7 @@ class Worst:
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """One parameter: the axes that cut it, and why tensor parallelism leaves it whole."""
+    """One parameter: the axes that shard it, and why tensor parallelism leaves it replicated."""
 
     name: str
     shape: tuple[int, ...]
@@ -94,23 +94,23 @@ class Coverage:
     reason: str = ""
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         return axes.TP in self.sharded_axes
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> Coverage:
-        shape, cut = tuple(fields["shape"]), tuple(fields["sharded_axes"])
-        return Coverage(name=fields["name"], shape=shape, sharded_axes=cut, reason=fields["reason"])
+        shape, sharded_axes = tuple(fields["shape"]), tuple(fields["sharded_axes"])
+        return Coverage(name=fields["name"], shape=shape, sharded_axes=sharded_axes, reason=fields["reason"])
 
 
-def cut_line(coverage: Sequence[Coverage]) -> str:
-    """'cut on tp: 14 of 20 parameters, 99% of the elements; whole: a norm (6)'."""
-    cut = [row for row in coverage if row.is_cut]
-    share = sum(math.prod(row.shape) for row in cut) / max(1, sum(math.prod(row.shape) for row in coverage))
-    reasons = Counter(row.reason or "no reason given" for row in coverage if not row.is_cut)
-    told = ", ".join(f"{why} ({count})" for why, count in reasons.most_common())
-    whole = f"; whole: {told}" if told else ""
-    return f"cut on tp: {len(cut)} of {len(coverage)} parameters, {share:.0%} of the elements{whole}"
+def coverage_line(coverage: Sequence[Coverage]) -> str:
+    """'sharded on tp: 14 of 20 parameters, 99% of the elements; replicated: a norm (6)'."""
+    sharded = [row for row in coverage if row.is_sharded]
+    share = sum(math.prod(row.shape) for row in sharded) / max(1, sum(math.prod(row.shape) for row in coverage))
+    reasons = Counter(row.reason or "no reason given" for row in coverage if not row.is_sharded)
+    listed = ", ".join(f"{why} ({count})" for why, count in reasons.most_common())
+    replicated = f"; replicated: {listed}" if listed else ""
+    return f"sharded on tp: {len(sharded)} of {len(coverage)} parameters, {share:.0%} of the elements{replicated}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +124,9 @@ class Verdict:
     grad_norm_max_rel_diff: float = 0.0
     worst_gradient: Worst = Worst()
     worst_weight: Worst = Worst()
-    replicated_parameters: tuple[str, ...] = ()  # with tensor parallelism: whole on its ranks
-    coverage: tuple[Coverage, ...] = ()  # under tensor parallelism: where every parameter lies, and why one stays whole
-    changes: tuple[str, ...] = ()  # what was shrunk
+    replicated_parameters: tuple[str, ...] = ()  # with tensor parallelism: replicated on the tp axis
+    coverage: tuple[Coverage, ...] = ()  # with tensor parallelism: axes of every parameter, reasons of replicated ones
+    changes: tuple[str, ...] = ()  # made by shrinking
     elapsed_s: float = 0.0
 
     @property
@@ -135,7 +135,7 @@ class Verdict:
 
     @property
     def first_wrong(self) -> Check | None:
-        """The first in the order of the checks, but an earlier step goes before a later one."""
+        """The first failed check; among checks by step, the one with the earliest step."""
         failed = [check for check in self.checks if not check.ok]
         if not failed or failed[0].name not in BY_STEP:
             return failed[0] if failed else None
@@ -164,9 +164,9 @@ class Verdict:
         return Verdict(**values)
 
     def text(self) -> str:
-        """What a person reads: the answer, then one line a check, then the first wrong thing and its rule."""
+        """The printed form: the outcome, one line per check, then the first finding and its rule."""
         lines = [f"{'PASS' if self.ok else 'FAIL'}  {self.plan}"]
-        lines += [f"  {cut_line(self.coverage)}"] if self.coverage else []
+        lines += [f"  {coverage_line(self.coverage)}"] if self.coverage else []
         lines += [f"  {'ok  ' if check.ok else 'FAIL'}  {check.name:18s} {check.detail}" for check in self.checks]
         wrong = self.first_wrong
         if wrong is not None and wrong.finding is not None:
@@ -196,7 +196,7 @@ def _step_of(check: Check) -> int:
 
 
 def at_place(finding: Finding, place: str) -> Finding:
-    """The finding with where it was seen."""
+    """The finding with its location set."""
     return replace(finding, coordinates=place)
 
 

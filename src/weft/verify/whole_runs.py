@@ -1,4 +1,4 @@
-"""The checks that go through the training loop itself: resume here and on another layout, export, oracle, finite data.
+"""Checks that run the training loop itself: resume on this and on another layout, export, oracle, finite data.
 
 Every function is collective; the answers are rank 0's.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +31,20 @@ from weft.verify.layouts import other_layout, plan_name
 from weft.verify.oracle import Oracle
 from weft.verify.oracle_facts import collect_facts
 from weft.verify.reference import RunTrace
-from weft.verify.references import Library, References
+from weft.verify.references import ReferenceCache, References
 from weft.verify.verdict import Check, Finding, at_place
 
-Progress = Callable[[str], None]
-LOOSE_CLIP = 10.0  # above the norms of fresh models: gradients that are not clipped stay as they are
+LOOSE_CLIP = 10.0  # above the norms of fresh models: gradients are not clipped
 
 
 class WholeRuns:
-    """Runs of a small training job in folders of their own."""
+    """Runs of a small training job, each in its own folder."""
 
     def __init__(
-        self, run: RunSpec, process: Process, *, steps: int, scratch: Path, device: torch.device, library: Library
+        self, run: RunSpec, process: Process, *, steps: int, scratch: Path, device: torch.device, cache: ReferenceCache
     ) -> None:
         self._run = run
-        self._library = library
+        self._cache = cache
         self._process = process
         self._steps = steps
         self._scratch = scratch
@@ -55,65 +53,64 @@ class WholeRuns:
         self._oracle = Oracle()
 
     def check_loop(self, plan: Plan) -> list[Check]:
-        """Train with a checkpoint in the middle; export; go on from the middle on the same and on another layout."""
+        """Train with a checkpoint in the middle; export; resume from the middle on the same and on another layout."""
         middle = max(1, self._steps // 2)
-        is_cut, is_delayed = plan.mesh.tp * plan.mesh.pp > 1, plan.mesh.pp > 1 and plan.pipeline.never_drains
+        is_sharded, is_delayed = plan.mesh.tp * plan.mesh.pp > 1, plan.has_delayed_updates
         run = self._loop_run(middle, is_delayed=is_delayed)
-        often = self._loop_run(middle, is_delayed=False)  # what the other layout saves is resumed from, too
+        often = self._loop_run(middle, is_delayed=False)  # a run resumes from the other layout's checkpoints, too
         folder = self._train(run, plan, self._new_folder())
-        straight = self._course_of(folder)
+        straight = self._trace_of(folder)
         references = self._references("loop", run, plan, folder, steps=self._steps)
         checks = [
             self._against("training loop", references, straight, self._skipped(folder)),
             self._export(folder, straight),
         ]
-        same, other = self._cut_back(folder, middle), self._cut_back(folder, middle)
+        same, other = self._copy_up_to(folder, middle), self._copy_up_to(folder, middle)
         self._train(run, plan, same, resume=True)
-        detail = f"saved at step {middle}, went on to {self._steps}: equal bits"
-        checks.append(check_same_bits("resume", straight, self._course_of(same), rule=5, detail=detail))
+        detail = f"saved at step {middle}, resumed to step {self._steps}: equal bits"
+        checks.append(check_same_bits("resume", straight, self._trace_of(same), rule=5, detail=detail))
         elsewhere = other_layout(plan, global_batch=run.train.global_batch)
-        self._train(often if is_cut else run, elsewhere, other, resume=True)
-        course = self._course_of(other)
+        self._train(often if is_sharded else run, elsewhere, other, resume=True)
+        trace = self._trace_of(other)
         if is_delayed:
-            prompt = frozenset(range(middle, self._steps))
-            checks.append(self._resumed("resume elsewhere", run, plan, folder, course, prompt=prompt))
+            undelayed = frozenset(range(middle, self._steps))
+            checks.append(self._resumed("resume elsewhere", run, plan, folder, trace, undelayed=undelayed))
         else:
-            checks.append(self._near(straight, course, references, elsewhere, middle))
-        if is_cut and middle + 1 < self._steps:
-            back = self._cut_back(other, middle + 1)
-            self._train(run, plan, back, resume=True)  # put together there, cut again here
-            course = self._course_of(back)
+            checks.append(self._near(straight, trace, references, elsewhere, middle))
+        if is_sharded and middle + 1 < self._steps:
+            back = self._copy_up_to(other, middle + 1)
+            self._train(run, plan, back, resume=True)  # full tensors there, sharded again here
+            trace = self._trace_of(back)
             if is_delayed:
-                prompt = frozenset({middle})
-                checks.append(self._resumed("resume back", run, plan, folder, course, prompt=prompt))
+                undelayed = frozenset({middle})
+                checks.append(self._resumed("resume back", run, plan, folder, trace, undelayed=undelayed))
             else:
-                checks.append(self._near(straight, course, references, plan, middle + 1, name="resume back"))
-        return [*checks, *self._judged_by_oracle(run, plan, folder, references)]
+                checks.append(self._near(straight, trace, references, plan, middle + 1, name="resume back"))
+        return [*checks, *self._oracle_checks(run, plan, folder, references)]
 
     def check_oracle(self, plan: Plan) -> list[Check]:
-        """The loop and its export for the oracle alone: nothing is resumed, nothing compared with a reference."""
-        is_delayed = plan.mesh.pp > 1 and plan.pipeline.never_drains
-        run = self._loop_run(max(1, self._steps // 2), is_delayed=is_delayed)
+        """Run the loop and its export for the oracle alone: no resume, no comparison with a reference."""
+        run = self._loop_run(max(1, self._steps // 2), is_delayed=plan.has_delayed_updates)
         folder = self._train(run, plan, self._new_folder())
         references = self._references("loop", run, plan, folder, steps=self._steps)
         if self._process.is_main:
             export_run(folder, _export_of(folder))
-        return self._judged_by_oracle(run, plan, folder, references)
+        return self._oracle_checks(run, plan, folder, references)
 
     def _loop_run(self, middle: int, *, is_delayed: bool) -> RunSpec:
-        """The loop's run: the rate rises and falls, an evaluation at the end, where rows are held out for one, and a
-        checkpoint of every step for the oracle. A pipeline that never drains would drain for each: one in the middle.
-        """
+        """The loop's run: a learning rate that rises and falls, an evaluation at the end if rows are held out, and a
+        checkpoint of every step for the oracle. A pipeline that never drains would drain for each: only one, in the
+        middle."""
         return self._with(
             train={"warmup_steps": min(self._run.train.warmup_steps, self._steps // 2)},
-            evaluation={"every": None},  # as nobody asked for: too few held-out rows are then no error
+            evaluation={"every": None},  # the default: too few held-out rows are then no error
             checkpoint={
                 "every": middle if is_delayed else 1, "keep": self._steps + 1, "asynchronous": True, "at_end": True,
             },
         )  # fmt: skip
 
-    def _judged_by_oracle(self, run: RunSpec, plan: Plan, folder: Path, references: References) -> list[Check]:
-        """What plan and reference share, against torch and transformers themselves. After `_export`."""
+    def _oracle_checks(self, run: RunSpec, plan: Plan, folder: Path, references: References) -> list[Check]:
+        """Check the code that plan and reference share against torch and transformers. Call after `_export`."""
         if not self._process.is_main:
             return []
         subject = Subject.open(run, device=self._device)
@@ -121,15 +118,15 @@ class WholeRuns:
         return self._oracle.checks(facts)
 
     def _resumed(
-        self, name: str, run: RunSpec, plan: Plan, folder: Path, found: RunTrace, *, prompt: frozenset[int]
+        self, name: str, run: RunSpec, plan: Plan, folder: Path, found: RunTrace, *, undelayed: frozenset[int]
     ) -> Check:
-        """A run of delayed updates that went on without delays in the steps `prompt`, where it had another layout."""
-        references = self._references("resumed", run, plan, folder, steps=self._steps, prompt=prompt)
+        """Check a run of delayed updates that resumed without delays, on another layout, in the steps `undelayed`."""
+        references = self._references("resumed", run, plan, folder, steps=self._steps, undelayed=undelayed)
         return self._against(name, references, found, frozenset())
 
     def check_finite_data(self, plan: Plan) -> list[Check]:
-        """One pass over a text that does not divide: every row once, the end agreed, the tail weighted right; and the
-        loop's own evaluations against the held-out rows, which do not divide either."""
+        """Check one epoch over a text that does not divide: every row once, all ranks end together, the partial batch
+        is weighted by its tokens; and the loop's evaluations of held-out rows, which do not divide either."""
         text = FiniteText(rows=self._run.train.global_batch, length=self._run.data.sequence_length)
         source = self._scratch / "finite"
         if self._process.is_main:
@@ -148,14 +145,14 @@ class WholeRuns:
         expected = [text.rows * text.length, text.tail * text.length]
         found = [record.tokens for record in records]
         if found != expected:
-            finding = Finding(rule=3, expected=f"tokens a step {expected}", found=str(found))
+            finding = Finding(rule=3, expected=f"tokens per step {expected}", found=str(found))
             return [Check.failed("finite data", finding)]
-        course = RunTrace(losses=[record.loss for record in records], norms=[record.grad_norm for record in records])
+        trace = RunTrace(losses=[record.loss for record in records], norms=[record.grad_norm for record in records])
         references = self._references("finite", run, plan, folder, steps=len(expected), text=text)
-        check = self._against("finite data", references, course, self._skipped(folder))
+        check = self._against("finite data", references, trace, self._skipped(folder))
         detail = f"{len(expected)} steps, the last with {expected[1]} of {expected[0]} tokens"
-        whole = Check.passed("finite data", detail, margin=check.margin) if check.ok else check
-        return [whole, _check_evaluations(references, [record.eval_loss for record in records])]
+        data = Check.passed("finite data", detail, margin=check.margin) if check.ok else check
+        return [data, _check_evaluations(references, [record.eval_loss for record in records])]
 
     def _references(
         self,
@@ -165,37 +162,37 @@ class WholeRuns:
         folder: Path,
         *,
         steps: int,
-        prompt: frozenset[int] = frozenset(),
+        undelayed: frozenset[int] = frozenset(),
         text: FiniteText | None = None,
     ) -> References:
-        """One process over what the loop trained on, and over the held-out rows of `text`. A step that float16 skipped
-        is skipped there too."""
+        """One-process runs over the loop's batches and the held-out rows of `text`. Steps that float16 skipped are
+        skipped there too."""
         if not self._process.is_main:
             return References()
         subject, skipped = Subject.open(run, device=self._device), self._skipped(folder)
         end, has_positions = subject.corpus.end_of_document, run.data.isolate_documents
         evaluation = text.evaluation(end_of_document=end, has_positions=has_positions) if text is not None else []
-        return self._library.references(
-            f"{name} {sorted(skipped)} {sorted(prompt)} {run.checkpoint.every}",
+        return self._cache.references(
+            f"{name} {sorted(skipped)} {sorted(undelayed)} {run.checkpoint.every}",
             subject,
-            lambda: loop_exercise(subject, steps=steps, skipped=skipped, prompt=prompt, evaluation=evaluation),
+            lambda: loop_exercise(subject, steps=steps, skipped=skipped, undelayed=undelayed, evaluation=evaluation),
             plan,
         )
 
     def _against(self, name: str, references: References, found: RunTrace, skipped: frozenset[int]) -> Check:
-        """Losses, norms and, where the run saved any, final weights against one process."""
+        """Check losses, norms and, if the run saved any, final weights against one process."""
         if not self._process.is_main:
             return Check.passed(name, "")
         truth, same = references.truth, references.same
-        if len(skipped) == len(truth.losses):  # the exercise, at a lower loss scale, has proved the numbers
+        if len(skipped) == len(truth.losses):  # the exercise checks the numbers at a lower loss scale
             return Check.passed(name, "every step overflowed float16 at the starting loss scale and was skipped")
-        losses = check_scalars(name, truth.losses, same.losses, found.losses, rule=1, least=references.parting.losses)
+        losses = check_scalars(name, truth.losses, same.losses, found.losses, rule=1, least=references.allowance.losses)
         if not losses.ok:
             return losses
         taken = [step for step in range(len(truth.norms)) if step not in skipped]
         norms = check_scalars(
             name, *([series[step] for step in taken] for series in (truth.norms, same.norms, found.norms)),
-            rule=2, steps=[step + 1 for step in taken], least=references.parting.norms,
+            rule=2, steps=[step + 1 for step in taken], least=references.allowance.norms,
         )  # fmt: skip
         if not norms.ok or not found.weights:
             return norms
@@ -203,7 +200,7 @@ class WholeRuns:
         weights, _ = check_tensors(
             name, truth.weights, same.weights, parameters,
             rule=5, dtype="float32", step=len(truth.losses), initial=truth.initial,
-            noise_share=references.parting.update,
+            noise_share=references.allowance.update,
         )  # fmt: skip
         if not weights.ok:
             return weights
@@ -220,23 +217,23 @@ class WholeRuns:
         *,
         name: str = "resume elsewhere",
     ) -> Check:
-        """Another layout goes on within rounding of the uninterrupted run; rounding is what the reference shows."""
+        """Check that another layout resumes within rounding of the uninterrupted run; the references give the bound."""
         place, margin = plan_name(other), 0.0
         truth, same = references.truth, references.same
         if len(resumed.losses) != len(straight.losses):
             finding = Finding(rule=5, expected=f"{len(straight.losses)} steps", found=f"{len(resumed.losses)} steps")
             return Check.failed(name, finding)
-        may_overflow = other.precision.policy().loss_scaling  # else what is not finite is wrong
+        may_overflow = other.precision.policy().loss_scaling  # without loss scaling a value that is not finite fails
         overflows = [
             (math.isfinite(a) or not may_overflow, math.isfinite(b) or not may_overflow)
             for a, b in zip(straight.norms, resumed.norms, strict=True)
         ]
-        parted = next((step for step, (here, there) in enumerate(overflows) if here != there), len(overflows))
-        taken = [step for step in range(parted) if overflows[step][0]]
-        parting = references.parting
+        first_difference = next((step for step, (a, b) in enumerate(overflows) if a != b), len(overflows))
+        taken = [step for step in range(first_difference) if overflows[step][0]]
+        allowance = references.allowance
         for what, right, rounded, left, value, least in (
-            ("loss", truth.losses, same.losses, straight.losses, resumed.losses, parting.losses),
-            ("norm", truth.norms, same.norms, straight.norms, resumed.norms, parting.norms),
+            ("loss", truth.losses, same.losses, straight.losses, resumed.losses, allowance.losses),
+            ("norm", truth.norms, same.norms, straight.norms, resumed.norms, allowance.norms),
         ):
             near = [left[step] + abs(rounded[step] - right[step]) for step in taken]
             check = check_scalars(
@@ -246,18 +243,20 @@ class WholeRuns:
             if check.finding is not None:
                 return Check.failed(name, at_place(check.finding, f"{what} under {place}"))
             margin = max(margin, check.margin)
-        if parted < len(overflows):  # float16 found its loss scale at another step: from there on two right runs differ
-            detail = f"the same as {place} up to step {parted}, where float16 overflowed in one of the two"
+        if first_difference < len(
+            overflows
+        ):  # float16 lowered its loss scale at another step: correct runs then differ
+            detail = f"the same as {place} up to step {first_difference}, where float16 overflowed in one of the two"
             return Check.passed(name, detail, margin=margin)
         near_weights = {key: straight.weights[key] + (same.weights[key] - truth.weights[key]) for key in truth.weights}
         check, _ = check_tensors(
             name, {key: straight.weights[key] for key in near_weights}, near_weights,
             {key: value for key, value in resumed.weights.items() if key in near_weights},
-            rule=5, dtype="float32", step=self._steps, initial=truth.initial, noise_share=parting.update,
+            rule=5, dtype="float32", step=self._steps, initial=truth.initial, noise_share=allowance.update,
         )  # fmt: skip
         if check.finding is not None:
             return check
-        detail = f"saved at step {middle}, went on as {place}"
+        detail = f"saved at step {middle}, resumed as {place}"
         return Check.passed(name, detail, margin=max(margin, check.margin))
 
     def _skipped(self, folder: Path) -> frozenset[int]:
@@ -280,10 +279,10 @@ class WholeRuns:
         return Check.passed("export", f"{len(named)} parameters reload with equal bits")
 
     def _with(self, **sections: dict[str, Any]) -> RunSpec:
-        """The run, as long as the verification, without evaluation, with sections changed."""
+        """The run with the verification's number of steps, without evaluation, with `sections` changed."""
         tables = self._run.model_dump(mode="json", exclude_none=True)
         tables["train"]["steps"] = self._steps
-        tables["model"]["weights"] = "random"  # the reference draws its own; loading a folder is another matter
+        tables["model"]["weights"] = "random"  # the reference draws its own; the oracle checks a model folder
         tables["evaluation"]["every"] = 0
         tables["logging"]["tensorboard"] = False
         for section, values in sections.items():
@@ -295,15 +294,15 @@ class WholeRuns:
         device: Any = self._device.type
         run_job(Job.create(run=run, plan_tables=tables, out=folder, resume=resume, device=device, quiet=True))
         self._barrier()
-        gc.collect()  # the groups of a run end, with their threads, when the last reference does: it is in a cycle
+        gc.collect()  # frees the run's process groups and their threads, which are in a reference cycle
         return folder
 
     def _new_folder(self) -> Path:
         self._num_folders += 1
         return self._scratch / f"run-{self._num_folders}"
 
-    def _cut_back(self, folder: Path, step: int) -> Path:
-        """A copy of a run folder as it stood at `step`."""
+    def _copy_up_to(self, folder: Path, step: int) -> Path:
+        """A copy of a run folder without the checkpoints after `step`."""
         copy = self._new_folder()
         if self._process.is_main:
             shutil.copytree(folder, copy)
@@ -312,8 +311,8 @@ class WholeRuns:
         self._barrier()
         return copy
 
-    def _course_of(self, folder: Path) -> RunTrace:
-        """Losses, norms and final tensors of a run folder; empty on ranks but 0."""
+    def _trace_of(self, folder: Path) -> RunTrace:
+        """Losses, norms and final tensors of a run folder; empty on ranks other than 0."""
         if not self._process.is_main:
             return RunTrace()
         records = RunFolder(folder).metrics.read()
@@ -335,7 +334,7 @@ def _export_of(folder: Path) -> Path:
 
 
 def _check_evaluations(references: References, found: list[float | None]) -> Check:
-    """What the loop logged as its evaluations, against the held-out rows that no loader shared."""
+    """Check the evaluations that the loop logged against held-out rows made without a loader."""
     name, truth, same = "loop evaluation", references.truth.eval_losses, references.same.eval_losses
     values = [math.nan if value is None else value for value in found]
     return check_scalars(name, truth, same, values, rule=1, least=references.evaluation_least)

@@ -1,4 +1,4 @@
-"""What every rank of a verification runs: join, shrink, then one plan after the other; rank 0 writes the verdicts."""
+"""One rank of a verification: join, shrink, then verify one plan after another; rank 0 writes the verdicts."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def run_request(request: VerifyRequest, *, progress: Callable[[str, str], None] 
             device = torch.device(device_type, process.local_rank) if device_type == "cuda" else torch.device("cpu")
             verdicts = _verify_all(request, plans, process, scratch, device, progress or (lambda *_: None))
             if process.world_size > 1:
-                dist.barrier()  # rank 0's folder must outlive everybody's reading
+                dist.barrier()  # rank 0's folder must exist until all ranks have read it
             return verdicts
     finally:
         leave()
 
 
 def _device_type(choice: DeviceChoice) -> Literal["cpu", "cuda"]:
-    """As training chooses, but `auto` takes CPU processes where GPUs are too few: numbers are proved there too."""
+    """The device type as in training, but `auto` takes CPU processes if there are too few GPUs."""
     has_too_few = torch.cuda.device_count() < read_local_size(os.environ)
     return "cpu" if choice == "auto" and has_too_few else choose_device_type(choice)
 
@@ -83,20 +83,20 @@ def _verify_all(
             sessions[key] = Session(run, process, steps=request.steps, scratch=scratch, device=device)
         name = plan_name(plan)
         with phase(f"verifying {name}"):
-            told = functools.partial(progress, name)
+            report = functools.partial(progress, name)
             try:
-                verdicts.append(sessions[key].verify(plan, changes=tuple(changes), progress=told))
+                verdicts.append(sessions[key].verify(plan, changes=tuple(changes), progress=report))
             except (TensorParallelError, PipelineError) as error:
                 if len(plans) == 1:
                     raise
-                told(f"left out: {error}")  # one plan of many: every rank is told the same, before it trains
+                report(f"left out: {error}")  # one plan of many: every rank raises the same before it trains
     return verdicts
 
 
 def _small_run(request: VerifyRequest, plan: Plan) -> tuple[RunSpec, Plan, list[str]]:
     vocab_size = open_corpus(request.run.data).vocab_size
     run, changes = (request.run, []) if request.as_is else shrink(request.run, plan, vocab_size=vocab_size)
-    plan, mixed = shrink_mixture(plan, whole=request.run, small=run, vocab_size=vocab_size)
+    plan, mixed = shrink_mixture(plan, original=request.run, small=run, vocab_size=vocab_size)
     return run, plan, [*changes, *mixed]
 
 
@@ -115,7 +115,7 @@ def main() -> None:
     """A launched rank."""
     with report_failures():
         request = VerifyRequest.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
-        verdicts = run_request(request, progress=_tell)
+        verdicts = run_request(request, progress=_report)
         if request.answer is not None and verdicts and verdicts[0].checks and _is_main():
             Path(request.answer).write_text(json.dumps([verdict.as_dict() for verdict in verdicts]), encoding="utf-8")
 
@@ -124,6 +124,6 @@ def _is_main() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def _tell(plan: str, what: str) -> None:
+def _report(plan: str, what: str) -> None:
     if _is_main():
         print(f"{plan}: {what}", file=sys.stderr, flush=True)

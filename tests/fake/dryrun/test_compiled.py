@@ -151,7 +151,7 @@ def test_where_the_compiler_cannot_follow_selective_recompute_stands_for_it(
 
     monkeypatch.setattr("weft.dryrun.fusion.kernels_of", refuse)
     found = dried(**tables)
-    assert "could not follow" in found.notes[-1]
+    assert "cannot compile" in found.notes[-1]
     assert "nobody knows this operator" in found.notes[-1]
     eager = {**tables, "compile": {"enabled": False}}
     assert found.terms == dried(**eager, activations={"policy": "selective"}).terms

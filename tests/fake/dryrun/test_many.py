@@ -76,7 +76,7 @@ def test_two_short_steps_stand_for_a_long_one(zero: int, processes: ProcessPoolE
     (found,) = dry_runs([DryRunJob(run=RUN, plan=plan_of(zero, microbatches=4))], processes=processes)
     assert isinstance(found, DryRun)
     whole = whole_step(zero)
-    assert "stand for one of 4" in found.notes[-1]
+    assert "extrapolated to 4 micro-batches" in found.notes[-1]
     assert found.peak_bytes == whole.peak_bytes
     assert found.terms == whole.terms
     assert found.traffic == whole.traffic

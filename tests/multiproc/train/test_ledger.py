@@ -154,6 +154,6 @@ def test_out_of_memory_is_one_sentence_of_the_rank(
     assert (told.code, told.exit_code) == ("W703", 3)
     where = f"rank 1 ran out of memory in step {step}, forward of model.layers.1.mlp"
     assert told.message.startswith(where)
-    assert "2.0 GiB were asked for; the device has " in told.message
+    assert "2.0 GiB were requested; the device has " in told.message
     assert "it held " in told.message
     assert told.hint

@@ -76,7 +76,7 @@ def test_a_new_run_never_writes_into_an_old_one_but_a_restart_does(
     corpus: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train_here(tmp_path / "run", corpus, SHORT)
-    with pytest.raises(RunFolderError, match="is there already"):
+    with pytest.raises(RunFolderError, match="exists already"):
         train_here(tmp_path / "run", corpus, SHORT)
     leave()  # a failed run keeps its group
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "1"}.items():

@@ -171,7 +171,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     said = capfd.readouterr().err
     assert "step-00000006 is damaged" in said
     assert "SHA-256" in said
-    assert "going on from step 3" in said
+    assert "resuming from step 3" in said
     assert curve(run) == curve(command[0])
     assert state_digest(run) == state_digest(command[0])
 
@@ -203,6 +203,6 @@ def test_a_live_run_keeps_its_folder_and_a_killed_one_gives_it_up_at_once(
         )
     assert done.returncode == 0, done.stderr
     assert "that process is gone" in done.stderr
-    assert "going on from step" in done.stderr
+    assert "resuming from step" in done.stderr
     steps = [line["step"] for line in metrics(run)]
     assert steps == list(range(1, len(steps) + 1))

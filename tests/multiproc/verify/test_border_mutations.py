@@ -96,11 +96,11 @@ GROUPS: dict[str, Group] = {
             Bug(mutate=bugs.label_behind_the_last_column_counts, check="loss", step=1),
         ),
     ),
-    "stretches": Group(
+    "chunks": Group(
         plan={**DDP, "kernels": {"loss": "fused"}},
         bugs=(
-            Bug(mutate=bugs.last_row_of_a_stretch_missing, check="accumulation", words=("stretches",)),
-            Bug(mutate=bugs.head_gradient_of_the_last_stretch_alone, check="accumulation", words=("stretches",)),
+            Bug(mutate=bugs.last_row_of_a_stretch_missing, check="accumulation", words=("chunks",)),
+            Bug(mutate=bugs.head_gradient_of_the_last_stretch_alone, check="accumulation", words=("chunks",)),
         ),
     ),
     "8-bit": Group(

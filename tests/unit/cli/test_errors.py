@@ -134,13 +134,13 @@ def test_a_run_that_did_no_step_is_started_again_by_both_ways(here: Path, corpus
     RunFolder(here / "run").create(spec, Plan())
     code, _, err = call_weft(*TRAIN, "--set", "train.steps=1")
     assert code == 0, err
-    assert "did no step; it is used again" in err
+    assert "finished no step; it is reused" in err
     assert last_step(here / "run") == 1
 
     RunFolder(here / "other").create(spec, Plan())
     code, _, err = call_weft("train", "--resume", "other")
     assert code == 0, err
-    assert "begins at step 0" in err
+    assert "starts at step 0" in err
     assert last_step(here / "other") == 1
 
 

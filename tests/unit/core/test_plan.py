@@ -222,10 +222,10 @@ def test_a_mixture_is_printed_and_an_empty_one_is_open() -> None:
 def test_a_mixture_is_for_the_blocks_there_are() -> None:
     plan = Plan.from_tables({"activations": {"policy": "budget", "mixture": [2, 3]}})
     require_mixture(plan, num_blocks=5)
-    with pytest.raises(PlanError, match="is 5 blocks, and the model has 4") as caught:
+    with pytest.raises(PlanError, match="is 5 blocks, but the model has 4") as caught:
         require_mixture(plan, num_blocks=4)
     assert "at most 4" in caught.value.hint
-    with pytest.raises(PlanError, match="leaves open"):
+    with pytest.raises(PlanError, match=r"has no activations\.mixture"):
         require_mixture(Plan.from_tables({"activations": {"policy": "budget"}}), num_blocks=4)
 
 

@@ -48,7 +48,7 @@ def test_misspelt_keys_are_found_in_every_section() -> None:
 
 def test_8_bit_has_no_choice_of_kernel() -> None:
     chosen = {"optimizer": "adamw8bit", "optimizer_kernel": "foreach"}
-    with pytest.raises(BadValueError, match="adamw8bit has a kernel of its own"):
+    with pytest.raises(BadValueError, match="adamw8bit has its own kernel"):
         RunSpec.from_tables({**DEFAULT_RUN, "train": chosen})
     assert RunSpec.from_tables({**DEFAULT_RUN, "train": {**chosen, "optimizer_kernel": "auto"}})
 

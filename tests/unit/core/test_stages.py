@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft import zoo
-from weft.core.stages import deal_blocks, deal_shape, split_blocks
+from weft.core.stages import even_partition, partition_blocks, partition_shape
 
 costs = st.lists(st.integers(0, 6), min_size=1, max_size=9)
 
@@ -32,8 +32,8 @@ def test_no_deal_has_a_smaller_largest_stage(blocks: list[int], before: int, aft
     ]
     costs_of = {deal: stages_of(deal, blocks, before, after) for deal in deals}
     least = min(map(max, costs_of.values()))
-    found = deal_blocks(blocks, before=before, after=after, num_stages=num_stages)
-    even = split_blocks(len(blocks), num_stages)
+    found = partition_blocks(blocks, before=before, after=after, num_stages=num_stages)
+    even = even_partition(len(blocks), num_stages)
     assert max(costs_of[found]) == least
     if max(costs_of[even]) == least:
         assert found == even
@@ -44,9 +44,9 @@ def test_no_deal_has_a_smaller_largest_stage(blocks: list[int], before: int, aft
 
 def test_published_models() -> None:
     """A head of 128,256 words is 2.4 blocks of Llama 8B, 4.3 of 1B (tied or not) and two thirds of one of 405B."""
-    assert deal_shape(zoo.named("llama-3.1-405b"), 16) == (7, *[8] * 14, 7)
-    assert deal_shape(zoo.named("llama-3-8b"), 4) == (8, 9, 9, 6)
-    assert deal_shape(zoo.named("llama-3.2-1b"), 4) == (5, 5, 5, 1)
+    assert partition_shape(zoo.named("llama-3.1-405b"), 16) == (7, *[8] * 14, 7)
+    assert partition_shape(zoo.named("llama-3-8b"), 4) == (8, 9, 9, 6)
+    assert partition_shape(zoo.named("llama-3.2-1b"), 4) == (5, 5, 5, 1)
 
 
 def test_of_experts_those_count_that_a_token_meets() -> None:
@@ -54,22 +54,22 @@ def test_of_experts_those_count_that_a_token_meets() -> None:
     shape = zoo.named("mixtral-8x7b")
     met = shape.kinds[0].linear_flops_per_token // 2
     assert met < shape.kinds[0].num_parameters / 3
-    expected = deal_blocks([met] * 32, after=32_000 * 4096, num_stages=31)
-    assert deal_shape(shape, 31) == expected
+    expected = partition_blocks([met] * 32, after=32_000 * 4096, num_stages=31)
+    assert partition_shape(shape, 31) == expected
 
 
 def test_too_few_blocks_are_for_others_to_refuse() -> None:
-    assert deal_blocks([1, 1], num_stages=3) == split_blocks(2, 3)
+    assert partition_blocks([1, 1], num_stages=3) == even_partition(2, 3)
 
 
 def test_a_search_can_afford_it() -> None:
     """A hard case once, then from the cache: bounds with room for a busy machine."""
     shape = zoo.named("llama-3.1-405b")
     began_s = time.process_time()
-    deal_blocks([10**9 + index * 10**6 for index in range(126)], after=20 * 10**9, num_stages=32)
+    partition_blocks([10**9 + index * 10**6 for index in range(126)], after=20 * 10**9, num_stages=32)
     assert time.process_time() - began_s < 0.5
-    deal_shape(shape, 32)
+    partition_shape(shape, 32)
     began_s = time.process_time()
     for _ in range(1000):
-        deal_shape(shape, 32)
+        partition_shape(shape, 32)
     assert (time.process_time() - began_s) / 1000 < 5e-4

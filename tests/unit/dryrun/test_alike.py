@@ -41,7 +41,7 @@ def test_what_grows_goes_on_growing() -> None:
     assert found.peak_bytes == sum(found.peak.terms.values())
     assert [(row["bytes"], row["count"]) for row in found.traffic] == [(1000, 10)]
     assert found.flops == 5000
-    assert "stand for one of 10" in found.notes[-1]
+    assert "extrapolated to 10 micro-batches" in found.notes[-1]
 
 
 def test_another_peak_stands_for_nothing() -> None:

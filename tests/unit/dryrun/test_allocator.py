@@ -36,13 +36,12 @@ def drop(key: int) -> AllocatorEvent:
 
 
 def test_no_events_reserve_nothing() -> None:
-    assert classic() == Reserved(peak_reserved_bytes=0, peak_allocated_bytes=0, fragmentation=0.0)
+    assert classic() == Reserved(peak_reserved_bytes=0, peak_allocated_bytes=0)
 
 
 def test_one_byte_takes_512_of_a_2_mib_segment() -> None:
     found = classic(take(1, 1))
     assert (found.peak_allocated_bytes, found.peak_reserved_bytes) == (512, 2 * MIB)
-    assert found.fragmentation == 1 - 512 / (2 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +191,6 @@ def test_what_is_asked_at_once_must_fit_at_once() -> None:
     assert found == Reserved(
         peak_reserved_bytes=40 * MIB,
         peak_allocated_bytes=30 * MIB,
-        fragmentation=0.25,
         out_of_memory=True,
     )
 
@@ -213,7 +211,6 @@ def test_reserved_covers_allocated_and_never_shrinks(steps: list[tuple[int, int,
     events = as_events(steps)
     found = [simulate(events[:end], expandable_segments=expandable) for end in range(len(events) + 1)]
     assert all(one.peak_reserved_bytes >= one.peak_allocated_bytes for one in found)
-    assert all(0 <= one.fragmentation <= 1 for one in found)
     reserved = [one.peak_reserved_bytes for one in found]
     assert reserved == sorted(reserved)
 

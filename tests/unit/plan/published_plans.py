@@ -19,7 +19,7 @@ from published_runs import PublishedRun, published_runs
 from weft import hardware, zoo
 from weft.core.model_shape import LinearShape, ModelShape
 from weft.core.plan import Plan
-from weft.core.stages import split_blocks
+from weft.core.stages import even_partition
 from weft.plan.columns import SCHEDULES
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.request import Request, Workload
@@ -115,7 +115,7 @@ def plan_of_run(run: PublishedRun) -> Plan:
             "schedule": run.schedule or "1f1b",
             "microbatches": run.microbatches,
             "virtual_stages": run.virtual_stages,
-            "blocks": split_blocks(layers, stages) if run.pp > 1 and stages <= layers else [],
+            "blocks": even_partition(layers, stages) if run.pp > 1 and stages <= layers else [],
         },
         "activations": {"policy": run.recompute},
         **_precision(run),

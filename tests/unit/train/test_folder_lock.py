@@ -98,7 +98,7 @@ def test_an_owner_elsewhere_is_believed_as_long_as_its_heart_beats(
     write_owner(tmp_path, host="far", machine="another kernel", pid=dead_pid(), age_s=age_s)
     with FolderLock(tmp_path) as lock:
         if is_stale:
-            assert "no sign of life" in lock.acquire()
+            assert "no heartbeat" in lock.acquire()
         else:
             with pytest.raises(FolderBusyError, match="on far"):
                 lock.acquire()
@@ -111,7 +111,7 @@ def test_a_lock_that_cannot_be_read_is_somebodys_until_it_is_old(tmp_path: Path)
         FolderLock(tmp_path).acquire()
     os.utime(tmp_path / LOCK_NAME, (0, 0))
     with FolderLock(tmp_path) as lock:
-        assert "no sign of life" in lock.acquire()
+        assert "no heartbeat" in lock.acquire()
 
 
 @pytest.mark.parametrize(("job", "restart", "is_followed"), [("7", "1", True), ("7", "0", False), ("8", "1", False)])

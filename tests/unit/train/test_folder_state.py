@@ -162,7 +162,7 @@ def test_what_may_be_done_with_a_folder(made: Callable[[Path], None], tmp_path: 
 
 def test_a_cut_short_run_says_how_many_steps_are_run_again(tmp_path: Path) -> None:
     killed_early(tmp_path / "run")
-    assert "its 2 recorded steps are run again" in look_at(tmp_path / "run").require_resumable()
+    assert "its 2 recorded steps are repeated" in look_at(tmp_path / "run").require_resumable()
 
 
 def test_the_guide_has_a_row_for_each_state() -> None:

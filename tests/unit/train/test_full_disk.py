@@ -61,7 +61,7 @@ def test_a_run_that_cannot_save_says_how_to_go_on(
     with pytest.raises(SaveError) as caught:
         train_here(run, corpus, settings)
     assert f"No space left on device: {run / 'checkpoints'}, 4.8 MiB needed" in caught.value.message
-    assert f"The run has ended; weft train --resume {run} goes on from step 2." in caught.value.hint
+    assert f"The run has ended; weft train --resume {run} continues from step 2." in caught.value.hint
     assert "tries again" not in caught.value.hint
     assert checkpoint_steps(run) == [2]
     assert not (run / "run.lock").exists()

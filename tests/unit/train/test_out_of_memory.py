@@ -52,7 +52,7 @@ def test_the_sentence_of_a_step() -> None:
         engine.step(global_batch(1))
     told = caught.value
     assert (told.code, told.exit_code, phase_of(told)) == ("W703", 3, "step 2")
-    assert told.message.startswith("out of memory in step 2, forward of model.layers.3.mlp; 2.0 GiB were asked for")
+    assert told.message.startswith("out of memory in step 2, forward of model.layers.3.mlp; 2.0 GiB were requested")
     assert "512.0 MiB of it free" in told.message
     assert "it held optimizer state" in told.message
     assert "weights" in told.message
@@ -61,18 +61,18 @@ def test_the_sentence_of_a_step() -> None:
 
 
 def test_the_rank_is_named_once() -> None:
-    error = MemoryLimitError("out of memory in step 2, forward of x; 1 B were asked for")
+    error = MemoryLimitError("out of memory in step 2, forward of x; 1 B were requested")
     with pytest.raises(MemoryLimitError), phase("step 2"):
         raise error
     record = record_failure(error, process=Process(rank=1, local_rank=1, world_size=2, restart_count=0))
-    assert record.to_error().message == "rank 1 ran out of memory in step 2, forward of x; 1 B were asked for"
+    assert record.to_error().message == "rank 1 ran out of memory in step 2, forward of x; 1 B were requested"
 
 
 def test_building_and_the_host_s_allocator() -> None:
     with pytest.raises(MemoryLimitError) as caught, explained(scene_of()), phase("building the model"):
         raise RuntimeError(HOST)
     assert caught.value.message.startswith(
-        "out of memory in building the model; 3.0 GiB were asked for; the device has"
+        "out of memory in building the model; 3.0 GiB were requested; the device has"
     )
 
 

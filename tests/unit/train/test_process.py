@@ -15,7 +15,7 @@ import torch.distributed as dist
 from weft.core.errors import DataError, DeviceError, InputError
 from weft.train import process as process_module
 from weft.train.process import Process, StopFlag, join, leave, phase, report_failures
-from weft.train.rank_environment import Meeting
+from weft.train.rank_environment import Rendezvous
 from weft.train.rank_store import open_store
 
 ALONE = Process(rank=0, local_rank=0, world_size=1, restart_count=0)
@@ -153,4 +153,4 @@ def test_a_flag_outside_the_main_thread_is_harmless() -> None:
 
 def test_rank_zero_cannot_listen_where_it_is_not() -> None:
     with pytest.raises(InputError, match=r"192\.0\.2\.1"):
-        open_store(Meeting(address="192.0.2.1", port=0, served_by_agent=False), process=ALONE, timeout_s=5)
+        open_store(Rendezvous(address="192.0.2.1", port=0, served_by_agent=False), process=ALONE, timeout_s=5)

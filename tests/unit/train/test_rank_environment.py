@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.core.errors import InputError
-from weft.train.rank_environment import Meeting, Process, first_slurm_host, read_meeting, read_process
+from weft.train.rank_environment import Process, Rendezvous, first_slurm_host, read_process, read_rendezvous
 
 TORCHRUN = {
     "RANK": "3",
@@ -28,16 +28,16 @@ SRUN = {
 
 def test_torchrun() -> None:
     assert read_process(TORCHRUN) == Process(rank=3, local_rank=1, world_size=4, restart_count=2)
-    assert read_meeting(TORCHRUN, world_size=4) == Meeting(address="10.0.0.1", port=29500, served_by_agent=True)
+    assert read_rendezvous(TORCHRUN, world_size=4) == Rendezvous(address="10.0.0.1", port=29500, served_by_agent=True)
 
 
-def test_srun_and_the_derived_meeting_is_the_same_for_every_task() -> None:
+def test_srun_and_the_derived_rendezvous_is_the_same_for_every_task() -> None:
     assert read_process(SRUN) == Process(rank=5, local_rank=1, world_size=8, restart_count=0)
-    meeting = read_meeting(SRUN, world_size=8)
-    assert meeting is not None
-    assert (meeting.address, meeting.served_by_agent) == ("gpu03", False)
-    assert meeting == read_meeting({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, world_size=8)
-    assert meeting != read_meeting({**SRUN, "SLURM_STEP_ID": "1"}, world_size=8)
+    rendezvous = read_rendezvous(SRUN, world_size=8)
+    assert rendezvous is not None
+    assert (rendezvous.address, rendezvous.served_by_agent) == ("gpu03", False)
+    assert rendezvous == read_rendezvous({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, world_size=8)
+    assert rendezvous != read_rendezvous({**SRUN, "SLURM_STEP_ID": "1"}, world_size=8)
 
 
 def test_torchrun_inside_a_slurm_job_wins() -> None:
@@ -45,8 +45,8 @@ def test_torchrun_inside_a_slurm_job_wins() -> None:
 
 
 def test_what_is_given_beats_what_is_derived() -> None:
-    meeting = read_meeting({**SRUN, "MASTER_ADDR": "a", "MASTER_PORT": "1234"}, world_size=8)
-    assert meeting == Meeting(address="a", port=1234, served_by_agent=False)
+    rendezvous = read_rendezvous({**SRUN, "MASTER_ADDR": "a", "MASTER_PORT": "1234"}, world_size=8)
+    assert rendezvous == Rendezvous(address="a", port=1234, served_by_agent=False)
 
 
 def test_a_batch_shell_is_no_task() -> None:
@@ -57,7 +57,7 @@ def test_a_batch_shell_is_no_task() -> None:
 def test_nothing_set_is_one_rank_that_meets_nobody() -> None:
     assert read_process({}) == Process(rank=0, local_rank=0, world_size=1, restart_count=0)
     assert read_process({}).is_main
-    assert read_meeting({"MASTER_ADDR": "left over"}, world_size=1) is None
+    assert read_rendezvous({"MASTER_ADDR": "left over"}, world_size=1) is None
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_a_broken_variable_is_bad_input(broken: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
-def test_a_missing_meeting_is_bad_input(missing: str) -> None:
+def test_a_missing_rendezvous_is_bad_input(missing: str) -> None:
     with pytest.raises(InputError, match=missing):
-        read_meeting({name: value for name, value in TORCHRUN.items() if name != missing}, world_size=4)
+        read_rendezvous({name: value for name, value in TORCHRUN.items() if name != missing}, world_size=4)
 
 
 @pytest.mark.parametrize(

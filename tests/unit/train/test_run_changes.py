@@ -18,7 +18,7 @@ from weft.report.curves import draw_loss
 from weft.report.folder import read_folder
 from weft.report.training.facts import gather_facts
 from weft.train.process import leave
-from weft.train.run_changes import RunChange, changes_between, keys_of, recorded_run, require_said
+from weft.train.run_changes import RunChange, changes_between, keys_of, recorded_run, require_named
 from weft.train.run_history import RunHistory
 
 
@@ -57,17 +57,17 @@ def test_each_change_is_found_and_what_is_trained_must_be_named(key: str) -> Non
     [change] = changes_between(RunSpec.default(), run_with(**{**GUARDED, **FREE}[key]))
     assert change.key == key
     if key in FREE:
-        require_said([change], ())
+        require_named([change], ())
         return
     with pytest.raises(RunChangedError) as caught:
-        require_said([change], ("train.steps", "logging"))
+        require_named([change], ("train.steps", "logging"))
     assert str(change) in caught.value.message
     assert f"--set {key}=" in caught.value.hint
     for said in (key, key.rpartition(".")[0], f"{key}.deeper"):
-        require_said([change], (said,))
-    require_said([change], (), earlier=[change])  # an earlier resume said so
+        require_named([change], (said,))
+    require_named([change], (), earlier=[change])  # an earlier resume said so
     with pytest.raises(RunChangedError):
-        require_said([change], (), earlier=[RunChange(key=key, old=0, new="another value")])
+        require_named([change], (), earlier=[RunChange(key=key, old=0, new="another value")])
 
 
 def test_a_value_that_comes_or_goes_is_a_change() -> None:
@@ -123,7 +123,7 @@ def test_other_data_are_refused_recorded_and_not_compared(
     said = capsys.readouterr().err
     assert f"changed: data.source: {corpus} -> {other}" in said
     assert "changed: train.steps: 4 -> 8" in said
-    assert "a fresh pass" in said
+    assert "the data restarts" in said
     assert samples(run) == 4 * 8  # of the new data, from their first row
     assert RunSpec.from_file(run / "history" / "run-00000000.toml") == RunSpec.from_tables(tomllib.loads(before))
     lines = metrics(run)

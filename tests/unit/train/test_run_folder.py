@@ -57,10 +57,10 @@ def test_folders_in_the_way_and_folders_that_are_no_run(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"no run\.toml"):
         require_run(tmp_path)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(RunFolderError, match="there already") as caught:
+    with pytest.raises(RunFolderError, match="exists already") as caught:
         require_free(tmp_path)
     assert "--resume" in caught.value.hint
-    with pytest.raises(RunFolderError, match="there already"):
+    with pytest.raises(RunFolderError, match="exists already"):
         require_free(tmp_path / "file")
     with pytest.raises(RunFolderError, match="cannot be written"):
         RunFolder(tmp_path / "file" / "run").create(RunSpec.default(), Plan())

@@ -9,7 +9,7 @@ from weft.comm.flight import GroupTrace, Issued
 from weft.core.errors import StallError
 from weft.core.processes import start_of
 from weft.train.stalls import StallScene, explain, explain_lost_store
-from weft.train.standing import Standing, stand
+from weft.train.standing import RankStatus, own_status
 
 ALL, DP, TP = "gloo 0", "gloo 1", "gloo 2"
 
@@ -21,8 +21,8 @@ def trace(
     return GroupTrace(title=title, ranks=ranks, last=tuple(Issued(number=at, name=name, shapes=shapes) for at in kept))
 
 
-def standing(rank: int, groups: dict[str, GroupTrace], *, host: str = "a", phase: str = "step 9") -> Standing:
-    return Standing(
+def standing(rank: int, groups: dict[str, GroupTrace], *, host: str = "a", phase: str = "step 9") -> RankStatus:
+    return RankStatus(
         rank=rank,
         host=host,
         pid=100 + rank,
@@ -37,7 +37,7 @@ def standing(rank: int, groups: dict[str, GroupTrace], *, host: str = "a", phase
 
 
 def scene(
-    *answered: Standing, gone: tuple[Standing, ...] = (), world_size: int = 0, is_timeout: bool = True
+    *answered: RankStatus, gone: tuple[RankStatus, ...] = (), world_size: int = 0, is_timeout: bool = True
 ) -> StallScene:
     return StallScene(
         rank=answered[0].rank,
@@ -132,7 +132,7 @@ def test_a_store_that_does_not_answer_is_rank_0s_host() -> None:
 
 def test_a_standing_survives_the_store() -> None:
     own = standing(0, {ALL: trace("all ranks", (0, 1), 412)})
-    assert Standing.from_json(own.to_json()) == own
-    now = stand(3, in_full=True)
+    assert RankStatus.from_json(own.to_json()) == own
+    now = own_status(3, in_full=True)
     assert (now.rank, now.pid, now.process_start) == (3, os.getpid(), start_of(os.getpid()))
     assert any("test_a_standing_survives_the_store" in call or "standing.py" in call for call in now.stack)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weft.verify.checks import check_scalars, check_tensors
-from weft.verify.tolerances import RoundingAllowance, envelope, flipped_terms, parted_norm_bound, rounded_terms
+from weft.verify.tolerances import RoundingAllowance, envelope, first_norm_bound, flipped_terms, rounded_terms
 
 
 def test_where_curves_cross_the_earlier_distance_counts() -> None:
@@ -29,9 +29,9 @@ def test_a_chance_meeting_raises_no_alarm_and_a_real_error_does() -> None:
 
 
 def test_ranks_that_round_the_terms_of_a_sum_part_at_once_and_further_after_an_update() -> None:
-    parting = rounded_terms("bfloat16", along=0.5)
-    assert envelope([1.0, 1.0], [1.0, 1.0], least=parting.losses) == [2.0**-16, 2.0**-13]
-    assert envelope([1.0, 1.0], [1.0, 1.0], least=parting.norms) == [2.0**-13, 2.0**-9]
+    allowance = rounded_terms("bfloat16", along=0.5)
+    assert envelope([1.0, 1.0], [1.0, 1.0], least=allowance.losses) == [2.0**-16, 2.0**-13]
+    assert envelope([1.0, 1.0], [1.0, 1.0], least=allowance.norms) == [2.0**-13, 2.0**-9]
     assert flipped_terms("bfloat16").norms == (2.0**-16, 2.0**-9), "a fused loss rounds as its reference does"
     assert not RoundingAllowance().is_at_once
     assert envelope([1.0], [1.0], least=RoundingAllowance().losses) == [0.0]
@@ -50,10 +50,10 @@ def test_a_flipped_weight_is_noise_only_where_terms_are_rounded() -> None:
 
 def test_an_error_along_the_gradient_is_a_wrong_scale_and_one_across_it_is_rounding() -> None:
     """Both 0.4% of the gradient: the first one lengthens it by as much, the second one by nothing to speak of."""
-    parting = rounded_terms("bfloat16", along=0.5)
+    allowance = rounded_terms("bfloat16", along=0.5)
 
     def share(*, gap: float, along: float) -> float:
-        bound = parted_norm_bound(size=1.0, gap=gap, along=along, parting=parting, roundoff=2.0**-9)
+        bound = first_norm_bound(size=1.0, gap=gap, along=along, allowance=allowance, roundoff=2.0**-9)
         return bound.share(abs(along))
 
     assert share(gap=0.004, along=0.004) > 10

@@ -31,14 +31,14 @@ LAYOUT = TensorLayout(
     regions=tuple(dense(name) for name in "abcd"), embedding="table", head="head", hidden_size=8, replicated={}
 )
 USED = {f"{name}.up.weight" for name in "abcd"} | {"e.up"}
-FACTS = ExpectedTP(layout=LAYOUT, is_loss_cut=True, num_repeated=0, is_partly_frozen=False, shared_sums=1)
+FACTS = ExpectedTP(layout=LAYOUT, is_loss_sharded=True, num_repeated=0, is_partly_frozen=False, shared_sums=1)
 
 
 def expected(*, layout: TensorLayout = LAYOUT, used: set[str] = USED, **given: Any) -> dict[str, tuple[int, int]]:
     switches = {key: given.pop(key) for key in ("sequence_parallel",) if key in given}
     tables = {
         "mesh": {"tp": 2},
-        "tensor_parallel": {"loss_parallel": given.get("is_loss_cut", True), **switches},
+        "tensor_parallel": {"loss_parallel": given.get("is_loss_sharded", True), **switches},
         "pipeline": {"microbatches": given.pop("microbatches", 1)},
     }
     return expected_of_tp(dataclasses.replace(FACTS, **given), layout, Plan.from_tables(tables), used=used)
@@ -48,13 +48,13 @@ def test_without_a_stream_everything_is_all_reduced() -> None:
     # 4 exits, the table, 4 entries backward, the head backward, 2 of the loss; a step's shared gradients
     assert expected(sequence_parallel=False) == {"all_reduce": (13, 13)}
     assert expected(sequence_parallel=False, microbatches=3) == {"all_reduce": (37, 37)}
-    assert expected(sequence_parallel=False, is_loss_cut=False) == {"all_reduce": (11, 11), "all_gather": (1, 1)}
+    assert expected(sequence_parallel=False, is_loss_sharded=False) == {"all_reduce": (11, 11), "all_gather": (1, 1)}
 
 
 def test_a_fused_loss_sends_two_sums_a_stretch_and_gathers_no_logits() -> None:
     cut = expected(sequence_parallel=False)["all_reduce"][0]
-    for is_loss_cut in (True, False):
-        found = expected(sequence_parallel=False, is_loss_cut=is_loss_cut, fused_sums=6)
+    for is_loss_sharded in (True, False):
+        found = expected(sequence_parallel=False, is_loss_sharded=is_loss_sharded, fused_sums=6)
         assert found == {"all_reduce": (cut - 2 + 6,) * 2}
 
 

@@ -36,7 +36,7 @@ def run(*, weights: str, moments: str, bug: Callable[[], Any] = nullcontext) -> 
     initial = {name: value.detach().clone() for name, value in named.items()}
     updates = []
     with bug():
-        states = LowStates.of(named, policy, seed=TRAIN.seed, parts={}, copies={})
+        states = LowStates.of(named, policy, seed=TRAIN.seed, shards={}, copies={})
         assert states is not None
         groups = decay_groups(list(named.values()), TRAIN.weight_decay)
         optimizer = AdamWLow(groups, states=states, lr=0.0, betas=TRAIN.betas, eps=TRAIN.epsilon)
@@ -115,7 +115,7 @@ def test_one_wrong_element_is_enough(value: float) -> None:
 
     check = run(weights="bfloat16", moments="bfloat16", bug=lambda: bugs.replaced(AdamWLow, "step", make))
     assert check.finding is not None
-    assert "element [3, 4], of 1 such" in check.detail
+    assert "element [3, 4], the first of 1 wrong ones" in check.detail
 
 
 def test_rounding_is_written_twice_and_agrees() -> None:

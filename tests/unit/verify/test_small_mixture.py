@@ -1,4 +1,4 @@
-"""A budget for a model made small: of every sort of block that there was, one at least, and told."""
+"""The recompute mixture of a shrunk model: every policy in use keeps a block, and changes are reported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.core.errors import PlanError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.verify.shrink import shrink
-from weft.verify.small_mixture import every_sort, in_proportion, shrink_mixture
+from weft.verify.small_mixture import in_proportion, mixture_of_all, shrink_mixture
 
 
 def run_of(layers: int) -> RunSpec:
@@ -24,36 +24,36 @@ def plan_of(mixture: list[int], **tables: object) -> Plan:
 
 def small(plan: Plan, run: RunSpec) -> tuple[Plan, list[str]]:
     short, changes = shrink(run, plan, vocab_size=64)
-    found, mixed = shrink_mixture(plan, whole=run, small=short, vocab_size=64)
+    found, mixed = shrink_mixture(plan, original=run, small=short, vocab_size=64)
     return found, [*changes, *mixed]
 
 
 @given(st.integers(3, 130), st.integers(3, 130), st.data())
-def test_no_sort_is_lost_and_none_is_won(whole: int, size: int, data: st.DataObject) -> None:
+def test_no_policy_is_lost_or_added(whole: int, size: int, data: st.DataObject) -> None:
     size = min(whole, size)
     full = data.draw(st.integers(0, whole))
     selective = data.draw(st.integers(0, whole - full))
-    fewer = in_proportion((full, selective), whole=whole, small=size)
+    fewer = in_proportion((full, selective), original=whole, small=size)
     assert sum(fewer) <= size
     assert [count > 0 for count in (*fewer, size - sum(fewer))] == [
         count > 0 for count in (full, selective, whole - full - selective)
     ]
 
 
-def test_a_mixture_follows_the_depth_and_an_open_one_has_every_sort() -> None:
-    given_, told = small(plan_of([3, 5]), run_of(12))
+def test_a_mixture_follows_the_depth_and_an_open_one_has_every_policy() -> None:
+    given_, changes = small(plan_of([3, 5]), run_of(12))
     assert given_.activations.mixture == (1, 1)
-    assert "activations.mixture [3, 5] -> [1, 1]" in told
-    opened, told = small(plan_of([]), run_of(12))
+    assert "activations.mixture [3, 5] -> [1, 1]" in changes
+    opened, changes = small(plan_of([]), run_of(12))
     assert opened.activations.mixture == (1, 1)
-    assert any("every sort" in line for line in told)
+    assert any("every policy" in line for line in changes)
     compiled, _ = small(plan_of([], compile={"enabled": True}), run_of(12))
     assert compiled.activations.mixture == (1, 0)
-    assert every_sort(2, may_select=True) == (1, 0)
+    assert mixture_of_all(2, may_select=True) == (1, 0)
 
 
 def test_a_mixture_too_large_stays_so() -> None:
-    with pytest.raises(PlanError, match="is 13 blocks, and the model has 12"):
+    with pytest.raises(PlanError, match="is 13 blocks, but the model has 12"):
         small(plan_of([3, 10]), run_of(12))
 
 

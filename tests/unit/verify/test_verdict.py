@@ -108,7 +108,7 @@ def test_the_coverage_of_tensor_parallelism_is_one_line() -> None:
     cut = Coverage(name="a", shape=(9, 10), sharded_axes=("dp_shard", "tp"))
     whole = [Coverage(name=name, shape=(5,), sharded_axes=("dp_shard",), reason="a norm") for name in "bc"]
     verdict = dataclasses.replace(GOOD, coverage=(cut, *whole))
-    line = "cut on tp: 1 of 3 parameters, 90% of the elements; whole: a norm (2)"
+    line = "sharded on tp: 1 of 3 parameters, 90% of the elements; replicated: a norm (2)"
     assert line in verdict.text()
     assert Verdict.from_dict(json.loads(json.dumps(verdict.as_dict()))) == verdict
 

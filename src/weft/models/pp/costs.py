@@ -16,18 +16,18 @@ from torch import nn
 from weft import zoo
 from weft.core.errors import WeftError
 from weft.core.model_shape import ModelShape
-from weft.core.stages import deal_blocks, deal_shape
+from weft.core.stages import partition_blocks, partition_shape
 from weft.models.layout import ROOT, ModelLayout
 from weft.models.pp.probe import Trace
 
 
-def partition_blocks(model: nn.Module, layout: ModelLayout, trace: Trace, *, num_stages: int) -> tuple[int, ...]:
+def partition_model(model: nn.Module, layout: ModelLayout, trace: Trace, *, num_stages: int) -> tuple[int, ...]:
     """Blocks per stage, by cost; the same on every rank."""
     shape = shape_of_model(model)
     if shape is not None and shape.num_layers == len(trace.order) and trace.order == layout.blocks:
-        return deal_shape(shape, num_stages)
+        return partition_shape(shape, num_stages)
     before, costs, after = count_elements(model, layout, trace)
-    return deal_blocks(costs, before=before, after=after, num_stages=num_stages)
+    return partition_blocks(costs, before=before, after=after, num_stages=num_stages)
 
 
 def shape_of_model(model: nn.Module) -> ModelShape | None:

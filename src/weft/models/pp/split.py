@@ -19,7 +19,7 @@ from torch import nn
 
 from weft.core.errors import PipelineError
 from weft.models.layout import ModelLayout
-from weft.models.pp.costs import partition_blocks
+from weft.models.pp.costs import partition_model
 from weft.models.pp.probe import HIDDEN, Place, ProbeView, Trace, UnfitError, require_stage, trace_forward
 
 # What a probe that runs no block cannot see, by the config's field
@@ -68,7 +68,7 @@ def split_model(
         _require_nothing_unseen(model)
         trace = trace_forward(model, layout)
         _require_enough(model, len(trace.order), num_stages)
-        counts = tuple(sizes) if sizes else partition_blocks(model, layout, trace, num_stages=num_stages)
+        counts = tuple(sizes) if sizes else partition_model(model, layout, trace, num_stages=num_stages)
         _require_dealt(counts, len(trace.order), num_stages)
         split = _split(trace, layout, counts)
         for stage in range(1, num_stages):

@@ -19,7 +19,7 @@ import numpy as np
 
 from weft.core.model_shape import ModelShape
 from weft.core.plan import Plan
-from weft.core.stages import deal_shape
+from weft.core.stages import partition_shape
 from weft.plan.columns import V_SHAPED, Bools, Columns, Floats, PipelineKey
 from weft.plan.memory.recompute import Again, Stretch
 from weft.schedule import formulas
@@ -56,7 +56,7 @@ def rank_at(shape: ModelShape, plan: Plan, place: Place) -> int:
 def blocks_of(shape: ModelShape, plan: Plan) -> tuple[int, ...]:
     """Blocks of each stage of a plan's pipeline, as they are dealt; none without one."""
     stages = plan.mesh.pp * plan.pipeline.virtual_stages
-    return plan.pipeline.blocks or deal_shape(shape, stages) if plan.mesh.pp > 1 else ()
+    return plan.pipeline.blocks or partition_shape(shape, stages) if plan.mesh.pp > 1 else ()
 
 
 def stage_of(shape: ModelShape, columns: Columns, *, place: Seen) -> Stage:
@@ -133,7 +133,7 @@ def _stretches(shape: ModelShape, key: PipelineKey, place: Seen) -> tuple[Stretc
     if key.num_ranks == 1:
         return ((0, shape.num_layers),)
     chunks = _chunks(key, _rank_at(shape, key._replace(microbatches=0), place))
-    ends = [0, *accumulate(key.deal or deal_shape(shape, key.num_ranks * len(chunks)))]
+    ends = [0, *accumulate(key.deal or partition_shape(shape, key.num_ranks * len(chunks)))]
     return tuple((ends[chunk], ends[chunk + 1]) for chunk in chunks)
 
 
@@ -181,7 +181,7 @@ def chunks_of(schedule: str, *, rank: int, num_ranks: int, virtual_stages: int) 
 def _kinds_of_chunks(shape: ModelShape, num_chunks: int, deal: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """How many blocks of each kind every chunk holds."""
     found, begin = [], 0
-    for size in deal or deal_shape(shape, num_chunks):
+    for size in deal or partition_shape(shape, num_chunks):
         mine = shape.order[begin : begin + size]
         found.append(tuple(mine.count(kind) for kind in range(len(shape.kinds))))
         begin += size

@@ -17,7 +17,7 @@ from samples import by_default
 from tiny import build_engine, train_steps
 from tolerances import SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL
 
-from weft.verify.evidence import whole
+from weft.verify.evidence import full_tensor
 
 STEPS = 6
 Curve = list[tuple[float, float]]
@@ -82,7 +82,7 @@ def test_every_layout_has_the_curve_of_one_process(family: str, world: int) -> N
 
 
 def digests(state: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {name: hashlib.sha256(whole(tensor).numpy().tobytes()).hexdigest() for name, tensor in state.items()}
+    return {name: hashlib.sha256(full_tensor(tensor).numpy().tobytes()).hexdigest() for name, tensor in state.items()}
 
 
 WIDE = tables(4, stream=True, slices=True)  # 2 key-value heads: on four ranks they are repeated

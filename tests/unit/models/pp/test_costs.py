@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from weft import zoo
 from weft.core.run_spec import ModelSpec
-from weft.core.stages import deal_shape
+from weft.core.stages import partition_shape
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import describe
-from weft.models.pp.costs import count_elements, partition_blocks, shape_of_model
+from weft.models.pp.costs import count_elements, partition_model, shape_of_model
 from weft.models.pp.probe import trace_forward
 from weft.models.pp.split import split_model
 
@@ -50,7 +50,7 @@ def test_the_engine_deals_as_the_planner_does(family: str) -> None:
     )
     for num_stages in (2, 3, 7):
         sizes = tuple(map(len, split_model(model, layout, num_stages=num_stages).stages))
-        assert sizes == deal_shape(planned, num_stages)
+        assert sizes == partition_shape(planned, num_stages)
 
 
 def test_a_config_that_nobody_knows_goes_by_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_parameters_count_where_they_are_used() -> None:
     layout = describe(model)
     trace = trace_forward(model, layout)
     assert count_elements(model, layout, trace) == (16, [16, 16 + 4, 16], 40)
-    assert partition_blocks(model, layout, trace, num_stages=2) == (2, 1)
+    assert partition_model(model, layout, trace, num_stages=2) == (2, 1)
 
 
 def test_a_sequential_goes_by_parameters() -> None:

@@ -70,7 +70,7 @@ def test_the_run_folder_is_complete(tmp_path: Path) -> None:
     assert len(figures["hot_keys"]["embedding"]) == 20
     assert [entry["step"] for entry in figures["evaluations"]] == [3, 6]
     assert all(server["rows"] > 0 for server in figures["servers"])
-    with pytest.raises(RunFolderError, match="there already"):
+    with pytest.raises(RunFolderError, match="exists already"):
         run_job(run, tmp_path / "a", quiet=True)
 
 
