@@ -19,7 +19,7 @@ MAX_KEYS = 3  # named at a mark; the rest are counted
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunChange:
+class ReportedChange:
     """`step` is the last one before the change."""
 
     step: int
@@ -34,7 +34,7 @@ class RunChange:
         return ", ".join(self.keys[:MAX_KEYS]) + (f" and {more} more" if more > 0 else "")
 
 
-def read_changes(run_dir: Path, remarks: list[str]) -> tuple[RunChange, ...]:
+def read_changes(run_dir: Path, remarks: list[str]) -> tuple[ReportedChange, ...]:
     """The changes by step; a remark where the file exists and cannot be read."""
     path = run_dir / CHANGES
     if not path.exists():
@@ -46,16 +46,16 @@ def read_changes(run_dir: Path, remarks: list[str]) -> tuple[RunChange, ...]:
         return ()
 
 
-def last_data_change(changes: Sequence[RunChange]) -> int:
+def last_data_change(changes: Sequence[ReportedChange]) -> int:
     """The last step on data other than the current one."""
     return max((change.step for change in changes if change.is_of_data), default=0)
 
 
-def last_held_out_change(changes: Sequence[RunChange]) -> int:
+def last_held_out_change(changes: Sequence[ReportedChange]) -> int:
     return max((change.step for change in changes if change.is_of_held_out), default=0)
 
 
-def split_held_out(points: Points, changes: Sequence[RunChange]) -> list[Points]:
+def split_held_out(points: Points, changes: Sequence[ReportedChange]) -> list[Points]:
     """The points by held-out data, without empty groups."""
     ends = [change.step for change in changes if change.is_of_held_out]
     groups: dict[int, Points] = {}
@@ -64,10 +64,10 @@ def split_held_out(points: Points, changes: Sequence[RunChange]) -> list[Points]
     return [groups[key] for key in sorted(groups)]
 
 
-def _parse(entry: Any) -> RunChange:
+def _parse(entry: Any) -> ReportedChange:
     changed = entry["changes"]
     keys = [str(change["key"]) for change in changed]
-    return RunChange(
+    return ReportedChange(
         step=int(entry["step"]),
         lines=tuple(f"{change['key']}: {change['old']} -> {change['new']}" for change in changed),
         keys=tuple(key for key in keys if not key.startswith(_NOT_TRAINED)),

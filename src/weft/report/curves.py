@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from weft.core.records import StepRecord
 from weft.core.units import format_count
-from weft.report.changes import RunChange, last_data_change, last_held_out_change, split_held_out
+from weft.report.changes import ReportedChange, last_data_change, last_held_out_change, split_held_out
 from weft.report.chart import (
     Chart,
     Entry,
@@ -54,7 +54,7 @@ def draw_loss(
     *,
     resumed: Sequence[int] = (),
     over: str = "tokens",
-    changes: Sequence[RunChange] = (),
+    changes: Sequence[ReportedChange] = (),
 ) -> Chart | None:
     """`over`: the units that a step's loss is averaged over. `changes` of the data split the held-out curve."""
     losses, evals = points_of(steps, "loss"), points_of(steps, "eval_loss")

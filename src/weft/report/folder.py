@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from weft.core.errors import RunFolderError
 from weft.core.json_files import parse_json, parse_toml
 from weft.core.records import StepRecord
-from weft.report.changes import RunChange, read_changes
+from weft.report.changes import ReportedChange, read_changes
 from weft.report.fields import count, number, rows, table
 from weft.report.series import Numbered
 
@@ -66,7 +66,7 @@ class RunRecords(Generic[Step]):
     plan: dict[str, Any] = field(default_factory=dict)
     plan_text: str | None = None
     pipeline: dict[str, Any] = field(default_factory=dict)
-    changes: tuple[RunChange, ...] = ()
+    changes: tuple[ReportedChange, ...] = ()
     servers: dict[str, Any] = field(default_factory=dict)  # of server.json
 
 

@@ -27,7 +27,7 @@ from weft.models.pretrained import PretrainedWeights
 from weft.train.build import weight_source
 from weft.train.run_folder import RunFolder
 from weft.verify.exercise import CPU, Subject, plan_precision, plan_split
-from weft.verify.oracle import CorpusFacts, LoopFacts, RunFacts, Saved, Share
+from weft.verify.oracle import CorpusFacts, LoopFacts, RankShare, RunFacts, Saved
 from weft.verify.references import References
 
 KEPT, SMALL = 8, 5_000_000  # cached checkpoints of models below SMALL elements; larger ones are cached one at a time
@@ -76,7 +76,7 @@ def _corpus(subject: Subject) -> CorpusFacts:
     )
 
 
-def _share(subject: Subject, split: Split, *, is_held_out: bool) -> Share:
+def _share(subject: Subject, split: Split, *, is_held_out: bool) -> RankShare:
     lengths = np.diff(split.stream_starts)
     ranges = [(int(start), int(start + length)) for start, length in zip(split.run_starts, lengths, strict=True)]
     loader = functools.cache(
@@ -86,7 +86,7 @@ def _share(subject: Subject, split: Split, *, is_held_out: bool) -> Share:
     def batch(position: int, *, dp_rank: int, dp_degree: int) -> dict[str, NDArray[Any]]:
         return {key: value.numpy() for key, value in loader(dp_rank, dp_degree).batch(position).items()}
 
-    return Share(ranges=ranges, num_rows=split.num_rows(subject.run.data.sequence_length), batch=batch)
+    return RankShare(ranges=ranges, num_rows=split.num_rows(subject.run.data.sequence_length), batch=batch)
 
 
 def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: References) -> LoopFacts:

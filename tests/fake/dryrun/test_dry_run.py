@@ -193,12 +193,12 @@ def test_dropout_fp16_and_frozen_parameters_run() -> None:
 def test_nothing_is_left_behind() -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from weft.engine import engine
+    from weft.engine import updates
     from weft.engine.dp import choose
 
-    before = (DeviceMesh.__init__, choose.Replicated, engine.read_is_finite)
+    before = (DeviceMesh.__init__, choose.Replicated, updates.read_is_finite)
     dry_run(run_of(LLAMA), plan_of(0, 8))
-    assert (DeviceMesh.__init__, choose.Replicated, engine.read_is_finite) == before
+    assert (DeviceMesh.__init__, choose.Replicated, updates.read_is_finite) == before
     assert not dist.is_initialized()
 
 

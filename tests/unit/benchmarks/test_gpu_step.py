@@ -43,8 +43,8 @@ class Machine:
             return {"error": "it broke"}
         return figures(1000.0)
 
-    def runner(self, *, budget_s: float, earlier: list[dict[str, Any]] | None = None, rounds: int = 2) -> list[Any]:
-        return gpu_step.runner(
+    def walk(self, *, budget_s: float, earlier: list[dict[str, Any]] | None = None, rounds: int = 2) -> list[Any]:
+        return gpu_step.walk(
             gpu_step.turns_of([GROUP], rounds=rounds), earlier=earlier or [], budget_s=budget_s, run=self.run,
             clock=lambda: self.now_s, keep=self.kept.append,
         )  # fmt: skip
@@ -67,7 +67,7 @@ def record(case: str, number: int, tokens_per_s: float, *, group: str = "toy", *
 
 def test_cases_of_a_group_take_turns() -> None:
     machine = Machine(durations_s={"theirs": 5, "ours": 5})
-    records = machine.runner(budget_s=1000)
+    records = machine.walk(budget_s=1000)
     assert machine.ran == [("theirs", 1), ("ours", 1), ("theirs", 2), ("ours", 2)]
     assert machine.kept == records
     assert [found["elapsed_s"] for found in records] == [5, 5, 5, 5]
@@ -75,35 +75,35 @@ def test_cases_of_a_group_take_turns() -> None:
 
 def test_a_case_is_not_started_when_its_estimate_does_not_fit() -> None:
     machine = Machine(durations_s={"theirs": 5, "ours": 5})
-    machine.runner(budget_s=26, rounds=1)  # after 5 s, 21 s are left for an estimate of 20 s and the margin
+    machine.walk(budget_s=26, rounds=1)  # after 5 s, 21 s are left for an estimate of 20 s and the margin
     assert machine.ran == [("theirs", 1)]
 
 
 def test_a_second_turn_goes_by_what_the_first_took() -> None:
     """Estimates of 10 s and 20 s; it took 2 s and 60 s, so the quick one fits again and the slow one does not."""
     machine = Machine(durations_s={"theirs": 2, "ours": 60})
-    machine.runner(budget_s=100)
+    machine.walk(budget_s=100)
     assert machine.ran == [("theirs", 1), ("ours", 1), ("theirs", 2)]
 
 
 def test_what_is_done_is_not_run_again_and_counts() -> None:
     machine = Machine(durations_s={"theirs": 5, "ours": 5})
     earlier = [record("theirs", 1, 900.0), record("ours", 1, 990.0), {**record("theirs", 2, 1.0), "error": "broke"}]
-    records = machine.runner(budget_s=1000, earlier=[*earlier, record("theirs", 1, 1.0, group="another")])
+    records = machine.walk(budget_s=1000, earlier=[*earlier, record("theirs", 1, 1.0, group="another")])
     assert machine.ran == [("theirs", 2), ("ours", 2)]
     assert [found["tokens_per_s"] for found in records] == [900.0, 990.0, 1000.0, 1000.0]
 
 
 def test_a_failed_case_is_tried_once() -> None:
     machine = Machine(durations_s={"theirs": 5, "ours": 5}, failing=("ours",))
-    records = machine.runner(budget_s=1000)
+    records = machine.walk(budget_s=1000)
     assert machine.ran == [("theirs", 1), ("ours", 1), ("theirs", 2)]
     assert records[1]["error"] == "it broke"
 
 
 def test_no_budget_runs_nothing_and_keeps_the_earlier() -> None:
     machine = Machine(durations_s={})
-    assert len(machine.runner(budget_s=0, earlier=[record("ours", 1, 990.0)])) == 1
+    assert len(machine.walk(budget_s=0, earlier=[record("ours", 1, 990.0)])) == 1
     assert machine.ran == []
 
 

@@ -17,7 +17,7 @@ from weft.verify.oracle.config import check_config
 from weft.verify.oracle.documents import read_beginning
 from weft.verify.oracle.facts import LoopFacts, Saved
 from weft.verify.oracle.initial import check_initial, check_pretrained, draw_statistics
-from weft.verify.oracle.rows import Epoch, WrongError
+from weft.verify.oracle.rows import Epoch, WrongRowsError
 from weft.verify.oracle.schedule import check_schedule, rate_of
 from weft.verify.oracle.streams import Stream
 from weft.verify.oracle.updates import check_updates
@@ -158,7 +158,7 @@ def test_every_row_once_passes_though_texts_repeat(isolates: bool) -> None:
 def test_a_row_too_often_is_found() -> None:
     stream = Stream(tokens=np.random.default_rng(1).integers(0, 50, 321), length=8, end=9, isolates=False)
     share: Any = _Share(stream, [0, *range(stream.num_rows - 1)])
-    with pytest.raises(WrongError):
+    with pytest.raises(WrongRowsError):
         Epoch(share=share, stream=stream, rows=4, num_epochs=None).check(dp_degree=1)
 
 

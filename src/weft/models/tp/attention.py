@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.models.tp.heads import Heads, attributes_of, head_dim_of, require_cuttable
+from weft.models.tp.heads import HeadCounts, attributes_of, head_dim_of, require_cuttable
 from weft.models.tp.layout import LinearCut, Region, Segment, TensorCut, WideNorm
 from weft.models.tp.roles import (
     ATTENTION_ROLES,
@@ -64,7 +64,7 @@ def split_attention_region(site: Site) -> Region | None:
 def assemble(
     site: Site,
     *,
-    counts: Heads,
+    counts: HeadCounts,
     columns: tuple[LinearCut, ...],
     row: LinearFacts,
     latents: tuple[LinearFacts, ...] = (),
@@ -87,18 +87,20 @@ def assemble(
     )
 
 
-def _separate(site: Site, linears: dict[str, LinearFacts]) -> tuple[Heads, tuple[LinearCut, ...]]:
+def _separate(site: Site, linears: dict[str, LinearFacts]) -> tuple[HeadCounts, tuple[LinearCut, ...]]:
     q, k, v, o = (linears[role] for role in "qkvo")
     key_dim = head_dim_of(site, default=q.outputs)
     value_dim = getattr(site.module, "v_head_dim", key_dim)
-    counts = Heads(heads=o.inputs // value_dim, kv_heads=k.outputs // key_dim, key_dim=key_dim, value_dim=value_dim)
+    counts = HeadCounts(
+        heads=o.inputs // value_dim, kv_heads=k.outputs // key_dim, key_dim=key_dim, value_dim=value_dim
+    )
     query = Segment(units=counts.heads, size=key_dim)
     if q.outputs == 2 * query.features and site.model_type in GATED_QUERY:
         query = Segment(units=counts.heads, size=2 * key_dim)
     return counts, (column_cut(q, (query,)), column_cut(k, (counts.key,)), column_cut(v, (counts.value,)))
 
 
-def _fused(site: Site, linears: dict[str, LinearFacts]) -> tuple[Heads, tuple[LinearCut, ...]]:
+def _fused(site: Site, linears: dict[str, LinearFacts]) -> tuple[HeadCounts, tuple[LinearCut, ...]]:
     orders = FUSED_QKV.get(site.model_type)
     if orders is None:
         raise DeclinedError("the order of its fused query-key-value projection is not known")
@@ -107,22 +109,22 @@ def _fused(site: Site, linears: dict[str, LinearFacts]) -> tuple[Heads, tuple[Li
     size = head_dim_of(site, default=o.inputs)
     heads = o.inputs // size
     kv_heads = heads if order == "heads" else (qkv.outputs // size - heads) // 2
-    counts = Heads(heads=heads, kv_heads=kv_heads, key_dim=size, value_dim=size, repeats=order == "parts")
+    counts = HeadCounts(heads=heads, kv_heads=kv_heads, key_dim=size, value_dim=size, repeats=order == "parts")
     if order == "parts":
         return counts, (column_cut(qkv, (counts.query, counts.key, counts.value)),)
     group = (qkv.outputs // kv_heads) if kv_heads else 0
     return counts, (column_cut(qkv, (Segment(units=kv_heads, size=group),)),)
 
 
-def _row_segment(columns: tuple[LinearCut, ...], counts: Heads) -> Segment:
-    """Heads, or groups of heads if the projection divides by group only."""
+def _row_segment(columns: tuple[LinearCut, ...], counts: HeadCounts) -> Segment:
+    """HeadCounts, or groups of heads if the projection divides by group only."""
     first = columns[0].outputs
     if len(columns) == 1 and len(first) == 1 and first[0].units != counts.heads:
         return Segment(units=first[0].units, size=counts.output.features // first[0].units)
     return counts.output
 
 
-def _gate_cut(gate: LinearFacts, counts: Heads, site: Site) -> LinearCut:
+def _gate_cut(gate: LinearFacts, counts: HeadCounts, site: Site) -> LinearCut:
     """A gate of the attention's output: a number for each feature, or one for each head."""
     if gate.outputs not in (counts.output.features, counts.heads):
         raise DeclinedError(
@@ -145,7 +147,7 @@ def _parameters_of(site: Site, linears: tuple[LinearFacts, ...]) -> tuple[str, .
 
 
 def _extras(
-    site: Site, linears: tuple[LinearFacts, ...], counts: Heads
+    site: Site, linears: tuple[LinearFacts, ...], counts: HeadCounts
 ) -> tuple[tuple[TensorCut, ...], tuple[WideNorm, ...], tuple[str, ...]]:
     """Parameters beside the projections: norms over a head, over the full width, per head; sinks. Others decline."""
     tensors: list[TensorCut] = []

@@ -31,7 +31,7 @@ _SHARED_BUFFERS = {"bias", "masked_bias", "inv_freq", "original_inv_freq", "embe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heads:
+class HeadCounts:
     """The counts of one attention module."""
 
     heads: int
@@ -70,7 +70,7 @@ def head_dim_of(site: Site, *, default: int) -> int:
     return default // count
 
 
-def attributes_of(site: Site, counts: Heads) -> dict[str, Quantity]:
+def attributes_of(site: Site, counts: HeadCounts) -> dict[str, Quantity]:
     """Sizes the module keeps and its forward may read; one that contradicts the shapes declines the module."""
     expected = _expected(counts)
     used = names_used(site.module)
@@ -91,7 +91,7 @@ def attributes_of(site: Site, counts: Heads) -> dict[str, Quantity]:
     return found
 
 
-def _expected(counts: Heads) -> dict[Quantity, int]:
+def _expected(counts: HeadCounts) -> dict[Quantity, int]:
     return {
         "heads": counts.heads,
         "kv_heads": counts.kv_heads,

@@ -7,7 +7,7 @@ q_a, kv_a and their norms: computed by every rank; each rank's gradient is a par
 from __future__ import annotations
 
 from weft.models.tp.attention import assemble
-from weft.models.tp.heads import Heads, require_cuttable
+from weft.models.tp.heads import HeadCounts, require_cuttable
 from weft.models.tp.layout import LinearCut, Region, Segment
 from weft.models.tp.roles import DeclinedError, Site, child_linear, column_cut
 
@@ -26,7 +26,7 @@ def latent_region(site: Site) -> Region | None:
         raise DeclinedError("its number of heads is not found")
     if q.outputs % heads or kv_b.outputs % heads:
         raise DeclinedError("its heads do not divide its projections")
-    counts = Heads(heads=heads, kv_heads=heads, key_dim=q.outputs // heads, value_dim=value_dim, repeats=False)
+    counts = HeadCounts(heads=heads, kv_heads=heads, key_dim=q.outputs // heads, value_dim=value_dim, repeats=False)
     columns: tuple[LinearCut, ...] = (
         column_cut(q, (counts.query,)),
         column_cut(kv_b, (Segment(units=heads, size=kv_b.outputs // heads),)),

@@ -17,7 +17,7 @@ from weft.plan.columns import Floats, Ints
 from weft.plan.memory import fused_loss
 from weft.plan.memory.in_flight import LOG_PROBABILITY_BYTES, edge_bytes, flight_of, waiting_bytes
 from weft.plan.memory.saved_activations import kept_blocks
-from weft.plan.memory.timeline import MIB, Parts, Terms, gradients_of_earlier, has_buckets, instants_of
+from weft.plan.memory.timeline import MIB, TermParts, Terms, gradients_of_earlier, has_buckets, instants_of
 from weft.plan.view import View
 
 MATMUL_WORKSPACE_BYTES = 64 * MIB  # 32 MiB for each of the two threads that multiply (measured on Hopper)
@@ -85,7 +85,7 @@ def _estimate_stage(view: View) -> tuple[Terms, tuple[str, ...], Ints]:
     return _with_framework(view, peak), tuple(instants), at
 
 
-def _parts(view: View) -> Parts:
+def _parts(view: View) -> TermParts:
     shape, stage = view.shape, view.stage
     blocks = kept_blocks(view)
     one = blocks.total
@@ -114,7 +114,7 @@ def _parts(view: View) -> Parts:
     kept_logit = np.where(is_cut, view.sizes.activation, LOG_PROBABILITY_BYTES)
     held = numbers * (others * kept_logit + stage.waiting * view.sizes.activation)
     held = np.where(is_fused, 0.0, held)  # gradients wait instead, of the head and its input: part of `final`
-    return Parts(
+    return TermParts(
         view=view,
         rest=_resident(view),
         kept=kept,

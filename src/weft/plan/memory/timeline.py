@@ -40,7 +40,7 @@ Terms = dict[Term, Floats]
 
 
 @dataclass(frozen=True)
-class Parts:
+class TermParts:
     """What the instants are put together from."""
 
     view: View
@@ -58,7 +58,7 @@ class Parts:
     widest: int  # numbers a token inside the widest MLP
 
 
-def instants_of(parts: Parts) -> dict[str, Terms]:
+def instants_of(parts: TermParts) -> dict[str, Terms]:
     """Name -> terms, in the order of the step."""
     last = np.maximum(parts.num_blocks - 1, 0)
     return {
@@ -80,7 +80,7 @@ def instants_of(parts: Parts) -> dict[str, Terms]:
     }
 
 
-def _in_mixture(parts: Parts) -> dict[str, Terms]:
+def _in_mixture(parts: TermParts) -> dict[str, Terms]:
     """Of a budget: the first of the blocks that bring something back need not be among the last two."""
     again = parts.blocks.again
     if not np.any(again.is_mixed):
@@ -93,7 +93,7 @@ def _in_mixture(parts: Parts) -> dict[str, Terms]:
     }
 
 
-def _at_loss(parts: Parts) -> Terms:
+def _at_loss(parts: TermParts) -> Terms:
     columns = parts.view.columns
     # ZeRO-3 gives its root back when the forward ends, and the loss comes after that; unless it is fused with the head:
     # then the root is here, and the last block's as they came over the wire, which are held until the next gather
@@ -110,7 +110,7 @@ def _at_loss(parts: Parts) -> Terms:
     )  # fmt: skip
 
 
-def _held_reduce_input(parts: Parts) -> Floats:
+def _held_reduce_input(parts: TermParts) -> Floats:
     """Between micro-batches `fully_shard` holds on to the input of its last reduce-scatter, the root's, until the next.
 
     A rank with several stages has passed another one since.
@@ -119,7 +119,7 @@ def _held_reduce_input(parts: Parts) -> Floats:
     return np.where(is_held, parts.view.share.root.padded * parts.view.sizes.communication, 0.0)
 
 
-def _at_head(parts: Parts) -> Terms:
+def _at_head(parts: TermParts) -> Terms:
     """For other stages than ZeRO-3 nothing is gathered here, and the loss needs more."""
     view, sizes = parts.view, parts.view.sizes
     gathers = (view.columns.zero == 3) & view.stage.holds_head
@@ -133,7 +133,7 @@ def _at_head(parts: Parts) -> Terms:
     }
 
 
-def _at_last_block(parts: Parts) -> Terms:
+def _at_last_block(parts: TermParts) -> Terms:
     """As they came over the wire and as they are laid out: both are there, beside all activations."""
     view = parts.view
     is_here = (view.columns.zero == 3) & (view.columns.pp > 1) & ~view.stage.holds_head
@@ -146,7 +146,7 @@ def _at_last_block(parts: Parts) -> Terms:
     }
 
 
-def _in_backward(parts: Parts, *, done: Floats) -> Terms:
+def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
     """The backward of the block that follows `done` finished ones."""
     view, columns, share, sizes = parts.view, parts.view.columns, parts.view.share, parts.view.sizes
     blocks = np.maximum(parts.num_blocks, 1)
@@ -191,7 +191,7 @@ def _entry_gradients(view: View) -> Floats:
     return np.where(is_cut, 2 * view.tokens * view.shape.hidden_size * view.sizes.activation, 0.0)
 
 
-def _at_block_end(parts: Parts, *, done: Floats) -> Terms:
+def _at_block_end(parts: TermParts, *, done: Floats) -> Terms:
     """The first norm's backward: all of the block's gradients wait to be reduced, in the compute dtype."""
     view = parts.view
     begun = _in_backward(parts, done=done)
@@ -219,7 +219,7 @@ def _head_gradient(view: View) -> Floats:
     return np.where(view.stage.holds_head, head * nbytes, 0.0)
 
 
-def _at_first_block(parts: Parts, *, done: Floats) -> Terms:
+def _at_first_block(parts: TermParts, *, done: Floats) -> Terms:
     """What arrived and what it is laid out as are both there; nothing is recomputed yet. ZeRO-3 only."""
     view, backward = parts.view, _in_backward(parts, done=done)
     unit = view.share.largest_padded * view.block_bytes
@@ -232,7 +232,7 @@ def _at_first_block(parts: Parts, *, done: Floats) -> Terms:
     }
 
 
-def _at_table(parts: Parts) -> Terms:
+def _at_table(parts: TermParts) -> Terms:
     """The last gradient of all, as it came and cast; ZeRO reduces the root as a whole, elsewhere.
 
     DDP's buckets are there already: the cast one is beside them, and what came is there twice.
@@ -248,7 +248,7 @@ def _at_table(parts: Parts) -> Terms:
     )  # fmt: skip
 
 
-def _at_sum(parts: Parts) -> Terms:
+def _at_sum(parts: TermParts) -> Terms:
     """Replicas of a pipeline's rank sum when the last backward is done, in buckets; a large tensor is one alone."""
     view, columns = parts.view, parts.view.columns
     gradients = view.share.total.whole * view.sizes.gradient
@@ -268,7 +268,7 @@ def _table_elements(view: View) -> Floats:
     return np.ceil(view.shape.vocab_size / cut) * (view.shape.embedding_parameters // view.shape.vocab_size)
 
 
-def _at_root(parts: Parts) -> Terms:
+def _at_root(parts: TermParts) -> Terms:
     """Gradients of earlier micro-batches are there too, and until the last one weights that stay gathered. A rank
     alone sends nothing: what came is gone; what would be sent, what would arrive and its quotient are there."""
     view, columns, share, sizes = parts.view, parts.view.columns, parts.view.share, parts.view.sizes
@@ -288,7 +288,7 @@ def _at_root(parts: Parts) -> Terms:
     }  # fmt: skip
 
 
-def _at_update(parts: Parts) -> Terms:
+def _at_update(parts: TermParts) -> Terms:
     columns, share, sizes = parts.view.columns, parts.view.share, parts.view.sizes
     held = np.where(columns.zero > 0, share.total.shard, share.total.whole)
     none = np.zeros(len(columns))
@@ -311,7 +311,7 @@ def _largest_tensor(view: View) -> Floats:
 
 
 def _instant(
-    parts: Parts,
+    parts: TermParts,
     *,
     kept: Floats,
     gathered: Floats,

@@ -4,7 +4,7 @@ It imports torch, transformers, numpy, the standard library, and of weft only th
 test says so. Its yardsticks are transformers' own model, loss, initial values and `from_pretrained`, and formulas.
 """
 
-from weft.verify.oracle.facts import CorpusFacts, LoopFacts, RunFacts, Saved, Share
+from weft.verify.oracle.facts import CorpusFacts, LoopFacts, RankShare, RunFacts, Saved
 from weft.verify.oracle.judge import Oracle
 
-__all__ = ["CorpusFacts", "LoopFacts", "Oracle", "RunFacts", "Saved", "Share"]
+__all__ = ["CorpusFacts", "LoopFacts", "Oracle", "RankShare", "RunFacts", "Saved"]

@@ -25,7 +25,7 @@ class ReadBatch(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class RankShare:
     """One share of the corpus, training or held out: which stored tokens it claims, and the rows it gives."""
 
     ranges: Sequence[tuple[int, int]]  # of stored tokens, in the order of the stream
@@ -38,8 +38,8 @@ class CorpusFacts:
     tokens: NDArray[Any]  # as stored, all documents end to end
     vocab_size: int
     end_of_document: int
-    training: Share
-    held_out: Share | None
+    training: RankShare
+    held_out: RankShare | None
 
 
 @dataclass(frozen=True, kw_only=True)

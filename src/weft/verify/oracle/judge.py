@@ -8,7 +8,7 @@ from __future__ import annotations
 from weft.verify.oracle.config import asked_config, check_config
 from weft.verify.oracle.documents import Beginning, NotReadAgainError, read_beginning
 from weft.verify.oracle.export import check_export
-from weft.verify.oracle.facts import RunFacts, Saved, Share
+from weft.verify.oracle.facts import RankShare, RunFacts, Saved
 from weft.verify.oracle.initial import Statistics, check_initial, check_pretrained, draw_statistics
 from weft.verify.oracle.loss import LossJudge
 from weft.verify.oracle.model import Batch, PlainModel
@@ -66,7 +66,7 @@ def _last(facts: RunFacts) -> Saved:
     return facts.loop.saved(max(facts.loop.saved_steps))
 
 
-def _stream(facts: RunFacts, share: Share) -> Stream:
+def _stream(facts: RunFacts, share: RankShare) -> Stream:
     data, corpus = facts.run["data"], facts.corpus
     return stream_of(
         corpus.tokens, share.ranges, length=int(data["sequence_length"]), end=corpus.end_of_document,

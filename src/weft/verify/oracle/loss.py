@@ -18,7 +18,7 @@ import torch
 from weft.verify.oracle.facts import LoopFacts, RunFacts, Saved, Tensors
 from weft.verify.oracle.model import Batch, Loss, PlainModel
 from weft.verify.oracle.streams import IGNORED, Stream
-from weft.verify.oracle.updates import Update, recovered_gradients
+from weft.verify.oracle.updates import OracleUpdate, recovered_gradients
 from weft.verify.tolerances import SLACK, SUM_ROUNDINGS, UNIT_ROUNDOFF, envelope, scalar_bound
 from weft.verify.verdict import Check, Finding
 
@@ -28,7 +28,7 @@ GRADIENT_TOLERANCE = 1e-3  # of the norm of all gradients, in float32
 LOW_SHARE = 0.25  # of a roundoff: what a low-precision forward moves an evaluation by, at least
 
 
-class WrongError(Exception):
+class WrongLossError(Exception):
     """The first number that is wrong."""
 
     def __init__(self, expected: str, found: str, *, step: int, place: str | None = None) -> None:
@@ -49,7 +49,7 @@ class LossJudge:
             return Check.passed(NAME, "not judged: the model draws constants of its forward when it is built")
         try:
             told = [*self._training(), *self._held_out()]
-        except WrongError as wrong:
+        except WrongLossError as wrong:
             return Check.failed(NAME, wrong.finding)
         return Check.passed(NAME, "; ".join(told))
 
@@ -86,7 +86,7 @@ class LossJudge:
             return
         if not abs(reference - first.value) <= PLAIN * abs(first.value):
             place = "the loss of the reference"
-            raise WrongError(f"{first.value:.9g} ({_how(first)})", f"{reference:.9g}", step=1, place=place)
+            raise WrongLossError(f"{first.value:.9g} ({_how(first)})", f"{reference:.9g}", step=1, place=place)
         self._require("loss", first.value, loop.losses, loop.truth_losses, loop.same_losses, 1)
         if 0 in loop.skipped:
             return
@@ -102,14 +102,14 @@ class LossJudge:
         if loop.compute != "float32" or loop.rounded_states or 1 not in loop.saved_steps:
             return
         before, train = Saved(weights=self.facts.initial, states={}), self.facts.loop_run["train"]
-        update = Update(before=before, after=loop.saved(1), step=1, count=1, train=train, norm=loop.norms[0])
+        update = OracleUpdate(before=before, after=loop.saved(1), step=1, count=1, train=train, norm=loop.norms[0])
         found = recovered_gradients(update, gradients)
         factor = update.clipped_norm() / loop.norms[0] if loop.norms[0] else 1.0
         for name, right in gradients.items():
             gap = float((found[name] - factor * right.double()).norm()) if name in found else math.inf
             share = gap / (factor * norm or 1.0)
             if not share <= GRADIENT_TOLERANCE:
-                raise WrongError(
+                raise WrongLossError(
                     "the plain model's gradient", f"one off by {share:.1e} of their norm", step=1, place=name
                 )
 
@@ -127,7 +127,7 @@ class LossJudge:
         allowed = PLAIN * abs(value) + self._low_share(batches, value)
         if not abs(loop.held_out_losses[step] - value) <= allowed:
             expected = f"{value:.9g} within {allowed:.1e} ({how})"
-            raise WrongError(expected, f"{loop.held_out_losses[step]:.9g}", step=step, place="the held-out loss")
+            raise WrongLossError(expected, f"{loop.held_out_losses[step]:.9g}", step=step, place="the held-out loss")
         return [f"the held-out loss of step {step}: {how}"]
 
     def _mean(self, batches: Sequence[Batch]) -> float:
@@ -150,7 +150,9 @@ class LossJudge:
         distance = envelope(truth, same, least=least)[step - 1]
         bound = scalar_bound(truth=right, same_precision=same[step - 1], distance=distance, drift=PLAIN * abs(right))
         if not abs(found[step - 1] - right) <= bound.allowed:
-            raise WrongError(f"a {what} of {right:.9g} within {bound.allowed:.1e}", f"{found[step - 1]:.9g}", step=step)
+            raise WrongLossError(
+                f"a {what} of {right:.9g} within {bound.allowed:.1e}", f"{found[step - 1]:.9g}", step=step
+            )
 
     def _loss(self, batch: Batch, *, is_training: bool = True) -> Loss:
         return self.plain.loss(batch, chunk_rows=self.loop.chunk_rows, is_training=is_training)
@@ -165,7 +167,9 @@ class LossJudge:
         for inputs, labels in zip(read["input_ids"], read["labels"], strict=True):
             at = stream.find(inputs, int(labels[-1]))
             if at is None:
-                raise WrongError("rows of the corpus", f"inputs {inputs[:6].tolist()}...", step=step, place="the batch")
+                raise WrongLossError(
+                    "rows of the corpus", f"inputs {inputs[:6].tolist()}...", step=step, place="the batch"
+                )
             rows.append(stream.row(at))
         batch = Batch.of(np.stack(rows), stream)
         batch.fields["labels"][left:] = IGNORED

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.verify.oracle.documents import Beginning
-from weft.verify.oracle.facts import CorpusFacts, Rows, Share, Tables
+from weft.verify.oracle.facts import CorpusFacts, RankShare, Rows, Tables
 from weft.verify.oracle.streams import IGNORED, Hashes, Stream
 from weft.verify.verdict import Check, Finding
 
@@ -24,7 +24,7 @@ ORDERED_ROWS = 64  # fewer may come in the same order twice by chance
 SHOWN = 6
 
 
-class WrongError(Exception):
+class WrongRowsError(Exception):
     """The first thing that is wrong with the data."""
 
     def __init__(self, expected: str, found: str, *, place: str) -> None:
@@ -49,7 +49,7 @@ def check_data(
         told = [training.check(dp_degree=dp_degree)]
         if corpus.held_out is not None and streams[1] is not None:
             told.append(_check_held_out(corpus.held_out, streams[1], rows=rows))
-    except WrongError as wrong:
+    except WrongRowsError as wrong:
         return Check.failed(NAME, wrong.finding)
     return Check.passed(NAME, "; ".join([*told, read]))
 
@@ -57,7 +57,9 @@ def check_data(
 def _check_stored(corpus: CorpusFacts, beginning: Beginning | str) -> str:
     """The tokens in the cache are those of the documents."""
     if len(corpus.tokens) and int(corpus.tokens.max()) >= corpus.vocab_size:
-        raise WrongError(f"tokens below {corpus.vocab_size}", str(int(corpus.tokens.max())), place="the stored tokens")
+        raise WrongRowsError(
+            f"tokens below {corpus.vocab_size}", str(int(corpus.tokens.max())), place="the stored tokens"
+        )
     if isinstance(beginning, str):
         return f"tokens as stored: {beginning}"
     again, count = beginning.tokens, len(beginning.tokens)
@@ -66,11 +68,11 @@ def _check_stored(corpus: CorpusFacts, beginning: Beginning | str) -> str:
     if len(differs):
         at = int(differs[0])
         document = int((again[:at] == corpus.end_of_document).sum())
-        raise WrongError(
+        raise WrongRowsError(
             _shown(again[at:]), _shown(stored[at:]), place=f"token {at} of the corpus, in document {document}"
         )
     if len(stored) < count or (beginning.is_whole and len(corpus.tokens) != count):
-        raise WrongError(f"{count} tokens", f"{len(corpus.tokens)} tokens", place="the stored tokens")
+        raise WrongRowsError(f"{count} tokens", f"{len(corpus.tokens)} tokens", place="the stored tokens")
     what = "all" if beginning.is_whole else "the first"
     return f"{what} {beginning.num_documents} documents read and tokenised again"
 
@@ -82,23 +84,23 @@ def _check_shares(fraction: float, corpus: CorpusFacts) -> None:
     for begin, end in sorted([*corpus.training.ranges, *held_out]):
         if begin != at:
             what = "held out and trained on" if begin < at else "in neither share"
-            raise WrongError("every document in one share", f"tokens {begin} to {at} {what}", place=place)
+            raise WrongRowsError("every document in one share", f"tokens {begin} to {at} {what}", place=place)
         if corpus.tokens[end - 1] != corpus.end_of_document:
-            raise WrongError(
+            raise WrongRowsError(
                 "a document's end", f"token {int(corpus.tokens[end - 1])}", place=f"{place}, token {end - 1}"
             )
         at = end
     if at != len(corpus.tokens):
-        raise WrongError("every document in one share", f"tokens from {at} on in neither", place=place)
+        raise WrongRowsError("every document in one share", f"tokens from {at} on in neither", place=place)
     ends = np.flatnonzero(np.asarray(corpus.tokens) == corpus.end_of_document)
     found = sum(int(np.searchsorted(ends, end) - np.searchsorted(ends, begin)) for begin, end in held_out)
     expected = fraction * len(ends) if len(ends) > 1 else 0.0
     allowed = 6.0 * (len(ends) * fraction * (1.0 - fraction)) ** 0.5 + 1.0
     if abs(found - expected) > allowed or (expected > 0 and not 0 < found < len(ends)):
-        raise WrongError(f"about {expected:.0f} of {len(ends)} documents held out", str(found), place=place)
+        raise WrongRowsError(f"about {expected:.0f} of {len(ends)} documents held out", str(found), place=place)
 
 
-def _check_held_out(share: Share, stream: Stream, *, rows: int) -> str:
+def _check_held_out(share: RankShare, stream: Stream, *, rows: int) -> str:
     """In their own order, from the first."""
     _require_count(share, stream, place="held-out rows")
     looked_at = min(stream.num_rows, MOST_ROWS)
@@ -114,7 +116,7 @@ def _check_held_out(share: Share, stream: Stream, *, rows: int) -> str:
 class Epoch:
     """The order of training."""
 
-    share: Share
+    share: RankShare
     stream: Stream
     rows: int  # of a global batch
     num_epochs: int | None
@@ -147,7 +149,7 @@ class Epoch:
         strange = np.flatnonzero(known[np.searchsorted(known, hashes).clip(max=len(known) - 1)] != hashes)
         if len(strange):
             index = int(strange[0])
-            raise WrongError(
+            raise WrongRowsError(
                 self._nearest(inputs[index]), f"inputs {_shown(inputs[index])}..., last label {int(last[index])}",
                 place=f"sample {position + index}",
             )  # fmt: skip
@@ -165,7 +167,7 @@ class Epoch:
         extra = (counts - often[np.searchsorted(known, unique)]).clip(min=0).sum()
         if extra:
             expected = f"{len(hashes)} samples of an epoch, none twice"
-            raise WrongError(expected, f"{int(extra)} that came before", place="the order of training")
+            raise WrongRowsError(expected, f"{int(extra)} that came before", place="the order of training")
 
     def _check_end(self) -> None:
         """A second epoch begins again, in another order; where the data ends, nothing fills the last batch up."""
@@ -179,7 +181,9 @@ class Epoch:
         self._require_once(self._read(num_rows, rows))
         first, second = (self.share.batch(at, dp_rank=0, dp_degree=1)["input_ids"][:rows] for at in (0, num_rows))
         if rows >= 4 and num_rows >= ORDERED_ROWS and np.array_equal(first, second):
-            raise WrongError("another order in the second epoch", "that of the first", place="the order of training")
+            raise WrongRowsError(
+                "another order in the second epoch", "that of the first", place="the order of training"
+            )
 
     def _check_ranks(self, *, dp_degree: int) -> None:
         """Ranks share a global batch: together they have the rows of one, in order."""
@@ -205,28 +209,28 @@ def _compare(batch: Rows, stream: Stream, rows: NDArray[np.int64], *, place: str
     """Inputs, labels and positions of the first rows of a batch."""
     for key, values in stream.batch(rows).items():
         if key not in batch:
-            raise WrongError(key, "none", place=place)
+            raise WrongRowsError(key, "none", place=place)
         _require_equal(key, values, batch[key][: len(rows)], place)
 
 
-def _require_count(share: Share, stream: Stream, *, place: str) -> None:
+def _require_count(share: RankShare, stream: Stream, *, place: str) -> None:
     if share.num_rows != stream.num_rows:
-        raise WrongError(f"{stream.num_rows} rows of {stream.length} tokens", str(share.num_rows), place=place)
+        raise WrongRowsError(f"{stream.num_rows} rows of {stream.length} tokens", str(share.num_rows), place=place)
 
 
 def _require_empty(batch: Rows, rows: int, *, place: str) -> None:
     if (batch["labels"][max(0, rows) :] != IGNORED).any():
-        raise WrongError("no labels in the rows that fill a last batch up", "labels", place=place)
+        raise WrongRowsError("no labels in the rows that fill a last batch up", "labels", place=place)
 
 
 def _require_equal(what: str, expected: NDArray[Any], found: NDArray[Any], place: str) -> None:
     if np.array_equal(expected, found):
         return
     if expected.shape != found.shape:
-        raise WrongError(f"{what} of shape {expected.shape}", str(found.shape), place=place)
+        raise WrongRowsError(f"{what} of shape {expected.shape}", str(found.shape), place=place)
     row, column = (int(part[0]) for part in np.nonzero(expected != found))
     where = f"{place}, row {row} of its batch, position {column}"
-    raise WrongError(f"{what} {_shown(expected[row, column:])}", _shown(found[row, column:]), place=where)
+    raise WrongRowsError(f"{what} {_shown(expected[row, column:])}", _shown(found[row, column:]), place=where)
 
 
 def _shown(tokens: NDArray[Any]) -> str:

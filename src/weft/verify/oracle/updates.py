@@ -34,7 +34,7 @@ NORM_TOLERANCE = 1e-3  # gradients are a difference of moments: up to 1/(1 - b1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Update:
+class OracleUpdate:
     """One step: the checkpoints before and after it, and the constants."""
 
     before: Saved
@@ -73,7 +73,7 @@ def check_updates(train: Tables, initial: Tensors, loop: LoopFacts) -> Check:
         if step == 1 or step - 1 in loop.saved_steps:
             count = step - sum(skipped < step for skipped in loop.skipped)  # `skipped` counts from 0
             norm = loop.norms[step - 1]
-            update = Update(before=before, after=after, step=step, count=count, train=train, norm=norm)
+            update = OracleUpdate(before=before, after=after, step=step, count=count, train=train, norm=norm)
             wrong = _skipped(update, initial) if step - 1 in loop.skipped else _wrong(update, initial)
             if wrong is not None:
                 return Check.failed(NAME, wrong)
@@ -83,7 +83,7 @@ def check_updates(train: Tables, initial: Tensors, loop: LoopFacts) -> Check:
     return Check.passed(NAME, f"{told}; clipped to the norm recorded")
 
 
-def recovered_gradients(update: Update, names: Mapping[str, object] | Tensors) -> dict[str, torch.Tensor]:
+def recovered_gradients(update: OracleUpdate, names: Mapping[str, object] | Tensors) -> dict[str, torch.Tensor]:
     """What the optimizer was given, after clipping, from its moments; decay that it adds itself taken out."""
     train, found = update.train, {}
     for name in names:
@@ -104,7 +104,7 @@ def recovered_gradients(update: Update, names: Mapping[str, object] | Tensors) -
     return found
 
 
-def _wrong(update: Update, initial: Tensors) -> Finding | None:
+def _wrong(update: OracleUpdate, initial: Tensors) -> Finding | None:
     names = {name: weight for name, weight in initial.items() if not update.is_frozen(name)}
     for name in initial:
         if name not in names and not torch.equal(update.before.weights[name], update.after.weights[name]):
@@ -127,7 +127,7 @@ def _wrong(update: Update, initial: Tensors) -> Finding | None:
     return None
 
 
-def _expected(update: Update, name: str, gradients: Tensors) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _expected(update: OracleUpdate, name: str, gradients: Tensors) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The weight before and what the update is to add to it; None where states are missing."""
     weight, train, rate = update.before.weights[name].double(), update.train, update.rate
     decay = update.decay(weight)
@@ -155,7 +155,7 @@ def _near(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).norm() <= NORM_TOLERANCE * expected.norm() + 1e-30)
 
 
-def _off(update: Update, name: str, weight: torch.Tensor, added: torch.Tensor) -> Finding | None:
+def _off(update: OracleUpdate, name: str, weight: torch.Tensor, added: torch.Tensor) -> Finding | None:
     found = update.after.weights[name].double()
     if added.isnan().any():
         return _finding(update, name, "a second moment of the gradients that the first one shows", "another")
@@ -172,7 +172,7 @@ def _off(update: Update, name: str, weight: torch.Tensor, added: torch.Tensor) -
     )
 
 
-def _skipped(update: Update, initial: Tensors) -> Finding | None:
+def _skipped(update: OracleUpdate, initial: Tensors) -> Finding | None:
     for name in initial:
         if not torch.equal(update.before.weights[name].float(), update.after.weights[name].float()):
             return _finding(update, name, "a step that overflowed changes nothing", "other values")
@@ -184,5 +184,5 @@ def _state(saved: Saved, name: str, key: str) -> torch.Tensor | None:
     return None if value is None else value.double()
 
 
-def _finding(update: Update, name: str, expected: str, found: str, *, place: str | None = None) -> Finding:
+def _finding(update: OracleUpdate, name: str, expected: str, found: str, *, place: str | None = None) -> Finding:
     return Finding(rule=RULE, step=update.step, parameter=name, coordinates=place, expected=expected, found=found)
