@@ -85,7 +85,7 @@ def test_steps_that_never_agree_end_it_with_a_note(monkeypatch: pytest.MonkeyPat
     measuring = Measuring(engine)
     train(engine, measuring, MAX_STEPS + 1)
     assert not measuring.is_active
-    assert "different places" in measuring.notes[0]
+    assert "different positions" in measuring.notes[0]
     assert measuring.found is not None
 
 

@@ -107,7 +107,7 @@ def test_a_model_without_a_tokenizer_needs_the_key(corpus: Path, tmp_path: Path)
     assert "data.tokenizer to 'bytes'" in caught.value.hint
     settings = settings_of({"path": str(folder)}, "bytes") | {"data.source": str(corpus)}
     ledger = train_here(tmp_path / "other", corpus, settings)
-    assert "257 tokens, and the vocabulary of" in notes_of(ledger)
+    assert "257 tokens, but the vocabulary of" in notes_of(ledger)
 
 
 def test_an_export_carries_the_tokenizer_bytes_too(corpus: Path, tmp_path: Path) -> None:
