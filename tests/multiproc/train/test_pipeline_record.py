@@ -110,8 +110,8 @@ def shifts(rank: int, world: int, are_two_hosts: bool) -> Any:
     time.perf_counter = lambda: original() + 1000 * rank  # type: ignore[method-assign]
     if are_two_hosts:
         pipeline_watch._host = lambda: float(rank)
-    line = SimpleNamespace(ranks=(0, 1), place=rank, down=dist.group.WORLD)
-    return pipeline_watch._compare_clocks(SimpleNamespace(line=line), torch.device("cpu"))  # type: ignore[arg-type]
+    links = SimpleNamespace(ranks=(0, 1), place=rank, down=dist.group.WORLD)
+    return pipeline_watch._compare_clocks(SimpleNamespace(links=links), torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def test_clocks_of_two_hosts_are_compared() -> None:
