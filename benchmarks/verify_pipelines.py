@@ -83,16 +83,16 @@ def combinations(num_ranks: int) -> list[tuple[str, int, str]]:
     return [combination for _, combination in sorted(found)]
 
 
-def tables(schedule: str, pp: int, beside: str) -> dict[str, Any]:
+def plan_of(schedule: str, pp: int, beside: str) -> Plan:
     mesh = dict(BESIDE[beside])
     zero = mesh.pop("zero", 0)
     cuts = 1 if schedule == "naive" else 8 if schedule == "dualpipev" and pp == 4 else 4
     pipeline = {"schedule": schedule, "virtual_stages": SCHEDULES[schedule], "microbatches": cuts}
     given = {"mesh": {"pp": pp, **mesh}, "data_parallel": {"zero": zero}, "pipeline": pipeline}
-    return Plan.from_tables(given).model_dump(mode="json", exclude_none=True)
+    return Plan.from_tables(given)
 
 
-def verify(family: str, plans: list[dict[str, Any]], *, num_ranks: int, steps: int) -> tuple[list[dict[str, Any]], str]:
+def verify(family: str, plans: list[Plan], *, num_ranks: int, steps: int) -> tuple[list[dict[str, Any]], str]:
     """The verdicts, and what was said where there are none."""
     run = RunSpec.from_tables(
         {
@@ -152,7 +152,7 @@ def main() -> None:
         first = list(FAMILIES).index(family) * given.per_family
         chosen = [possible[(first + index) % len(possible)] for index in range(min(given.per_family, len(possible)))]
         began_s = time.perf_counter()
-        verdicts, note = verify(family, [tables(*one) for one in chosen], num_ranks=given.ranks, steps=given.steps)
+        verdicts, note = verify(family, [plan_of(*one) for one in chosen], num_ranks=given.ranks, steps=given.steps)
         if note:
             rows.append(
                 f"| {family} | {given.ranks} | all | no answer: {note} | | {time.perf_counter() - began_s:.0f} |"

@@ -34,9 +34,10 @@ def step(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
 ) -> None:
     """Time the training step of rank 0 of a plan, alone: tokens/s, MFU, peak memory, kernels by class."""
-    from weft.cli.resolve import require_known_sections, resolve_model, resolve_plan
-    from weft.core.open_choices import plan_on
+    from weft.cli.resolve import plan_tables, require_known_sections, resolve_model
+    from weft.core.plan import Plan
     from weft.core.quiet import quiet_libraries
+    from weft.plan.resolve import resolve
 
     given = settings or []
     require_known_sections(given)
@@ -44,14 +45,19 @@ def step(
     import torch
 
     from weft.train.bench import Bench, measure_engine, measure_plain
-    from weft.train.settle import resolve_mixture
-    from weft.train.worker import choose_device_type
+    from weft.train.devices import choose_device_type, local_devices
 
-    kind = choose_device_type(device.value)
-    tables = resolve_plan(plan, given, num_ranks=None)[0]
-    layout = plan_on(tables, on_gpu=kind == "cuda", source=str(plan or "the plan"))
-    spec = resolve_model(run, given, rows=layout.mesh.dp_degree * layout.pipeline.microbatches)
-    layout = resolve_mixture(spec, layout, on_gpu=kind == "cuda")
+    kind = choose_device_type(device.value, local_ranks=1)
+    tables, source = plan_tables(plan, given), str(plan or "the plan")
+    asked = Plan.from_tables(tables, source=source)
+    spec = resolve_model(run, given, rows=asked.mesh.dp_degree * asked.pipeline.microbatches)
+    layout = resolve(
+        tables,
+        spec,
+        on_gpu=kind == "cuda",
+        devices=lambda count: local_devices(count, device_type=kind),
+        source=source,
+    )
     question = Bench(run=spec, plan=layout, device=torch.device(kind), steps=steps, warmup=warmup)
     _print_progress("measuring weft's step")
     found, techniques, notes = measure_engine(question)

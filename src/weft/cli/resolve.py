@@ -1,9 +1,9 @@
-"""From options to a run and a plan, without torch: files, then --set, then --nproc."""
+"""From options to a run and the tables of a plan, without torch: files, then --set. `plan.resolve` does the rest."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ from weft import zoo
 from weft.core import plan as plans
 from weft.core import run_spec as runs
 from weft.core.config import apply_settings, read_toml
-from weft.core.errors import MeshError, UnknownKeyError
-from weft.core.plan import Plan, default_plan_tables
+from weft.core.errors import UnknownKeyError
+from weft.core.plan import Plan
 from weft.core.run_spec import DEFAULT_RUN, RunSpec
 
 
@@ -50,33 +50,25 @@ def _model_tables(model: str) -> dict[str, Any]:
     return {"type": model_type, "config": config}
 
 
-def resolve_plan(path: Path | None, settings: list[str], *, num_ranks: int | None) -> tuple[dict[str, Any], int]:
-    """The plan's tables and its number of ranks; `num_ranks` comes from --nproc or the launcher, else None."""
-    tables = apply_settings(read_toml(path) if path is not None else {}, _for(settings, plans.SECTIONS))
-    source = str(path) if path is not None else "the plan"
-    if num_ranks is not None:
-        tables = default_plan_tables(tables, num_ranks=num_ranks)
-    return tables, _require_ranks(tables, num_ranks, source=source)
+def plan_tables(path: Path | None, settings: list[str]) -> dict[str, Any]:
+    """The tables of plan.toml, or none, with settings applied."""
+    return apply_settings(read_toml(path) if path is not None else {}, _for(settings, plans.SECTIONS))
 
 
 def resolve_resumed(
     folder: Path, plan_path: Path | None, settings: list[str], *, num_ranks: int | None
-) -> tuple[RunSpec, dict[str, Any], int]:
+) -> tuple[RunSpec, dict[str, Any]]:
     """The folder's run and plan with the given changes; another number of ranks drops the old mesh."""
     run = resolve_run(folder / "run.toml", settings)
     if plan_path is not None:
-        tables, ranks = resolve_plan(plan_path, settings, num_ranks=num_ranks)
-        return run, tables, ranks
+        return run, plan_tables(plan_path, settings)
     old = read_toml(folder / "plan.toml")
     sets_mesh = any(setting.startswith("mesh.") for setting in settings)
     if num_ranks is not None and not sets_mesh and Plan.from_tables(old).num_ranks != num_ranks:
         old.pop("mesh", None)
     if sets_mesh:
         old["mesh"] = {}
-    tables = apply_settings(old, _for(settings, plans.SECTIONS))
-    if num_ranks is not None:
-        tables = default_plan_tables(tables, num_ranks=num_ranks)
-    return run, tables, _require_ranks(tables, num_ranks, source="the plan")
+    return run, apply_settings(old, _for(settings, plans.SECTIONS))
 
 
 def require_known_sections(settings: list[str], *, known: Sequence[str] = (*runs.SECTIONS, *plans.SECTIONS)) -> None:
@@ -87,17 +79,6 @@ def require_known_sections(settings: list[str], *, known: Sequence[str] = (*runs
             near = difflib.get_close_matches(section, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise UnknownKeyError(f"--set: there is no section {section!r}", hint=f"{hint}sections: {', '.join(known)}")
-
-
-def _require_ranks(tables: Mapping[str, Any], num_ranks: int | None, *, source: str) -> int:
-    plan = Plan.from_tables(dict(tables), source=source)
-    if num_ranks is not None and plan.num_ranks != num_ranks:
-        sizes = {axis: size for axis, size in plan.mesh.sizes().items() if size > 1}
-        raise MeshError(
-            f"{source}: the mesh has {plan.num_ranks} ranks ({sizes or 'all axes 1'}) but {num_ranks} were asked for",
-            hint=f"use --nproc {plan.num_ranks}, or change [mesh] so that its product is {num_ranks}",
-        )
-    return plan.num_ranks
 
 
 def _for(settings: list[str], sections: tuple[str, ...]) -> list[str]:

@@ -34,44 +34,40 @@ def train(
 ) -> None:
     """Train a model. Without arguments: a small Llama on Python's own source, on this machine."""
     from weft.cli.early_checks import require_inputs
-    from weft.cli.resolve import require_known_sections, resolve_plan, resolve_run
-    from weft.core.batching import require_divisible
-    from weft.core.executable import require_executable
-    from weft.core.plan import Plan
+    from weft.cli.resolve import plan_tables, require_known_sections, resolve_run
     from weft.train.folder_lock import FolderLock
     from weft.train.folder_state import look_at
-    from weft.train.job import Job
+    from weft.train.job import Job, default_folder
     from weft.train.rank_environment import given_ranks
     from weft.train.run_folder import RunFolder
-    from weft.zoo.hub import with_model_files
 
     given = settings or []
     require_known_sections(given)
     outside = given_ranks(os.environ)
     wanted = outside if outside is not None else nproc
     if resume is not None:
-        job, num_ranks = _resumed_job(resume, run, out, plan, given, wanted, device)
+        job = _resumed_job(resume, run, out, plan, given, wanted, device)
     else:
-        tables, num_ranks = resolve_plan(plan, given, num_ranks=wanted)
-        job = Job.create(run=resolve_run(run, given), plan_tables=tables, out=out, device=device.value)
+        spec, tables = resolve_run(run, given), plan_tables(plan, given)
+        folder = out or default_folder(spec)
         if outside is None:
-            look_at(job.out).require_startable()
-    resolved = Plan.from_tables(job.plan_tables)
-    require_executable(resolved)
-    require_divisible(job.run, resolved)
-    require_inputs(job.run)
-    job = dataclasses.replace(job, run=with_model_files(job.run))
-    if resolved.activations.is_open:
-        from weft.train.settle import resolve_job
-
-        job = resolve_job(job)
+            look_at(folder).require_startable()
+        require_inputs(spec)
+        job = Job.create(
+            run=spec,
+            plan_tables=tables,
+            num_ranks=wanted,
+            out=folder,
+            device=device.value,
+            source=str(plan or "the plan"),
+        )
     is_main = outside is None or _given_rank() == 0
     run_training = _run_beside_dry_run if is_main and job.run.ledger.dry_run else _run
     with FolderLock(job.out) as lock:
         if outside is None:  # under torchrun rank 0 takes it after all ranks have joined: all end with one message
             _print_note(lock.acquire())
             job = dataclasses.replace(job, is_locked=True)
-        run_training(job, lock, num_ranks=num_ranks, is_one_of_many=outside is not None, max_restarts=max_restarts)
+        run_training(job, lock, is_one_of_many=outside is not None, max_restarts=max_restarts)
     if as_json and is_main:
         print(json.dumps({"run_dir": str(job.out), **RunFolder(job.out).read_ledger()}))
 
@@ -84,7 +80,8 @@ def _resumed_job(
     settings: list[str],
     num_ranks: int | None,
     device: DeviceChoice,
-) -> tuple[Job, int]:
+) -> Job:
+    from weft.cli.early_checks import require_inputs
     from weft.cli.resolve import resolve_resumed
     from weft.core.errors import BadValueError
     from weft.train.folder_state import look_at
@@ -96,19 +93,21 @@ def _resumed_job(
             "--resume takes no run.toml and no --out: it continues its own folder", hint="change values with --set"
         )
     look_at(folder).require_resumable()
-    spec, tables, ranks = resolve_resumed(folder, plan, settings, num_ranks=num_ranks)
-    job = Job.create(
+    spec, tables = resolve_resumed(folder, plan, settings, num_ranks=num_ranks)
+    require_inputs(spec)
+    return Job.create(
         run=spec,
         plan_tables=tables,
+        num_ranks=num_ranks,
         out=folder,
         resume=True,
         device=device.value,
         may_change=keys_of(settings),
+        source=str(plan or "the plan"),
     )
-    return job, ranks
 
 
-def _run(job: Job, lock: FolderLock, *, num_ranks: int, is_one_of_many: bool, max_restarts: int) -> None:
+def _run(job: Job, lock: FolderLock, *, is_one_of_many: bool, max_restarts: int) -> None:
     from weft.core.quiet import quiet_libraries
 
     quiet_libraries()
@@ -118,25 +117,22 @@ def _run(job: Job, lock: FolderLock, *, num_ranks: int, is_one_of_many: bool, ma
 
         with report_failures(), lock.released_by_failure():
             run_job(job, lock=lock)
-    elif num_ranks == 1 and max_restarts == 0:
+    elif job.plan.num_ranks == 1 and max_restarts == 0:
         from weft.train.worker import run_job
 
         run_job(job, lock=lock)
     else:
-        _launch(job, num_ranks=num_ranks, max_restarts=max_restarts)
+        _launch(job, max_restarts=max_restarts)
 
 
-def _run_beside_dry_run(job: Job, lock: FolderLock, *, num_ranks: int, is_one_of_many: bool, max_restarts: int) -> None:
+def _run_beside_dry_run(job: Job, lock: FolderLock, *, is_one_of_many: bool, max_restarts: int) -> None:
     """As `_run`, with a dry run of rank 0's step at the same time; its figures go into the run's ledger."""
-    import torch
-
     from weft.cli.dryrun.beside import DryRunBeside
     from weft.train.run_folder import RunFolder
 
-    on_gpu = job.device != "cpu" and torch.cuda.device_count() > 0
-    with DryRunBeside(job, on_gpu=on_gpu) as beside:
+    with DryRunBeside(job) as beside:
         followed = dataclasses.replace(job, dry_run_follows=True)
-        _run(followed, lock, num_ranks=num_ranks, is_one_of_many=is_one_of_many, max_restarts=max_restarts)
+        _run(followed, lock, is_one_of_many=is_one_of_many, max_restarts=max_restarts)
         beside.join(RunFolder(job.out))
 
 
@@ -149,7 +145,7 @@ def _given_rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
-def _launch(job: Job, *, num_ranks: int, max_restarts: int) -> None:
+def _launch(job: Job, *, max_restarts: int) -> None:
     from weft.launch.local import launch
 
     with tempfile.TemporaryDirectory(prefix="weft-") as scratch:
@@ -157,7 +153,7 @@ def _launch(job: Job, *, num_ranks: int, max_restarts: int) -> None:
         job_path.write_text(job.to_json(), encoding="utf-8")
         launch(
             [sys.executable, "-m", "weft.train", str(job_path)],
-            num_ranks=num_ranks,
+            num_ranks=job.plan.num_ranks,
             scratch=Path(scratch),
             max_restarts=max_restarts,
         )

@@ -39,29 +39,27 @@ def verify(
         _verify_server(
             run, steps=steps, as_is=as_is, settings=settings or [], as_json=as_json, not_for_servers=(plan, nproc)
         )
-    from weft.cli.resolve import require_known_sections, resolve_plan, resolve_run
-    from weft.core.batching import require_divisible
-    from weft.core.executable import require_executable
+    from weft.cli.resolve import plan_tables, require_known_sections, resolve_run
     from weft.core.plan import Plan
+    from weft.plan.legality import require_legal
+    from weft.plan.resolve import resolve, with_mesh
+    from weft.train.devices import choose_device_type, num_gpus
     from weft.verify.request import VerifyRequest, every_plan
     from weft.verify.verdict import VerdictTable
 
     given = settings or []
     require_known_sections(given)
-    tables, num_ranks = resolve_plan(plan, given, num_ranks=nproc)
-    require_executable(Plan.from_tables(tables))
-    spec = resolve_run(run, given)
-    plans = every_plan(num_ranks, tables, spec) if all_plans else [tables]
+    spec, source = resolve_run(run, given), str(plan or "the plan")
+    tables = with_mesh(plan_tables(plan, given), num_ranks=nproc)
+    num_ranks = Plan.from_tables(tables, source=source).num_ranks
+    has_too_few = device is DeviceChoice.AUTO and num_gpus() < num_ranks  # then CPU processes
+    device_type = choose_device_type("cpu" if has_too_few else device.value, local_ranks=num_ranks)
+    resolved = resolve(tables, spec, on_gpu=device_type == "cuda", num_ranks=nproc, source=source)
+    plans = every_plan(num_ranks, tables, spec) if all_plans else [resolved]
     for legal in plans:
-        require_divisible(spec, Plan.from_tables(legal))  # fails before any rank starts
-    request = VerifyRequest(
-        run=spec,
-        plans=plans,
-        steps=steps,
-        as_is=as_is,
-        device=device.value,
-    )
-    verdicts = _run_ranks(request, num_ranks=num_ranks)
+        require_legal(legal, spec)  # before any rank starts
+    request = VerifyRequest(run=spec, plans=plans, steps=steps, as_is=as_is, device=device_type)
+    verdicts = _run_ranks(request)
     answer = VerdictTable(run=str(run or "the embedded default"), verdicts=tuple(verdicts))
     _print_answer(answer, is_matrix=all_plans, as_json=as_json)
     if all_plans and matrix is not None:
@@ -101,7 +99,7 @@ def _verify_server(
     raise typer.Exit(code=0 if verdict.ok else 1)
 
 
-def _run_ranks(request: VerifyRequest, *, num_ranks: int) -> list[Verdict]:
+def _run_ranks(request: VerifyRequest) -> list[Verdict]:
     import dataclasses
 
     from weft.core.quiet import quiet_libraries
@@ -115,7 +113,7 @@ def _run_ranks(request: VerifyRequest, *, num_ranks: int) -> list[Verdict]:
         request_path = Path(scratch) / "request.json"
         request_path.write_text(dataclasses.replace(request, answer=str(answer)).to_json(), encoding="utf-8")
         command = [sys.executable, "-m", "weft.verify", str(request_path)]
-        launch(command, num_ranks=num_ranks, scratch=Path(scratch))
+        launch(command, num_ranks=request.plans[0].num_ranks, scratch=Path(scratch))
         fields: list[dict[str, Any]] = json.loads(answer.read_text(encoding="utf-8"))
     return [Verdict.from_dict(verdict) for verdict in fields]
 

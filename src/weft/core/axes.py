@@ -1,4 +1,4 @@
-"""The mesh axes and their order, outermost first: neighbouring ranks differ in the last axis.
+"""The mesh axes and their order, outermost first: neighbouring ranks differ in the last axis. `register` adds one.
 
 rank = ((((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t, so tensor-parallel peers are neighbours
 on the fastest links and pipeline stages are far apart. `ep` is taken out of dp_shard x cp (x tp) and adds no ranks.
@@ -6,6 +6,7 @@ on the fastest links and pipeline stages are far apart. `ep` is taken out of dp_
 
 from __future__ import annotations
 
+import sys
 from typing import Final
 
 PP: Final = "pp"
@@ -15,5 +16,19 @@ CP: Final = "cp"
 TP: Final = "tp"
 EP: Final = "ep"  # no axis of the mesh
 
-MESH_ORDER: Final = (PP, DP_REPLICATE, DP_SHARD, CP, TP)
+MESH_ORDER: Final = [PP, DP_REPLICATE, DP_SHARD, CP, TP]
 DATA_AXES: Final = (DP_REPLICATE, DP_SHARD)
+REGISTERED: Final[list[str]] = []  # axes beyond these; each replicates wherever it declares nothing else
+
+
+def register(axis: str) -> None:
+    """Add `axis` to the mesh, with a key of its name in [mesh]. Pipelines stay outermost.
+
+    Call it before `weft.core.plan` is imported, in every process: the keys of a plan are fixed from then on.
+    """
+    if "weft.core.plan" in sys.modules:
+        raise RuntimeError(f"axis {axis!r} is registered too late: weft.core.plan is imported already")
+    if axis in (*MESH_ORDER, EP) or not axis.isidentifier():
+        raise ValueError(f"{axis!r} is an axis already, or no identifier")
+    REGISTERED.append(axis)
+    MESH_ORDER.insert(1, axis)

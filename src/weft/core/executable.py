@@ -11,6 +11,12 @@ from weft.core.precision import not_executed
 
 def require_executable(plan: Plan) -> None:
     """Refuse a plan with a feature that this version's engine does not execute."""
+    for sentence, hint in not_executed_reasons(plan):
+        raise NotBuiltError(sentence, hint=hint)
+
+
+def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Every feature of the plan that this version's engine does not execute, as (sentence, hint)."""
     default = Plan()
     policy = plan.precision.policy()
     refused: list[tuple[bool, str]] = [
@@ -39,7 +45,7 @@ def require_executable(plan: Plan) -> None:
     general = "remove that key from the plan; docs/status.md lists what works"
     for is_refused, what, hint in [*((is_refused, what, general) for is_refused, what in refused), *_switched_on(plan)]:
         if is_refused:
-            raise NotBuiltError(f"this version of weft does not execute {what}", hint=hint)
+            yield f"this version of weft does not execute {what}", hint
 
 
 def _switched_on(plan: Plan) -> Iterator[tuple[bool, str, str]]:

@@ -1,14 +1,15 @@
 """`Plan`: the layout of one model over many devices. A frozen value with a printed form (plan.toml) that parses back.
 
 What is trained is in run_spec. No torch: planner, engine and report share it.
-Ranks = dp_replicate x dp_shard x cp x tp x pp.
+Ranks = dp_replicate x dp_shard x cp x tp x pp, and any axis that was registered.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+import math
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from weft.core import axes
 from weft.core.config import Document, Section, sections_of
@@ -20,8 +21,16 @@ Degree = Field(default=1, ge=1, description="a whole number of ranks, at least 1
 Component = Field(default=None, description="where it differs from the preset: float32 | bfloat16 | float16")
 
 
-class Mesh(Section):
-    """Degrees of the axes; the product of the first five is the number of ranks."""
+if TYPE_CHECKING:
+    _RegisteredDegrees = Section
+else:
+    _RegisteredDegrees = create_model(
+        "_RegisteredDegrees", __base__=Section, **dict.fromkeys(axes.REGISTERED, (int, Degree))
+    )
+
+
+class Mesh(_RegisteredDegrees):
+    """Degrees of the axes; the product of all but `ep` is the number of ranks."""
 
     dp_replicate: int = Degree
     dp_shard: int = Degree
@@ -32,7 +41,7 @@ class Mesh(Section):
 
     @property
     def num_ranks(self) -> int:
-        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
+        return math.prod(self.sizes().values())
 
     @property
     def dp_degree(self) -> int:
@@ -344,15 +353,6 @@ def _check_blocks(plan: Plan) -> list[tuple[str, str]]:
 def require_consistent(plan: Plan, *, source: str = "plan") -> None:
     for sentence, hint in check_consistent(plan):
         raise PlanError(f"{source}: {sentence}", hint=hint)
-
-
-def default_plan_tables(tables: dict[str, Any], *, num_ranks: int) -> dict[str, Any]:
-    """`tables` with a mesh for `num_ranks` if none is given: dp_replicate for zero = 0, dp_shard otherwise."""
-    if "mesh" in tables or num_ranks == 1:
-        return tables
-    zero = tables.get("data_parallel", {}).get("zero", 0)
-    axis = axes.DP_SHARD if zero else axes.DP_REPLICATE
-    return {**tables, "mesh": {axis: num_ranks}}
 
 
 def require_mixture(plan: Plan, *, num_blocks: int) -> None:

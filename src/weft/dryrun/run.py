@@ -16,9 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from weft.core import vocabulary
-from weft.core.batching import require_divisible
 from weft.core.errors import MeshError, NotBuiltError, PipelineError
-from weft.core.executable import require_executable
 from weft.core.plan import Compile, Plan
 from weft.core.records import PeakRecord
 from weft.core.run_spec import RunSpec
@@ -37,6 +35,7 @@ from weft.engine.pp.runtime import PipelineRuntime
 from weft.engine.precision import torch_dtype
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import ModelLayout, describe
+from weft.plan.legality import require_legal
 
 CPU = torch.device("cpu")
 MAX_STEPS = 5
@@ -48,8 +47,7 @@ def dry_run(run: RunSpec, plan: Plan, *, rank: int = 0, on_gpu: bool = True, att
     `attention` is the kernel that the GPU prefers: "cudnn" on Hopper and Blackwell, "flash" on others.
     """
     began_s = time.perf_counter()
-    require_executable(plan)
-    require_divisible(run, plan)
+    require_legal(plan, run)
     if not 0 <= rank < plan.num_ranks:
         raise MeshError(f"there is no rank {rank} among {plan.num_ranks}", hint=f"ranks are 0 to {plan.num_ranks - 1}")
     kernel = attention if on_gpu else None

@@ -121,7 +121,7 @@ def apply_plan(
         layout=own,
         strategy=strategy,
         stages=pp.schedule_runner.stages if pp is not None else None,
-        axes=Axes(context for context in (tp, pp) if context is not None),
+        axes=Axes((*(context for context in (tp, pp) if context is not None), *topology.replicated_axes())),
         head_loss=head_loss,
         float8=float8,
         batch_norms=batch_norms,

@@ -9,7 +9,7 @@
 | process groups | `groups`; `activation_groups` for those that carry activations |
 | different parameters per rank | `partitions_model`: norms and counts are summed over the axis |
 
-The defaults are those of an axis that only replicates. Norm, clip, values, checkpoints, coverage and traffic follow
+The defaults replicate. Norm, clip, values, checkpoints, coverage and traffic follow
 from these answers: `Engine` loops over `Axes` and names no axis.
 """
 

@@ -7,10 +7,12 @@ Topology is passed as this value; nothing in the engine reads ranks from a modul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,8 +24,20 @@ from weft.comm.groups import OwnedGroups
 from weft.core import axes
 from weft.core.errors import MeshError
 from weft.core.plan import Plan
+from weft.engine.axis import AxisContext
 
 _SAVE_TIMEOUT = timedelta(minutes=30)  # a slow disk is not a hang: ranks wait here while others write
+
+
+class ReplicatedAxis(AxisContext):
+    """A registered axis that declares nothing else: its ranks compute the same values, and the first one's count."""
+
+    def __init__(self, axis: str, *, is_first: bool) -> None:
+        self.axis, self.owns_loss = axis, is_first
+
+    @property
+    def owns_weight(self) -> bool:
+        return self.owns_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +80,19 @@ class Topology:
     @property
     def tp_rank_lists(self) -> list[list[int]]:
         """The global ranks of every tp group, in order."""
-        return _consecutive_ranks(self.tp_degree)
+        return rank_lists(self.mesh, (axes.TP,))
 
     @property
     def axis_names(self) -> tuple[str, ...]:
         return tuple(self.mesh.mesh_dim_names or ())
+
+    def replicated_axes(self) -> list[ReplicatedAxis]:
+        """The registered axes of this mesh."""
+        return [
+            ReplicatedAxis(axis, is_first=self.mesh.get_local_rank(axis) == 0)
+            for axis in self.axis_names
+            if axis in axes.REGISTERED
+        ]
 
     def checkpoint_group(self) -> dist.ProcessGroup | None:
         """A separate Gloo group for saves in the background: sharing one with training deadlocks. Collective."""
@@ -80,7 +102,7 @@ class Topology:
 
     def new_data_group(self) -> dist.ProcessGroup:
         """A second group of the ranks of `dp_group`, with a queue separate from that of gradients. Collective."""
-        return _new_data_group(self.groups, self.tp_degree, self.stage_size, title="buffers")
+        return self.groups.new_partition(rank_lists(self.mesh, axes.DATA_AXES), title="buffers")
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.mesh.get_group(axis)
@@ -109,49 +131,46 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
     sizes = {axis: size for axis, size in plan.mesh.sizes().items() if size > 1}
     if plan.data_parallel.zero > 0:
         sizes.setdefault(axes.DP_SHARD, 1)  # fully_shard needs its axis even on one rank
-    elif plan.mesh.dp_degree == 1 and plan.mesh.tp * plan.mesh.pp > 1:
+    elif plan.mesh.dp_degree == 1 and plan.num_ranks > 1:
         sizes.setdefault(axes.DP_REPLICATE, 1)  # every mesh has a data axis
     ordered = {axis: sizes[axis] for axis in axes.MESH_ORDER if axis in sizes} or {axes.DP_REPLICATE: 1}
     mesh = init_device_mesh(device_type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
     groups = OwnedGroups()
     groups.adopt(mesh.get_all_groups())
-    tp, pp = plan.mesh.tp, plan.mesh.pp
-    stage_size = world_size // pp
+    data_ranks = rank_lists(mesh, axes.DATA_AXES)
+    own = next(ranks for ranks in data_ranks if dist.get_rank() in ranks)
+    pp = plan.mesh.pp
+    of_stage = [axis for axis in ordered if axis != axes.PP]
     return Topology(
         mesh=mesh,
-        dp_group=_data_group(groups, tp, stage_size),
-        dp_rank=dist.get_rank() % stage_size // tp,
+        dp_group=_data_group(groups, data_ranks),
+        dp_rank=own.index(dist.get_rank()),
         dp_degree=plan.mesh.dp_degree,
-        tp_degree=tp,
+        tp_degree=plan.mesh.tp,
         pp_degree=pp,
-        pp_rank=dist.get_rank() // stage_size,
-        stage_group=groups.new_partition(_consecutive_ranks(stage_size), title="stage") if pp > 1 else None,
+        pp_rank=dist.get_rank() // (world_size // pp),
+        stage_group=groups.new_partition(rank_lists(mesh, of_stage), title="stage") if pp > 1 else None,
         groups=groups,
     )
 
 
-def _consecutive_ranks(size: int) -> list[list[int]]:
-    world = range(dist.get_world_size())
-    return [list(world[begin : begin + size]) for begin in world[::size]]
+def rank_lists(mesh: DeviceMesh, over: Sequence[str]) -> list[list[int]]:
+    """The global ranks that differ in the axes `over` alone, list by list in the order of the mesh."""
+    names = mesh.mesh_dim_names or ()
+    moved = [dim for dim, name in enumerate(names) if name in over]
+    kept = [dim for dim, name in enumerate(names) if name not in over]
+    length = math.prod(mesh.shape[dim] for dim in moved)
+    ranks = np.arange(math.prod(mesh.shape)).reshape(mesh.shape)  # no tensor: a dry run's would be fake
+    lists: list[list[int]] = ranks.transpose(*kept, *moved).reshape(-1, length).tolist()
+    return lists
 
 
-def _data_group(groups: OwnedGroups, tp_degree: int, stage_size: int) -> dist.ProcessGroup:
-    """The ranks of a stage with the same tp rank. Collective: every rank creates every group, in order."""
+def _data_group(groups: OwnedGroups, data_ranks: list[list[int]]) -> dist.ProcessGroup:
+    """The ranks with different rows. Collective: every rank creates every group, in order."""
     world = dist.group.WORLD
     if world is None:
         raise MeshError("no process group is initialised", hint="create the Engine inside a run, or call weft.train")
-    if tp_degree == 1 and stage_size == dist.get_world_size():
-        return world
-    return _new_data_group(groups, tp_degree, stage_size, title="data parallel")
-
-
-def _new_data_group(groups: OwnedGroups, tp_degree: int, stage_size: int, *, title: str) -> dist.ProcessGroup:
-    rank_lists = [
-        list(range(begin + tp_rank, begin + stage_size, tp_degree))
-        for begin in range(0, dist.get_world_size(), stage_size)
-        for tp_rank in range(tp_degree)
-    ]
-    return groups.new_partition(rank_lists, title=title)
+    return world if len(data_ranks) == 1 else groups.new_partition(data_ranks, title="data parallel")
 
 
 def describe_mesh(plan: Plan) -> str:

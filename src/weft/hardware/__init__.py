@@ -4,7 +4,7 @@ It is not a probe: nothing here looks at the machine it runs on. Figures come fr
 a date, and from a calibration file where there is one. Adding a GPU is one file in data/devices.
 """
 
-from weft.hardware.catalogue import device_names, fabric_names
+from weft.hardware.catalogue import device_names, fabric_names, find_device
 from weft.hardware.parse import cluster
 
-__all__ = ["cluster", "device_names", "fabric_names"]
+__all__ = ["cluster", "device_names", "fabric_names", "find_device"]

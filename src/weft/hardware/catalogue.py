@@ -7,6 +7,7 @@ an entry is its name in lower case; only the files that are asked for are read.
 from __future__ import annotations
 
 import functools
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ Kind = Literal["devices", "nodes", "links"]
 Table = dict[str, Any]
 
 DATA: Final = Path(__file__).parent / "data"
+LONG_NAME: Final = 5  # letters that are enough to identify a device by a part of its name
 DTYPES: Final = ("float32", "tf32", "bfloat16", "float16", "float8")
 
 # Key -> the type of its value; all are required but the OPTIONAL ones.
@@ -67,6 +69,18 @@ MAY_BE_ZERO: Final = frozenset({"overhead_bytes", "latency_s", "host_memory_byte
 def device_names() -> list[str]:
     """Every device of the catalogue, as its file spells it."""
     return sorted(str(_read(path)["name"]) for path in _files("devices").values())
+
+
+def find_device(name: str) -> str | None:
+    """The catalogue's entry for a driver's device name: 'NVIDIA H100 80GB HBM3' is H100-80GB."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    squeezed = "".join(words)
+
+    def is_in(part: str) -> bool:
+        return part in words or (len(part) >= LONG_NAME and part in squeezed)
+
+    matching = [entry for entry in device_names() if all(map(is_in, entry.lower().split("-")))]
+    return max(matching, key=len, default=None)
 
 
 def fabric_names() -> list[str]:

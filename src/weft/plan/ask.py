@@ -12,7 +12,7 @@ from typing import Any, cast, get_args
 
 from weft import hardware, zoo
 from weft.core.config import parse, read_toml
-from weft.core.errors import BadValueError, ConfigFileError, MeshError, ModelError, PlanError, WeftError
+from weft.core.errors import BadValueError, ConfigFileError, MeshError, ModelError, PlanError
 from weft.core.model_shape import ModelShape
 from weft.core.plan import DATAPARALLEL_SPREADS, Plan, Precision, check_consistent
 from weft.core.precision import PrecisionPolicy
@@ -20,7 +20,7 @@ from weft.core.run_spec import RunSpec
 from weft.core.vocabulary import BYTE_VOCABULARY, BYTES, padded
 from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
-from weft.plan.memory.budget import settled
+from weft.plan.memory.budget import with_chosen_mixture
 from weft.plan.pp.stages import Place
 from weft.plan.request import AttentionKind, OptimizerKind, Request, Workload
 from weft.plan.rules import check_plan
@@ -131,27 +131,13 @@ def estimate_plan(
         attention=attention,
     )
     request = replace(question.request, tp_may_leave_node=True)
-    plan = settled(request, plan)
-    require_legal(request, plan)
+    plan = with_chosen_mixture(request, plan)
+    require_planned(request, plan)
     return estimate(request, plan, place=place)
 
 
-def settle_budget(model: Model, plan: Plan, devices: str) -> Plan:
-    """`plan` with the blocks of its budget chosen for these devices, where it leaves them open."""
-    if not plan.activations.is_open:
-        return plan
-    try:
-        question = ask(model, devices, precision=plan.precision.model_dump(exclude_none=True))
-    except WeftError as error:
-        raise PlanError(
-            f"the blocks of a budget cannot be chosen here: {error.message}",
-            hint="name them: activations.mixture = [full, selective]",
-        ) from error
-    return settled(replace(question.request, tp_may_leave_node=True), plan)
-
-
-def require_legal(request: Request, plan: Plan, *, source: str = "the plan") -> None:
-    """The first reason against a plan, as an error."""
+def require_planned(request: Request, plan: Plan, *, source: str = "the plan") -> None:
+    """The first reason against planning `plan` for this model and cluster, as an error."""
     for sentence, hint in check_consistent(plan):
         raise PlanError(f"{source}: {sentence}", hint=hint)
     _require_ranks(request, plan, source=source)

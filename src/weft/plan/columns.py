@@ -5,14 +5,15 @@ One plan is a table of one row, so an explanation and a search of a million plan
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from weft.core import axes
 from weft.core.errors import PlanError
 from weft.core.plan import Float8Choice, Pipeline, Plan, TensorParallel
 from weft.core.tensor_grid import tensor_depth
@@ -70,6 +71,7 @@ class Columns:
     vertical_sync: Ints
     deal: Ints  # index into `deals`
     deals: tuple[tuple[int, ...], ...] = ((),)  # blocks of each stage, where a person chose them; (): by cost
+    registered: Mapping[str, Ints] = field(default_factory=dict)  # degrees of axes that were registered; absent: 1
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -80,7 +82,13 @@ class Columns:
 
     @property
     def num_ranks(self) -> Ints:
-        return self.dp * self.cp * self.tp * self.pp
+        return np.prod([self.degree(axis) for axis in axes.MESH_ORDER], axis=0)
+
+    def degree(self, axis: str) -> Ints:
+        if axis in axes.REGISTERED:
+            return self.registered.get(axis, np.ones(len(self), dtype=np.int64))
+        degrees: Ints = getattr(self, axis)
+        return degrees
 
     @property
     def shards(self) -> Ints:
@@ -157,12 +165,14 @@ class Columns:
 
     def take(self, rows: Any) -> Columns:
         """The plans of these rows."""
-        taken = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "deals"}
-        return Columns(**taken, deals=self.deals)
+        kept = ("deals", "registered")
+        taken = {one.name: getattr(self, one.name)[rows] for one in fields(self) if one.name not in kept}
+        registered = {axis: degrees[rows] for axis, degrees in self.registered.items()}
+        return Columns(**taken, deals=self.deals, registered=registered)
 
 
 def columns_of(plans: Sequence[Plan]) -> Columns:
-    """Plans as columns. A budget is settled first (see budget): without a mixture there is nothing to estimate."""
+    """Plans as columns. A budget needs its mixture (see memory/budget.py)."""
 
     def column(values: Iterable[int]) -> Ints:
         return np.fromiter(values, dtype=np.int64, count=len(plans))
@@ -196,6 +206,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         vertical_sync=column(int(plan.pipeline.vertical_sync) for plan in plans),
         deal=column(deals.index(plan.pipeline.blocks or ()) for plan in plans),
         deals=deals,
+        registered={axis: column(plan.mesh.sizes()[axis] for plan in plans) for axis in axes.REGISTERED},
     )
 
 
@@ -210,7 +221,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
         return int(getattr(columns, name)[row])
 
     tables = {
-        "mesh": {axis: at(axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")},
+        "mesh": {axis: int(columns.degree(axis)[row]) for axis in (*axes.MESH_ORDER, axes.EP)},
         "data_parallel": {"zero": at("zero")},
         "tensor_parallel": {
             "mode": TP_MODES[at("tp_mode")],
@@ -248,7 +259,7 @@ def _float8_table(linears: Float8Choice, travelling: Float8Choice) -> dict[str, 
 def _mixture(plan: Plan) -> tuple[int, int]:
     if plan.activations.is_open:
         raise PlanError(
-            "a budget of recompute is estimated by its mixture, and it has none yet",
-            hint="name activations.mixture = [full, selective], or the devices it is for",
+            "activations.policy = 'budget' has no activations.mixture, so its memory cannot be estimated",
+            hint="set activations.mixture = [full, selective], or name the devices to have it chosen",
         )
     return plan.activations.mixture or (0, 0)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weft.core.errors import NotBuiltError
-from weft.core.executable import require_executable
+from weft.core.executable import not_executed_reasons
 from weft.core.plan import SPLIT
 from weft.plan.estimate import Estimate
 from weft.plan.search import Answer, search
@@ -34,11 +33,7 @@ def built(fixed: Mapping[str, Any]) -> Freedom:
 
 def why_not_trained(found: Estimate) -> str:
     """What of this plan is not built, or nothing."""
-    try:
-        require_executable(found.plan)
-    except NotBuiltError as error:
-        return error.message
-    return ""
+    return next((sentence for sentence, _ in not_executed_reasons(found.plan)), "")
 
 
 def best_trained(answer: Answer) -> Estimate | None:

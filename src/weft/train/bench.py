@@ -24,9 +24,7 @@ from torch import nn
 
 from weft import hardware
 from weft.comm.loopback import install_loopback, loopback_world
-from weft.core.batching import require_divisible
 from weft.core.errors import NotBuiltError
-from weft.core.executable import require_executable
 from weft.core.plan import Plan
 from weft.core.records import TechniqueRecord
 from weft.core.run_spec import RunSpec
@@ -35,10 +33,11 @@ from weft.engine.kernels.fast_path import fast_path
 from weft.engine.measure.timer import now, seconds_between
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.models.build import build_config, build_skeleton
+from weft.plan.legality import require_legal
 from weft.plan.time.compute import model_flops
 from weft.train.build import weight_source
 from weft.train.kernel_classes import kernel_times
-from weft.train.predicted import find_device, request_for
+from weft.train.predicted import request_for
 
 NUM_BATCHES = 4  # used in rotation
 Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -97,9 +96,8 @@ def require_measurable(plan: Plan) -> None:
 
 def measure_engine(bench: Bench) -> tuple[Timed, list[TechniqueRecord], tuple[str, ...]]:
     """The figures of weft's own step, the state of each fast-path technique, and notes."""
-    require_executable(bench.plan)
+    require_legal(bench.plan, bench.run)
     require_measurable(bench.plan)
-    require_divisible(bench.run, bench.plan)
     with _world(bench.plan.num_ranks), ExitStack() as stack:
         config = build_config(bench.run.model, vocab_size=1)
         engine = _engine(bench, config)
@@ -232,7 +230,7 @@ def _flops_per_token(bench: Bench, config: Any) -> tuple[float, float] | None:
     """(FLOP per token, peak FLOP/s of the device); None if the catalogue or the planner lacks an entry."""
     if bench.device.type != "cuda":
         return None
-    device = find_device(torch.cuda.get_device_name(bench.device), hardware.device_names())
+    device = hardware.find_device(torch.cuda.get_device_name(bench.device))
     if device is None:
         return None
     request = request_for(bench.run, bench.plan, config=config, device=device)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from weft.core.batching import require_divisible
 from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec, RunSpec
 from weft.core.vocabulary import padded
@@ -22,6 +21,7 @@ from weft.models.hf_config import unread_keys
 from weft.models.initial import InitialWeights, WeightSource
 from weft.models.layout import describe
 from weft.models.pretrained import PretrainedWeights
+from weft.plan.legality import require_legal
 from weft.train.held_out import why_no_evaluation
 from weft.train.isolation import require_isolation
 from weft.train.out_of_memory import OutOfMemoryScene
@@ -52,7 +52,7 @@ def build_workbench(
     run: RunSpec, plan: Plan, process: Process, *, device: torch.device, scene: OutOfMemoryScene | None = None
 ) -> Workbench:
     """The engine and the loaders of `run` under `plan`, on every rank; `scene` records config and engine when built."""
-    require_divisible(run, plan)
+    require_legal(plan, run)
     with phase("opening the data"):
         corpus = open_corpus(run.data)
         missing = why_no_evaluation(run, corpus)

@@ -1,32 +1,33 @@
-"""`Job`: the description of a training run for its ranks - run, plan, folder, and whether to resume.
+"""`Job`: the description of a training run for its ranks - run, resolved plan, device type, folder, whether to resume.
 
-Ranks read it from a JSON file. The plan is stored as tables: each rank, which knows its device, resolves open choices
-(precision and kernels on a GPU).
+Ranks read it from a JSON file.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from weft.core.open_choices import plan_on
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-
-DeviceChoice = Literal["auto", "cpu", "cuda"]
+from weft.plan.resolve import resolve, with_mesh
+from weft.train.devices import DeviceChoice, DeviceType, choose_device_type, local_devices
+from weft.train.rank_environment import given_ranks, read_local_size
+from weft.zoo.hub import with_model_files
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     run: RunSpec
-    plan_tables: dict[str, Any]
+    plan: Plan  # resolved
+    device: DeviceType
     out: Path
     resume: bool = False
-    device: DeviceChoice = "auto"
     quiet: bool = False  # no output, no report
     may_change: tuple[str, ...] = ()  # keys of run.toml that a resume may change: those that --set names
     is_locked: bool = False  # the launcher holds the lock of the folder
@@ -37,32 +38,43 @@ class Job:
         *,
         run: RunSpec,
         plan_tables: dict[str, Any],
+        num_ranks: int | None = None,
         out: str | Path | None = None,
         resume: bool = False,
         device: DeviceChoice = "auto",
         quiet: bool = False,
         may_change: Sequence[str] = (),
+        source: str = "the plan",
     ) -> Job:
+        """A job with its plan resolved and its device type chosen. `num_ranks`: as `plan.resolve` has it."""
+        tables = with_mesh(plan_tables, num_ranks=num_ranks)
+        is_rank = given_ranks(os.environ) is not None
+        local_ranks = read_local_size(os.environ) if is_rank else Plan.from_tables(tables, source=source).num_ranks
+        run, device_type = with_model_files(run), choose_device_type(device, local_ranks=local_ranks)
+        plan = resolve(
+            tables,
+            run,
+            on_gpu=device_type == "cuda",
+            num_ranks=num_ranks,
+            devices=lambda count: local_devices(count, device_type=device_type),
+            source=source,
+        )
         folder = Path(out) if out is not None else default_folder(run)
         return Job(
             run=run,
-            plan_tables=plan_tables,
+            plan=plan,
+            device=device_type,
             out=folder.absolute(),
             resume=resume,
-            device=device,
             quiet=quiet,
             may_change=tuple(may_change),
         )
-
-    def plan(self, *, device_type: str) -> Plan:
-        """The plan with every open choice resolved."""
-        return plan_on(self.plan_tables, on_gpu=device_type == "cuda")
 
     def to_json(self) -> str:
         return json.dumps(
             {
                 "run": self.run.model_dump(mode="json", exclude_none=True),
-                "plan": self.plan_tables,
+                "plan": self.plan.model_dump(mode="json", exclude_none=True),
                 "out": str(self.out),
                 "resume": self.resume,
                 "device": self.device,
@@ -78,7 +90,7 @@ class Job:
         fields = json.loads(text)
         return Job(
             run=RunSpec.from_tables(fields["run"]),
-            plan_tables=fields["plan"],
+            plan=Plan.from_tables(fields["plan"]),
             out=Path(fields["out"]),
             resume=fields["resume"],
             device=fields["device"],

@@ -6,8 +6,6 @@ or a device that it does not know gives a note instead of a prediction.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +17,6 @@ from weft.core.terms import StepTerm, TimeTerm
 from weft.plan.ask import ask
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.request import Request
-
-LONG_NAME = 5  # letters that are enough to identify a device by a part of its name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +44,7 @@ def predict(run: RunSpec, plan: Plan, *, config: Any, device_name: str | None) -
     """The prediction for `config`, a Hugging Face config; or None and the reason. `device_name` None: a CPU."""
     if plan.data_parallel.strategy == "dataparallel":
         return None, "no predictions: the planner does not model nn.DataParallel"
-    device = "CPU" if device_name is None else find_device(device_name, hardware.device_names())
+    device = "CPU" if device_name is None else hardware.find_device(device_name)
     if device is None:
         return None, f"no predictions: the catalogue has no entry for {device_name}"
     try:
@@ -79,18 +75,6 @@ def request_for(run: RunSpec, plan: Plan, *, config: Any, device: str) -> Reques
         attention=run.model.attention,
     )
     return replace(question.request, workload=workload, tp_may_leave_node=True)
-
-
-def find_device(name: str, known: Sequence[str]) -> str | None:
-    """The catalogue's entry for a driver's device name: 'NVIDIA H100 80GB HBM3' is H100-80GB."""
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    squeezed = "".join(words)
-
-    def is_in(part: str) -> bool:
-        return part in words or (len(part) >= LONG_NAME and part in squeezed)
-
-    matching = [entry for entry in known if all(map(is_in, entry.lower().split("-")))]
-    return max(matching, key=len, default=None)
 
 
 def _unknown_to_planner(run: RunSpec) -> tuple[str, ...]:

@@ -6,22 +6,20 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weft.checkpoint import CheckpointStore, peek_newest
 from weft.core.disk import is_full, no_space
-from weft.core.errors import CheckpointError, DeviceError
-from weft.core.executable import require_executable
-from weft.core.plan import Plan
+from weft.core.errors import CheckpointError
+from weft.core.plan import Plan, with_mixture
 from weft.core.run_spec import RunSpec
 from weft.engine.state import meta_read
 from weft.report import write_report
@@ -31,7 +29,7 @@ from weft.train.costs import with_dry_run
 from weft.train.display import Display
 from weft.train.folder_lock import FolderLock
 from weft.train.folder_state import FolderLook, FolderState, look_at
-from weft.train.job import DeviceChoice, Job
+from weft.train.job import Job
 from weft.train.ledger import build_ledger, count_parameters, gather_memory
 from weft.train.loop import LoopOutcome, TrainingLoop
 from weft.train.metrics import MetricsWriter
@@ -43,8 +41,6 @@ from weft.train.rank_environment import read_local_size
 from weft.train.run_changes import RunChange, change_of_content, changes_between, recorded_run, require_named
 from weft.train.run_folder import RunFolder
 from weft.train.run_history import RunHistory, comparable
-from weft.train.settle import broadcast_mixture, resolve_mixture
-from weft.zoo.hub import with_model_files
 
 _PATH_BYTES = 4096  # Linux's limit on paths
 
@@ -61,51 +57,27 @@ class Resumed:
 def run_job(job: Job, *, lock: FolderLock | None = None) -> dict[str, Any]:
     """Train; return the ledger. Collective. `lock`: the folder's lock, if the caller keeps it beyond this call."""
     started_s = time.perf_counter()
-    with phase("looking for the model's files"):
-        job = dataclasses.replace(job, run=with_model_files(job.run))
-    device_type = choose_device_type(job.device)
-    plan = job.plan(device_type=device_type)
-    require_executable(plan)
-    plan = resolve_mixture(job.run, plan, on_gpu=device_type == "cuda")
     process = join(
-        device_type=device_type,
+        device_type=job.device,
         timeout_s=job.run.train.collective_timeout_s,
         prepare=lambda process: prepare_data(job.run, process, is_speaking=not job.quiet),
     )
     try:
         with StopFlag() as stop, FolderLock(job.out) as own_lock:
-            return _train(job, plan, process, stop, lock or own_lock, device_type=device_type, started_s=started_s)
+            return _train(job, process, stop, lock or own_lock, started_s=started_s)
     finally:
         leave()
 
 
-def choose_device_type(choice: DeviceChoice) -> Literal["cpu", "cuda"]:
-    """cuda if every local rank gets its own GPU; an explicit choice that is impossible is an error, not a fallback."""
-    wanted = read_local_size(os.environ)
-    available = torch.cuda.device_count() if choice != "cpu" else 0
-    if choice == "cuda" and available < wanted:
-        raise DeviceError(
-            f"{wanted} local ranks need {wanted} GPUs, but there are {available}", hint="use --device cpu"
-        )
-    if choice == "auto" and 0 < available < wanted:
-        raise DeviceError(
-            f"{wanted} ranks were requested but this host has {available} GPU{'s' if available > 1 else ''}",
-            hint=f"use --nproc {available}, or --device cpu to train on CPU processes",
-        )
-    return "cuda" if choice != "cpu" and available >= wanted else "cpu"
-
-
-def _train(
-    job: Job, plan: Plan, process: Process, stop: StopFlag, lock: FolderLock, *, device_type: str, started_s: float
-) -> dict[str, Any]:
-    device = torch.device(device_type, process.local_rank) if device_type == "cuda" else torch.device("cpu")
+def _train(job: Job, process: Process, stop: StopFlag, lock: FolderLock, *, started_s: float) -> dict[str, Any]:
+    device = torch.device(job.device, process.local_rank) if job.device == "cuda" else torch.device("cpu")
     is_speaking = process.is_main and not job.quiet
     display = Display(is_speaking=is_speaking, total_steps=job.run.train.steps, every=job.run.logging.every)
     folder, is_resumed = _agree_on_folder(job, process, lock, display, device=device)
     # Before rank 0 writes there: every rank must read the same.
     history = RunHistory(folder.path)
     before, asked_before = (folder.read_run() if is_resumed else None), history.asked_for()
-    plan = broadcast_mixture(plan, device=device)
+    plan = _same_mixture(job.plan, device=device)
     scene = OutOfMemoryScene(run=job.run, plan=plan, device=device, local_ranks=read_local_size(os.environ))
     with explained(scene):
         bench = build_workbench(job.run, plan, process, device=device, scene=scene)
@@ -221,6 +193,18 @@ def _resume(
         display.line("note: the order of the data changed: the data restarts from its beginning")
     with meta_read():
         return Resumed(samples=0 if is_fresh else int(loaded.meta["samples"]), run=recorded, changes=changes)
+
+
+def _same_mixture(plan: Plan, *, device: torch.device) -> Plan:
+    """The plan with rank 0's mixture: under torchrun every rank chose its own, and sharded blocks that recompute on
+    some ranks only would deadlock."""
+    mixture = plan.activations.mixture
+    if mixture is None or dist.get_world_size() == 1:
+        return plan
+    counts = torch.tensor(mixture, dtype=torch.int64, device=device)
+    dist.broadcast(counts, src=0)
+    full, selective = counts.tolist()
+    return with_mixture(plan, (full, selective))
 
 
 def _introduce(display: Display, bench: Workbench, plan: Plan, process: Process) -> None:

@@ -25,12 +25,10 @@ class _VerifyModule(ModuleType):
             from weft.verify.server import verify_server
 
             return verify_server(run, steps=steps, as_is=as_is)
-        plan = plan or Plan()
         from weft.verify.request import VerifyRequest
         from weft.verify.worker import run_request
 
-        tables = [plan.model_dump(mode="json", exclude_none=True)]
-        return run_request(VerifyRequest(run=run, plans=tables, steps=steps, as_is=as_is))[0]
+        return run_request(VerifyRequest(run=run, plans=[plan or Plan()], steps=steps, as_is=as_is))[0]
 
 
 sys.modules[__name__].__class__ = _VerifyModule

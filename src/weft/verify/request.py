@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from weft.core.batching import require_divisible
-from weft.core.errors import BatchError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.schedule import check_request
+from weft.plan.legality import is_legal
+from weft.train.devices import DeviceType
 
 SCHEDULES = {
     "naive": 1, "gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "looped_bfs": 2, "zero_bubble": 1, "zbv": 2,
@@ -22,37 +21,35 @@ SCHEDULES = {
 @dataclass(frozen=True, kw_only=True)
 class VerifyRequest:
     run: RunSpec
-    plans: list[dict[str, Any]]
+    plans: list[Plan]  # resolved; a recompute mixture may be open
     steps: int = 5
     as_is: bool = False
-    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    device: DeviceType = "cpu"
     answer: str | None = None  # the file for rank 0's verdicts
 
     def to_json(self) -> str:
-        fields = {**vars(self), "run": self.run.model_dump(mode="json", exclude_none=True)}
-        return json.dumps(fields)
+        plans = [plan.model_dump(mode="json", exclude_none=True) for plan in self.plans]
+        return json.dumps({**vars(self), "run": self.run.model_dump(mode="json", exclude_none=True), "plans": plans})
 
     @staticmethod
     def from_json(text: str) -> VerifyRequest:
         fields = json.loads(text)
-        return VerifyRequest(**{**fields, "run": RunSpec.from_tables(fields["run"])})
+        plans = [Plan.from_tables(tables) for tables in fields["plans"]]
+        return VerifyRequest(**{**fields, "run": RunSpec.from_tables(fields["run"]), "plans": plans})
 
 
-def every_plan(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[dict[str, Any]]:
+def every_plan(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[Plan]:
     """Every plan of `num_ranks` that weft executes: data parallel; tensor and pipeline parallel if the run divides."""
     others = [*tensor_parallel_plans(num_ranks, base), *pipeline_plans(num_ranks, base, run)]
-    return [
-        *data_parallel_plans(num_ranks, base),
-        *(tables for tables in others if _divides(run, Plan.from_tables(tables))),
-    ]
+    return [*data_parallel_plans(num_ranks, base), *(plan for plan in others if is_legal(plan, run))]
 
 
-def data_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[dict[str, Any]]:
+def data_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[Plan]:
     """Every legal data-parallel plan of `num_ranks`: DDP, ZeRO-1/2/3 over all, and HSDP over every proper divisor."""
     return _filled(_data_layouts(num_ranks), base)
 
 
-def tensor_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[dict[str, Any]]:
+def tensor_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[Plan]:
     """One-dimensional tensor parallelism: alone with SP and LP on and off, and beside DDP and ZeRO-1/2/3."""
     given = {key: value for key, value in base.get("tensor_parallel", {}).items() if key != "mode"}
     layouts: list[dict[str, Any]] = [
@@ -73,7 +70,7 @@ def tensor_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[dict[str
     return _filled(layouts, base)
 
 
-def pipeline_plans(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[dict[str, Any]]:
+def pipeline_plans(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[Plan]:
     """Every schedule over all ranks, if there are enough micro-batches; 1F1B with DDP, ZeRO and tensor parallelism."""
     layouts: list[dict[str, Any]] = [
         {"mesh": {"pp": num_ranks}, "pipeline": {"schedule": name, "virtual_stages": stages}}
@@ -90,21 +87,7 @@ def pipeline_plans(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[d
     for layout in layouts:
         rows = run.train.global_batch // (num_ranks // layout["mesh"]["pp"] // layout["mesh"].get("tp", 1))
         layout["pipeline"]["microbatches"] = next((count for count in (4, 2) if rows % count == 0), 1)
-    legal = [layout for layout in layouts if not schedule_reasons(Plan.from_tables(layout))]
-    return _filled(legal, {key: value for key, value in base.items() if key != "pipeline"})
-
-
-def schedule_reasons(plan: Plan) -> list[str]:
-    """Why the plan's pipeline has no schedule for its ranks and micro-batches; empty if it has one."""
-    if plan.mesh.pp == 1:
-        return []
-    pipeline = plan.pipeline
-    return check_request(
-        pipeline.schedule,
-        num_ranks=plan.mesh.pp,
-        num_microbatches=pipeline.microbatches,
-        virtual_stages=pipeline.virtual_stages,
-    )
+    return _filled(layouts, {key: value for key, value in base.items() if key != "pipeline"})
 
 
 def _data_layouts(num_ranks: int) -> list[dict[str, Any]]:
@@ -119,15 +102,7 @@ def _data_layouts(num_ranks: int) -> list[dict[str, Any]]:
     return layouts
 
 
-def _filled(layouts: list[dict[str, Any]], base: dict[str, Any]) -> list[dict[str, Any]]:
+def _filled(layouts: list[dict[str, Any]], base: dict[str, Any]) -> list[Plan]:
     """Layouts completed with the other sections of the base plan."""
     kept = {key: value for key, value in base.items() if key not in ("mesh", "data_parallel", "tensor_parallel")}
-    return [Plan.from_tables({**kept, **layout}).model_dump(mode="json", exclude_none=True) for layout in layouts]
-
-
-def _divides(run: RunSpec, plan: Plan) -> bool:
-    try:
-        require_divisible(run, plan)
-    except BatchError:
-        return False
-    return True
+    return [Plan.from_tables({**kept, **layout}) for layout in layouts]

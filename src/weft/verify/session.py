@@ -24,6 +24,7 @@ from weft.engine.engine import Engine
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
+from weft.plan.legality import is_legal
 from weft.schedule import Calls
 from weft.train.process import Process
 from weft.train.rate import learning_rate_at
@@ -45,7 +46,6 @@ from weft.verify.prediction import check_prediction
 from weft.verify.reference import Exercise
 from weft.verify.references import ReferenceCache, References
 from weft.verify.repeatable import repeatable
-from weft.verify.request import schedule_reasons
 from weft.verify.short_stretches import CHUNK_TOKENS, has_chunked_loss, short_chunks
 from weft.verify.verdict import Check, Verdict, at_place
 from weft.verify.whole_runs import WholeRuns
@@ -186,7 +186,7 @@ class Session:
         rows //= row_chunks(plan.tensor_parallel.mode, plan.mesh.tp)  # a grid splits every micro-batch again
         counts = [count for count in range(1, rows + 1) if rows % count == 0 and count != plan.pipeline.microbatches]
         splits = [(f"{count} micro-batches", _with_microbatches(plan, count), False) for count in counts]
-        tries = [split for split in splits if not schedule_reasons(split[1])][:OTHER_SPLITS]
+        tries = [split for split in splits if is_legal(split[1])][:OTHER_SPLITS]
         tries += [(f"chunks of {CHUNK_TOKENS} tokens", plan, True)] if has_chunked_loss(plan) else []
         # All ranks take all first steps before any check: a rank that knows the answer must not leave early.
         steps = [self._first_step(other, is_chunked=is_chunked) for _, other, is_chunked in tries]

@@ -290,9 +290,8 @@ class WholeRuns:
         return RunSpec.from_tables(tables)
 
     def _train(self, run: RunSpec, plan: Plan, folder: Path, *, resume: bool = False) -> Path:
-        tables = plan.model_dump(mode="json", exclude_none=True)
         device: Any = self._device.type
-        run_job(Job.create(run=run, plan_tables=tables, out=folder, resume=resume, device=device, quiet=True))
+        run_job(Job(run=run, plan=plan, device=device, out=folder.absolute(), resume=resume, quiet=True))
         self._barrier()
         gc.collect()  # frees the run's process groups and their threads, which are in a reference cycle
         return folder

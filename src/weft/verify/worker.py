@@ -9,23 +9,17 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from weft.core.batching import require_divisible
 from weft.core.errors import PipelineError, TensorParallelError
-from weft.core.executable import require_executable
-from weft.core.open_choices import plan_on
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.data import open_corpus
+from weft.plan.legality import require_legal
 from weft.train.build import prepare_data
-from weft.train.job import DeviceChoice
 from weft.train.process import Process, join, leave, phase, report_failures
-from weft.train.rank_environment import read_local_size
-from weft.train.worker import choose_device_type
 from weft.verify.layouts import plan_name
 from weft.verify.request import VerifyRequest
 from weft.verify.session import Session
@@ -38,21 +32,19 @@ _PATH_BYTES = 1024
 
 def run_request(request: VerifyRequest, *, progress: Callable[[str, str], None] | None = None) -> list[Verdict]:
     """Verify every plan of the request; the verdicts are meaningful on rank 0. Collective."""
-    device_type = _device_type(request.device)
-    plans = [plan_on(tables, on_gpu=device_type == "cuda") for tables in request.plans]
-    for plan in plans:
-        require_executable(plan)
-        require_divisible(request.run, plan)  # shrinking must not make a run legal
+    for plan in request.plans:
+        require_legal(plan, request.run)  # shrinking must not make a run legal
     process = join(
-        device_type=device_type,
+        device_type=request.device,
         timeout_s=request.run.train.collective_timeout_s,
         prepare=lambda process: prepare_data(request.run, process, is_speaking=True),
     )
     try:
         with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
             scratch = _agree_on_path(Path(folder), process)
-            device = torch.device(device_type, process.local_rank) if device_type == "cuda" else torch.device("cpu")
-            verdicts = _verify_all(request, plans, process, scratch, device, progress or (lambda *_: None))
+            on_gpu = request.device == "cuda"
+            device = torch.device("cuda", process.local_rank) if on_gpu else torch.device("cpu")
+            verdicts = _verify_all(request, process, scratch, device, progress or (lambda *_: None))
             if process.world_size > 1:
                 dist.barrier()  # rank 0's folder must exist until all ranks have read it
             return verdicts
@@ -60,15 +52,8 @@ def run_request(request: VerifyRequest, *, progress: Callable[[str, str], None] 
         leave()
 
 
-def _device_type(choice: DeviceChoice) -> Literal["cpu", "cuda"]:
-    """The device type as in training, but `auto` takes CPU processes if there are too few GPUs."""
-    has_too_few = torch.cuda.device_count() < read_local_size(os.environ)
-    return "cpu" if choice == "auto" and has_too_few else choose_device_type(choice)
-
-
 def _verify_all(
     request: VerifyRequest,
-    plans: list[Plan],
     process: Process,
     scratch: Path,
     device: torch.device,
@@ -76,7 +61,7 @@ def _verify_all(
 ) -> list[Verdict]:
     sessions: dict[str, Session] = {}
     verdicts = []
-    for asked in plans:
+    for asked in request.plans:
         run, plan, changes = _small_run(request, asked)
         key = run.to_toml()
         if key not in sessions:
@@ -87,7 +72,7 @@ def _verify_all(
             try:
                 verdicts.append(sessions[key].verify(plan, changes=tuple(changes), progress=report))
             except (TensorParallelError, PipelineError) as error:
-                if len(plans) == 1:
+                if len(request.plans) == 1:
                     raise
                 report(f"left out: {error}")  # one plan of many: every rank raises the same before it trains
     return verdicts

@@ -59,7 +59,7 @@ def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Join:
             return started[0]
 
         monkeypatch.setattr(DryRunBeside, "_start", start)
-        with DryRunBeside(job, on_gpu=False) as running:
+        with DryRunBeside(job) as running:
             running.join(folder)
         assert started[0].poll() is not None
         return folder.read_ledger()
@@ -98,7 +98,7 @@ def test_a_slow_one_is_ended(join: Join, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_real_process_takes_the_resolved_files_and_writes_an_answer(tmp_path: Path) -> None:
     run = RunSpec.from_tables(run_tables(write_corpus(tmp_path / "texts", num_documents=1)))
     job = Job.create(run=run, plan_tables={"precision": {"preset": "bf16"}}, out=tmp_path / "run", quiet=True)
-    with DryRunBeside(job, on_gpu=False) as running:
+    with DryRunBeside(job) as running:
         answer, remark = running._answer(wait_s=120.0)
     assert remark == ""
     assert answer is not None

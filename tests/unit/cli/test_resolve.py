@@ -1,4 +1,4 @@
-"""From options to a run and a plan: files, then settings, then what the number of ranks implies."""
+"""From options to a run and the tables of a plan: files, then settings."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.resolve import require_known_sections, resolve_plan, resolve_resumed, resolve_run
+from weft.cli.resolve import plan_tables, require_known_sections, resolve_resumed, resolve_run
 from weft.core.errors import BadValueError, ConfigFileError, MeshError, UnknownKeyError
 from weft.core.plan import Plan
 from weft.core.run_spec import DEFAULT_RUN, RunSpec
+from weft.plan.resolve import resolve
 
 
 def test_settings_go_into_the_document_they_belong_to(tmp_path: Path) -> None:
@@ -19,35 +20,7 @@ def test_settings_go_into_the_document_they_belong_to(tmp_path: Path) -> None:
     assert run.model.config["hidden_size"] == 64
     assert run.model.config["num_hidden_layers"] == 6  # the rest of the embedded default stays
     assert DEFAULT_RUN["train"]["steps"] == 200  # and is not written into
-    tables, ranks = resolve_plan(None, settings, num_ranks=4)
-    assert tables == {"data_parallel": {"zero": 2}, "mesh": {"dp_shard": 4}}
-    assert ranks == 4
-
-
-@pytest.mark.parametrize(
-    ("settings", "num_ranks", "mesh"),
-    [
-        ([], None, {}),
-        ([], 1, {}),
-        ([], 3, {"dp_replicate": 3}),
-        (["data_parallel.zero=3"], 2, {"dp_shard": 2}),
-        (["mesh.dp_shard=2"], None, {"dp_shard": 2}),
-        (["mesh.dp_shard=2", "mesh.dp_replicate=2"], 4, {"dp_shard": 2, "dp_replicate": 2}),
-    ],
-)
-def test_the_mesh_follows_the_ranks(settings: list[str], num_ranks: int | None, mesh: dict[str, int]) -> None:
-    tables, ranks = resolve_plan(None, settings, num_ranks=num_ranks)
-    assert tables.get("mesh", {}) == mesh
-    assert ranks == Plan.from_tables(tables).num_ranks == (num_ranks or ranks)
-
-
-def test_a_mesh_of_another_size_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.toml"
-    path.write_text("[mesh]\ndp_shard = 4\n")
-    assert resolve_plan(path, [], num_ranks=None)[1] == 4
-    with pytest.raises(MeshError, match=r"4 ranks .* but 2 were asked for") as caught:
-        resolve_plan(path, [], num_ranks=2)
-    assert "--nproc 4" in caught.value.hint
+    assert plan_tables(None, settings) == {"data_parallel": {"zero": 2}}
 
 
 def saved(folder: Path, plan: Plan) -> Path:
@@ -60,9 +33,8 @@ SHARDED = Plan.from_tables({"mesh": {"dp_shard": 2}, "precision": {"preset": "bf
 
 
 def test_a_resume_goes_on_as_the_folder_has_it(tmp_path: Path) -> None:
-    run, tables, ranks = resolve_resumed(saved(tmp_path, SHARDED), None, ["train.steps=300"], num_ranks=None)
+    run, tables = resolve_resumed(saved(tmp_path, SHARDED), None, ["train.steps=300"], num_ranks=None)
     assert run.train.steps == 300
-    assert ranks == 2
     assert Plan.from_tables(tables) == SHARDED
 
 
@@ -80,9 +52,8 @@ def test_a_resume_goes_on_as_the_folder_has_it(tmp_path: Path) -> None:
 def test_a_resume_on_another_layout(
     tmp_path: Path, settings: list[str], num_ranks: int, expected: dict[str, int]
 ) -> None:
-    _, tables, ranks = resolve_resumed(saved(tmp_path, SHARDED), None, settings, num_ranks=num_ranks)
-    plan = Plan.from_tables(tables)
-    assert ranks == num_ranks == plan.num_ranks
+    run, tables = resolve_resumed(saved(tmp_path, SHARDED), None, settings, num_ranks=num_ranks)
+    plan = resolve(tables, run, on_gpu=False, num_ranks=num_ranks)
     assert {axis: plan.mesh.sizes()[axis] for axis in expected} == expected
     assert plan.precision.preset == "bf16"
 
@@ -91,12 +62,13 @@ def test_a_resume_with_a_plan_of_its_own_or_without_a_mesh(tmp_path: Path) -> No
     folder = saved(tmp_path, SHARDED)
     other = tmp_path / "other.toml"
     other.write_text("[mesh]\ndp_replicate = 3\n")
-    assert resolve_resumed(folder, other, [], num_ranks=None)[2] == 3
+    assert resolve_resumed(folder, other, [], num_ranks=None)[1] == {"mesh": {"dp_replicate": 3}}
     (folder / "plan.toml").write_text("[data_parallel]\nzero = 3\n")  # written by hand
-    _, tables, ranks = resolve_resumed(folder, None, [], num_ranks=2)
-    assert (tables["mesh"], ranks) == ({"dp_shard": 2}, 2)
+    run, tables = resolve_resumed(folder, None, [], num_ranks=2)
+    assert resolve(tables, run, on_gpu=False, num_ranks=2).mesh.dp_shard == 2
+    run, tables = resolve_resumed(folder, None, ["mesh.dp_shard=3"], num_ranks=2)
     with pytest.raises(MeshError, match=r"3 ranks .* but 2"):
-        resolve_resumed(folder, None, ["mesh.dp_shard=3"], num_ranks=2)
+        resolve(tables, run, on_gpu=False, num_ranks=2)
 
 
 def test_misspellings_are_named() -> None:
@@ -107,6 +79,6 @@ def test_misspellings_are_named() -> None:
     with pytest.raises(BadValueError, match=r"not section\.key=value"):
         resolve_run(None, ["train.steps"])
     with pytest.raises(BadValueError, match=r"not section\.key=value"):
-        resolve_plan(None, ["zero"], num_ranks=None)
+        plan_tables(None, ["zero"])
     with pytest.raises(ConfigFileError, match="there is no file"):
         resolve_run(Path("nowhere.toml"), [])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from weft.core.config import apply_settings
 from weft.core.errors import BadValueError, ConfigFileError, NotBuiltError, PlanError, UnknownKeyError
 from weft.core.executable import require_executable
-from weft.core.plan import Pipeline, Plan, default_plan_tables, require_mixture
+from weft.core.plan import Pipeline, Plan, require_mixture
 from weft.schedule import Kind, generate
 
 degrees = st.sampled_from([1, 2, 4, 8])
@@ -152,12 +152,6 @@ def test_blocks_that_are_no_counts_are_refused(blocks: object) -> None:
         Plan.from_tables({"mesh": {"pp": 2}, "pipeline": {"blocks": blocks}})
     assert "pipeline.blocks" in caught.value.message
     assert "[5, 5, 5, 1]" in caught.value.hint
-
-
-def test_default_mesh_follows_the_stage() -> None:
-    assert Plan.from_tables(default_plan_tables({}, num_ranks=4)).mesh.dp_replicate == 4
-    sharded = Plan.from_tables(default_plan_tables({"data_parallel": {"zero": 2}}, num_ranks=4))
-    assert (sharded.mesh.dp_shard, sharded.data_parallel.zero) == (4, 2)
 
 
 def test_files_that_are_missing_or_not_toml(tmp_path: Path) -> None:

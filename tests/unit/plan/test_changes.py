@@ -13,7 +13,7 @@ from plan_cases import GIB, plan_with, request_of, requests, tiny_llama
 from weft.core.executable import require_executable
 from weft.core.plan import Plan
 from weft.core.terms import MemoryTerm
-from weft.plan.ask import require_legal
+from weft.plan.ask import require_planned
 from weft.plan.changes import Change, fewest_devices, largest_saving, saving_of, say_keys, smallest_changes, with_keys
 from weft.plan.estimate import estimate
 from weft.plan.request import Request
@@ -43,7 +43,7 @@ def require_sound(request: Request, plan: Plan, change: Change, budget_bytes: fl
     changed_request, changed = with_keys(request, plan, change.keys)
     if trained:
         require_executable(changed)
-    require_legal(changed_request, changed)
+    require_planned(changed_request, changed)
     assert differing(flat(plan), flat(changed)) | differing(run_keys(request), run_keys(changed_request)) == set(
         change.keys
     )

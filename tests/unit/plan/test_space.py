@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from plan_cases import columns_with, legal_plans, request_of, requests, tiny_llama, tiny_mixtral
 
-from weft.core.open_choices import plan_on
 from weft.core.plan import Plan
 from weft.plan.columns import Columns, plan_at
 from weft.plan.request import Request
+from weft.plan.resolve import with_choices
 from weft.plan.rules import check_plan
 from weft.plan.space import Freedom, enumerate_plans
 
@@ -134,8 +134,8 @@ def _at(plan: Plan, key: str) -> Any:
     return getattr(getattr(plan, section), name)
 
 
-def test_the_search_leaves_open_what_training_would_settle_alike() -> None:
-    """core.open_choices over columns: a plan found means the same to every verb. Dropout only the model knows."""
+def test_the_search_and_training_resolve_open_choices_alike() -> None:
+    """plan.resolve over columns: a plan found means the same to every verb. Dropout only the model knows."""
     for freedom in (Freedom(), Freedom(fixed={"compile.enabled": False}), Freedom(fixed={"kernels.loss": "whole"})):
         columns = legal_plans(LLAMA, freedom)
         for row in np.random.default_rng(0).choice(len(columns), size=150, replace=False):
@@ -144,7 +144,7 @@ def test_the_search_leaves_open_what_training_would_settle_alike() -> None:
             for key, value in freedom.fixed.items():
                 section, name = key.split(".")
                 tables[section] = {name: value}
-            assert plan_on(tables, on_gpu=True) == plan
+            assert with_choices(tables, on_gpu=True) == plan
 
 
 def test_blocks_are_compiled_by_themselves_on_gpus_and_without_dropout() -> None:

@@ -1,4 +1,4 @@
-"""A job travels to the ranks as JSON and comes back the same; a GPU computes in bf16 unless told otherwise."""
+"""A job travels to the ranks as JSON and comes back the same, its plan resolved."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from weft.core.run_spec import RunSpec
+from weft.train import devices
 from weft.train.job import Job, default_folder
 
 
@@ -21,22 +22,12 @@ def test_json_there_and_back() -> None:
     assert sent.out.is_absolute()
 
 
-@pytest.mark.parametrize(
-    ("tables", "on_gpu"),
-    [
-        ({}, "bf16"),
-        ({"precision": {}}, "bf16"),
-        ({"precision": {"preset": "fp32"}}, "fp32"),
-        ({"precision": {"preset": "fp16"}}, "fp16"),
-        ({"data_parallel": {"strategy": "dataparallel"}}, "fp32"),  # it runs in nothing else
-    ],
-)
-def test_precision_left_open(tables: dict[str, Any], on_gpu: str) -> None:
-    before = repr(tables)
-    assert job(tables).plan(device_type="cuda").precision.preset == on_gpu
-    expected = tables.get("precision", {}).get("preset", "fp32")
-    assert job(tables).plan(device_type="cpu").precision.preset == expected
-    assert repr(tables) == before
+def test_the_plan_travels_as_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "num_gpus", lambda: 2)
+    sent = job({"mesh": {"dp_shard": 2}})
+    assert (sent.device, sent.plan.precision.preset, sent.plan.compile.enabled) == ("cuda", "bf16", True)
+    monkeypatch.setattr(devices, "num_gpus", lambda: 0)  # a rank reads it and chooses nothing again
+    assert Job.from_json(sent.to_json()).plan == sent.plan
 
 
 def test_the_default_folder_names_the_model() -> None:

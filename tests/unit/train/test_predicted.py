@@ -12,7 +12,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.terms import StepTerm, TimeTerm
 from weft.models.build import build_config
-from weft.train.predicted import find_device, predict
+from weft.train.predicted import predict
 
 DEVICES = {
     "NVIDIA H200": "H200",
@@ -36,7 +36,7 @@ DEVICES = {
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_driver_s_name_finds_its_entry(name: str) -> None:
-    found, expected = find_device(name, hardware.device_names()), DEVICES[name]
+    found, expected = hardware.find_device(name), DEVICES[name]
     assert (found or "").lower() == (expected or "").lower()
 
 

@@ -60,9 +60,9 @@ def verified(monkeypatch: pytest.MonkeyPatch, plans: list[Plan], *, steps: int) 
     """The plans that have a verdict, and what was told."""
     monkeypatch.setattr(worker, "Session", Untrained)
     process: Any = SimpleNamespace(is_main=False, world_size=1)
-    request = VerifyRequest(run=RunSpec.from_tables({"model": {"type": "llama"}}), plans=[], steps=steps, as_is=True)
+    request = VerifyRequest(run=RunSpec.from_tables({"model": {"type": "llama"}}), plans=plans, steps=steps, as_is=True)
     told: list[str] = []
-    found = worker._verify_all(request, plans, process, Path(), CPU, lambda plan, what: told.append(f"{plan}: {what}"))
+    found = worker._verify_all(request, process, Path(), CPU, lambda plan, what: told.append(f"{plan}: {what}"))
     return [verdict.plan for verdict in found], told
 
 

@@ -12,6 +12,7 @@ from samples import by_default
 from tiny import FAMILIES
 
 import weft.engine.kernels.head_loss as head_loss
+from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec, RunSpec
 from weft.models.build import build_config, build_skeleton
 from weft.verify.late_division import is_fused
@@ -28,7 +29,8 @@ def verified(model: ModelSpec, seed: int) -> Verdict:
         "data": {"source": "python-stdlib", "tokenizer": "bytes", "sequence_length": 32},
         "train": {"steps": 20, "global_batch": 8, "learning_rate": 1e-3, "warmup_steps": 2, "seed": seed},
     }
-    plan = {"precision": {"preset": "bf16"}, "pipeline": {"microbatches": 2}, "kernels": {"loss": "fused"}}
+    tables = {"precision": {"preset": "bf16"}, "pipeline": {"microbatches": 2}, "kernels": {"loss": "fused"}}
+    plan = Plan.from_tables(tables)
     return run_request(VerifyRequest(run=RunSpec.from_tables(run), plans=[plan], steps=2))[0]
 
 

@@ -116,7 +116,7 @@ def test_a_family_that_refuses_everything_keeps_its_size(monkeypatch: pytest.Mon
 
 def test_shrinking_does_not_make_an_illegal_batch_legal() -> None:
     run = RunSpec.default().model_copy(update={"train": RunSpec.default().train.model_copy(update={"global_batch": 9})})
-    plan = {"pipeline": {"microbatches": 2}}
+    plan = Plan.from_tables({"pipeline": {"microbatches": 2}})
     with pytest.raises(BatchError):
         run_request(VerifyRequest(run=run, plans=[plan]))
 

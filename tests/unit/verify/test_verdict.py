@@ -76,14 +76,14 @@ def test_a_matrix_without_verdicts_proves_nothing() -> None:
 
 def test_a_request_comes_back_from_json() -> None:
     request = VerifyRequest(
-        run=RunSpec.default(), plans=[{"mesh": {"dp_shard": 2}}], steps=3, as_is=True, answer="a.json"
+        run=RunSpec.default(), plans=[Plan.from_tables({"mesh": {"dp_shard": 2}})], steps=3, as_is=True, answer="a.json"
     )
     assert VerifyRequest.from_json(request.to_json()) == request
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(1, 4), (2, 4), (4, 7), (6, 10)])
 def test_all_plans_are_every_layout_once(num_ranks: int, count: int) -> None:
-    plans = [Plan.from_tables(tables) for tables in data_parallel_plans(num_ranks, {"precision": {"preset": "bf16"}})]
+    plans = data_parallel_plans(num_ranks, {"precision": {"preset": "bf16"}})
     layouts = {(plan.mesh.dp_replicate, plan.mesh.dp_shard, plan.data_parallel.zero) for plan in plans}
     assert len(plans) == len(layouts) == count
     assert all(plan.num_ranks == num_ranks and plan.precision.preset == "bf16" for plan in plans)
@@ -92,7 +92,7 @@ def test_all_plans_are_every_layout_once(num_ranks: int, count: int) -> None:
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(1, 0), (2, 4), (4, 8), (8, 12)])
 def test_tensor_parallel_plans_are_every_layout_once(num_ranks: int, count: int) -> None:
-    plans = [Plan.from_tables(tables) for tables in tensor_parallel_plans(num_ranks, {"precision": {"preset": "bf16"}})]
+    plans = tensor_parallel_plans(num_ranks, {"precision": {"preset": "bf16"}})
     assert len(plans) == len({plan.to_toml() for plan in plans}) == count
     assert all(plan.num_ranks == num_ranks and plan.mesh.tp > 1 and plan.precision.preset == "bf16" for plan in plans)
 
@@ -100,7 +100,7 @@ def test_tensor_parallel_plans_are_every_layout_once(num_ranks: int, count: int)
 def test_a_sequence_that_does_not_divide_leaves_out_the_plans_that_cut_it() -> None:
     tables = RunSpec.default().model_dump(mode="json", exclude_none=True)
     run = RunSpec.from_tables({**tables, "data": {**tables["data"], "sequence_length": 33}})
-    plans = [Plan.from_tables(tables) for tables in every_plan(2, {}, run)]
+    plans = every_plan(2, {}, run)
     assert [plan.tensor_parallel.sequence_parallel for plan in plans if plan.mesh.tp > 1] == [False, False]
 
 
@@ -117,7 +117,7 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, *verdicts: Verdict) -> list[Ver
     """The command with ranks that answer at once; what they were asked."""
     asked: list[VerifyRequest] = []
 
-    def carry_out(request: VerifyRequest, *, num_ranks: int) -> list[Verdict]:
+    def carry_out(request: VerifyRequest) -> list[Verdict]:
         asked.append(request)
         return list(verdicts)
 

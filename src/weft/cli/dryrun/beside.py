@@ -2,7 +2,7 @@
 
 It never fails the training or delays it by more than WAIT_S: a missing answer is a remark in the ledger.
 
-    with DryRunBeside(job, on_gpu=...) as beside:
+    with DryRunBeside(job) as beside:
         ...                                 # train
         beside.join(RunFolder(job.out))     # waits at most WAIT_S
 """
@@ -31,8 +31,8 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 class DryRunBeside:
     """Starts with the `with` block and is stopped at its end, finished or not."""
 
-    def __init__(self, job: Job, *, on_gpu: bool) -> None:
-        self._job, self._on_gpu = job, on_gpu
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._scratch = tempfile.TemporaryDirectory(prefix="weft-dryrun-")
         self._process: subprocess.Popen[bytes] | None = None
         self._start_error = ""
@@ -70,13 +70,12 @@ class DryRunBeside:
             self._path(name) for name in ("run.toml", "plan.toml", "answer.json", "output.txt")
         )
         run.write_text(self._job.run.to_toml(), encoding="utf-8")
-        device_type = "cuda" if self._on_gpu else "cpu"
-        plan.write_text(self._job.plan(device_type=device_type).to_toml(), encoding="utf-8")
+        plan.write_text(self._job.plan.to_toml(), encoding="utf-8")
         kept = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
         command = [sys.executable, "-m", "weft.dryrun", str(run), str(plan), str(answer)]
         with output_path.open("wb") as output:
             return subprocess.Popen(
-                [*command, "gpu"] if self._on_gpu else command,
+                [*command, "gpu"] if self._job.device == "cuda" else command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -7,21 +7,19 @@ from typing import Any
 
 from weft import hardware
 from weft.cli.dryrun.view import ProgressBar, culprit
-from weft.core.batching import require_divisible
 from weft.core.cluster import Cluster
 from weft.core.errors import BadValueError, MeshError, PlanError, WeftError
-from weft.core.executable import require_executable
 from weft.core.model_shape import ModelShape
-from weft.core.open_choices import plan_on
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.dryrun.fit import Fit, fit_of
 from weft.dryrun.many import DryRunJob, dry_runs
 from weft.dryrun.record import DryRun
-from weft.plan.ask import ask, settle_budget
+from weft.plan.ask import ask
 from weft.plan.changes import Change, largest_saving, saving_of, smallest_changes
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.request import Request
+from weft.plan.resolve import resolve
 
 ANY_GPU = "H100-80GB"  # its formulas predict where no device is named: every GPU has the same terms
 
@@ -39,20 +37,26 @@ class DryRunQuestion:
 
     @staticmethod
     def of(run: RunSpec, tables: dict[str, Any], device: str | None, *, source: str = "the plan") -> DryRunQuestion:
-        """Checks that the plan is executable, before any process starts."""
+        """The plan is resolved before any process starts."""
         is_cpu = device is not None and device.upper().startswith("CPU")
-        plan = plan_on(tables, on_gpu=not is_cpu, source=source)
-        require_executable(plan)
-        require_divisible(run, plan)
-        devices = devices_of(device or ANY_GPU, num_ranks=plan.num_ranks)
-        plan = _resolved(run, plan, devices if device is not None else None)
+
+        def devices(num_ranks: int) -> str:
+            if device is None:
+                raise PlanError(
+                    "activations.policy = 'budget' needs the memory of a device, and no device is named",
+                    hint="--device H200, or name the blocks: --set activations.mixture=[full,selective]",
+                )
+            return devices_of(device, num_ranks=num_ranks)
+
+        plan = resolve(tables, run, on_gpu=not is_cpu, devices=devices, source=source)
+        named = devices_of(device or ANY_GPU, num_ranks=plan.num_ranks)
         return DryRunQuestion(
             run=run,
             asked=tables,
             plan=plan,
             device=device,
-            cluster=hardware.cluster(devices) if device is not None else None,
-            request=_request(run, plan, devices),
+            cluster=hardware.cluster(named) if device is not None else None,
+            request=_request(run, plan, named),
         )
 
     def job(self, *, rank: int, memory_only: bool = False) -> DryRunJob:
@@ -171,15 +175,6 @@ def devices_of(device: str, *, num_ranks: int) -> str:
             except BadValueError:  # more than a node holds
                 continue
     return device
-
-
-def _resolved(run: RunSpec, plan: Plan, devices: str | None) -> Plan:
-    if plan.activations.is_open and devices is None:
-        raise PlanError(
-            "activations.policy = 'budget' needs the memory of a device, and no device is named",
-            hint="--device H200, or name the blocks: --set activations.mixture=[full,selective]",
-        )
-    return settle_budget(run, plan, devices) if devices is not None else plan
 
 
 def _request(run: RunSpec, plan: Plan, devices: str) -> Request | None:

@@ -27,12 +27,12 @@ def dryrun(
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON on stdout.")] = False,
 ) -> None:
     """Run the training step of one rank on fake tensors: peak memory by term, traffic, and whether it fits."""
-    from weft.cli.resolve import require_known_sections, resolve_model, resolve_plan
+    from weft.cli.resolve import plan_tables, require_known_sections, resolve_model
     from weft.core.plan import Plan
 
     given = settings or []
     require_known_sections(given)
-    tables, source = resolve_plan(plan, given, num_ranks=None)[0], str(plan or "the plan")
+    tables, source = plan_tables(plan, given), str(plan or "the plan")
     layout = Plan.from_tables(tables, source=source)
     spec = resolve_model(run, given, rows=layout.mesh.dp_degree * layout.pipeline.microbatches)
     from weft.cli.dryrun.question import DryRunQuestion, measure  # numpy: not for a refused command

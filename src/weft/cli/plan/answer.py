@@ -15,13 +15,13 @@ from weft.cli.plan.confirm import Confirmation
 from weft.cli.resolve import require_known_sections
 from weft.core.config import apply_settings, parse, read_toml
 from weft.core.errors import BadValueError, PlanError
-from weft.core.open_choices import plan_on
 from weft.core.plan import SECTIONS, Plan
 from weft.core.units import format_bytes, format_count, format_seconds
 from weft.plan.arithmetic import explain_memory
-from weft.plan.ask import Question, ask, require_legal
+from weft.plan.ask import Question, ask, require_planned
 from weft.plan.estimate import Estimate, estimate
-from weft.plan.memory.budget import settled
+from weft.plan.memory.budget import with_chosen_mixture
+from weft.plan.resolve import with_choices
 from weft.plan.rules import nearest_legal
 from weft.plan.search import Answer, search
 from weft.plan.space import Freedom, check_fixed
@@ -77,7 +77,7 @@ def _precision(plan_path: Path | None, fixed: dict[str, Any], preset: str | None
     tables: dict[str, Any] = {"preset": preset or "bf16"}
     if plan_path is not None:
         is_cpu = hardware.cluster(devices).device.is_cpu
-        plan = plan_on(read_toml(plan_path), on_gpu=not is_cpu, source=str(plan_path))
+        plan = with_choices(read_toml(plan_path), on_gpu=not is_cpu, source=str(plan_path))
         tables = plan.precision.model_dump(exclude_none=True)
         if preset is not None:
             tables["preset"] = preset
@@ -88,8 +88,9 @@ def _precision(plan_path: Path | None, fixed: dict[str, Any], preset: str | None
 def _estimate_one(question: Question, path: Path, settings: list[str]) -> Answer:
     began_s = time.perf_counter()
     tables = {**apply_settings(read_toml(path), settings), "precision": question.precision}
-    chosen = settled(question.request, plan_on(tables, on_gpu=not question.request.is_cpu, source=str(path)))
-    require_legal(question.request, chosen, source=str(path))
+    asked = with_choices(tables, on_gpu=not question.request.is_cpu, source=str(path))
+    chosen = with_chosen_mixture(question.request, asked)
+    require_planned(question.request, chosen, source=str(path))
     found = estimate(question.request, chosen)
     elapsed_s = time.perf_counter() - began_s
     return Answer(question.request, [found], 1, 1, {}, int(found.fits), [], elapsed_s, smallest=found)

@@ -62,7 +62,7 @@ class StepMeter:
         topology = engine.topology
         axes = {str(topology.group(axis).group_name): axis for axis in topology.axis_names}
         axes |= engine.axes.group_axes
-        if engine.axes.group_axes:
+        if engine.axes:
             # the group of replicas, outside of the mesh: the ranks with equal stage and tp rank
             axes.setdefault(str(topology.dp_group.group_name), DP_REPLICATE)
         self._ledger = TrafficLedger(axes=axes, phase=self._phase_of_traffic)

@@ -21,7 +21,7 @@ from weft.plan.view import views_of
 CHUNK = 4_000  # mixtures estimated at a time
 
 
-def settled(request: Request, plan: Plan) -> Plan:
+def with_chosen_mixture(request: Request, plan: Plan) -> Plan:
     """The plan with the blocks of its budget chosen for the request's devices; any other as it is."""
     return with_mixture(plan, choose_mixture(request, plan)) if plan.activations.is_open else plan
 

@@ -90,10 +90,10 @@ def inner_degree(columns: Columns, axes: tuple[str, ...]) -> tuple[Floats, Float
     innermost = max(MESH_ORDER.index(axis) for axis in axes)
     inner = np.ones(len(columns))
     for axis in MESH_ORDER[innermost + 1 :]:
-        inner = inner * getattr(columns, axis)
+        inner = inner * columns.degree(axis)
     degree = np.ones(len(columns))
     for axis in axes:
-        degree = degree * getattr(columns, axis)
+        degree = degree * columns.degree(axis)
     return inner, degree
 
 

@@ -14,10 +14,10 @@ from weft.core.errors import PlanError
 from weft.core.plan import Plan, with_mixture
 from weft.core.terms import MemoryTerm
 from weft.plan.arithmetic import explain_memory
-from weft.plan.ask import estimate_plan, settle_budget
+from weft.plan.ask import estimate_plan
 from weft.plan.columns import columns_of
 from weft.plan.estimate import estimate
-from weft.plan.memory.budget import choose_mixture, every_mixture, settled
+from weft.plan.memory.budget import choose_mixture, every_mixture, with_chosen_mixture
 from weft.plan.request import Request
 from weft.plan.words import describe
 
@@ -82,7 +82,7 @@ def test_a_budget_is_faster_than_the_one_policy_that_fits() -> None:
     request = request_of(global_batch=16, sequence_length=8192)
     layout = {"dp_shard": 8, "zero": 3, "preset": "bf16"}
     selective, full = (estimate(request, plan_with(policy=policy, **layout)) for policy in ("selective", "full"))
-    found = estimate(request, settled(request, plan_with(policy="budget", **layout)))
+    found = estimate(request, with_chosen_mixture(request, plan_with(policy="budget", **layout)))
     assert (selective.fits, full.fits, found.fits) == (False, True, True)
     assert found.step_s < 0.9 * full.step_s
     assert found.memory_bytes > 0.95 * request.budget_bytes
@@ -90,20 +90,16 @@ def test_a_budget_is_faster_than_the_one_policy_that_fits() -> None:
 
 def test_a_given_mixture_is_not_chosen_again() -> None:
     plan = plan_with(dp_shard=8, zero=3, policy="budget", mixture=[3, 4])
-    assert settled(request_of(), plan) == plan
-    assert settle_budget("no such model", plan, "no such device") == plan
+    assert with_chosen_mixture(request_of(), plan) == plan
 
 
-def test_an_open_budget_is_settled_where_it_is_estimated_and_never_guessed() -> None:
+def test_an_open_budget_is_resolved_where_it_is_estimated_and_never_guessed() -> None:
     plan = plan_with(policy="budget", preset="bf16", dp_shard=8, zero=3)
     found = estimate_plan("llama-3-8b", plan, "8xH100-80GB", global_batch=16, sequence_length=8192)
     assert found.fits
     assert found.plan.activations.mixture is not None
-    with pytest.raises(PlanError, match="has none yet"):
+    with pytest.raises(PlanError, match=r"has no activations\.mixture"):
         columns_of([plan])
-    with pytest.raises(PlanError, match="cannot be chosen here") as caught:
-        settle_budget("no-such-model", plan, "8xH100-80GB")
-    assert "activations.mixture" in caught.value.hint
 
 
 def test_more_blocks_than_there_are_is_refused() -> None:

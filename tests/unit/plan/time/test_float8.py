@@ -9,7 +9,7 @@ from plan_cases import columns_with, one, plan_with, request_of, tiny_mixtral, v
 
 from weft.core.errors import PlanError
 from weft.core.terms import StepTerm
-from weft.plan.ask import ask, estimate_plan, require_legal, search_plans
+from weft.plan.ask import ask, estimate_plan, require_planned, search_plans
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.request import Request
 from weft.plan.time.compute import BlockSeconds, block_seconds, linear_s
@@ -138,7 +138,7 @@ def test_casts_are_a_term_of_the_step() -> None:
 def test_devices_without_float8_products_are_refused(devices: str) -> None:
     request = request_of("llama-3-8b", devices, global_batch=8)
     with pytest.raises(PlanError, match="no float8 products") as refused:
-        require_legal(request, plan_with(dp_shard=8, zero=3, linears="all"))
+        require_planned(request, plan_with(dp_shard=8, zero=3, linears="all"))
     assert "float8.linears = 'none'" in (refused.value.hint or "")
     answer = search_plans("llama-3-8b", devices, fixed={"float8.linears": "auto"})
     assert not answer.plans
@@ -155,7 +155,7 @@ def test_a_cpu_rounds_and_multiplies_as_it_does_all_else() -> None:
 def test_float8_stands_beside_bfloat16_weights() -> None:
     request = request_of("llama-3-8b", "8xH200", preset="fp32")
     with pytest.raises(PlanError, match="beside bfloat16"):
-        require_legal(request, plan_with(dp_shard=8, zero=3, linears="all", preset="fp32"))
+        require_planned(request, plan_with(dp_shard=8, zero=3, linears="all", preset="fp32"))
 
 
 def test_a_search_takes_float8_where_it_is_asked_for_and_says_what_it_brings() -> None:

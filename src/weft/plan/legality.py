@@ -1,0 +1,97 @@
+"""The table of legality rules of a plan and its run, each with a sentence, a hint and an error: all verbs use it.
+
+Rules that need the model's shape and the cluster are the planner's, over columns of plans (`rules.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from weft.core.errors import BatchError, NotBuiltError, PlanError, WeftError
+from weft.core.executable import not_executed_reasons
+from weft.core.plan import Plan, check_consistent
+from weft.core.run_spec import RunSpec
+from weft.core.tensor_grid import row_chunks
+from weft.schedule import check_request
+
+Reason = tuple[str, str]  # sentence, hint
+
+
+@dataclass(frozen=True)
+class LegalityRule:
+    """`reasons` is empty for a legal plan; rules of the batch and of sequences need the run."""
+
+    name: str
+    error: type[WeftError]
+    reasons: Callable[[Plan, RunSpec | None], Iterable[Reason]]
+
+
+def schedule_reasons(plan: Plan, _run: RunSpec | None = None) -> list[Reason]:
+    """Why the plan's pipeline has no schedule for its ranks and micro-batches."""
+    if plan.mesh.pp == 1:
+        return []
+    pipeline = plan.pipeline
+    sentences = check_request(
+        pipeline.schedule,
+        num_ranks=plan.mesh.pp,
+        num_microbatches=pipeline.microbatches,
+        virtual_stages=pipeline.virtual_stages,
+    )
+    hint = "change pipeline.schedule, pipeline.microbatches or pipeline.virtual_stages"
+    return [(sentence, hint) for sentence in sentences]
+
+
+def batch_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
+    """The batch divides over data-parallel ranks, micro-batches and the rows of a grid."""
+    if run is None:
+        return
+    global_batch, chunks = run.train.global_batch, row_chunks(plan.tensor_parallel.mode, plan.mesh.tp)
+    divisor = plan.mesh.dp_degree * plan.pipeline.microbatches * chunks
+    if global_batch % divisor:
+        below, above = global_batch // divisor * divisor, -(-global_batch // divisor) * divisor
+        in_grid = f" x {chunks} rows of the {plan.tensor_parallel.mode} grid" if chunks > 1 else ""
+        yield (
+            f"a global batch of {global_batch} does not divide over {plan.mesh.dp_degree} data-parallel ranks"
+            f" x {plan.pipeline.microbatches} micro-batches{in_grid}",
+            f"set train.global_batch to {f'{below} or ' if below else ''}{above}, or change the plan",
+        )
+
+
+def sequence_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
+    """With sequence parallelism a sequence divides over tensor-parallel ranks."""
+    if run is None:
+        return
+    tp, policy, length = plan.mesh.tp, plan.tensor_parallel, run.data.sequence_length
+    if tp > 1 and policy.mode == "1d" and policy.sequence_parallel and length % tp:
+        near = [value for value in (length // tp * tp, -(-length // tp) * tp) if value]
+        yield (
+            f"a sequence of {length} does not divide over {tp} tensor-parallel ranks",
+            f"set data.sequence_length to {' or '.join(map(str, near))}, or tensor_parallel.sequence_parallel to false",
+        )
+
+
+RULES = (
+    LegalityRule("consistent", PlanError, lambda plan, _: check_consistent(plan)),
+    LegalityRule("executable", NotBuiltError, lambda plan, _: not_executed_reasons(plan)),
+    LegalityRule("schedule", PlanError, schedule_reasons),
+    LegalityRule("batch", BatchError, batch_reasons),
+    LegalityRule("sequence", BatchError, sequence_reasons),
+)
+
+
+def broken_rules(plan: Plan, run: RunSpec | None = None) -> Iterator[WeftError]:
+    """An error per reason against training `run` under `plan`; without a run, against the plan alone."""
+    for rule in RULES:
+        for sentence, hint in rule.reasons(plan, run):
+            yield rule.error(sentence, hint=hint)
+
+
+def require_legal(plan: Plan, run: RunSpec | None = None) -> None:
+    """Raise the first reason against training."""
+    for error in broken_rules(plan, run):
+        raise error
+
+
+def is_legal(plan: Plan, run: RunSpec | None = None) -> bool:
+    return next(broken_rules(plan, run), None) is None

@@ -1,0 +1,97 @@
+"""One resolution of a plan, before ranks start: defaults, choices by device, legality, the recompute mixture.
+
+Every verb that trains, measures or verifies calls `resolve`. Its result is a plan without open choices, a value: ranks,
+engine and dry run take it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from weft.core import axes
+from weft.core.errors import MeshError, PlanError, WeftError
+from weft.core.executable import why_not_compiled, why_not_fused
+from weft.core.plan import Compile, Plan
+from weft.core.run_spec import RunSpec
+from weft.plan.legality import require_legal
+
+Tables = dict[str, Any]
+
+
+def resolve(
+    tables: Tables,
+    run: RunSpec,
+    *,
+    on_gpu: bool,
+    num_ranks: int | None = None,
+    devices: Callable[[int], str] | None = None,
+    source: str = "the plan",
+) -> Plan:
+    """The legal plan of `tables` for `run`.
+
+    `num_ranks`: the ranks that will run, if known; a plan without a mesh gets one of data parallelism. `devices` names
+    so many devices in the notation of `hardware`, for whose memory the recompute mixture of a budget is chosen; without
+    it the mixture stays open.
+    """
+    plan = with_choices(with_mesh(tables, num_ranks=num_ranks), on_gpu=on_gpu, source=source)
+    if num_ranks is not None and plan.num_ranks != num_ranks:
+        sizes = {axis: size for axis, size in plan.mesh.sizes().items() if size > 1}
+        raise MeshError(
+            f"{source}: the mesh has {plan.num_ranks} ranks ({sizes or 'all axes 1'}) but {num_ranks} were asked for",
+            hint=f"use --nproc {plan.num_ranks}, or change [mesh] so that its product is {num_ranks}",
+        )
+    require_legal(plan, run)
+    if plan.activations.is_open and devices is not None:
+        return _with_mixture_for(devices(plan.num_ranks), run, plan)
+    return plan
+
+
+def with_mesh(tables: Tables, *, num_ranks: int | None) -> Tables:
+    """`tables` with a mesh for `num_ranks` if none is given: dp_replicate for zero = 0, dp_shard otherwise."""
+    if "mesh" in tables or num_ranks in (None, 1):
+        return tables
+    dp = tables.get("data_parallel", {})
+    zero = dp.get("zero", 0) if isinstance(dp, dict) else 0  # the parser refuses anything else by name
+    return {**tables, "mesh": {axes.DP_SHARD if zero else axes.DP_REPLICATE: num_ranks}}
+
+
+def with_choices(tables: Tables, *, on_gpu: bool, source: str = "the plan") -> Plan:
+    """The plan of `tables` with the choices that depend on the kind of device: a GPU computes in bf16, compiles blocks
+    and fuses head and loss wherever weft supports it. Given keys stay; a CPU uses the plan's own defaults.
+
+    `compile.enabled = false` turns the fast path off: the loss is then not fused unless `kernels.loss` is given.
+    """
+    if not on_gpu:
+        return Plan.from_tables(tables, source=source)
+    plan = Plan.from_tables(_in_bf16(tables), source=source)
+    compiled, kernels = tables.get("compile", {}), tables.get("kernels", {})
+    if "enabled" not in compiled:
+        plan = plan.model_copy(update={"compile": Compile(enabled=not why_not_compiled(plan))})
+    if "loss" not in kernels and compiled.get("enabled", True) and not why_not_fused(plan):
+        plan = plan.model_copy(update={"kernels": plan.kernels.model_copy(update={"loss": "fused"})})
+    return plan
+
+
+def _in_bf16(tables: Tables) -> Tables:
+    precision, dp = tables.get("precision", {}), tables.get("data_parallel", {})
+    if not (isinstance(precision, dict) and isinstance(dp, dict)):
+        return tables  # the parser refuses it by name
+    if "preset" in precision or dp.get("strategy") == "dataparallel":
+        return tables
+    return {**tables, "precision": {**precision, "preset": "bf16"}}
+
+
+def _with_mixture_for(devices: str, run: RunSpec, plan: Plan) -> Plan:
+    from weft.plan.ask import ask  # numpy: only a budget needs it
+    from weft.plan.memory.budget import with_chosen_mixture
+
+    try:
+        question = ask(run, devices, precision=plan.precision.model_dump(exclude_none=True))
+    except WeftError as error:
+        raise PlanError(
+            f"cannot choose the recompute mixture of a budget: {error.message}",
+            hint="set it: activations.mixture = [full, selective]",
+        ) from error
+    return with_chosen_mixture(replace(question.request, tp_may_leave_node=True), plan)

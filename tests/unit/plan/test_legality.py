@@ -1,0 +1,116 @@
+"""The table of legality rules: what it refuses, with numbers that would do; the planner is never laxer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_cases import request_of, tiny_llama
+
+from weft.core.errors import BatchError, NotBuiltError
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.plan.columns import columns_of
+from weft.plan.legality import RULES, broken_rules, is_legal, require_legal
+from weft.plan.rules import check_plan
+from weft.schedule import NAMES
+
+
+def run(global_batch: int, sequence_length: int = 64) -> RunSpec:
+    return RunSpec.from_tables(
+        {
+            "data": {"sequence_length": sequence_length},
+            "train": {"global_batch": global_batch},
+            "model": {"type": "llama"},
+        }
+    )
+
+
+def plan(replicas: int, microbatches: int) -> Plan:
+    return Plan.from_tables({"mesh": {"dp_replicate": replicas}, "pipeline": {"microbatches": microbatches}})
+
+
+@given(rows=st.integers(1, 8), replicas=st.integers(1, 8), microbatches=st.integers(1, 8))
+def test_even_cuts_pass(rows: int, replicas: int, microbatches: int) -> None:
+    require_legal(plan(replicas, microbatches), run(rows * replicas * microbatches))
+
+
+@pytest.mark.parametrize(("global_batch", "hint"), [(10, "8 or 16"), (3, "to 8,")])
+def test_uneven_ones_name_the_neighbours(global_batch: int, hint: str) -> None:
+    with pytest.raises(BatchError, match=f"global batch of {global_batch}") as caught:
+        require_legal(plan(2, 4), run(global_batch))
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(("mode", "tp", "rows"), [("2d", 4, 2), ("2.5d", 8, 4), ("3d", 8, 4)])
+def test_a_grid_deals_out_rows_too(mode: str, tp: int, rows: int) -> None:
+    tables: dict[str, Any] = {"mesh": {"tp": tp}, "tensor_parallel": {"mode": mode}}
+    require_legal(Plan.from_tables(tables), run(rows))
+    with pytest.raises(BatchError, match=f"{rows} rows of the {mode} grid"):
+        require_legal(Plan.from_tables(tables), run(rows // 2))
+
+
+def test_a_sequence_that_ranks_cannot_share_is_refused_where_they_would_share_it() -> None:
+    with pytest.raises(BatchError, match="a sequence of 30") as caught:
+        require_legal(Plan.from_tables({"mesh": {"tp": 4}}), run(1, 30))
+    assert "28 or 32" in caught.value.hint
+    require_legal(Plan.from_tables({"mesh": {"tp": 4}, "tensor_parallel": {"sequence_parallel": False}}), run(1, 30))
+
+
+@pytest.mark.parametrize(
+    ("rule", "tables", "rows", "length"),
+    [
+        ("consistent", {"pipeline": {"vertical_sync": True}}, 1, 64),
+        ("executable", {"mesh": {"cp": 2}}, 1, 64),
+        ("schedule", {"mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}}, 1, 64),
+        ("batch", {"pipeline": {"microbatches": 2}}, 1, 64),
+        ("sequence", {"mesh": {"tp": 2}}, 1, 63),
+    ],
+)
+def test_each_rule_has_a_plan_that_it_alone_refuses(rule: str, tables: dict[str, Any], rows: int, length: int) -> None:
+    given_plan, given_run = Plan.model_validate(tables), run(rows, length)
+    refusing = [one.name for one in RULES if list(one.reasons(given_plan, given_run))]
+    assert refusing == [rule]
+    errors = list(broken_rules(given_plan, given_run))
+    assert all(error.message and error.hint for error in errors)
+    assert not is_legal(given_plan, given_run)
+
+
+def test_each_rule_of_the_table_is_tried() -> None:
+    assert {one.name for one in RULES} == {"consistent", "executable", "schedule", "batch", "sequence"}
+
+
+@given(
+    mesh=st.fixed_dictionaries(
+        {axis: st.integers(1, most) for axis, most in {"dp_replicate": 2, "dp_shard": 2, "tp": 3, "pp": 3}.items()}
+    ),
+    microbatches=st.integers(1, 6),
+    schedule=st.sampled_from(NAMES),
+    stages=st.integers(1, 2),
+    rows=st.integers(1, 24),
+    length=st.integers(60, 64),
+    is_sequence_parallel=st.booleans(),
+)
+def test_what_the_planner_allows_the_table_allows(
+    mesh: dict[str, int],
+    microbatches: int,
+    schedule: str,
+    stages: int,
+    rows: int,
+    length: int,
+    is_sequence_parallel: bool,
+) -> None:
+    """The planner's rules over columns may be stricter, never laxer: a plan that it offers must start."""
+    tables: dict[str, Any] = {
+        "mesh": mesh,
+        "data_parallel": {"zero": 1 if mesh["dp_shard"] > 1 else 0},
+        "tensor_parallel": {"sequence_parallel": is_sequence_parallel},
+        "pipeline": {"schedule": schedule, "virtual_stages": stages, "microbatches": microbatches},
+    }
+    drawn, shape = Plan.from_tables(tables), tiny_llama(num_hidden_layers=12)
+    request = request_of(shape, f"{drawn.num_ranks}xCPU", global_batch=rows, sequence_length=length)
+    if not check_plan(request, columns_of([drawn])):
+        broken = [error for error in broken_rules(drawn, run(rows, length)) if not isinstance(error, NotBuiltError)]
+        assert broken == []
