@@ -145,7 +145,9 @@ GROUPS: dict[str, Group] = {
 }
 
 
-@pytest.mark.parametrize("name", by_default([], GROUPS, extended=["sharded"]))
+@pytest.mark.parametrize(
+    "name", by_default([], GROUPS, extended=["sharded", "bf16", "replicated, tied, partly frozen"])
+)
 def test_every_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_path: Path) -> None:
     require_caught(GROUPS[name], corpus, tmp_path)
 
