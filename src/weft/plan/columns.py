@@ -165,10 +165,14 @@ class Columns:
 
     def take(self, rows: Any) -> Columns:
         """The plans of these rows."""
-        kept = ("deals", "registered")
-        taken = {one.name: getattr(self, one.name)[rows] for one in fields(self) if one.name not in kept}
+        taken = {name: getattr(self, name)[rows] for name in array_names()}
         registered = {axis: degrees[rows] for axis, degrees in self.registered.items()}
         return Columns(**taken, deals=self.deals, registered=registered)
+
+
+def array_names() -> list[str]:
+    """The fields with one entry per plan."""
+    return [one.name for one in fields(Columns) if one.name not in ("deals", "registered")]
 
 
 def columns_of(plans: Sequence[Plan]) -> Columns:

@@ -10,7 +10,7 @@ from plan_cases import columns_with, legal_plans, one, plan_with, request_of, re
 
 from weft.core.plan import Pipeline as PipelineSection
 from weft.core.plan import Plan
-from weft.plan.columns import SCHEDULES, TP_MODES, Columns, columns_of, plan_at
+from weft.plan.columns import SCHEDULES, TP_MODES, Columns, array_names, columns_of, plan_at
 from weft.plan.estimate import estimate_columns
 from weft.plan.request import Request
 
@@ -141,4 +141,4 @@ def test_what_a_person_dealt_is_a_pipeline_of_its_own() -> None:
 
 
 def _rows(columns: Columns) -> dict[str, list[int]]:
-    return {name: getattr(columns, name).tolist() for name in Columns.__dataclass_fields__ if name != "deals"}
+    return {name: getattr(columns, name).tolist() for name in array_names()}

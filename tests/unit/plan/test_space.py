@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from plan_cases import columns_with, legal_plans, request_of, requests, tiny_llama, tiny_mixtral
 
 from weft.core.plan import Plan
-from weft.plan.columns import Columns, plan_at
+from weft.plan.columns import Columns, array_names, plan_at
 from weft.plan.request import Request
 from weft.plan.resolve import with_choices
 from weft.plan.rules import check_plan
@@ -20,7 +20,7 @@ MOE = request_of(tiny_mixtral(), "8xH100-80GB", global_batch=64, sequence_length
 
 
 def table(columns: Columns) -> np.ndarray[Any, Any]:
-    return np.stack([getattr(columns, name) for name in Columns.__dataclass_fields__ if name != "deals"], axis=1)
+    return np.stack([getattr(columns, name) for name in array_names()], axis=1)
 
 
 @given(request=requests())
