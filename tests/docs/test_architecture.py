@@ -30,7 +30,7 @@ def test_five_files_to_read_first_are_under_800_lines() -> None:
 
 
 def test_the_layer_table_is_the_one_the_contract_test_enforces() -> None:
-    rows = re.findall(r"^\| (\d) \| `(\w+)` \|", section("The house"), re.MULTILINE)
+    rows = re.findall(r"^\| (\d) \| `(\w+)` \|", section("Layers"), re.MULTILINE)
     tree = ast.parse((ROOT / "tests" / "contract" / "test_layers.py").read_text(encoding="utf-8"))
     (levels,) = [
         ast.literal_eval(node.value)
