@@ -37,7 +37,7 @@ def count_in_flight(schedule: Schedule) -> InFlight:
 
 
 def _peaks(schedule: Schedule, *, freed_by: frozenset[Kind]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(by stage, by rank)"""
+    """(peaks by stage, peaks by rank)"""
     by_stage, by_rank = [0] * schedule.num_stages, [0] * schedule.num_ranks
     held_by_stage = [0] * schedule.num_stages
     for rank, actions in enumerate(schedule.ranks):

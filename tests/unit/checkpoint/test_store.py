@@ -251,7 +251,7 @@ class TestFailedSaves:
             (final / "__0_0.distcp").write_bytes(b"x" * (final / "__0_0.distcp").stat().st_size)
 
         monkeypatch.setattr(writer_module, "commit", commit_and_damage)
-        with pytest.raises(SaveError, match=r"does not read back, __0_0.distcp was altered"):
+        with pytest.raises(SaveError, match=r"failed verification, __0_0.distcp was altered"):
             store.save(make_state(2), {}, step=2, asynchronous=False)
         assert store.list() == [1]
 
