@@ -56,12 +56,12 @@ def tensor_records(metadata: Metadata) -> dict[str, TensorRecord]:
 def render_index(metadata: Metadata, results: Iterable[WriteResult]) -> bytes:
     """The exact bytes of index.json, from the global plan and the write results of all ranks."""
     slices = {result.index: result.storage_data for result in results}
-    files = sorted({piece.relative_path for piece in slices.values()})
+    files = sorted({place.relative_path for place in slices.values()})
     number = {name: position for position, name in enumerate(files)}
 
     def row(key: str, chunk: ChunkStorageMetadata) -> list[Any]:
-        piece = slices[MetadataIndex(key, chunk.offsets)]
-        return [list(chunk.offsets), list(chunk.sizes), number[piece.relative_path], piece.offset, piece.length]
+        place = slices[MetadataIndex(key, chunk.offsets)]
+        return [list(chunk.offsets), list(chunk.sizes), number[place.relative_path], place.offset, place.length]
 
     tensors = {
         key: {

@@ -61,16 +61,16 @@ def divide(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def encode_part(documents: Sequence[Document], *, tokenizer: Tokenizer) -> TokenPart:
     """Encode each document, with one end token: a second EOS is never added."""
     dtype, end = token_dtype(tokenizer.vocab_size), tokenizer.end_of_document
-    pieces: list[TokenArray] = []
+    chunks: list[TokenArray] = []
     lengths: list[int] = []
     last = np.array([end], dtype=dtype)
     for batch in _grouped(documents, num_documents=BATCH_DOCUMENTS, characters=BATCH_CHARACTERS):
         for tokens in tokenizer.encode_batch(batch):
             if len(tokens):
                 is_ended = tokens[-1] == end
-                pieces += [tokens.astype(dtype)] if is_ended else [tokens.astype(dtype), last]
+                chunks += [tokens.astype(dtype)] if is_ended else [tokens.astype(dtype), last]
                 lengths.append(len(tokens) + (not is_ended))
-    tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=dtype)
+    tokens = np.concatenate(chunks) if chunks else np.empty(0, dtype=dtype)
     return TokenPart(lengths=np.array(lengths, dtype=np.int64), tokens=tokens)
 
 

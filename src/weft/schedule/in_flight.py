@@ -1,4 +1,4 @@
-"""Micro-batches in flight per stage and per rank. They follow from the order alone: costs do not change them.
+"""Micro-batches in flight per stage and per rank. They follow from the order only; costs do not matter.
 
 A stage holds a micro-batch's activations from its F until its B; where the backward is split, part of them until I,
 part until W, so both are counted. Peak of a rank = max over time of the sum over its stages.

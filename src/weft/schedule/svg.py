@@ -1,4 +1,4 @@
-"""`draw_svg`: a timeline as an SVG picture, alone or inside a page. No script, no font or style sheet from elsewhere.
+"""`draw_svg`: a timeline as an SVG picture, separate or inside a page. No script, no external font or style sheet.
 
 Widths are proportional to time, so unequal stages and measured runs show as they are. Colours name the kind of action;
 later stages of a rank are darker, an idle rank shows its grey lane. Hovering over a bar shows its action and times.

@@ -178,7 +178,7 @@ def devices_of(device: str, *, num_ranks: int) -> str:
 
 
 def _request(run: RunSpec, plan: Plan, devices: str) -> Request | None:
-    """None where the planner does not know the model: the dry run does not need its shape."""
+    """The planner's request; None for a model unknown to the planner, whose shape the dry run does not need."""
     try:
         question = ask(run, devices, precision=plan.precision.model_dump(exclude_none=True))
     except WeftError:

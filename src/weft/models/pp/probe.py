@@ -52,7 +52,7 @@ class UnfitError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """`order`: blocks as they are called. `uses`: after how many blocks each parameter outside of them is used."""
+    """`order`: blocks in the order of calls. `uses`: after how many blocks each parameter outside of them is used."""
 
     order: tuple[str, ...]
     uses: dict[str, frozenset[int]]

@@ -17,12 +17,12 @@ from weft.models.tp.roles import (
     LinearFacts,
     Site,
     child_linear,
-    column_cut,
+    column_shard,
     entries_of,
     is_norm,
     linear_facts,
     parameters_beside,
-    row_cut,
+    row_shard,
 )
 from weft.zoo.tensor_exceptions import FUSED_QKV, GATED_QUERY, INDEXED
 
@@ -43,7 +43,7 @@ def attention_region(site: Site, *, output: LinearFacts | None = None) -> Region
     require_divisible(site)
     counts, columns = _fused(site, linears) if "qkv" in linears else _separate(site, linears)
     if "gate" in linears:
-        columns = (*columns, _gate_cut(linears["gate"], counts, site))
+        columns = (*columns, _gate_shard(linears["gate"], counts, site))
     return assemble(site, counts=counts, columns=columns, row=linears["o"])
 
 
@@ -70,7 +70,7 @@ def assemble(
     latents: tuple[LinearFacts, ...] = (),
 ) -> Region:
     """The region around its column-parallel linears; `latents` are linears inside that every rank computes."""
-    cut = (*columns, row_cut(row, inputs=(_row_segment(columns, counts),)))
+    cut = (*columns, row_shard(row, inputs=(_row_segment(columns, counts),)))
     facts = tuple(_facts_of(site, one) for one in cut)
     tensors, norms, partial = _extras(site, (*facts, *latents), counts)
     return Region(
@@ -97,7 +97,7 @@ def _separate(site: Site, linears: dict[str, LinearFacts]) -> tuple[HeadCounts, 
     query = Segment(units=counts.heads, size=key_dim)
     if q.outputs == 2 * query.features and site.model_type in GATED_QUERY:
         query = Segment(units=counts.heads, size=2 * key_dim)
-    return counts, (column_cut(q, (query,)), column_cut(k, (counts.key,)), column_cut(v, (counts.value,)))
+    return counts, (column_shard(q, (query,)), column_shard(k, (counts.key,)), column_shard(v, (counts.value,)))
 
 
 def _fused(site: Site, linears: dict[str, LinearFacts]) -> tuple[HeadCounts, tuple[LinearCut, ...]]:
@@ -111,9 +111,9 @@ def _fused(site: Site, linears: dict[str, LinearFacts]) -> tuple[HeadCounts, tup
     kv_heads = heads if order == "heads" else (qkv.outputs // size - heads) // 2
     counts = HeadCounts(heads=heads, kv_heads=kv_heads, key_dim=size, value_dim=size, repeats=order == "parts")
     if order == "parts":
-        return counts, (column_cut(qkv, (counts.query, counts.key, counts.value)),)
+        return counts, (column_shard(qkv, (counts.query, counts.key, counts.value)),)
     group = (qkv.outputs // kv_heads) if kv_heads else 0
-    return counts, (column_cut(qkv, (Segment(units=kv_heads, size=group),)),)
+    return counts, (column_shard(qkv, (Segment(units=kv_heads, size=group),)),)
 
 
 def _row_segment(columns: tuple[LinearCut, ...], counts: HeadCounts) -> Segment:
@@ -124,13 +124,13 @@ def _row_segment(columns: tuple[LinearCut, ...], counts: HeadCounts) -> Segment:
     return counts.output
 
 
-def _gate_cut(gate: LinearFacts, counts: HeadCounts, site: Site) -> LinearCut:
+def _gate_shard(gate: LinearFacts, counts: HeadCounts, site: Site) -> LinearCut:
     """A gate of the attention's output: one number per feature, or one per head."""
     if gate.outputs not in (counts.output.features, counts.heads):
         raise DeclinedError(
             f"its {gate.name.removeprefix(site.name + '.')} has neither one output per feature nor one per head"
         )
-    return column_cut(gate, (Segment(units=counts.heads, size=gate.outputs // counts.heads),))
+    return column_shard(gate, (Segment(units=counts.heads, size=gate.outputs // counts.heads),))
 
 
 def _facts_of(site: Site, cut: LinearCut) -> LinearFacts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from weft.models.tp.attention import assemble
 from weft.models.tp.heads import HeadCounts, require_divisible
 from weft.models.tp.layout import LinearCut, Region, Segment
-from weft.models.tp.roles import DeclinedError, Site, child_linear, column_cut
+from weft.models.tp.roles import DeclinedError, Site, child_linear, column_shard
 
 
 def latent_region(site: Site) -> Region | None:
@@ -28,12 +28,12 @@ def latent_region(site: Site) -> Region | None:
         raise DeclinedError("its heads do not divide its projections")
     counts = HeadCounts(heads=heads, kv_heads=heads, key_dim=q.outputs // heads, value_dim=value_dim, repeats=False)
     columns: tuple[LinearCut, ...] = (
-        column_cut(q, (counts.query,)),
-        column_cut(kv_b, (Segment(units=heads, size=kv_b.outputs // heads),)),
+        column_shard(q, (counts.query,)),
+        column_shard(kv_b, (Segment(units=heads, size=kv_b.outputs // heads),)),
     )
     if gate is not None:
         if gate.outputs not in (heads * value_dim, heads):
             raise DeclinedError("its gate has neither one output per feature nor one per head")
-        columns = (*columns, column_cut(gate, (Segment(units=heads, size=gate.outputs // heads),)))
+        columns = (*columns, column_shard(gate, (Segment(units=heads, size=gate.outputs // heads),)))
     latents = tuple(facts for facts in down if facts is not None)
     return assemble(site, counts=counts, columns=columns, row=o, latents=latents)

@@ -14,13 +14,13 @@ from weft.models.tp.roles import (
     LinearFacts,
     Site,
     child_linear,
-    column_cut,
+    column_shard,
     entries_of,
     is_norm,
     linear_facts,
     names_used,
     parameters_beside,
-    row_cut,
+    row_shard,
 )
 from weft.zoo.tensor_exceptions import HALVES
 
@@ -93,8 +93,8 @@ def _projections(site: Site) -> tuple[tuple[LinearFacts, ...], LinearFacts] | No
 def _cuts(columns: tuple[LinearFacts, ...], row: LinearFacts, *, has_chunk: bool) -> tuple[LinearCut, ...]:
     width = (Segment(units=row.inputs),)
     return (
-        *(column_cut(facts, _outputs(facts, row.inputs, has_chunk=has_chunk)) for facts in columns),
-        row_cut(row, inputs=width),
+        *(column_shard(facts, _outputs(facts, row.inputs, has_chunk=has_chunk)) for facts in columns),
+        row_shard(row, inputs=width),
     )
 
 

@@ -115,23 +115,27 @@ def looks_like_norm(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """A norm with at most a weight and a bias of its own, and nothing inside."""
+    """Whether it is a norm with at most a weight and a bias, and no children."""
     return looks_like_norm(module) and not module._modules and set(module._parameters) <= {"weight", "bias"}
 
 
-def column_cut(facts: LinearFacts, outputs: Segments) -> LinearCut:
+def column_shard(facts: LinearFacts, outputs: Segments) -> LinearCut:
     return LinearCut(
-        name=facts.name, side="column", outputs=outputs, inputs=whole(facts.inputs), is_transposed=facts.is_transposed
+        name=facts.name,
+        side="column",
+        outputs=outputs,
+        inputs=replicated(facts.inputs),
+        is_transposed=facts.is_transposed,
     )
 
 
-def row_cut(facts: LinearFacts, inputs: Segments) -> LinearCut:
+def row_shard(facts: LinearFacts, inputs: Segments) -> LinearCut:
     return LinearCut(
-        name=facts.name, side="row", outputs=whole(facts.outputs), inputs=inputs, is_transposed=facts.is_transposed
+        name=facts.name, side="row", outputs=replicated(facts.outputs), inputs=inputs, is_transposed=facts.is_transposed
     )
 
 
-def whole(features: int) -> Segments:
+def replicated(features: int) -> Segments:
     """Features that one-dimensional tensor parallelism replicates and a grid may divide anywhere."""
     return (Segment(units=features),)
 

@@ -34,29 +34,29 @@ class NotReadAgainError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """Tokens of the first documents; of all documents if `is_whole`."""
+    """Tokens of the first documents; of all documents if `is_complete`."""
 
     tokens: NDArray[np.int64]
     num_documents: int
-    is_whole: bool
+    is_complete: bool
 
 
 def read_beginning(data: Tables, *, end_of_document: int) -> Beginning:
     encode = _encoder(str(data["tokenizer"]))
     most = MOST_BYTES if data["tokenizer"] == "bytes" else MOST_TEXT
-    pieces: list[NDArray[np.int64]] = []
-    read, is_whole = 0, True
+    chunks: list[NDArray[np.int64]] = []
+    read, is_complete = 0, True
     end = np.array([end_of_document], dtype=np.int64)
     for document in _documents(data):
         if read >= most:
-            is_whole = False
+            is_complete = False
             break
         read += len(document)
         tokens = encode(document)
         if len(tokens):
-            pieces.append(tokens if tokens[-1] == end_of_document else np.concatenate([tokens, end]))
-    joined = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
-    return Beginning(tokens=joined, num_documents=len(pieces), is_whole=is_whole)
+            chunks.append(tokens if tokens[-1] == end_of_document else np.concatenate([tokens, end]))
+    joined = np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64)
+    return Beginning(tokens=joined, num_documents=len(chunks), is_complete=is_complete)
 
 
 def _encoder(name: str) -> Any:
@@ -144,12 +144,12 @@ def _of_file(file: Path, field: str) -> Iterator[str | bytes]:
             yield from (json.loads(line)[field] or "" for line in lines if line.strip())
     else:
         try:
-            yield from _pieces(file.read_bytes())
+            yield from _split_lines(file.read_bytes())
         except OSError:
             return  # an unreadable file of the standard library is skipped
 
 
-def _pieces(content: bytes) -> Iterator[bytes]:
+def _split_lines(content: bytes) -> Iterator[bytes]:
     """Chunks of a file: split after the first line end beyond each MiB."""
     begin = 0
     while len(content) - begin > MEBIBYTE:

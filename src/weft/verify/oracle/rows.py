@@ -71,9 +71,9 @@ def _check_stored(corpus: CorpusFacts, beginning: Beginning | str) -> str:
         raise WrongRowsError(
             _shown(again[at:]), _shown(stored[at:]), place=f"token {at} of the corpus, in document {document}"
         )
-    if len(stored) < count or (beginning.is_whole and len(corpus.tokens) != count):
+    if len(stored) < count or (beginning.is_complete and len(corpus.tokens) != count):
         raise WrongRowsError(f"{count} tokens", f"{len(corpus.tokens)} tokens", place="the stored tokens")
-    what = "all" if beginning.is_whole else "the first"
+    what = "all" if beginning.is_complete else "the first"
     return f"{what} {beginning.num_documents} documents read and tokenised again"
 
 

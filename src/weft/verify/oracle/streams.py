@@ -86,8 +86,8 @@ class Stream:
 def stream_of(
     stored: NDArray[Any], ranges: Sequence[tuple[int, int]], *, length: int, end: int, isolates: bool
 ) -> Stream:
-    pieces = [stored[begin:stop] for begin, stop in ranges]
-    tokens = np.concatenate(pieces).astype(np.int64) if pieces else np.empty(0, dtype=np.int64)
+    chunks = [stored[begin:stop] for begin, stop in ranges]
+    tokens = np.concatenate(chunks).astype(np.int64) if chunks else np.empty(0, dtype=np.int64)
     return Stream(tokens=tokens, length=length, end=end, isolates=isolates)
 
 
