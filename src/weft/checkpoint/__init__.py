@@ -1,7 +1,7 @@
-"""Crash-safe checkpoints around torch's distributed checkpoint: fresh names, digests, a manifest, a rename as commit.
+"""Crash-safe checkpoints with torch's distributed checkpoint (DCP): fresh names, digests, a manifest, commit by rename.
 
 Read in this order: layout (names), manifest, writer, saver (one save), verify, reader, store (what a run uses).
-Names are imported when first used: `layout` is read before a command imports torch.
+Names are imported at first use: commands read `layout` before they import torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Small JSON values between the ranks of a Gloo group. It is not for tensors of the model.
+"""Exchanges small JSON values between the ranks of a Gloo group. Not for tensors of the model.
 
-JSON travels in byte tensors instead of `all_gather_object`, because the latter unpickles whatever a peer sends.
-Without a group (one process) every call answers at once.
+JSON is sent in byte tensors, since `all_gather_object` unpickles the bytes that a peer sends.
+Without a group (one process) every call returns at once.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Exchange:
         return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def from_rank_zero(self, value: Any) -> Any:
-        """Rank 0's value, on every rank; what the others pass is ignored."""
+        """Rank 0's value, on every rank; other ranks' values are ignored."""
         return self.all_gather(value if self.rank == 0 else None)[0]
 
     def any_of_each(self, flags: list[bool]) -> list[bool]:
-        """For each position: is it true on some rank? All ranks pass lists of the same length."""
+        """Per position, whether any rank has true. All ranks pass lists of the same length."""
         if self.group is None:
             return flags
         merged = torch.tensor(flags, dtype=torch.uint8)

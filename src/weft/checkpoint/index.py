@@ -1,7 +1,7 @@
-"""index.json: where each piece of each tensor lies in the data files. It replaces DCP's `.metadata` for reading.
+"""index.json: the place of each chunk of each tensor in the data files. It replaces DCP's `.metadata` for reading.
 
 DCP's `.metadata` is a pickle: opening it runs code. It is still written, so that DCP's own tools can open a checkpoint,
-but nothing here ever reads it. Reading builds DCP's Metadata value from this file instead:
+but nothing here reads it. Reading builds DCP's Metadata value from this file instead:
 
     {"files": [name], "tensors": {key: {"dtype", "shape", "chunks": [[offsets, sizes, file, offset, length]]}}}
 """
@@ -33,7 +33,7 @@ INDEX_NAME = "index.json"
 
 @dataclass(frozen=True)
 class FileSlice:
-    """A run of bytes in a data file, with the field names that DCP's FileSystemReader looks up."""
+    """A byte range in a data file, with the field names that DCP's FileSystemReader reads."""
 
     relative_path: str
     offset: int
@@ -46,7 +46,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def tensor_records(metadata: Metadata) -> dict[str, TensorRecord]:
-    """Shape and dtype of every global tensor that was planned to be written, over all ranks."""
+    """Shape and dtype of every global tensor in the save plan of all ranks."""
     return {
         key: TensorRecord(shape=tuple(item.size), dtype=dtype_name(item.properties.dtype))
         for key, item in _tensor_items(metadata)
@@ -54,14 +54,14 @@ def tensor_records(metadata: Metadata) -> dict[str, TensorRecord]:
 
 
 def render_index(metadata: Metadata, results: Iterable[WriteResult]) -> bytes:
-    """The exact bytes of index.json, from the global plan and what all ranks report to have written."""
+    """The exact bytes of index.json, from the global plan and the write results of all ranks."""
     slices = {result.index: result.storage_data for result in results}
-    files = sorted({piece.relative_path for piece in slices.values()})
+    files = sorted({place.relative_path for place in slices.values()})
     number = {name: position for position, name in enumerate(files)}
 
     def row(key: str, chunk: ChunkStorageMetadata) -> list[Any]:
-        piece = slices[MetadataIndex(key, chunk.offsets)]
-        return [list(chunk.offsets), list(chunk.sizes), number[piece.relative_path], piece.offset, piece.length]
+        place = slices[MetadataIndex(key, chunk.offsets)]
+        return [list(chunk.offsets), list(chunk.sizes), number[place.relative_path], place.offset, place.length]
 
     tensors = {
         key: {

@@ -1,10 +1,10 @@
-"""The names on disk and the few moves between them. It knows nothing of what is inside a checkpoint.
+"""Names of checkpoints on disk and the renames between them. It does not read a checkpoint's contents.
 
-    .tmp-<step>-<id>/   being written, or left by a run that died
+    .tmp-<step>-<id>/   being written, or left by a killed run
     step-00000100/      committed; never written again
     .bad-<name>-<id>/   was committed, failed verification, kept as evidence
 
-The one order that matters: files, fsync, directory fsync, rename, parent fsync. The rename is the commit.
+The order that matters: files, fsync, directory fsync, rename, parent fsync. The rename is the commit.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ def temporary_path(root: Path, step: int) -> Path:
 
 
 def list_steps(root: Path) -> list[int]:
-    """Committed steps, newest first, by name alone: nothing is verified here."""
+    """Committed steps, newest first, by name only: nothing is verified here."""
     if not root.is_dir():
         return []
     found = [_STEP_NAME.fullmatch(entry.name) for entry in root.iterdir()]
     steps = [(int(match[1]), match[0]) for match in found if match]
-    # "step-000000007" would be read as step 7 and then looked for under another name.
+    # "step-000000007" would parse as step 7, which has another path.
     return sorted((step for step, name in steps if name == step_path(root, step).name), reverse=True)
 
 
 def list_damaged(root: Path) -> list[str]:
-    """Names of checkpoints that failed verification and were set aside."""
+    """Names of quarantined checkpoints, which failed verification."""
     return sorted(entry.name for entry in root.iterdir() if entry.name.startswith(_BAD)) if root.is_dir() else []
 
 
 def make_root(root: Path) -> None:
-    """The folder that holds all checkpoints of a run, itself durable."""
+    """Create the folder for all checkpoints of a run, durably."""
     if not root.is_dir():
         root.mkdir(parents=True)
         sync_path(root.parent)
@@ -61,7 +61,7 @@ def commit(temporary: Path, final: Path) -> None:
 
 
 def quarantine(path: Path) -> Path:
-    """Move a damaged checkpoint out of the way without destroying the evidence."""
+    """Quarantine a damaged checkpoint: rename it, for later inspection."""
     bad = path.with_name(f"{_BAD}{path.name}-{uuid.uuid4().hex[:8]}")
     os.rename(path, bad)
     sync_path(path.parent)
@@ -69,7 +69,7 @@ def quarantine(path: Path) -> Path:
 
 
 def remove_step(root: Path, step: int) -> None:
-    """Delete a committed checkpoint. Renamed first: a death half-way must not leave a torn `step-` directory."""
+    """Delete a committed checkpoint. Renamed first: a kill half-way must not leave a partial `step-` directory."""
     doomed = temporary_path(root, step)
     os.rename(step_path(root, step), doomed)
     sync_path(root)
@@ -77,7 +77,7 @@ def remove_step(root: Path, step: int) -> None:
 
 
 def remove_stale_temporaries(root: Path) -> list[str]:
-    """Delete what dead runs left behind. Only a writer that has no save in flight may call this."""
+    """Delete leftovers of killed runs. Only a writer that has no save in flight may call this."""
     stale = [entry for entry in root.iterdir() if entry.name.startswith(_TEMPORARY)]
     for entry in stale:
         shutil.rmtree(entry, ignore_errors=True)

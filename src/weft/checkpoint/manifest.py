@@ -4,7 +4,7 @@ It holds no tensor data and no pickle. The chain of trust: the manifest has its 
 
     sha256(body) == manifest["sha256"]   and   the file's bytes == render(body)
 
-The second half catches an altered blank or digit that would leave the parsed value unchanged.
+The second condition catches altered bytes that leave the parsed value unchanged, such as blanks.
 """
 
 from __future__ import annotations
@@ -117,6 +117,6 @@ def _from_fields(fields: dict[str, Any]) -> Manifest:
 
 
 def _require_plain_name(name: str) -> None:
-    """Every file lies directly in the checkpoint's directory: a path in a manifest must not lead out of it."""
+    """Require plain file names: a path in a manifest must not lead out of the checkpoint's directory."""
     if name in {"", ".", "..", MANIFEST_NAME} or any(mark in name for mark in "/\\\0"):
         raise ManifestError(f"{MANIFEST_NAME} lists the file name {name!r}, which leads out of the checkpoint")

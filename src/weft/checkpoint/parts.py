@@ -18,14 +18,14 @@ from weft.core.shards import Chunk
 
 
 class ShardTensor(Tensor):
-    """`local` is the memory of this rank, `chunks` its places in the global tensor."""
+    """`local`: this rank's memory; `chunks`: its positions in the global tensor."""
 
     local: Tensor
     chunks: tuple[Chunk, ...]
 
     @staticmethod
     def of(local: Tensor, *, shape: Sequence[int], chunks: Sequence[Chunk]) -> ShardTensor:
-        made: ShardTensor = torch.Tensor._make_wrapper_subclass(  # the public way to a tensor without memory of its own
+        made: ShardTensor = torch.Tensor._make_wrapper_subclass(  # the public way to a tensor without its own memory
             ShardTensor, tuple(shape), dtype=local.dtype, device=local.device
         )
         made.local = local.detach()
@@ -34,7 +34,7 @@ class ShardTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise TypeError(f"a ShardTensor only stands for its chunks; {func} was called on it")
+        raise TypeError(f"a ShardTensor is only for checkpoints; {func} was called on it")
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
         return [

@@ -1,6 +1,6 @@
-"""Reading a verified checkpoint: into given tensors, or one global tensor at a time.
+"""Reads a verified checkpoint: into given tensors, or one global tensor at a time.
 
-No pickle is opened: the layout comes from index.json, and torch.load reads each piece with weights only.
+No pickle is opened: the layout comes from index.json, and torch.load reads each chunk with weights_only=True.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.core.errors import CheckpointError, WeftError, first_line
 
 
 class VerifiedReader(FileSystemReader):
-    """DCP's reader with the metadata given, so that the pickled `.metadata` stays closed."""
+    """DCP's reader with given metadata, so that the pickled `.metadata` is not opened."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         super().__init__(directory)
@@ -51,7 +51,7 @@ def load_into(state: dict[str, Tensor], directory: Path, manifest: Manifest, gro
 def read_tensors(path: Path, keys: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Each global tensor of a committed checkpoint in turn, on the host, for export.
 
-    The whole checkpoint is verified first; then never more than one tensor is held here.
+    The full checkpoint is verified first; then at most one tensor is in memory.
     """
     root, step = _parse_path(path)
     verdict = check_checkpoint(root, step)
@@ -60,7 +60,7 @@ def read_tensors(path: Path, keys: Iterable[str] | None = None) -> Iterator[tupl
     wanted = list(verdict.manifest.tensors if keys is None else keys)
     for key in wanted:
         if key not in verdict.manifest.tensors:
-            raise CheckpointError(f"{path.name} has no tensor {key!r}.", hint="Read all keys by leaving `keys` out.")
+            raise CheckpointError(f"{path.name} has no tensor {key!r}.", hint="Omit `keys` to read all.")
     return _stream(path, verdict.manifest, wanted)
 
 
@@ -68,7 +68,7 @@ def unreadable(directory: Path, error: BaseException) -> CheckpointError:
     """The error of a checkpoint with correct digests that does not load: another program wrote it."""
     reason = str(error) if isinstance(error, ManifestError) else first_failure(error)
     return CheckpointError(
-        f"{directory.name} passed verification and cannot be read: {reason}.",
+        f"{directory.name} passed verification but cannot be read: {reason}.",
         hint="Load an older step, or write the checkpoint again with this version.",
     )
 
@@ -121,4 +121,4 @@ def _parse_path(path: Path) -> tuple[Path, int]:
 
 def _others(root: Path, step: int | None) -> str:
     steps = [other for other in list_steps(root) if other != step]
-    return f"Other checkpoints are there: steps {steps}." if steps else f"There is no other checkpoint in {root}."
+    return f"Other checkpoints exist: steps {steps}." if steps else f"There is no other checkpoint in {root}."

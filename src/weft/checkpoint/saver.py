@@ -1,6 +1,6 @@
 """One save from staged copies to a committed, verified checkpoint, and the retention after it. Runs in any thread.
 
-    agree on a fresh name -> write and commit -> read back and verify -> only then delete what is too old
+    agree on a fresh name -> write and commit -> read back and verify -> only then delete old checkpoints
 
 All ranks of the group make the same calls in the same order; any failure becomes a SaveError on every rank.
 """
@@ -36,18 +36,18 @@ from weft.core.errors import SaveError
 
 @dataclass(frozen=True, kw_only=True)
 class CommittedCheckpoint:
-    """A checkpoint that is on disk, committed and read back."""
+    """A checkpoint that is committed on disk and verified by reading it back."""
 
     step: int
     path: Path
     size_bytes: int
     save_s: float  # from staged to verified, in the background when asynchronous
-    already_there: bool = False  # the step had been saved before and was left as it is
+    already_there: bool = False  # the step was already saved and is unchanged
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagedSave:
-    """A save that depends on nothing outside itself. `planner` is None where staging failed, with the error beside."""
+    """A save from staged copies. `planner` is None if staging failed; `error` has the reason."""
 
     step: int
     meta: dict[str, Any]
@@ -56,7 +56,7 @@ class StagedSave:
 
 
 class Saver:
-    """Carries out staged saves, one after the other, and keeps the newest few."""
+    """Runs staged saves, one after the other, and keeps the newest few."""
 
     def __init__(self, *, root: Path, exchange: Exchange, keep: int) -> None:
         self._root = root
@@ -65,7 +65,7 @@ class Saver:
         self._cleaned = False
 
     def run(self, save: StagedSave) -> CommittedCheckpoint:
-        """Write, commit, verify, retain. Raises SaveError and nothing else."""
+        """Write, commit, verify, delete old ones. Raises only SaveError."""
         start = time.monotonic()
         temporary: Path | None = None
         try:
@@ -86,7 +86,7 @@ class Saver:
         )
 
     def _begin(self, save: StagedSave) -> Path | None:
-        """A fresh directory that all ranks agree on, or None when the step is there already and good."""
+        """A fresh directory that all ranks agree on, or None if the step is already saved and valid."""
         name, error = "", save.error
         if self._exchange.rank == 0 and not error:
             name, error = self._prepare(save.step)
@@ -97,11 +97,11 @@ class Saver:
         return self._root / answers[0]["name"] if answers[0]["name"] else None
 
     def _prepare(self, step: int) -> tuple[str, str]:
-        """Rank 0 alone. Returns the fresh name (empty: nothing to do) and the reason why there is none."""
+        """On rank 0 only: the fresh name (empty: nothing to do) and the error if there is none."""
         try:
             make_root(self._root)
             if not self._cleaned:
-                # Here and not when a store is opened: a reader must not delete what a live run is writing.
+                # Not on opening a store: a reader must not delete files that a live run is writing.
                 remove_stale_temporaries(self._root)
                 self._cleaned = True
             if step in list_steps(self._root):
@@ -136,11 +136,11 @@ class Saver:
                 quarantine(step_path(self._root, step)) if reasons else self._retain(step)
         self._exchange.from_rank_zero(None)  # no rank reports the save before rank 0 is done with the folder
         if reasons or verdict.manifest is None:
-            raise SaveError(f"the written checkpoint does not read back, {reasons[0]}")
+            raise SaveError(f"the written checkpoint failed verification, {reasons[0]}")
         return verdict.manifest.size_bytes
 
     def _retain(self, verified: int) -> None:
-        """Delete what is older than the checkpoint just verified and beyond the newest `keep`; never a newer one."""
+        """Delete checkpoints older than the one just verified and beyond the newest `keep`; never newer ones."""
         older = [step for step in list_steps(self._root) if step < verified]
         for step in older[self._keep - 1 :]:
             remove_step(self._root, step)

@@ -1,4 +1,4 @@
-"""The host copy that a background thread writes while training continues. No communication, no disk.
+"""Host copies of tensors that a background thread writes while training continues. No communication, no disk.
 
     stage() returns  =>  the live tensors may change; the save uses the copies
 
@@ -21,7 +21,7 @@ from weft.checkpoint.parts import ShardTensor, chunk_at
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """The planner of DCP with the local plan built beforehand and the data of staged shards."""
+    """DCP's planner with a prebuilt local plan and the data of staged shards."""
 
     def __init__(self, state: dict[str, Tensor], shards: dict[str, Tensor]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class StagingBuffers:
         for key, shard in shards.items():
             self._buffers[key].copy_(shard, non_blocking=True)
         if any(shard.is_cuda for shard in shards.values()):
-            # Without this the save would read buffers that the device has not filled yet.
+            # Otherwise the save would read buffers before the device has filled them.
             torch.cuda.current_stream().synchronize()
         return dict(self._buffers)
 
@@ -66,7 +66,7 @@ class StagingBuffers:
 
 
 def local_shards(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The local part of every tensor: the shard of a DTensor, all of a plain tensor."""
+    """The local shard of every tensor: of a DTensor its shard, of a plain tensor all."""
     return {key: _local(key, tensor) for key, tensor in state.items()}
 
 

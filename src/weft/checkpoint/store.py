@@ -1,9 +1,9 @@
-"""The checkpoints of one run: save in the background, see failures at the next step, load the newest good one.
+"""Checkpoints of one run: save in the background, raise failures at the next step, load the newest valid one.
 
 It knows no model or optimizer: it stores a flat dictionary of tensors and a JSON value.
 
-    save():  wait for the save before -> copy the state -> return; a thread of ours writes, commits and verifies
-    load():  newest first; every rank verifies a share; all agree; a bad one is set aside and the next is tried
+    save():  wait for the previous save -> copy the state -> return; a thread writes, commits and verifies
+    load():  newest first; every rank verifies a share; all agree; a bad one is quarantined and the next is tried
 
 `dcp.async_save` would keep the error in a future, has no hook for the read-back and the retention after the commit, and
 does not report a failed staging to the other ranks.
@@ -47,14 +47,14 @@ class CheckpointStore:
     """All ranks of the group make the same calls in the same order; `poll`, `list` and `newest_step` are local."""
 
     def __init__(self, root: Path, *, process_group: dist.ProcessGroup | None = None, keep: int = 2) -> None:
-        """`process_group`: a Gloo group of its own: the save thread uses it while training communicates."""
+        """`process_group`: a separate Gloo group, which the save thread uses while training communicates."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
         self.root = root
         self._exchange = Exchange(process_group)
         self._saver = Saver(root=root, exchange=self._exchange, keep=keep)
         self._buffers = StagingBuffers()
-        self.history: list[CommittedCheckpoint] = []  # all that this store committed, oldest first
+        self.history: list[CommittedCheckpoint] = []  # committed by this store, oldest first
         self._committed: deque[CommittedCheckpoint] = deque()
         self._failed: deque[SaveError] = deque()
         self._thread: threading.Thread | None = None
@@ -63,7 +63,7 @@ class CheckpointStore:
         """Save the state of a step. When this returns the tensors may change.
 
         A failure of this save is raised here when synchronous, else by the next `poll` or `wait`. A failure of the
-        save before stays with `poll`: raising it here would leave the other ranks alone in this save.
+        previous save stays with `poll`: raised here, the other ranks would wait in this save.
         """
         self._join()
         staged = self._stage(state, json.loads(json.dumps(meta)), step=step, copy=asynchronous)
@@ -74,7 +74,7 @@ class CheckpointStore:
         self._thread.start()
 
     def poll(self) -> CommittedCheckpoint | None:
-        """Raise what a save failed with, else return the newest checkpoint committed since the last call."""
+        """Raise the error of a failed save, else return the newest checkpoint committed since the last call."""
         if self._failed:
             raise self._failed.popleft()
         newest = None
@@ -111,7 +111,7 @@ class CheckpointStore:
         shards = local_shards(state)
         try:
             planner = StagedPlanner(state, self._buffers.copy(shards) if copy else shards)
-        except Exception as error:  # no host memory, for example: reported to the other ranks, which would wait
+        except Exception as error:  # no host memory, for example: must be reported to the other ranks, which wait
             return StagedSave(step=step, meta=meta, planner=None, error=first_failure(error))
         return StagedSave(step=step, meta=meta, planner=planner)
 
@@ -139,7 +139,7 @@ class CheckpointStore:
         raise _nothing_good(self.root, rejected)
 
     def _judge(self, step: int) -> CheckpointVerdict:
-        """The verdict of all ranks together, the same on each. A bad checkpoint is set aside by rank 0."""
+        """The common verdict of all ranks, equal on each. Rank 0 quarantines a bad checkpoint."""
         share = DigestShare(rank=self._exchange.rank, world_size=self._exchange.world_size)
         verdict = check_checkpoint(self.root, step, share=share)
         digest = verdict.manifest.sha256 if verdict.manifest else ""
@@ -157,17 +157,17 @@ class CheckpointStore:
         if not path.exists():
             return "it does not exist"
         if not check_checkpoint(self.root, step).reason:
-            # A node that does not see the folder must not set a good checkpoint aside.
+            # A node that does not see the folder must not quarantine a good checkpoint.
             return f"{reason} (on another rank only: is the folder the same on all of them?)"
-        with contextlib.suppress(OSError):  # a read-only folder: pass over it where it stands
+        with contextlib.suppress(OSError):  # a read-only folder: skip the checkpoint
             quarantine(path)
         return reason
 
 
 def peek_newest(root: Path, *, step: int | None = None) -> LoadedCheckpoint | None:
-    """The manifest of the newest checkpoint whose manifest and file sizes are right; None when there is none at all.
+    """The manifest of the newest checkpoint whose manifest and file sizes are right; None if there is no checkpoint.
 
-    For one process, before the model is built: it reads no data, moves nothing, and `load` still has the last word.
+    For one process, before the model is built: it reads no data and moves nothing; `load` verifies fully.
     """
     rejected: list[tuple[str, str]] = []
     for candidate in list_steps(root) if step is None else [step]:
@@ -186,5 +186,5 @@ def _nothing_good(root: Path, rejected: list[tuple[str, str]]) -> CheckpointErro
         return CheckpointError(f"There is no checkpoint in {root}.", hint="Start the run without resuming.")
     listing = "; ".join(f"{name}: {reason}" for name, reason in rejected)
     others = [step for step in list_steps(root) if step_path(root, step).name not in dict(rejected)]
-    hint = f"Checkpoints of these steps are there: {others}." if others else "Start again, or restore a copy of one."
+    hint = f"Checkpoints of these steps exist: {others}." if others else "Start again, or restore a copy of one."
     return CheckpointError(f"No usable checkpoint in {root}: {listing}.", hint=hint)

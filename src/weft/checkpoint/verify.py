@@ -2,8 +2,8 @@
 
     good  <=>  manifest digest, step, sizes and digests all agree; every listed file is a regular file
 
-Files that the manifest does not list are ignored: nothing ever opens them, and network file systems drop such files
-into directories by themselves, so rejecting them would throw a good checkpoint away.
+Files that the manifest does not list are ignored: nothing opens them, and network file systems create such files
+in directories, so rejecting them would lose a good checkpoint.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _require_directory(directory: Path, step: int) -> Manifest:
         raise ManifestError(f"{directory.name} is not a directory")
     manifest = read_manifest(directory)
     if manifest.step != step:
-        raise ManifestError(f"{directory.name} holds step {manifest.step}")
+        raise ManifestError(f"{directory.name} has a manifest of step {manifest.step}")
     return manifest
 
 

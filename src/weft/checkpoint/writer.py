@@ -1,9 +1,9 @@
-"""Writing: DCP's FileSystemWriter with digests taken on the way to disk, and the commit at its end.
+"""Writes with DCP's FileSystemWriter, hashes the bytes on their way to disk, and commits at the end.
 
     every rank: write, hash, fsync its files -> report digests with the write results
     rank 0:     .metadata, index.json, manifest.json, fsync, rename          (inside `finish`)
 
-The digests ride on DCP's own gather of write results, so the commit costs no collective of its own.
+The digests are part of DCP's gather of write results, so the commit needs no further collective.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CommittingWriter(FileSystemWriter):
     """One save into a fresh directory; when `finish` returns, the checkpoint is committed."""
 
     def __init__(self, job: SaveJob) -> None:
-        # No copy-ahead: the data is in host memory already, and the overlapping loader would use the device's stream.
+        # No copy-ahead: the data is already in host memory, and the overlapping loader would use the device's stream.
         super().__init__(job.temporary, sync_files=False, per_thread_copy_ahead=0, overwrite=False)
         self._job = job
         self.fs: _DigestingFileSystem = _DigestingFileSystem()
@@ -139,7 +139,7 @@ class _DigestingFileSystem(FileSystem):
             try:
                 yield stream
             except Exception as error:
-                # An interrupted torch.save raises an error of its own: "enforce fail at inline_container.cc".
+                # An interrupted torch.save raises its own error: "enforce fail at inline_container.cc".
                 if stream.failure is not None and stream.failure is not error:
                     raise stream.failure from error
                 raise
@@ -152,7 +152,7 @@ class _DigestingFileSystem(FileSystem):
 
 
 class _DigestingStream(io.IOBase):
-    """A write-only stream; closing is left to the file system, which must sync first."""
+    """A write-only stream; the file system class closes it, after a sync."""
 
     def __init__(self, file: io.FileIO) -> None:
         self._file = file

@@ -1,1 +1,1 @@
-"""The command line: thin. Each verb reads its options, calls a room, prints. torch is imported inside verbs only."""
+"""The command line: each verb reads its options, calls a package, prints. torch is imported inside verbs only."""

@@ -33,7 +33,7 @@ def step(
     out: Annotated[Path | None, typer.Option(help="Write the dated result to this markdown file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
 ) -> None:
-    """Time the training step of rank 0 of a plan, alone: tokens/s, MFU, peak memory, kernels by class."""
+    """Time the training step of rank 0 of a plan: tokens/s, MFU, peak memory, kernels by class."""
     from weft.cli.resolve import plan_tables, require_known_sections, resolve_model
     from weft.core.plan import Plan
     from weft.core.quiet import quiet_libraries

@@ -14,7 +14,7 @@ from weft.core.server_spec import GENERATED, ServerRun
 
 
 def require_inputs(run: RunSpec) -> None:
-    """Data, tokenizer and libraries of the run exist; `weft.zoo.hub` checks the model's files."""
+    """Check that data, tokenizer and libraries of the run exist; `weft.zoo.hub` checks the model's files."""
     _require_data(run)
     if run.train.optimizer == "adamw8bit":
         require_extra("torchao")

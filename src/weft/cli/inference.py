@@ -1,4 +1,4 @@
-"""`weft inference`: memory of weights and key-value cache, and how many sequences fit. Exit 1 when they do not."""
+"""`weft inference`: memory of weights and key-value cache, and the number of sequences that fit. Exit 1 if none."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from weft.core.disk import disk_full, is_full
 from weft.core.errors import InputError, WeftError
 
 INTERRUPTED = 130
-_INTERRUPT = InputError("interrupted", hint="nothing goes on in the background")
+_INTERRUPT = InputError("interrupted", hint="no background process is left running")
 
 app = typer.Typer(
     name="weft",
@@ -91,7 +91,7 @@ def report_error(error: WeftError) -> int:
 
 
 def _report_unexpected(error: Exception) -> int:
-    """Print an error that is a bug of weft or a library: one line, and the stack trace with WEFT_DEBUG=1."""
+    """Print an unexpected error (a bug of weft or a library): one line, and the stack trace with WEFT_DEBUG=1."""
     if os.environ.get("WEFT_DEBUG", "0") not in ("", "0"):
         traceback.print_exception(error)
     if isinstance(error, OSError) and is_full(error):

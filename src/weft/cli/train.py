@@ -14,7 +14,7 @@ import typer
 
 from weft.cli.options import DeviceChoice, NumRanks, RunFile, Settings
 
-if TYPE_CHECKING:  # imported inside the verb: `weft --help` must not pay for what it does not use
+if TYPE_CHECKING:  # imported inside the verb, to keep `weft --help` fast
     from weft.train.folder_lock import FolderLock
     from weft.train.job import Job
 
@@ -64,7 +64,7 @@ def train(
     is_main = outside is None or _given_rank() == 0
     run_training = _run_beside_dry_run if is_main and job.run.ledger.dry_run else _run
     with FolderLock(job.out) as lock:
-        if outside is None:  # under torchrun rank 0 takes it after all ranks have joined: all end with one message
+        if outside is None:  # under torchrun rank 0 takes it after all ranks have joined: all fail with one message
             _print_note(lock.acquire())
             job = dataclasses.replace(job, is_locked=True)
         run_training(job, lock, is_one_of_many=outside is not None, max_restarts=max_restarts)

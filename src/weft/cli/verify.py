@@ -13,7 +13,7 @@ import typer
 
 from weft.cli.options import DeviceChoice, NumRanks, RunFile, Settings
 
-if TYPE_CHECKING:  # imported inside the verb: `weft --help` must not pay for what it does not use
+if TYPE_CHECKING:  # imported inside the verb, to keep `weft --help` fast
     from weft.verify.request import VerifyRequest
     from weft.verify.verdict import Verdict
 

@@ -1,6 +1,6 @@
 """The prediction errors that the terminal's table and the report show; smaller ones are noise.
 
-    time      both sides at least 5 ms, and predicted with rates of this device: the catalogue's CPU is generic
+    time      if both sides are at least 5 ms and predicted with rates of this device: the catalogue's CPU is generic
     memory    at least 1% of the peak
     traffic   always: it is counted, not estimated
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-LEAST_S = 5e-3  # a busy CPU or a kernel launch changes a term by more than this
+LEAST_S = 5e-3  # noise of a busy CPU or a kernel launch is larger than this
 LEAST_SHARE = 0.01  # of the peak: a smaller term is a tensor or two
 MULTIPLE = 2.0  # a larger error is shown as a multiple, not as hundreds of percent
 

@@ -18,7 +18,7 @@ EP: Final = "ep"  # no axis of the mesh
 
 MESH_ORDER: Final = [PP, DP_REPLICATE, DP_SHARD, CP, TP]
 DATA_AXES: Final = (DP_REPLICATE, DP_SHARD)
-REGISTERED: Final[list[str]] = []  # axes beyond these; each replicates wherever it declares nothing else
+REGISTERED: Final[list[str]] = []  # registered axes; each replicates unless it declares otherwise
 
 
 def register(axis: str) -> None:
@@ -29,6 +29,6 @@ def register(axis: str) -> None:
     if "weft.core.plan" in sys.modules:
         raise RuntimeError(f"axis {axis!r} is registered too late: weft.core.plan is imported already")
     if axis in (*MESH_ORDER, EP) or not axis.isidentifier():
-        raise ValueError(f"{axis!r} is an axis already, or no identifier")
+        raise ValueError(f"{axis!r} is already an axis, or not an identifier")
     REGISTERED.append(axis)
     MESH_ORDER.insert(1, axis)

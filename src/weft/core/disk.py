@@ -49,7 +49,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def drafted(draft: Path, path: Path) -> Iterator[None]:
-    """Around the writing of `draft`: renamed to `path` when complete, removed on any failure."""
+    """Wrap the writing of `draft`: rename it to `path` when complete, remove it on any failure."""
     try:
         yield
         draft.replace(path)

@@ -47,7 +47,7 @@ DISTRIBUTION = "weft-train"  # `weft` on PyPI is another project; the import nam
 
 
 class WeftError(Exception):
-    """One sentence, a code, a hint. `str(error)` is the sentence alone."""
+    """One sentence, a code, a hint. `str(error)` is the sentence only."""
 
     code = "W000"
     exit_code = 3

@@ -26,7 +26,7 @@ STALE_S = 120.0  # network file systems may show an old time for a minute
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The process that holds a lock. `job` and `restart` are those of torchrun or Slurm, which may restart a job."""
+    """The process that holds a lock. `job` and `restart`: of torchrun or Slurm, which may restart a job."""
 
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)

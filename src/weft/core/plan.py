@@ -1,6 +1,6 @@
 """`Plan`: the layout of one model over many devices. A frozen value with a printed form (plan.toml) that parses back.
 
-What is trained is in run_spec. No torch: planner, engine and report share it.
+Model and training are in run_spec. No torch: planner, engine and report share it.
 Ranks = dp_replicate x dp_shard x cp x tp x pp, and any axis that was registered.
 """
 
@@ -17,8 +17,8 @@ from weft.core.errors import PlanError
 from weft.core.precision import COMPONENTS, LOW_STATES, DType, PrecisionPolicy, Preset, resolve
 
 SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules that split the backward
-Degree = Field(default=1, ge=1, description="a whole number of ranks, at least 1")
-Component = Field(default=None, description="where it differs from the preset: float32 | bfloat16 | float16")
+Degree = Field(default=1, ge=1, description="ranks of the axis, at least 1")
+Component = Field(default=None, description="if it differs from the preset: float32 | bfloat16 | float16")
 
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Pipeline(Section):
         if not isinstance(blocks, list | tuple):
             return blocks
         if any(type(number) is not int or number < 1 for number in blocks):
-            raise ValueError("every stage takes a whole number of blocks, at least 1")
+            raise ValueError("every stage has an integer number of blocks, at least 1")
         return tuple(blocks) or None
 
     @property
@@ -150,7 +150,7 @@ class Activations(Section):
     )
     mixture: tuple[int, int] | None = Field(
         default=None,
-        description="of a budget: blocks recomputed [fully, selectively], as [4, 12]; absent or []: chosen for the "
+        description="policy = budget: blocks recomputed [fully, selectively], as [4, 12]; absent or []: chosen for the "
         "device",
     )
     offload: Literal["none", "cpu"] = Field(default="none", description="where saved activations are kept: none | cpu")
@@ -162,7 +162,7 @@ class Activations(Section):
         if not isinstance(mixture, list | tuple):
             return mixture
         if mixture and (len(mixture) != 2 or any(type(number) is not int or number < 0 for number in mixture)):
-            raise ValueError("a mixture is two whole numbers of blocks, [fully, selectively], each at least 0")
+            raise ValueError("a mixture is two integers, blocks recomputed [fully, selectively], each at least 0")
         return tuple(mixture) or None
 
     @property
@@ -223,7 +223,7 @@ class Float8(Section):
 class Plan(Document):
     """The complete layout."""
 
-    version: Literal[1] = Field(default=1, description="of this file format")
+    version: Literal[1] = Field(default=1, description="version of this file format")
     mesh: Mesh = Mesh()
     data_parallel: DataParallel = DataParallel()
     tensor_parallel: TensorParallel = TensorParallel()

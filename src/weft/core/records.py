@@ -39,7 +39,7 @@ class StepRecord:
 
 
 def record_fields(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass as JSON: None is left out; a number that is not finite is null."""
+    """The fields of a dataclass as JSON, without None; a number that is not finite is null."""
     present = {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in present.items()

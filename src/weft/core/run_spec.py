@@ -21,7 +21,7 @@ class ModelSpec(Section):
     type: str | None = Field(default=None, description="an HF model type such as 'llama', 'gpt2', 'qwen3'")
     path: str | None = Field(default=None, description="a folder with config.json and *.safetensors, or a hub name")
     revision: str | None = Field(
-        default=None, description="of a hub name: a branch, tag or commit; a run records the commit that it used"
+        default=None, description="branch, tag or commit of a hub name; a run records the commit that it used"
     )
     config: dict[str, Any] = Field(default_factory=dict, description="overrides of the HF config")
     weights: Literal["auto", "random", "pretrained"] = Field(
@@ -78,10 +78,12 @@ class TrainSpec(Section):
         description="how the update runs: auto (adam and adamw fused, sgd one parameter at a time) | fused | "
         "foreach (needs 4 more bytes per parameter)",
     )
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="of adam, adamw and adamw8bit")
-    epsilon: float = Field(default=1e-8, gt=0, description="of adam, adamw and adamw8bit, above 0")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="of sgd, 0 up to below 1")
-    weight_decay: float = Field(default=0.1, ge=0, description="of matrices; vectors (norms, biases) never decay")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.95), description="decay rates of the moments (adam, adamw, adamw8bit)"
+    )
+    epsilon: float = Field(default=1e-8, gt=0, description="added to the denominator (adam, adamw, adamw8bit), above 0")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of sgd, 0 up to below 1")
+    weight_decay: float = Field(default=0.1, ge=0, description="decay of matrices; vectors (norms, biases) never decay")
     clip_norm: float = Field(default=1.0, ge=0, description="the gradient norm is clipped to this; 0 is off")
     schedule: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="cosine | linear | constant"
@@ -90,7 +92,9 @@ class TrainSpec(Section):
     final_learning_rate_ratio: float = Field(
         default=0.1, ge=0, le=1, description="the last learning rate over the peak (cosine, linear), 0 to 1"
     )
-    seed: int = Field(default=0, ge=0, description="of initial weights, data order, dropout and stochastic rounding")
+    seed: int = Field(
+        default=0, ge=0, description="seed of initial weights, data order, dropout and stochastic rounding"
+    )
     frozen: list[str] = Field(default_factory=list, description="glob patterns of parameter names that never change")
     collective_timeout_s: float = Field(default=300.0, gt=0, description="seconds before a silent peer is an error")
 

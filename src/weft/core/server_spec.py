@@ -17,7 +17,7 @@ FREE = "free"  # no bound on staleness
 
 
 class ClickModelSpec(Section):
-    """A click model over categorical and numeric fields, or your own model."""
+    """A click model over categorical and numeric fields, or a user's own model."""
 
     kind: Literal["deepfm", "wide_deep", "logistic"] = Field(
         default="deepfm", description="deepfm | wide_deep | logistic"
@@ -38,11 +38,11 @@ class ClickDataSpec(Section):
         description="'clicks' (a generated log), or CSV / TSV / parquet files in the Criteo layout: label, numeric "
         "fields I1.., categorical fields C1..",
     )
-    samples: int = Field(default=500_000, ge=1, description="of the generated log")
+    samples: int = Field(default=500_000, ge=1, description="samples of the generated log")
     categorical: int = Field(default=26, ge=1, description="categorical fields")
     numeric: int = Field(default=13, ge=0, description="numeric fields")
-    vocabulary: int = Field(default=1000, ge=2, description="of the generated log: values of a categorical field")
-    zipf: float = Field(default=1.1, gt=0, description="of the generated log: exponent of the distribution of values")
+    vocabulary: int = Field(default=1000, ge=2, description="values of a categorical field in the generated log")
+    zipf: float = Field(default=1.1, gt=0, description="exponent of the distribution of values in the generated log")
     eval_fraction: float = Field(default=0.1, gt=0, lt=1, description="share of samples held out")
 
 
@@ -86,7 +86,7 @@ class DenseSpec(Section):
 class ServerTrainSpec(Section):
     steps: int = Field(default=800, ge=1, description="global batches")
     global_batch: int = Field(default=512, ge=1, description="samples per step over all workers")
-    seed: int = Field(default=0, ge=0, description="of initial values, the generated log and data order")
+    seed: int = Field(default=0, ge=0, description="seed of initial values, the generated log and data order")
 
 
 class ServerSpec(Section):
@@ -94,16 +94,16 @@ class ServerSpec(Section):
     workers: int = Field(default=2, ge=1, le=4096, description="worker processes, and shares of a step")
     mode: Literal["sync", "async", "geo"] = Field(default="sync", description="sync | async | geo")
     staleness: int | Literal["free"] = Field(
-        default=4, description="of async: how many steps a worker may be ahead of the slowest; 0 is sync; 'free'"
+        default=4, description="async: steps that a worker may be ahead of the slowest; 0 is sync; 'free'"
     )
     discount: float = Field(
         default=0.5,
         ge=0,
-        description="of async: power of the learning rate's discount for staleness beyond workers - 1",
+        description="async: power of the learning rate's discount for staleness beyond workers - 1",
     )
-    geo_steps: int = Field(default=10, ge=1, description="of geo: local steps between exchanges (K)")
+    geo_steps: int = Field(default=10, ge=1, description="geo: local steps between exchanges (K)")
     geo_merge: Literal["average", "sum"] = Field(default="average", description="average | sum (may diverge)")
-    geo_cache_rows: int = Field(default=1_000_000, ge=1, description="of geo: most rows that a worker caches")
+    geo_cache_rows: int = Field(default=1_000_000, ge=1, description="geo: most rows that a worker caches")
     launcher: Literal["processes", "ray", "in_process"] = Field(
         default="processes", description="processes | ray | in_process"
     )
@@ -118,7 +118,7 @@ class ServerSpec(Section):
     @classmethod
     def _bound(cls, given: Any) -> Any:
         if given != FREE and (not isinstance(given, int) or given < 0):
-            raise ValueError("a whole number of steps, 0 or more, or 'free'")
+            raise ValueError("an integer of at least 0, or 'free'")
         return given
 
     @property

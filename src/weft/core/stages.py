@@ -22,7 +22,7 @@ from weft.core.model_shape import ModelShape
 def partition_shape(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
     """Blocks per stage of a causal LM. The cost is the weights that multiply every token; an embedding lookup is free.
 
-    Of experts only those that a token uses count; the head counts whether it is tied to the embedding or not.
+    Only the experts that a token uses count; the head counts whether it is tied to the embedding or not.
     """
     by_kind = [kind.linear_flops_per_token // 2 for kind in shape.kinds]
     costs = [by_kind[kind] for kind in shape.order]

@@ -1,4 +1,4 @@
-"""`write_all`: complete vectored writes. `sync_path`: the bytes of a file or the names of a folder are on disk."""
+"""`write_all`: complete vectored writes. `sync_path`: fsync of a file or a folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_all(parts: Iterable[Any], write: Callable[[list[memoryview], int], int
 
 
 def sync_path(path: Path) -> None:
-    """Call before a rename, which may reach the disk earlier than the bytes, and after it, on the folder."""
+    """Flush to disk: the file before its rename, which may reach the disk first, and the folder after it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

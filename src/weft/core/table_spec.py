@@ -22,20 +22,24 @@ class RowOptimizer(Section):
         default="adagrad", description="sgd | adagrad | rowwise_adagrad | adam | ftrl"
     )
     learning_rate: float = Field(default=0.05, gt=0, description="above 0; alpha of ftrl")
-    epsilon: float = Field(default=1e-8, ge=0, description="of adagrad, rowwise_adagrad and adam")
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="of adam; steps are counted by row")
-    initial_accumulator: float = Field(default=0.0, ge=0, description="of adagrad, rowwise_adagrad and ftrl")
-    beta: float = Field(default=1.0, ge=0, description="of ftrl")
-    l1: float = Field(default=0.0, ge=0, description="of ftrl")
-    l2: float = Field(default=0.0, ge=0, description="of ftrl")
+    epsilon: float = Field(default=1e-8, ge=0, description="added to the denominator (adagrad, rowwise_adagrad, adam)")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.999), description="decay rates of adam's moments; steps are counted by row"
+    )
+    initial_accumulator: float = Field(
+        default=0.0, ge=0, description="initial sum of squares (adagrad, rowwise_adagrad, ftrl)"
+    )
+    beta: float = Field(default=1.0, ge=0, description="beta of ftrl")
+    l1: float = Field(default=0.0, ge=0, description="L1 regularisation of ftrl")
+    l2: float = Field(default=0.0, ge=0, description="L2 regularisation of ftrl")
 
 
 class RowInit(Section):
-    """A row's first value: a function of (seed, key, column) alone, independent of server and order."""
+    """A row's first value: a function of (seed, key, column) only, independent of server and order."""
 
     kind: Literal["uniform", "normal", "zeros"] = Field(default="uniform", description="uniform | normal | zeros")
     scale: float = Field(default=0.01, ge=0, description="half the width of uniform, the deviation of normal")
-    seed: int = Field(default=0, ge=0, description="of the initial values")
+    seed: int = Field(default=0, ge=0, description="seed of the initial values")
 
 
 class Eviction(Section):

@@ -1,7 +1,7 @@
 """Data: sources to documents, documents to tokens, tokens to batches that do not depend on the layout.
 
 The order: `open_corpus` (sources, tokenizers, building, store, split), then `Loader` (order, rows). There are no meshes
-or process groups here: ranks are two numbers, and processes wait for each other's files. Names are imported at first
+or process groups here: a rank is two numbers, and processes wait for each other's files. Names are imported at first
 use: commands check sources and tokenizers before they import torch.
 """
 

@@ -1,7 +1,7 @@
-"""The lock of a token store that several processes would otherwise build twice.
+"""The lock of a token store, so that several processes do not build it twice.
 
-It is not needed for correctness: an owner may lose it, and the store is committed by a rename. Waiting processes judge
-the owner: gone at once if it ran on this machine and ended; else if the file, which a living owner touches, stayed
+It is not needed for correctness: an owner may lose it, and the store is committed by a rename. Waiting processes take
+the owner for dead if it ran on this machine and ended, or if the file, which a live owner touches, was
 unchanged for STALE_S of the waiting process's own clock.
 """
 
@@ -46,7 +46,7 @@ class BuildLock:
         self._file.release()
 
     def owner(self) -> str:
-        """The owner, for people."""
+        """The owner, for messages."""
         return str(parse_owner(_read(self._path)[0]) or "another process")
 
     def _is_abandoned(self) -> bool:
@@ -58,7 +58,7 @@ class BuildLock:
         return (owner is not None and owner.is_gone) or now_s - self._seen.since_s > STALE_S
 
     def _break(self) -> None:
-        """Take the old owner's file away; a file that changed meanwhile belongs to another process and is put back."""
+        """Remove the old owner's file; a file that has changed belongs to another process and is restored."""
         aside = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
         with suppress(OSError):
             os.rename(self._path, aside)
@@ -68,7 +68,7 @@ class BuildLock:
 
 
 def _read(path: Path) -> tuple[str, int]:
-    """Contents and time of the last beat. Opened, since a network file system shows old times of closed files."""
+    """Contents and time of the last heartbeat. The file is opened: network file systems cache times of closed files."""
     try:
         with path.open(encoding="utf-8") as file:
             return file.read(), os.fstat(file.fileno()).st_mtime_ns

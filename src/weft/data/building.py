@@ -1,4 +1,4 @@
-"""Building a token store: documents to parts, in parallel processes if there are many, parts to one file.
+"""Builds a token store: documents to parts, in parallel processes if there are many, then parts to one file.
 
 The lock around a build (`build_lock`) only saves work: parts and the store are written under other names and renamed
 when complete, so two concurrent builders write the same files. A killed build leaves its parts; the next build reads
@@ -24,7 +24,7 @@ from weft.data.encode_pool import EncodePool, EncodeTask
 from weft.data.store import write_store
 from weft.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 
-# With fewer parts to encode, one process finishes before others have started.
+# With fewer parts, one process finishes before others have started.
 PARTS_FOR_A_POOL = 3
 # Each process takes a few hundred MiB, and one reader feeds them all.
 MOST_WORKERS = 32
@@ -45,7 +45,7 @@ class BuildProgress(Protocol):
         return
 
     def wait_for(self, owner: str) -> None:
-        """Another process builds."""
+        """Report that another process builds."""
         return
 
 
@@ -135,7 +135,7 @@ def _missing(build: _Build, documents: Iterable[Document], count: Iterator[int])
 
 
 def _remove_abandoned(cache: Path) -> None:
-    """Parts of killed builds whose data has changed: they would fill the disk."""
+    """Delete old parts of killed builds, which would fill the disk."""
     for folder in cache.glob("*.parts"):
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime > ABANDONED_AFTER_S:

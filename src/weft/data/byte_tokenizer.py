@@ -1,7 +1,7 @@
 """The built-in tokenizer: ids 0..255 are the bytes of the text, 256 ends a document.
 
-An export carries it as ordinary tokenizer files, which transformers loads with the same ids; a folder that holds
-exactly those files is opened as bytes again, so that text which is not UTF-8 stays what it is.
+An export has it as ordinary tokenizer files, which transformers loads with the same ids; a folder with
+exactly those files is opened as bytes again, so that text which is not UTF-8 is unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ END_TOKEN = "<|endoftext|>"
 
 
 class ByteTokenizer:
-    """The bytes of the text themselves; `str` is written as UTF-8."""
+    """Encodes text as its bytes; `str` as UTF-8."""
 
     vocab_size = BYTE_VOCABULARY
     end_of_document = BYTE_VOCABULARY - 1
@@ -32,7 +32,7 @@ class ByteTokenizer:
         return BYTES
 
     def encode(self, document: Document) -> TokenArray:
-        # A lone surrogate (legal in JSON) has no UTF-8 form; '?' stands for it rather than ending the run.
+        # A lone surrogate (legal in JSON) has no UTF-8 form: write '?' instead of failing the run.
         data = document.encode("utf-8", errors="replace") if isinstance(document, str) else document
         return np.frombuffer(data, dtype=np.uint8)
 
@@ -79,7 +79,7 @@ def _files() -> dict[str, str]:
 
 
 def _letters() -> list[str]:
-    """The printable letter that byte-level tokenizers write for each byte: itself, or one from U+0100 on."""
+    """The printable character of byte-level tokenizers for each byte: itself, or one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

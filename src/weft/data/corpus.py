@@ -1,8 +1,8 @@
 """Corpus: from a `DataSpec` to tokens, tokenised once and cached under a digest of their origin.
 
-It is not the loader: it knows documents and splits, no rows and no ranks. Of all processes that open the same corpus at
-once, on one host or on hosts that share the cache, one builds and the others wait for its file, as long as its owner
-lives: without a collective, and so without a timeout. The key of the file is
+It has documents and splits, but no rows and no ranks (`loader`). Of all processes that open the same corpus at
+once, on one host or on hosts that share the cache, one builds and the others wait for its file while the owner
+is alive: without a collective, and so without a timeout. The key of the file is
 digest(format version, identity of the sources, identity of the tokenizer); the split is not part of it.
 """
 
@@ -30,7 +30,7 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens of a run. `evaluation` is None where nothing is held out."""
+    """The tokens of a run. `evaluation` is None if no document is held out."""
 
     training: Split
     evaluation: Split | None
@@ -86,7 +86,7 @@ def _await(place: _Place, sources: list[Source], tokenizer: Tokenizer, progress:
         if store := place.find():
             return store
     try:
-        # Again: the last owner may have finished before this process took the lock.
+        # Check again: the last owner may have finished before this process took the lock.
         return place.find() or _build(place, sources, tokenizer, progress)
     finally:
         lock.release()
@@ -104,7 +104,7 @@ def _build(place: _Place, sources: list[Source], tokenizer: Tokenizer, progress:
             progress=progress,
         )
     except DataError:
-        # A builder that was declared dead may have finished first, and have removed the parts of both.
+        # A builder that was taken for dead may have finished first and removed the parts of both.
         if store := place.find():
             return store
         raise

@@ -1,4 +1,4 @@
-"""`hf:NAME`: a dataset of the optional `datasets` library - a saved one, a folder it can load, or a hub name.
+"""`hf:NAME`: a dataset of the optional `datasets` library: a saved one, a folder it can load, or a hub name.
 
 Rows come from the memory-mapped tables of the library, batch by batch, in table order. Identity: the files of a local
 folder, or the table files of a hub name in the cache of the library.
@@ -32,7 +32,7 @@ class DatasetSource:
         return f"hf:{self.dataset}"
 
     def require_folder(self) -> None:
-        """Raises if a name that can only be a path does not exist; a hub name is not looked up."""
+        """Raise if a name that can only be a path does not exist; a hub name is not looked up."""
         _ = self._folder
 
     def identity(self) -> list[Any]:

@@ -1,6 +1,6 @@
-"""The documents of one file, by its suffix, streamed in file order. Choosing the files is the work of `sources`.
+"""Streams the documents of one file, by its suffix, in file order. `sources` chooses the files.
 
-A document is `bytes` (text files, exactly as they lie on disk) or `str` (rows of JSONL and parquet).
+A document is `bytes` (text files, exactly as on disk) or `str` (rows of JSONL and parquet).
 Text files: one document per file; a file of more than a MiB becomes several, split at line ends.
 Row files: one document per row, from one field; a null is an empty document, a missing field is an error.
 """
@@ -42,14 +42,14 @@ def read_documents(path: Path, *, text_field: str) -> Iterator[Document]:
 
 
 def read_text(path: Path) -> Iterator[bytes]:
-    """A text file in pieces of about a MiB, split after a newline, so never inside a UTF-8 character."""
+    """A text file in chunks of about a MiB, split after a newline, so never inside a UTF-8 character."""
     with path.open("rb") as file:
         while lines := file.readlines(PIECE_BYTES):
             yield b"".join(lines)
 
 
 def file_identity(path: Path) -> list[Any]:
-    """Changes when the content of the file may have changed."""
+    """A value that changes when the content of the file may have changed."""
     try:
         status = path.stat()
     except OSError as error:
@@ -63,13 +63,13 @@ def is_path_like(name: str) -> bool:
 
 
 def require_text(value: Any, *, text_field: str, where: str) -> Document:
-    """A row's field as a document; null is empty, anything but text is an error with its place."""
+    """A row's field as a document; null is empty, any other value that is not text is an error."""
     if value is None:
         return ""
     if isinstance(value, str | bytes):
         return value
     raise DataError(
-        f"{where}: field {text_field!r} holds {type(value).__name__}, not text",
+        f"{where}: field {text_field!r} is {type(value).__name__}, not text",
         hint="data.text_field names the field that holds the text",
     )
 
@@ -96,10 +96,10 @@ def _parse_row(line: bytes, *, where: str) -> dict[str, Any]:
     try:
         row = parse_json(line)
     except ValueError as error:  # bad JSON and bad UTF-8 alike
-        raise DataError(f"{where}: is not JSON: {error}", hint="a .jsonl file has one JSON object per line") from None
+        raise DataError(f"{where} is not JSON: {error}", hint="a .jsonl file has one JSON object per line") from None
     if not isinstance(row, dict):
         raise DataError(
-            f"{where}: is a JSON {type(row).__name__}, not an object", hint="a .jsonl file has one JSON object per line"
+            f"{where} is a JSON {type(row).__name__}, not an object", hint="a .jsonl file has one JSON object per line"
         )
     return row
 

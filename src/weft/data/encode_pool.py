@@ -1,7 +1,7 @@
-"""Processes that encode parts for a builder. One process reads; text goes in, a file name comes out.
+"""Processes that encode parts for a builder, which reads the text. A task is text; the result is a file.
 
 They are started as commands and not by `multiprocessing`, which would import the user's script again: a script that
-calls `weft.train` without a main guard would train in each of them. They end with their builder: their input ends.
+calls `weft.train` without a main guard would train in each of them. They end when their builder closes stdin.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EncodeTask:
 
 
 class EncodePool:
-    """`num_workers` processes with the tokenizer `name` each."""
+    """`num_workers` processes, each with the tokenizer `name`."""
 
     def __init__(self, name: str, *, num_workers: int, key: str) -> None:
         self._lock = threading.Lock()
@@ -93,7 +93,7 @@ def _ask(worker: subprocess.Popen[bytes], task: EncodeTask) -> None:
         answer: dict[str, Any] = pickle.load(worker.stdout)  # type: ignore[arg-type]
     except (EOFError, OSError, pickle.UnpicklingError):
         raise RunError(
-            f"a tokenising process ended by itself (exit code {worker.wait()})",
+            f"a tokenising process ended unexpectedly (exit code {worker.wait()})",
             hint="run again: finished parts are kept; was it killed for lack of memory?",
         ) from None
     if answer:

@@ -19,7 +19,7 @@ from weft.data.tokenizers import Tokenizer, open_tokenizer
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the builder ends this process
     quiet_libraries()
-    # A library that prints would otherwise write into the answers.
+    # Otherwise output of a library would mix with the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     name, key = pickle.load(sys.stdin.buffer)
@@ -32,13 +32,13 @@ def main() -> None:
 
 
 def _carry_out(task: EncodeTask, *, tokenizer: Tokenizer, key: str) -> dict[str, Any]:
-    """Empty when the part is written, else the error's fields."""
+    """Encode and write the part; returns the error's fields, empty on success."""
     try:
         part = encode_part(task.documents, tokenizer=tokenizer)
         write_part(task.path, part, key=key, documents_crc32=task.documents_crc32)
     except WeftError as error:
         return dict(error.as_dict())
-    except Exception as error:  # a tokenizer may raise anything; the builder shows it as its own
+    except Exception as error:  # a tokenizer may raise anything; the builder raises it again
         return dict(RunError(f"tokenising failed: {type(error).__name__}: {error}").as_dict())
     return {}
 

@@ -1,4 +1,4 @@
-"""Loader: a split as batches of rows, each a pure function of (position, seed), whatever the ranks.
+"""Loader: a split as batches of rows, each a pure function of (position, seed), for any number of ranks.
 
 Its only state is `position`, the number of samples that the run has consumed.
 Row i of the stream is tokens [i * S, i * S + S + 1): the first S are inputs, the last S the labels, already shifted.
@@ -15,11 +15,11 @@ from weft.core.errors import BatchError, DataError
 from weft.data.order import permute
 from weft.data.split import Split
 
-IGNORED = -100  # a label without loss, as torch's cross entropy has it
+IGNORED = -100  # the ignore_index of torch's cross entropy
 
 
 class Loader:
-    """Batches of one rank. With `epochs` the data ends; without, it repeats, each time in a new order."""
+    """Batches of one rank. With `epochs` the data ends; otherwise it repeats, each time in a new order."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Loader:
         self.total_samples = None if epochs is None else epochs * self.num_rows
 
     def has_batch(self, position: int) -> bool:
-        """Whether a batch that starts at this sample is not empty. The same on every rank."""
+        """Whether a batch that starts at this sample is not empty; equal on every rank."""
         return position >= 0 and (self.total_samples is None or position < self.total_samples)
 
     def batch(self, position: int) -> dict[str, torch.Tensor]:
@@ -69,7 +69,7 @@ class Loader:
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def _rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The row of each sample, and a mask of filler samples beyond the end."""
+        """The row of each sample, and a mask of padding samples beyond the end."""
         filler = np.zeros(samples.shape, dtype=bool)
         if self.total_samples is not None:
             filler = samples >= self.total_samples
@@ -81,7 +81,7 @@ class Loader:
 
 
 def document_positions(inputs: NDArray[np.int64], *, end_of_document: int) -> NDArray[np.int64]:
-    """Positions [rows, S]: from 0 in every row, and from 0 again after each end of a document."""
+    """Positions [rows, S]: from 0 in every row, restarting after each end of a document."""
     columns = np.arange(inputs.shape[1], dtype=np.int64)
     begins = np.zeros_like(inputs)
     begins[:, 1:] = np.where(inputs[:, :-1] == end_of_document, columns[1:], 0)

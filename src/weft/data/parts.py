@@ -1,6 +1,6 @@
-"""Parts: the tokens of some neighbouring documents as one file, so that a killed build resumes.
+"""Parts: the tokens of some consecutive documents as one file, so that a killed build resumes.
 
-A part is used only if its checksums show that it is complete and was made of the same documents. The layout:
+A part is used only if its checksums show that it is complete and of the same documents. The layout:
 
     one line of JSON (`PartHeader`), then num_documents lengths of int64, then the tokens, each document with its end
 """
@@ -22,10 +22,10 @@ from weft.data.byte_tokenizer import TokenArray
 from weft.data.documents import Document
 from weft.data.tokenizers import Tokenizer
 
-# Large enough for the start of a process, small enough that a kill loses seconds and memory stays small.
+# Large enough to pay for the start of a process, small enough that a kill loses seconds and memory stays small.
 PART_DOCUMENTS = 1 << 16
 PART_CHARACTERS = 4 << 20
-# One call of a tokenizer: enough for its threads; its lists take many times the size of the text.
+# Per call of a tokenizer: enough for its threads; its lists take many times the size of the text.
 BATCH_DOCUMENTS = 512
 BATCH_CHARACTERS = 1 << 20
 
@@ -43,7 +43,7 @@ class PartHeader:
 
 @dataclass(frozen=True)
 class TokenPart:
-    """Documents without tokens are left out; every length includes the end token of its document."""
+    """Tokens of documents, without empty ones; every length includes the end token of its document."""
 
     lengths: NDArray[np.int64]
     tokens: TokenArray
@@ -54,28 +54,28 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 
 
 def divide(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """The documents of each part in turn: a function of the documents alone, so that every build has the same parts."""
+    """The documents of each part: a function of the documents only, so that every build has the same parts."""
     return _grouped(documents, num_documents=PART_DOCUMENTS, characters=PART_CHARACTERS)
 
 
 def encode_part(documents: Sequence[Document], *, tokenizer: Tokenizer) -> TokenPart:
     """Encode each document, with one end token: a second EOS is never added."""
     dtype, end = token_dtype(tokenizer.vocab_size), tokenizer.end_of_document
-    pieces: list[TokenArray] = []
+    chunks: list[TokenArray] = []
     lengths: list[int] = []
     last = np.array([end], dtype=dtype)
     for batch in _grouped(documents, num_documents=BATCH_DOCUMENTS, characters=BATCH_CHARACTERS):
         for tokens in tokenizer.encode_batch(batch):
             if len(tokens):
                 is_ended = tokens[-1] == end
-                pieces += [tokens.astype(dtype)] if is_ended else [tokens.astype(dtype), last]
+                chunks += [tokens.astype(dtype)] if is_ended else [tokens.astype(dtype), last]
                 lengths.append(len(tokens) + (not is_ended))
-    tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=dtype)
+    tokens = np.concatenate(chunks) if chunks else np.empty(0, dtype=dtype)
     return TokenPart(lengths=np.array(lengths, dtype=np.int64), tokens=tokens)
 
 
 def write_part(path: Path, part: TokenPart, *, key: str, documents_crc32: int) -> None:
-    """Write the part, complete or not at all: two builders may write the same one."""
+    """Write the part atomically: two builders may write the same one."""
     payload = part.lengths.tobytes() + part.tokens.tobytes()
     header = PartHeader(
         key=key,
@@ -102,7 +102,7 @@ def is_kept(path: Path, *, key: str, documents_crc32: int) -> bool:
 
 
 def read_part(path: Path, *, dtype: np.dtype[np.unsignedinteger]) -> TokenPart:
-    """A part that this build wrote or found complete."""
+    """Read a part that this build wrote or found complete."""
     with path.open("rb") as file:
         header = PartHeader(**json.loads(file.readline()))
         lengths = np.frombuffer(file.read(8 * header.num_documents), dtype=np.int64)

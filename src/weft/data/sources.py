@@ -1,4 +1,4 @@
-"""Sources: `data.source` resolved to documents, in an order that depends on the names alone.
+"""Sources: `data.source` resolved to documents, in an order that depends on the names only.
 
 Not here: reading one file (`documents`), datasets of the Hugging Face library (`dataset_source`), tokens (`store`).
 Order: the list as written; inside a folder or a glob, files sorted by their relative path; inside a file, file order.
@@ -24,7 +24,7 @@ from weft.data.documents import SUFFIXES, Document, file_identity, read_document
 STDLIB = "python-stdlib"
 DATASET_PREFIX = "hf:"
 
-# Tests are written by generators and full of odd bytes; installed packages are not the standard library.
+# Tests are partly generated and have odd bytes; installed packages are not the standard library.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -49,7 +49,7 @@ def open_sources(spec: DataSpec) -> list[Source]:
     """The sources of `data.source`, in order; a missing one is a DataError here, not while reading."""
     names = [spec.source] if isinstance(spec.source, str) else spec.source
     if not names or not all(name.strip() for name in names):
-        raise DataError("data.source names nothing", hint=f"give '{STDLIB}', a file, a folder, a glob or 'hf:NAME'")
+        raise DataError("data.source is empty", hint=f"give '{STDLIB}', a file, a folder, a glob or 'hf:NAME'")
     return [_open_source(name, spec=spec) for name in names]
 
 
@@ -141,14 +141,14 @@ def _find_files(name: str) -> list[Path]:
 
 
 def _expand(match: Path) -> list[Path]:
-    """A glob match as files; folders are walked, and '**' may name a file both by itself and by its folder."""
+    """The files of a glob match; folders are searched, and '**' may match a file and also its folder."""
     if match.is_dir():
         return _walk(match, suffixes=SUFFIXES)
     return [match] if match.suffix.lower() in SUFFIXES else []
 
 
 def _walk(root: Path, *, suffixes: frozenset[str], skipped: frozenset[str] = frozenset()) -> list[Path]:
-    """Files below `root` with one of the suffixes, by relative path; hidden files and folders are left out."""
+    """Files below `root` with one of the suffixes, by relative path, without hidden files and folders."""
     found: list[tuple[str, Path]] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
@@ -159,18 +159,18 @@ def _walk(root: Path, *, suffixes: frozenset[str], skipped: frozenset[str] = fro
 
 def _require_known(path: Path) -> Path:
     if path.suffix.lower() not in SUFFIXES:
-        raise DataError(f"{path} is of no known kind ({path.suffix or 'no suffix'})", hint=_kinds())
+        raise DataError(f"{path} has an unknown suffix ({path.suffix or 'none'})", hint=_kinds())
     return path
 
 
 def _require_some(files: list[Path], *, name: str) -> list[Path]:
     if not files:
-        raise DataError(f"{name!r} holds no file of a known kind", hint=_kinds())
+        raise DataError(f"{name!r} has no file with a known suffix", hint=_kinds())
     return files
 
 
 def _kinds() -> str:
-    return f"known kinds are {' '.join(sorted(SUFFIXES))}"
+    return f"known suffixes are {' '.join(sorted(SUFFIXES))}"
 
 
 def _hint_for(name: str) -> str:

@@ -1,6 +1,6 @@
 """Split: some documents of a token store read as one stream; and the choice of held-out documents.
 
-Nothing is copied: a split is a list of runs of neighbouring documents in the mapped tokens. Stream position p lies in
+Nothing is copied: a split is a list of runs of consecutive documents in the mapped tokens. Stream position p lies in
 run r with stream_starts[r] <= p < stream_starts[r + 1], at token run_starts[r] + p - stream_starts[r].
 A document is held out if its hashed index is below the fraction: no seed, and a larger fraction only adds documents.
 """
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from weft.data.byte_tokenizer import TokenArray
 from weft.data.order import mix64
 
-# Keeps the hold-out hash apart from the one that orders rows.
+# Makes the hold-out hash independent of the one that orders rows.
 _SALT = np.uint64(0x68656C642D6F7574)
 
 
@@ -35,7 +35,7 @@ class Split:
         return int(self.stream_starts[-1])
 
     def num_rows(self, sequence_length: int) -> int:
-        """Rows of `sequence_length` inputs; the last row needs one token more, as its last label."""
+        """Number of rows of `sequence_length` inputs; the last row needs one more token, as its last label."""
         return max(0, (self.num_tokens - 1) // sequence_length)
 
     def read(self, starts: NDArray[np.int64], *, length: int) -> NDArray[np.int64]:

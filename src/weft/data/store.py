@@ -1,9 +1,9 @@
-"""The token store: one file with every token of a corpus and where each document begins, read by memory map.
+"""The token store: one memory-mapped file with all tokens of a corpus and the offset of each document.
 
-It knows nothing of splits, rows or sources; `building` creates its parts. The layout, in this order:
+It has no splits, rows or sources; `building` creates its parts. The layout, in this order:
 
-    header   4096 bytes: one line of JSON (kind, counts, digest of the line itself), filled up with spaces
-    tokens   num_tokens of uint16 (vocabulary below 65536) or uint32, filled up to a multiple of 8 bytes
+    header   4096 bytes: one line of JSON (kind, counts, digest of the line itself), padded with spaces
+    tokens   num_tokens of uint16 (vocabulary below 65536) or uint32, padded to a multiple of 8 bytes
     offsets  num_documents + 1 of int64; document d is tokens[offsets[d]:offsets[d + 1]], its end token included
 
 A file is written under a temporary name and renamed when complete.
@@ -42,7 +42,7 @@ class DamagedStoreError(Exception):
 
 @dataclass(frozen=True)
 class StoreHeader:
-    """The fields to map the file, and to detect a wrong one."""
+    """The fields needed to map the file and to detect a wrong one."""
 
     key: str
     vocab_size: int
@@ -98,7 +98,7 @@ def open_store(path: Path, *, key: str) -> TokenStore:
         if (header.key, header.format_version) != (key, FORMAT_VERSION):
             raise DamagedStoreError("the header belongs to other data")
         if size_bytes != header.file_bytes:
-            raise DamagedStoreError(f"the file has {size_bytes} bytes and not {header.file_bytes}")
+            raise DamagedStoreError(f"the file has {size_bytes} bytes instead of {header.file_bytes}")
         tokens = np.memmap(file, dtype=header.dtype, mode="r", offset=HEADER_BYTES, shape=(header.num_tokens,))
         shape = (header.num_documents + 1,)
         offsets = np.memmap(file, dtype=np.int64, mode="r", offset=header.offsets_at, shape=shape)
@@ -110,7 +110,7 @@ def open_store(path: Path, *, key: str) -> TokenStore:
 
 
 def write_store(path: Path, parts: Iterable[TokenPart], *, tokenizer: Tokenizer, key: str, scratch: Path) -> None:
-    """The parts, in order, as the store `path`; drafted in `scratch`, a folder of the same file system."""
+    """Write the parts, in order, as the store `path`; drafted in `scratch`, a folder of the same file system."""
     draft = scratch / f".store.{uuid.uuid4().hex}"  # with the permissions of the umask: a cache may be shared
     with drafted(draft, path), draft.open("xb") as file:
         _write(file, parts, tokenizer=tokenizer, key=key)
@@ -128,7 +128,7 @@ def _write(file: IO[bytes], parts: Iterable[TokenPart], *, tokenizer: Tokenizer,
         offsets.extend((offsets[-1] + np.cumsum(part.lengths)).tolist())
     header = replace(header, num_tokens=offsets[-1], num_documents=len(offsets) - 1, offsets_crc32=zlib.crc32(offsets))
     if not header.num_documents:
-        raise DataError("the data source holds no text", hint="check data.source; empty documents are left out")
+        raise DataError("the data source has no text", hint="check data.source; empty documents are skipped")
     file.write(bytes(header.offsets_at - file.tell()))
     file.write(memoryview(offsets))
     file.seek(0)

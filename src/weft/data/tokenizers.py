@@ -1,4 +1,4 @@
-"""Tokenizers: documents to arrays of token ids, and the one id that ends a document.
+"""Tokenizers: from documents to arrays of token ids, and the id that ends a document.
 
 `bytes` is built in (`byte_tokenizer`). Otherwise a Hugging Face tokenizer by folder, by tokenizer.json, or by hub name;
 it is loaded only to encode. A document is encoded with the special tokens that the tokenizer adds (a BOS, for example);
@@ -22,7 +22,7 @@ from weft.data.byte_tokenizer import ByteTokenizer, TokenArray, holds_byte_token
 from weft.data.documents import Document, is_path_like
 from weft.zoo.hub import snapshot_folder
 
-# A bare tokenizer.json does not say which token ends a text; these are the names in use, most specific first.
+# A bare tokenizer.json does not name the token that ends a text; common names, most specific first.
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
 _HINT = "set data.tokenizer to 'bytes', or to a folder, a tokenizer.json or a hub name of a tokenizer"
 
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
     def end_of_document(self) -> int: ...
 
     def identity(self) -> str:
-        """Changes when the same text may give other tokens."""
+        """A value that changes when the same text may give other tokens."""
         ...
 
     def encode(self, document: Document) -> TokenArray: ...
@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
     def encode_batch(self, documents: Sequence[Document]) -> list[TokenArray]: ...
 
     def save(self, folder: Path) -> None:
-        """Writes files to `folder` that `open_tokenizer` and transformers load as the same tokenizer."""
+        """Write files to `folder` that `open_tokenizer` and transformers load as the same tokenizer."""
         ...
 
 
@@ -68,7 +68,7 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def find_tokenizer(name: str) -> Tokenizer | None:
-    """The tokenizer of a model by folder or hub name; None where it has none."""
+    """The tokenizer of a model by folder or hub name; None if it has none."""
     try:
         tokenizer = open_tokenizer(name)
         _ = tokenizer.vocab_size
@@ -96,7 +96,7 @@ class HuggingFaceTokenizer:
             vocabulary = self._backend.get_vocab()
             token = next((vocabulary[name] for name in _END_TOKENS if name in vocabulary), None)
         if token is None:
-            token = self._backend.sep_token_id  # the end of a text in encoders
+            token = self._backend.sep_token_id  # ends a text in encoders
         if token is None:
             raise TokenizerError(
                 f"the tokenizer {self.name} has no end-of-sequence token, which must end each document",
@@ -164,7 +164,7 @@ def _snapshot(name: str) -> Path:
 
 
 def _tokenizer_files(path: Path) -> list[Path]:
-    """The files of the tokenizer, without weights beside them."""
+    """The files of the tokenizer, without the weights in the same folder."""
     folder = path if path.is_dir() else path.parent
     names = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.tiktoken", "*.model")
     found = {file for name in names for file in folder.glob(name) if file.is_file()}
@@ -188,5 +188,5 @@ def _printed_form(backend: Any) -> bytes:
 def _as_text(document: Document) -> str:
     if isinstance(document, bytes):
         return document.decode("utf-8", errors="replace")
-    # The round trip replaces lone surrogates, on which the tokenizers would stop.
+    # The round trip replaces lone surrogates, on which tokenizers fail.
     return document.encode("utf-8", errors="replace").decode("utf-8")

@@ -1,8 +1,8 @@
-"""Own measurements laid over the catalogue: a TOML file whose figures replace those of the same name.
+"""The user's measurements: a TOML file whose figures replace those of the catalogue.
 
-It measures nothing itself. The file is the one given, else the one named by WEFT_CALIBRATION, else
-`weft.calibration.toml` in the current folder. Tables and keys are the catalogue's own; a key left out keeps the
-catalogue's figure, a dtype left out of peak_flops or rates too:
+It measures nothing itself. The file is the given one, else the one named by WEFT_CALIBRATION, else
+`weft.calibration.toml` in the current folder. Tables and keys are those of the catalogue; missing keys keep the
+catalogue's figures, missing dtypes of peak_flops and rates too:
 
     measured = "2026-11-15, 8 x H200, torch 2.11"   # optional, shown among the cluster's sources
 
@@ -35,7 +35,7 @@ from weft.hardware.catalogue import Kind, Table
 FILE_NAME: Final = "weft.calibration.toml"
 VARIABLE: Final = "WEFT_CALIBRATION"
 KINDS: Final[tuple[Kind, ...]] = ("devices", "nodes", "links")
-# What a measurement cannot change: replacing these would describe another machine, not a better-known one.
+# Keys that a calibration cannot replace: other values would describe another machine.
 FIXED: Final = frozenset(
     {"name", "title", "aliases", "node", "memory_gb", "sources", "kind", "per"}
     | {"devices_per_node", "inside", "between", "host"}
@@ -50,16 +50,16 @@ class Calibration:
     tables: Mapping[Kind, Mapping[str, Table]] = field(default_factory=dict)
 
     def overlay(self, kind: Kind, table: Table) -> Table:
-        """`table` with the measured figures in place of its own, and `calibrated` saying whether there were any."""
+        """`table` with measured figures replaced; `calibrated`: whether there were any."""
         measured = self.tables.get(kind, {}).get(table["name"].lower(), {})
         figures = {key: _replace(table[key], value) for key, value in measured.items()}
         return table | figures | {"calibrated": bool(figures)}
 
 
 def find(path: Path | None, *, own_names: Collection[str] = ()) -> Calibration:
-    """The calibration that applies: given, named by the environment, or lying in the current folder.
+    """The calibration that applies: given, named by the environment, or found in the current folder.
 
-    `own_names` are in nobody's catalogue, but a measurement may name them.
+    `own_names`: devices of the user's own files, which a calibration may name too.
     """
     if path is None and os.environ.get(VARIABLE):
         path = Path(os.environ[VARIABLE])
@@ -71,7 +71,7 @@ def find(path: Path | None, *, own_names: Collection[str] = ()) -> Calibration:
 
 
 def read(path: Path, *, own_names: Collection[str] = ()) -> Calibration:
-    """The file's tables, every key and name checked."""
+    """Read the file and check every key and name."""
     document = catalogue.read_user_file(path)
     for key in document:
         if key not in (*KINDS, "measured"):
@@ -85,14 +85,14 @@ def read(path: Path, *, own_names: Collection[str] = ()) -> Calibration:
 
 def _tables_of(kind: Kind, tables: Any, *, path: Path) -> dict[str, Table]:
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
-        raise BadValueError(f"{path}: [{kind}] does not hold tables", hint=f"write [{kind}.NAME] and figures below it")
+        raise BadValueError(f"{path}: [{kind}] must contain tables", hint=f"write [{kind}.NAME] and figures below it")
     for name, table in tables.items():
         _check(kind, name, table, path=path)
     return {name.lower(): table for name, table in tables.items()}
 
 
 def _require_known(kind: Kind, names: Collection[str], *, known: Collection[str], path: Path) -> None:
-    # A misspelt name would leave the catalogue's figures in place without a word.
+    # A misspelt name would silently leave the catalogue's figures in place.
     for name in names:
         if name not in known:
             raise UnknownKeyError(

@@ -1,7 +1,7 @@
-"""The catalogue: TOML tables under data/ found by name, checked, and made into `Device` and `Link` values.
+"""The catalogue: finds TOML tables under data/ by name, checks them, and builds `Device` and `Link` values.
 
 It does not know how a user writes a cluster (parse) nor how measurements replace figures (calibration). The file of
-an entry is its name in lower case; only the files that are asked for are read.
+an entry is its name in lower case; only requested files are read.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Kind = Literal["devices", "nodes", "links"]
 Table = dict[str, Any]
 
 DATA: Final = Path(__file__).parent / "data"
-LONG_NAME: Final = 5  # letters that are enough to identify a device by a part of its name
+LONG_NAME: Final = 5  # letters that identify a device by a part of its name
 DTYPES: Final = ("float32", "tf32", "bfloat16", "float16", "float8")
 
-# Key -> the type of its value; all are required but the OPTIONAL ones.
+# Key -> the type of its value; all are required except the OPTIONAL ones.
 KEYS: Final[Mapping[Kind, Mapping[str, type]]] = {
     "devices": {
         "name": str,
@@ -84,12 +84,12 @@ def find_device(name: str) -> str | None:
 
 
 def fabric_names() -> list[str]:
-    """The links that can join nodes: what may follow `@`."""
+    """Links between nodes: the names that may follow `@`."""
     return sorted(stem for stem, path in _files("links").items() if _read(path).get("kind") == "between")
 
 
 def names(kind: Kind) -> list[str]:
-    """Names in lower case, from the folder listing alone."""
+    """Names in lower case, from the folder listing only."""
     return sorted(_files(kind))
 
 
@@ -117,7 +117,7 @@ def table(kind: Kind, name: str, *, beside: Path | None = None) -> Table:
 
 
 def user_table(kind: Kind, path: Path) -> Table:
-    """A person's own file in the catalogue's format; names in it that end in .toml are relative to it."""
+    """A user's file in the catalogue's format; names in it that end in .toml are relative to it."""
     found = read_user_file(path)
     check_table(kind, found, source=str(path), partial=False)
     return found | {"beside": path.parent}
@@ -135,7 +135,7 @@ def read_user_file(path: Path) -> Table:
 
 
 def check_table(kind: Kind, found: Mapping[str, Any], *, source: str, partial: bool) -> None:
-    """Raise on the first unknown, missing or ill-typed key; `partial` tables may leave keys out."""
+    """Raise on the first unknown, missing or ill-typed key; `partial` tables may lack keys."""
     known = KEYS[kind]
     for key, value in found.items():
         if key not in known:
@@ -166,13 +166,13 @@ def build_device(found: Mapping[str, Any]) -> Device:
 
 
 def build_link(found: Mapping[str, Any], *, devices_per_node: int) -> Link:
-    """A link whose figure is per node is shared: each of the node's devices gets its part."""
+    """The link, per device: a bandwidth per node is divided by the node's devices."""
     sharers = devices_per_node if found.get("per", "device") == "node" else 1
     return Link(name=found["name"], latency_s=found["latency_s"], bytes_per_s=found["bytes_per_s"] / sharers)
 
 
 def sources_of(*tables: Mapping[str, Any]) -> tuple[str, ...]:
-    """One line a source: `H100-80GB peak_flops: NVIDIA H100 datasheet (2023)`, estimates said to be so."""
+    """One line per source: `H100-80GB peak_flops: NVIDIA H100 datasheet (2023)`; estimates are marked."""
     return tuple(
         f"{found['name']} {', '.join(source['of'])}: {'estimated, ' if source.get('estimated') else ''}"
         f"{source['document']} ({source['date']})"
@@ -183,7 +183,7 @@ def sources_of(*tables: Mapping[str, Any]) -> tuple[str, ...]:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The hint for a name that does not exist."""
-    import difflib  # a millisecond that only a mistake has to pay
+    import difflib  # imported here: it takes a millisecond, and only an error needs it
 
     spellings = {spelling.lower(): spelling for spelling in known}
     near = difflib.get_close_matches(name.lower(), spellings, n=1, cutoff=0.5)
@@ -229,7 +229,7 @@ def _by_name_or_alias(name: str) -> Table | None:
 def _file_with_alias(name: str) -> Path | None:
     quoted = f'"{name.lower()}"'
     for path in _files("devices").values():
-        # Parsing every file would triple the time of the commonest spellings (H100, A100): look before parsing.
+        # Parsing every file would triple the time for common names (H100, A100): search the text before parsing.
         if quoted in path.read_text(encoding="utf-8").lower() and name.lower() in map(
             str.lower, _read(path)["aliases"]
         ):
@@ -238,7 +238,7 @@ def _file_with_alias(name: str) -> Path | None:
 
 
 def _with_other_memory(name: str) -> Table | None:
-    """`H100-64GB`: the family's device with another memory size, of which the same share is usable."""
+    """`H100-64GB`: the family's device with another memory size and the same usable share."""
     family, separator, size = name.rpartition("-")
     digits = size.lower().removesuffix("gb")
     found = _by_name_or_alias(family) if separator and digits.isdecimal() and digits != size and int(digits) else None

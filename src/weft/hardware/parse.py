@@ -1,9 +1,9 @@
-"""A cluster as a person writes it: `H200`, `8xH100-80GB`, `4x8xH100-80GB`, `4x8xH100-80GB@ethernet-100`.
+"""Parses the notation of a cluster: `H200`, `8xH100-80GB`, `4x8xH100-80GB`, `4x8xH100-80GB@ethernet-100`.
 
     [[NODES x] DEVICES x] DEVICE [@ FABRIC]
 
 One count is the number of devices: as many of the device's usual nodes as hold them, or part of one node. Two counts
-are nodes and devices a node. DEVICE and FABRIC are catalogue names in any case, or paths of TOML files in its format.
+are nodes and devices per node. DEVICE and FABRIC are catalogue names in any case, or paths of TOML files in its format.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXAMPLES: Final = "for example 8xH100-80GB, 4x8xH100-80GB (4 nodes of 8), 4x8xH1
 
 
 def cluster(text: str, *, calibration: Path | None = None) -> Cluster:
-    """The cluster that `text` names, with own measurements laid over the catalogue's figures where there are any."""
+    """The cluster that `text` names, with figures of the calibration where there are any."""
     match = re.fullmatch(PATTERN, text.strip(), re.IGNORECASE)
     if match is None:
         raise BadValueError(f"{text!r} does not name devices", hint=EXAMPLES)
@@ -60,7 +60,7 @@ def _links(node: Table, *, fabric: str | None) -> dict[str, Table]:
 
 
 def _split(text: str, *, counts: list[int], capacity: int, name: str) -> tuple[int, int]:
-    """(nodes, devices a node)."""
+    """(nodes, devices per node)."""
     if 0 in counts:
         raise BadValueError(f"{text!r} asks for no devices", hint=EXAMPLES)
     if len(counts) == 2:
@@ -88,7 +88,7 @@ def _uneven(num_devices: int, *, capacity: int, name: str) -> BadValueError:
     return BadValueError(
         f"{num_devices} {name} do not fill nodes of {capacity}",
         hint=f"the nearest counts are {below} and {below + capacity}; "
-        f"for smaller nodes write them: {num_devices // even}x{even}x{name}",
+        f"for smaller nodes write {num_devices // even}x{even}x{name}",
     )
 
 
@@ -98,7 +98,7 @@ def _fabric(name: str) -> Table:
     )
     if found is None or found.get("kind", "between") != "between":
         hint = catalogue.nearest(name, catalogue.fabric_names())
-        raise BadValueError(f"{name!r} is not a fabric that joins nodes", hint=hint)
+        raise BadValueError(f"{name!r} is not a link between nodes", hint=hint)
     return found
 
 

@@ -1,1 +1,1 @@
-"""Models as they are: Hugging Face causal LMs or any nn.Module, built on meta, described, filled. No parallelism."""
+"""Hugging Face causal LMs or any nn.Module: built on meta, described, filled with weights. No parallelism."""

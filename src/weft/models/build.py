@@ -22,20 +22,20 @@ from weft.core.vocabulary import padded
 from weft.models.hf_config import config_from_folder, config_from_type, sentence, text_config, with_vocabulary
 from weft.zoo.hub import model_folder
 
-# what constructors of Hugging Face models raise over sizes that do not fit together
+# exceptions of Hugging Face constructors on inconsistent sizes
 _CANNOT_BUILD = (
     ImportError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AssertionError,
 )  # fmt: skip
-# registered as causal LMs by transformers, and not causal as they stand: benchmarks/families_train.py checks them all
+# transformers registers these as causal LMs; by default they are not causal (checked by benchmarks/families_train.py)
 _NOT_CAUSAL = {
     "cpmant": "the prompt is read in both directions",
     "xlm": "it is a masked LM unless causal = true is set in [model.config]",
-    "xlnet": "it is causal only under a permutation mask, which weft does not make",
+    "xlnet": "it is causal only under a permutation mask, which weft does not build",
 }
 
 
 def build_config(spec: ModelSpec, *, vocab_size: int, end_of_document: int | None = None) -> Any:
-    """The HF config; a random-weight model without a vocab_size of its own takes the tokenizer's, rounded up."""
+    """The HF config. A model with random weights and no vocab_size takes the tokenizer's, rounded up."""
     if spec.path is not None:
         folder = model_folder(spec.path, revision=spec.revision)
         config = config_from_folder(folder, spec.config, name=spec.path)
@@ -49,18 +49,18 @@ def build_config(spec: ModelSpec, *, vocab_size: int, end_of_document: int | Non
 
 
 def build_skeleton(config: Any, *, attention: str = "sdpa") -> nn.Module:
-    """The model of `config`: parameters on meta in float32, tied weights tied, buffers real on the CPU.
+    """Build the model of `config`: parameters on meta in float32, weights tied, buffers real on the CPU.
 
-    A family without torch's fused attention computes its own ("eager"), whatever was asked.
+    A family without SDPA support uses "eager" attention, whatever `attention` is.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     has_fused = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
-    # transformers 5.17 hands soft-capping to the fused kernel, which leaves it out without a word
+    # transformers 5.17 passes soft-capping to the SDPA kernel, which silently ignores it
     if not has_fused or getattr(config, "attn_logit_softcapping", None):
         attention = "eager"
     try:
-        # what a constructor draws at random (a buffer of projections) must be the same on every rank
+        # random values of a constructor (a buffer of projections) must be equal on all ranks
         with torch.random.fork_rng(devices=[]), parameters_on_meta(), _skip_initialisation():
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(
@@ -79,7 +79,7 @@ def build_skeleton(config: Any, *, attention: str = "sdpa") -> nn.Module:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, every parameter a module registers is moved to the meta device; buffers stay real.
+    """Move every parameter to the meta device as a module registers it; buffers stay real.
 
     `torch.device("meta")` alone would leave buffers and plain tensor attributes without values.
     """
@@ -100,22 +100,22 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def constructed_value(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The value the constructor itself gave a small parameter (a gate at zero, a slope at 0.8), if it gave one."""
+    """The value that the constructor set on a small parameter (a gate at zero, a slope at 0.8), or None."""
     value: torch.Tensor | None = getattr(parameter, "_weft_constructed", None)
     return value
 
 
 def _remember_constructed(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    # matrices only when constant: one drawn at random here would not depend on the run's seed
+    # matrices only when constant: a random one would not depend on the run's seed
     is_small = value.is_floating_point() and 0 < value.numel() <= _HugeOnMeta.SMALL_ELEMENTS
     if is_small and not value.isnan().any() and (value.ndim < 2 or bool(value.min() == value.max())):
         parameter._weft_constructed = value.clone()  # type: ignore[attr-defined]
 
 
 class _HugeOnMeta(TorchFunctionMode):
-    """Tensors beyond a gigabyte are created on meta at once: one fused expert tensor can exceed a host's memory.
+    """Creates tensors beyond a gigabyte on meta: one fused expert tensor can exceed host memory.
 
-    Small ones without values are filled with NaN, so that they are not taken for values the constructor chose.
+    Fills small uninitialised tensors with NaN, to distinguish them from values that the constructor set.
     """
 
     HUGE_ELEMENTS = 2**28
@@ -136,8 +136,8 @@ class _HugeOnMeta(TorchFunctionMode):
 
 @contextmanager
 def _skip_initialisation() -> Iterator[None]:
-    """torch's own initialisers do nothing inside: values drawn for a tensor about to leave for meta are wasted."""
-    # transformers keeps its own references to these functions, taken when it is first imported: never from in here
+    """Disable torch.nn.init: values of tensors that move to meta would be wasted."""
+    # transformers binds these functions at its first import, which must come before the patch
     import transformers.modeling_utils  # noqa: F401
 
     names = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
@@ -158,13 +158,13 @@ def _skip_initialisation() -> Iterator[None]:
 
 
 def _require_causal(model: Any) -> None:
-    """Families that are encoders by default would train to a loss near zero by reading the answer."""
+    """Refuse models that see the tokens they predict: their loss would fall to near zero."""
     if getattr(text_config(model.config), "is_causal", True) is False:
         raise ModelError(
             f"{type(model).__name__} with is_causal = false sees the tokens it is to predict",
             hint="leave is_causal out of the model's config",
         )
-    # some decoders' configs carry the flag too and never read it; a family that reads it keeps it in its layers
+    # some decoders' configs have the flag and never read it; a family that reads it stores it in its layers
     if not getattr(model.config, "is_decoder", True) and any(
         getattr(module, "is_decoder", None) is False for module in model.modules()
     ):
@@ -183,7 +183,7 @@ def _require_trainable_here(config: Any, *, vocab_size: int) -> None:
     text = text_config(config)
     if getattr(text, "output_router_logits", False):
         raise NotBuiltError(
-            "the router's auxiliary loss (output_router_logits = true) is not part of weft's loss",
+            "the router's auxiliary loss (output_router_logits = true) is not supported",
             hint="set output_router_logits = false in [model.config]",
         )
     model_vocabulary = getattr(text, "vocab_size", None)

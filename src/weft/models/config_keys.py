@@ -1,12 +1,12 @@
-"""`known_keys`: what an HF config of a class may hold: its fields, its aliases, and whatever transformers' code reads.
+"""`known_keys`: the keys that an HF config may hold: its fields, its aliases, and keys that transformers' code reads.
 
 Published configs carry keys that the class does not declare and the model reads (`getattr(config, "head_dim", None)`).
-A key that nobody reads is a misspelling, which transformers would keep and ignore. The sources are parsed, never run:
+A key that no code reads is a misspelling, which transformers would silently ignore. The sources are parsed, never run:
 
-    modeling_X.py, and what it uses of the modules it imports    config.KEY, getattr(config, "KEY"), hasattr
+    modeling_X.py, and the code it uses from its imports         config.KEY, getattr(config, "KEY"), hasattr
     configuration_X.py, and its parents                          kwargs.pop("KEY"), kwargs["KEY"]
 
-Of a package with several configs (text, vision) a class that is annotated with another one is left out.
+In a package with several configs (text, vision), classes annotated with another config are skipped.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# of a config.json, written by transformers for itself
+# metadata that transformers writes to config.json
 _METADATA = frozenset({"model_type", "torch_dtype", "transformers_version", "architectures"})
-_READ_OF_ALL = frozenset({"tie_word_embeddings"})  # by the parent class of every model
-# transformers folds them into rope_parameters, in every config that has one
+_READ_OF_ALL = frozenset({"tie_word_embeddings"})  # read by the parent class of every model
+# transformers merges these into rope_parameters, where a config has it
 ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
 _READ_WITH_ROPE = ROPE_KEYS | {"original_max_position_embeddings"}
-# modules beside transformers.models that model code hands its config to
+# modules outside transformers.models that model code passes its config to
 _FOLLOWED = ("transformers.models.", "transformers.masking_utils", "transformers.modeling_rope_utils")
 _LOOKUPS = {"getattr", "hasattr"}
 _MAPPING_READS = {"pop", "get", "setdefault"}
 
 
 def known_keys(config: Any) -> frozenset[str]:
-    """Every key that means something to `config`, an HF config of any class, or to the model made from it."""
+    """Every key that `config` (an HF config of any class) or its model reads."""
     cls: Any = type(config)
     return _fields(config) | _METADATA | _READ_OF_ALL | (_read_by_code(cls) - _fields_of_parts(config))
 
 
 def constructor_keys(config_class: type) -> frozenset[str]:
-    """Older names that the class's constructor translates: of use only while a config is made."""
+    """Older names that the class's constructor translates; they have a meaning only during construction."""
     found = (_keywords(parent) for parent in config_class.__mro__ if _is_config(parent) and not _is_base(parent))
     return frozenset().union(*found)
 
 
 def parts_of(config: Any) -> dict[str, Any]:
-    """The configs inside a config: text, vision, ..."""
+    """Sub-configs of a config: text, vision, ..."""
     return {key: value for key, value in vars(config).items() if _is_config(type(value))}
 
 
@@ -59,7 +59,7 @@ def _fields(config: Any) -> frozenset[str]:
 
 
 def _fields_of_parts(config: Any) -> frozenset[str]:
-    """At the top they would be kept and read by nobody: they belong into their part."""
+    """Fields of the sub-configs; at the top level no code would read them."""
     return frozenset().union(*(_fields(part) for part in parts_of(config).values()))
 
 
@@ -75,7 +75,7 @@ def _is_base(cls: type) -> bool:
 
 @cache
 def _read_by_code(config_class: type) -> frozenset[str]:
-    """The attributes of this config that the code of its models reads."""
+    """Attributes of this config that the code of its models reads."""
     reader = _Reader(config_class)
     for name in _model_modules(config_class):
         reader.read_module(name)
@@ -89,7 +89,7 @@ def _declared(config_class: Any) -> set[str]:
 
 
 def _is_internal(config_class: type, key: str) -> bool:
-    """Methods, private names, and whole configs: a part that the class has is among its fields."""
+    """Whether the key is a method, a private name or a sub-config (those are among the fields)."""
     return key.startswith("_") or key.endswith("config") or callable(getattr(config_class, key, None))
 
 
@@ -105,7 +105,7 @@ def _model_modules(config_class: type) -> set[str]:
 
 @dataclass(frozen=True)
 class _Module:
-    """The top level of one source file: definitions, and where other names come from."""
+    """Top level of one source file: definitions, and the origin of imported names."""
 
     definitions: dict[str, ast.AST]
     imports: dict[str, tuple[str, str]]
@@ -133,14 +133,14 @@ def _parse(name: str) -> _Module | None:
 
 
 class _Reader:
-    """Collects what is read of one config class, from a module's definitions and all that they refer to."""
+    """Collects the keys of one config class that a module's definitions, and all they refer to, read."""
 
     def __init__(self, config_class: type) -> None:
         self.keys: set[str] = set()
         self._part_name = getattr(config_class, "base_config_key", "")
         self._has_parts = bool(getattr(config_class, "sub_configs", None))
         self._own = {cls.__name__ for cls in config_class.__mro__}
-        # layers of a text part are sometimes annotated with the config around it
+        # layers of a text model are sometimes annotated with the parent config
         around = set() if self._has_parts or not self._part_name else set(_composites_beside(config_class))
         self._others = set(_configs_beside(config_class)) - self._own - around
         self._seen: set[tuple[str, str]] = set()
@@ -171,7 +171,7 @@ class _Reader:
                 self._read(module_name, node.id)
 
     def _is_own(self, holder: str) -> bool:
-        """`config` is the class's own; `text_config` is one where the class is the text part, or has no parts."""
+        """Whether the name refers to this class: `text_config` does for the text config or without sub-configs."""
         return holder == "config" or holder == self._part_name or not (self._part_name or self._has_parts)
 
     def _is_of_another(self, definition: ast.AST) -> bool:
@@ -180,7 +180,7 @@ class _Reader:
 
 
 def _is_followed(module: str) -> bool:
-    # the auto classes look at every config, and none of that is the model's
+    # the auto classes read keys of every config, none specific to this model
     return module.startswith(_FOLLOWED) and not module.startswith("transformers.models.auto")
 
 
@@ -190,7 +190,7 @@ def _configs_beside(config_class: type) -> dict[str, Any]:
 
 
 def _composites_beside(config_class: type) -> dict[str, Any]:
-    """Those that have this one as a part, or another."""
+    """Configs of the package that have sub-configs."""
     beside = _configs_beside(config_class)
     return {name: cls for name, cls in beside.items() if getattr(cls, "sub_configs", None)}
 
@@ -213,7 +213,7 @@ def _last_name(node: ast.AST) -> str:
 
 
 def _config_annotations(definition: ast.AST) -> Iterator[str]:
-    """The classes that `config` is declared as: an argument of a constructor or function, an attribute of a class."""
+    """Classes that `config` is annotated with: as an argument of a constructor or function, or as a class attribute."""
     for node in ast.walk(definition):
         named = node.arg if isinstance(node, ast.arg) else _last_name(getattr(node, "target", node))
         if isinstance(node, ast.arg | ast.AnnAssign) and named == "config":
@@ -230,7 +230,7 @@ def _names_in(annotation: ast.AST | None) -> Iterator[str]:
 
 @cache
 def _keywords(config_class: type) -> frozenset[str]:
-    """Names that a config class takes out of its keyword arguments."""
+    """Names that a config class pops from its keyword arguments."""
     module = _parse(config_class.__module__)
     definition = module.definitions.get(config_class.__name__) if module else None
     return frozenset(_keyword_reads(definition)) if definition is not None else frozenset()

@@ -1,8 +1,8 @@
-"""Between the names and shapes in a checkpoint and those in the model, by transformers' own rules. It reads no files.
+"""Converts names and shapes between a checkpoint and the model, by transformers' own rules. It reads no files.
 
 The only file that touches transformers' conversion machinery, which is public by name but young: test_pretrained.py and
 test_hf_export.py fail when it moves. Loading: all renamings, then at most one converter, then the base-model prefix is
-added or taken away. Saving is the mirror image: at most one converter, then the renamings, in reverse order.
+added or removed. Saving is the inverse: at most one converter, then the renamings, in reverse order.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Conversion:
-    """Some tensors that become some others in one go, such as the experts' matrices that become one 3-D tensor."""
+    """A group of stored tensors converted together, such as the experts' matrices that become one 3-D tensor."""
 
-    first_target: str  # the name transformers expands the other targets from
+    first_target: str  # transformers derives the other targets from this name
     converter: Any
     parts: list[tuple[str, str]] = field(default_factory=list)  # (pattern, key), in the order of conversion
     shapes: dict[str, Shape] = field(default_factory=dict)  # of every target
@@ -41,8 +41,8 @@ class Conversion:
     def run(
         self, model: PreTrainedModel, load: Callable[[str], torch.Tensor], *, experts: slice | None = None
     ) -> Tensors:
-        """Convert what `load` gives for each key; `experts` keeps only those entries of each pattern's list."""
-        # a converter collects tensors in itself: after a failed read, a shared one would still hold some
+        """Convert the tensors that `load` returns per key; `experts` selects entries of each pattern's list."""
+        # a converter accumulates tensors: after a failed read, a shared one would keep them
         converter = copy.deepcopy(self.converter)
         for pattern, key in self._chosen(experts):
             converter.add_tensor(self.first_target, key, pattern, load(key))
@@ -51,7 +51,7 @@ class Conversion:
 
     @property
     def stacks_experts(self) -> bool:
-        """Whether entry e of dimension 0 is made of the e-th tensor of each pattern alone."""
+        """Whether entry e of dimension 0 depends only on the e-th tensor of each pattern."""
         first, *rest = self.converter.operations
         joined_inside = all(type(op) is Concatenate and op.dim > 0 for op in rest)
         return type(first) is MergeModulelist and first.dim == 0 and joined_inside
@@ -67,7 +67,7 @@ class Conversion:
 
 @dataclass
 class LoadPlan:
-    """How each name of a model is obtained from stored tensors."""
+    """Source of each of the model's tensors: a stored tensor or a conversion."""
 
     direct: dict[str, str] = field(default_factory=dict)  # name in the model -> stored name
     converted: dict[str, Conversion] = field(default_factory=dict)
@@ -80,13 +80,13 @@ class LoadPlan:
 
 
 def plan_load(model: PreTrainedModel, stored: Mapping[str, Shape]) -> LoadPlan:
-    """Which stored tensors make which of the model's; shapes of converted ones are found on the meta device."""
+    """Map stored tensors to the model's; shapes of converted ones are computed on the meta device."""
     # with "legacy" rules (gamma, beta) on purpose: old checkpoints are read too
     renamings, converters = _split(get_model_conversion_mapping(model))
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = model.state_dict()
     plan, conversions = LoadPlan(), dict[str, Conversion]()
-    # some renamings remember what they saw: transformers' own order decides
+    # some renamings are stateful: keep transformers' order
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = _model_name(key, renamings=renamings, converters=converters, model=model, state=state)
         if name not in state:
@@ -107,7 +107,7 @@ def _model_name(
     """The model's name for a stored one, and the converter's pattern that matched it."""
     prefix = model.base_model_prefix
     name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-    if name not in state and key in state:  # a rule that caught a name which was already the model's
+    if name not in state and key in state:  # the rule matched a name that was already the model's
         name, pattern = rename_source_key(key, [], [], prefix, state)
     return name, pattern
 
@@ -117,7 +117,7 @@ def _plan_conversion(
 ) -> None:
     try:
         made = conversion.run(model, lambda key: torch.empty(stored[key], device="meta"))
-    except Exception as error:  # operations raise whatever torch raises on shapes that do not fit
+    except Exception as error:  # any error of torch on inconsistent shapes
         plan.failed[conversion.first_target] = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         return
     conversion.shapes = {name: tuple(value.shape) for name, value in made.items()}
@@ -128,7 +128,7 @@ def _plan_conversion(
 class SavePlan:
     """The model's tensors under the names and in the shapes that checkpoints of its family have on the hub.
 
-    `units` are the sets of names that are converted together; most hold one. `convert` takes one whole unit.
+    `units` are the sets of names that are converted together, most of size one. `convert` takes one full unit.
     """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
@@ -147,11 +147,11 @@ class SavePlan:
 
     @classmethod
     def build(cls, model: PreTrainedModel, names: Iterable[str]) -> SavePlan | None:
-        """The plan, or None where the family's rules cannot be run backwards and forwards again without loss."""
+        """The plan, or None where the family's rules do not invert without loss."""
         names = list(names)
         try:
             plan = cls(model, names)
-        except Exception:  # a rule without a reverse; transformers raises many kinds
+        except Exception:  # a rule without an inverse; transformers raises exceptions of many kinds
             return None
         return plan if plan._loads_back(names) else None
 
@@ -197,7 +197,7 @@ class SavePlan:
 
 def _reverse_rules(model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
     rules = get_model_conversion_mapping(model, add_legacy=False)
-    # a prefix change only says what may be dropped on load; run backwards it would add a prefix nobody had
+    # a prefix change only allows dropping a prefix on load; inverted it would add one
     kept = [rule for rule in rules if not isinstance(rule, PrefixChange)]
     return _split([rule.reverse_transform() for rule in reversed(kept)])
 

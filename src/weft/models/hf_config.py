@@ -1,8 +1,8 @@
 """Hugging Face configs from a type or a folder, with the overrides of `[model.config]`. No model is built here.
 
-One rule decides about keys, whichever way they come (`config_keys`): what the class declares or transformers' code
-reads is taken. A key of `[model.config]` that nobody reads is an error; in a config.json, where published ones carry
-remains of other programs, it is a note.
+One rule decides about keys (`config_keys`): a key is accepted if the class declares it or transformers' code reads it.
+Any other key is an error in `[model.config]`, and a note in a config.json, since published files carry leftovers of
+other programs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from weft.core.json_files import read_json_table
 from weft.models.config_keys import ROPE_KEYS, constructor_keys, known_keys, parts_of
 from weft.zoo.hub import CONFIG_NAME
 
-# keys that nobody reads, and no misspelling either: files of other programs and of older versions have them
+# unread keys that are no misspellings: files of other programs and older versions have them
 _FREE_TEXT = ("_", "auto_map")
-_NEAR = 0.5  # of an override, which is an error whatever it is near to
-_SURELY_NEAR = 0.85  # of a key in config.json: only a likely misspelling is worth a line
+_NEAR = 0.5  # for a hint on an override, which is an error in any case
+_SURELY_NEAR = 0.85  # for a key of config.json: only a likely misspelling is reported
 
 
 def config_from_type(model_type: str, overrides: Mapping[str, Any]) -> Any:
@@ -44,7 +44,7 @@ def config_from_type(model_type: str, overrides: Mapping[str, Any]) -> Any:
 
 
 def config_from_folder(folder: Path, overrides: Mapping[str, Any], *, name: str) -> Any:
-    """What config.json says, with `overrides` put in; a part (text_config) is changed, not replaced."""
+    """The config of config.json with `overrides`; a sub-config (text_config) is updated, not replaced."""
     from transformers import AutoConfig
 
     _require_own_code(folder, name=name)
@@ -59,7 +59,7 @@ def config_from_folder(folder: Path, overrides: Mapping[str, Any], *, name: str)
 
 
 def with_vocabulary(model_type: str, overrides: dict[str, Any], *, vocab_size: int, end: int | None) -> dict[str, Any]:
-    """`overrides` with a vocabulary and special tokens inside it, in the text part where the config has several."""
+    """`overrides` plus vocab_size and special token ids inside it, in the text config if there is one."""
     config = config_from_type(model_type, {})
     text = text_config(config)
     nested = next((key for key, value in vars(config).items() if value is text and text is not config), None)
@@ -74,10 +74,10 @@ def with_vocabulary(model_type: str, overrides: dict[str, Any], *, vocab_size: i
 
 
 def _special_tokens(config: Any, overrides: dict[str, Any], end_of_document: int | None) -> dict[str, Any]:
-    """A family's default begin, end and padding ids may lie outside a small vocabulary; those are replaced."""
+    """Replace default begin, end and padding ids that lie outside a small vocabulary."""
     replaced: dict[str, Any] = {}
     if not isinstance(overrides["vocab_size"], int):
-        return replaced  # the config class refuses it by name
+        return replaced  # the config class raises an error that names it
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         default, last = getattr(config, key, None), overrides["vocab_size"] - 1
         if key not in overrides and isinstance(default, int) and default > last:
@@ -96,10 +96,10 @@ def _accepts(cls: type, key: str, value: Any) -> bool:
 
 
 def unread_keys(folder: Path, config: Any) -> list[str]:
-    """A sentence for each key of the folder's config.json that is probably misspelt: nobody reads it."""
+    """One sentence for each key of the folder's config.json that no code reads and that looks misspelt."""
     cls = type(config)
     try:
-        fresh = _default(cls)  # `config` has kept every key of the file, misspelt ones too
+        fresh = _default(cls)  # `config` holds every key of the file, misspelt ones too
     except ModelError:
         return []  # a class without defaults has nothing to compare with
     found = _unknown(fresh, read_json_table(folder / CONFIG_NAME), extra=constructor_keys(cls))
@@ -111,24 +111,24 @@ def unread_keys(folder: Path, config: Any) -> list[str]:
 
 
 def text_config(config: Any) -> Any:
-    """The language model's part of a config, or the config itself."""
+    """The text config inside a config, or the config itself."""
     try:
         return config.get_text_config()
     except ValueError:
         raise ModelError(
-            f"a {config.model_type!r} model has several text parts, so it is no plain causal LM",
-            hint="train one of its parts, or pass the module to weft.Engine with an objective of its own",
+            f"a {config.model_type!r} model has several text parts, so it is not a plain causal LM",
+            hint="train one of its parts, or pass the module and an objective to weft.Engine",
         ) from None
 
 
 def sentence(error: Exception) -> str:
-    """What an exception of another library says, on one line: the reason is often on its second."""
+    """The message of another library's exception, on one line: the reason is often in its second line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) or type(error).__name__
 
 
 def _require_own_code(folder: Path, *, name: str) -> None:
-    """A type that only code inside the folder defines: that code is never run, and nobody is asked whether to."""
+    """Refuse a type that only code inside the folder defines: weft never runs that code."""
     from transformers import CONFIG_MAPPING
 
     fields = read_json_table(folder / CONFIG_NAME)
@@ -138,8 +138,8 @@ def _require_own_code(folder: Path, *, name: str) -> None:
     if isinstance(fields.get("auto_map"), dict) and model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"{name} is a {model_type!r} model, whose code is Python inside its own folder (auto_map),"
-            " and weft runs no code of a model folder",
-            hint="trust_remote_code is never passed on; build the model yourself and pass it to weft.Engine",
+            " and weft does not run code from a model folder",
+            hint="trust_remote_code is always false; build the model yourself and pass it to weft.Engine",
         )
 
 
@@ -164,7 +164,7 @@ def _checked(cls: type, build: Any) -> Any:
 
 
 def _require_known(config: Any, overrides: Mapping[str, Any], *, extra: frozenset[str] = frozenset()) -> None:
-    """Transformers would keep a misspelt key, and ignore it."""
+    """Raise on an unknown key, which transformers would silently ignore."""
     for key, known in _unknown(config, overrides, extra=extra):
         raise ModelError(
             f"{_owner(config, key)} has no {key!r}, and no model code reads it", hint=_hint(config, key, known)
@@ -172,21 +172,21 @@ def _require_known(config: Any, overrides: Mapping[str, Any], *, extra: frozense
 
 
 def _unknown(config: Any, table: Mapping[str, Any], *, extra: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
-    """(key, the known ones beside it) for each key that nobody reads; keys of parts with a dot."""
+    """(key, known keys at its level) for each key that no code reads; keys of sub-configs have a dot."""
     parts, known = parts_of(config), None
     for key, value in table.items():
         if key in parts and isinstance(value, Mapping):
             part = _of_type(parts[key], value.get("model_type"))
             inner = _unknown(part, value, extra=constructor_keys(type(part)))
             yield from ((f"{key}.{name}", names) for name, names in inner)
-        elif key not in config.to_dict():  # parsing sources takes a second: only for what the class does not declare
+        elif key not in config.to_dict():  # parsing sources takes a second: undeclared keys only
             known = known if known is not None else known_keys(config) | extra
             if key not in known:
                 yield key, known
 
 
 def _of_type(part: Any, model_type: Any) -> Any:
-    """The part's own config, or the default of another type that may stand in its place."""
+    """The sub-config, or the defaults of another type that may replace it."""
     from transformers import CONFIG_MAPPING
 
     is_other = isinstance(model_type, str) and model_type != part.model_type and model_type in CONFIG_MAPPING
@@ -202,7 +202,7 @@ def _owner(config: Any, key: str) -> str:
 def _hint(config: Any, key: str, known: frozenset[str]) -> str:
     home = next((part for part, inner in parts_of(config).items() if key in inner.to_dict()), None)
     if home is not None:
-        return f"it belongs to a part of the model: config = {{ {home} = {{ {key} = ... }} }}"
+        return f"it belongs to a sub-config: config = {{ {home} = {{ {key} = ... }} }}"
     near = _nearest(key, known, cutoff=_NEAR)
     return f"did you mean {near!r}?" if near else "see the HF config's fields"
 
@@ -225,7 +225,7 @@ def _with_values(config: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 def _set_rope(config: Any, key: str, value: Any) -> None:
-    """Rotary values live in one table: an attribute beside it is read by nobody."""
+    """Write rotary values into rope_parameters: no code reads them as separate attributes."""
     table = config.rope_parameters
     kinds = [kind for kind, inner in table.items() if isinstance(inner, dict)]
     if kinds and not (isinstance(value, Mapping) and set(kinds) <= value.keys()):

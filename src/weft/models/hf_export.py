@@ -1,7 +1,7 @@
-"""A model's tensors, streamed, into a folder that `AutoModelForCausalLM.from_pretrained` loads. It gathers nothing.
+"""Streams a model's tensors into a folder that `AutoModelForCausalLM.from_pretrained` loads. It gathers nothing.
 
-Names and shapes in the files are those that checkpoints of the family have on the hub (one matrix per expert, say):
-other programs read these. Where transformers cannot turn its own rules around, the model's own names are written, which
+Names and shapes in the files are those of the family's checkpoints on the hub (one matrix per expert, say), which
+other programs read. Where transformers cannot invert its own rules, the model's own names are written, which
 from_pretrained reads as well. Everything is written to a temporary folder beside `out`; the rename is the commit.
 """
 
@@ -51,12 +51,12 @@ def export_folder(
     tied: Mapping[str, str] | None = None,
     tokenizer: Path | None = None,
 ) -> list[Path]:
-    """Write config, weights and tokenizer to `out`, which must not exist or be empty; the files written.
+    """Write config, weights and tokenizer to `out`, which must be new or empty; return the files written.
 
-    `tensors` are whole, under the model's own names, in any order; a tied one may come under any or all of its names.
-    One may be kept until its file is written, so its memory must not be used again for the next.
-    `dtype` is what floating-point tensors are cast to (None: as they come). `tied` maps a tied name to the one stored,
-    found from the model by default; `skeleton` is the model on the meta device, built from `config` by default.
+    `tensors` are full tensors under the model's own names, in any order; a tied one may come under any of its names.
+    A tensor may be held until its file is written, so its memory must not be reused for the next.
+    Floating-point tensors are cast to `dtype` (None: unchanged). `tied` maps a tied name to the one stored,
+    read from the model by default; `skeleton` is the model on the meta device, built from `config` by default.
     """
     _require_free(out)
     model = skeleton if skeleton is not None else _skeleton(config)
@@ -73,7 +73,7 @@ def export_folder(
 
 
 def stored_ties(model: PreTrainedModel) -> dict[str, str]:
-    """Tied name -> the name that is written; what transformers declares, or the first name of the tensor."""
+    """Tied name -> the name that is written: as transformers declares, or the first name of the tensor."""
     first = set(unique_names(model))
     declared = declared_ties(model)
     ties: dict[str, str] = {}
@@ -84,7 +84,7 @@ def stored_ties(model: PreTrainedModel) -> dict[str, str]:
 
 
 class _Stream:
-    """The model's tensors in, stored tensors out: ties resolved, cast, checked, converted unit by unit."""
+    """Turns the model's tensors into stored ones: resolves ties, casts, checks, converts unit by unit."""
 
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype | None, tied: Mapping[str, str]) -> None:
         self._tied = tied
@@ -93,7 +93,7 @@ class _Stream:
         self._shapes = {name: value.shape for name, value in saved_tensors(model).items()}
         self._awaited = {self._stored_name(name) for name in unique_names(model)}
         self._plan = SavePlan.build(model, self._awaited)
-        self._waiting: dict[str, torch.Tensor] = {}  # of units that are not whole yet
+        self._waiting: dict[str, torch.Tensor] = {}  # of incomplete units
         self._num_values: Counter[torch.dtype] = Counter()
 
     def stored(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -113,7 +113,7 @@ class _Stream:
             )
 
     def main_dtype(self) -> torch.dtype:
-        """The floating dtype most values have: what config.json says, and so what from_pretrained loads into."""
+        """The most common floating dtype, which config.json records and from_pretrained loads into."""
         return self._num_values.most_common(1)[0][0] if self._num_values else torch.float32
 
     def _stored_name(self, name: str) -> str:
@@ -123,7 +123,7 @@ class _Stream:
         if tensor.shape != self._shapes[name]:
             found, wanted = list(tensor.shape), list(self._shapes[name])
             raise WeightsError(
-                f"{name!r} is {found}, but {wanted} in the model", hint="export whole tensors, not shards"
+                f"{name!r} is {found}, but {wanted} in the model", hint="export full tensors, not shards"
             )
         tensor = tensor.detach().to("cpu")
         if not tensor.is_floating_point():
@@ -152,7 +152,7 @@ def _kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype | None) -> list[str
 
 
 def _skeleton(config: PretrainedConfig) -> PreTrainedModel:
-    """Names, shapes and ties are all that is wanted of it: nothing in it has values, its buffers neither."""
+    """The model for names, shapes and ties only: parameters and buffers have no values."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
@@ -188,12 +188,12 @@ def _require_free(out: Path) -> None:
 
 @contextmanager
 def _committed_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `out` if the block succeeds, and disappears if it does not."""
+    """A temporary folder that becomes `out` if the block succeeds, and is removed otherwise."""
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
     try:
         yield folder
-        folder.chmod(0o777 & ~_umask())  # mkdtemp makes folders that only their owner may read
+        folder.chmod(0o777 & ~_umask())  # mkdtemp creates folders that only their owner may read
         for file in folder.iterdir():
             sync_path(file)
         sync_path(folder)

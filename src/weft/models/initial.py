@@ -1,8 +1,8 @@
-"""Initial weights that depend on (seed, module name) alone: the same at any layout and any world size.
+"""Initial weights that depend on (seed, module name) only: equal at any layout and any world size.
 
-One unit at a time is given real memory on a meta-device skeleton and initialised by the model's own rules
+One unit at a time of a meta-device skeleton gets real memory and is initialised by the model's own rules
 (`_init_weights` of Hugging Face, `reset_parameters` of torch), children before parents; then it returns to meta.
-So no rank ever holds more than one unit beyond its own shards.
+So a rank holds at most one unit beyond its own shards.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Reader = Callable[[Index], torch.Tensor]
 
 
 class WeightSource(Protocol):
-    """Where values come from: for each wanted parameter, a function from a global index to that slice."""
+    """A source of weights: for each wanted parameter, a function from a global index to that slice."""
 
     def readers(self, names: Collection[str]) -> Iterator[tuple[str, Reader]]: ...
 
 
 @runtime_checkable
 class StoresBuffers(Protocol):
-    """A source that has values of persistent buffers too, under names that its `readers` take."""
+    """A source that has persistent buffers too, under names that its `readers` accept."""
 
     def buffer_names(self) -> list[str]: ...
 
@@ -42,7 +42,7 @@ class InitialWeights:
         self._layout = layout
         self._seed = seed
         self._device = device
-        self.by_rule: list[str] = []  # parameters the model's own code left without a value
+        self.by_rule: list[str] = []  # parameters that the model's own code does not initialise
 
     def readers(self, names: Collection[str]) -> Iterator[tuple[str, Reader]]:
         wanted = set(names)
@@ -78,8 +78,8 @@ class InitialWeights:
                 _replace(self._skeleton, self._layout, name, placed[name])
 
     def _drawn_by(self, names: list[str], modules: set[str]) -> dict[str, set[str]]:
-        """The modules that draw each tied weight: the owner whose values transformers keeps when it ties (an embedding
-        with its padding row of zeros, not the head) and what that owner, but no other, is part of."""
+        """The modules that initialise each tied weight: the owner whose values transformers keeps (an embedding
+        with its padding row of zeros, not the head) and the modules that contain only that owner."""
         sources = set((getattr(self._skeleton, "all_tied_weights_keys", None) or {}).values())
         drawn_by = {}
         for name in {canonical for canonical in self._layout.ties.values() if canonical in names}:
@@ -91,7 +91,7 @@ class InitialWeights:
         return drawn_by
 
     def _blank(self, like: nn.Parameter) -> nn.Parameter:
-        """NaN marks what the model's own code does not initialise; left as found, it would be random memory."""
+        """A parameter of NaN, which marks the values that the model's own code does not initialise."""
         values = torch.full(like.shape, float("nan"), dtype=like.dtype, device=self._device)
         return nn.Parameter(values, requires_grad=like.requires_grad)
 
@@ -115,7 +115,7 @@ class InitialWeights:
 
 
 def _above(parameter: str) -> set[str]:
-    """The module that has the parameter, and every module around that."""
+    """The module that owns the parameter, and every module that contains it."""
     parts = parameter.split(".")[:-1]
     return {".".join(parts[:depth]) for depth in range(len(parts) + 1)}
 
@@ -159,7 +159,7 @@ def _initialise_module(module: nn.Module, owner: Any) -> None:
 
 
 def _replace(model: nn.Module, layout: ModelLayout, name: str, parameter: nn.Parameter) -> None:
-    """Put `parameter` at `name` and at every alias tied to it."""
+    """Set `parameter` at `name` and at every alias tied to it."""
     for alias in (name, *(alias for alias, canonical in layout.ties.items() if canonical == name)):
         owner, _, key = alias.rpartition(".")
         model.get_submodule(owner)._parameters[key] = parameter

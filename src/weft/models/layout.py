@@ -1,6 +1,6 @@
-"""What a model is made of: its repeated blocks, its tied weights and the unit that holds each parameter.
+"""Structure of a model: its repeated blocks, its tied weights and the unit of each parameter.
 
-A unit is what a sharding strategy gathers at once: one block, or the root, which holds all the rest.
+A unit is gathered at once by a sharding strategy: one block, or the root, which holds all other parameters.
 It describes; it changes nothing. Names are the parameters' own (Hugging Face) names.
 """
 
@@ -25,7 +25,7 @@ class ModelLayout:
     ties: dict[str, str]
     unit_of: dict[str, str]
     notes: tuple[str, ...] = field(default=())
-    copies: dict[str, str] = field(default_factory=dict)  # names here -> the tied weight's first name, on another stage
+    copies: dict[str, str] = field(default_factory=dict)  # local name -> the tied weight's first name, on another stage
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ class ModelLayout:
 
 
 def describe(model: nn.Module, *, blocks: Sequence[str] | None = None) -> ModelLayout:
-    """The layout of `model`; `blocks` names them by hand where the finder should not decide."""
+    """The layout of `model`; `blocks` overrides the detected blocks."""
     found = find_blocks(model) if blocks is None else _named_blocks(model, blocks)
     ties = find_ties(model)
     kept, notes = _keep_ties_together(model, found, ties)
@@ -42,16 +42,16 @@ def describe(model: nn.Module, *, blocks: Sequence[str] | None = None) -> ModelL
 
 
 def require_blocks(layout: ModelLayout) -> None:
-    """Sharded strategies gather unit by unit; without blocks the unit would be the whole model."""
+    """Raise without blocks: sharded strategies gather unit by unit, and the unit would be the full model."""
     if not layout.blocks:
         raise NoBlocksError(
-            "the model has no repeated blocks, so sharding it would gather the whole model at once",
+            "the model has no repeated blocks, so sharding it would gather the full model at once",
             hint="name them: Engine(..., blocks=['encoder.layers']), or use zero = 0",
         )
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """The names of the repeated blocks: what HF declares indivisible, else the outermost lists of modules."""
+    """Names of the repeated blocks: classes that HF declares indivisible, else the outermost lists of modules."""
     declared = getattr(model, "_no_split_modules", None) or ()
     by_class = [name for name, module in model.named_modules() if type(module).__name__ in set(declared)]
     blocks = _outermost(by_class) or _outermost(_members_of_lists(model))
@@ -87,7 +87,7 @@ def _members_of_lists(model: nn.Module) -> list[str]:
 
 
 def _outermost(names: list[str]) -> list[str]:
-    """Names that are not inside another of them: experts inside a block are not blocks."""
+    """Names that are not nested in another one: experts inside a block are not blocks."""
     kept: list[str] = []
     for name in names:
         if not any(name.startswith(f"{other}.") for other in kept):
@@ -96,7 +96,7 @@ def _outermost(names: list[str]) -> list[str]:
 
 
 def _named_blocks(model: nn.Module, given: Sequence[str]) -> list[str]:
-    """The blocks a person named: each once, with parameters, none inside another."""
+    """Check the blocks that the user named: each once, with parameters, none nested."""
     names = dict.fromkeys(name for entry in given for name in _expand(model, entry))
     for name in names:
         for other in names:
@@ -110,7 +110,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _expand(model: nn.Module, name: str) -> list[str]:
-    """A list's name stands for its members; any other name for itself."""
+    """Expand the name of a list to its members; return any other name as is."""
     try:
         module = model.get_submodule(name)
     except AttributeError:
@@ -123,7 +123,7 @@ def _expand(model: nn.Module, name: str) -> list[str]:
 
 
 def _keep_ties_together(model: nn.Module, blocks: list[str], ties: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Blocks that share a weight with another unit become part of the root unit, so no weight has two owners."""
+    """Merge blocks that share a weight with another unit into the root unit, so no weight has two owners."""
     notes = []
     kept = list(blocks)
     for alias, canonical in ties.items():
@@ -136,7 +136,7 @@ def _keep_ties_together(model: nn.Module, blocks: list[str], ties: dict[str, str
 
 
 def _unit_of(parameter: str, blocks: Sequence[str]) -> str:
-    # blocks never nest, so at most one is a prefix; the walk goes up the name instead of over all blocks
+    # blocks never nest, so at most one is a prefix: search the prefixes of the name, not all blocks
     owners = set(blocks)
     parts = parameter.split(".")
     for depth in range(len(parts) - 1, 0, -1):

@@ -1,7 +1,7 @@
-"""Weights of a Hugging Face folder for a skeleton on the meta device: any slice of any parameter, read when asked for.
+"""Weights of a Hugging Face folder for a skeleton on the meta device: any slice of any parameter, read on demand.
 
-It fills nothing and holds nothing: the caller asks for the slices its rank owns. Everything that can be wrong (files,
-names, shapes, formats) is found when it is built, from the headers, before a byte of data is read.
+It fills nothing and holds nothing: the caller reads the slices that its rank owns. All errors (files,
+names, shapes, formats) are raised on construction, from the headers, before any data is read.
 
     name in the model -> tie group -> stored tensor (perhaps renamed), or a conversion of several -> the wanted slice
 """
@@ -27,7 +27,7 @@ _SHOWN = 3
 
 
 class PretrainedWeights:
-    """Named tensors of `folder` as `skeleton` wants them; a context manager that closes the files.
+    """Tensors of `folder` under the names and shapes of `skeleton`; a context manager that closes the files.
 
     `allow_missing` are names (or patterns with *) that may have no source: they are listed by `missing()`.
     """
@@ -58,16 +58,16 @@ class PretrainedWeights:
         return [name for name in unique_names(self._skeleton) if name not in self._missing]
 
     def buffer_names(self) -> list[str]:
-        """The persistent buffers among `names`: a router's bias is no constant that a constructor knows."""
+        """The persistent buffers among `names`: a constructor cannot set a router's trained bias."""
         buffers = {name for name, _ in self._skeleton.named_buffers()}
         return [name for name in self.names() if name in buffers]
 
     def missing(self) -> list[str]:
-        """Names without a source that were allowed to have none; the caller gives them values."""
+        """Names without a source that were allowed to have none; the caller initialises them."""
         return list(self._missing)
 
     def unexpected(self) -> list[str]:
-        """Stored tensors that the model has no use for, those aside that its family declares harmless."""
+        """Stored tensors that the model does not use, without those that its family ignores."""
         harmless = _ignorable(self._skeleton)
         spare = self._plan.unexpected.items()
         return [
@@ -102,7 +102,7 @@ class PretrainedWeights:
         return _compact(made[(slice(None), *wanted[1:])])
 
     def _sources(self, name: str) -> list[str]:
-        """The names of the tie group that have a source, the asked one first."""
+        """Names of the tie group that have a source, the requested one first."""
         group = sorted(self._ties.get(name, {name}), key=lambda other: (other != name, other))
         return [other for other in group if other in self._plan.direct or other in self._plan.converted]
 
@@ -118,7 +118,7 @@ class PretrainedWeights:
         declared = getattr(self._skeleton, "_keys_to_ignore_on_load_missing", None) or ()
         for name in without:
             if name in buffers and any(re.search(rule, name) for rule in declared):
-                continue  # a constant that the family's own checkpoints leave out
+                continue  # a constant that the family's checkpoints omit
             if not any(fnmatchcase(name, pattern) for pattern in allowed):
                 raise self._no_source(name, num_without=len(without))
         return without
@@ -128,7 +128,7 @@ class PretrainedWeights:
         reason = f": {why}" if why else f" ({num_without} of {len(self._shapes)} tensors have none)"
         return WeightsError(
             f"{self._files.folder} has no usable source for {name!r}{reason}",
-            hint=_spare_hint(self.unexpected()) or "is this the config of another model? or a shard left out?",
+            hint=_spare_hint(self.unexpected()) or "do config and weights belong together? is a shard missing?",
         )
 
     def _check_shapes(self) -> None:
@@ -144,7 +144,7 @@ class PretrainedWeights:
             )
 
     def _check_dtypes(self) -> None:
-        """An fp8 or packed tensor would load as numbers without its scales: wrong without a word."""
+        """Refuse fp8 and packed tensors, which would load without their scales: silently wrong."""
         state = saved_tensors(self._skeleton)
         for name, key in self._stored_parts():
             stored = self._files.stored[key]
@@ -161,7 +161,7 @@ class PretrainedWeights:
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers under every name they have; not the extra state some modules keep."""
+    """Parameters and persistent buffers under all their names, without the extra state of modules."""
     return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
@@ -173,7 +173,7 @@ def unique_names(model: PreTrainedModel) -> list[str]:
 
 
 def tie_groups(model: PreTrainedModel) -> dict[str, frozenset[str]]:
-    """For each tied name all the names of that tensor, by identity and by what the model declares."""
+    """Tied name -> all names of that tensor, by identity and by the model's declaration."""
     groups: dict[int, set[str]] = {}
     owner: dict[str, int] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -193,13 +193,13 @@ def declared_ties(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _compact(part: torch.Tensor) -> torch.Tensor:
-    """A part in memory of its own: a view would keep the whole converted tensor alive."""
-    whole = part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
-    return part if whole else part.clone(memory_format=torch.contiguous_format)
+    """Copy a slice into its own memory: a view would keep the full converted tensor alive."""
+    is_full = part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
+    return part if is_full else part.clone(memory_format=torch.contiguous_format)
 
 
 def _ignorable(model: PreTrainedModel) -> list[str]:
-    """Patterns of stored names that transformers drops without a word; buffers that used to be saved among them."""
+    """Patterns of stored names that transformers silently drops, formerly saved buffers among them."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()]
     for ending in ("rotary_emb.inv_freq", "position_ids"):

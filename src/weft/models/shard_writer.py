@@ -1,4 +1,4 @@
-"""Tensors into numbered safetensors files of a bounded size, one file's worth in memory at a time. No names mapped.
+"""Writes tensors to numbered safetensors files of bounded size, with at most one file in memory. No names mapped.
 
 Files get their final names (`model-00001-of-00007.safetensors`) in `finish`, when their number is known.
 """
@@ -28,7 +28,7 @@ class ShardWriter:
         self._total_values = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one CPU tensor; the previous ones are written first if it would not fit beside them."""
+        """Add one CPU tensor; flush the pending ones first if it would exceed the size of a file."""
         if self._pending and self._pending_bytes + tensor.nbytes > self._max_shard_bytes:
             self._flush()
         self._pending[name] = tensor.contiguous()
@@ -37,7 +37,7 @@ class ShardWriter:
         self._total_values += tensor.numel()
 
     def finish(self) -> None:
-        """Write the rest, name the files for good, and write the index if there are several."""
+        """Write the pending tensors, give the files their final names, and write the index if there are several."""
         self._flush()
         for number in range(self._num_shards):
             self._temporary(number).rename(self._folder / self._final_name(number))
@@ -47,7 +47,7 @@ class ShardWriter:
     def _flush(self) -> None:
         if not self._pending:
             return
-        # transformers refuses files without this note on who wrote the tensors
+        # transformers refuses files without this metadata
         save_file(self._pending, str(self._temporary(self._num_shards)), metadata={"format": "pt"})
         self._shard_of.update(dict.fromkeys(self._pending, self._num_shards))
         self._num_shards += 1

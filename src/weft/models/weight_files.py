@@ -1,7 +1,7 @@
-"""The safetensors files of one Hugging Face folder: what is stored where, and slices of it. No model, no names mapped.
+"""Safetensors files of one Hugging Face folder: the file of each tensor, and slices of it. No model, no names mapped.
 
 `model.safetensors` wins over `model.safetensors.index.json`, as in transformers. All headers are read at the start
-(kilobytes a file), data only in `read`, one open file at a time.
+(kilobytes per file), data only in `read`, one open file at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Stored:
 
 
 class WeightFiles:
-    """Every stored tensor of a folder by name; a context manager that closes the file left open."""
+    """Stored tensors of a folder by name; a context manager that closes the open file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,14 +58,14 @@ class WeightFiles:
         self._open_file, self._handle = None, None
 
     def read(self, name: str, index: Index | None = None) -> torch.Tensor:
-        """The stored tensor, or the part of it that `index` names, in memory of its own."""
+        """The stored tensor, or the slice `index` of it, in its own memory."""
         stored = self.stored[name]
         wanted = full_index(stored.shape, index)
         try:
             part = self._open(stored.file).get_slice(name)[wanted if wanted else ...]
         except (SafetensorError, OSError) as error:
             raise _unreadable(stored.file, error) from error
-        # The slice is a view of the mapped file: kept, it pins the mapping and dies with SIGBUS if the file shrinks.
+        # The slice is a view of the mapped file: without the copy a file that shrinks raises SIGBUS on access.
         return torch.as_tensor(part).clone(memory_format=torch.contiguous_format)
 
     def _open(self, file: Path) -> Any:
@@ -87,11 +87,11 @@ class WeightFiles:
             raise _unreadable(file, error) from error
         for name in names:
             if name not in self.stored:
-                raise WeightsError(f"the weight file {file} lacks {name!r}, which the index promises", hint=_INCOMPLETE)
+                raise WeightsError(f"the weight file {file} lacks {name!r}, which the index lists", hint=_INCOMPLETE)
 
 
 def full_index(shape: Sequence[int], index: Index | None) -> Index:
-    """`index` with every bound spelt out, one slice for each dimension."""
+    """`index` with explicit bounds, one slice per dimension."""
     given = index or ()
     if len(given) > len(shape):
         raise IndexError(f"{len(given)} slices for a tensor of {len(shape)} dimensions")
@@ -102,12 +102,12 @@ def full_index(shape: Sequence[int], index: Index | None) -> Index:
 def _full_slice(one: slice, size: int) -> slice:
     start, stop, step = one.indices(size)
     if step != 1:
-        raise IndexError("a slice of weights has step 1")
+        raise IndexError("slices of weights must have step 1")
     return slice(start, max(start, stop))
 
 
 def _promised_names(folder: Path) -> dict[Path, list[str]]:
-    """The files to read, each with the names the index says it holds."""
+    """The files to read, each with the names that the index lists for it."""
     require_weights(folder, name=str(folder))
     if (folder / SINGLE_NAME).is_file():
         return {folder / SINGLE_NAME: []}

@@ -1,4 +1,4 @@
-"""`Action`: one piece of work of one stage on one micro-batch; its printed form, "2I1", parses back.
+"""`Action`: the work of one stage on one micro-batch; its printed form, "2I1", parses back.
 
 Times and ranks belong to `Schedule` and `Timeline`; sends and receives follow from the stages.
 Printed form: stage, kind, micro-batch, in the letters that torch's pipeline runtime reads.
@@ -14,7 +14,7 @@ from weft.core.errors import BadValueError
 
 
 class Kind(StrEnum):
-    """The kind of work. B is I and W in one piece; U appears only in schedules without a flush."""
+    """The kind of work. B is I and W together; U appears only in schedules without a flush."""
 
     F = "F"  # forward
     B = "B"  # full backward

@@ -14,7 +14,7 @@ IDLE, CONTINUED = "·", "─"
 
 
 def draw_grid(timeline: Timeline, *, columns: int | None = None) -> str:
-    """The grid, folded into blocks of at most `columns` characters where given, and a legend with the idle share."""
+    """The grid, wrapped at `columns` characters if given, and a legend with the idle share."""
     slot = slot_s(timeline)
     rows = [_row(timeline, rank, slot) for rank in range(timeline.schedule.num_ranks)]
     num_slots = max(map(len, rows))

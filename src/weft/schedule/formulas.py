@@ -27,7 +27,7 @@ EQUAL_COSTS_ONLY: Final = frozenset({"zbv", "dualpipev"})  # no closed form for 
 
 
 def _least(a: Value, b: Value) -> Value:
-    """min, elementwise: `min` itself would compare whole arrays. Integers stay integers."""
+    """min, elementwise: `min` itself would compare full arrays. Integers stay integers."""
     return a - _excess(a, b)
 
 

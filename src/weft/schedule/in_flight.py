@@ -1,4 +1,4 @@
-"""Micro-batches in flight per stage and per rank. They follow from the order alone: costs do not change them.
+"""Micro-batches in flight per stage and per rank. They follow from the order only; costs do not matter.
 
 A stage holds a micro-batch's activations from its F until its B; where the backward is split, part of them until I,
 part until W, so both are counted. Peak of a rank = max over time of the sum over its stages.
@@ -37,7 +37,7 @@ def count_in_flight(schedule: Schedule) -> InFlight:
 
 
 def _peaks(schedule: Schedule, *, freed_by: frozenset[Kind]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(by stage, by rank)"""
+    """(peaks by stage, peaks by rank)"""
     by_stage, by_rank = [0] * schedule.num_stages, [0] * schedule.num_ranks
     held_by_stage = [0] * schedule.num_stages
     for rank, actions in enumerate(schedule.ranks):

@@ -15,7 +15,7 @@ from weft.schedule.versions import newest_at_forward, versions_read
 
 
 def check_schedule(schedule: Schedule) -> list[str]:
-    """Empty where the schedule is legal. Later rules are checked only where the earlier ones hold."""
+    """Reasons; empty if the schedule is legal. Later rules are checked only if the earlier ones hold."""
     return _check_shape(schedule) or [
         *_check_counts(schedule),
         *_check_order(schedule),
@@ -70,7 +70,7 @@ _BEFORE = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
 
 
 def _check_order(schedule: Schedule) -> list[str]:
-    """On one rank: F before B or I, I before W."""
+    """Check the order on one rank: F before B or I, I before W."""
     reasons = []
     for rank, actions in enumerate(schedule.ranks):
         seen: set[Action] = set()
@@ -83,7 +83,7 @@ def _check_order(schedule: Schedule) -> list[str]:
 
 
 def _check_progress(schedule: Schedule) -> list[str]:
-    """Deadlocks."""
+    """Check for deadlocks."""
     outcome = run(schedule, StageCosts.uniform(schedule.num_stages))
     return [sentence for _, sentence in sorted(outcome.blocked.items())]
 
@@ -102,7 +102,7 @@ def _check_updates(schedule: Schedule) -> list[str]:
 
 
 def _check_gradients(own: list[Action]) -> list[str]:
-    """An update needs all gradients up to its micro-batch, and no later one."""
+    """Check that an update comes after all gradients up to its micro-batch, and before any later one."""
     finished: set[int] = set()
     reasons = []
     for action in own:

@@ -61,7 +61,7 @@ def default_steps(name: str, *, num_ranks: int, num_microbatches: int) -> int:
 def check_request(
     name: str, *, num_ranks: int, num_microbatches: int, virtual_stages: int = 1, num_steps: int | None = None
 ) -> list[str]:
-    """Every reason against such a schedule; empty where `generate` builds it."""
+    """Every reason against such a schedule; empty if `generate` builds it."""
     spec = spec_of(name)
     counts = {
         "num_ranks": num_ranks,

@@ -68,7 +68,7 @@ class Simulation:
 
 
 def run(schedule: Schedule, costs: StageCosts, durations: Sequence[Sequence[float]] | None = None) -> Simulation:
-    """Every rank goes as far as it can; a result wakes the one rank that waits for it. Linear in the actions.
+    """Run every rank as far as it can; a result wakes the one rank that waits for it. Linear in the actions.
 
     `durations[r][i]` replaces the cost of action i of rank r.
     """

@@ -1,4 +1,4 @@
-"""`draw_svg`: a timeline as an SVG picture, alone or inside a page. No script, no font or style sheet from elsewhere.
+"""`draw_svg`: a timeline as an SVG picture, separate or inside a page. No script, no external font or style sheet.
 
 Widths are proportional to time, so unequal stages and measured runs show as they are. Colours name the kind of action;
 later stages of a rank are darker, an idle rank shows its grey lane. Hovering over a bar shows its action and times.
@@ -26,7 +26,7 @@ _COLOURS = {  # of the first and of later stages of a rank; white text has a con
 }
 _LEFT, _ROW, _BAR = 64, 30, 24  # pixels
 _TICKS = 5
-# The variables are those of the report's page, which has themes of its own; a picture alone takes the colours given.
+# The variables are those of the report's page, which has themes; a separate picture uses the defaults.
 _STYLE = (
     ".timeline{background:var(--card,#fff)}.timeline text{font:11px sans-serif;fill:var(--ink,#1b212c)}"
     ".timeline .lane{fill:var(--line,#eceff3)}.timeline text.on{fill:#fff;text-anchor:middle;pointer-events:none}"
@@ -49,7 +49,7 @@ def draw_svg(
     end_s: float | None = None,
     show: Callable[[float], str] | None = None,
 ) -> str:
-    """The picture. `rank_names`: of the first ranks, the ones that are drawn; `scale`: pixels per second.
+    """The picture. `rank_names`: names of the first ranks, which are drawn; `scale`: pixels per second.
 
     `end_s` is the end of the time axis. `show` formats seconds for the axis and the hover text; without it the times
     are the plain costs of a simulation and there is no axis.
@@ -106,7 +106,7 @@ def _legend(y: int, words: Sequence[str]) -> list[str]:
 def _bar(
     timeline: Timeline, bar: TimedAction | Gap, name: str, scale: float, top: int, show: Callable[[float], str]
 ) -> str:
-    """An action or a wait; an idle rank shows its lane, so idle time gets a hover text and no colour."""
+    """The bar of an action or a wait; idle time has a hover text and no colour."""
     start_s, length_s = bar.start_s - timeline.origin_s, bar.end_s - bar.start_s
     x, y, width = _LEFT + start_s * scale, top + _ROW * bar.rank, length_s * scale
     look, label, hover = _word(bar).replace(" ", "-"), "", _word(bar)

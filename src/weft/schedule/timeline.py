@@ -32,7 +32,7 @@ class Timeline:
     ends: tuple[tuple[float, ...], ...]
 
     def events(self) -> Iterator[TimedAction]:
-        """Rank by rank, each in its order."""
+        """All actions, rank by rank, each in its order."""
         for rank in range(self.schedule.num_ranks):
             yield from self.events_of(rank)
 
@@ -51,7 +51,7 @@ class Timeline:
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        """Per rank."""
+        """Busy time per rank."""
         return tuple(
             sum(end - start for start, end in zip(starts, ends, strict=True))
             for starts, ends in zip(self.starts, self.ends, strict=True)
@@ -67,5 +67,5 @@ class Timeline:
 
     @property
     def idle_s(self) -> float:
-        """Sum over all ranks."""
+        """Idle time, summed over all ranks."""
         return self.makespan_s * len(self.busy_s) - sum(self.busy_s)

@@ -46,7 +46,7 @@ def versions_read(schedule: Schedule) -> list[list[int]]:
 
 
 def weight_versions(schedule: Schedule) -> tuple[int, ...]:
-    """Versions each stage keeps at once, at most."""
+    """The most versions that each stage keeps at once."""
     if schedule.is_synchronous:
         return (1,) * schedule.num_stages
     read = versions_read(schedule)

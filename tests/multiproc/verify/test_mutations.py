@@ -66,7 +66,7 @@ GROUPS: dict[str, Group] = {
             Bug(mutate=bugs.loop_repeats_the_first_batch, check="training loop", step=2),
             Bug(mutate=bugs.export_rounds_to_bfloat16, check="export"),
             Bug(mutate=bugs.export_drops_a_weight, check="export", words=(NORM,)),
-            Bug(mutate=bugs.fillers_carry_weight, check="oracle data", words=("fill a last batch up",)),
+            Bug(mutate=bugs.fillers_carry_weight, check="oracle data", words=("pad a last batch",)),
         ),
     ),
     "replicated, tied, partly frozen": Group(

@@ -119,7 +119,7 @@ def test_any_damage_is_found(
     assert loaded.meta == {"step": 1}
     [(name, reason)] = loaded.rejected
     assert name == NEW
-    assert path.name in reason or damage is take_another or "holds step 1" in reason
+    assert path.name in reason or damage is take_another or "manifest of step 1" in reason
     assert all(torch.equal(template[key], tensor) for key, tensor in make_state(1).items())
     assert [entry.name[:18] for entry in root.iterdir() if entry.name.startswith(".bad-")] == [f".bad-{NEW}"]
     shutil.rmtree(root)
@@ -156,7 +156,7 @@ def test_asked_step_is_the_only_one_tried(root: Path) -> None:
 def test_step_renamed_by_hand_is_refused(root: Path) -> None:
     (root / NEW).rename(root / "step-00000009")
     loaded = CheckpointStore(root).load(make_template())
-    assert loaded.rejected == [("step-00000009", "step-00000009 holds step 2")]
+    assert loaded.rejected == [("step-00000009", "step-00000009 has a manifest of step 2")]
 
 
 def test_linked_directory_is_refused(root: Path) -> None:
@@ -207,9 +207,9 @@ def test_pickle_in_data_never_runs(root: Path, tmp_path: Path) -> None:
         entry["chunks"][0][3:] = [0, buffer.tell()]
     changes = {"__0_0.distcp": buffer.getvalue(), "index.json": json.dumps(index).encode()}
     resign(root / NEW, **changes)
-    with pytest.raises(CheckpointError, match="passed verification and cannot be read"):
+    with pytest.raises(CheckpointError, match="passed verification but cannot be read"):
         CheckpointStore(root).load(make_template())
-    with pytest.raises(CheckpointError, match="passed verification and cannot be read"):
+    with pytest.raises(CheckpointError, match="passed verification but cannot be read"):
         list(read_tensors(root / NEW))
     assert not (tmp_path / "ran").exists()
 

@@ -251,7 +251,7 @@ class TestFailedSaves:
             (final / "__0_0.distcp").write_bytes(b"x" * (final / "__0_0.distcp").stat().st_size)
 
         monkeypatch.setattr(writer_module, "commit", commit_and_damage)
-        with pytest.raises(SaveError, match=r"does not read back, __0_0.distcp was altered"):
+        with pytest.raises(SaveError, match=r"failed verification, __0_0.distcp was altered"):
             store.save(make_state(2), {}, step=2, asynchronous=False)
         assert store.list() == [1]
 
@@ -298,7 +298,7 @@ class TestRetention:
     def test_old_ones_stay_when_the_new_one_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store = saved(tmp_path, 1, 2, keep=2)
         monkeypatch.setattr(writer_module, "render", lambda *_: b"not a manifest")
-        with pytest.raises(SaveError, match="does not read back"):
+        with pytest.raises(SaveError, match="failed verification"):
             store.save(make_state(3), {}, step=3, asynchronous=False)
         assert store.list() == [2, 1]
 

@@ -232,7 +232,7 @@ def test_of_two_at_once_one_reads_and_the_other_waits_for_its_file(
 
 def test_an_empty_source(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(DataError, match="holds no text"):
+    with pytest.raises(DataError, match="has no text"):
         open_corpus(spec_of(tmp_path / "empty.txt"), cache_dir=tmp_path / "cache")
 
 

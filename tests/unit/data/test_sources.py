@@ -88,8 +88,8 @@ def test_identity_changes_with_the_files(tree: Path) -> None:
         ("absent.txt", "there is no file, folder or glob match", "check the path"),
         ("python-stdlb", "there is no file", "did you mean 'python-stdlib'?"),
         ("absent/*.txt", "there is no file, folder or glob match", "check the path"),
-        ("", "names nothing", "python-stdlib"),
-        ([], "names nothing", "python-stdlib"),
+        ("", "is empty", "python-stdlib"),
+        ([], "is empty", "python-stdlib"),
     ],
 )
 def test_a_source_that_leads_nowhere(source: str | list[str], message: str, hint: str) -> None:
@@ -99,10 +99,10 @@ def test_a_source_that_leads_nowhere(source: str | list[str], message: str, hint
 
 
 def test_unknown_kinds(tree: Path) -> None:
-    with pytest.raises(DataError, match=r"no known kind \(.csv\)") as caught:
+    with pytest.raises(DataError, match=r"unknown suffix \(.csv\)") as caught:
         read(tree / "c.csv")
     assert ".jsonl .md .parquet .py .txt" in caught.value.hint
-    with pytest.raises(DataError, match="no file of a known kind"):
+    with pytest.raises(DataError, match="no file with a known suffix"):
         read(f"{tree}/*.csv")
 
 
@@ -130,11 +130,11 @@ def test_jsonl(write_jsonl: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("second_line", "message", "hint"),
     [
-        (b"{broken", r"rows.jsonl:2: is not JSON", "one JSON object per line"),
-        (b'{"text": "\xff"}', r"rows.jsonl:2: is not JSON", "one JSON object per line"),
-        (b"[1, 2]", r"rows.jsonl:2: is a JSON list, not an object", "one JSON object per line"),
+        (b"{broken", r"rows.jsonl:2 is not JSON", "one JSON object per line"),
+        (b'{"text": "\xff"}', r"rows.jsonl:2 is not JSON", "one JSON object per line"),
+        (b"[1, 2]", r"rows.jsonl:2 is a JSON list, not an object", "one JSON object per line"),
         (b'{"id": 1, "body": ""}', r"rows.jsonl:2: there is no field 'text'", "one of: body, id"),
-        (b'{"text": 5}', r"rows.jsonl:2: field 'text' holds int, not text", "text_field"),
+        (b'{"text": 5}', r"rows.jsonl:2: field 'text' is int, not text", "text_field"),
     ],
 )
 def test_bad_jsonl_names_file_and_line(tmp_path: Path, second_line: bytes, message: str, hint: str) -> None:
@@ -159,7 +159,7 @@ def test_bad_parquet(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"t\.parquet: there is no field 'text'") as caught:
         read(path)
     assert "id, body" in caught.value.hint
-    with pytest.raises(DataError, match="row 1: field 'id' holds int"):
+    with pytest.raises(DataError, match="row 1: field 'id' is int"):
         read(path, text_field="id")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match=r"broken\.parquet is not a readable parquet file"):
@@ -280,7 +280,7 @@ def test_dataset_mistakes(saved_dataset: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(DataError, match="there is no field 'body'") as caught:
         read(f"hf:{saved_dataset}", text_field="body")
     assert "text, id" in caught.value.hint
-    with pytest.raises(DataError, match="row 1: field 'id' holds int"):
+    with pytest.raises(DataError, match="row 1: field 'id' is int"):
         read(f"hf:{saved_dataset}", text_field="id")
     with pytest.raises(DataError, match="there is no dataset folder"):
         read("hf:./absent")

@@ -58,7 +58,7 @@ def test_a_type_that_only_its_folder_knows_is_refused_by_name(
     config: dict[str, Any], tmp_path: Path, asked: list[str]
 ) -> None:
     folder = folder_of(tmp_path / "own", **config)
-    with pytest.raises(ModelError, match="runs no code of a model folder") as caught:
+    with pytest.raises(ModelError, match="does not run code from a model folder") as caught:
         build_config(ModelSpec(path=str(folder)), vocab_size=257)
     assert "trust_remote_code" in caught.value.hint
     assert "weft.Engine" in caught.value.hint

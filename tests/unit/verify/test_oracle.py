@@ -172,7 +172,7 @@ def test_documents_are_read_as_the_guide_says(tmp_path: Path) -> None:
     found = read_beginning(data, end_of_document=256)
     texts = bytes(token if token < 256 else 0 for token in found.tokens.tolist()).split(b"\0")
     assert texts == [b"first", b"second", b"third", b"fourth", b""]
-    assert (found.num_documents, found.is_whole) == (4, True)
+    assert (found.num_documents, found.is_complete) == (4, True)
 
 
 def test_a_config_of_another_epsilon_is_found() -> None:

@@ -29,15 +29,15 @@ class DryRunQuestion:
     """A run under a plan, the devices that must hold it, and the planner's request where its model is known."""
 
     run: RunSpec
-    asked: dict[str, Any]  # the plan's tables, as they were given
+    asked: dict[str, Any]  # the plan's tables, as given
     plan: Plan  # resolved
-    device: str | None  # as it was given
+    device: str | None  # as given
     cluster: Cluster | None  # None where no device was named: nothing has to fit
     request: Request | None
 
     @staticmethod
     def of(run: RunSpec, tables: dict[str, Any], device: str | None, *, source: str = "the plan") -> DryRunQuestion:
-        """The plan is resolved before any process starts."""
+        """Resolve the plan, before any process starts."""
         is_cpu = device is not None and device.upper().startswith("CPU")
 
         def devices(num_ranks: int) -> str:
@@ -178,7 +178,7 @@ def devices_of(device: str, *, num_ranks: int) -> str:
 
 
 def _request(run: RunSpec, plan: Plan, devices: str) -> Request | None:
-    """None where the planner does not know the model: the dry run does not need its shape."""
+    """The planner's request; None for a model unknown to the planner, whose shape the dry run does not need."""
     try:
         question = ask(run, devices, precision=plan.precision.model_dump(exclude_none=True))
     except WeftError:

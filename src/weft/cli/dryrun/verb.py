@@ -1,4 +1,4 @@
-"""`weft dryrun`: will it fit? One rank's training step on fake tensors, without devices. Exit 1 when it does not."""
+"""`weft dryrun`: one rank's training step on fake tensors, without devices. Exit 1 if it does not fit."""
 
 from __future__ import annotations
 

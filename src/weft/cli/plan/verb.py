@@ -1,4 +1,4 @@
-"""`weft plan`: which layout, will it fit, how fast, and why. No torch, no devices. Exit 1 when nothing fits."""
+"""`weft plan`: the best layouts, their memory and speed, and the reasons. No torch, no devices. Exit 1 if none fits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.plan.inference import CacheKind, WeightKind
 
 
 class Explained(StrEnum):
-    """The arithmetic that --explain prints."""
+    """The parts that --explain prints."""
 
     MEMORY = "memory"
     TIME = "time"

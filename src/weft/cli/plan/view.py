@@ -103,7 +103,7 @@ def _headline(question: Question) -> str:
 
 
 def _table(answer: Answer, confirmed: list[str] | None) -> Table:
-    """One row per plan; with dry runs there are no bars, so that predicted and dry-run memory stand side by side."""
+    """One row per plan; with dry runs there are no bars: predicted and dry-run memory are side by side."""
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     plain, with_dry_runs = ("memory", "", "step", "tokens/s", "MFU"), ("memory", "step", "MFU", "dry run, allocated")
     for name in ("", "layout", *(plain if confirmed is None else with_dry_runs)):

@@ -1,4 +1,4 @@
-"""Modules between blocks inside an nn.Sequential: activations, reshapes, layers that are no blocks.
+"""Modules between blocks inside an nn.Sequential: activations, reshapes, layers that are not blocks.
 
 A Sequential passes one tensor from module to module. So a module between two blocks belongs, with its parameters, to
 the stage of the block before it, and later stages skip it like a block: there its input would be a placeholder's
@@ -25,6 +25,6 @@ def beside_blocks(model: nn.Module, layout: ModelLayout) -> list[str]:
 
 
 def _holders(block: str) -> list[str]:
-    """Every module that a block is inside of, the model itself ("") first."""
+    """Every module that contains a block, the model itself ("") first."""
     parts = block.split(".")
     return [".".join(parts[:depth]) for depth in range(len(parts))]

@@ -1,9 +1,8 @@
 """The cost of each block per token, by which `core/stages.py` balances pipeline stages.
 
-a Hugging Face causal LM   the planner's, from the shape that `zoo` reads in its config
-any other module           elements of parameters: a block's own and of what is used after it before the next; what
-                           is used before the first block and after the last count there. Looking up rows of a table
-                           (nn.Embedding) costs nothing
+a Hugging Face causal LM   the planner's, from the shape that `zoo` reads from its config
+any other module           parameter elements: of the block and of modules between it and the next. Modules before the
+                           first block and after the last are counted there. A lookup in nn.Embedding costs nothing
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ def shape_of_model(model: nn.Module) -> ModelShape | None:
 
 
 def count_elements(model: nn.Module, layout: ModelLayout, trace: Trace) -> tuple[int, list[int], int]:
-    """(before the first block, of each block with what follows it, after the last)."""
+    """(cost before the first block, cost of each block with the modules after it, cost after the last)."""
     before, costs, after = 0, [0] * len(trace.order), 0
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding):
             continue
         unit, size = layout.unit_of[layout.ties.get(name, name)], prod(parameter.shape)
-        # parameters that no probe has seen are the head's, or unused: both are on the last stage
+        # parameters that the probe did not see are the head's or unused: both are on the last stage
         time = trace.order.index(unit) + 1 if unit in trace.order else max(trace.uses.get(name, {len(costs)}))
         if unit == ROOT and time == len(costs):
             after += size

@@ -1,7 +1,7 @@
 """Placeholders for parts of a model on other stages: blocks, parameters, their outputs.
 
-Most of them are NaN, so that a computation with one by mistake is loud. `probe` runs a model's forward with them, and
-pipeline stages use the same ones, so the probe sees what a stage will see.
+Most of them are NaN, so that accidental use shows in the results. `probe` runs a model's forward with them, and
+pipeline stages use the same ones, so the probe runs under the conditions of a stage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Stand(nn.Module):
-    """In a block's place; what the model's code reads off the block (its kind of attention) is the block's."""
+    """A placeholder for a block; attributes that the model's code reads (the kind of attention) are the block's."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class Stand(nn.Module):
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """All modules and their attributes are as before, afterwards. BigBird puts other attention in place as it runs, and
-    a batch norm would keep what it saw of stands in its running statistics: buffers are copies inside."""
+    """Restore all modules and attributes on exit: BigBird replaces its attention during the forward. Buffers are copies
+    inside, since a batch norm would add the placeholders' values to its running statistics."""
     tables = ("_modules", "_parameters", "_buffers")
     kept = [
         (vars(module), dict(vars(module)), [dict(vars(module)[key]) for key in tables]) for module in model.modules()
@@ -50,7 +50,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def given_by(hidden: Tensor, num_given: int, *, number: float = float("nan")) -> Any:
-    """What stands in for a block's output. Other values than the hidden states are NaN: no stage sends them."""
+    """A placeholder for a block's output. Values other than the hidden states are NaN: no stage sends them."""
     others = (torch.full((), number, device=hidden.device),) * (num_given - 1)
     return (hidden, *others) if num_given else hidden
 
@@ -58,58 +58,58 @@ def given_by(hidden: Tensor, num_given: int, *, number: float = float("nan")) ->
 def nothing_like(
     shape: Sequence[int], *, dtype: torch.dtype, device: torch.device, number: float = float("nan")
 ) -> Tensor:
-    """A NaN tensor of the same shape that needs memory for one number."""
+    """A NaN tensor of this shape with memory for one number."""
     return torch.full((), number, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def nothing_for(hidden: Tensor) -> Tensor:
-    """A placeholder for a block's output for `hidden`."""
+    """A NaN placeholder for a block's output on input `hidden`."""
     dtype = hidden.dtype if hidden.is_floating_point() else torch.get_default_dtype()
     return nothing_like(hidden.shape, dtype=dtype, device=hidden.device)
 
 
 class NoTable:
-    """Around a token table of another stage and the layers of tensor parallelism: no collective runs."""
+    """Replaces the forward of another stage's token table, tensor parallelism included: no collective runs."""
 
     def __init__(self, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.width, self.dtype, self.device = width, dtype, device
 
     def __call__(self, forward: Callable[..., Any], ids: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(ids, Tensor):  # a table of positions that is told a shape
+        if not isinstance(ids, Tensor):  # a position table whose input is a shape
             return forward(ids, *args, **kwargs)
         return nothing_like((*ids.shape, self.width), dtype=self.dtype, device=self.device)
 
 
 class _Noted(Tensor):
-    """A tensor that records when something is computed from it; reads of its shape or dtype do not count."""
+    """A tensor that records its use in a computation; reads of its shape or dtype do not count."""
 
     plain: Tensor
-    tell: Callable[[], None]
+    record: Callable[[], None]
 
     @classmethod
     def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        told: list[Callable[[], None]] = []
-        result = func(*_plain(args, told), **_plain(kwargs or {}, told))
+        records: list[Callable[[], None]] = []
+        result = func(*_plain(args, records), **_plain(kwargs or {}, records))
         if any(True for _ in tensors_in(result)):
-            for tell in told:
-                tell()
+            for record in records:
+                record()
         return result
 
 
-def noted(plain: Tensor, tell: Callable[[], None]) -> Tensor:
+def noted(plain: Tensor, record: Callable[[], None]) -> Tensor:
     value = plain.as_subclass(_Noted)
-    value.plain, value.tell = plain, tell
+    value.plain, value.record = plain, record
     return value
 
 
-def _plain(value: Any, told: list[Callable[[], None]]) -> Any:
+def _plain(value: Any, records: list[Callable[[], None]]) -> Any:
     if isinstance(value, _Noted):
-        told.append(value.tell)
+        records.append(value.record)
         return value.plain
     if type(value) in (tuple, list):
-        return type(value)(_plain(item, told) for item in value)
+        return type(value)(_plain(item, records) for item in value)
     if type(value) is dict:
-        return {key: _plain(item, told) for key, item in value.items()}
+        return {key: _plain(item, records) for key, item in value.items()}
     return value
 
 

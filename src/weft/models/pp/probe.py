@@ -1,16 +1,16 @@
-"""Runs a model's forward with placeholders for its blocks, to find what a pipeline has to send.
+"""Runs a model's forward with placeholders for its blocks, to find the tensors that a pipeline has to send.
 
 No block runs, and parameters around the blocks have no values. The probes:
 
-    trace_forward   in which order blocks are called, in which argument hidden states travel, and after how many blocks
-                    each other parameter is used. The order of definition would be wrong: OPT defines its final norm
+    trace_forward   finds the order of the blocks, the argument with the hidden states, and after how many blocks
+                    each other parameter is used. The order of definition is not enough: OPT defines its final norm
                     before its blocks
-    require_stage   as a stage would see it. What only earlier stages have is NaN: parameters, and all that their blocks
-                    give. The first own block's hidden states are received; NaN in any other place is something that
+    require_stage   runs the forward of one stage. Parameters and block outputs of earlier stages are NaN; only the
+                    first own block's hidden states are received. NaN in any other place means a value that
                     no stage sends
 
-Modules between blocks in an nn.Sequential do not run either. A model that takes no token ids is tried with floats. All
-ranks probe alike, so all of them refuse a model, or none.
+Modules between blocks in an nn.Sequential do not run either. A model that takes no token ids is run on floats. All
+ranks run the same probes, so all of them refuse a model, or none.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ from weft.models.pp.placeholders import (
 PROBE_TOKENS = 4
 MOST_GIVEN = 4
 MOST_WIDTHS = 4
-MOST_LETTERS = 120  # of the model's own message
+MOST_LETTERS = 120  # of the model's own error message
 HIDDEN = "hidden_states"
-Place = int | str  # of an argument: its position or its name
+Place = int | str  # an argument's position or its name
 
 
 class UnfitError(Exception):
-    """Why the model cannot be cut; a clause about it ("it …")."""
+    """The reason why the model cannot be split, as a clause about it ("it ...")."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """`order`: blocks as they are called. `uses`: after how many blocks each parameter outside of them is used."""
+    """`order`: blocks in the order of calls. `uses`: after how many blocks each parameter outside of them is used."""
 
     order: tuple[str, ...]
     uses: dict[str, frozenset[int]]
     hidden: Place
-    num_given: int  # values that the model takes from a block, in a tuple; 0: hidden states as they are
-    beside: dict[str, int] = field(default_factory=dict)  # modules in line with the blocks -> how many come before
-    fed: tuple[int, ...] = ()  # the shape of the floats that the model was asked with; (): token ids
+    num_given: int  # size of a block's output tuple; 0: a tensor, the hidden states
+    beside: dict[str, int] = field(default_factory=dict)  # modules between blocks -> number of blocks before them
+    fed: tuple[int, ...] = ()  # shape of the float input; (): token ids
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeView:
-    """A stage: blocks `begin` to `end` in the order of the forward; `lost`: parameters that earlier stages have."""
+    """A stage: blocks `begin` to `end` in the order of the forward; `lost`: parameters of earlier stages."""
 
     begin: int
     end: int
@@ -72,9 +72,9 @@ class ProbeView:
 
 
 def trace_forward(model: nn.Module, layout: ModelLayout) -> Trace:
-    """Raises UnfitError where the forward does not suit any pipeline.
+    """Trace the forward; raises UnfitError if it does not suit any pipeline.
 
-    A model that takes no token ids is asked with floats, of the widths that its own layers take."""
+    A model that takes no token ids is run on floats, of the input widths of its own layers."""
     try:
         return _trace(model, layout, fed=())
     except _NotEnteredError:
@@ -85,7 +85,7 @@ def trace_forward(model: nn.Module, layout: ModelLayout) -> Trace:
 
 
 def _trace(model: nn.Module, layout: ModelLayout, *, fed: tuple[int, ...]) -> Trace:
-    """How many values a block gives shows in what the model's code takes of them."""
+    """Trace with growing sizes of the blocks' output tuples until the model's code accepts one."""
     for num_given in range(MOST_GIVEN):
         try:
             return _Probe(model, layout, num_given=num_given, fed=fed).run()
@@ -95,7 +95,7 @@ def _trace(model: nn.Module, layout: ModelLayout, *, fed: tuple[int, ...]) -> Tr
 
 
 def _shapes_of_floats(model: nn.Module, layout: ModelLayout) -> list[tuple[int, ...]]:
-    """Rows, and rows of sequences, for each width that a linear layer outside the blocks takes."""
+    """Float input shapes, 2-D and 3-D, for each input width of the linear layers outside the blocks."""
     linears = [
         module
         for name, module in model.named_modules()
@@ -106,12 +106,12 @@ def _shapes_of_floats(model: nn.Module, layout: ModelLayout) -> list[tuple[int, 
 
 
 def require_stage(model: nn.Module, layout: ModelLayout, trace: Trace, view: ProbeView) -> None:
-    """Raises UnfitError where a stage would compute with something it does not have."""
+    """Raise UnfitError if a stage would compute with values that it does not have."""
     _Probe(model, layout, num_given=trace.num_given, fed=trace.fed, view=view).run()
 
 
 class _GivenOtherwiseError(UnfitError):
-    """The model wants something else of a block than a stand gives."""
+    """The model expects another output of a block than the placeholder's."""
 
 
 class _NotEnteredError(UnfitError):
@@ -119,11 +119,11 @@ class _NotEnteredError(UnfitError):
 
 
 class _EndError(Exception):
-    """The forward has reached the stage's end, or the output head, whose product would only cost time."""
+    """The forward has reached the stage's end, or the output head, whose matmul is not needed."""
 
 
 class _Probe:
-    """`view`: the stage that is looked at; None: nothing is, parameters are all NaN."""
+    """One run of the forward. `view`: the stage to check; None: no check, parameters are all NaN."""
 
     def __init__(
         self,
@@ -170,17 +170,17 @@ class _Probe:
 
     def _explain(self, error: Exception) -> None:
         if len(self.order) == len(self.layout.blocks):
-            return  # what follows the blocks is all on one stage; stands give other shapes than blocks may
+            return  # modules after the blocks are all on one stage; placeholders may return other shapes than blocks
         what = f"({type(error).__name__}: {_first_line(error)})"
         if self.view is not None:
-            raise UnfitError(f"a later stage does not run without the tables of the first {what}") from error
+            raise UnfitError(f"a later stage does not run without the embeddings of the first {what}") from error
         if not self.order:
-            raise _NotEnteredError(f"its forward does not run on {PROBE_TOKENS} token ids alone {what}") from error
-        where = f"after {self.order[-1]}, when that gives hidden states alone"
+            raise _NotEnteredError(f"its forward does not run on {PROBE_TOKENS} token ids only {what}") from error
+        where = f"after {self.order[-1]}, when that returns hidden states only"
         raise _GivenOtherwiseError(f"its forward does not run {where} {what}") from error
 
     def arrive(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block is called."""
+        """Record the call of a block and return a placeholder output."""
         if name in self.order:
             raise UnfitError(f"it runs {name} more than once")
         place = place_of_hidden(args, kwargs)
@@ -189,7 +189,7 @@ class _Probe:
         self.hidden = place
         hidden = kwargs[place] if isinstance(place, str) else args[place]
         if _is_first_of(hidden, self.given):
-            raise _GivenOtherwiseError("it takes a part of what a block gives")
+            raise _GivenOtherwiseError("it takes a part of a block's output")
         is_own = self.view is None or self.view.begin <= len(self.order)
         if self.view is not None and is_own:
             self._look_at_arguments(name, block, args, kwargs, self.view)
@@ -198,7 +198,7 @@ class _Probe:
         return given_by(self.given, self.num_given, number=1.0 if is_own else float("nan"))
 
     def pass_by(self, name: str, module: nn.Module) -> None:
-        """Something in line with the blocks is called: it takes and gives one tensor, and all it has is used now."""
+        """Record the call of a module between blocks: one tensor in, one out, and its parameters are used here."""
         self.beside[name] = len(self.order)
         for key, _ in module.named_parameters(remove_duplicate=False):
             self._used(f"{name}.{key}")
@@ -213,16 +213,16 @@ class _Probe:
         if others:
             raise UnfitError(f"its block {name} also takes {others[0]}, which stages do not send each other")
         if self.hidden in marked and len(self.order) > view.begin:
-            raise UnfitError(f"it makes the hidden states for {name} from more than the block before gives")
+            raise UnfitError(f"its hidden states for {name} use more than the previous block's output")
         if len(self.order) == view.end:  # the next stage's first block
             raise _EndError
 
     def _look_at_end(self, output: Any) -> None:
         if self.view and any(map(self._has_nan, tensors_in(_logits_of(output)))):
-            raise UnfitError("after its blocks it uses more than the last of them gives")
+            raise UnfitError("after its blocks it uses more than the last block's output")
 
     def _has_nan(self, tensor: Tensor) -> bool:
-        """Blocks are given the same masks and positions: looked at once."""
+        """Whether the tensor has NaN; cached, since blocks share masks and positions."""
         if id(tensor) not in self._looked:
             self._looked[id(tensor)] = (tensor, tensor.is_floating_point() and bool(tensor.isnan().any()))
         return self._looked[id(tensor)][1]
@@ -238,7 +238,7 @@ class _Probe:
             self.model.get_submodule(owner)._modules[key] = _InLineStand(module, name, self)
 
     def _place_values(self, device: torch.device) -> None:
-        """Parameters outside the blocks read as NaN or one, without memory, and their use is noted."""
+        """Replace parameters outside the blocks by NaN or one, without memory, and record their use."""
         for name, value in list(self.model.named_parameters(remove_duplicate=False)):
             if self.layout.unit_of[self.layout.ties.get(name, name)] == ROOT:
                 owner, _, key = name.rpartition(".")
@@ -279,7 +279,7 @@ class _ProbeStand(Stand):
 
 
 class _InLineStand(_ProbeStand):
-    """Between blocks of an nn.Sequential."""
+    """A placeholder between blocks of an nn.Sequential."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.runner.pass_by(self.stands_for, self.block)
@@ -293,12 +293,12 @@ def place_of_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Place |
 
 
 def _is_first_of(hidden: Tensor, given: Tensor | None) -> bool:
-    """Whether it is `given[0]`."""
+    """Whether `hidden` is `given[0]`."""
     return given is not None and hidden.data_ptr() == given.data_ptr() and hidden.shape == given.shape[1:]
 
 
 def _finite_like(hidden: Tensor) -> Tensor:
-    """Not all equal: a norm divides by how much numbers differ."""
+    """Finite values, not all equal: a norm divides by their deviation."""
     dtype = hidden.dtype if hidden.is_floating_point() else torch.get_default_dtype()
     return torch.linspace(-1.0, 1.0, hidden.numel(), device=hidden.device).view(hidden.shape).to(dtype)
 

@@ -1,12 +1,12 @@
-"""Where a model can be split into pipeline stages: its blocks by stage, and the stage of every other parameter.
+"""Splits a model into pipeline stages: its blocks by stage, and the stage of every other parameter.
 
-It describes; it changes nothing. A stage reaches from its first block to the moment before the next stage's first:
+It describes; it changes nothing. A stage lasts from its first block until the next stage's first block:
 
     used before the first block                 the first stage
     used after a block, before the next         the stage of the block before
     used after the last block, or never         the last stage
 
-`probe` reads all of it off the model's own forward. By default blocks are partitioned by cost (`costs`).
+`probe` finds all of it from the model's own forward. By default blocks are partitioned by cost (`costs`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.models.layout import ModelLayout
 from weft.models.pp.costs import partition_model
 from weft.models.pp.probe import HIDDEN, Place, ProbeView, Trace, UnfitError, require_stage, trace_forward
 
-# What a probe that runs no block cannot see, by the config's field
+# Config fields whose effect a probe that runs no block cannot see
 UNSEEN = {
     "layerdrop": "it leaves out blocks at random, and stages would not agree on which",
     "decoder_layerdrop": "it leaves out blocks at random, and stages would not agree on which",
@@ -43,8 +43,8 @@ class PipelineSplit:
     between: dict[str, int] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
     hidden: Place = HIDDEN  # which argument of a block carries hidden states
-    num_given: int = 0  # values that the model takes from a block, in a tuple; 0: hidden states as they are
-    beside: dict[str, int] = field(default_factory=dict)  # modules that a later stage passes by too, and their stage
+    num_given: int = 0  # size of a block's output tuple; 0: a tensor, the hidden states
+    beside: dict[str, int] = field(default_factory=dict)  # modules between blocks, and their stage
 
     @property
     def num_stages(self) -> int:
@@ -62,21 +62,21 @@ class PipelineSplit:
 def split_model(
     model: nn.Module, layout: ModelLayout, *, num_stages: int, sizes: Sequence[int] | None = None
 ) -> PipelineSplit:
-    """`sizes`: blocks per stage, if the plan names them. Raises alike on every rank."""
+    """Split `model`; `sizes`: blocks per stage, if the plan names them. Raises on all ranks or none."""
     _require_enough(model, len(layout.blocks), num_stages)
     try:
         _require_nothing_unseen(model)
         trace = trace_forward(model, layout)
         _require_enough(model, len(trace.order), num_stages)
         counts = tuple(sizes) if sizes else partition_model(model, layout, trace, num_stages=num_stages)
-        _require_dealt(counts, len(trace.order), num_stages)
+        _require_partition(counts, len(trace.order), num_stages)
         split = _split(trace, layout, counts)
         for stage in range(1, num_stages):
             require_stage(model, layout, trace, _view(split, trace, stage))
         return split
     except UnfitError as reason:
         raise PipelineError(
-            f"{type(model).__name__} cannot be cut into pipeline stages: {reason}",
+            f"{type(model).__name__} cannot be split into pipeline stages: {reason}",
             hint="use mesh.pp = 1; ZeRO-3 (data_parallel.zero = 3) shards any model",
         ) from reason
 
@@ -111,15 +111,15 @@ def _view(split: PipelineSplit, trace: Trace, stage: int) -> ProbeView:
 
 
 def _stage_at(num_blocks_done: int, ends: Sequence[int]) -> int:
-    """Of what happens after so many blocks and before the next."""
+    """The stage of a module that runs after `num_blocks_done` blocks."""
     return next(stage for stage, end in enumerate(ends) if num_blocks_done <= end)
 
 
-def _require_dealt(counts: Sequence[int], num_blocks: int, num_stages: int) -> None:
+def _require_partition(counts: Sequence[int], num_blocks: int, num_stages: int) -> None:
     if len(counts) != num_stages or sum(counts) != num_blocks or min(counts) < 1:
         raise PipelineError(
-            f"pipeline.blocks = {list(counts)} does not deal {num_blocks} blocks to {num_stages} stages",
-            hint=f"name {num_stages} numbers, each at least 1, that add up to {num_blocks}; [] deals by cost",
+            f"pipeline.blocks = {list(counts)} does not partition {num_blocks} blocks into {num_stages} stages",
+            hint=f"name {num_stages} numbers, each at least 1, that add up to {num_blocks}; [] partitions by cost",
         )
 
 
@@ -140,7 +140,7 @@ def _require_nothing_unseen(model: nn.Module) -> None:
 
 
 def _require_ties_at_ends(split: PipelineSplit, layout: ModelLayout) -> None:
-    """Weights that two stages share are kept equal between the first and the last alone."""
+    """Refuse ties of inner stages: only the first and the last stage synchronise shared weights."""
     for alias, canonical in layout.ties.items():
         is_inner = alias in split.between or canonical in split.between
         if is_inner and split.home(alias) != split.home(canonical):

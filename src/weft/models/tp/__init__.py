@@ -1,1 +1,1 @@
-"""Tensor parallelism of a model: which modules shard, how each parameter divides, what stays replicated and why."""
+"""Tensor parallelism of a model: sharded modules, the shards of each parameter, reasons for replicated ones."""

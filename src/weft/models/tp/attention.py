@@ -1,4 +1,4 @@
-"""Attention as a region: each rank has whole heads. Separate or fused projections, gates, norms, sinks.
+"""Attention as a region, sharded by heads. Separate or fused projections, gates, norms, sinks.
 
     q: heads x head_dim   k, v: kv_heads x head_dim   o: inputs heads x value_dim
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.models.tp.heads import HeadCounts, attributes_of, head_dim_of, require_cuttable
+from weft.models.tp.heads import HeadCounts, attributes_of, head_dim_of, require_divisible
 from weft.models.tp.layout import LinearCut, Region, Segment, TensorCut, WideNorm
 from weft.models.tp.roles import (
     ATTENTION_ROLES,
@@ -17,16 +17,16 @@ from weft.models.tp.roles import (
     LinearFacts,
     Site,
     child_linear,
-    column_cut,
+    column_shard,
     entries_of,
     is_norm,
     linear_facts,
     parameters_beside,
-    row_cut,
+    row_shard,
 )
 from weft.zoo.tensor_exceptions import FUSED_QKV, GATED_QUERY, INDEXED
 
-_PER_HEAD = {"sinks", "gate_bias"}  # a number for each head
+_PER_HEAD = {"sinks", "gate_bias"}  # one number per head
 
 
 def attention_region(site: Site, *, output: LinearFacts | None = None) -> Region | None:
@@ -40,15 +40,15 @@ def attention_region(site: Site, *, output: LinearFacts | None = None) -> Region
         linears["o"] = output
     if "o" not in linears or not ("qkv" in linears or {"q", "k", "v"} <= set(linears)):
         return None
-    require_cuttable(site)
+    require_divisible(site)
     counts, columns = _fused(site, linears) if "qkv" in linears else _separate(site, linears)
     if "gate" in linears:
-        columns = (*columns, _gate_cut(linears["gate"], counts, site))
+        columns = (*columns, _gate_shard(linears["gate"], counts, site))
     return assemble(site, counts=counts, columns=columns, row=linears["o"])
 
 
 def split_attention_region(site: Site) -> Region | None:
-    """BERT's pair: `self` with query, key and value, and `output` whose dense ends the region before it adds."""
+    """The region of BERT's pair: `self` with query, key and value, and `output.dense`, before the residual is added."""
     inner, after = site.module._modules.get("self"), site.module._modules.get("output")
     dense = None if after is None else after._modules.get("dense")
     output = None if dense is None else linear_facts(site.child("output.dense"), dense)
@@ -70,7 +70,7 @@ def assemble(
     latents: tuple[LinearFacts, ...] = (),
 ) -> Region:
     """The region around its column-parallel linears; `latents` are linears inside that every rank computes."""
-    cut = (*columns, row_cut(row, inputs=(_row_segment(columns, counts),)))
+    cut = (*columns, row_shard(row, inputs=(_row_segment(columns, counts),)))
     facts = tuple(_facts_of(site, one) for one in cut)
     tensors, norms, partial = _extras(site, (*facts, *latents), counts)
     return Region(
@@ -97,7 +97,7 @@ def _separate(site: Site, linears: dict[str, LinearFacts]) -> tuple[HeadCounts, 
     query = Segment(units=counts.heads, size=key_dim)
     if q.outputs == 2 * query.features and site.model_type in GATED_QUERY:
         query = Segment(units=counts.heads, size=2 * key_dim)
-    return counts, (column_cut(q, (query,)), column_cut(k, (counts.key,)), column_cut(v, (counts.value,)))
+    return counts, (column_shard(q, (query,)), column_shard(k, (counts.key,)), column_shard(v, (counts.value,)))
 
 
 def _fused(site: Site, linears: dict[str, LinearFacts]) -> tuple[HeadCounts, tuple[LinearCut, ...]]:
@@ -111,26 +111,26 @@ def _fused(site: Site, linears: dict[str, LinearFacts]) -> tuple[HeadCounts, tup
     kv_heads = heads if order == "heads" else (qkv.outputs // size - heads) // 2
     counts = HeadCounts(heads=heads, kv_heads=kv_heads, key_dim=size, value_dim=size, repeats=order == "parts")
     if order == "parts":
-        return counts, (column_cut(qkv, (counts.query, counts.key, counts.value)),)
+        return counts, (column_shard(qkv, (counts.query, counts.key, counts.value)),)
     group = (qkv.outputs // kv_heads) if kv_heads else 0
-    return counts, (column_cut(qkv, (Segment(units=kv_heads, size=group),)),)
+    return counts, (column_shard(qkv, (Segment(units=kv_heads, size=group),)),)
 
 
 def _row_segment(columns: tuple[LinearCut, ...], counts: HeadCounts) -> Segment:
-    """HeadCounts, or groups of heads if the projection divides by group only."""
+    """Heads, or groups of heads if the projection divides by group only."""
     first = columns[0].outputs
     if len(columns) == 1 and len(first) == 1 and first[0].units != counts.heads:
         return Segment(units=first[0].units, size=counts.output.features // first[0].units)
     return counts.output
 
 
-def _gate_cut(gate: LinearFacts, counts: HeadCounts, site: Site) -> LinearCut:
-    """A gate of the attention's output: a number for each feature, or one for each head."""
+def _gate_shard(gate: LinearFacts, counts: HeadCounts, site: Site) -> LinearCut:
+    """A gate of the attention's output: one number per feature, or one per head."""
     if gate.outputs not in (counts.output.features, counts.heads):
         raise DeclinedError(
-            f"its {gate.name.removeprefix(site.name + '.')} is neither as wide as the heads nor one a head"
+            f"its {gate.name.removeprefix(site.name + '.')} has neither one output per feature nor one per head"
         )
-    return column_cut(gate, (Segment(units=counts.heads, size=gate.outputs // counts.heads),))
+    return column_shard(gate, (Segment(units=counts.heads, size=gate.outputs // counts.heads),))
 
 
 def _facts_of(site: Site, cut: LinearCut) -> LinearFacts:
@@ -149,7 +149,7 @@ def _parameters_of(site: Site, linears: tuple[LinearFacts, ...]) -> tuple[str, .
 def _extras(
     site: Site, linears: tuple[LinearFacts, ...], counts: HeadCounts
 ) -> tuple[tuple[TensorCut, ...], tuple[WideNorm, ...], tuple[str, ...]]:
-    """Parameters beside the projections: norms over a head, over the full width, per head; sinks. Others decline."""
+    """Parameters outside the projections: norms over a head, over the full width, per head; sinks. Others decline."""
     tensors: list[TensorCut] = []
     norms: dict[str, WideNorm] = {}
     partial: list[str] = []
@@ -161,7 +161,7 @@ def _extras(
         elif path.startswith("indexer.") and site.model_type in INDEXED:
             partial.append(name)
         elif not is_norm(owner) or path.count(".") != 1:  # deeper: norms of single heads, in a list
-            raise DeclinedError(f"its {path} is of a kind weft does not know")
+            raise DeclinedError(f"its {path} is not recognised")
         elif shape == (segment.units, segment.size) and segment.units > 1:
             one_each = Segment(units=segment.units, may_repeat=segment.may_repeat)
             tensors.append(TensorCut(name=name, dim=0, segments=(one_each,)))
@@ -170,10 +170,10 @@ def _extras(
         elif shape in ((counts.key_dim,), (counts.value_dim,)) or _is_latent(path):
             partial.append(name)
         else:
-            raise DeclinedError(f"its {path} is a norm over features that weft does not know")
+            raise DeclinedError(f"its {path} is a norm over features that are not recognised")
     return tuple(tensors), tuple(norms.values()), tuple(partial)
 
 
 def _is_latent(path: str) -> bool:
-    """The norms of latent attention's compressed queries, keys and values."""
+    """Whether it is a norm of latent attention's compressed queries, keys and values."""
     return path.split(".")[0] in {"q_a_layernorm", "kv_a_layernorm", "q_a_norm", "kv_a_norm"}

@@ -1,4 +1,4 @@
-"""Arithmetic of a region against the tensors it names: sizes that do not add up decline the region.
+"""Checks a region's sizes against the tensors it names: a region whose sizes do not add up is declined.
 
 features of the segments = size of the dimension they divide
 units of every column segment divide with the units of the row's inputs: heads with heads, width with width
@@ -12,7 +12,7 @@ from weft.models.tp.layout import LinearCut, Region, Segments
 
 
 def wrong_arithmetic(region: Region, model: nn.Module, *, hidden_size: int) -> str | None:
-    """The reason why the region does not add up, or nothing."""
+    """The reason why the region's sizes do not add up, or None."""
     for linear in region.linears:
         if _sizes(linear) != _weight_sizes(linear, model):
             return f"its {_last(linear.name)} is {_weight_sizes(linear, model)}, not {_sizes(linear)}"
@@ -24,7 +24,7 @@ def wrong_arithmetic(region: Region, model: nn.Module, *, hidden_size: int) -> s
         if any(
             parameter.numel() != features(norm.segments) for parameter in model.get_submodule(norm.name).parameters()
         ):
-            return f"its {_last(norm.name)} is not as wide as what it normalises"
+            return f"its {_last(norm.name)} is not as wide as its input"
     return _wrong_row(region, hidden_size) if region.linears else None
 
 

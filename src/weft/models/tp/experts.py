@@ -1,8 +1,8 @@
-"""Experts kept in three-dimensional tensors as a region: every rank has a slice of every expert's width.
+"""Experts in three-dimensional tensors as a region: every rank has a slice of every expert's width.
 
     gate_up [experts, 2 width, hidden]   down [experts, hidden, width]      (or each with its last two swapped)
 
-The router is outside: all ranks route alike. A bias of the down projection would be added on every rank: it declines.
+The router is outside: all ranks route alike. A bias of the down projection is declined: every rank would add it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def experts_region(site: Site) -> Region | None:
     if site.model_type in UNCUT_EXPERTS:
         raise DeclinedError(UNCUT_EXPERTS[site.model_type])
     if getattr(site.module, "has_post_expert_norm", False):
-        raise DeclinedError("it normalises what an expert gives, before the sum over ranks")
+        raise DeclinedError("it normalises each expert's output before the sum over ranks")
     known = {"down_proj", *ups}
     for name, _ in site.module.named_parameters():
         if name not in known:
-            raise DeclinedError(f"its {name} would be added once a rank" if "bias" in name else f"its {name} is new")
+            raise DeclinedError(f"its {name} would be added once per rank" if "bias" in name else f"unknown {name}")
     width_dim, width = _width(site, down)
     cuts = [
         TensorCut(name=site.child(name), dim=3 - width_dim, segments=_up_segments(site, name, up, 3 - width_dim, width))
@@ -45,19 +45,19 @@ def _width(site: Site, down: nn.Parameter) -> tuple[int, int]:
     is_transposed = getattr(site.module, "is_transposed", None)
     if not isinstance(is_transposed, bool):
         if down.shape[1] == down.shape[2]:
-            raise DeclinedError("which way round its matrices are stored is not known")
+            raise DeclinedError("the order of its matrices' dimensions is not known")
         is_transposed = down.shape[2] == site.hidden_size
     dim = 1 if is_transposed else 2
     if down.shape[3 - dim] != site.hidden_size:
-        raise DeclinedError("its down projection does not end at the hidden size")
+        raise DeclinedError("the outputs of its down projection are not hidden_size")
     return dim, down.shape[dim]
 
 
 def _up_segments(site: Site, name: str, up: nn.Parameter, dim: int, width: int) -> Segments:
     if up.shape[0] != site.module.get_parameter("down_proj").shape[0]:
-        raise DeclinedError(f"its {name} is of another number of experts than its down_proj")
+        raise DeclinedError(f"its {name} and its down_proj differ in the number of experts")
     if up.dim() != 3 or up.shape[3 - dim] != site.hidden_size:
-        raise DeclinedError(f"its {name} does not begin at the hidden size")
+        raise DeclinedError(f"the inputs of its {name} are not hidden_size")
     if up.shape[dim] == width:
         return (Segment(units=width),)
     is_chunked = "chunk" in names_used(site.module) and getattr(site.module, "is_concatenated", True) is True

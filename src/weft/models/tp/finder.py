@@ -1,8 +1,8 @@
-"""Finds the TensorLayout of a causal LM: which modules are regions, how each divides, what stays replicated and why.
+"""Finds the TensorLayout of a causal LM: its regions, their shards, and the reason for each replicated parameter.
 
     a region = a module whose every parameter is understood (`attention`, `mla`, `mlp`, `experts`)
              + evidence: the config's own tp plan, or weft's list of families compared with one rank
-             + arithmetic that holds (`checks`)
+             + sizes that add up (`checks`)
 
 Everything else stays replicated, with a reason. The finder knows no degree and changes nothing.
 """
@@ -31,22 +31,22 @@ from weft.models.tp.vocabulary import find_ends
 from weft.zoo import tensor_exceptions as known
 
 _WORDS = {"attention": "attention", "mlp": "a feed-forward layer", "experts": "experts"}
-_CUT_STYLES = re.compile(r"colwise|rowwise|moe_tp_experts")
+_SHARD_STYLES = re.compile(r"colwise|rowwise|moe_tp_experts")
 
 
 def find_tensor_layout(model: nn.Module, layout: ModelLayout) -> TensorLayout:
     """Where `model` can be sharded; `layout` is `models.layout.describe(model)`."""
     config = text_config(model)
     model_type, hidden_size = str(getattr(config, "model_type", "")), _number(config, "hidden_size")
-    tower, why_whole = text_tower(model, layout.blocks), known.UNCUT.get(model_type)
+    tower, why_replicated = text_tower(model, layout.blocks), known.UNCUT.get(model_type)
     site = Site(
         name=tower, module=model.get_submodule(tower), hidden_size=hidden_size, model_type=model_type, config=config
     )
-    ends = find_ends(model, vocabulary=_number(config, "vocab_size"), why_whole=why_whole)
-    found = SearchResult(declined={tower: why_whole} if why_whole else {})
+    ends = find_ends(model, vocabulary=_number(config, "vocab_size"), why_replicated=why_replicated)
+    found = SearchResult(declined={tower: why_replicated} if why_replicated else {})
     text = replace(layout, blocks=_of_the_text(layout.blocks, tower))
-    if why_whole is None:
-        _walk(site, _Finder(model, text, config), found)
+    if why_replicated is None:
+        _search(site, _Finder(model, text, config), found)
         _decline_kin(model, text, found)
     mixers = mixers_of(model, text, found)
     regions = tuple(found.regions)
@@ -54,12 +54,12 @@ def find_tensor_layout(model: nn.Module, layout: ModelLayout) -> TensorLayout:
         regions=regions, embedding=ends.embedding, head=ends.head, hidden_size=hidden_size, replicated={},
         mixers=mixers, norms=tuple(name for name in found.norms if not is_inside(name, mixers)),
     )  # fmt: skip
-    told = replace(bare, replicated=reasons_of(model, bare, found, ends, tower=tower))
-    return replace(told, refusals=refusals_of(model, layout, told, model_type=model_type, ends=ends))
+    explained = replace(bare, replicated=reasons_of(model, bare, found, ends, tower=tower))
+    return replace(explained, refusals=refusals_of(model, layout, explained, model_type=model_type, ends=ends))
 
 
 class _Finder:
-    """The search through the modules of one model."""
+    """Facts of one model that the search through its modules reads."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, config: Any) -> None:
         self.model, self.blocks = model, set(layout.blocks)
@@ -79,7 +79,7 @@ class _Finder:
     def _planned(self, name: str) -> bool:
         general = re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}")
         return any(
-            general.endswith(f".{pattern}") and _CUT_STYLES.search(style) for pattern, style in self.plan.items()
+            general.endswith(f".{pattern}") and _SHARD_STYLES.search(style) for pattern, style in self.plan.items()
         )
 
 
@@ -90,11 +90,11 @@ _FINDERS: tuple[tuple[str, Finder], ...] = (
     ("experts", experts_region),
     ("mlp", mlp_region),
 )
-# regions that span several modules of the one that holds them
+# regions that span several children of a module
 _PAIRS: tuple[tuple[str, Finder], ...] = (("attention", split_attention_region), ("mlp", loose_mlp_region))
 
 
-def _walk(site: Site, walk: _Finder, found: SearchResult) -> None:
+def _search(site: Site, facts: _Finder, found: SearchResult) -> None:
     """Classify one module: a norm, a region, declined, or a container to open."""
     if looks_like_norm(site.module):
         if is_norm(site.module) and is_residual_norm(site.module, site.hidden_size):
@@ -102,42 +102,42 @@ def _walk(site: Site, walk: _Finder, found: SearchResult) -> None:
         return
     if not any(True for _ in site.module.parameters()) or linear_facts(site.name, site.module) is not None:
         return
-    if any(_settled(site, kind, finder, walk, found) for kind, finder in _FINDERS):
+    if any(_is_classified(site, kind, finder, facts, found) for kind, finder in _FINDERS):
         return
     for kind, finder in _PAIRS:
-        _settled(site, kind, finder, walk, found)
+        _is_classified(site, kind, finder, facts, found)
     for key, child in site.module._modules.items():
-        if child is not None and site.child(key) not in found.settled and not OTHER_TOWERS.search(key):
-            _walk(replace(site, name=site.child(key), module=child), walk, found)
+        if child is not None and site.child(key) not in found.classified and not OTHER_TOWERS.search(key):
+            _search(replace(site, name=site.child(key), module=child), facts, found)
 
 
-def _settled(site: Site, kind: str, finder: Finder, walk: _Finder, found: SearchResult) -> bool:
+def _is_classified(site: Site, kind: str, finder: Finder, facts: _Finder, found: SearchResult) -> bool:
     """Whether the finder recognised the module: as a region, or as one that is declined."""
     try:
         region = finder(site)
         if region is None:
             return False
-        _require(region, site, walk, is_alone=(kind, finder) in _FINDERS)
+        _require(region, site, facts, is_alone=(kind, finder) in _FINDERS)
         found.regions.append(region)
-        found.settled |= {*region.entries, *(linear.name for linear in region.linears)}
+        found.classified |= {*region.entries, *(linear.name for linear in region.linears)}
     except DeclinedError as error:
         names = error.at or (site.name,)
-        found.declined |= dict.fromkeys(names, f"{_WORDS[kind]} of a kind weft does not cut: {error}")
-        found.settled |= set(names)
+        found.declined |= dict.fromkeys(names, f"{_WORDS[kind]} that weft does not shard: {error}")
+        found.classified |= set(names)
         if kind == "attention":
-            found.whole_attention += names[:1]
+            found.replicated_attention += names[:1]
     return True
 
 
-def _require(region: Region, site: Site, walk: _Finder, *, is_alone: bool) -> None:
-    """Decline a region for reasons beyond its structure. `is_alone`: the region is the whole module at the site."""
-    reason = wrong_arithmetic(region, walk.model, hidden_size=site.hidden_size)
-    if reason is None and not walk.is_in_block(region):
-        reason = "it stands outside the repeated blocks"
-    if reason is None and not walk.vouched(region, site.model_type):
-        reason = "its family was not compared with an uncut run, and its config has no plan for it"
-    if reason is None and any(f"{linear.name}.weight" in walk.ties for linear in region.linears):
-        reason = "another module uses its weights too"
+def _require(region: Region, site: Site, facts: _Finder, *, is_alone: bool) -> None:
+    """Decline a region for reasons beyond its structure. `is_alone`: the region is the full module at the site."""
+    reason = wrong_arithmetic(region, facts.model, hidden_size=site.hidden_size)
+    if reason is None and not facts.is_in_block(region):
+        reason = "it is outside the repeated blocks"
+    if reason is None and not facts.vouched(region, site.model_type):
+        reason = "its family was not compared with a run at tp = 1, and its config has no plan for it"
+    if reason is None and any(f"{linear.name}.weight" in facts.ties for linear in region.linears):
+        reason = "another module shares its weights"
     if reason is not None:
         raise DeclinedError(
             reason, at=() if is_alone else (region.entries[0], *(linear.name for linear in region.linears))
@@ -147,14 +147,14 @@ def _require(region: Region, site: Site, walk: _Finder, *, is_alone: bool) -> No
 def _decline_kin(model: nn.Module, layout: ModelLayout, found: SearchResult) -> None:
     """Decline all attention of a class if one of that class is declined: they may share state."""
     mixers = (name for name in mixers_of(model, layout, found) if not _is_cross(found.declined.get(name, "")))
-    whole = {type(model.get_submodule(name)): name for name in mixers}
+    replicated = {type(model.get_submodule(name)): name for name in mixers}
     for region in [one for one in found.regions if one.kind == "attention"]:
-        kin = whole.get(type(model.get_submodule(region.name)))
+        kin = replicated.get(type(model.get_submodule(region.name)))
         if kin is not None:
             found.regions.remove(region)
             names = (region.name, *(linear.name for linear in region.linears))
-            found.declined |= dict.fromkeys(names, f"attention whose like in {kin} stays whole")
-            found.whole_attention.append(region.name)
+            found.declined |= dict.fromkeys(names, f"attention of the same class as {kin}, which is replicated")
+            found.replicated_attention.append(region.name)
 
 
 def _is_cross(reason: str) -> bool:
@@ -171,7 +171,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def text_tower(model: nn.Module, blocks: Sequence[str]) -> str:
-    """The name of the module with the text's blocks: Hugging Face's decoder, or else the whole model."""
+    """The name of the module with the text's blocks: Hugging Face's decoder, or else the full model."""
     try:
         tower = model.get_decoder()  # type: ignore[operator]
     except (AttributeError, NotImplementedError, TypeError):

@@ -1,4 +1,4 @@
-"""The heads of an attention module: how many, how large, where the module keeps the numbers, what forbids sharding.
+"""Heads of an attention module: their number and size, the attributes that hold them, and obstacles to sharding.
 
     heads = inputs of the output projection / value_dim      kv_heads = features of the keys / key_dim
 
@@ -25,8 +25,8 @@ ATTRIBUTES: dict[str, Quantity] = {
     "embed_dim": "width", "hidden_size": "width", "split_size": "width", "all_head_size": "width", "inner_dim": "width",
     "d_model_size": "width", "kv_dim": "kv_width",
 }  # fmt: skip
-OTHER_STATES = "it looks at other hidden states than its own"
-# tables over positions, the same for every head
+OTHER_STATES = "it is cross-attention"
+# tables over positions, equal for all heads
 _SHARED_BUFFERS = {"bias", "masked_bias", "inv_freq", "original_inv_freq", "embed_positions"}
 
 
@@ -58,7 +58,7 @@ class HeadCounts:
 
 
 def head_dim_of(site: Site, *, default: int) -> int:
-    """The size of a head: the module's own, or as its number of heads divides `default` features."""
+    """The head size: the module's attribute, or `default` features divided by the number of heads."""
     for name in HEAD_DIMS:
         value = getattr(site.module, name, None)
         if isinstance(value, int):
@@ -66,12 +66,12 @@ def head_dim_of(site: Site, *, default: int) -> int:
     counts = [getattr(site.module, name, None) for name, what in ATTRIBUTES.items() if what == "heads"]
     count = next((value for value in counts if isinstance(value, int)), None)
     if not count or default % count:
-        raise DeclinedError("its number of heads is not found")
+        raise DeclinedError("its number of heads is unknown")
     return default // count
 
 
 def attributes_of(site: Site, counts: HeadCounts) -> dict[str, Quantity]:
-    """Sizes the module keeps and its forward may read; one that contradicts the shapes declines the module."""
+    """Attributes with sizes that the forward may read; one that contradicts the shapes declines the module."""
     expected = _expected(counts)
     used = names_used(site.module)
     found: dict[str, Quantity] = {}
@@ -82,7 +82,7 @@ def attributes_of(site: Site, counts: HeadCounts) -> dict[str, Quantity]:
                 found[name] = quantity
         elif isinstance(value, int):
             if value != expected[quantity]:
-                raise DeclinedError(f"its {name} is {value}, its projections say {expected[quantity]}")
+                raise DeclinedError(f"its {name} is {value}, but its projections have {expected[quantity]}")
             found[name] = quantity
         elif "config" in used and name in used and quantity != "heads_per_kv":
             value = getattr(site.module.__dict__.get("config"), name, None)
@@ -101,7 +101,7 @@ def _expected(counts: HeadCounts) -> dict[Quantity, int]:
     }
 
 
-def require_cuttable(site: Site) -> None:
+def require_divisible(site: Site) -> None:
     """Decline heads that a known trait of the family, or a buffer of the module, makes indivisible."""
     reason = UNCUT_ATTENTION.get(site.model_type)
     for model_type, field, why in UNCUT_ATTENTION_WHERE:
@@ -123,10 +123,10 @@ def _require_shared_buffers(site: Site) -> None:
     """Decline buffers and bare tensors with one entry per head (slopes, decays): a rank's heads cannot use them."""
     for name, _ in site.module.named_buffers():
         if name.rpartition(".")[2] not in _SHARED_BUFFERS:
-            raise DeclinedError(f"its buffer {name} may hold something for each head")
+            raise DeclinedError(f"its buffer {name} may have entries per head")
     for module in site.module.modules():
         for name, value in _tensors_kept(module):
-            raise DeclinedError(f"its tensor {name} ({tuple(value.shape)}) may hold something for each head")
+            raise DeclinedError(f"its tensor {name} ({tuple(value.shape)}) may have entries per head")
 
 
 def _tensors_kept(module: nn.Module) -> list[tuple[str, Any]]:

@@ -1,8 +1,8 @@
-"""Where tensor parallelism can shard a model: regions between which activations are full, how each parameter divides.
+"""Tensor-parallel shards of a model: regions between which activations are full, and the shards of each parameter.
 
-It describes, changes nothing and knows no degree. `finder` fills it from a model's structure, `engine.tp` and
+A description for any degree; it changes nothing. `finder` fills it from a model's structure, `engine.tp` and
 `engine.tp_grid` apply it. A rank computes its slice (of heads, of a width) of a region; the region's output is the sum
-of the slices. A parameter that no region and no table names stays replicated, and the layout holds the reason.
+of the slices. Every other parameter stays replicated, and the layout holds the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """`units` x `size` features that divide into runs of whole units: heads of a projection, columns of an MLP."""
+    """`units` x `size` features that are sharded in full units: heads of a projection, columns of an MLP."""
 
     units: int
     size: int = 1
@@ -25,7 +25,7 @@ class Segment:
         return self.units * self.size
 
 
-Segments = tuple[Segment, ...]  # one after the other along a dimension, each divided by itself
+Segments = tuple[Segment, ...]  # consecutive along a dimension, each divided separately
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,18 +69,18 @@ class Region:
     linears: tuple[LinearCut, ...] = ()
     tensors: tuple[TensorCut, ...] = ()
     wide_norms: tuple[WideNorm, ...] = ()
-    leaves_at: str | None = None  # a module whose output is a partial sum, where no row linear ends the region
+    leaves_at: str | None = None  # a module whose output is a partial sum, in regions without a row linear
     heads: Segment | None = None  # query heads
     kv_heads: Segment | None = None
     attributes: dict[str, Quantity] = field(
         default_factory=dict
-    )  # sizes the module keeps: "num_heads", "config.n_head"
+    )  # attributes of the module with sizes: "num_heads", "config.n_head"
     partial: tuple[str, ...] = ()  # replicated parameters used inside: each rank has a partial sum of their gradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLayout:
-    """The tensor-parallel layout of a model. `replicated`: the reason of every parameter that is not sharded."""
+    """The tensor-parallel layout of a model. `replicated`: the reason for every parameter that is not sharded."""
 
     regions: tuple[Region, ...]
     embedding: str | None  # the token table, sharded by vocabulary
@@ -92,7 +92,7 @@ class TensorLayout:
     refusals: dict[str, str] = field(default_factory=dict)  # "sequence_parallel" | "grid" | "loss_parallel" -> why not
 
     def within(self, parameters: Container[str]) -> TensorLayout:
-        """Restrict the layout to these parameters: those of a pipeline's stages."""
+        """Restrict the layout to these parameters (a pipeline stage's)."""
 
         def is_here(region: Region) -> bool:
             names = [*(f"{linear.name}.weight" for linear in region.linears), *(cut.name for cut in region.tensors)]

@@ -2,7 +2,7 @@
 
     hidden -> width (one or two projections, or both fused: width after width) -> hidden
 
-An activation acts on each feature by itself; a module whose code reads more is declined.
+An activation acts on each feature separately; a module whose code may mix features is declined.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from weft.models.tp.roles import (
     LinearFacts,
     Site,
     child_linear,
-    column_cut,
+    column_shard,
     entries_of,
     is_norm,
     linear_facts,
     names_used,
     parameters_beside,
-    row_cut,
+    row_shard,
 )
 from weft.zoo.tensor_exceptions import HALVES
 
@@ -39,8 +39,8 @@ def mlp_region(site: Site) -> Region | None:
     if used & _MIXING:
         raise DeclinedError(f"its code reads {sorted(used & _MIXING)[0]}, which may mix the features of its width")
     if used & _WIDTHS:
-        raise DeclinedError(f"its code reads {sorted(used & _WIDTHS)[0]}, so it is not free of its width")
-    if getattr(site.module, "pretraining_tp", 1) > 1:  # reads the weights in slices of its own
+        raise DeclinedError(f"its code reads {sorted(used & _WIDTHS)[0]}, so it depends on its width")
+    if getattr(site.module, "pretraining_tp", 1) > 1:  # the module slices its own weights
         raise DeclinedError("pretraining_tp is set")
     norms, partial = _extras(site, (*columns, row))
     return Region(
@@ -54,7 +54,7 @@ def mlp_region(site: Site) -> Region | None:
 
 
 def loose_mlp_region(site: Site) -> Region | None:
-    """The region of projections that a block holds among other modules: OPT's fc1 and fc2, BERT's two dense."""
+    """The region of projections that are direct children of a block: OPT's fc1 and fc2, BERT's two dense."""
     found = _projections(site) if _is_crowded(site) else None
     column, row = (_inside(site, name) for name in ("intermediate.dense", "output.dense"))
     if found is None and column is not None and row is not None:
@@ -71,7 +71,7 @@ def loose_mlp_region(site: Site) -> Region | None:
 
 
 def _is_crowded(site: Site) -> bool:
-    """Whether modules with modules of their own stand beside the projections: a block, not a feed-forward layer."""
+    """Whether any child has children: then the module is a block, not a feed-forward layer."""
     return any(child is not None and child._modules for child in site.module._modules.values())
 
 
@@ -93,8 +93,8 @@ def _projections(site: Site) -> tuple[tuple[LinearFacts, ...], LinearFacts] | No
 def _cuts(columns: tuple[LinearFacts, ...], row: LinearFacts, *, has_chunk: bool) -> tuple[LinearCut, ...]:
     width = (Segment(units=row.inputs),)
     return (
-        *(column_cut(facts, _outputs(facts, row.inputs, has_chunk=has_chunk)) for facts in columns),
-        row_cut(row, inputs=width),
+        *(column_shard(facts, _outputs(facts, row.inputs, has_chunk=has_chunk)) for facts in columns),
+        row_shard(row, inputs=width),
     )
 
 
@@ -108,7 +108,7 @@ def _outputs(facts: LinearFacts, width: int, *, has_chunk: bool) -> Segments:
 
 
 def _extras(site: Site, linears: tuple[LinearFacts, ...]) -> tuple[tuple[WideNorm, ...], tuple[str, ...]]:
-    """A norm over the width, numbers of an activation; anything else declines."""
+    """Norms over the width and scalars of an activation; any other parameter declines the module."""
     width = linears[-1].inputs
     norms: dict[str, WideNorm] = {}
     partial: list[str] = []
@@ -119,5 +119,5 @@ def _extras(site: Site, linears: tuple[LinearFacts, ...]) -> tuple[tuple[WideNor
         elif "activation" in type(owner).__name__.lower() and parameter.numel() == 1:
             partial.append(name)
         else:
-            raise DeclinedError(f"its {name.removeprefix(site.name + '.')} is of a kind weft does not know")
+            raise DeclinedError(f"its {name.removeprefix(site.name + '.')} is not recognised")
     return tuple(norms.values()), tuple(partial)

@@ -1,6 +1,6 @@
-"""Why each parameter that is not sharded stays replicated, and which replicated modules may mix tokens.
+"""The reason why each replicated parameter is not sharded, and the replicated modules that may mix tokens.
 
-Not the search (`finder`), nor what a layout rules out (`refusals`).
+Not the search (`finder`), nor the features that a layout rules out (`refusals`).
 Every canonical parameter is sharded exactly once or named here with a reason.
 """
 
@@ -28,14 +28,14 @@ class SearchResult:
 
     regions: list[Region] = field(default_factory=list)
     declined: dict[str, str] = field(default_factory=dict)  # module -> reason
-    settled: set[str] = field(default_factory=set)  # modules not to open again
-    whole_attention: list[str] = field(default_factory=list)
+    classified: set[str] = field(default_factory=set)  # modules not to search again
+    replicated_attention: list[str] = field(default_factory=list)
     norms: list[str] = field(default_factory=list)
 
 
 def mixers_of(model: nn.Module, layout: ModelLayout, found: SearchResult) -> tuple[str, ...]:
-    """Replicated modules in blocks that may mix tokens: all that are not known to work per token."""
-    mixers = list(found.whole_attention)
+    """Replicated modules in blocks that may mix tokens: all except those known to work per token."""
+    mixers = list(found.replicated_attention)
     for block in layout.blocks:
         for key, child in model.get_submodule(block).named_children():
             name = f"{block}.{key}"
@@ -57,7 +57,7 @@ def _may_mix(module: nn.Module) -> bool:
 
 def _touches(name: str, found: SearchResult) -> bool:
     """Whether something inside the module, or around it, is classified already."""
-    return any(one == name or one.startswith(f"{name}.") or name.startswith(f"{one}.") for one in found.settled)
+    return any(one == name or one.startswith(f"{name}.") or name.startswith(f"{one}.") for one in found.classified)
 
 
 def reasons_of(
@@ -73,9 +73,9 @@ def reasons_of(
         if name in cut:
             continue
         if name in partial:
-            found_reasons[name] = "used inside a region by every rank; its gradient is summed over them"
+            found_reasons[name] = "used by every rank inside a region; its gradient is summed over ranks"
         elif name in sums:
-            found_reasons[name] = "a bias added once, after the ranks' sum"
+            found_reasons[name] = "a bias added once, after the sum over ranks"
         else:
             found_reasons[name] = _nearest(name, reasons) or _by_kind(model, name, layout, tower)
     return found_reasons
@@ -105,14 +105,14 @@ def _by_kind(model: nn.Module, name: str, layout: TensorLayout, tower: str) -> s
     if (tower and not name.startswith(f"{tower}.")) or OTHER_TOWERS.search(name):
         return OUTSIDE
     if mixer is not None:
-        return f"part of a {type(model.get_submodule(mixer)).__name__}, which weft does not cut"
+        return f"part of a {type(model.get_submodule(mixer)).__name__}, which weft does not shard"
     if looks_like_norm(owner) or any(looks_like_norm(module) for module in _above(model, owner_name)):
         return "a norm"
     if _ROUTERS.search(owner_name) or "router" in type(owner).__name__.lower() or name.endswith("expert_bias"):
         return "the router"
     if isinstance(owner, nn.Embedding):
-        return "a table of something else than tokens"
-    return f"in a {type(owner).__name__}, which is no part of a region weft knows"
+        return "an embedding of something other than tokens"
+    return f"in a {type(owner).__name__}, outside the regions that weft shards"
 
 
 def _above(model: nn.Module, name: str) -> Iterator[nn.Module]:
@@ -121,18 +121,18 @@ def _above(model: nn.Module, name: str) -> Iterator[nn.Module]:
 
 
 def sharded_parameters(layout: TensorLayout, model: nn.Module) -> dict[str, str]:
-    """Canonical name of every sharded parameter -> its region, table or head. Two of them are an error."""
+    """Canonical name of every sharded parameter -> its region, table or head. Raises if there are two."""
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, str] = {}
-    for owner, given in _cut_names(layout, model):
+    for owner, given in _sharded_names(layout, model):
         name = canonical[id(model.get_parameter(given))]
         if name in found and {found[name], owner} != {layout.embedding, layout.head}:
-            raise ValueError(f"{name} is cut by {found[name]} and by {owner}")
+            raise ValueError(f"{name} is sharded by {found[name]} and by {owner}")
         found[name] = owner
     return found
 
 
-def _cut_names(layout: TensorLayout, model: nn.Module) -> list[tuple[str, str]]:
+def _sharded_names(layout: TensorLayout, model: nn.Module) -> list[tuple[str, str]]:
     """(owner, parameter): weights of linears, biases of column linears, bare tensors, wide norms, table and head."""
     names: list[tuple[str, str]] = []
     for region in layout.regions:

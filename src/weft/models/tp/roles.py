@@ -49,9 +49,9 @@ MLP_ROLES: tuple[tuple[tuple[str, ...], str], ...] = (  # columns, row
 
 
 class DeclinedError(Exception):
-    """A module looks like a region and holds something unknown, so it stays replicated. The text names it.
+    """Raised for a module that looks like a region and holds something unknown; it stays replicated.
 
-    `at`: the replicated module, if it is not the one under examination.
+    `at`: the replicated modules, if not the candidate itself.
     """
 
     def __init__(self, reason: str, *, at: tuple[str, ...] = ()) -> None:
@@ -61,7 +61,7 @@ class DeclinedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A module under examination, with facts of its model."""
+    """A candidate module, with facts of its model."""
 
     name: str
     module: nn.Module
@@ -95,7 +95,7 @@ def linear_facts(name: str, module: nn.Module) -> LinearFacts | None:
 
 
 def child_linear(site: Site, names: tuple[str, ...]) -> LinearFacts | None:
-    """The first child of those names that is a linear, or wraps one and nothing else."""
+    """The first child of those names that is a linear, or wraps only one."""
     for name in names:
         child = site.module._modules.get(name)
         if child is None:
@@ -115,23 +115,27 @@ def looks_like_norm(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """A norm with at most a weight and a bias of its own, and nothing inside."""
+    """Whether it is a norm with at most a weight and a bias, and no children."""
     return looks_like_norm(module) and not module._modules and set(module._parameters) <= {"weight", "bias"}
 
 
-def column_cut(facts: LinearFacts, outputs: Segments) -> LinearCut:
+def column_shard(facts: LinearFacts, outputs: Segments) -> LinearCut:
     return LinearCut(
-        name=facts.name, side="column", outputs=outputs, inputs=whole(facts.inputs), is_transposed=facts.is_transposed
+        name=facts.name,
+        side="column",
+        outputs=outputs,
+        inputs=replicated(facts.inputs),
+        is_transposed=facts.is_transposed,
     )
 
 
-def row_cut(facts: LinearFacts, inputs: Segments) -> LinearCut:
+def row_shard(facts: LinearFacts, inputs: Segments) -> LinearCut:
     return LinearCut(
-        name=facts.name, side="row", outputs=whole(facts.outputs), inputs=inputs, is_transposed=facts.is_transposed
+        name=facts.name, side="row", outputs=replicated(facts.outputs), inputs=inputs, is_transposed=facts.is_transposed
     )
 
 
-def whole(features: int) -> Segments:
+def replicated(features: int) -> Segments:
     """Features that one-dimensional tensor parallelism replicates and a grid may divide anywhere."""
     return (Segment(units=features),)
 
@@ -142,7 +146,7 @@ def is_residual_norm(module: nn.Module, hidden_size: int) -> bool:
 
 
 def parameters_beside(site: Site, linears: tuple[LinearFacts, ...]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """(full name, owner, parameter) of everything in the module that belongs to none of `linears`."""
+    """(full name, owner, parameter) of all parameters in the module outside `linears`."""
     taken = {facts.name for facts in linears}
     for owner_path, owner in site.module.named_modules():
         owner_name = site.child(owner_path) if owner_path else site.name
@@ -153,7 +157,7 @@ def parameters_beside(site: Site, linears: tuple[LinearFacts, ...]) -> Iterator[
 
 
 def names_used(module: nn.Module) -> frozenset[str]:
-    """Attribute and global names in the methods of a module's class, constructors left out."""
+    """Attribute and global names in the methods of a module's class, without constructors."""
     return _names_of_classes(type(module).__mro__)
 
 
@@ -185,9 +189,9 @@ def takes(module: nn.Module, argument: str) -> bool:
 
 
 def entries_of(site: Site, columns: tuple[LinearFacts, ...]) -> tuple[str, ...]:
-    """Where the hidden states enter: the module, or its column linears if the module also adds the residual.
+    """Modules where the hidden states enter: the module, or its column linears if it also adds the residual.
 
-    A residual that entered would have its full gradient summed over the ranks.
+    Otherwise the residual's full gradient would be summed over the ranks.
     """
     if takes(site.module, "residual"):
         return tuple(facts.name for facts in columns)

@@ -25,23 +25,23 @@ class Ends:
     reasons: dict[str, str]
 
 
-def find_ends(model: nn.Module, *, vocabulary: int, why_whole: str | None = None) -> Ends:
-    """The table and the head of `model`; `why_whole` keeps both replicated."""
+def find_ends(model: nn.Module, *, vocabulary: int, why_replicated: str | None = None) -> Ends:
+    """The table and the head of `model`; `why_replicated` keeps both replicated."""
     names = {id(module): name for name, module in model.named_modules()}
     table, head = (_called(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings"))
     table_name, head_name = (None if end is None else names.get(id(end)) for end in (table, head))
     reasons: dict[str, str] = {}
-    wrong_table = why_whole or _wrong_table(table, table_name, vocabulary)
-    wrong_head = why_whole or _wrong_head(model, head, head_name, vocabulary)
+    wrong_table = why_replicated or _wrong_table(table, table_name, vocabulary)
+    wrong_head = why_replicated or _wrong_head(model, head, head_name, vocabulary)
     owners = {} if table is None else _owners(model, getattr(table, "weight", None))
     is_tied = head is not None and id(head) in owners
     if set(owners) - {id(table), id(head)}:
-        wrong_table = wrong_table or "another module uses its weight too"
-        wrong_head = wrong_head or ("another module uses its weight too" if is_tied else None)
+        wrong_table = wrong_table or "another module shares its weight"
+        wrong_head = wrong_head or ("another module shares its weight" if is_tied else None)
     if is_tied and wrong_head:
-        wrong_table = wrong_table or f"the head shares its weight and stays whole: {wrong_head}"
+        wrong_table = wrong_table or f"the head shares its weight and is replicated: {wrong_head}"
     if is_tied and wrong_table:
-        wrong_head = wrong_head or f"the token table shares its weight and stays whole: {wrong_table}"
+        wrong_head = wrong_head or f"the token table shares its weight and is replicated: {wrong_table}"
     if table_name is not None and wrong_table:
         reasons[table_name] = wrong_table
     if head_name is not None and wrong_head:
@@ -60,16 +60,16 @@ def _called(model: nn.Module, getter: str) -> Any:
 
 def _wrong_table(table: Any, name: str | None, vocabulary: int) -> str | None:
     if name is None:
-        return "the model does not say which module is its token table"
+        return "get_input_embeddings() names no token table"
     is_plain = type(table) is nn.Embedding or (
         isinstance(table, nn.Embedding) and type(table).__name__.endswith(_SCALED)
     )
     if not is_plain or table._modules:
         return "it is not a plain table"
     if table.max_norm is not None:
-        return "its rows are renormalised as they are read"
+        return "its rows are renormalised on each lookup"
     if table.num_embeddings != vocabulary:
-        return "it has other rows than the vocabulary's"
+        return "its number of rows is not vocab_size"
     return None
 
 
@@ -78,9 +78,9 @@ def _wrong_head(model: nn.Module, head: Any, name: str | None, vocabulary: int) 
     if facts is None:
         return "it is not a plain linear layer"
     if facts.outputs != vocabulary:
-        return "it has other outputs than the vocabulary's"
+        return "its number of outputs is not vocab_size"
     if head.bias is not None and len(_owners(model, head.bias)) > 1:
-        return "another module holds its bias too"
+        return "another module shares its bias"
     return None
 
 

@@ -1,7 +1,7 @@
-"""The oracle: what plan and reference share, judged by code that shares nothing with them.
+"""The oracle: checks the code that plan and reference share, with code that shares nothing with them.
 
-It imports torch, transformers, numpy, the standard library, and of weft only the verdict and the bounds; a contract
-test says so. Its yardsticks are transformers' own model, loss, initial values and `from_pretrained`, and formulas.
+It imports torch, transformers, numpy, the standard library, and from weft only the verdict and the bounds; a contract
+test checks this. It compares with transformers' own model, loss, initial values and `from_pretrained`, and formulas.
 """
 
 from weft.verify.oracle.facts import CorpusFacts, LoopFacts, RankShare, RunFacts, Saved

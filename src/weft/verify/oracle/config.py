@@ -1,6 +1,6 @@
-"""The Hugging Face config that run.toml asks for, built by transformers alone; and two configs compared by field.
+"""The Hugging Face config of run.toml, built by transformers only; and the comparison of two configs by field.
 
-weft may add what a run leaves open: the size of the vocabulary, and special tokens that would lie outside of it. Every
+weft may set fields that a run does not give: vocab_size, and special tokens that would lie outside of it. Every
 other field is the user's, or the family's own default.
 """
 
@@ -17,7 +17,7 @@ from weft.verify.verdict import Check, Finding
 
 NAME, RULE = "oracle config", 12
 LEFT_OPEN = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-# how a model was saved or is run, not what it is
+# fields about saving and running a model
 NOT_OF_THE_MODEL = {
     "architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "_attn_implementation",
     "attn_implementation", "_attn_implementation_internal", "_experts_implementation", "experts_implementation",
@@ -27,7 +27,7 @@ Fields = Mapping[str, Any]
 
 
 def asked_config(model: Tables, run_config: Any) -> Any:
-    """What `[model]` asks for; what it leaves open as the run has it."""
+    """The config of `[model]`; fields that it does not give are the run's."""
     from transformers import AutoConfig
 
     with warnings.catch_warnings():
@@ -42,7 +42,7 @@ def asked_config(model: Tables, run_config: Any) -> Any:
 
 
 def check_config(asked: Any, built: Any, run_config: Any, *, vocab_size: int) -> Check:
-    """Every field of the config that the run builds its model from; `built` is what a plain model makes of `asked`."""
+    """Check every field of the run's model config; `built` is the config of a plain model built from `asked`."""
     wrong = first_difference(asked.to_dict(), run_config.to_dict(), built.to_dict())
     if wrong is not None:
         return Check.failed(NAME, wrong)
@@ -55,7 +55,7 @@ def check_config(asked: Any, built: Any, run_config: Any, *, vocab_size: int) ->
 
 
 def first_difference(expected: Fields, found: Fields, built: Fields, *, place: str = "") -> Finding | None:
-    """A constructor of transformers may change its config (a decoder of two halves stands alone): `built` has that."""
+    """The first difference; changes by the constructor itself (a decoder built without its encoder) are in `built`."""
     allowed = {(path, repr(value)) for path, _, value in _differences(expected, built)}
     for path, right, value in _differences(expected, found):
         if (path, repr(value)) in allowed:
@@ -82,7 +82,7 @@ def _same(right: Any, value: Any) -> bool:
 
 
 def _open_fields(run_fields: Fields, given: Fields) -> dict[str, Any]:
-    """The run's values of what users leave open, at the top and in a nested config of its own type."""
+    """The run's values of fields that the user did not give, at the top level and in nested configs."""
     fields: dict[str, Any] = {key: run_fields[key] for key in LEFT_OPEN if key in run_fields and key not in given}
     for key, nested in run_fields.items():
         if key.endswith("_config") and isinstance(nested, Mapping) and "model_type" in nested:
@@ -93,7 +93,7 @@ def _open_fields(run_fields: Fields, given: Fields) -> dict[str, Any]:
 
 
 def _merged(first: Fields, second: Fields) -> dict[str, Any]:
-    """`second` over `first`, nested tables too."""
+    """`first` updated by `second`, nested tables too."""
     merged = copy.deepcopy(dict(first))
     for key, value in second.items():
         is_nested = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)

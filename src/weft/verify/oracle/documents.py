@@ -1,7 +1,7 @@
-"""Documents and their tokens, read once more from the files as the guide to data describes them. A bounded beginning.
+"""Reads documents again from the files, as the guide to data describes, and tokenises them, up to a size limit.
 
 Order: sources as listed; inside a folder or glob, files by relative path; inside a file, file order. Each document is
-what its tokenizer makes of it by itself, and an end-of-document token where that put none; empty ones are left out.
+encoded by its tokenizer, with an end-of-document token if that adds none; empty ones are skipped.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from weft.verify.oracle.facts import Tables
 
 MEBIBYTE = 1 << 20
 BYTE_END = 256
-# Bytes are copied, text is tokenised: what is read again is bounded by what that costs.
+# Limits by cost: bytes are only copied, text is tokenised.
 MOST_BYTES, MOST_TEXT = 64 * MEBIBYTE, 2 * MEBIBYTE
 TEXT, KNOWN = (".txt", ".md", ".py"), (".txt", ".md", ".py", ".jsonl", ".parquet")
 NOT_OF_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 class NotReadAgainError(Exception):
-    """Why the documents are not read a second time; then tokens are taken as stored."""
+    """The reason why the documents are not read again; tokens are then taken as stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """The tokens of the first documents; all of them where `is_whole`."""
+    """Tokens of the first documents; of all documents if `is_complete`."""
 
     tokens: NDArray[np.int64]
     num_documents: int
-    is_whole: bool
+    is_complete: bool
 
 
 def read_beginning(data: Tables, *, end_of_document: int) -> Beginning:
     encode = _encoder(str(data["tokenizer"]))
     most = MOST_BYTES if data["tokenizer"] == "bytes" else MOST_TEXT
-    pieces: list[NDArray[np.int64]] = []
-    read, is_whole = 0, True
+    chunks: list[NDArray[np.int64]] = []
+    read, is_complete = 0, True
     end = np.array([end_of_document], dtype=np.int64)
     for document in _documents(data):
         if read >= most:
-            is_whole = False
+            is_complete = False
             break
         read += len(document)
         tokens = encode(document)
         if len(tokens):
-            pieces.append(tokens if tokens[-1] == end_of_document else np.concatenate([tokens, end]))
-    joined = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
-    return Beginning(tokens=joined, num_documents=len(pieces), is_whole=is_whole)
+            chunks.append(tokens if tokens[-1] == end_of_document else np.concatenate([tokens, end]))
+    joined = np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64)
+    return Beginning(tokens=joined, num_documents=len(chunks), is_complete=is_complete)
 
 
 def _encoder(name: str) -> Any:
@@ -64,14 +64,14 @@ def _encoder(name: str) -> Any:
         return lambda document: np.frombuffer(_as_bytes(document), dtype=np.uint8).astype(np.int64)
     path = Path(name).expanduser()
     if not path.exists():
-        raise NotReadAgainError(f"the tokenizer {name} is no local file or folder")
+        raise NotReadAgainError(f"the tokenizer {name} is not a local file or folder")
     tokenizer = open_tokenizer(path)
 
     added = tokenizer.num_special_tokens_to_add()
 
     def encode(document: str | bytes) -> NDArray[np.int64]:
-        """What the tokenizer makes of the text by itself; a text without tokens of its own is an empty document."""
-        if len(tokenizer) == BYTE_END + 1:  # the byte tokenizer as an export carries it: the bytes, UTF-8 or not
+        """The tokens of the text; special tokens only count as an empty document."""
+        if len(tokenizer) == BYTE_END + 1:  # an exported byte tokenizer: the bytes, UTF-8 or not
             return np.frombuffer(_as_bytes(document), dtype=np.uint8).astype(np.int64)
         tokens = tokenizer.encode(_as_bytes(document).decode("utf-8", errors="replace"), verbose=False)
         return np.asarray(tokens if len(tokens) > added else [], dtype=np.int64)
@@ -99,7 +99,7 @@ def _documents(data: Tables) -> Iterator[str | bytes]:
     sources = [data["source"]] if isinstance(data["source"], str) else data["source"]
     for source in sources:
         if source.startswith("hf:"):
-            raise NotReadAgainError("documents of the datasets library are not read a second time")
+            raise NotReadAgainError("documents of the datasets library are not read again")
         for file in _files(source):
             yield from (document for document in _of_file(file, str(data["text_field"])) if document)
 
@@ -122,7 +122,7 @@ def _files(source: str) -> list[Path]:
 
 
 def _below(root: Path, *, skipped: set[str] | None = None) -> list[Path]:
-    """Known files under `root`, by relative path; nothing hidden."""
+    """Known files under `root`, by relative path, without hidden ones."""
     names: list[str] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in (skipped or ())]
@@ -144,13 +144,13 @@ def _of_file(file: Path, field: str) -> Iterator[str | bytes]:
             yield from (json.loads(line)[field] or "" for line in lines if line.strip())
     else:
         try:
-            yield from _pieces(file.read_bytes())
+            yield from _split_lines(file.read_bytes())
         except OSError:
-            return  # an unreadable file of the interpreter is left out
+            return  # an unreadable file of the standard library is skipped
 
 
-def _pieces(content: bytes) -> Iterator[bytes]:
-    """A file beyond a MiB is cut after the line that goes beyond it."""
+def _split_lines(content: bytes) -> Iterator[bytes]:
+    """Chunks of a file: split after the first line end beyond each MiB."""
     begin = 0
     while len(content) - begin > MEBIBYTE:
         end = content.find(b"\n", begin + MEBIBYTE) + 1

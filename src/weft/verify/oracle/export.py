@@ -1,4 +1,4 @@
-"""An exported folder, loaded as any user of transformers would: config field by field, logits, tokenizer."""
+"""Checks an exported folder as transformers loads it: config field by field, logits, tokenizer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from weft.verify.oracle.model import Batch, PlainModel, logits_of
 from weft.verify.verdict import Check, Finding
 
 NAME, RULE = "oracle export", 12
-LOGIT_TOLERANCE = 1e-5  # of the largest: the same float32 forward in two models
+LOGIT_TOLERANCE = 1e-5  # of the largest logit: the same float32 forward in two models
 SAMPLE = "The quick brown fox: naïve café, 東京 2024.\n\tdef f(x):\n        return x  # 'quoted'\n"
 
 
 def check_export(folder: Path, asked: Any, data: Tables, plain: PlainModel, batch: Batch) -> Check:
-    """`plain` holds the weights that were exported."""
+    """Check the export in `folder`; `plain` has the exported weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with warnings.catch_warnings():
@@ -33,9 +33,9 @@ def check_export(folder: Path, asked: Any, data: Tables, plain: PlainModel, batc
         wrong = wrong or _wrong_generation(folder, plain) or _wrong_tokenizer(folder, str(data["tokenizer"]))
         if wrong is not None:
             return Check.failed(NAME, wrong)
-        told = f"{len(config.to_dict())} fields of its config"
+        detail = f"{len(config.to_dict())} fields of its config"
         if plain.draws_buffers:
-            return Check.passed(NAME, f"{told}; logits not judged: the model draws constants when it is built")
+            return Check.passed(NAME, f"{detail}; logits not judged: the model draws constants when it is built")
         model = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
@@ -44,11 +44,11 @@ def check_export(folder: Path, asked: Any, data: Tables, plain: PlainModel, batc
     if not gap <= LOGIT_TOLERANCE * scale:
         finding = Finding(rule=RULE, expected="the logits of the trained weights", found=f"logits off by {gap:.3g}")
         return Check.failed(NAME, finding)
-    return Check.passed(NAME, f"{told}, logits of {len(batch.rows)} rows through from_pretrained")
+    return Check.passed(NAME, f"{detail}, logits of {len(batch.rows)} rows through from_pretrained")
 
 
 def _as_saved(config: Any) -> Any:
-    """Written and read by transformers: what that does to a config is not the run's doing."""
+    """The config after saving and loading by transformers, which may change fields."""
     from transformers import AutoConfig
 
     with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +57,7 @@ def _as_saved(config: Any) -> Any:
 
 
 def _wrong_generation(folder: Path, plain: PlainModel) -> Finding | None:
-    """The generation config, where the model has one."""
+    """Compare the generation config, if the model has one."""
     expected = getattr(plain.model, "generation_config", None)
     if expected is None or not plain.model.can_generate():
         return None
@@ -72,7 +72,7 @@ def _wrong_generation(folder: Path, plain: PlainModel) -> Finding | None:
 
 
 def _wrong_tokenizer(folder: Path, name: str) -> Finding | None:
-    """The tokenizer that the export carries, where the run's own is at hand."""
+    """Compare the exported tokenizer with the run's, if that is a local one."""
     source = Path(name).expanduser()
     if name != "bytes" and not source.exists():
         return None

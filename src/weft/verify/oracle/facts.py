@@ -1,6 +1,6 @@
-"""What a run claims and did, as plain values: the oracle's only input. Who collects them is `verify/oracle_facts.py`.
+"""Facts of a run as plain values, the oracle's only input. `verify/oracle_facts.py` collects them.
 
-Nothing here computes. Tables are run.toml as it parses; tokens, rows and tensors are arrays.
+No computation here. Tables are the parsed run.toml; tokens, rows and tensors are arrays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ReadBatch(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """One share of the corpus, training or held out: which stored tokens it claims, and the rows it gives."""
+    """One split of the corpus, training or held out: its ranges of stored tokens, and its rows."""
 
     ranges: Sequence[tuple[int, int]]  # of stored tokens, in the order of the stream
     num_rows: int
@@ -35,7 +35,7 @@ class RankShare:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusFacts:
-    tokens: NDArray[Any]  # as stored, all documents end to end
+    tokens: NDArray[Any]  # as stored, all documents concatenated
     vocab_size: int
     end_of_document: int
     training: RankShare
@@ -52,7 +52,7 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopFacts:
-    """A finished training loop of the run, as its folder shows it."""
+    """A finished training loop of the run, read from its folder."""
 
     losses: Sequence[float]
     norms: Sequence[float]
@@ -62,7 +62,7 @@ class LoopFacts:
     saved_steps: Sequence[int]
     saved: Callable[[int], Saved]
     export: Path
-    # the one-process reference of the same run, in float64 and in the plan's precision: what rounding does
+    # the one-process reference of the same run, in float64 and in the plan's precision: the effect of rounding
     truth_losses: Sequence[float]
     same_losses: Sequence[float]
     truth_norms: Sequence[float]
@@ -71,22 +71,22 @@ class LoopFacts:
     least_norms: tuple[float, float]
     compute: str  # the format of forward and backward
     coarsest: str  # the format with the largest roundoff: float8 operands may be coarser than `compute`
-    starts_rounded: bool  # weights begin in bfloat16, not with the initial values
-    rounded_states: str  # why updates are not judged element by element; empty where states rest in float32
+    starts_rounded: bool  # initial values are rounded to bfloat16
+    rounded_states: str  # why updates are not judged element by element; empty if states are stored in float32
     is_delayed: bool  # micro-batches of a step read weights of several updates
     chunk_rows: int  # rows of one micro-batch of one rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Everything that the oracle judges of a run and a plan."""
+    """All facts of a run and a plan that the oracle checks."""
 
-    run: Tables  # as asked for
-    loop_run: Tables  # as the loop trained it: fewer steps
+    run: Tables  # as given
+    loop_run: Tables  # as trained by the loop: fewer steps
     config: Any  # the Hugging Face config that the run builds its model from
     initial: Tensors
-    pretrained: Tensors | None  # as read from the folder that the run starts from; None where it starts at random
-    without_rule: frozenset[str]  # parameters that the model's own code gives no value
+    pretrained: Tensors | None  # as read from the run's model folder; None for random weights
+    without_rule: frozenset[str]  # parameters that the model's own code does not initialise
     rate: Callable[[int], float]  # the run's learning rate by step, from 1
     corpus: CorpusFacts
     dp_degree: int

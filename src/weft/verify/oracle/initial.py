@@ -1,7 +1,7 @@
-"""Initial weights against transformers' own: the same model initialised a few times from other seeds.
+"""Checks initial weights against transformers' own: the same model initialised a few times from other seeds.
 
-An element that has one value in every draw (a norm's one, a bias's zero, a padding row) must have that very value. Of
-the others the mean and the standard deviation of each parameter must be those of the draws, within what chance allows.
+An element that is equal in all draws (a norm's one, a bias's zero, a padding row) must have that value. For
+the others, mean and standard deviation of each parameter must be those of the draws, within statistical error.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from weft.verify.verdict import Check, Finding
 NAME, RULE = "oracle initial", 12
 PRETRAINED = "oracle pretrained"
 NUM_DRAWS, FEWER_DRAWS, LARGE = 6, 2, 20_000_000
-ERRORS = 8.0  # standard errors: a thousand parameters of a thousand runs are all within six
-SCATTER = 6.0  # the same where elements depend on each other: in spreads between the draws
+ERRORS = 8.0  # standard errors; in a thousand runs of a thousand parameters all are within six
+SCATTER = 6.0  # the same for correlated elements, in deviations between the draws
 LEAST_ELEMENTS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Of one parameter over the draws; `fixed` marks elements that are the same in all, with their values."""
+    """Statistics of one parameter over the draws; `fixed` marks elements that are equal in all, `values` has them."""
 
     shape: torch.Size
     fixed: torch.Tensor
@@ -36,7 +36,7 @@ class Statistics:
     deviation: float = 0.0
     mean_error: float = 0.0
     deviation_error: float = 0.0
-    is_blank: bool = False  # transformers leaves memory as it finds it
+    is_blank: bool = False  # transformers leaves it uninitialised
 
 
 def draw_statistics(config: Any) -> dict[str, Statistics]:
@@ -46,7 +46,7 @@ def draw_statistics(config: Any) -> dict[str, Statistics]:
 
 
 def _draw(config: Any, *, seed: int) -> dict[str, torch.Tensor]:
-    """Memory that no rule fills is NaN here, as torch has it in deterministic mode."""
+    """Parameters of a fresh model; uninitialised memory is NaN (torch's deterministic mode)."""
     was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -90,8 +90,8 @@ def check_initial(expected: Mapping[str, Statistics], found: Tensors, *, without
         wrong = None if name in left_out else _wrong(name, statistics, found[name])
         if wrong is not None:
             return Check.failed(NAME, wrong)
-    told = f"{len(expected) - len(left_out)} parameters as transformers draws them: constants, means, deviations"
-    return Check.passed(NAME, told + (f"; {len(left_out)} have no rule there, not judged" if left_out else ""))
+    detail = f"{len(expected) - len(left_out)} parameters as transformers draws them: constants, means, deviations"
+    return Check.passed(NAME, detail + (f"; {len(left_out)} have no rule there, not judged" if left_out else ""))
 
 
 def _wrong(name: str, expected: Statistics, found: torch.Tensor) -> Finding | None:
@@ -119,7 +119,7 @@ def _wrong(name: str, expected: Statistics, found: torch.Tensor) -> Finding | No
 
 
 def check_pretrained(path: str, found: Tensors) -> Check:
-    """Weights of a folder, as `from_pretrained` reads them, bit by bit."""
+    """Compare the weights of a folder bit by bit with those of `from_pretrained`."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", trust_remote_code=False)

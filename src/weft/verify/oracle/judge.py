@@ -1,4 +1,4 @@
-"""The oracle's checks of a run in the order of cause and effect; what depends on the run alone is computed once.
+"""Runs the oracle's checks in the order of cause and effect; facts of the run only are computed once.
 
 config -> initial weights -> data -> schedule -> update by its gradients -> loss and gradients -> export
 """
@@ -22,7 +22,7 @@ EXPORTED_ROWS = 2
 
 
 class Oracle:
-    """Judges every plan of a session; keeps the plain model, its statistics and the documents between them."""
+    """Checks every plan of a session; reuses the plain model, its statistics and the documents."""
 
     def __init__(self) -> None:
         self._statistics: dict[str, Statistics] | None = None
@@ -45,7 +45,7 @@ class Oracle:
         if facts.pretrained is not None:
             checks.append(check_pretrained(str(facts.run["model"]["path"]), facts.pretrained))
         if {name for name, _ in plain.model.named_parameters()} != set(facts.initial):
-            return checks  # the model is another one: what follows would only repeat that
+            return checks  # a different model: later checks would only repeat that
         checks.append(check_updates(facts.loop_run["train"], facts.initial, loop))
         checks.append(LossJudge(facts=facts, plain=plain, streams=both).check())
         plain.put({**facts.initial, **_last(facts).weights})

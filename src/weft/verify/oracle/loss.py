@@ -1,8 +1,8 @@
-"""Losses, gradients and evaluations of the training loop against the plain transformers model.
+"""Checks losses, gradients and evaluations of the training loop against the plain transformers model.
 
-Rows are rebuilt from the corpus: of a batch that the run read only its inputs are looked at, to find the row. The first
-step starts from the initial weights, the last one from the checkpoint before it. The float64 reference's own first loss
-is held to the same number. Where training draws at random (dropout) evaluations alone are judged.
+Rows are rebuilt from the corpus: only the inputs of the run's batches are read, to find the rows. The first
+step starts from the initial weights, the last one from the checkpoint before it. The float64 reference's first loss
+is compared with the same number. If training is random (dropout), only evaluations are judged.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from weft.verify.tolerances import SLACK, SUM_ROUNDINGS, UNIT_ROUNDOFF, envelope
 from weft.verify.verdict import Check, Finding
 
 NAME, RULE = "oracle loss", 12
-PLAIN = 4.0 * SUM_ROUNDINGS * UNIT_ROUNDOFF["float32"]  # relative: float32 forwards by other kernels
+PLAIN = 4.0 * SUM_ROUNDINGS * UNIT_ROUNDOFF["float32"]  # relative: float32 forwards with other kernels
 GRADIENT_TOLERANCE = 1e-3  # of the norm of all gradients, in float32
-LOW_SHARE = 0.25  # of a roundoff: what a low-precision forward moves an evaluation by, at least
+LOW_SHARE = 0.25  # of a roundoff: minimum effect of a low-precision forward on an evaluation
 
 
 class WrongLossError(Exception):
-    """The first number that is wrong."""
+    """The first wrong number, as a finding."""
 
     def __init__(self, expected: str, found: str, *, step: int, place: str | None = None) -> None:
         super().__init__(expected)
@@ -38,7 +38,7 @@ class WrongLossError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class LossJudge:
-    """The loop's numbers beside those of `plain`; `streams` are those of training and held out."""
+    """Compares the loop's numbers with those of `plain`; `streams`: training and held out."""
 
     facts: RunFacts
     plain: PlainModel
@@ -48,10 +48,10 @@ class LossJudge:
         if self.plain.draws_buffers:
             return Check.passed(NAME, "not judged: the model draws constants of its forward when it is built")
         try:
-            told = [*self._training(), *self._held_out()]
+            details = [*self._training(), *self._held_out()]
         except WrongLossError as wrong:
             return Check.failed(NAME, wrong.finding)
-        return Check.passed(NAME, "; ".join(told))
+        return Check.passed(NAME, "; ".join(details))
 
     @property
     def loop(self) -> LoopFacts:
@@ -97,7 +97,7 @@ class LossJudge:
         self._judge_gradients(gradients, norm)
 
     def _judge_gradients(self, gradients: Tensors, norm: float) -> None:
-        """What the first update was given, seen in its moments, against the plain model's own backward."""
+        """Compare the gradients of the first update, recovered from its moments, with the plain model's backward."""
         loop = self.loop
         if loop.compute != "float32" or loop.rounded_states or 1 not in loop.saved_steps:
             return
@@ -135,7 +135,7 @@ class LossJudge:
         return sum(losses) / max(1, sum(batch.count for batch in batches))
 
     def _low_share(self, batches: Sequence[Batch], value: float) -> float:
-        """What low precision does to an evaluation: measured by the plain model in that format."""
+        """The effect of low precision on an evaluation, measured with the plain model in that format."""
         if self.loop.compute == "float32":
             return 0.0
         with self.plain.computing_in(getattr(torch, self.loop.compute)):
@@ -145,7 +145,7 @@ class LossJudge:
     def _require(
         self, what: str, right: float, found: Sequence[float], truth: Sequence[float], same: Sequence[float], step: int
     ) -> None:
-        """The loop's own value, as far off as rounding may take it: that is what the two references show."""
+        """Require the loop's value within rounding, whose size the two references show."""
         least = self.loop.least_losses if what == "loss" else self.loop.least_norms
         distance = envelope(truth, same, least=least)[step - 1]
         bound = scalar_bound(truth=right, same_precision=same[step - 1], distance=distance, drift=PLAIN * abs(right))
@@ -158,7 +158,7 @@ class LossJudge:
         return self.plain.loss(batch, chunk_rows=self.loop.chunk_rows, is_training=is_training)
 
     def _batch(self, step: int) -> Batch:
-        """The global batch of a step: which rows it has is the run's choice, what is in them the corpus's."""
+        """The global batch of a step: the run's choice of rows, with the tokens of the corpus."""
         position, stream = (step - 1) * self.rows, self.streams[0]
         read = self.facts.corpus.training.batch(position, dp_rank=0, dp_degree=1)
         epochs = self.facts.loop_run["data"].get("epochs")

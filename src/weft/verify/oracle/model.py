@@ -1,8 +1,8 @@
 """The plain transformers model of a config: its loss by its own `labels=`, its gradients, its logits. Float32, eager.
 
-A row of S + 1 tokens goes in unshifted: transformers itself takes each token's successor as its label. Beside that the
-same loss is written out from the logits of the first S tokens. Where a family's own loss is another number (it adds
-terms, or cannot take a row of S + 1) the written-out one is the yardstick, and the verdict says so.
+A row of S + 1 tokens goes in unshifted: transformers itself takes the next token as the label. In addition, the
+same loss is computed from the logits of the first S tokens. If a family's own loss is another number (it adds
+terms, or cannot take a row of S + 1), the computed one is compared with, and the verdict reports this.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from weft.verify.oracle.facts import Rows, Tensors
 from weft.verify.oracle.streams import IGNORED, Stream
 
-OWN_TOLERANCE = 1e-5  # relative: the same float32 numbers, averaged by other code
+OWN_TOLERANCE = 1e-5  # relative: the same float32 numbers, averaged in another order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of S + 1 tokens, and what a model is given for them."""
+    """Rows of S + 1 tokens, and the model's inputs and labels for them."""
 
     rows: NDArray[np.int64]
     fields: dict[str, NDArray[np.int64]]
@@ -42,7 +42,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """The mean token loss of a batch; `own` is what the model's own `labels=` gives, or None and the reason."""
+    """The mean token loss of a batch; `own`: the model's own `labels=` loss, or None with the reason."""
 
     value: float
     own: float | None
@@ -50,7 +50,7 @@ class Loss:
 
 
 def build_plain(config: Any, *, seed: int) -> Any:
-    """Initialised by transformers' own rules."""
+    """A model initialised by transformers' own rules."""
     from transformers import AutoModelForCausalLM
 
     with _quiet(), torch.random.fork_rng(devices=[]):
@@ -62,25 +62,25 @@ def build_plain(config: Any, *, seed: int) -> Any:
 
 
 class PlainModel:
-    """One model whose weights are put in by name."""
+    """One transformers model whose weights are set by name."""
 
     def __init__(self, config: Any) -> None:
         self.model = build_plain(config, seed=1)
         other = dict(build_plain(config, seed=2).named_buffers())
         same = (torch.equal(buffer, other[name]) for name, buffer in self.model.named_buffers())
-        self.draws_buffers = not all(same)  # constants of the forward that nobody saves: each build has its own
+        self.draws_buffers = not all(same)  # random constants of the forward that no checkpoint saves
         self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
     @torch.no_grad()
     def put(self, weights: Tensors) -> None:
-        """Parameters, and the buffers among `weights`; the other buffers as transformers made them."""
+        """Set parameters, and buffers in `weights`; other buffers get transformers' initial values."""
         for name, parameter in self.model.named_parameters():
             parameter.copy_(weights[name])
         for name, buffer in self.model.named_buffers():
             buffer.copy_(weights.get(name, self._buffers[name]))
 
     def is_random(self, batch: Batch) -> bool:
-        """Whether training draws at random (dropout): then two forwards differ."""
+        """Whether training is random (dropout), so that two forwards differ."""
         return self._total(batch.fields, seed=1) != self._total(batch.fields, seed=2)
 
     def loss(self, batch: Batch, *, chunk_rows: int, is_training: bool) -> Loss:
@@ -95,7 +95,7 @@ class PlainModel:
         return Loss(value=value, own=own, why_not_own=why)
 
     def gradients(self, batch: Batch, *, chunk_rows: int) -> dict[str, torch.Tensor]:
-        """Of the mean token loss."""
+        """Gradients of the mean token loss."""
         self.model.train()
         self.model.zero_grad()
         for chunk in _chunks(batch.fields, chunk_rows):
@@ -119,7 +119,7 @@ class PlainModel:
         return logits_of(self.model, batch.fields)
 
     def _own(self, batch: Batch) -> tuple[float | None, str]:
-        """transformers' loss of unshifted rows; a label that carries none carries none here either."""
+        """transformers' loss of unshifted rows, with the same labels ignored."""
         rows, labels = batch.rows, batch.rows.copy()
         labels[:, 1:][batch.fields["labels"] == IGNORED] = IGNORED
         given = {"input_ids": rows, "labels": labels}
@@ -133,11 +133,11 @@ class PlainModel:
                     **{key: torch.from_numpy(value) for key, value in given.items()}, use_cache=False
                 ).loss
         except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
-            return None, f"its own takes no row of {rows.shape[1]} tokens ({type(error).__name__})"
+            return None, f"its own loss takes no row of {rows.shape[1]} tokens ({type(error).__name__})"
         return (None, "it has no loss of its own") if loss is None else (float(loss), "")
 
     def _sum(self, batch: Rows) -> torch.Tensor:
-        """Cross-entropy written out: log of the sum of exponentials less the label's own logit."""
+        """The sum of cross-entropies: logsumexp of the logits minus the label's logit."""
         with _quiet():
             logits = self.model(**_inputs(batch), use_cache=False).logits.float()
         labels = torch.from_numpy(np.ascontiguousarray(batch["labels"]))
@@ -154,7 +154,7 @@ class PlainModel:
 
 
 def logits_of(model: Any, batch: Rows) -> torch.Tensor:
-    """In evaluation mode, and back."""
+    """The logits in evaluation mode; the mode is restored."""
     was_training = model.training
     model.eval()
     with torch.no_grad(), _quiet():

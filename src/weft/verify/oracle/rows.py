@@ -1,6 +1,6 @@
-"""Rows of training and of evaluation against the corpus: every sample of an epoch once, each the tokens that follow.
+"""Checks rows of training and evaluation against the corpus: every sample of an epoch once, labels are next tokens.
 
-A long epoch is looked at in windows that lie evenly over it; a row that comes twice in any of them is found.
+A long epoch is checked in evenly spaced windows; a row that occurs twice in any of them is found.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from weft.verify.verdict import Check, Finding
 
 NAME, RULE = "oracle data", 12
 MOST_ROWS, NUM_WINDOWS = 4096, 32
-SHARED_BATCHES = 4  # that are read by every data-parallel rank too
-ORDERED_ROWS = 64  # fewer may come in the same order twice by chance
+SHARED_BATCHES = 4  # batches that are also read as each data-parallel rank
+ORDERED_ROWS = 64  # fewer rows may have the same order twice by chance
 SHOWN = 6
 
 
 class WrongRowsError(Exception):
-    """The first thing that is wrong with the data."""
+    """The first error in the data, as a finding."""
 
     def __init__(self, expected: str, found: str, *, place: str) -> None:
         super().__init__(place)
@@ -40,22 +40,22 @@ def check_data(
     *,
     dp_degree: int,
 ) -> Check:
-    """`beginning` is the documents read again, or why they were not; `streams` are those of training and held out."""
+    """Check the data. `beginning`: the documents read again, or why not; `streams`: training and held out."""
     data, rows = run["data"], int(run["train"]["global_batch"])
     try:
         read = _check_stored(corpus, beginning)
         _check_shares(float(data["eval_fraction"]), corpus)
         training = Epoch(share=corpus.training, stream=streams[0], rows=rows, num_epochs=data.get("epochs"))
-        told = [training.check(dp_degree=dp_degree)]
+        details = [training.check(dp_degree=dp_degree)]
         if corpus.held_out is not None and streams[1] is not None:
-            told.append(_check_held_out(corpus.held_out, streams[1], rows=rows))
+            details.append(_check_held_out(corpus.held_out, streams[1], rows=rows))
     except WrongRowsError as wrong:
         return Check.failed(NAME, wrong.finding)
-    return Check.passed(NAME, "; ".join([*told, read]))
+    return Check.passed(NAME, "; ".join([*details, read]))
 
 
 def _check_stored(corpus: CorpusFacts, beginning: Beginning | str) -> str:
-    """The tokens in the cache are those of the documents."""
+    """Compare the cached tokens with those of the documents."""
     if len(corpus.tokens) and int(corpus.tokens.max()) >= corpus.vocab_size:
         raise WrongRowsError(
             f"tokens below {corpus.vocab_size}", str(int(corpus.tokens.max())), place="the stored tokens"
@@ -71,14 +71,14 @@ def _check_stored(corpus: CorpusFacts, beginning: Beginning | str) -> str:
         raise WrongRowsError(
             _shown(again[at:]), _shown(stored[at:]), place=f"token {at} of the corpus, in document {document}"
         )
-    if len(stored) < count or (beginning.is_whole and len(corpus.tokens) != count):
+    if len(stored) < count or (beginning.is_complete and len(corpus.tokens) != count):
         raise WrongRowsError(f"{count} tokens", f"{len(corpus.tokens)} tokens", place="the stored tokens")
-    what = "all" if beginning.is_whole else "the first"
+    what = "all" if beginning.is_complete else "the first"
     return f"{what} {beginning.num_documents} documents read and tokenised again"
 
 
 def _check_shares(fraction: float, corpus: CorpusFacts) -> None:
-    """Training and held-out documents are all documents, none in both, and cut where documents end."""
+    """Check that each document is in exactly one of training and held out, and ranges end where documents end."""
     held_out = list(corpus.held_out.ranges) if corpus.held_out is not None else []
     at, place = 0, "training and held-out documents"
     for begin, end in sorted([*corpus.training.ranges, *held_out]):
@@ -101,20 +101,20 @@ def _check_shares(fraction: float, corpus: CorpusFacts) -> None:
 
 
 def _check_held_out(share: RankShare, stream: Stream, *, rows: int) -> str:
-    """In their own order, from the first."""
+    """Check that held-out rows come in order, from the first."""
     _require_count(share, stream, place="held-out rows")
-    looked_at = min(stream.num_rows, MOST_ROWS)
-    for position in range(0, looked_at, rows):
+    num_checked = min(stream.num_rows, MOST_ROWS)
+    for position in range(0, num_checked, rows):
         batch = share.batch(position, dp_rank=0, dp_degree=1)
         count = min(rows, stream.num_rows - position)
         _compare(batch, stream, stream.rows(range(position, position + count)), place=f"held-out sample {position}")
         _require_empty(batch, count, place=f"held-out sample {position}")
-    return f"{looked_at} of {stream.num_rows} held-out rows, never trained on"
+    return f"{num_checked} of {stream.num_rows} held-out rows, never trained on"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """The order of training."""
+    """Checks the order of training rows."""
 
     share: RankShare
     stream: Stream
@@ -135,12 +135,12 @@ class Epoch:
         return f"{what}: {len(hashes)} of {stream.num_rows} samples{ranks}"
 
     def _read(self, position: int, count: int) -> Hashes:
-        """Hashes of the inputs of the samples from `position` on, each of them a row of the stream with its labels."""
+        """Input hashes of the samples from `position` on; each must be a row of the stream, with its labels."""
         stream = self.stream
         read = [self.share.batch(at, dp_rank=0, dp_degree=1) for at in range(position, position + count, self.rows)]
         batch = {key: np.concatenate([part[key] for part in read])[:count] for key in read[0]}
         inputs, last = batch["input_ids"], batch["labels"][:, -1].copy()
-        for at in np.flatnonzero(last == IGNORED):  # a document's end: its label is not there to see
+        for at in np.flatnonzero(last == IGNORED):  # a document's end: its label is ignored, so take the corpus's
             row = stream.find(inputs[at])
             last[at] = stream.row(row)[-1] if row is not None else last[at]
         rows = np.concatenate([inputs, last[:, None]], axis=1).astype(np.int64)
@@ -170,7 +170,7 @@ class Epoch:
             raise WrongRowsError(expected, f"{int(extra)} that came before", place="the order of training")
 
     def _check_end(self) -> None:
-        """A second epoch begins again, in another order; where the data ends, nothing fills the last batch up."""
+        """Check that a second epoch has another order, and that rows after the end of the data have no labels."""
         num_rows, rows = self.stream.num_rows, min(self.rows, self.stream.num_rows)
         if self.num_epochs is not None:
             total = self.num_epochs * num_rows
@@ -186,11 +186,11 @@ class Epoch:
             )
 
     def _check_ranks(self, *, dp_degree: int) -> None:
-        """Ranks share a global batch: together they have the rows of one, in order."""
+        """Check that the ranks' rows, concatenated, are the global batch."""
         for position in range(0, self.stream.num_rows, self.rows)[: SHARED_BATCHES if dp_degree > 1 else 0]:
-            whole = self.share.batch(position, dp_rank=0, dp_degree=1)
+            full = self.share.batch(position, dp_rank=0, dp_degree=1)
             parts = [self.share.batch(position, dp_rank=rank, dp_degree=dp_degree) for rank in range(dp_degree)]
-            for key, values in whole.items():
+            for key, values in full.items():
                 joined = np.concatenate([part[key] for part in parts])
                 _require_equal(key, values, joined, f"sample {position} over {dp_degree} ranks")
 
@@ -206,7 +206,7 @@ def _windows(num_rows: int) -> Iterator[tuple[int, int]]:
 
 
 def _compare(batch: Rows, stream: Stream, rows: NDArray[np.int64], *, place: str) -> None:
-    """Inputs, labels and positions of the first rows of a batch."""
+    """Compare inputs, labels and positions of the first rows of a batch."""
     for key, values in stream.batch(rows).items():
         if key not in batch:
             raise WrongRowsError(key, "none", place=place)
@@ -220,7 +220,7 @@ def _require_count(share: RankShare, stream: Stream, *, place: str) -> None:
 
 def _require_empty(batch: Rows, rows: int, *, place: str) -> None:
     if (batch["labels"][max(0, rows) :] != IGNORED).any():
-        raise WrongRowsError("no labels in the rows that fill a last batch up", "labels", place=place)
+        raise WrongRowsError("no labels in the rows that pad a last batch", "labels", place=place)
 
 
 def _require_equal(what: str, expected: NDArray[Any], found: NDArray[Any], place: str) -> None:

@@ -1,4 +1,4 @@
-"""The learning rate written out from its documentation, and the run's own held against it over its whole length.
+"""The learning rate by its documented formula, compared with the run's own over its full length.
 
 With w warm-up steps of n and final ratio f, in step s from 1: peak s/w for s <= w; then, with x = (s - w)/(n - w),
 peak (f + (1 - f) (1 + cos(pi x))/2) for cosine, peak (f + (1 - f) (1 - x)) for linear, peak for constant.
@@ -13,7 +13,7 @@ from weft.verify.oracle.facts import Tables
 from weft.verify.verdict import Check, Finding
 
 NAME, RULE = "oracle schedule", 12
-MOST_STEPS = 20_000  # of a longer run so many are looked at, evenly
+MOST_STEPS = 20_000  # of a longer run this many steps are checked, evenly spaced
 TOLERANCE = 1e-9  # relative; both sides are a few float64 operations
 
 
@@ -31,18 +31,18 @@ def rate_of(train: Tables, step: int) -> float:
 
 
 def check_schedule(run: Tables, rate: Callable[[int], float], loop_run: Tables, recorded: Sequence[float]) -> Check:
-    """The run's rate in every step of its whole length; and what the loop recorded of its few."""
+    """Compare the run's rates over its full length, and those that the loop recorded in its few steps."""
     train = run["train"]
-    steps = list(_looked_at(int(train["steps"])))
-    wrong = _first_wrong(train, ((step, rate(step)) for step in steps), place="of the whole run")
+    steps = list(_checked_steps(int(train["steps"])))
+    wrong = _first_wrong(train, ((step, rate(step)) for step in steps), place="of the full run")
     wrong = wrong or _first_wrong(loop_run["train"], enumerate(recorded, start=1), place="recorded by the loop")
     if wrong is not None:
         return Check.failed(NAME, wrong)
-    told = f"{train['schedule']} with {train['warmup_steps']} warm-up steps, {len(steps)} of {train['steps']} steps"
-    return Check.passed(NAME, f"{told}, and the {len(recorded)} that the loop recorded")
+    detail = f"{train['schedule']} with {train['warmup_steps']} warm-up steps, {len(steps)} of {train['steps']} steps"
+    return Check.passed(NAME, f"{detail}, and the {len(recorded)} that the loop recorded")
 
 
-def _looked_at(steps: int) -> Iterable[int]:
+def _checked_steps(steps: int) -> Iterable[int]:
     if steps <= MOST_STEPS:
         return range(1, steps + 1)
     return sorted({1, steps, *(1 + (steps - 1) * part // MOST_STEPS for part in range(MOST_STEPS))})

@@ -1,7 +1,7 @@
-"""A share of the corpus as one stream of tokens, and its rows: inputs, labels and positions made from tokens alone.
+"""A split of the corpus as one stream of tokens, and its rows: inputs, labels and positions, from tokens only.
 
-Row i is tokens [i S, i S + S + 1): S inputs, and each input's label is the token after it. With documents kept apart,
-the label of a document's end carries no loss and positions count from 0 in every document.
+Row i is tokens [i S, i S + S + 1): S inputs, and each input's label is the token after it. With isolated documents,
+the label of a document's end is ignored and positions restart at 0 in every document.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Stream:
         return max(0, (len(self.tokens) - 1) // self.length)
 
     def row(self, index: int) -> Tokens:
-        """S + 1 tokens."""
+        """The S + 1 tokens of a row."""
         return self.tokens[index * self.length : (index + 1) * self.length + 1]
 
     def rows(self, indices: Sequence[int]) -> Tokens:
         return np.stack([self.row(index) for index in indices])
 
     def batch(self, rows: Tokens) -> dict[str, Tokens]:
-        """What a model is to be given for rows of S + 1 tokens."""
+        """Inputs, labels and positions for rows of S + 1 tokens."""
         inputs, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
         if not self.isolates:
             return {"input_ids": inputs, "labels": labels}
@@ -47,7 +47,7 @@ class Stream:
         return {"input_ids": inputs, "labels": labels, "position_ids": positions}
 
     def hashes_of(self, rows: NDArray[Any]) -> Hashes:
-        """One word for each row, of any number of columns up to S + 1."""
+        """One hash per row, for any number of columns up to S + 1."""
         hashes = np.zeros(len(rows), dtype=np.uint64)
         for column, factor in enumerate(_factors(self.length + 1)[: rows.shape[1]]):
             hashes += _scrambled(rows[:, column]) * factor
@@ -55,13 +55,13 @@ class Stream:
 
     @cached_property
     def known(self) -> Hashes:
-        """Of all rows with their last label, sorted."""
+        """Hashes of all rows with their last label, sorted."""
         last = self.tokens[self.length :: self.length][: self.num_rows]
         return np.unique(self._input_hashes + _scrambled(last) * _factors(self.length + 1)[-1])
 
     @cached_property
     def counts(self) -> tuple[Hashes, NDArray[np.int64]]:
-        """Hashes of the inputs of all rows, sorted, and how often each occurs: texts repeat themselves."""
+        """Input hashes of all rows, sorted, with their counts: texts may repeat."""
         unique, counts = np.unique(self._input_hashes, return_counts=True)
         return unique, counts
 
@@ -86,8 +86,8 @@ class Stream:
 def stream_of(
     stored: NDArray[Any], ranges: Sequence[tuple[int, int]], *, length: int, end: int, isolates: bool
 ) -> Stream:
-    pieces = [stored[begin:stop] for begin, stop in ranges]
-    tokens = np.concatenate(pieces).astype(np.int64) if pieces else np.empty(0, dtype=np.int64)
+    chunks = [stored[begin:stop] for begin, stop in ranges]
+    tokens = np.concatenate(chunks).astype(np.int64) if chunks else np.empty(0, dtype=np.int64)
     return Stream(tokens=tokens, length=length, end=end, isolates=isolates)
 
 

@@ -1,9 +1,9 @@
-"""Optimizer updates written out, and consecutive checkpoints held against them, element by element.
+"""Checks consecutive checkpoints against the formulas of the optimizer, element by element.
 
-The gradient g that an update was given follows from its moments, m' = b1 m + (1 - b1) g; so this needs no backward:
+The gradient g of an update follows from its moments, m' = b1 m + (1 - b1) g, so no backward is needed:
 
     adamw   w' = w (1 - lr wd) - lr m'/(1 - b1^t) / (sqrt(v'/(1 - b2^t)) + eps),  v' = b2 v + (1 - b2) g^2
-    adam    the same without decay, g holding wd w besides
+    adam    the same without decay, with g + wd w for g
     sgd     u' = mu u + g + wd w, w' = w - lr u'
     clip    |g| over all parameters is min(1, c / (n + 1e-6)) n, where n is the norm that was recorded
 
@@ -26,9 +26,9 @@ from weft.verify.verdict import Check, Finding
 
 NAME, RULE = "oracle update", 12
 ROUNDOFF = UNIT_ROUNDOFF["float32"]
-# An element may be off by some roundings of the operands of its update, and of the weight that it is added to.
+# An element may be off by some roundings of its update's operands, and of its weight.
 UPDATE_ROUNDINGS, WEIGHT_ROUNDINGS = 256.0, 4.0
-# Where squares of gradients underflow float32, kernels differ in what they make of them.
+# Share of elements that may be off: kernels differ where squares of gradients underflow float32.
 ODD_SHARE = 1e-3
 NORM_TOLERANCE = 1e-3  # gradients are a difference of moments: up to 1/(1 - b1) roundings each
 
@@ -40,7 +40,7 @@ class OracleUpdate:
     before: Saved
     after: Saved
     step: int  # from 1
-    count: int  # updates so far, this one included: a step that float16 skipped is none
+    count: int  # updates so far, this one included; steps that float16 skipped are not counted
     train: Tables
     norm: float
 
@@ -60,7 +60,7 @@ class OracleUpdate:
 
 
 def check_updates(train: Tables, initial: Tensors, loop: LoopFacts) -> Check:
-    """Every update of the loop that lies between two checkpoints."""
+    """Check every update of the loop between two consecutive checkpoints."""
     if loop.rounded_states or loop.is_delayed:
         why = loop.rounded_states or "updates of a pipeline that never drains overlap"
         return Check.passed(NAME, f"not judged by formulas: {why}")
@@ -79,12 +79,12 @@ def check_updates(train: Tables, initial: Tensors, loop: LoopFacts) -> Check:
                 return Check.failed(NAME, wrong)
             judged.append(step)
         before = after
-    told = f"{train['optimizer']} written out, {len(judged)} of {len(loop.losses)} updates, every element"
-    return Check.passed(NAME, f"{told}; clipped to the norm recorded")
+    detail = f"{train['optimizer']} written out, {len(judged)} of {len(loop.losses)} updates, every element"
+    return Check.passed(NAME, f"{detail}; clipped to the norm recorded")
 
 
 def recovered_gradients(update: OracleUpdate, names: Mapping[str, object] | Tensors) -> dict[str, torch.Tensor]:
-    """What the optimizer was given, after clipping, from its moments; decay that it adds itself taken out."""
+    """Gradients after clipping, recovered from the optimizer's moments, without the decay that it adds itself."""
     train, found = update.train, {}
     for name in names:
         weight = update.before.weights[name].double()
@@ -121,14 +121,14 @@ def _wrong(update: OracleUpdate, initial: Tensors) -> Finding | None:
     expected_norm = update.clipped_norm()
     if not abs(total - expected_norm) <= NORM_TOLERANCE * expected_norm + 1e-12:
         return Finding(
-            rule=RULE, step=update.step, coordinates="all gradients, as the optimizer was given them",
+            rule=RULE, step=update.step, coordinates="all gradients, as the optimizer read them",
             expected=f"a norm of {expected_norm:.6g} ({update.norm:.6g} before clipping)", found=f"{total:.6g}",
         )  # fmt: skip
     return None
 
 
 def _expected(update: OracleUpdate, name: str, gradients: Tensors) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The weight before and what the update is to add to it; None where states are missing."""
+    """(weight before, expected change); None if states are missing."""
     weight, train, rate = update.before.weights[name].double(), update.train, update.rate
     decay = update.decay(weight)
     if train["optimizer"] == "sgd":
@@ -145,7 +145,7 @@ def _expected(update: OracleUpdate, name: str, gradients: Tensors) -> tuple[torc
     old = _state(update.before, name, "exp_avg_sq")
     expected_square = second * (0.0 if old is None else old) + (1.0 - second) * gradient.square()
     if not _near(square, expected_square):
-        return weight, torch.full_like(weight, math.nan)  # the second moment is not that of these gradients
+        return weight, torch.full_like(weight, math.nan)  # the second moment does not match these gradients
     denominator = (square / (1.0 - second**update.count)).sqrt() + float(train["epsilon"])
     added = -rate * moment / (1.0 - first**update.count) / denominator
     return weight, added - (0.0 if is_coupled else rate * decay * weight)

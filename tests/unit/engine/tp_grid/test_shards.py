@@ -64,7 +64,7 @@ def test_a_matrix_is_held_once_but_in_each_layer() -> None:
 @pytest.mark.parametrize(
     ("family", "mode", "config", "said"),
     [
-        ("mixtral", "2d", {}, "experts are not cut on grids"),
+        ("mixtral", "2d", {}, "experts are not sharded on grids"),
         ("llama", "2d", {"num_key_value_heads": 1}, "has 1 key-value heads, which a grid of side 2 does not divide"),
         ("llama", "2d", {"intermediate_size": 49}, "has 49 columns"),
         ("llama", "3d", {"intermediate_size": 50}, "a chunk of the outputs of model.layers.0.mlp.gate_proj is 25"),

@@ -100,7 +100,7 @@ def test_blocks_by_hand() -> None:
 
 @pytest.mark.parametrize("sizes", [[4], [2, 3], [4, 0]])
 def test_blocks_by_hand_that_do_not_add_up(sizes: list[int]) -> None:
-    with pytest.raises(PipelineError, match="does not deal 4 blocks to 2 stages"):
+    with pytest.raises(PipelineError, match="does not partition 4 blocks into 2 stages"):
         split(Plain(), sizes=sizes)
 
 
@@ -200,13 +200,13 @@ class TwoInputs(Plain):
 REFUSED = {
     PairsPassedOn: "its block blocks.2 also takes extra, which stages do not send each other",
     FromTheTable: "its block blocks.2 also takes extra, which stages do not send each other",
-    Skip: "it makes the hidden states for blocks.3 from more than the block before gives",
-    SkipToTheEnd: "after its blocks it uses more than the last of them gives",
-    SkipToTheHead: "after its blocks it uses more than the last of them gives",
+    Skip: "its hidden states for blocks.3 use more than the previous block's output",
+    SkipToTheEnd: "after its blocks it uses more than the last block's output",
+    SkipToTheHead: "after its blocks it uses more than the last block's output",
     Twice: "it runs blocks.0 more than once",
     TableAsHead: "it uses table.weight on several stages",
     NormEverywhere: "it uses norm.weight on several stages",
-    TwoInputs: "its forward does not run on 4 token ids alone",
+    TwoInputs: "its forward does not run on 4 token ids only",
 }
 
 
@@ -214,7 +214,7 @@ REFUSED = {
 def test_what_a_pipeline_cannot_carry_is_refused(kind: type[Plain]) -> None:
     with pytest.raises(PipelineError) as refusal:
         split(kind(), sizes=[2, 2])
-    assert f"{kind.__name__} cannot be cut into pipeline stages: {REFUSED[kind]}" in str(refusal.value)
+    assert f"{kind.__name__} cannot be split into pipeline stages: {REFUSED[kind]}" in str(refusal.value)
     assert "mesh.pp = 1" in refusal.value.hint
 
 
@@ -226,5 +226,5 @@ def test_a_skip_inside_one_stage_is_no_matter() -> None:
 def test_what_only_the_config_tells(key: str, tiny_skeleton: Callable[[str], Any]) -> None:
     model = tiny_skeleton("opt")
     setattr(model.config, key, 1)
-    with pytest.raises(PipelineError, match=rf"cannot be cut into pipeline stages: it.* \(model.config.{key}\)"):
+    with pytest.raises(PipelineError, match=rf"cannot be split into pipeline stages: it.* \(model.config.{key}\)"):
         split(model)

@@ -159,7 +159,7 @@ def test_norms_in_a_list_of_heads_keep_attention_whole() -> None:
     assert {one.kind for one in layout.regions} == {"mlp"}
     assert layout.mixers == ("model.layers.0.self_attn", "model.layers.1.self_attn")
     assert reasons(layout, "q_proj") == {
-        "attention of a kind weft does not cut: its q_layernorm.norms.0.weight is of a kind weft does not know"
+        "attention that weft does not shard: its q_layernorm.norms.0.weight is not recognised"
     }
 
 
@@ -172,7 +172,7 @@ def test_fused_projections_are_cut_by_part_or_by_head() -> None:
     assert region(gpt2, "attention").attributes == {"num_heads": "heads", "split_size": "width"}
     assert all(cut.is_transposed for cut in region(gpt2, "mlp").linears)
     assert outputs(region(neox, "attention")) == {"query_key_value": ((4, 48, False),)}
-    assert reasons(neox, "attention.dense.bias") == {"a bias added once, after the ranks' sum"}
+    assert reasons(neox, "attention.dense.bias") == {"a bias added once, after the sum over ranks"}
 
 
 def test_falcon_in_its_three_orders() -> None:
@@ -185,7 +185,7 @@ def test_falcon_in_its_three_orders() -> None:
     heads = region(found("falcon", multi_query=False, num_kv_heads=4), "attention")
     assert outputs(heads) == {"query_key_value": ((4, 48, False),)}
     alibi = found("falcon", alibi=True)
-    assert reasons(alibi, "query_key_value") == {"attention of a kind weft does not cut: its ALiBi covers all heads"}
+    assert reasons(alibi, "query_key_value") == {"attention that weft does not shard: its ALiBi covers all heads"}
 
 
 def test_experts_are_cut_by_width_and_the_router_is_whole() -> None:
@@ -198,7 +198,7 @@ def test_experts_are_cut_by_width_and_the_router_is_whole() -> None:
         ]  # fmt: skip
         assert {one.units for cut in experts.tensors for one in cut.segments} == {width}
         assert reasons(layout, "mlp.gate.weight") == {"the router"}
-        assert layout.refusals == {"grid": "experts are not cut on grids"}
+        assert layout.refusals == {"grid": "experts are not sharded on grids"}
 
 
 def test_latent_attention_cuts_what_leaves_the_latents() -> None:
@@ -217,7 +217,7 @@ def test_sinks_are_cut_and_experts_with_a_bias_stay_whole() -> None:
     assert {one.kind for one in layout.regions} == {"attention"}
     assert region(layout, "attention").tensors[0].segments == (Segment(units=4),)
     assert reasons(layout, "experts.down_proj") == {
-        "experts of a kind weft does not cut: its gate_up_proj_bias would be added once a rank"
+        "experts that weft does not shard: its gate_up_proj_bias would be added once per rank"
     }
 
 
@@ -227,12 +227,12 @@ def test_linears_that_hang_in_the_block() -> None:
     assert (mlp.name, mlp.entries) == ("model.decoder.layers.0", ("model.decoder.layers.0.fc1",))
     assert [cut.name.rpartition(".")[2] for cut in mlp.linears] == ["fc1", "fc2"]
     assert layout.embedding == "model.decoder.embed_tokens"
-    assert reasons(layout, "embed_positions") == {"a table of something else than tokens"}
+    assert reasons(layout, "embed_positions") == {"an embedding of something other than tokens"}
     bert = found("bert")
     assert region(bert, "attention").entries == ("bert.encoder.layer.0.attention.self",)
     assert row(region(bert, "attention")).name == "bert.encoder.layer.0.attention.output.dense"
     assert (bert.embedding, bert.head) == (None, None)
-    assert "another module holds its bias too" in next(iter(reasons(bert, "word_embeddings")))
+    assert "another module shares its bias" in next(iter(reasons(bert, "word_embeddings")))
 
 
 def test_alibi_keeps_attention_whole_and_a_residual_moves_the_entry() -> None:
@@ -240,8 +240,8 @@ def test_alibi_keeps_attention_whole_and_a_residual_moves_the_entry() -> None:
     assert {one.kind for one in layout.regions} == {"mlp"}
     assert region(layout, "mlp").entries == ("transformer.h.0.mlp.dense_h_to_4h",)
     assert layout.mixers == ("transformer.h.0.self_attention", "transformer.h.1.self_attention")
-    assert reasons(layout, "query_key_value") == {"attention of a kind weft does not cut: its ALiBi covers all heads"}
-    assert layout.refusals == {"grid": "transformer.h.0.self_attention stays whole"}
+    assert reasons(layout, "query_key_value") == {"attention that weft does not shard: its ALiBi covers all heads"}
+    assert layout.refusals == {"grid": "transformer.h.0.self_attention is replicated"}
 
 
 def test_mamba_is_whole_but_for_its_ends() -> None:
@@ -249,8 +249,8 @@ def test_mamba_is_whole_but_for_its_ends() -> None:
     assert layout.regions == ()
     assert layout.mixers == ("backbone.layers.0.mixer", "backbone.layers.1.mixer")
     assert (layout.embedding, layout.head) == ("backbone.embeddings", "lm_head")
-    assert reasons(layout, "in_proj") == {"part of a MambaMixer, which weft does not cut"}
-    assert layout.refusals["grid"] == "no part of the model is cut"
+    assert reasons(layout, "in_proj") == {"part of a MambaMixer, which weft does not shard"}
+    assert layout.refusals["grid"] == "no part of the model is sharded"
 
 
 def test_a_family_nobody_vouches_for_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,10 +270,10 @@ def test_layers_that_share_keys_keep_all_attention_whole() -> None:
 
 def test_what_a_layout_rules_out() -> None:
     experts = found("llama4_text", **_GROUPED, head_dim=16, num_local_experts=4, intermediate_size_mlp=96)
-    assert "does not take the choice of experts" in experts.refusals["sequence_parallel"]
+    assert "does not take top_k_index" in experts.refusals["sequence_parallel"]
     assert "also take per_layer_input" in found("gemma4_text", **_GROUPED, head_dim=16).refusals["sequence_parallel"]
-    assert "q_a_proj.weight belongs to no region" in found("minicpm3", **_BASE, num_key_value_heads=4).refusals["grid"]
-    assert "another module holds its bias too" in found("bert").refusals["loss_parallel"]
+    assert "q_a_proj.weight is neither" in found("minicpm3", **_BASE, num_key_value_heads=4).refusals["grid"]
+    assert "another module shares its bias" in found("bert").refusals["loss_parallel"]
 
 
 def test_an_unknown_parameter_keeps_a_module_whole() -> None:
@@ -284,7 +284,7 @@ def test_an_unknown_parameter_keeps_a_module_whole() -> None:
     model.get_submodule("model.layers.0.self_attn").register_buffer("slopes", model.lm_head.weight.new_ones(4))
     layout = find_tensor_layout(model, describe(model))
     assert [one.name for one in layout.regions] == ["model.layers.0.mlp"]  # its kin keeps the other attention whole
-    assert "its scale is of a kind weft does not know" in layout.replicated["model.layers.1.mlp.up_proj.weight"]
+    assert "its scale is not recognised" in layout.replicated["model.layers.1.mlp.up_proj.weight"]
     assert "its buffer slopes" in layout.replicated["model.layers.0.self_attn.q_proj.weight"]
 
 
