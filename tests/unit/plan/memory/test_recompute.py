@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plan_cases import request_of, view_with
 
 from weft.core.mixture import BlockPolicy, block_policies
-from weft.plan.pp.stages import _stretches
+from weft.plan.pp.stages import _block_ranges
 from weft.plan.view import View
 
 PIPELINES: list[dict[str, Any]] = [
@@ -29,7 +29,7 @@ def own_blocks(view: View, mixture: tuple[int, int]) -> list[tuple[int, BlockPol
     shape, place = view.shape, ("first", "middle", "last")[view.place]
     (key,) = view.columns.pipelines[0]
     every = block_policies("budget", mixture, num_blocks=shape.num_layers)
-    ranges = _stretches(shape, key, place)  # type: ignore[arg-type]
+    ranges = _block_ranges(shape, key, place)  # type: ignore[arg-type]
     return [(shape.order[block], every[block]) for begin, end in ranges for block in range(begin, end)]
 
 
