@@ -20,7 +20,10 @@ MOE = request_of(tiny_mixtral(), "8xH100-80GB", global_batch=64, sequence_length
 
 
 def table(columns: Columns) -> np.ndarray[Any, Any]:
-    return np.stack([getattr(columns, name) for name in Columns.__dataclass_fields__ if name != "partitions"], axis=1)
+    return np.stack(
+        [getattr(columns, name) for name in Columns.__dataclass_fields__ if name not in ("partitions", "registered")],
+        axis=1,
+    )
 
 
 @given(request=requests())
