@@ -152,9 +152,9 @@ def test_a_cpu_rounds_and_multiplies_as_it_does_all_else() -> None:
     assert short.step_s > plain.step_s
 
 
-def test_float8_stands_beside_bfloat16_weights() -> None:
+def test_float8_needs_bfloat16_weights() -> None:
     request = request_of("llama-3-8b", "8xH200", preset="fp32")
-    with pytest.raises(PlanError, match="beside bfloat16"):
+    with pytest.raises(PlanError, match="need bfloat16"):
         require_planned(request, plan_with(dp_shard=8, zero=3, linears="all", preset="fp32"))
 
 
