@@ -160,9 +160,7 @@ class ModelShape:
     scaled_embedding: bool = False
     caps_logits: bool = False  # logits go through a tanh
     final_norm: Literal["rms", "layer"] = "rms"
-    outside: tuple[
-        ExtraShape, ...
-    ] = ()  # all other parameters outside blocks: final norms, learned positions, projections
+    outside: tuple[ExtraShape, ...] = ()  # other parameters outside blocks: final norms, learned positions
     dropout: float = 0.0
     is_exact: bool = True  # the parameter count equals that of the instantiated model, by a test of its family
     notes: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
     weights    matrices of the blocks in the given precision; embeddings, head and norms in bfloat16
     cache      per token and layer 2 x key-value heads x head size, the compressed vector for latent attention;
                at most its window for a sliding layer
-Weights and heads are sharded over the devices (tensor parallelism), at most one key-value head per device.
+Weights and heads are sharded over the devices (tensor parallelism), at least one key-value head per device.
 """
 
 from __future__ import annotations

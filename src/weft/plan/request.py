@@ -43,9 +43,7 @@ class Request:
     cluster: Cluster
     workload: Workload
     precision: PrecisionPolicy
-    memory_share: float = (
-        0.97  # share of device memory that a plan may use; the rest is a margin for errors of the formulas
-    )
+    memory_share: float = 0.97  # of device memory that a plan may use; the rest is a margin for prediction errors
     tp_may_leave_node: bool = False  # only for plans that the user gives
 
     @property

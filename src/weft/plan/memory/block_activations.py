@@ -48,7 +48,7 @@ class SavedBytes:
     stream: float = 0.0  # the residual stream and its norms: sharded by sequence parallel
     gathered: float = 0.0  # inputs of column-parallel linears: replicated over tp
     split: float = 0.0  # inside attention and MLP: sharded over tp
-    key_value: float = 0.0  # sharded over tp, at most one key-value head per rank
+    key_value: float = 0.0  # sharded over tp, at least one key-value head per rank
     scores: float = 0.0  # bytes per key that a query sees: times the sequence, sharded over tp
     routed: float = 0.0  # expert inputs and outputs: of all tokens, with ep of the tokens routed to this rank
     copied: float = 0.0  # only with sequence parallel: a second all-gather of the same input

@@ -52,9 +52,9 @@ def flight_of(view: View, *, one_bytes: Floats, loss_bytes: Floats, gradient_byt
 def edge_bytes(view: View, flight: Flight) -> Floats:
     """Outputs of stages until their gradient arrives, and inputs where the first norm saves its own copy."""
     of_first = np.where(view.stage.holds_embedding, flight.slots / view.stage.num_stages, 0.0)
-    gave = flight.slots - flight.on_last_stage
-    took = np.where(_saves_own_copy(view), flight.slots - of_first, 0.0)
-    return np.where(view.columns.pp > 1, (gave + took) * view.stream_bytes, 0.0)
+    outputs = flight.slots - flight.on_last_stage
+    inputs = np.where(_saves_own_copy(view), flight.slots - of_first, 0.0)
+    return np.where(view.columns.pp > 1, (outputs + inputs) * view.stream_bytes, 0.0)
 
 
 def _saves_own_copy(view: View) -> bool:

@@ -93,8 +93,8 @@ def _parts(view: View) -> TermParts:
     vocab = np.ceil(shape.vocab_size / np.where(is_sharded, view.columns.tp, 1))
     numbers = np.where(stage.holds_head, view.tokens * vocab, 0.0)
     # loss parallel: the logits, their gradient, and one chunk in float32
-    divisor = numbers * 2 * view.sizes.activation + 4 * np.minimum(numbers, LOSS_CHUNK_ELEMENTS)
-    logits = np.where(is_sharded, divisor, numbers * LOSS_BYTES)
+    sharded_bytes = numbers * 2 * view.sizes.activation + 4 * np.minimum(numbers, LOSS_CHUNK_ELEMENTS)
+    logits = np.where(is_sharded, sharded_bytes, numbers * LOSS_BYTES)
     # input and output of the final norm are held until the head's backward
     final = np.where(stage.holds_head, view.tokens * shape.hidden_size * (4 + 2 * view.sizes.activation), 0.0)
     if shape.caps_logits:  # the tanh is saved too

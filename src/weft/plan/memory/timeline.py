@@ -195,9 +195,8 @@ def _at_block_end(parts: TermParts, *, done: Floats) -> Terms:
     """Backward of the first norm: all gradients of the block wait to be reduced, in the compute dtype."""
     view = parts.view
     begun = _in_backward(parts, done=done)
-    stream = view.stream_bytes * (
-        2 + 8 / view.sizes.activation
-    )  # gradients of input and output, and two of the norm in float32
+    # gradients of input and output, and two of the norm in float32
+    stream = view.stream_bytes * (2 + 8 / view.sizes.activation)
     waits = view.columns.zero > 0
     own = np.where(waits, view.share.largest_block * view.sizes.compute + _head_gradient(view), 0.0)
     return {

@@ -16,9 +16,7 @@ def traffic(view: View) -> list[TrafficRow]:
     """Sends of activations, except from the last stage, and of gradients, except from the first."""
     columns, stage = view.columns, view.stage
     m = columns.microbatches * (columns.pp > 1)
-    turns = columns.is_v_shaped & (
-        PLACES[view.place] == "last"
-    )  # the legs of a V meet on the last rank, without a send
+    turns = columns.is_v_shaped & (PLACES[view.place] == "last")  # the legs of a V meet there, without a send
     stages = columns.virtual_stages - turns
     forward, backward = m * (stages - stage.holds_head), m * (stages - stage.holds_embedding)
     sends = [

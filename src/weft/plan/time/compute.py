@@ -31,9 +31,7 @@ RING_ATTENTION = 1.15  # a ring computes attention in chunks and merges them
 MOVED_EAGER, MOVED_COMPILED = 12.0, 2.5
 LAUNCH_EAGER_S, LAUNCH_COMPILED_S = 1.5e-3, 0.2e-3  # a block's forward
 LOSS_PASSES = 7  # reads and writes of the float32 logits, forward and backward
-SHARDED_LOSS_BYTES = (
-    36  # per logit, fused loss of a sharded head: two passes of several kernels (counted, not measured)
-)
+SHARDED_LOSS_BYTES = 36  # per logit, fused loss of a sharded head: two passes of several kernels (counted)
 FUSED_LOSS_PASSES = 3  # logits in their own dtype: read for the sum, read and written for the gradient
 
 

@@ -28,7 +28,7 @@ from weft.plan.request import Request
 
 RATE = "float8"
 QUANTISED_COMPILED, QUANTISED_EAGER = 5.0, 33.0  # bytes moved per quantised element
-LAID_OUT_COMPILED, LAID_OUT_EAGER = 2.0, 29.0  # bytes moved per transposed element
+TRANSPOSED_COMPILED, TRANSPOSED_EAGER = 2.0, 29.0  # bytes moved per transposed element
 
 
 def multiplies_in_float8(linear: LinearShape, choice: Float8Choice) -> bool:
@@ -60,7 +60,7 @@ def quantise_bytes(columns: Columns, *, rows: Floats, inner: Floats, outer: Floa
     """Bytes for a matmul [rows, inner] x [inner, outer]; a weight gathered in float8 is quantised already."""
     is_compiled = columns.compiled > 0
     each = np.where(is_compiled, QUANTISED_COMPILED, QUANTISED_EAGER)
-    transposed = np.where(is_compiled, LAID_OUT_COMPILED, LAID_OUT_EAGER)
+    transposed = np.where(is_compiled, TRANSPOSED_COMPILED, TRANSPOSED_EAGER)
     inputs, weights, outputs = rows * inner, inner * outer, rows * outer
     arrives = (columns.float8 > 0) & (columns.shards > 1)
     return QuantiseBytes(

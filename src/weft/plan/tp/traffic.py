@@ -46,7 +46,7 @@ Passed = tuple[str, Floats, float]  # collective, bytes, count
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passages:
+class BlockCollectives:
     """Collectives of one block over the tensor axis."""
 
     regions: int
@@ -58,13 +58,13 @@ class Passages:
     last_exits: int  # exits that recompute does not reach
 
 
-def passages_of(block: BlockShape) -> Passages:
+def collectives_of(block: BlockShape) -> BlockCollectives:
     """Collectives of one block of this kind."""
     rows = [linear for linear in block.linears if linear.style == "row" and linear.active]
     wide = [norm for norm in block.norms if is_wide(norm, block)]
     # a fused layer norm reduces mean and variance separately, and their gradients together
     centred = sum(norm.kind == "layer" for norm in wide)
-    return Passages(
+    return BlockCollectives(
         regions=len(rows),
         experts=sum(linear.role == "expert" for linear in rows),
         statistics_forward=len(wide) + centred,
@@ -139,7 +139,7 @@ def _blocks(view: View, *, sequence: bool) -> Iterator[Sent]:
 
 def _forward(view: View, block: BlockShape, *, sequence: bool, is_recompute: bool) -> Iterator[Passed]:
     """Collectives of one block's forward, or of its recompute."""
-    found = passages_of(block)
+    found = collectives_of(block)
     stream, statistics = _stream(view), _numbers(view, FLOAT32_BYTES)
     exits = found.regions - (found.last_exits if is_recompute else 0)
     yield "all_reduce", _reduced(view, found.statistics_forward * statistics), found.statistics_forward
@@ -159,7 +159,7 @@ def _forward(view: View, block: BlockShape, *, sequence: bool, is_recompute: boo
 
 
 def _backward(view: View, block: BlockShape, *, sequence: bool) -> Iterator[Passed]:
-    found = passages_of(block)
+    found = collectives_of(block)
     stream, statistics = _stream(view), _numbers(view, FLOAT32_BYTES)
     yield "all_reduce", _reduced(view, found.numbers_backward * statistics), found.statistics_backward
     top_k = block.moe.top_k if block.moe is not None else 0
