@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.models.tp.layout import LinearCut, Region, Segments, TensorLayout
+from weft.models.tp.layout import LinearShards, Region, Segments, TensorLayout
 
 
 class Ranks:
@@ -265,7 +265,7 @@ def _entering(ranks: Ranks, rank: int) -> Callable[..., Any]:
     return enter
 
 
-def _hook_row(module: Any, cut: LinearCut, ranks: Ranks, rank: int) -> None:
+def _hook_row(module: Any, cut: LinearShards, ranks: Ranks, rank: int) -> None:
     def forward(x: Tensor) -> Tensor:
         partial = x @ module.weight if cut.is_transposed else x @ module.weight.T
         total = _Leave.apply(partial, ranks, rank)

@@ -1,6 +1,6 @@
-"""`ModelShape`: the sizes of a causal LM, block kind by block kind, without a tensor. What every cost is derived from.
+"""`ModelShape`: the sizes of a causal LM by kind of block, without tensors. All costs are derived from it.
 
-It is not a model and knows no device: `zoo` reads it from a config.json, `plan` counts bytes, FLOPs and traffic by it.
+`zoo` reads it from a config.json; `plan` counts bytes, FLOPs and traffic with it.
 Parameters = embeddings + sum over blocks of (linears + norms + extras) + final norms + head (none where tied).
 """
 
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-Style = Literal["column", "row", "replicated"]  # how one-dimensional tensor parallelism cuts a matrix
+Style = Literal["column", "row", "replicated"]  # of one-dimensional tensor parallelism
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearShape:
-    """A matrix [out_features, in_features], as often as the block holds it; a token passes `active` of the copies."""
+    """A matrix [out_features, in_features], `copies` of it in the block; a token uses `active` of them."""
 
-    name: str  # inside the block, as the model names it: "self_attn.q_proj"
+    name: str  # relative to the block: "self_attn.q_proj"
     in_features: int
     out_features: int
     bias: bool = False
@@ -26,7 +26,7 @@ class LinearShape:
     role: Literal["attention", "mlp", "expert", "shared_expert", "router", "other"] = "other"
     copies: int = 1
     active: int = 1
-    is_transposed: bool = False  # stored as [in_features, out_features]: sharding cuts the inputs
+    is_transposed: bool = False  # stored as [in_features, out_features]: ZeRO shards the inputs
 
     @property
     def num_parameters(self) -> int:
@@ -38,13 +38,13 @@ class LinearShape:
 
     @property
     def flops_per_token(self) -> int:
-        """Forward: a multiplication and an addition for each weight a token meets."""
+        """Forward: one multiplication and one addition per weight that a token uses."""
         return 2 * self.active * self.in_features * self.out_features
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormShape:
-    """A normalisation over `size` numbers. `per` is how many of these vectors a token has (heads, for QK-norm)."""
+    """A normalisation over `size` features, for `per` vectors per token (heads, for QK-norm)."""
 
     name: str
     size: int
@@ -52,19 +52,19 @@ class NormShape:
     num_parameters: int = 0
     place: Literal["residual", "query", "key", "other"] = "residual"
     per: int = 1
-    # tensors of `size` kept for the backward, in float32 and in the compute dtype; None: as most of its kind do
-    kept_tensors: tuple[int, int] | None = None
+    # tensors of `size` saved for the backward, (float32, compute dtype); None: the default of its kind
+    saved_tensors: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtraShape:
-    """Any other parameter: a convolution of a state-space block, attention sinks, a position table of a block."""
+    """Any other parameter: a convolution of a state-space block, attention sinks, a position table."""
 
     name: str
     num_parameters: int
     style: Style = "replicated"
-    row_size: int = 1  # numbers that sharding never parts: a row of a table
-    num_tensors: int = 1  # of equal size, each sharded by itself
+    row_size: int = 1  # elements that ZeRO keeps together: a row of a table
+    num_tensors: int = 1  # of equal size, each sharded separately
     is_trained: bool = True
 
 
@@ -76,15 +76,15 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int  # of queries and keys
     value_dim: int  # of values: differs from head_dim in latent attention
-    window: int | None = None  # keys a query sees, where the layer slides
-    materialises_scores: bool = False  # a variant that no fused kernel computes (soft-capping, sinks, ALiBi)
+    window: int | None = None  # keys per query of a sliding-window layer
+    materialises_scores: bool = False  # no fused kernel computes it (soft-capping, sinks, ALiBi)
     caps_scores: bool = False  # scores go through a tanh
     is_latent: bool = False  # MLA: keys and values are stored compressed
-    latent_dim: int = 0  # numbers a token that inference keeps, where latent
+    latent_dim: int = 0  # cached elements per token of latent attention
     rotary: bool = True
-    copies_output: bool = False  # heads are put together from pieces, so the output is copied into the model's order
+    copies_output: bool = False  # heads are concatenated, so the output is copied into the model's order
     dropout: float = 0.0
-    has_grouped_order: bool = False  # fused: queries, key and value of a head, then the next: heads cannot be repeated
+    has_grouped_order: bool = False  # fused [q, k, v] per head group: heads cannot be repeated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,25 +95,25 @@ class MoeShape:
     top_k: int
     expert_width: int
     shared_width: int = 0
-    weighs_in_float32: bool = False  # the router's weights reach the experts as the softmax gave them
+    weighs_in_float32: bool = False  # the router's weights are not cast to the compute dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
     """One kind of block."""
 
-    kind: str  # "dense", "sliding", "moe", "mamba", …: the same name for blocks that cost the same
+    kind: str  # "dense", "sliding", "moe", "mamba", …; blocks of one kind cost the same
     linears: tuple[LinearShape, ...]
     norms: tuple[NormShape, ...] = ()
     extras: tuple[ExtraShape, ...] = ()
     attention: AttentionShape | None = None
     moe: MoeShape | None = None
-    mlp_width: int = 0  # of the dense MLP, 0 where there is none
-    is_gated: bool = True  # activation(gate) * up, against activation(up)
-    activation: str = "silu"  # as HF names it: the saved tensors of gelu_new are not those of gelu
+    mlp_width: int = 0  # of the dense MLP; 0: none
+    is_gated: bool = True  # activation(gate) * up, instead of activation(up)
+    activation: str = "silu"  # as HF names it: gelu_new saves other tensors than gelu
     is_parallel: bool = False  # attention and MLP read the same normalised input
     dropout: float = 0.0  # on the residual stream
-    ends_in_norm: bool = False  # what the last part of the block gives is normalised, or scaled, before it is added
+    ends_in_norm: bool = False  # the last output is normalised or scaled before it is added to the stream
 
     @cached_property
     def num_parameters(self) -> int:
@@ -127,11 +127,11 @@ class BlockShape:
 
     @cached_property
     def expert_parameters(self) -> int:
-        """What expert parallelism divides."""
+        """Parameters that expert parallelism partitions."""
         return sum(linear.num_parameters for linear in self.linears if linear.role == "expert")
 
-    def cuts(self, role: str) -> bool:
-        """Whether tensor parallelism divides the part of this role."""
+    def shards(self, role: str) -> bool:
+        """Whether tensor parallelism shards the linears of this role."""
         return any(linear.role == role and linear.style == "row" for linear in self.linears)
 
     @cached_property
@@ -141,7 +141,7 @@ class BlockShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The whole model. `order` has an index into `kinds` for each block, first block first."""
+    """All sizes of a model. `order` has one index into `kinds` per block."""
 
     name: str
     model_type: str
@@ -151,22 +151,22 @@ class ModelShape:
     order: tuple[int, ...]
     tied_head: bool
     max_positions: int = 0
-    embedding_size: int = 0  # width of the token table where it is not hidden_size
+    embedding_size: int = 0  # width of the token table; 0: hidden_size
     head_bias: bool = False
-    has_cut_table: bool = True  # tensor parallelism cuts the token table, and the head, by vocabulary
-    has_cut_head: bool = True
-    has_grids: bool = False  # tensor parallelism in two and three dimensions knows the family
-    has_straight_stream: bool = True  # hidden states pass one chain of blocks, so a rank can hold a slice of them
+    has_sharded_table: bool = True  # tensor parallelism shards the token table, and the head, by vocabulary
+    has_sharded_head: bool = True
+    has_grids: bool = False  # tensor parallelism on grids supports the family
+    has_straight_stream: bool = True  # one chain of blocks, so sequence parallel can shard hidden states
     scaled_embedding: bool = False
     caps_logits: bool = False  # logits go through a tanh
     final_norm: Literal["rms", "layer"] = "rms"
-    outside: tuple[ExtraShape, ...] = ()  # final norms, learned positions, projections: everything else outside blocks
+    outside: tuple[ExtraShape, ...] = ()  # other parameters outside blocks: final norms, learned positions
     dropout: float = 0.0
-    is_exact: bool = True  # the parameter count is that of the instantiated model, by a test of its family
+    is_exact: bool = True  # the parameter count equals that of the instantiated model, by a test of its family
     notes: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
-        # field by field would walk every matrix of every block, at each lookup in a cache
+        # hashing all fields would visit every matrix of every block at each cache lookup
         return hash((self.name, self.model_type, self.hidden_size, self.vocab_size, self.order, self.num_parameters))
 
     @property
@@ -175,7 +175,7 @@ class ModelShape:
 
     @cached_property
     def has_dropout(self) -> bool:
-        """Such a model's blocks are not compiled: their masks are drawn row by row."""
+        """Whether any rate is above 0; blocks with dropout are not compiled, since masks are drawn per row."""
         rates = [block.dropout for block in self.kinds]
         rates += [block.attention.dropout for block in self.kinds if block.attention is not None]
         return max(self.dropout, *rates) > 0
@@ -191,7 +191,7 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Of the output head alone; none where it is the token table."""
+        """Parameters of the output head without a tied token table."""
         width = self.embedding_size or self.hidden_size
         own = 0 if self.tied_head else self.vocab_size * width
         return own + (self.vocab_size if self.head_bias else 0)

@@ -1,5 +1,5 @@
-"""Which layout, will it fit, how fast and why: cost model, legality, search, explanation. Pure arithmetic, no torch.
+"""The planner: cost model, legality, search and explanation of layouts. Pure arithmetic, no torch.
 
-It never looks at the engine: what both need is declared in core, hardware, zoo and schedule. Everything is loaded on
-first use: importing this package costs nothing.
+It does not import the engine: facts that both need are in core, hardware, zoo and schedule. Modules are loaded on first
+use.
 """

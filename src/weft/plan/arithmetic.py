@@ -1,6 +1,6 @@
-"""The arithmetic of one plan, line by line, formula and number, so that it can be checked by hand and learnt from.
+"""The arithmetic of one plan as lines of formula and bytes, to be checked by hand.
 
-The lines of a term add up to that term of the estimate; nothing is computed twice in two ways that could differ.
+The lines of a term add up to that term of the estimate.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ from weft.core.plan import Plan
 from weft.core.terms import MemoryTerm as Term
 from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
-from weft.plan.memory.block_activations import bytes_of, kept_by, kept_compiled, kept_fully, kept_selectively
-from weft.plan.memory.fused_loss import num_stretches
+from weft.plan.memory.block_activations import (
+    bytes_of,
+    saved_by_compiled,
+    saved_by_default,
+    saved_by_full,
+    saved_by_selective,
+)
+from weft.plan.memory.fused_loss import num_chunks
 from weft.plan.memory.peak import COMMUNICATOR_BYTES, FRAGMENTATION, LOSS_BYTES
 from weft.plan.pp.stages import PLACES
 from weft.plan.request import Request, byte_sizes
 from weft.plan.view import View, is_compiled, view_at
 
 GB = 1e9
-SAYS = {"none": "kept", "selective": "computed again selectively", "full": "computed again"}
+POLICY_WORDS = {"none": "saved", "selective": "recomputed selectively", "full": "recomputed"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +41,13 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class StagesTable:
-    """Bytes of weights, gradients and optimizer states a device, stage by stage, as textbooks count them."""
+    """Bytes of weights, gradients and optimizer states per device and ZeRO stage, as textbooks count them."""
 
     parameters: int
     shards: int
-    weight_bytes: float  # a parameter
+    weight_bytes: float  # per parameter
     gradient_bytes: float
-    state_bytes: float  # a parameter: moments, and the float32 master where there is one beside the weights
+    state_bytes: float  # per parameter: moments, and the float32 master weight if there is one
 
     def stage_bytes(self, zero: int) -> float:
         divided = {
@@ -50,8 +56,8 @@ class StagesTable:
             2: self.state_bytes + self.gradient_bytes,
             3: self.state_bytes + self.gradient_bytes + self.weight_bytes,
         }[zero]
-        whole = self.weight_bytes + self.gradient_bytes + self.state_bytes - divided
-        return self.parameters * (whole + divided / self.shards)
+        replicated = self.weight_bytes + self.gradient_bytes + self.state_bytes - divided
+        return self.parameters * (replicated + divided / self.shards)
 
     def rows(self) -> list[tuple[str, str, float]]:
         """(stage, formula, bytes) for ZeRO 0 to 3."""
@@ -81,17 +87,17 @@ def textbook_states(request: Request, *, shards: int) -> StagesTable:
 
 
 def textbook_activations(request: Request, *, tokens: float) -> tuple[float, float]:
-    """(without, with checkpointing) of a device, by the count of the ZeRO paper: 12 x hidden numbers a token and layer.
+    """Bytes per device (without, with checkpointing) by the ZeRO paper: 12 x hidden elements per token and layer.
 
-    It stands for fused kernels and no attention scores; what this model's own operators keep is in `explain_memory`.
+    This assumes fused kernels and no attention scores; `explain_memory` counts the operators of this model.
     """
     shape, c = request.shape, byte_sizes(request).activation
-    a_layer = 12.0 * shape.hidden_size * tokens * c
-    return a_layer * shape.num_layers, shape.hidden_size * tokens * c * shape.num_layers + a_layer
+    per_layer = 12.0 * shape.hidden_size * tokens * c
+    return per_layer * shape.num_layers, shape.hidden_size * tokens * c * shape.num_layers + per_layer
 
 
 def explain_memory(request: Request, plan: Plan) -> tuple[Estimate, list[Line]]:
-    """The estimate and the lines that lead to it, for the fullest rank."""
+    """The estimate and its lines, for the fullest rank."""
     found = estimate(request, plan)
     columns = columns_of([plan])
     place = next((i for i, name in enumerate(PLACES) if found.peak_at.endswith(f"on the {name} stage")), 0)
@@ -102,9 +108,9 @@ def explain_memory(request: Request, plan: Plan) -> tuple[Estimate, list[Line]]:
 
 def _states(view: View, found: Estimate) -> list[Line]:
     sizes, share = view.sizes, view.share.total
-    whole, shard = int(share.whole[0]), int(share.shard[0])
+    unsharded, shard = int(share.unsharded[0]), int(share.shard[0])
     shards, zero = int(view.columns.shards[0]), found.plan.data_parallel.zero
-    held, how = (shard, f"{whole:,} parameters / {shards}") if zero else (whole, f"{whole:,} parameters")
+    held, how = (shard, f"{unsharded:,} parameters / {shards}") if zero else (unsharded, f"{unsharded:,} parameters")
     terms = found.memory_terms
     lines = [
         Line(term=Term.WEIGHTS, formula=f"{how} x {sizes.master} B at rest", bytes=terms[Term.WEIGHTS]),
@@ -116,22 +122,22 @@ def _states(view: View, found: Estimate) -> list[Line]:
         Line(term=Term.GRADIENTS, formula=_gradients(view, found, held), bytes=terms[Term.GRADIENTS]),
         Line(term=Term.GATHERED, formula=_gathered(view, found), bytes=terms[Term.GATHERED]),
     ]
-    kept = terms.get(Term.WEIGHT_VERSIONS, 0)
-    if kept:
-        versions = 1 + round(kept / (whole * sizes.master))
-        formula = f"({versions} - 1) versions x {whole:,} x {sizes.master} B"
-        lines.append(Line(term=Term.WEIGHT_VERSIONS, formula=formula, bytes=kept))
+    older = terms.get(Term.WEIGHT_VERSIONS, 0)
+    if older:
+        versions = 1 + round(older / (unsharded * sizes.master))
+        formula = f"({versions} - 1) versions x {unsharded:,} x {sizes.master} B"
+        lines.append(Line(term=Term.WEIGHT_VERSIONS, formula=formula, bytes=older))
     return lines
 
 
 def _gradients(view: View, found: Estimate, held: int) -> str:
     size = found.memory_terms[Term.GRADIENTS]
     if size == 0:
-        return "none yet at this moment: the last step's are freed, this step's come with the backward"
+        return "none at this instant: freed after the last update, not yet computed in this step"
     per = view.sizes.gradient
     if abs(size - held * per) <= 1:
         return f"{held:,} x {per} B"
-    return f"as far as the backward has come ({size / per:,.0f} numbers of {per} B)"
+    return f"{size / per:,.0f} x {per} B that the backward has computed so far"
 
 
 def _gathered(view: View, found: Estimate) -> str:
@@ -145,12 +151,12 @@ def _gathered(view: View, found: Estimate) -> str:
             )
         case _:
             return (
-                f"{int(view.share.total.padded[0]):,} x {compute} B, kept from the first forward to the last backward"
+                f"{int(view.share.total.padded[0]):,} x {compute} B, held from the first forward to the last backward"
             )
 
 
 def _activations(view: View, found: Estimate) -> list[Line]:
-    """A line a kind of block and what becomes of it, and one for what is recomputed or already freed at the peak."""
+    """One line per kind of block and recompute policy, and one for bytes recomputed or already freed at the peak."""
     columns, c, hidden = view.columns, view.sizes.activation, view.shape.hidden_size
     keys = np.full(1, float(view.request.workload.sequence_length))
     flying = float(view.stage.in_flight[0])
@@ -160,25 +166,25 @@ def _activations(view: View, found: Estimate) -> list[Line]:
         if not count:
             continue
         writes_scores = block.attention is not None and view.request.writes_scores(block.attention)
-        as_it_is = kept_compiled if is_compiled(view.request, columns)[0] else kept_by
-        kept = {
+        as_it_is = saved_by_compiled if is_compiled(view.request, columns)[0] else saved_by_default
+        saved = {
             "none": as_it_is(block, compute_bytes=c, writes_scores=writes_scores, hidden_size=hidden),
-            "selective": kept_selectively(block, compute_bytes=c, writes_scores=writes_scores, hidden_size=hidden),
-            "full": kept_fully(compute_bytes=c, hidden_size=hidden),
+            "selective": saved_by_selective(block, compute_bytes=c, writes_scores=writes_scores, hidden_size=hidden),
+            "full": saved_by_full(compute_bytes=c, hidden_size=hidden),
         }
-        tokens, again = int(view.tokens[0]), view.stage.again
-        full, selective = int(again.full[0, index]), int(again.selective[0, index])
+        tokens, recomputed = int(view.tokens[0]), view.stage.recomputed
+        full, selective = int(recomputed.full[0, index]), int(recomputed.selective[0, index])
         for policy, blocks in (("none", count - full - selective), ("selective", selective), ("full", full)):
             if not blocks:
                 continue
-            a_block = float(bytes_of(kept[policy], block, columns, tokens=view.tokens, keys=keys)[0])
-            formula = f"{tokens:,} tokens x {a_block / tokens:,.0f} B x {blocks} {block.kind} blocks"
-            formula += f" ({SAYS[policy]})" if found.plan.activations.policy == "budget" else ""
+            per_block = float(bytes_of(saved[policy], block, columns, tokens=view.tokens, keys=keys)[0])
+            formula = f"{tokens:,} tokens x {per_block / tokens:,.0f} B x {blocks} {block.kind} blocks"
+            formula += f" ({POLICY_WORDS[policy]})" if found.plan.activations.policy == "budget" else ""
             formula += f" x {flying:g} micro-batches in flight" if flying != 1 else ""
-            lines.append(Line(term=Term.ACTIVATIONS, formula=formula, bytes=a_block * blocks * flying))
+            lines.append(Line(term=Term.ACTIVATIONS, formula=formula, bytes=per_block * blocks * flying))
     rest = found.memory_terms[Term.ACTIVATIONS] - sum(line.bytes for line in lines)
-    between = ", what passes between stages" if found.plan.mesh.pp > 1 else ""
-    what = f"the final norm{between}, and parts computed again" if rest >= 0 else "freed by the backward so far"
+    between = ", activations between stages" if found.plan.mesh.pp > 1 else ""
+    what = f"the final norm{between}, and recomputed activations" if rest >= 0 else "freed by the backward so far"
     if abs(rest) >= 1:
         lines.append(Line(term=Term.ACTIVATIONS, formula=what, bytes=rest))
     return lines
@@ -187,25 +193,27 @@ def _activations(view: View, found: Estimate) -> list[Line]:
 def _others(view: View, found: Estimate) -> list[Line]:
     terms, device = found.memory_terms, view.request.cluster.device
     logits = _logits(view)
-    outside = f"{device.overhead_bytes / 2**20:,.0f} MiB context + {COMMUNICATOR_BYTES / 2**20:.0f} MiB a communicator"
+    outside = (
+        f"{device.overhead_bytes / 2**20:,.0f} MiB context + {COMMUNICATOR_BYTES / 2**20:.0f} MiB per communicator"
+    )
     formulas = {
-        Term.LOGITS: logits if terms[Term.LOGITS] else "freed before this moment",
+        Term.LOGITS: logits if terms[Term.LOGITS] else "freed before this instant",
         Term.COMM_BUFFERS: "collectives in flight, receive buffers",
-        Term.TEMPORARIES: "operators at the peak, matrix-product workspaces",
-        Term.FRAMEWORK: f"{outside} + {FRAGMENTATION:.0%} of what comes and goes",
+        Term.TEMPORARIES: "operators at the peak, matmul workspaces",
+        Term.FRAMEWORK: f"{outside} + {FRAGMENTATION:.0%} of memory allocated within the step",
     }
     return [Line(term=term, formula=formula, bytes=terms[term]) for term, formula in formulas.items()]
 
 
 def _logits(view: View) -> str:
-    is_fused, has_slices = bool(view.columns.fused_loss[0]), int(view.columns.tp[0]) > 1 and view.shape.has_cut_head
-    is_cut = has_slices and (is_fused or bool(view.columns.loss_parallel[0]))
-    vocab = view.shape.vocab_size / (int(view.columns.tp[0]) if is_cut else 1)
+    is_fused, has_slices = bool(view.columns.fused_loss[0]), int(view.columns.tp[0]) > 1 and view.shape.has_sharded_head
+    is_sharded = has_slices and (is_fused or bool(view.columns.loss_parallel[0]))
+    vocab = view.shape.vocab_size / (int(view.columns.tp[0]) if is_sharded else 1)
     rows = f"{int(view.tokens[0]):,} tokens x {vocab:,.0f} words"
     if is_fused:
-        stretches = int(num_stretches(view)[0])
-        piece = " + float32 of a piece" if is_cut else ""
-        return f"{rows} x {view.sizes.activation} B{f' / {stretches} stretches' if stretches > 1 else ''}{piece}"
-    if is_cut:
-        return f"{rows} x {2 * view.sizes.activation} B (logits and their gradient) + float32 of one stretch"
+        chunks = int(num_chunks(view)[0])
+        float32 = " + part of it in float32" if is_sharded else ""
+        return f"{rows} x {view.sizes.activation} B{f' / {chunks} chunks' if chunks > 1 else ''}{float32}"
+    if is_sharded:
+        return f"{rows} x {2 * view.sizes.activation} B (logits and their gradient) + float32 of one chunk"
     return f"{rows} x {LOSS_BYTES} B (three float32 copies)"

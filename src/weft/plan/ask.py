@@ -1,4 +1,4 @@
-"""From what a person types to a `Request`: a model by name, config.json or run.toml, devices by text, a workload.
+"""User input to a `Request`: a model by name, config.json or run.toml, devices in text notation, a workload.
 
 `search_plans` and `estimate_plan` are `weft.search` and `weft.estimate`.
 """
@@ -29,7 +29,7 @@ from weft.plan.space import Freedom, check_fixed
 from weft.zoo.hub import cached_folder
 
 MAX_DEFAULT_SEQUENCE = 8192
-# Tokens a step that models of this size are usually trained with, up to so many parameters.
+# (parameters, tokens per step): usual batch of models up to this size.
 USUAL_TOKENS = ((1e9, 2**19), (4e9, 2**20), (1e11, 2**22), (float("inf"), 2**24))
 
 Model = str | Path | Mapping[str, Any] | ModelShape | RunSpec
@@ -37,7 +37,7 @@ Model = str | Path | Mapping[str, Any] | ModelShape | RunSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A request, and what was assumed to make it whole."""
+    """A request, and the values that were assumed for it."""
 
     request: Request
     precision: dict[str, Any]  # the tables of [precision], as plan.toml has them
@@ -55,7 +55,7 @@ def ask(
     attention: str | None = None,
     calibration: Path | None = None,
 ) -> Question:
-    """The request that these words mean. What is not given comes from run.toml, else from custom, and is said."""
+    """The request for this input. Missing values come from run.toml or from usual values, which are reported."""
     shape, run = resolve_model(model)
     cluster = hardware.cluster(devices, calibration=calibration)
     assumed = []
@@ -76,7 +76,7 @@ def ask(
         attention=_attention(attention, run),
     )
     request = Request(shape=shape, cluster=cluster, workload=workload, precision=_policy(tables))
-    return Question(request=request, precision=tables, assumed=(*assumed, *shape.notes, *_said_of_scores(request)))
+    return Question(request=request, precision=tables, assumed=(*assumed, *shape.notes, *_attention_notes(request)))
 
 
 def search_plans(
@@ -93,7 +93,7 @@ def search_plans(
 ) -> Answer:
     """The best plans for `model` on `devices`; `fixed` narrows the search: {"mesh.tp": 8}.
 
-    `attention`: sdpa (what weft trains with), eager, or fused, a kernel for every variant of attention.
+    `attention`: sdpa (the default of training), eager, or fused (a kernel for every variant of attention).
     """
     for sentence, hint in check_fixed(fixed or {}):
         raise BadValueError(sentence, hint=hint)
@@ -120,7 +120,7 @@ def estimate_plan(
     attention: str | None = None,
     place: Place | None = None,
 ) -> Estimate:
-    """What `plan` costs; an illegal one is an error that says why. `place`: of that rank of a pipeline."""
+    """Costs of `plan`, of the pipeline rank at `place` if given. Raises with the reason if the plan is illegal."""
     question = ask(
         model,
         devices,
@@ -137,7 +137,7 @@ def estimate_plan(
 
 
 def require_planned(request: Request, plan: Plan, *, source: str = "the plan") -> None:
-    """The first reason against planning `plan` for this model and cluster, as an error."""
+    """Raise the first reason against planning `plan` for this model and cluster."""
     for sentence, hint in check_consistent(plan):
         raise PlanError(f"{source}: {sentence}", hint=hint)
     _require_ranks(request, plan, source=source)
@@ -151,19 +151,19 @@ def require_planned(request: Request, plan: Plan, *, source: str = "the plan") -
 
 
 def _require_ranks(request: Request, plan: Plan, *, source: str) -> None:
-    """nn.DataParallel has no ranks: as one device it would be estimated as what it is not."""
+    """Refuse nn.DataParallel: it has no ranks, so the estimate would be that of one device."""
     if plan.data_parallel.strategy != "dataparallel":
         return
     num_gpus = 0 if request.is_cpu else request.cluster.num_devices
     found = {0: "there is none here", 1: "there is one here"}.get(num_gpus, "the planner has no formulas for it")
     raise PlanError(
         f"{source}: {DATAPARALLEL_SPREADS}, and {found}",
-        hint="drop the strategy key; DDP (mesh.dp_replicate = N) is what several devices are estimated with",
+        hint="drop the strategy key; use DDP (mesh.dp_replicate = N) for several devices",
     )
 
 
 def resolve_model(model: Model) -> tuple[ModelShape, RunSpec | None]:
-    """A shape, and the run where the model was named by one."""
+    """The shape of a model, and its run if `model` is one."""
     if isinstance(model, ModelShape):
         return model, None
     if isinstance(model, RunSpec):
@@ -184,12 +184,12 @@ def resolve_model(model: Model) -> tuple[ModelShape, RunSpec | None]:
 
 
 def usual_batch(shape: ModelShape, sequence_length: int, *, num_devices: int) -> int:
-    """Sequences a step, a power of two: what models of this size are usually trained with, at least one a device."""
+    """Usual sequences per step for models of this size: a power of two, at least one per device."""
     tokens = next(tokens for parameters, tokens in USUAL_TOKENS if shape.num_parameters <= parameters)
     sequences = max(1, tokens // sequence_length)
     while sequences < min(num_devices, 1024):
         sequences *= 2
-    multiple = num_devices & -num_devices  # keeps the batch divisible where devices are no power of two
+    multiple = num_devices & -num_devices  # keeps the batch divisible if the number of devices is no power of two
     odd = num_devices // multiple
     return sequences * odd if odd > 1 else sequences
 
@@ -205,7 +205,7 @@ def _shape_of_run(run: RunSpec) -> ModelShape:
 
 
 def _shape_of_name(name: str, overrides: Mapping[str, Any], *, revision: str | None) -> ModelShape:
-    """Of a model that the zoo knows, or of one whose config.json is in the Hugging Face cache."""
+    """The shape of a model in the zoo, or of one whose config.json is in the Hugging Face cache."""
     if (overrides or revision) and (cached := cached_folder(name, revision=revision)) is not None:
         return zoo.from_path(cached, overrides, name=name)
     if overrides:
@@ -222,13 +222,13 @@ def _shape_of_name(name: str, overrides: Mapping[str, Any], *, revision: str | N
 
 
 def _with_tokens(shape: ModelShape, run: RunSpec) -> ModelShape:
-    """A random-weight model without a vocab_size takes its tokenizer's, as training does."""
+    """`shape` with the tokenizer's vocabulary if the config of a random-weight model has no vocab_size."""
     given = run.model.config
     if any("vocab_size" in table for table in (given, *given.values()) if isinstance(table, dict)):
-        return shape  # its own, or that of its text part
+        return shape  # given for the model or for its text config
     if run.tokenizer == BYTES:
         return replace(shape, vocab_size=padded(BYTE_VOCABULARY))
-    note = f"the vocabulary of {shape.model_type} as the type has it; training takes that of {run.tokenizer}"
+    note = f"the vocabulary of {shape.model_type} is the default of the type; training uses that of {run.tokenizer}"
     return replace(shape, is_exact=False, notes=(*shape.notes, note))
 
 
@@ -240,23 +240,23 @@ def _optimizer(given: str | None, run: RunSpec | None) -> OptimizerKind:
 
 
 def _attention(given: str | None, run: RunSpec | None) -> AttentionKind:
-    """As given, as run.toml has it, or what training takes where nothing is said."""
+    """The attention kind: given, from run.toml, or the default of training."""
     name = given or (run.model.attention if run else "sdpa")
     if name not in get_args(AttentionKind):
         raise BadValueError(f"there is no attention {name!r}", hint=" | ".join(get_args(AttentionKind)))
     return cast(AttentionKind, name)
 
 
-def _said_of_scores(request: Request) -> list[str]:
-    """A family whose attention sdpa does not compute costs several times as much: never without a word."""
+def _attention_notes(request: Request) -> list[str]:
+    """Notes on attention that sdpa does not compute: it costs several times as much."""
     kinds = [block.attention for block in request.shape.kinds if block.attention is not None]
     family = request.shape.model_type
     if request.workload.attention == "fused" and any(kind.materialises_scores for kind in kinds):
         return [f"a fused kernel for {family}'s attention; weft trains it with written-out scores (model.attention)"]
     if request.workload.attention == "sdpa" and any(request.writes_scores(kind) for kind in kinds):
         return [
-            "attention scores are written out, as weft trains this: sdpa has no kernel for it "
-            "(--set model.attention=fused: as if there were one)"
+            "attention scores are written out, as in training: sdpa has no kernel for them "
+            "(--set model.attention=fused assumes one)"
         ]
     return []
 

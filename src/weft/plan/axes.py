@@ -1,4 +1,4 @@
-"""All axes of the planner, in the order in which their rules are asked and their traffic is listed."""
+"""All axes of the planner, in the order of their rules and traffic rows."""
 
 from __future__ import annotations
 

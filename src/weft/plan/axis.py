@@ -1,6 +1,6 @@
-"""The contract of a mesh axis in the planner: its rules of legality and its traffic. `axes.py` lists all axes.
+"""The contract of a mesh axis in the planner: legality rules and traffic. `axes.py` lists all axes.
 
-How an axis divides parameters and activations is in the formulas of memory and time, by the degrees in `Columns`.
+The formulas of memory and time shard parameters and activations by the degrees in `Columns`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.plan.view import View
 
 @dataclass(frozen=True)
 class Rule:
-    """`broken` marks the plans that break it; `sentence` is the reason, `nearest` describes a legal plan."""
+    """A legality rule. `broken` marks illegal plans; `sentence` is the reason, `nearest` describes a legal plan."""
 
     name: str
     sentence: str
@@ -27,7 +27,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """One kind of collective: one number per plan."""
+    """One kind of collective; one entry per plan."""
 
     axis: str
     collective: str
@@ -46,7 +46,7 @@ class PlanAxis:
 
 
 def head_counts(request: Request) -> list[int]:
-    blocks = [block for block in request.shape.kinds if block.cuts("attention")]
+    blocks = [block for block in request.shape.kinds if block.shards("attention")]
     return [block.attention.num_heads for block in blocks if block.attention is not None]
 
 
@@ -60,5 +60,5 @@ def divisors(number: int) -> str:
 
 
 def sharding_ranks(columns: Columns) -> Ints:
-    """Ranks that heads and widths divide over: all of tp, or a side of the grid."""
+    """Ranks that heads and widths are sharded over: all of tp, or a side of the grid."""
     return np.where(columns.is_grid, columns.tensor_side.astype(np.int64), columns.tp)

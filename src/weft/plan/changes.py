@@ -1,11 +1,10 @@
-"""The smallest changes of a plan that would make it fit: single keys first, two where no one suffices, then devices.
+"""The smallest changes that make a plan fit: single keys first, then pairs of keys, then more devices.
 
-Every figure is the planner's own estimate of the changed plan; nothing is searched beyond these few candidates (for a
-whole search see search). What is trained stays what it is: the global batch and the sequence length are not touched,
-but where there are more devices, each with as many sequences as before.
+Every figure is the planner's estimate of the changed plan; only these few candidates are tried (for all plans see
+`search`). Global batch and sequence length stay; with more devices each has as many sequences as before.
 
     slower = step_s of the change / step_s of the plan - 1
-    saves  = of the estimate, or of a dry run's peak (plan/savings.py)
+    saves  = bytes of the estimate, or of a dry run's peak (plan/savings.py)
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ FACTORS = (2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Some keys, and what the plan would need and take with them."""
+    """Changed keys, with memory and step time of the changed plan."""
 
     keys: Keys
     text: str
@@ -57,21 +56,21 @@ class Change:
 def smallest_changes(
     request: Request, plan: Plan, *, budget_bytes: int | None = None, trained_only: bool = True, top: int = 3
 ) -> list[Change]:
-    """Changes that fit `budget_bytes` (the request's own, if none is given), the least slowdown first."""
+    """Changes that fit `budget_bytes` (default: the request's budget), the least slowdown first."""
     budget = request.budget_bytes if budget_bytes is None else budget_bytes
     for candidates in _rounds(request, plan, budget):
         found = [change for change in _estimated(request, plan, candidates, trained_only) if change.fits(budget)]
         if found:
-            return [one.change for one in _one_a_kind(found)[:top]]
+            return [one.change for one in _one_per_kind(found)[:top]]
     return []
 
 
 def largest_saving(
     request: Request, plan: Plan, *, trained_only: bool = True, at_peak: Mapping[str, int] | None = None
 ) -> Change | None:
-    """The one change that saves most memory, fitting or not; the faster one where two save alike.
+    """The change that saves most memory, fitting or not; ties go to the faster one.
 
-    `at_peak`: a dry run's bytes by term, which the saving is of; without it, the estimate's.
+    `at_peak`: bytes by term of a dry run, from which savings are computed; default: those of the estimate.
     """
     found = _estimated(request, plan, list(_single_keys(request, plan)), trained_only, at_peak)
     best = max(found, key=lambda one: (one.change.saves_bytes, -one.change.step_s), default=None)
@@ -79,7 +78,7 @@ def largest_saving(
 
 
 def saving_of(request: Request, plan: Plan, change: Change, *, at_peak: Mapping[str, int]) -> Change:
-    """`change` with what it saves of a dry run's peak."""
+    """`change` with its savings at a dry run's peak."""
     changed_request, changed = with_keys(request, plan, change.keys)
     before, after = (
         _terms_at(estimate_columns(asked, columns_of([one])), 0)
@@ -89,14 +88,14 @@ def saving_of(request: Request, plan: Plan, change: Change, *, at_peak: Mapping[
 
 
 def fewest_devices(request: Request, plan: Plan) -> int:
-    """The number of devices, in doublings, over which sharding everything fits; 0 where it never does."""
+    """The number of devices, in doublings, on which the fully sharded plan fits; 0 if none does."""
     wider = _estimated(request, plan, list(_more_devices(request, plan, ())), trained_only=False)
     counts = [one.num_devices for one in wider if one.fits(request.budget_bytes)]
     return min(counts, default=0)
 
 
 def with_keys(request: Request, plan: Plan, keys: Mapping[str, Any]) -> tuple[Request, Plan]:
-    """The request and the plan with these keys; PlanError where they contradict the rest."""
+    """The request and the plan with these keys; PlanError if they contradict the rest."""
     tables = plan.model_dump(mode="json", exclude_none=True)
     workload: Keys = {}
     for path, value in keys.items():
@@ -119,7 +118,7 @@ def with_keys(request: Request, plan: Plan, keys: Mapping[str, Any]) -> tuple[Re
 
 @dataclass(frozen=True)
 class _Found:
-    """A change, and what else decides whether it fits."""
+    """A change, its devices and whether it fits the host."""
 
     change: Change
     num_devices: int
@@ -131,7 +130,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Now:
-    """The plan as it is: estimated terms and step, and what the peak really has, where that is known."""
+    """The unchanged plan: estimated terms and step time, and bytes at a dry run's peak if known."""
 
     terms: dict[str, float]
     step_s: float
@@ -139,7 +138,7 @@ class _Now:
 
 
 def _rounds(request: Request, plan: Plan, budget_bytes: float) -> Iterator[list[Keys]]:
-    """What is tried, and when nothing of it fits what is tried next."""
+    """Rounds of candidates; the next round is tried if nothing of the last one fits."""
     singles = list(_single_keys(request, plan))
     yield [*singles, *_budgets(request, plan, [{}], budget_bytes)]
     yield [*_pairs(singles), *_budgets(request, plan, singles, budget_bytes)]
@@ -147,7 +146,7 @@ def _rounds(request: Request, plan: Plan, budget_bytes: float) -> Iterator[list[
 
 
 def _single_keys(request: Request, plan: Plan) -> Iterator[Keys]:
-    """Each candidate alone. Keys that only make sense together are one."""
+    """Single candidates. Keys that only make sense together are one candidate."""
     yield from ({"pipeline.microbatches": count} for count in _more_microbatches(request, plan))
     yield from _more_recompute(plan)
     yield from _higher_stages(plan)
@@ -161,7 +160,7 @@ def _single_keys(request: Request, plan: Plan) -> Iterator[Keys]:
 
 
 def _more_recompute(plan: Plan) -> Iterator[Keys]:
-    """Of all blocks alike; blocks one by one are `_budgets`."""
+    """More recompute of all blocks; `_budgets` has mixtures."""
     order, have = ("none", "selective", "full"), plan.activations.policy
     if have == "budget":
         yield {"activations.policy": "full", "activations.mixture": []}
@@ -170,7 +169,7 @@ def _more_recompute(plan: Plan) -> Iterator[Keys]:
 
 
 def _budgets(request: Request, plan: Plan, beside: Sequence[Keys], budget_bytes: float) -> Iterator[Keys]:
-    """Beside each of these keys, no more recompute than fits; where it is not simply that of all blocks alike."""
+    """Each of these candidates with the fastest mixture that fits, unless it recomputes no or all blocks."""
     for keys in beside:
         if any(key.startswith("activations.") for key in keys):
             continue
@@ -186,13 +185,13 @@ def _budgets(request: Request, plan: Plan, beside: Sequence[Keys], budget_bytes:
 
 
 def _more_microbatches(request: Request, plan: Plan) -> list[int]:
-    """More of them, each smaller: the step and its result stay the same."""
+    """Larger numbers of micro-batches, with the same result of a step."""
     rows = request.workload.global_batch // plan.mesh.dp_degree
     return [count for count in range(plan.pipeline.microbatches + 1, rows + 1) if rows % count == 0]
 
 
 def _higher_stages(plan: Plan) -> Iterator[Keys]:
-    """A higher ZeRO stage over all data-parallel ranks, and the same stage where there are replicas."""
+    """Higher ZeRO stages over all data-parallel ranks, and the same stage without replicas."""
     mesh, zero = plan.mesh, plan.data_parallel.zero
     if mesh.dp_degree == 1 or plan.data_parallel.strategy == "dataparallel":
         return
@@ -210,8 +209,8 @@ def _pairs(singles: Sequence[Keys]) -> Iterator[Keys]:
 
 
 def _more_devices(request: Request, plan: Plan, singles: Sequence[Keys]) -> Iterator[Keys]:
-    """Everything sharded over more of them, as many sequences each as now; alone and with one more key."""
-    degree, kept = plan.mesh.dp_degree, {"data_parallel.zero", "mesh.dp_shard", "mesh.dp_replicate"}
+    """Full sharding over more devices with as many sequences each; alone and with one more key."""
+    degree, taken = plan.mesh.dp_degree, {"data_parallel.zero", "mesh.dp_shard", "mesh.dp_replicate"}
     for factor in FACTORS:
         wider: Keys = {"mesh.dp_shard": degree * factor, "train.global_batch": request.workload.global_batch * factor}
         if plan.mesh.dp_replicate > 1:
@@ -219,7 +218,7 @@ def _more_devices(request: Request, plan: Plan, singles: Sequence[Keys]) -> Iter
         if plan.data_parallel.zero < 3:
             wider["data_parallel.zero"] = 3
         yield wider
-        yield from ({**wider, **single} for single in singles if not kept & set(single))
+        yield from ({**wider, **single} for single in singles if not taken & set(single))
 
 
 def _estimated(
@@ -229,7 +228,7 @@ def _estimated(
     trained_only: bool,
     at_peak: Mapping[str, int] | None = None,
 ) -> list[_Found]:
-    """What the planner says of each legal candidate; those with the same request are asked together."""
+    """Estimates of the legal candidates; those with the same request are estimated together."""
     groups: dict[tuple[Any, ...], list[tuple[Keys, Request, Plan]]] = {}
     for keys in candidates:
         try:
@@ -268,28 +267,28 @@ def _change(keys: Keys, terms: Mapping[str, float], takes_s: float, now: _Now) -
     needs = sum(terms.values())
     return Change(
         keys=keys,
-        text=f"{say_keys(keys)}: {format_bytes(needs)}, {_say_speed(takes_s / now.step_s - 1)}",
+        text=f"{format_keys(keys)}: {format_bytes(needs)}, {_format_speed(takes_s / now.step_s - 1)}",
         memory_bytes=round(needs),
         step_s=takes_s,
         saves_bytes=round(saved_bytes(now.terms, terms, at_peak=now.at_peak)),
     )
 
 
-def say_keys(keys: Mapping[str, Any]) -> str:
-    """As plan.toml and run.toml would have them: pipeline.microbatches = 4, activations.policy = 'full'."""
+def format_keys(keys: Mapping[str, Any]) -> str:
+    """Keys as in plan.toml and run.toml: pipeline.microbatches = 4, activations.policy = 'full'."""
     return ", ".join(f"{key} = {value!r}" for key, value in keys.items())
 
 
-def _say_speed(slower: float) -> str:
+def _format_speed(slower: float) -> str:
     if abs(slower) < SAME_SPEED:
         return "as fast"
     return f"{slower:.0%} slower" if slower > 0 else f"{-slower:.0%} faster"
 
 
-def _one_a_kind(found: list[_Found]) -> list[_Found]:
-    """The fastest first; of several values for the same keys only the fastest. More devices: as few as will do.
+def _one_per_kind(found: list[_Found]) -> list[_Found]:
+    """Fewest devices first, then fastest; only the fastest value for the same keys.
 
-    Which blocks are computed again is no key of its own beside how.
+    activations.mixture counts as activations.policy.
     """
 
     def rank(one: _Found) -> tuple[int, float, int]:
@@ -306,6 +305,6 @@ def _one_a_kind(found: list[_Found]) -> list[_Found]:
 
 
 def _is_layout(key: str) -> bool:
-    """Whether a key is only of the plan's columns: precision is of the request too."""
+    """Whether a key changes only the plan's columns; precision changes the request too."""
     section = key.partition(".")[0]
     return section in SECTIONS and section != "precision"

@@ -1,6 +1,6 @@
-"""`Columns`: many plans at once, a column a field. Every formula of this room works on whole columns.
+"""`Columns`: many plans as a table with one column per field. All formulas of the planner work on columns.
 
-One plan is a table of one row, so an explanation and a search of a million plans run the same code.
+One plan is a table of one row, so explanations and searches run the same code.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ RECOMPUTE = ("none", "selective", "full", "budget")
 FLOAT8: tuple[Float8Choice, ...] = get_args(Float8Choice)
 MIXED = RECOMPUTE.index("budget")
 LOOPED = ("interleaved_1f1b", "looped_bfs")  # a rank holds every pp-th stage
-V_SHAPED = ("zbv", "dualpipev")  # a rank holds a stage of each leg of the V, so rank 0 holds the first and the last
+V_SHAPED = ("zbv", "dualpipev")  # a rank holds one stage per leg of the V: rank 0 holds the first and the last
 
 
 class PipelineKey(NamedTuple):
-    """All that what a pipeline's ranks hold depends on, but for the model."""
+    """All facts besides the model that determine the stages of a pipeline's ranks."""
 
     schedule: str
     num_ranks: int
     virtual_stages: int
     microbatches: int
-    deal: tuple[int, ...] = ()  # blocks of each stage; (): by cost
+    stage_blocks: tuple[int, ...] = ()  # blocks per stage; (): by cost
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """One entry a plan in every array."""
+    """Arrays with one entry per plan."""
 
     dp_replicate: Ints
     dp_shard: Ints
@@ -56,7 +56,7 @@ class Columns:
     schedule: Ints  # index into SCHEDULES
     virtual_stages: Ints
     recompute: Ints  # index into RECOMPUTE
-    full_blocks: Ints  # of a budget's mixture; 0 under the other policies
+    full_blocks: Ints  # of a budget's mixture; 0 with other policies
     selective_blocks: Ints
     tp_mode: Ints  # index into TP_MODES
     sequence_parallel: Ints
@@ -66,12 +66,12 @@ class Columns:
     offload_parameters: Ints
     compiled: Ints
     fused_loss: Ints
-    float8: Ints  # index into FLOAT8: weights that travel so
-    float8_linears: Ints  # index into FLOAT8: layers that multiply so
+    float8: Ints  # index into FLOAT8: weights that are all-gathered in float8
+    float8_linears: Ints  # index into FLOAT8: linears with float8 matmuls
     vertical_sync: Ints
-    deal: Ints  # index into `deals`
-    deals: tuple[tuple[int, ...], ...] = ((),)  # blocks of each stage, where a person chose them; (): by cost
-    registered: Mapping[str, Ints] = field(default_factory=dict)  # degrees of axes that were registered; absent: 1
+    partition: Ints  # index into `partitions`
+    partitions: tuple[tuple[int, ...], ...] = ((),)  # blocks per stage, given by the user; (): by cost
+    registered: Mapping[str, Ints] = field(default_factory=dict)  # degrees of registered axes; absent: 1
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -92,12 +92,12 @@ class Columns:
 
     @property
     def shards(self) -> Ints:
-        """Ranks that share one copy of the states; context-parallel ranks hold the same weights, so they share too."""
+        """Ranks that share one copy of the states, including context-parallel ranks, which have the same weights."""
         return np.where(self.zero > 0, self.dp_shard * self.cp, 1)
 
     @property
     def expert_tp(self) -> Ints:
-        """Ranks that cut one expert: the tensor axis, as far as experts have not used it up."""
+        """Ranks that shard one expert: the part of the tensor axis that ep does not use."""
         outside = self.dp_shard * self.cp
         return np.maximum(1, self.tp // np.maximum(1, self.ep // np.gcd(self.ep, outside)))
 
@@ -112,7 +112,7 @@ class Columns:
 
     @property
     def updates(self) -> Ints:
-        """Of the weights, in a step: PipeDream makes one after every micro-batch."""
+        """Weight updates per step: PipeDream updates after every micro-batch."""
         return np.where(self.named("pipedream") & (self.pp > 1), self.microbatches, 1)
 
     def recomputes(self, policy: str) -> Bools:
@@ -120,20 +120,20 @@ class Columns:
 
     @cached_property
     def pipelines(self) -> tuple[list[PipelineKey], Ints]:
-        """The distinct pipelines, and which of them each plan has."""
+        """The distinct pipelines, and the index of each plan's."""
         parts = (self.schedule, self.pp, self.virtual_stages, self.microbatches)
         packed = np.zeros(len(self), dtype=np.int64)
-        for part, bits in zip(parts, (5, 14, 10, 34), strict=True):  # one number sorts ten times faster than four
+        for part, bits in zip(parts, (5, 14, 10, 34), strict=True):  # sorting one integer is ten times faster than four
             packed = (packed << bits) + part
-        by_hand = bool(np.any(self.deal))
-        keys = np.stack([packed, self.deal], axis=1) if by_hand else packed
+        by_hand = bool(np.any(self.partition))
+        keys = np.stack([packed, self.partition], axis=1) if by_hand else packed
         _, first, inverse = np.unique(keys, axis=0 if by_hand else None, return_index=True, return_inverse=True)
-        rows = np.stack([part[first] for part in (*parts, self.deal)], axis=1).tolist()
-        return [PipelineKey(SCHEDULES[s], p, v, m, self.deals[d]) for s, p, v, m, d in rows], inverse.reshape(-1)
+        rows = np.stack([part[first] for part in (*parts, self.partition)], axis=1).tolist()
+        return [PipelineKey(SCHEDULES[s], p, v, m, self.partitions[d]) for s, p, v, m, d in rows], inverse.reshape(-1)
 
     @cached_property
     def tensor_depth(self) -> Ints:
-        """d of 2.5D's d layers of q x q; 1 in the other modes, and where no such grid exists."""
+        """d of 2.5D's d layers of q x q; 1 in other modes, and if no such grid exists."""
         degrees = np.unique(self.tp)
         depths = np.asarray([tensor_depth(int(tp)) or 1 for tp in degrees], dtype=np.int64)
         layered = self.tp_mode == TP_MODES.index("2.5d")
@@ -149,14 +149,14 @@ class Columns:
 
     @cached_property
     def tensor_side(self) -> Floats:
-        """q of the grids; 1 in one dimension, and where no such grid exists."""
+        """q of the grids; 1 for 1d, and if no such grid exists."""
         side = np.round(np.where(self.is_cube, np.cbrt(self.tp), np.sqrt(self.tp / self.tensor_depth)))
         ranks = side**2 * np.where(self.is_cube, side, self.tensor_depth)
         return np.where(self.is_grid & (ranks == self.tp), side, 1.0)
 
     @cached_property
     def matrix_divisor(self) -> Floats:
-        """Ranks over which tensor parallelism spreads a matrix; in 2.5D each layer holds the whole of it."""
+        """Tensor ranks that shard a matrix; in 2.5D each layer holds a full copy."""
         return np.asarray(self.tp / self.tensor_depth, dtype=np.float64)
 
     @property
@@ -164,15 +164,15 @@ class Columns:
         return np.isin(self.schedule, [SCHEDULES.index(name) for name in V_SHAPED])
 
     def take(self, rows: Any) -> Columns:
-        """The plans of these rows."""
+        """The plans in these rows."""
         taken = {name: getattr(self, name)[rows] for name in array_names()}
         registered = {axis: degrees[rows] for axis, degrees in self.registered.items()}
-        return Columns(**taken, deals=self.deals, registered=registered)
+        return Columns(**taken, partitions=self.partitions, registered=registered)
 
 
 def array_names() -> list[str]:
     """The fields with one entry per plan."""
-    return [one.name for one in fields(Columns) if one.name not in ("deals", "registered")]
+    return [one.name for one in fields(Columns) if one.name not in ("partitions", "registered")]
 
 
 def columns_of(plans: Sequence[Plan]) -> Columns:
@@ -182,7 +182,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         return np.fromiter(values, dtype=np.int64, count=len(plans))
 
     mixtures = [_mixture(plan) for plan in plans]
-    deals = tuple(dict.fromkeys([(), *(plan.pipeline.blocks or () for plan in plans)]))
+    partitions = tuple(dict.fromkeys([(), *(plan.pipeline.blocks or () for plan in plans)]))
     return Columns(
         dp_replicate=column(plan.mesh.dp_replicate for plan in plans),
         dp_shard=column(plan.mesh.dp_shard for plan in plans),
@@ -205,21 +205,21 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         offload_parameters=column(int(plan.offload.parameters != "none") for plan in plans),
         compiled=column(int(plan.compile.enabled) for plan in plans),
         fused_loss=column(int(plan.kernels.loss == "fused") for plan in plans),
-        float8=column(FLOAT8.index(_travelling(plan)) for plan in plans),
+        float8=column(FLOAT8.index(_in_float8(plan)) for plan in plans),
         float8_linears=column(FLOAT8.index(plan.float8.linears) for plan in plans),
         vertical_sync=column(int(plan.pipeline.vertical_sync) for plan in plans),
-        deal=column(deals.index(plan.pipeline.blocks or ()) for plan in plans),
-        deals=deals,
+        partition=column(partitions.index(plan.pipeline.blocks or ()) for plan in plans),
+        partitions=partitions,
         registered={axis: column(plan.mesh.sizes()[axis] for plan in plans) for axis in axes.REGISTERED},
     )
 
 
-def _travelling(plan: Plan) -> Float8Choice:
+def _in_float8(plan: Plan) -> Float8Choice:
     return plan.float8.linears if plan.float8.gather == "float8" else "none"
 
 
 def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
-    """One row as the value that plan.toml prints; `precision` is that section's tables."""
+    """The plan in one row; `precision` is the table of that section."""
 
     def at(name: str) -> int:
         return int(getattr(columns, name)[row])
@@ -237,7 +237,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "microbatches": at("microbatches"),
             "virtual_stages": at("virtual_stages"),
             "vertical_sync": bool(at("vertical_sync")),
-            "blocks": columns.deals[at("deal")],
+            "blocks": columns.partitions[at("partition")],
         },
         "precision": precision,
         "activations": {
@@ -256,8 +256,8 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
     return Plan.from_tables(tables, source="the planner")
 
 
-def _float8_table(linears: Float8Choice, travelling: Float8Choice) -> dict[str, Any]:
-    return {"linears": linears, **({"gather": "weights"} if linears != travelling else {})}
+def _float8_table(linears: Float8Choice, gathered: Float8Choice) -> dict[str, Any]:
+    return {"linears": linears, **({"gather": "weights"} if linears != gathered else {})}
 
 
 def _mixture(plan: Plan) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""One plan's cost as plain records, and many plans' as columns: memory, traffic and time from the same formulas."""
+"""Costs of one plan as a record and of many as columns: memory, traffic and time from the same formulas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.plan.view import view_at, views_of
 
 @dataclass(frozen=True)
 class Costs:
-    """Everything that is predicted of many plans."""
+    """Predictions for many plans."""
 
     request: Request
     columns: Columns
@@ -39,16 +39,16 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What is predicted of one plan. Bytes of the fullest rank, seconds of a step."""
+    """Predictions for one plan. Bytes on the fullest rank, seconds per step."""
 
     plan: Plan
     fits: bool
     memory_bytes: int
     memory_terms: dict[str, int]
     peak_at: str
-    place: Place  # of a pipeline, the rank that the memory is of
-    blocks: tuple[int, ...]  # of each stage of a pipeline, by hand or by cost
-    moments: dict[str, int]  # peaks of other moments of a run: loading, saving, resuming
+    place: Place  # pipeline rank of the memory terms
+    blocks: tuple[int, ...]  # per pipeline stage
+    moments: dict[str, int]  # bytes of loading, saving, resuming
     traffic: list[dict[str, str | int]]
     step_s: float
     time_terms: dict[str, float]
@@ -56,7 +56,7 @@ class Estimate:
     tokens_per_s: float
 
     def as_dict(self) -> dict[str, object]:
-        """As `weft plan --json` prints it."""
+        """The record of `weft plan --json`."""
         return {
             "plan": self.plan.model_dump(mode="json", exclude_none=True),
             "fits": self.fits,
@@ -75,21 +75,21 @@ class Estimate:
 
 
 def fitting(request: Request, memory: MemoryEstimate) -> Bools:
-    """Which plans fit the devices, and what they offload the host."""
+    """Whether plans fit the devices, and their offloaded bytes the host."""
     return (memory.total <= request.budget_bytes) & (memory.host <= request.cluster.host_memory_bytes)
 
 
 def estimate_columns(request: Request, columns: Columns) -> Costs:
-    """All plans of `columns`."""
+    """Costs of all plans of `columns`."""
     views = views_of(request, columns)
     return Costs(request, columns, estimate_memory(views), estimate_traffic(views[0]), estimate_time(views))
 
 
 def estimate(request: Request, plan: Plan, *, place: Place | None = None) -> Estimate:
-    """One plan. The request's precision is the plan's.
+    """Costs of one plan. The request's precision is the plan's.
 
-    Of a pipeline: memory of its fullest rank and traffic of its first, or both of the rank at `place`; whether it fits
-    is a question for all of them.
+    For a pipeline: memory of its fullest rank and traffic of its first, or both of the rank at `place`. `fits` is about
+    all ranks.
     """
     costs = estimate_columns(request, columns_of([plan]))
     if place is None:
@@ -100,7 +100,7 @@ def estimate(request: Request, plan: Plan, *, place: Place | None = None) -> Est
 
 
 def record_at(costs: Costs, row: int, plan: Plan) -> Estimate:
-    """One row of many as a record; bytes are rounded term by term, so that the total stays their sum."""
+    """One row as a record; bytes are rounded per term, so that the total is their sum."""
     memory_terms = {str(term): round(float(values[row])) for term, values in costs.memory.terms.items()}
     time_terms = {str(term): float(values[row]) for term, values in costs.time.terms.items()}
     place = PLACES[int(costs.memory.place[row])]

@@ -1,9 +1,9 @@
-"""Memory of inference: weights and key-value cache by precision, how many sequences fit.
+"""Memory of inference: weights and key-value cache by precision, and the number of sequences that fit.
 
-    weights    matrices of the blocks in the asked precision; embeddings, head and norms stay in bfloat16
-    cache      per token and layer 2 x key-value heads x head size, the compressed vector where attention is latent;
-               a sliding layer never keeps more than its window
-Weights and heads are divided over the devices (tensor parallelism); key-value heads as far as there are any.
+    weights    matrices of the blocks in the given precision; embeddings, head and norms in bfloat16
+    cache      per token and layer 2 x key-value heads x head size, the compressed vector for latent attention;
+               at most its window for a sliding layer
+Weights and heads are sharded over the devices (tensor parallelism), at least one key-value head per device.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ CacheKind = Literal["bf16", "fp8", "int8"]
 GROUP = 128  # weights that share one 2-byte scale in int4
 WEIGHT_BYTES: dict[WeightKind, float] = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / GROUP}
 CACHE_BYTES: dict[CacheKind, int] = {"bf16": 2, "fp8": 1, "int8": 1}
-RESERVE = 0.05  # of the device: activations of the forward, workspaces, fragmentation
+RESERVE = 0.05  # share of the device: activations, workspaces, fragmentation
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceEstimate:
-    """Bytes of one device."""
+    """Bytes per device."""
 
     weights: WeightKind
     cache: CacheKind
@@ -85,13 +85,13 @@ def estimate_inference(
     concurrent: int = 1,
     context: int,
 ) -> InferenceEstimate:
-    """One model over all devices of the cluster."""
+    """Memory of one model over all devices of the cluster."""
     devices = cluster.num_devices
     per_token = sum(
         _cache_per_token(kind, devices) * count for kind, count in zip(shape.kinds, shape.kind_counts, strict=True)
     )
     per_sequence = sum(
-        _cache_per_token(kind, devices) * count * _kept_tokens(kind, context)
+        _cache_per_token(kind, devices) * count * _cached_tokens(kind, context)
         for kind, count in zip(shape.kinds, shape.kind_counts, strict=True)
     )
     device = cluster.device
@@ -110,7 +110,7 @@ def estimate_inference(
 
 
 def weight_bytes(shape: ModelShape, weights: WeightKind) -> float:
-    """Of the whole model."""
+    """Bytes of all weights of the model."""
     in_blocks = sum(
         count * sum(linear.copies * linear.in_features * linear.out_features for linear in kind.linears)
         for kind, count in zip(shape.kinds, shape.kind_counts, strict=True)
@@ -119,16 +119,16 @@ def weight_bytes(shape: ModelShape, weights: WeightKind) -> float:
 
 
 def _cache_per_token(block: BlockShape, devices: int) -> int:
-    """Numbers one device keeps of a token."""
+    """Cached elements per token and device."""
     attention = block.attention
     if attention is None:
         return 0
     if attention.is_latent:
-        return attention.latent_dim  # one vector for all heads: every device keeps it
+        return attention.latent_dim  # one vector for all heads, replicated
     heads = math.ceil(attention.num_kv_heads / min(devices, attention.num_kv_heads))
     return heads * (attention.head_dim + attention.value_dim)
 
 
-def _kept_tokens(block: BlockShape, context: int) -> int:
+def _cached_tokens(block: BlockShape, context: int) -> int:
     window = block.attention.window if block.attention else None
     return min(context, window) if window else context

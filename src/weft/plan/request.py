@@ -1,4 +1,4 @@
-"""What the planner is asked: a model shape, a cluster, a workload and a precision. Frozen values, nothing computed."""
+"""Input of the planner: a model shape, a cluster, a workload and a precision, as frozen values."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from weft.core.precision import PrecisionPolicy
 
 OptimizerKind = Literal["adamw", "adam", "sgd", "adamw8bit"]
 OptimizerKernel = Literal["auto", "fused", "foreach"]
-# sdpa: torch's kernels where they compute the family's attention, else written out, as training does; eager: always
-# written out; fused: a kernel for every variant (soft caps, sinks, ALiBi), which other trainers have
+# sdpa: torch's kernels if they support the family's attention, else materialised scores, as in training; eager: always
+# materialised; fused: a kernel for every variant (soft caps, sinks, ALiBi), as other trainers have
 AttentionKind = Literal["sdpa", "eager", "fused"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-QUANTISED_BLOCK = 256  # numbers that share one float32 scale in an 8-bit moment
+QUANTISED_BLOCK = 256  # elements per float32 scale in an 8-bit moment
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A step's work, whatever the layout."""
+    """The work of a step, independent of the layout."""
 
     global_batch: int  # sequences
     sequence_length: int
@@ -43,15 +43,15 @@ class Request:
     cluster: Cluster
     workload: Workload
     precision: PrecisionPolicy
-    memory_share: float = 0.97  # of the device that a plan may fill: the rest covers what no formula sees
-    tp_may_leave_node: bool = False  # only where a person asks for it by name
+    memory_share: float = 0.97  # of device memory that a plan may use; the rest is a margin for prediction errors
+    tp_may_leave_node: bool = False  # only for plans that the user gives
 
     @property
     def is_cpu(self) -> bool:
         return self.cluster.device.is_cpu
 
     def writes_scores(self, attention: AttentionShape) -> bool:
-        """Whether attention probabilities go through memory. GPUs have no fused kernel for grouped float32 queries."""
+        """Whether attention materialises its scores. GPUs have no fused kernel for grouped float32 queries."""
         kind, policy = self.workload.attention, self.precision
         is_grouped = attention.num_kv_heads < attention.num_heads
         without_kernel = policy.activations == "float32" and is_grouped and not self.is_cpu
@@ -64,20 +64,20 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class ByteSizes:
-    """Bytes of one number of each kind, as the precision policy has it."""
+    """Bytes per element of each kind, by the precision policy."""
 
-    compute: int  # weights as they are gathered and multiplied
+    compute: int  # weights in all-gathers and matmuls
     master: int  # weights at rest
     gradient: int  # gradients as the optimizer sees them
-    communication: int  # gradients on the wire
+    communication: int  # gradients in collectives
     activation: int
-    optimizer: float  # all optimizer states of one parameter
-    update: int  # temporaries of the update, a parameter
+    optimizer: float  # all optimizer states, per parameter
+    update: int  # temporaries of the update, per parameter
     is_mixed: bool
 
 
 def byte_sizes(request: Request) -> ByteSizes:
-    """The sizes of a request."""
+    """Byte sizes of a request."""
     policy = request.precision
     of = DTYPE_BYTES
     return ByteSizes(
@@ -95,7 +95,7 @@ def byte_sizes(request: Request) -> ByteSizes:
 
 
 def optimizer_bytes(workload: Workload, *, state_bytes: int) -> float:
-    """State bytes a parameter: two moments, two quantised moments with their scales, one momentum, or nothing."""
+    """State bytes per parameter: two moments, two quantised moments with scales, one momentum, or none."""
     match workload.optimizer:
         case "adamw8bit":
             return 2 * (1 + 4 / QUANTISED_BLOCK)
@@ -106,9 +106,9 @@ def optimizer_bytes(workload: Workload, *, state_bytes: int) -> float:
 
 
 def update_bytes(workload: Workload, *, state_bytes: int, master_bytes: int) -> int:
-    """Temporaries of an update, a parameter: `foreach` makes one list of tensors at a time, others none to speak of.
+    """Temporary bytes per parameter of an update: one list of tensors at a time with `foreach`, none otherwise.
 
-    adamw: the roots of the second moments; adam: those, after gradients with their decay; sgd: gradients with decay.
+    adamw: square roots of second moments; adam: those, or gradients with decay; sgd: gradients with decay.
     """
     if workload.optimizer_kernel != "foreach" or workload.optimizer == "adamw8bit":
         return 0

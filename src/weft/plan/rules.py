@@ -1,6 +1,6 @@
-"""The rules that make a plan legal, over whole columns: those of the axes, and those of all of them together.
+"""The legality rules of plans, over columns: those of each axis, and those of all axes together.
 
-A rule returns True where a plan breaks it. `check_plan` turns the broken ones into reasons with what would be legal.
+A rule is True for the plans that break it. `check_plan` returns the reasons, with hints for a legal plan.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ def _ranks_fill_the_cluster(request: Request, columns: Columns) -> Bools:
 
 
 def _batch_divides(request: Request, columns: Columns) -> Bools:
-    # grids deal the rows of a micro-batch out once more
+    # grids partition the rows of a micro-batch further
     side = columns.tensor_side.astype(np.int64)
     chunks = side * np.where(columns.is_cube, side, columns.tensor_depth)
     return request.workload.global_batch % (columns.dp * columns.microbatches * chunks) != 0
 
 
 def _sequence_divides(request: Request, columns: Columns) -> Bools:
-    pieces = np.where(columns.cp > 1, 2 * columns.cp, 1)  # a causal ring gives each rank an early and a late piece
-    is_cut = (columns.sequence_parallel > 0) & (columns.tp_mode == TP_MODES.index("1d"))
-    pieces = pieces * np.where(is_cut, columns.tp, 1)
-    return request.workload.sequence_length % pieces != 0
+    chunks = np.where(columns.cp > 1, 2 * columns.cp, 1)  # a causal ring gives each rank an early and a late chunk
+    is_sharded = (columns.sequence_parallel > 0) & (columns.tp_mode == TP_MODES.index("1d"))
+    chunks = chunks * np.where(is_sharded, columns.tp, 1)
+    return request.workload.sequence_length % chunks != 0
 
 
 def _mixture_is_of_the_model(request: Request, columns: Columns) -> Bools:
@@ -43,8 +43,8 @@ def _offload_makes_sense(request: Request, columns: Columns) -> Bools:
     return needs_host & (request.cluster.host_memory_bytes == 0)
 
 
-def _has_float8_products(request: Request, columns: Columns) -> Bools:
-    """A GPU without them fails in its first product; a CPU multiplies what was rounded."""
+def _has_float8_matmul(request: Request, columns: Columns) -> Bools:
+    """GPUs without float8 matmuls fail in the first one; CPUs emulate them."""
     is_missing = not has_float8(request.cluster.device) and not request.is_cpu
     return (columns.float8_linears > 0) & is_missing
 
@@ -73,17 +73,17 @@ _LAST: tuple[Rule, ...] = (
         "mixture",
         "activations.mixture names more blocks than the model has",
         _mixture_is_of_the_model,
-        lambda request, columns: f"two numbers that add up to at most {request.shape.num_layers}; [] has them chosen",
+        lambda request, columns: f"set two numbers with a sum of at most {request.shape.num_layers}; [] chooses them",
     ),
     Rule(
         "float8",
-        "the devices have no float8 products",
-        _has_float8_products,
+        "the devices have no float8 matmuls",
+        _has_float8_matmul,
         lambda request, columns: no_float8(request),
     ),
     Rule(
         "float8_weights",
-        "float8 products stand beside bfloat16 weights",
+        "float8 matmuls need bfloat16 weights",
         _float8_beside_bfloat16,
         lambda request, columns: "set precision.preset = 'bf16', or float8.linears = 'none'",
     ),
@@ -93,7 +93,7 @@ RULES: tuple[Rule, ...] = (*_FIRST, *(rule for axis in AXES for rule in axis.rul
 
 
 def legal_rows(request: Request, columns: Columns) -> tuple[Bools, dict[str, int]]:
-    """(which plans are legal, how many each rule refused). A plan counts for the first rule it breaks."""
+    """(legal plans, plans refused per rule). A plan counts for the first rule that it breaks."""
     alive = np.ones(len(columns), dtype=bool)
     refused: dict[str, int] = {}
     for rule in RULES:
@@ -116,7 +116,7 @@ def check_plan(request: Request, columns: Columns) -> list[tuple[str, str]]:
 
 
 def nearest_legal(request: Request, fixed: dict[str, Any]) -> str:
-    """What to change when nothing is legal: the fixed key that no plan goes with, or the batch."""
+    """A hint if no plan is legal: the fixed key that excludes all plans, or the batch."""
     if fixed.get("float8.linears", "none") != "none" and not has_float8(request.cluster.device):
         return no_float8(request)
     counts, tp = head_counts(request), int(fixed.get("mesh.tp", 1))
@@ -135,13 +135,13 @@ def nearest_legal(request: Request, fixed: dict[str, Any]) -> str:
 
 
 def no_float8(request: Request) -> str:
-    """What to do on devices without such units."""
+    """A hint for devices without float8 matmuls."""
     name = request.cluster.device.name
-    return f"{name} multiplies in {', '.join(request.cluster.device.rates)}; set float8.linears = 'none'"
+    return f"{name} supports {', '.join(request.cluster.device.rates)}; set float8.linears = 'none'"
 
 
 def _nearest_batch(request: Request, columns: Columns) -> str:
-    pieces = int(columns.dp[0] * columns.microbatches[0])
+    chunks = int(columns.dp[0] * columns.microbatches[0])
     batch = request.workload.global_batch
-    below, above = batch // pieces * pieces, -(-batch // pieces) * pieces
+    below, above = batch // chunks * chunks, -(-batch // chunks) * chunks
     return f"use a global batch of {f'{below} or ' if below else ''}{above}"

@@ -1,9 +1,9 @@
-"""What a change of a plan saves of a peak that a dry run found: the estimates say which share of each term goes.
+"""Bytes that a change of a plan saves at a dry run's peak: each term shrinks by the ratio of its estimates.
 
     saves = sum over terms of  bytes at the peak x (1 - estimate after / estimate before)
 
-No change saves more of a term than is there. What is outside the allocator (communicators, the device's context) is no
-part of a dry run's peak, so nothing of it is saved.
+No change saves more of a term than its bytes at the peak. Memory outside the allocator (communicators, device context)
+is not in a dry run's peak, so none of it is saved.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from weft.core.terms import MemoryTerm
 def saved_bytes(
     before: Mapping[str, float], after: Mapping[str, float], *, at_peak: Mapping[str, int] | None = None
 ) -> float:
-    """What a change saves of `at_peak`, which is made of the same terms as the estimates; of `before` without it.
+    """Bytes saved of `at_peak`, which has the terms of the estimates; of `before` if it is None.
 
-    Each term shrinks, or grows, as its estimate does. A term that only the estimate has saves nothing, and one that
-    comes anew costs what the estimate says.
+    Each term scales as its estimate does. A term that is not at the peak saves nothing, and a new term costs its
+    estimate.
     """
     if at_peak is None:
         return sum(before.values()) - sum(after.values())

@@ -1,9 +1,9 @@
-"""Which plan: enumerate, refuse what the rules refuse, estimate the rest, rank.
+"""Search: enumerate plans, drop illegal ones, estimate the rest, rank.
 
-Order: plans that fit, fastest first; where two are within TIE of each other the simpler one (fewer axes, less
-recomputation, lower ZeRO stage) goes first. The list shows one plan for each layout, so that ten variations of one
-micro-batch size do not hide the alternatives. Memory is estimated for every legal plan, time for those that fit;
-offload to the host is tried where nothing fits without it, since it never makes a plan faster.
+Order: plans that fit, fastest first; within TIE of each other the simpler one (fewer axes, less recompute, lower ZeRO
+stage) first. The list has one plan per layout, so that variants of one micro-batch size do not hide alternatives.
+Memory is estimated for every legal plan, time for those that fit; offload to the host is tried only if nothing else
+fits, since it never makes a plan faster.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from weft.plan.space import Freedom, enumerate_plans
 from weft.plan.time.step_time import estimate_time
 from weft.plan.view import views_of
 
-TIE = 0.03  # the formulas cannot tell plans closer than this apart (median error of step time: see docs)
+TIE = 0.03  # plans closer than this are equal within the error of the formulas (median error of step time: see docs)
 DOES_NOT_FIT = "does not fit in the device's memory"
 SAMPLE = 1_000
-CHUNK = 20_000  # plans estimated at a time: their columns stay in the processor's cache
+CHUNK = 20_000  # plans per estimate: their columns fit the CPU's cache
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The ranked plans and how they were found."""
+    """The ranked plans and the counts of the search."""
 
     request: Request
     plans: list[Estimate]
@@ -41,25 +41,25 @@ class Answer:
     num_fitting: int
     pareto: list[Estimate]
     elapsed_s: float
-    smallest: Estimate | None = None  # by memory, of all: what comes nearest when nothing fits
-    sample: Columns = field(repr=False, default_factory=lambda: columns_of([]))  # candidates for "what if" questions
+    smallest: Estimate | None = None  # of all plans by memory: the closest one if nothing fits
+    sample: Columns = field(repr=False, default_factory=lambda: columns_of([]))  # candidates of "what if" estimates
 
 
 def search(
     request: Request, *, freedom: Freedom | None = None, precision: dict[str, Any] | None = None, top: int = 5
 ) -> Answer:
-    """The best plans of every legal one."""
+    """The best legal plans."""
     freedom = freedom or Freedom()
     answer = _search_once(request, freedom, precision or {}, top)
     can_offload = request.cluster.host_memory_bytes > 0 and "offload.optimizer" not in freedom.fixed
     if answer.num_fitting or not answer.estimated or not can_offload:
         return answer
     offloaded = replace(freedom, fixed={**freedom.fixed, "offload.optimizer": "cpu"})
-    return _joined(answer, _search_once(request, offloaded, precision or {}, top))
+    return _merged(answer, _search_once(request, offloaded, precision or {}, top))
 
 
-def _joined(without: Answer, offloaded: Answer) -> Answer:
-    """Both searches as one answer; the second's plans, if any of them fits."""
+def _merged(without: Answer, offloaded: Answer) -> Answer:
+    """Both searches as one answer; plans of the second if any of them fits."""
     chosen = offloaded if offloaded.num_fitting else without
     rejected = dict(without.rejected)
     for reason, count in offloaded.rejected.items():
@@ -102,20 +102,20 @@ def _search_once(request: Request, freedom: Freedom, precision: dict[str, Any], 
 
 
 def ranked(request: Request, columns: Columns) -> tuple[Ints, tuple[Floats, Floats]]:
-    """(rows of legal plans, best first; their memory and step time)."""
+    """(rows, best first; memory and step time per row)."""
     memory, step_s = _score(request, columns)
     return _ranking(columns, memory, step_s, np.isfinite(step_s)), (memory, step_s)
 
 
 def _sample(order: Ints, memory: Floats, fits: Bools) -> Ints:
-    """The best plans that fit, and the smallest that do not: where another answer would come from."""
+    """The best plans that fit and the smallest that do not: candidates for other requests."""
     outside = np.flatnonzero(~fits)
     nearest = outside[np.argsort(memory[outside], kind="stable")[:SAMPLE]]
     return np.concatenate([order[fits[order]][:SAMPLE], nearest])
 
 
 def _score(request: Request, columns: Columns) -> tuple[Floats, Floats]:
-    """(bytes of every plan, seconds of those that fit and infinity for the others)."""
+    """(bytes per plan; seconds per step, infinity for plans that do not fit)."""
     memory, step_s = np.empty(len(columns)), np.full(len(columns), np.inf)
     for begin in range(0, len(columns), CHUNK):
         rows = np.arange(begin, min(begin + CHUNK, len(columns)))
@@ -128,7 +128,7 @@ def _score(request: Request, columns: Columns) -> tuple[Floats, Floats]:
 
 
 def _ranking(columns: Columns, memory: Floats, step_s: Floats, fits: Bools) -> Ints:
-    """Fitting first by time, in steps of TIE, then by simplicity; those that do not fit by memory."""
+    """Plans that fit by time, in steps of TIE, then by simplicity; then the others by memory."""
     best = np.min(step_s, initial=np.inf)
     with np.errstate(invalid="ignore"):  # nothing fits: infinity over infinity
         slower = np.floor(np.log(step_s / best) / TIE)
@@ -138,7 +138,7 @@ def _ranking(columns: Columns, memory: Floats, step_s: Floats, fits: Bools) -> I
 
 
 def complexity(columns: Columns) -> Floats:
-    """How much a plan asks of its reader: axes in use, recomputation, offload, exotic schedules."""
+    """Complexity of a plan: axes in use, recompute, offload, rare schedules."""
     axes = sum(
         (getattr(columns, axis) > 1).astype(float) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
     )
@@ -164,7 +164,7 @@ def _one_of_each_layout(columns: Columns, order: Ints, *, top: int) -> Ints:
 
 
 def _pareto(memory: Floats, step_s: Floats) -> Ints:
-    """Plans that fit and that no other beats in both time and memory, fastest first."""
+    """Pareto-optimal plans in time and memory that fit, fastest first."""
     order = np.lexsort((memory, step_s))
     order = order[np.isfinite(step_s[order])]
     if not len(order):

@@ -1,7 +1,7 @@
-"""Every plan worth asking about: the product of degrees, stages, schedules, micro-batches and recomputation.
+"""The search space: all combinations of degrees, ZeRO stages, schedules, micro-batches and recompute.
 
-Degrees are divisors of the number of devices. What the user fixed narrows the product before it is built; what the
-rules then refuse is counted by reason.
+Degrees are divisors of the number of devices. Fixed keys narrow the space before it is built; plans that the rules
+refuse are counted by reason.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ MAX_PIPELINE = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Freedom:
-    """What the search may choose; a key of `fixed` ("mesh.tp", "data_parallel.zero", …) narrows it to one value."""
+    """Values that the search may choose; a key of `fixed` ("mesh.tp", "data_parallel.zero", …) allows one value."""
 
-    schedules: tuple[str, ...] = SYNCHRONOUS  # asynchronous ones change the mathematics, so only when asked for
+    schedules: tuple[str, ...] = SYNCHRONOUS  # asynchronous ones change the result of training: only if fixed
     recompute: tuple[str, ...] = ("none", "selective", "full")
     tp_modes: tuple[str, ...] = ("1d", "2d", "2.5d", "3d")
     virtual_stages: tuple[int, ...] = (1, 2, 4, 8)
     fixed: dict[str, object] = field(default_factory=dict)
 
 
-# Keys that a search varies or can hold fixed; any other belongs into a plan.toml that is estimated as it stands.
+# Keys that a search varies or holds fixed; others need a plan.toml and --plan.
 SEARCHED = frozenset(
     (
         *(f"mesh.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")),
@@ -44,14 +44,14 @@ SEARCHED = frozenset(
 
 
 def check_fixed(fixed: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Reasons against holding these keys fixed, as (sentence, hint): a key that nothing looks at must not pass."""
+    """Reasons against fixing these keys, as (sentence, hint): a key without effect must not pass silently."""
     reasons = [
-        (f"the search does not vary {key}", "put it into a plan.toml and estimate that with --plan")
+        (f"the search does not vary {key}", "set it in a plan.toml and use --plan")
         for key in fixed
         if key not in SEARCHED and not key.startswith("precision.")
     ]
     if fixed.get("activations.policy") == "budget":
-        hint = "fix none, selective or full; or put a budget into a plan.toml and estimate that with --plan"
+        hint = "fix none, selective or full; or set a budget in a plan.toml and use --plan"
         reasons.append(("the search does not choose blocks (activations.policy = 'budget')", hint))
     return reasons
 
@@ -63,9 +63,9 @@ def enumerate_plans(request: Request, freedom: Freedom) -> Columns:
     for is_piped in (False, True):
         ways = np.asarray(list(_ways(freedom, has_pipeline=is_piped)), dtype=np.int64).reshape(-1, 5)
         mine = meshes[(meshes[:, 4] > 1) == is_piped]
-        # beyond 1-D is for tensor parallelism only: the other modes of tp = 1 would be the same plan again
+        # with tp = 1 all tensor modes are the same plan
         one_d = ways[ways[:, 3] == 0]
-        tables += [_product(mine[mine[:, 3] == 1], one_d), _product(mine[mine[:, 3] > 1], ways)]
+        tables += [_cross_product(mine[mine[:, 3] == 1], one_d), _cross_product(mine[mine[:, 3] > 1], ways)]
     table = _with_microbatches(request, np.concatenate(tables), freedom)
     return _columns(table, freedom, request)
 
@@ -102,7 +102,7 @@ def _data_parallel_splits(
 
 
 def _replica_counts(request: Request, freedom: Freedom, dp: int, *, inner: int) -> list[int]:
-    """No replicas, replicas only, and shards that fill whole nodes with replicas across them; or as the user shards."""
+    """1 replica, replicas only, and shards over 1, 4 or 16 nodes with replicas across; or by a fixed mesh.dp_shard."""
     if "mesh.dp_shard" in freedom.fixed:
         return [dp // int(str(freedom.fixed["mesh.dp_shard"])) or 1]
     per_node = request.cluster.devices_per_node
@@ -125,7 +125,7 @@ def _expert_degrees(request: Request, freedom: Freedom, pool: int) -> list[int]:
 def _ways(freedom: Freedom, *, has_pipeline: bool) -> Iterator[tuple[int, int, int, int, int]]:
     """(schedule, virtual stages, recompute, tensor mode, offloaded optimizer)."""
     schedules = _schedules(freedom)
-    if not has_pipeline:  # without stages there is one order, and its name is the default's
+    if not has_pipeline:  # without a pipeline there is one schedule, named by the default
         schedules = ("1f1b",) if freedom.fixed.get("pipeline.schedule", "1f1b") == "1f1b" else ()
     for schedule in schedules:
         for v in _stages_of(schedule, freedom):
@@ -155,20 +155,20 @@ def _stages_of(schedule: str, freedom: Freedom) -> tuple[int, ...]:
 
 
 def _with_microbatches(request: Request, table: Ints, freedom: Freedom) -> Ints:
-    """Each candidate with every micro-batch size that is a power of two of its rows, as one more column."""
+    """Each candidate with every micro-batch size that is a power of two and divides its rows."""
     batch = request.workload.global_batch
     rows = np.maximum(batch // np.maximum(table[:, 0] * table[:, 1], 1), 1)
     given = freedom.fixed.get("pipeline.microbatches")
     if given is not None:
         return np.column_stack([table, np.full(len(table), int(str(given)))])
-    pieces = []
+    tables = []
     for size in (1, 2, 4, 8, 16, 32, 64):
         chosen = (rows >= size) & (rows % size == 0)
-        pieces.append(np.column_stack([table[chosen], rows[chosen] // size]))
-    return np.concatenate(pieces)
+        tables.append(np.column_stack([table[chosen], rows[chosen] // size]))
+    return np.concatenate(tables)
 
 
-def _product(left: Ints, right: Ints) -> Ints:
+def _cross_product(left: Ints, right: Ints) -> Ints:
     if not len(left) or not len(right):
         return np.zeros((0, left.shape[1] + 5), dtype=np.int64)
     return np.concatenate([np.repeat(left, len(right), axis=0), np.tile(right, (len(left), 1))], axis=1)
@@ -178,7 +178,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
     one_d = (table[:, 10] == 0) & (table[:, 3] > 1) & request.shape.has_straight_stream
     compiled, fused = _fast_path(table, freedom, request)
     size = len(table)
-    # products in float8 change the numbers, so they are only searched with when asked for
+    # float8 matmuls change results, so they are only used if fixed
     linears = cast(Float8Choice, freedom.fixed.get("float8.linears", "none"))
     gather = freedom.fixed.get("float8.gather", "float8")
 
@@ -199,12 +199,12 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         float8_linears=np.full(size, FLOAT8.index(linears), dtype=np.int64),
         vertical_sync=np.zeros(size, dtype=np.int64),
         full_blocks=np.zeros(size, dtype=np.int64), selective_blocks=np.zeros(size, dtype=np.int64),
-        deal=np.zeros(size, dtype=np.int64),
+        partition=np.zeros(size, dtype=np.int64),
     )  # fmt: skip
 
 
 def _fast_path(table: Ints, freedom: Freedom, request: Request) -> tuple[Ints, Ints]:
-    """Whether blocks are compiled, and head and loss fused, where nothing is said: core.open_choices, for columns."""
+    """Defaults of compiled blocks and fused loss, as in `resolve.with_choices`, for columns."""
     is_gpu = not request.is_cpu
     is_split = (table[:, 4] > 1) & np.isin(table[:, 7], [SCHEDULES.index(name) for name in SPLIT])
     selects = table[:, 9] == RECOMPUTE.index("selective")
@@ -225,7 +225,7 @@ def _choices(key: str, values: list[int], freedom: Freedom, *, limit: int) -> li
 
 
 def _max_context(request: Request) -> int:
-    """Context parallelism cuts sequences of 8,192 tokens and more, down to pieces of 4,096."""
+    """Largest cp: chunks of a sequence have at least 4,096 tokens."""
     return max(1, request.workload.sequence_length // 4096)
 
 

@@ -1,12 +1,12 @@
-"""Bytes a rank puts on the wire in one step, by (axis, collective, phase), for every plan.
+"""Bytes sent per rank and step, by (axis, collective, phase), for every plan.
 
 `bytes` follow the ring factors of links.py; `count` is the number of collectives.
-Per block and micro-batch, with t tokens of h numbers:
-    tensor 1-D     2 all-reduces forward, 2 backward, or as many gathers and scatters, and more: see tp/traffic.py
+Per block and micro-batch:
+    tensor 1-D     2 all-reduces forward and 2 backward, or all-gathers and reduce-scatters: see tp/traffic.py
     tensor grids   panels of activations and of weights: see tp_grid/traffic.py
-    context        a ring passes keys and values (cp - 1) times forward, keys, values and their gradients backward
+    context        cp - 1 sends of keys and values forward; keys, values and their gradients backward
     expert         dispatch and combine, forward and backward
-Per step and unit: ZeRO's table of gathers and reduces; between stages one activation a micro-batch and boundary.
+Per step and FSDP unit: all-gathers and reduce-scatters by ZeRO stage. Between stages: one activation per micro-batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.plan.view import View
 
 @dataclass(frozen=True)
 class Traffic:
-    """All rows, and what they were counted from."""
+    """All collectives of a step."""
 
     rows: tuple[TrafficRow, ...]
 
@@ -39,7 +39,7 @@ class Traffic:
 
 
 def estimate_traffic(view: View) -> Traffic:
-    """The traffic of one step of the rank that `view` looks at."""
+    """Traffic per step of the rank of `view`."""
     by_key: dict[tuple[str, str, str], TrafficRow] = {}
     for row in (row for axis in AXES for row in axis.traffic(view)):
         key = (row.axis, row.collective, row.phase)

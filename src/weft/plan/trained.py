@@ -1,6 +1,6 @@
-"""Which plans this version of weft can also train: the planner knows more layouts than the engine carries out yet.
+"""Plans that this version of weft can train: the planner estimates more layouts than the engine runs.
 
-What the engine refuses is declared in core.executable; nothing here looks at the engine.
+`core.executable` declares the layouts that the engine refuses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weft.plan.estimate import Estimate
 from weft.plan.search import Answer, search
 from weft.plan.space import SYNCHRONOUS, Freedom
 
-# The keys that narrow a search to what is built; schedules that it tries by itself all are.
+# Keys that restrict a search to layouts that the engine runs; it runs all schedules of a search.
 BUILT = {
     "tensor_parallel.mode": "1d",
     "mesh.cp": 1,
@@ -24,20 +24,20 @@ BUILT = {
 
 
 def built(fixed: Mapping[str, Any]) -> Freedom:
-    """A search of what is built; products in float8 go with neither tensor parallelism nor split backwards yet."""
+    """A search of trainable layouts; float8 matmuls exclude tensor parallelism and split backwards."""
     if fixed.get("float8.linears", "none") == "none":
         return Freedom(fixed={**BUILT, **fixed})
-    whole = tuple(name for name in SYNCHRONOUS if name not in SPLIT)
-    return Freedom(schedules=whole, fixed={**BUILT, "mesh.tp": 1, **fixed})
+    unsplit = tuple(name for name in SYNCHRONOUS if name not in SPLIT)
+    return Freedom(schedules=unsplit, fixed={**BUILT, "mesh.tp": 1, **fixed})
 
 
 def why_not_trained(found: Estimate) -> str:
-    """What of this plan is not built, or nothing."""
+    """Why the engine does not run this plan, or ''."""
     return next((sentence for sentence, _ in not_executed_reasons(found.plan)), "")
 
 
 def best_trained(answer: Answer) -> Estimate | None:
-    """The best plan that `weft train` takes, if there is one."""
+    """The best plan that `weft train` runs, if there is one."""
     plan = answer.plans[0].plan
     freedom = built({f"float8.{key}": value for key, value in plan.float8.model_dump().items()})
     precision = plan.precision.model_dump(exclude_none=True)

@@ -1,4 +1,4 @@
-"""`View`: many plans seen from one of their pipeline ranks. Worked out once, used by memory, traffic and time alike."""
+"""`View`: many plans at one of their pipeline ranks. Computed once, used by memory, traffic and time."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from weft.plan.time.float8 import multiplies_in_float8
 
 @dataclass(frozen=True)
 class View:
-    """The rank at one place of the pipeline, in every plan of `columns`."""
+    """The rank at one place of the pipeline, for every plan of `columns`."""
 
     request: Request
     columns: Columns
-    rows: Ints  # where these plans are in the whole table
+    rows: Ints  # rows of these plans in the full table
     place: int  # index into PLACES
     stage: Stage
     share: Share
     sizes: ByteSizes
-    tokens: Floats  # of one micro-batch on one rank
+    tokens: Floats  # per micro-batch and rank
 
     @property
     def shape(self) -> ModelShape:
@@ -35,32 +35,32 @@ class View:
 
     @property
     def stream_bytes(self) -> Floats:
-        """One residual stream of a micro-batch."""
-        cut = np.where(self.columns.sequence_parallel > 0, self.columns.tp, 1)
-        return np.asarray(self.tokens * self.sizes.activation * self.shape.hidden_size / cut, dtype=np.float64)
+        """Bytes of the residual stream of one micro-batch."""
+        ranks = np.where(self.columns.sequence_parallel > 0, self.columns.tp, 1)
+        return np.asarray(self.tokens * self.sizes.activation * self.shape.hidden_size / ranks, dtype=np.float64)
 
     @cached_property
     def block_bytes(self) -> Floats:
-        """Of a block's weight as it is gathered, on average: some travel in float8."""
+        """Mean bytes per gathered element of a block: some weights are gathered in float8."""
         blocks = [self.shape.kinds[kind] for kind in self.shape.order]
-        whole = max(1, sum(block.num_parameters for block in blocks))
-        shares = [sum(size for block in blocks for size in _travelling(block, choice)) / whole for choice in FLOAT8]
+        total = max(1, sum(block.num_parameters for block in blocks))
+        shares = [sum(size for block in blocks for size in _in_float8(block, choice)) / total for choice in FLOAT8]
         share = np.asarray(shares)[self.columns.float8] * (self.columns.shards > 1)
         return np.asarray(self.sizes.compute - (self.sizes.compute - 1) * share, dtype=np.float64)
 
     @cached_property
     def num_in_float8(self) -> Floats:
-        """Matrices of this rank that are gathered so; each has a scale."""
-        counts = np.asarray([[len(_travelling(kind, choice)) for choice in FLOAT8] for kind in self.shape.kinds])
+        """Number of matrices on this rank that are gathered in float8; each has a scale."""
+        counts = np.asarray([[len(_in_float8(kind, choice)) for choice in FLOAT8] for kind in self.shape.kinds])
         return np.asarray((self.stage.blocks * counts[:, self.columns.float8].T).sum(axis=1), dtype=np.float64)
 
     def gathered_bytes(self, *, root: Floats, blocks: Floats) -> Floats:
-        """Of so many weights of the root and of blocks."""
+        """Bytes of `root` and `blocks` gathered elements."""
         return np.asarray(root * self.sizes.compute + blocks * self.block_bytes, dtype=np.float64)
 
 
-def _travelling(block: BlockShape, choice: Float8Choice) -> list[int]:
-    """Sizes of a block's matrices that travel in float8."""
+def _in_float8(block: BlockShape, choice: Float8Choice) -> list[int]:
+    """Sizes of a block's matrices that are gathered in float8."""
     return [
         linear.in_features * linear.out_features
         for linear in block.linears
@@ -70,13 +70,13 @@ def _travelling(block: BlockShape, choice: Float8Choice) -> list[int]:
 
 
 def is_compiled(request: Request, columns: Columns) -> Bools:
-    """Whose blocks keep what compiled ones do, of those whose plan says so. Times go by the plan: other trainers have
-    fused kernels with dropout too, and the search says compiled of no model that has it."""
+    """Whether blocks save the activations of compiled ones. Models with dropout do not, even if the plan compiles;
+    step times follow the plan, since other trainers have fused kernels with dropout."""
     return (columns.compiled > 0) & (not request.shape.has_dropout)
 
 
 def views_of(request: Request, columns: Columns) -> list[View]:
-    """The first rank of every plan; of those with a pipeline also the one in the middle and the last."""
+    """The first rank of every plan; for pipelines also the middle and the last rank."""
     views = [view_at(request, columns, np.arange(len(columns)), place=0)]
     piped = np.flatnonzero(columns.pp > 1)
     if len(piped):
@@ -86,9 +86,9 @@ def views_of(request: Request, columns: Columns) -> list[View]:
 
 
 def busiest_view(request: Request, columns: Columns) -> View | None:
-    """Of pipelines with ranks between the ends, the one whose blocks cost the most; None: it is the middle one anyhow.
+    """The rank between the ends whose blocks have the most FLOPs; None if it is the middle one.
 
-    A block of experts holds more than it multiplies a token with, so the fullest rank need not be the slowest.
+    A token uses only some weights of an MoE block, so the fullest rank need not be the slowest.
     """
     weights = {kind.linear_flops_per_token / max(kind.num_parameters, 1) for kind in request.shape.kinds}
     rows = np.flatnonzero(columns.pp > 2)
@@ -98,7 +98,7 @@ def busiest_view(request: Request, columns: Columns) -> View | None:
 
 
 def view_at(request: Request, columns: Columns, rows: Ints, *, place: int, seen: Seen | None = None) -> View:
-    """`seen`: the rank, where it is not simply that of the place."""
+    """The view of the rank at `place`; `seen` names another rank."""
     stage = stage_of(request.shape, columns, place=seen or PLACES[place])
     batch_rows = request.workload.global_batch / (columns.dp * columns.microbatches)
     return View(

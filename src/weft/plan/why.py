@@ -1,7 +1,7 @@
-"""Why this plan: what binds, which rule of thumb it follows, what the runner-up loses by, what would change the answer.
+"""Explanation of a plan: largest terms, rule of thumb, distance of the runner-up, changes of the request.
 
-Every sentence comes from an estimate, none from a template about models or devices. The "what if" questions are asked
-of the best candidates only, so that they cost a fraction of the search.
+Every sentence comes from an estimate, none from a template about models or devices. "What if" estimates use the best
+candidates only, so that they cost a fraction of the search.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.plan.words import describe
 
 
 def why_best(answer: Answer) -> str:
-    """The sentences beside the first plan."""
+    """The explanation of the first plan."""
     best = answer.plans[0]
     parts = [what_binds(answer.request, best), rule_of_thumb(answer.request, best)]
     if best.plan.float8.linears != "none":
@@ -35,20 +35,20 @@ def why_best(answer: Answer) -> str:
 
 
 def what_binds(request: Request, found: Estimate) -> str:
-    """The largest part of memory and of time."""
+    """The largest terms of memory and of time."""
     term, size = max(found.memory_terms.items(), key=lambda item: item[1])
     share = found.memory_bytes / request.cluster.device.memory_bytes
     slow, seconds = max(found.time_terms.items(), key=lambda item: item[1])
     verb = f"fills {share:.0%} of" if found.fits else f"would need {share:.1f} times"
     return (
         f"{verb} the memory at its peak ({found.peak_at}), "
-        f"most of it {_say(term)} ({format_bytes(size)}); "
-        f"{seconds / found.step_s:.0%} of a step is {_say(slow)}"
+        f"most of it {_words(term)} ({format_bytes(size)}); "
+        f"{seconds / found.step_s:.0%} of a step is {_words(slow)}"
     )
 
 
 def rule_of_thumb(request: Request, found: Estimate) -> str:
-    """DDP where the model fits on one device, FSDP where it does not, tensor and pipeline where FSDP stops scaling."""
+    """DDP if the model fits on one device, else FSDP; tensor and pipeline parallelism beyond the scale of FSDP."""
     mesh, zero = found.plan.mesh, found.plan.data_parallel.zero
     if request.cluster.num_devices == 1:
         return "one device leaves no choice of layout"
@@ -60,32 +60,30 @@ def rule_of_thumb(request: Request, found: Estimate) -> str:
         needs = f" (DDP would need {format_bytes(replicated.memory_bytes)})" if replicated else ""
         return f"follows the rule: it does not fit on one device, so its states are sharded{needs}"
     if is_data_parallel:
-        return "overrules the rule (it would fit replicated): sharding leaves room for larger micro-batches"
+        return "departs from the rule (it would fit replicated): sharding leaves room for larger micro-batches"
     sharded = _sharded(request, found.plan)
     if sharded is None:
         return "sharding alone is not legal here: the batch does not divide over that many ranks"
     if not sharded.fits:
-        return f"goes beyond sharding, which would need {format_bytes(sharded.memory_bytes)} a device"
-    return f"goes beyond sharding: FSDP alone would take {format_seconds(sharded.step_s)} a step"
+        return f"goes beyond sharding, which would need {format_bytes(sharded.memory_bytes)} per device"
+    return f"goes beyond sharding: FSDP alone would take {format_seconds(sharded.step_s)} per step"
 
 
 def float8_gain(request: Request, found: Estimate) -> str:
-    """What products in float8 bring, casts included, against the same plan without them."""
+    """Speedup of float8 matmuls, casts included, over the same plan without them."""
     linears = [linear for kind in request.shape.kinds for linear in kind.linears]
     taken = sum(multiplies_in_float8(linear, found.plan.float8.linears) for linear in linears)
     if not taken:
         return f"none of the blocks' matrices multiplies in float8 (float8.linears = {found.plan.float8.linears!r})"
     plain = estimate(request, found.plan.model_copy(update={"float8": Float8()}))
     casts = found.time_terms[StepTerm.FLOAT8_CASTS] / found.step_s
-    gain = (
-        f"float8 products: {plain.step_s / found.step_s:.2f} times the speed of bf16, casts are {casts:.0%} of a step"
-    )
+    gain = f"float8 matmuls: {plain.step_s / found.step_s:.2f} times the speed of bf16, casts are {casts:.0%} of a step"
     note = why_no_float8(request)
     return f"{gain} ({note})" if note else gain
 
 
 def loses_by(best: Estimate, other: Estimate) -> str:
-    """Where another plan pays more than the best."""
+    """Extra time and memory of another plan over the best."""
     if not other.fits:
         return f"does not fit ({format_bytes(other.memory_bytes)})"
     slower = other.step_s / best.step_s - 1
@@ -94,12 +92,12 @@ def loses_by(best: Estimate, other: Estimate) -> str:
     saved = best.memory_bytes - other.memory_bytes
     memory = f", {format_bytes(abs(saved))} {'less' if saved > 0 else 'more'} memory"
     if slower < 0.001:
-        return f"as fast{memory}, but asks for more"
-    return f"{slower:.1%} slower, by {_say(term)}{memory}"
+        return f"as fast{memory}, but more complex"
+    return f"{slower:.1%} slower, by {_words(term)}{memory}"
 
 
 def what_would_change(answer: Answer) -> list[str]:
-    """Twice the memory, a network four times as fast, sequences twice as long: which of them change the layout."""
+    """The best plan with twice the memory, a network four times as fast, or sequences twice as long."""
     request, best = answer.request, answer.plans[0]
     device, cluster, workload = request.cluster.device, request.cluster, request.workload
     faster = replace(cluster.between, bytes_per_s=4 * cluster.between.bytes_per_s)
@@ -121,7 +119,7 @@ def what_would_change(answer: Answer) -> list[str]:
 
 
 def smallest_changes(answer: Answer) -> list[str]:
-    """What would make it fit when nothing does, smallest change first."""
+    """Changes that make a plan fit if none does, smallest first."""
     request, smallest = answer.request, answer.smallest
     if smallest is None:
         return []
@@ -167,7 +165,7 @@ def _difference(best: Estimate, other: Estimate | None) -> str:
 
 
 def _replicated(request: Request, plan: Plan) -> Estimate | None:
-    """The same plan with everything replicated, at the smallest micro-batch."""
+    """The plan with all states replicated, at the smallest micro-batch."""
     mesh = {"dp_replicate": request.cluster.num_devices}
     return _variant(request, plan, mesh=mesh, zero=0)
 
@@ -194,5 +192,5 @@ def _variant(request: Request, plan: Plan, *, mesh: dict[str, int], zero: int) -
     return estimate(request, other) if bool(legal_rows(request, columns_of([other]))[0][0]) else None
 
 
-def _say(term: str) -> str:
+def _words(term: str) -> str:
     return str(term).replace("_", " ")

@@ -1,4 +1,4 @@
-"""A plan in a few words, as people name layouts."""
+"""One-line description of a plan."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _mode(plan: Plan) -> str:
 def _schedule(plan: Plan) -> str:
     stages, blocks = plan.pipeline.virtual_stages, plan.pipeline.blocks or ()
     by_hand = f", {' + '.join(map(str, blocks))} blocks" if blocks else ""
-    return plan.pipeline.schedule + (f", {stages} stages a rank" if stages > 1 else "") + by_hand
+    return plan.pipeline.schedule + (f", {stages} stages per rank" if stages > 1 else "") + by_hand
 
 
 def _data_parallel(plan: Plan) -> list[str]:

@@ -17,7 +17,7 @@ from weft.zoo.config import Config, Flag, Size
 from weft.zoo.declared import Declared
 from weft.zoo.parts import RMS, Norm, Parts, Piece, joined
 from weft.zoo.tensor_grids import COMPARED_ON_GRIDS
-from weft.zoo.tensor_styles import CROOKED, as_cut, has_cut_head, has_cut_table
+from weft.zoo.tensor_styles import CROOKED, as_cut, has_sharded_head, has_sharded_table
 
 
 class Layer(NamedTuple):
@@ -80,8 +80,8 @@ def build_shape(family: Family, config: Config, *, name: str) -> ModelShape:
         max_positions=int(config.get("max_position_embeddings", 0)),
         embedding_size=config.sized(family.embedding_size),
         head_bias=config.flag(family.head_bias),
-        has_cut_table=has_cut_table(config, is_tied=config.flag(family.tied)),
-        has_cut_head=has_cut_head(config, is_tied=config.flag(family.tied)),
+        has_sharded_table=has_sharded_table(config, is_tied=config.flag(family.tied)),
+        has_sharded_head=has_sharded_head(config, is_tied=config.flag(family.tied)),
         has_grids=config.model_type in COMPARED_ON_GRIDS,
         has_straight_stream=config.model_type not in CROOKED,
         scaled_embedding=config.flag(family.scaled_embedding),
@@ -146,7 +146,7 @@ PARTLY_ROTATED = frozenset(
 
 
 def _as_computed(norm: NormShape, model_type: str) -> NormShape:
-    return replace(norm, kept_tensors=NORM_KEEPS.get((norm.kind, model_type)))
+    return replace(norm, saved_tensors=NORM_KEEPS.get((norm.kind, model_type)))
 
 
 def _parts(pieces: Mapping[str, Piece], name: str, config: Config) -> Parts:

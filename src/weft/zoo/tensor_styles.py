@@ -84,12 +84,12 @@ def as_cut(block: BlockShape, config: Config) -> BlockShape:
     )
 
 
-def has_cut_table(config: Config, *, is_tied: bool) -> bool:
+def has_sharded_table(config: Config, *, is_tied: bool) -> bool:
     model_type = config.model_type
     return model_type not in WHOLE_TABLES and not (is_tied and model_type in WHOLE_WHERE_TIED)
 
 
-def has_cut_head(config: Config, *, is_tied: bool) -> bool:
+def has_sharded_head(config: Config, *, is_tied: bool) -> bool:
     model_type = config.model_type
     return model_type not in WHOLE_HEADS and not (is_tied and model_type in WHOLE_WHERE_TIED)
 
@@ -114,7 +114,7 @@ def _extra(extra: ExtraShape, block: BlockShape, model_type: str) -> ExtraShape:
         return replace(extra, is_trained=False)
     if extra.name.rpartition(".")[2] not in PER_HEAD:
         return extra
-    return replace(extra, style="column" if block.cuts("attention") else "replicated")
+    return replace(extra, style="column" if block.shards("attention") else "replicated")
 
 
 def _dealt(attention: AttentionShape | None, config: Config) -> AttentionShape | None:

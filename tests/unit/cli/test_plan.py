@@ -282,7 +282,7 @@ def test_float8_is_priced_and_explained() -> None:
     assert plain["plans"][0]["plan"]["float8"]["linears"] == "none"
     assert short["plans"][0]["plan"]["float8"]["linears"] == "all"
     assert short["plans"][0]["tokens_per_s"] > 1.2 * plain["plans"][0]["tokens_per_s"]
-    assert "float8 products: 1." in short["plans"][0]["why"]
+    assert "float8 matmuls: 1." in short["plans"][0]["why"]
     told_time = told(*ASKED, "--set", "float8.linears=all", "--top", "1", "--explain", "time")
     assert "float8_casts" in told_time.out
 

@@ -57,7 +57,7 @@ def differences(model: nn.Module, shape: ModelShape) -> list[str]:
     layout = describe(model)
     found = find_tensor_layout(model, layout)
     wrong = [line for index in range(shape.num_layers) for line in _in_block(shape, index, layout, found)]
-    ends = {"has_cut_table": found.embedding, "has_cut_head": found.head}
+    ends = {"has_sharded_table": found.embedding, "has_sharded_head": found.head}
     wrong += [f"{key}: {name}" for key, name in ends.items() if getattr(shape, key) != (name is not None)]
     refusal = found.refusals.get("sequence_parallel")
     if shape.has_straight_stream != (refusal is None):

@@ -14,7 +14,15 @@ from weft.core.executable import require_executable
 from weft.core.plan import Plan
 from weft.core.terms import MemoryTerm
 from weft.plan.ask import require_planned
-from weft.plan.changes import Change, fewest_devices, largest_saving, saving_of, say_keys, smallest_changes, with_keys
+from weft.plan.changes import (
+    Change,
+    fewest_devices,
+    format_keys,
+    largest_saving,
+    saving_of,
+    smallest_changes,
+    with_keys,
+)
 from weft.plan.estimate import estimate
 from weft.plan.request import Request
 
@@ -160,7 +168,7 @@ def test_the_largest_saving_is_the_largest() -> None:
 
 
 def test_keys_are_said_as_the_files_have_them() -> None:
-    assert say_keys({"pipeline.microbatches": 4, "activations.policy": "full"}) == (
+    assert format_keys({"pipeline.microbatches": 4, "activations.policy": "full"}) == (
         "pipeline.microbatches = 4, activations.policy = 'full'"
     )
 

@@ -134,10 +134,10 @@ def test_no_two_pipelines_are_taken_for_one() -> None:
 def test_what_a_person_dealt_is_a_pipeline_of_its_own() -> None:
     keys = {"pp": 2, "microbatches": 4}
     columns = columns_with(keys, {**keys, "blocks": [3, 1]}, {**keys, "blocks": [1, 3]}, {**keys, "blocks": [3, 1]})
-    for taken, deals in ((columns, [(), (3, 1), (1, 3), (3, 1)]), (columns.take([3, 0]), [(3, 1), ()])):
+    for taken, partitions in ((columns, [(), (3, 1), (1, 3), (3, 1)]), (columns.take([3, 0]), [(3, 1), ()])):
         unique, inverse = taken.pipelines
-        assert [unique[index].deal for index in inverse] == deals
-        assert len(unique) == len(set(deals))
+        assert [unique[index].stage_blocks for index in inverse] == partitions
+        assert len(unique) == len(set(partitions))
 
 
 def _rows(columns: Columns) -> dict[str, list[int]]:

@@ -24,7 +24,7 @@ from weft.engine.buffers.changes import BufferChanges
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import describe
-from weft.plan.memory.block_activations import Kept, kept_by, kept_fully, kept_selectively
+from weft.plan.memory.block_activations import SavedBytes, saved_by_default, saved_by_full, saved_by_selective
 
 ROWS, LENGTH = 2, 96
 ROTARY = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -130,7 +130,7 @@ def alive_bytes_of_blocks(kind: str, config: dict[str, Any], activations: Activa
     return [after - before for before, after in pairwise(marks)]
 
 
-def bytes_kept(kept: Kept) -> float:
+def bytes_kept(kept: SavedBytes) -> float:
     per_token = kept.stream + kept.gathered + kept.split + kept.key_value + kept.scores * LENGTH + kept.routed
     return per_token * ROWS * LENGTH
 
@@ -143,7 +143,9 @@ def test_a_block_keeps_what_the_formula_says(kind: str) -> None:
     block = shape.kinds[0]
     attention = block.attention
     assert attention is not None
-    kept = kept_by(block, compute_bytes=2, writes_scores=attention.materialises_scores, hidden_size=shape.hidden_size)
+    kept = saved_by_default(
+        block, compute_bytes=2, writes_scores=attention.materialises_scores, hidden_size=shape.hidden_size
+    )
     assert bytes_kept(kept) == pytest.approx(measured, rel=0.02)
 
 
@@ -157,9 +159,11 @@ def test_a_recomputed_block_keeps_what_the_formula_says(kind: str) -> None:
     block, hidden = shape.kinds[0], shape.hidden_size
     assert block.attention is not None
     writes_scores = block.attention.materialises_scores
-    partly = kept_selectively(block, compute_bytes=2, writes_scores=writes_scores, hidden_size=hidden)
+    partly = saved_by_selective(block, compute_bytes=2, writes_scores=writes_scores, hidden_size=hidden)
     assert bytes_kept(partly) == alive_bytes_of_a_block(kind, config, "selective")
-    assert bytes_kept(kept_fully(compute_bytes=2, hidden_size=hidden)) == alive_bytes_of_a_block(kind, config, "full")
+    assert bytes_kept(saved_by_full(compute_bytes=2, hidden_size=hidden)) == alive_bytes_of_a_block(
+        kind, config, "full"
+    )
 
 
 def test_blocks_of_a_budget_save_what_their_own_formulas_say() -> None:
@@ -172,9 +176,10 @@ def test_blocks_of_a_budget_save_what_their_own_formulas_say() -> None:
         for activations in (Activations(policy="budget", mixture=(1, 1)), Activations())
     )
     everything, partly = (
-        kept(block, compute_bytes=2, writes_scores=False, hidden_size=hidden) for kept in (kept_by, kept_selectively)
+        kept(block, compute_bytes=2, writes_scores=False, hidden_size=hidden)
+        for kept in (saved_by_default, saved_by_selective)
     )
-    input_only = kept_fully(compute_bytes=2, hidden_size=hidden)
+    input_only = saved_by_full(compute_bytes=2, hidden_size=hidden)
     stream = 2 * ROWS * LENGTH * hidden  # one that the model's own code still holds is not bought by keeping an input
     assert whole - mixed == pytest.approx(
         bytes_kept(everything - partly) + bytes_kept(everything - input_only), abs=stream, rel=0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weft.core.plan import Plan
-from weft.models.tp.layout import LinearCut, Region, Segment, TensorCut, TensorLayout
+from weft.models.tp.layout import LinearShards, Region, Segment, TensorCut, TensorLayout
 from weft.verify.evidence import Evidence
 from weft.verify.expected_tp import ExpectedTP, added, expected_of_tp
 from weft.verify.facts import check_collectives
@@ -18,8 +18,8 @@ ONE = (Segment(units=4),)
 
 def dense(name: str, kind: Any = "mlp") -> Region:
     linears = (
-        LinearCut(name=f"{name}.up", side="column", outputs=ONE, inputs=ONE),
-        LinearCut(name=f"{name}.down", side="row", outputs=ONE, inputs=ONE),
+        LinearShards(name=f"{name}.up", side="column", outputs=ONE, inputs=ONE),
+        LinearShards(name=f"{name}.down", side="row", outputs=ONE, inputs=ONE),
     )
     return Region(kind=kind, name=name, entries=(name,), linears=linears)
 

@@ -13,7 +13,7 @@ from rich.progress import Progress as Bars
 
 from weft.core.terms import MemoryTerm as Term
 from weft.core.units import format_bytes, format_count, format_seconds
-from weft.plan.changes import say_keys
+from weft.plan.changes import format_keys
 from weft.plan.words import describe
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _culprit_lines(answer: DryRunAnswer) -> list[str]:
     saving = answer.saving
     if saving is not None:
         does = DOES.get(next(iter(saving.keys)), "that")
-        lines.append(f"{does} ({say_keys(saving.keys)}) would save about {format_bytes(saving.saves_bytes)}")
+        lines.append(f"{does} ({format_keys(saving.keys)}) would save about {format_bytes(saving.saves_bytes)}")
     return lines
 
 

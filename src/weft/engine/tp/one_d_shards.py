@@ -19,7 +19,7 @@ from weft.core.shards import LocalShard, Span, even_span, local_shard, replicate
 from weft.engine.tp.grid import TP_GROUP
 from weft.engine.weights.materialise import replace_parameter
 from weft.models.layout import ModelLayout
-from weft.models.tp.layout import LinearCut, Region, Segment, Segments, TensorLayout
+from weft.models.tp.layout import LinearShards, Region, Segment, Segments, TensorLayout
 
 LARGEST_DEGREE = 128  # hints name legal degrees up to here
 
@@ -132,7 +132,7 @@ def _sharded_dims(model: nn.Module, tensors: TensorLayout) -> Iterator[tuple[str
                 yield f"{norm.name}.{key}", 0, norm.segments
 
 
-def _sharded_dims_of(model: nn.Module, linear: LinearCut) -> Iterator[tuple[str, int, Segments]]:
+def _sharded_dims_of(model: nn.Module, linear: LinearShards) -> Iterator[tuple[str, int, Segments]]:
     is_column = linear.side == "column"
     yield (
         f"{linear.name}.weight",

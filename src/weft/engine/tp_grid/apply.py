@@ -38,7 +38,7 @@ from weft.engine.tp_grid.embedding import logits_span, token_table
 from weft.engine.tp_grid.shards import grid_shards, position_tables, stream_axis
 from weft.engine.wrap_forward import Forward, wrap_forward
 from weft.models.layout import ModelLayout
-from weft.models.tp.layout import LinearCut, TensorLayout
+from weft.models.tp.layout import LinearShards, TensorLayout
 
 
 def apply_tensor_grid(
@@ -95,7 +95,7 @@ class _GridActivations(ActivationLayout):
 class _GridLinear:
     """A linear of a region: the grid's product replaces the module's."""
 
-    def __init__(self, module: nn.Module, cut: LinearCut, grid: Grid) -> None:
+    def __init__(self, module: nn.Module, cut: LinearShards, grid: Grid) -> None:
         self.module, self.grid, self.is_transposed = module, grid, cut.is_transposed
         if grid.mode == "3d":
             self.product = cube.linear_pq if cut.side == "column" else cube.linear_qp

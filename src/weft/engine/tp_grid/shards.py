@@ -27,7 +27,7 @@ from weft.engine.tp.one_d_shards import partition
 from weft.engine.tp_grid.embedding import logits_span, table_span
 from weft.models.layout import ModelLayout
 from weft.models.tp.finder import text_config
-from weft.models.tp.layout import LinearCut, Region, TensorLayout
+from weft.models.tp.layout import LinearShards, Region, TensorLayout
 from weft.zoo.tensor_grids import COMPARED_ON_GRIDS
 
 Spans = dict[int, Sequence[Span]]
@@ -139,13 +139,13 @@ def _sharded_in_region(model: nn.Module, region: Region, grid: Grid) -> Iterator
             yield f"{norm.name}.{key}", {0: partition(norm.segments, degree=side, place=place)}, REGION
 
 
-def _column(linear: LinearCut, grid: Grid) -> tuple[list[Span], list[Span]]:
+def _column(linear: LinearShards, grid: Grid) -> tuple[list[Span], list[Span]]:
     """Inputs and outputs of the block that this rank, or its group along i, holds."""
     inputs = _chunk(sum(one.features for one in linear.inputs), grid, "k" if grid.mode == "3d" else "i")
     return [inputs], partition(linear.outputs, degree=grid.sizes["j"], place=grid.place["j"])
 
 
-def _row(linear: LinearCut, grid: Grid) -> tuple[list[Span], list[Span]]:
+def _row(linear: LinearShards, grid: Grid) -> tuple[list[Span], list[Span]]:
     place = grid.place["j" if grid.mode == "3d" else "i"]
     outputs = _chunk(sum(one.features for one in linear.outputs), grid, stream_axis(grid))
     return partition(linear.inputs, degree=grid.sizes["i"], place=place), [outputs]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.models.tp.heads import HeadCounts, attributes_of, head_dim_of, require_divisible
-from weft.models.tp.layout import LinearCut, Region, Segment, TensorCut, WideNorm
+from weft.models.tp.layout import LinearShards, Region, Segment, TensorCut, WideNorm
 from weft.models.tp.roles import (
     ATTENTION_ROLES,
     DeclinedError,
@@ -65,7 +65,7 @@ def assemble(
     site: Site,
     *,
     counts: HeadCounts,
-    columns: tuple[LinearCut, ...],
+    columns: tuple[LinearShards, ...],
     row: LinearFacts,
     latents: tuple[LinearFacts, ...] = (),
 ) -> Region:
@@ -87,7 +87,7 @@ def assemble(
     )
 
 
-def _separate(site: Site, linears: dict[str, LinearFacts]) -> tuple[HeadCounts, tuple[LinearCut, ...]]:
+def _separate(site: Site, linears: dict[str, LinearFacts]) -> tuple[HeadCounts, tuple[LinearShards, ...]]:
     q, k, v, o = (linears[role] for role in "qkvo")
     key_dim = head_dim_of(site, default=q.outputs)
     value_dim = getattr(site.module, "v_head_dim", key_dim)
@@ -100,7 +100,7 @@ def _separate(site: Site, linears: dict[str, LinearFacts]) -> tuple[HeadCounts, 
     return counts, (column_shard(q, (query,)), column_shard(k, (counts.key,)), column_shard(v, (counts.value,)))
 
 
-def _fused(site: Site, linears: dict[str, LinearFacts]) -> tuple[HeadCounts, tuple[LinearCut, ...]]:
+def _fused(site: Site, linears: dict[str, LinearFacts]) -> tuple[HeadCounts, tuple[LinearShards, ...]]:
     orders = FUSED_QKV.get(site.model_type)
     if orders is None:
         raise DeclinedError("the order of its fused query-key-value projection is not known")
@@ -116,7 +116,7 @@ def _fused(site: Site, linears: dict[str, LinearFacts]) -> tuple[HeadCounts, tup
     return counts, (column_shard(qkv, (Segment(units=kv_heads, size=group),)),)
 
 
-def _row_segment(columns: tuple[LinearCut, ...], counts: HeadCounts) -> Segment:
+def _row_segment(columns: tuple[LinearShards, ...], counts: HeadCounts) -> Segment:
     """Heads, or groups of heads if the projection divides by group only."""
     first = columns[0].outputs
     if len(columns) == 1 and len(first) == 1 and first[0].units != counts.heads:
@@ -124,7 +124,7 @@ def _row_segment(columns: tuple[LinearCut, ...], counts: HeadCounts) -> Segment:
     return counts.output
 
 
-def _gate_shard(gate: LinearFacts, counts: HeadCounts, site: Site) -> LinearCut:
+def _gate_shard(gate: LinearFacts, counts: HeadCounts, site: Site) -> LinearShards:
     """A gate of the attention's output: one number per feature, or one per head."""
     if gate.outputs not in (counts.output.features, counts.heads):
         raise DeclinedError(
@@ -133,7 +133,7 @@ def _gate_shard(gate: LinearFacts, counts: HeadCounts, site: Site) -> LinearCut:
     return column_shard(gate, (Segment(units=counts.heads, size=gate.outputs // counts.heads),))
 
 
-def _facts_of(site: Site, cut: LinearCut) -> LinearFacts:
+def _facts_of(site: Site, cut: LinearShards) -> LinearFacts:
     count = (sum(one.features for one in cut.inputs), sum(one.features for one in cut.outputs))
     return LinearFacts(name=cut.name, inputs=count[0], outputs=count[1], is_transposed=cut.is_transposed)
 

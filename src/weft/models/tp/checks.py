@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from weft.models.tp.layout import LinearCut, Region, Segments
+from weft.models.tp.layout import LinearShards, Region, Segments
 
 
 def wrong_arithmetic(region: Region, model: nn.Module, *, hidden_size: int) -> str | None:
@@ -47,11 +47,11 @@ def _wrong_row(region: Region, hidden_size: int) -> str | None:
     return None
 
 
-def _sizes(linear: LinearCut) -> tuple[int, int]:
+def _sizes(linear: LinearShards) -> tuple[int, int]:
     return features(linear.inputs), features(linear.outputs)
 
 
-def _weight_sizes(linear: LinearCut, model: nn.Module) -> tuple[int, int]:
+def _weight_sizes(linear: LinearShards, model: nn.Module) -> tuple[int, int]:
     rows, columns = model.get_parameter(f"{linear.name}.weight").shape
     return (rows, columns) if linear.is_transposed else (columns, rows)
 

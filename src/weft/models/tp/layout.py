@@ -29,7 +29,7 @@ Segments = tuple[Segment, ...]  # consecutive along a dimension, each divided se
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearCut:
+class LinearShards:
     """A linear module of a region: "column" shards its outputs, "row" its inputs. Grids shard both."""
 
     name: str  # of the module
@@ -66,7 +66,7 @@ class Region:
     kind: Literal["attention", "mlp", "experts"]
     name: str  # of the module that holds it
     entries: tuple[str, ...]  # modules whose floating inputs of hidden width are full outside the region
-    linears: tuple[LinearCut, ...] = ()
+    linears: tuple[LinearShards, ...] = ()
     tensors: tuple[TensorCut, ...] = ()
     wide_norms: tuple[WideNorm, ...] = ()
     leaves_at: str | None = None  # a module whose output is a partial sum, in regions without a row linear

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from weft.models.tp.attention import assemble
 from weft.models.tp.heads import HeadCounts, require_divisible
-from weft.models.tp.layout import LinearCut, Region, Segment
+from weft.models.tp.layout import LinearShards, Region, Segment
 from weft.models.tp.roles import DeclinedError, Site, child_linear, column_shard
 
 
@@ -27,7 +27,7 @@ def latent_region(site: Site) -> Region | None:
     if q.outputs % heads or kv_b.outputs % heads:
         raise DeclinedError("its heads do not divide its projections")
     counts = HeadCounts(heads=heads, kv_heads=heads, key_dim=q.outputs // heads, value_dim=value_dim, repeats=False)
-    columns: tuple[LinearCut, ...] = (
+    columns: tuple[LinearShards, ...] = (
         column_shard(q, (counts.query,)),
         column_shard(kv_b, (Segment(units=heads, size=kv_b.outputs // heads),)),
     )

@@ -7,7 +7,7 @@ An activation acts on each feature separately; a module whose code may mix featu
 
 from __future__ import annotations
 
-from weft.models.tp.layout import LinearCut, Region, Segment, Segments, WideNorm
+from weft.models.tp.layout import LinearShards, Region, Segment, Segments, WideNorm
 from weft.models.tp.roles import (
     MLP_ROLES,
     DeclinedError,
@@ -90,7 +90,7 @@ def _projections(site: Site) -> tuple[tuple[LinearFacts, ...], LinearFacts] | No
     return None
 
 
-def _cuts(columns: tuple[LinearFacts, ...], row: LinearFacts, *, has_chunk: bool) -> tuple[LinearCut, ...]:
+def _cuts(columns: tuple[LinearFacts, ...], row: LinearFacts, *, has_chunk: bool) -> tuple[LinearShards, ...]:
     width = (Segment(units=row.inputs),)
     return (
         *(column_shard(facts, _outputs(facts, row.inputs, has_chunk=has_chunk)) for facts in columns),

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from weft.models.tp.layout import LinearCut, Segment, Segments
+from weft.models.tp.layout import LinearShards, Segment, Segments
 
 # subclasses of nn.Linear with the forward of a linear; others are unknown
 _PLAIN_LINEARS = ("Linear", "FalconLinear")
@@ -119,8 +119,8 @@ def is_norm(module: nn.Module) -> bool:
     return looks_like_norm(module) and not module._modules and set(module._parameters) <= {"weight", "bias"}
 
 
-def column_shard(facts: LinearFacts, outputs: Segments) -> LinearCut:
-    return LinearCut(
+def column_shard(facts: LinearFacts, outputs: Segments) -> LinearShards:
+    return LinearShards(
         name=facts.name,
         side="column",
         outputs=outputs,
@@ -129,8 +129,8 @@ def column_shard(facts: LinearFacts, outputs: Segments) -> LinearCut:
     )
 
 
-def row_shard(facts: LinearFacts, inputs: Segments) -> LinearCut:
-    return LinearCut(
+def row_shard(facts: LinearFacts, inputs: Segments) -> LinearShards:
+    return LinearShards(
         name=facts.name, side="row", outputs=replicated(facts.outputs), inputs=inputs, is_transposed=facts.is_transposed
     )
 

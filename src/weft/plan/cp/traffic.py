@@ -1,4 +1,4 @@
-"""Traffic of context parallelism: a ring passes keys and values, and their gradients in the backward."""
+"""Traffic of context parallelism: ring sends of keys and values, and of their gradients in the backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes data parallelism legal: shards belong to a ZeRO stage."""
+"""Legality of data parallelism: dp_shard needs a ZeRO stage."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ def _zero_matches_mesh(request: Request, columns: Columns) -> Bools:
     return (columns.zero == 0) & (columns.dp_shard > 1)
 
 
-RULES: tuple[Rule, ...] = (Rule("zero", "shards want a ZeRO stage", _zero_matches_mesh),)
+RULES: tuple[Rule, ...] = (Rule("zero", "mesh.dp_shard > 1 needs a ZeRO stage", _zero_matches_mesh),)

@@ -1,4 +1,4 @@
-"""Traffic of data parallelism: the gathers and reduces of each ZeRO stage, all-reduces of replicas."""
+"""Traffic of data parallelism: all-gathers and reduce-scatters by ZeRO stage, all-reduces of replicas."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def traffic(view: View) -> list[TrafficRow]:
     columns, stage, share, sizes = view.columns, view.stage, view.share, view.sizes
     has_root = stage.holds_embedding | stage.holds_head
     units = stage.blocks.sum(axis=1) + has_root
-    # ZeRO-3 gathers the root for every stage of a rank that passes, though only the ends use it
-    again = np.where(columns.zero == 3, stage.num_stages - 1, 0.0)
-    gathered_units = units + again * has_root
+    # ZeRO-3 all-gathers the root for every stage of a rank, though only the first and the last use it
+    extra_gathers = np.where(columns.zero == 3, stage.num_stages - 1, 0.0)
+    gathered_units = units + extra_gathers * has_root
     m = columns.microbatches.astype(np.float64)
     shards = columns.shards.astype(np.float64)
     is_sharded = (columns.zero > 0) & (shards > 1)
     blocks = share.total.padded - share.root.padded
-    gathered = gather_bytes(view.gathered_bytes(root=(1 + again) * share.root.padded, blocks=blocks), shards)
-    # a tied table on a rank with both ends brings a gradient with each of them
+    gathered = gather_bytes(view.gathered_bytes(root=(1 + extra_gathers) * share.root.padded, blocks=blocks), shards)
+    # a tied table on a rank with embedding and head is reduced once for each
     is_twice = (columns.zero >= 2) & (columns.pp > 1) & stage.holds_embedding & stage.holds_head & view.shape.tied_head
     twice = table_elements(view.shape, columns).padded * is_twice
     reduced = gather_bytes((share.total.padded + twice) * sizes.communication, shards)
@@ -32,8 +32,8 @@ def traffic(view: View) -> list[TrafficRow]:
     backward_times = np.where(is_zero3, m, 0.0) * is_sharded
     reduce_times = np.where(columns.zero >= 2, m, 1.0) * is_sharded
     replicas = np.where(columns.zero > 0, columns.dp_replicate, columns.dp * columns.cp).astype(np.float64)
-    held = np.where(columns.zero > 0, share.total.shard, share.total.whole) * sizes.communication
-    scales = reduce_bytes(view.num_in_float8 * sizes.communication, shards) * is_sharded  # together, once a step
+    held = np.where(columns.zero > 0, share.total.shard, share.total.unsharded) * sizes.communication
+    scales = reduce_bytes(view.num_in_float8 * sizes.communication, shards) * is_sharded  # together, once per step
     return [
         TrafficRow(axes.DP_SHARD, "all_reduce", "forward", scales, (scales > 0).astype(np.float64)),
         TrafficRow(axes.DP_SHARD, "all_gather", "forward", gathered * forward_times, gathered_units * forward_times),

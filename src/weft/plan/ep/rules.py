@@ -1,4 +1,4 @@
-"""What makes expert parallelism legal: experts divide over ep, and ep over dp_shard x cp x tp."""
+"""Legality of expert parallelism: experts divide over ep, and ep over dp_shard x cp x tp."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A rank's memory, term by term: parameters, activations, the timeline of a step, recompute by budget."""
+"""Memory per rank, term by term: parameters, activations, the timeline of a step, recompute by budget."""

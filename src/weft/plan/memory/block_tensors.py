@@ -1,16 +1,16 @@
-"""The tensors of one block as a rank holds them, and whose gradients tensor ranks must add up, for every plan.
+"""Parameter tensors of one block on a rank, and those whose gradients are summed over tp, for every plan.
 
 | tensor                      | tensor parallelism (1-D)                         | gradients summed over tp    |
 | --------------------------- | ------------------------------------------------ | --------------------------- |
-| column linear, its bias     | outputs / tp; key-value heads at most one by one | of repeated key-value heads |
-| row linear                  | inputs / tp, bias whole                          | bias with sequence parallel |
-| a norm over what is cut     | cut alike                                        | of repeated key-value heads |
-| whole, inside a region      | whole: a norm of a head, latent projections      | always                      |
-| whole, elsewhere in a block | whole: norms, routers                            | with sequence parallel      |
+| column linear, its bias     | outputs / tp; at least one key-value head        | of repeated key-value heads |
+| row linear                  | inputs / tp, bias replicated                     | bias with sequence parallel |
+| norm over sharded features  | sharded alike                                    | of repeated key-value heads |
+| inside a region             | replicated: norms per head, latent projections   | always                      |
+| elsewhere in a block        | replicated: norms, routers                       | with sequence parallel      |
 
-A region is what lies between the columns and the row of attention, of an MLP, of experts. Ranks inside one compute with
-their own heads or columns, so of a whole tensor there each has a share of the gradient; with sequence parallel every
-rank has its own tokens, so of any whole tensor. Sharding (ZeRO) cuts what is left along dimension 0.
+A region lies between the column and the row linears of attention, of an MLP or of experts. Inside, ranks compute with
+their own heads or columns, so each has a partial gradient of a replicated tensor; with sequence parallel ranks have
+their own tokens, so gradients of all replicated tensors are partial. ZeRO then shards dimension 0.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import numpy as np
 from weft.core.model_shape import AttentionShape, BlockShape, ExtraShape, LinearShape, NormShape
 from weft.plan.columns import Columns, Floats, Ints
 
-Home = Literal["cut", "inside", "outside", "frozen"]  # cut, whole inside a region, whole elsewhere, without gradients
+Home = Literal["sharded", "inside", "outside", "frozen"]  # inside, outside a region: replicated; frozen: no gradient
 _KEY_VALUE = ("k_proj", "v_proj", "key", "value", "project_k", "project_v", "Wk", "Wv")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """`copies` tensor ranks hold the same rows, from row `begin` on."""
+    """`copies` tensor ranks hold the same rows, starting at row `begin`."""
 
     copies: Floats
     begin: Floats
@@ -38,7 +38,7 @@ class Repeats:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldTensor:
-    """`tensors` alike of `rows` x `row_size` on a tensor rank, then sharded by rows."""
+    """`tensors` equal tensors of `rows` x `row_size` on a tensor rank, sharded by rows over `shards`."""
 
     rows: Floats
     row_size: Floats
@@ -48,17 +48,17 @@ class HeldTensor:
     repeats: Repeats | None = None
 
     @property
-    def whole(self) -> Floats:
+    def unsharded(self) -> Floats:
         return self.rows * self.row_size
 
     @property
     def shard(self) -> Floats:
-        """The first rank's."""
+        """Elements of the first rank's shard."""
         return np.asarray(np.ceil(self.rows / self.shards) * self.row_size, dtype=np.float64)
 
     @property
     def repeated_shard(self) -> Floats:
-        """What of the first rank's shard neighbours on the tensor axis hold too."""
+        """Elements of the first rank's shard that other tensor ranks hold too."""
         if self.repeats is None:
             return np.zeros(len(self.rows))
         rows = np.maximum(np.ceil(self.rows / self.shards) - self.repeats.begin, 0.0)
@@ -66,7 +66,7 @@ class HeldTensor:
 
 
 def tensors_of(block: BlockShape, columns: Columns) -> Iterator[HeldTensor]:
-    """All parameters of one block of this kind."""
+    """All parameters of one block."""
     for linear in block.linears:
         home = is_inside(linear.name, block)
         yield from linear_tensors(linear, columns, attention=block.attention, is_inside=home)
@@ -79,7 +79,7 @@ def tensors_of(block: BlockShape, columns: Columns) -> Iterator[HeldTensor]:
 def linear_tensors(
     linear: LinearShape, columns: Columns, *, attention: AttentionShape | None = None, is_inside: bool = False
 ) -> Iterator[HeldTensor]:
-    """Its matrix and its bias; experts together. `is_inside`: in a module that holds a region."""
+    """Weight and bias of a linear; all experts together. `is_inside`: its module holds a region."""
     place = _place(linear, is_inside)
     if linear.role == "expert":
         yield from _expert_tensors(linear, columns, place)
@@ -91,64 +91,64 @@ def linear_tensors(
     )
     if linear.style == "replicated":
         into = ones * linear.in_features
-    # a cube's rank stores a part of its line's block
+    # a rank of a cube stores 1 / side of its line's block
     stored = out / np.where(columns.is_cube & (linear.style != "replicated"), columns.tensor_side, 1.0)
     rows, row_size = (into, stored) if linear.is_transposed else (stored, into)
     yield HeldTensor(rows=rows * linear.copies, row_size=row_size, shards=columns.shards, place=place, repeats=repeats)
     if linear.bias:
-        # a row's bias is added after the sum
+        # the bias of a row linear is added after the sum
         home: Home = "outside" if linear.style == "row" else place
         yield HeldTensor(rows=out * linear.copies, row_size=ones, shards=columns.shards, place=home, repeats=repeats)
 
 
 def _expert_tensors(linear: LinearShape, columns: Columns, place: Home) -> Iterator[HeldTensor]:
-    """Fused experts are one tensor [experts, …], and one of biases: sharding cuts the experts, not their rows."""
-    cut = columns.expert_tp if linear.style != "replicated" else np.ones_like(columns.expert_tp)
+    """Weights [experts, …] and biases of fused experts: ZeRO shards the dimension of experts."""
+    divisor = columns.expert_tp if linear.style != "replicated" else np.ones_like(columns.expert_tp)
     rows, shards = np.ceil(linear.copies / columns.ep), columns.expert_shards
     for size in (linear.out_features * linear.in_features, linear.out_features * int(linear.bias)):
         if size:
-            yield HeldTensor(rows=rows, row_size=np.ceil(size / cut), shards=shards, place=place)
+            yield HeldTensor(rows=rows, row_size=np.ceil(size / divisor), shards=shards, place=place)
 
 
 def _place(linear: LinearShape, is_inside: bool) -> Home:
     if linear.style != "replicated":
-        return "cut"
+        return "sharded"
     is_latent = is_inside and linear.role == "attention"
     return "inside" if is_latent else "outside"
 
 
 def _outputs(linear: LinearShape, columns: Columns, attention: AttentionShape | None) -> tuple[Floats, Repeats | None]:
-    """(outputs on a rank, which of them neighbours hold too)."""
+    """(outputs on a rank, those that other tensor ranks hold too)."""
     if linear.style != "column":
         side = columns.tensor_side if linear.style == "row" else 1.0
         return np.full(len(columns), float(linear.out_features)) / side, None
-    cut = np.where(columns.is_grid, columns.tensor_side, columns.tp)
+    divisor = np.where(columns.is_grid, columns.tensor_side, columns.tp)
     heads = attention.num_kv_heads if attention is not None and not attention.is_latent else 0
     if heads and is_key_value(linear):
-        held = np.minimum(cut, heads)
-        return np.ceil(linear.out_features / held), Repeats(copies=cut / held, begin=np.zeros(len(columns)))
+        held = np.minimum(divisor, heads)
+        return np.ceil(linear.out_features / held), Repeats(copies=divisor / held, begin=np.zeros(len(columns)))
     if heads and attention is not None and is_fused(linear, attention):
-        held = np.minimum(cut, heads)
-        query = np.ceil(attention.num_heads * attention.head_dim / cut)
+        held = np.minimum(divisor, heads)
+        query = np.ceil(attention.num_heads * attention.head_dim / divisor)
         rest = np.ceil((linear.out_features - attention.num_heads * attention.head_dim) / held)
-        return query + rest, Repeats(copies=cut / held, begin=query)
-    return np.ceil(linear.out_features / cut), None
+        return query + rest, Repeats(copies=divisor / held, begin=query)
+    return np.ceil(linear.out_features / divisor), None
 
 
 def is_key_value(linear: LinearShape) -> bool:
-    """A projection to keys or values of its own, not one fused with the queries'."""
+    """Whether a linear projects to keys or values alone, not fused with queries."""
     return linear.role == "attention" and linear.name.rpartition(".")[2] in _KEY_VALUE
 
 
 def is_fused(linear: LinearShape, attention: AttentionShape) -> bool:
-    """One matrix for queries, keys and values."""
-    a_key = attention.head_dim + attention.value_dim
-    width = attention.num_heads * attention.head_dim + attention.num_kv_heads * a_key
+    """Whether one matrix projects to queries, keys and values."""
+    per_head = attention.head_dim + attention.value_dim
+    width = attention.num_heads * attention.head_dim + attention.num_kv_heads * per_head
     return linear.role == "attention" and linear.style == "column" and linear.out_features == width
 
 
 def _norm_tensor(norm: NormShape, block: BlockShape, columns: Columns) -> HeldTensor:
-    """Over a head, over all heads at once (cut), with weights of its own for every head (cut), or of the stream."""
+    """Weights of a norm: of one head, of all heads at once (sharded), per head (sharded), or of the stream."""
     ones = np.ones(len(columns))
     tensors = max(1, norm.num_parameters // norm.size)  # a weight, or a weight and a bias
     rows = np.full(len(columns), norm.num_parameters / tensors)
@@ -160,22 +160,27 @@ def _norm_tensor(norm: NormShape, block: BlockShape, columns: Columns) -> HeldTe
         return HeldTensor(rows=rows, row_size=ones, shards=columns.shards, tensors=tensors, place="inside")
     heads = block.attention.num_kv_heads if block.attention is not None and norm.place == "key" else np.inf
     ranks = np.where(columns.is_grid, columns.tensor_side, columns.tp)
-    cut = np.minimum(ranks, heads)
-    repeats = Repeats(copies=ranks / cut, begin=np.zeros(len(columns))) if norm.place == "key" else None
+    divisor = np.minimum(ranks, heads)
+    repeats = Repeats(copies=ranks / divisor, begin=np.zeros(len(columns))) if norm.place == "key" else None
     if own_weights:  # one tensor [heads, head_dim]
         return HeldTensor(
-            rows=norm.per / cut, row_size=ones * norm.size, shards=columns.shards, tensors=tensors / norm.per,
-            place="cut", repeats=repeats,
+            rows=norm.per / divisor, row_size=ones * norm.size, shards=columns.shards, tensors=tensors / norm.per,
+            place="sharded", repeats=repeats,
         )  # fmt: skip
     return HeldTensor(
-        rows=np.ceil(rows / cut), row_size=ones, shards=columns.shards, tensors=tensors, place="cut", repeats=repeats
+        rows=np.ceil(rows / divisor),
+        row_size=ones,
+        shards=columns.shards,
+        tensors=tensors,
+        place="sharded",
+        repeats=repeats,
     )
 
 
 def extra_tensor(extra: ExtraShape, columns: Columns, *, is_inside: bool = False) -> HeldTensor:
-    cut = columns.tp if extra.style != "replicated" else np.ones_like(columns.tp)
+    divisor = columns.tp if extra.style != "replicated" else np.ones_like(columns.tp)
     return HeldTensor(
-        rows=np.ceil(extra.num_parameters / (extra.row_size * extra.num_tensors) / cut),
+        rows=np.ceil(extra.num_parameters / (extra.row_size * extra.num_tensors) / divisor),
         row_size=np.full(len(columns), float(extra.row_size)),
         shards=columns.shards,
         tensors=extra.num_tensors,
@@ -186,17 +191,17 @@ def extra_tensor(extra: ExtraShape, columns: Columns, *, is_inside: bool = False
 def _extra_place(extra: ExtraShape, is_inside: bool) -> Home:
     if not extra.is_trained:
         return "frozen"
-    return "cut" if extra.style != "replicated" else "inside" if is_inside else "outside"
+    return "sharded" if extra.style != "replicated" else "inside" if is_inside else "outside"
 
 
 def is_inside(name: str, block: BlockShape) -> bool:
-    """Whether a parameter lies in a module that holds a region."""
+    """Whether a parameter is in a module that holds a region."""
     homes = {linear.name.rpartition(".")[0] for linear in block.linears if linear.style != "replicated"}
     return any(home and name.startswith(f"{home}.") for home in homes)
 
 
 def is_wide(norm: NormShape, block: BlockShape) -> bool:
-    """A norm over features that are cut: its statistics span the tensor ranks."""
+    """Whether a norm is over sharded features, so that its statistics are reduced over tp."""
     if norm.place == "residual" or norm.per > 1 or not is_inside(norm.name, block):
         return False
     if norm.place in ("query", "key"):

@@ -1,8 +1,8 @@
-"""Recompute by budget: which mixture of blocks buys the bytes that are missing at the least time.
+"""Recompute by budget: the fastest mixture of recomputed blocks that fits.
 
-Every mixture (full, selective) of the model's L blocks is estimated, as columns: (L + 1)(L + 2) / 2 plans that differ
-in nothing else. Of those that fit, the fastest; none is computed again where that fits; all are where nothing does, and
-the plan then does not fit like any other. Compiled blocks are kept or computed again fully.
+Every mixture (full, selective) of the model's L blocks is estimated as columns: (L + 1)(L + 2) / 2 plans. The fastest
+that fits is chosen; no block is recomputed if that fits; all are recomputed if no mixture fits, and the plan then does
+not fit. Compiled blocks are recomputed fully or not at all.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ CHUNK = 4_000  # mixtures estimated at a time
 
 
 def with_chosen_mixture(request: Request, plan: Plan) -> Plan:
-    """The plan with the blocks of its budget chosen for the request's devices; any other as it is."""
+    """The plan with the mixture of its budget chosen for the request's devices; other plans unchanged."""
     return with_mixture(plan, choose_mixture(request, plan)) if plan.activations.is_open else plan
 
 
 def choose_mixture(request: Request, plan: Plan, *, budget_bytes: float | None = None) -> tuple[int, int]:
-    """Blocks to compute again, (fully, selectively), so that `plan` fits `budget_bytes`, or the request's own."""
+    """Number of blocks to recompute, (full, selective), so that `plan` fits `budget_bytes` or the request's budget."""
     budget = request.budget_bytes if budget_bytes is None else budget_bytes
     mixtures = every_mixture(request.shape.num_layers, may_select=not plan.compile.enabled)
     columns = _columns(plan, mixtures)
@@ -38,14 +38,14 @@ def choose_mixture(request: Request, plan: Plan, *, budget_bytes: float | None =
     if not len(fitting):
         return request.shape.num_layers, 0
     step_s = np.concatenate([estimate_time(views_of(request, columns.take(rows))).total for rows in _chunks(fitting)])
-    # of mixtures that are as fast, the one that repeats less
+    # of equally fast mixtures, the one with fewer recomputed blocks
     order = np.lexsort((mixtures[fitting].sum(axis=1), mixtures[fitting, 0], step_s))
     full, selective = mixtures[fitting[order[0]]]
     return int(full), int(selective)
 
 
 def every_mixture(num_blocks: int, *, may_select: bool = True) -> Ints:
-    """[mixtures, 2]: all (full, selective) of so many blocks; the first is (0, 0)."""
+    """[mixtures, 2]: all (full, selective) of `num_blocks`; the first is (0, 0)."""
     found = [
         (full, selective)
         for full in range(num_blocks + 1)

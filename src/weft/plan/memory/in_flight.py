@@ -1,12 +1,12 @@
-"""What a pipeline's rank keeps of micro-batches under way, for every plan. Without a pipeline there is one, in flight.
+"""Saved tensors of micro-batches in flight on a pipeline rank, for every plan. Without a pipeline there is one.
 
-| from      | until  | kept                                                                                       |
-| --------- | ------ | ------------------------------------------------------------------------------------------ |
-| F         | B or I | activations of the blocks, what the stage took and what it gave; on the last stage the loss |
-| I         | W      | inputs of the linears, and the gradients of their outputs                                   |
+| from      | until  | saved                                                                              |
+| --------- | ------ | ---------------------------------------------------------------------------------- |
+| F         | B or I | activations of the blocks, input and output of the stage; the loss on the last one |
+| I         | W      | inputs of the linears and gradients of their outputs                               |
 
-A schedule that begins with all forwards has no gradients at its fullest, and one micro-batch less once it has them:
-the fuller of the two counts.
+A schedule that begins with all forwards has no gradients while all micro-batches are in flight, and one micro-batch
+less once it has gradients: the larger of the two counts.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ import numpy as np
 
 from weft.core.model_shape import BlockShape
 from weft.plan.columns import Bools, Floats
-from weft.plan.memory.block_activations import Kept, bytes_of
+from weft.plan.memory.block_activations import SavedBytes, bytes_of
 from weft.plan.memory.block_tensors import is_key_value
 from weft.plan.view import View
 
-LOG_PROBABILITY_BYTES = 4  # what the loss keeps of a logit
+LOG_PROBABILITY_BYTES = 4  # saved by the loss per logit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flight:
-    """Micro-batches under way at the fullest moment, and whether gradients of earlier ones exist then."""
+    """Micro-batches in flight at the peak, and whether gradients of earlier ones exist then."""
 
-    whole: Floats  # in units of all the rank's blocks
+    microbatches: Floats  # in units of all the rank's blocks
     slots: Floats  # in (stage, micro-batch) pairs
-    on_last_stage: Floats  # of those, with their loss; 0 where the last stage is not
+    on_last_stage: Floats  # those on the last stage, with their loss; 0 on other ranks
     has_gradients: Bools
 
 
 def flight_of(view: View, *, one_bytes: Floats, loss_bytes: Floats, gradient_bytes: Floats) -> Flight:
-    """A micro-batch has `one_bytes` of activations and its loss keeps `loss_bytes`; `gradient_bytes`: all gradients."""
+    """Micro-batches in flight; each has `one_bytes` of activations and `loss_bytes` of its loss."""
     columns, stage = view.columns, view.stage
     several = columns.microbatches > 1
     is_full = several & (columns.pp > 1) & (stage.in_flight + stage.waiting >= columns.microbatches)
     is_before = is_full & (one_bytes + loss_bytes > gradient_bytes)
     less = (is_full & ~is_before).astype(np.float64)
     return Flight(
-        whole=stage.in_flight - less / stage.num_stages,
+        microbatches=stage.in_flight - less / stage.num_stages,
         slots=stage.slots - less,
         on_last_stage=np.where(stage.holds_head, np.maximum(stage.head_in_flight - less, 1.0), 0.0),
         has_gradients=several & ~is_before,
@@ -50,21 +50,21 @@ def flight_of(view: View, *, one_bytes: Floats, loss_bytes: Floats, gradient_byt
 
 
 def edge_bytes(view: View, flight: Flight) -> Floats:
-    """What stages gave, until its gradient comes, and took, where the first norm keeps another copy of it."""
+    """Outputs of stages until their gradient arrives, and inputs where the first norm saves its own copy."""
     of_first = np.where(view.stage.holds_embedding, flight.slots / view.stage.num_stages, 0.0)
-    gave = flight.slots - flight.on_last_stage
-    took = np.where(_keeps_own_copy(view), flight.slots - of_first, 0.0)
-    return np.where(view.columns.pp > 1, (gave + took) * view.stream_bytes, 0.0)
+    outputs = flight.slots - flight.on_last_stage
+    inputs = np.where(_saves_own_copy(view), flight.slots - of_first, 0.0)
+    return np.where(view.columns.pp > 1, (outputs + inputs) * view.stream_bytes, 0.0)
 
 
-def _keeps_own_copy(view: View) -> bool:
-    """A norm that is written out keeps its input in float32."""
+def _saves_own_copy(view: View) -> bool:
+    """Whether the first norm saves its input in float32."""
     norms = [norm for block in view.shape.kinds[:1] for norm in block.norms if norm.place == "residual"]
     return view.sizes.is_mixed and bool(norms) and norms[0].kind == "rms"
 
 
 def waiting_bytes(view: View) -> Floats:
-    """Of blocks whose weights' gradients are still to come, over all their micro-batches."""
+    """Tensors of blocks whose weight gradients (W) are pending, over all their micro-batches."""
     total = np.zeros(len(view.columns))
     if not np.any(view.stage.waiting):
         return total
@@ -76,20 +76,20 @@ def waiting_bytes(view: View) -> Floats:
     return total * view.stage.waiting
 
 
-def _held_for_weights(block: BlockShape, c: int, hidden_size: int) -> Kept:
-    """Inputs, once where several linears read the same, and gradients of outputs. Experts in one tensor do not wait."""
-    total = Kept()
+def _held_for_weights(block: BlockShape, c: int, hidden_size: int) -> SavedBytes:
+    """Inputs of linears, once where shared, and gradients of their outputs. Fused experts have no separate W."""
+    total = SavedBytes()
     inputs: set[tuple[str, int]] = set()
     for linear in block.linears:
         if linear.role == "expert" or linear.is_transposed or not linear.active:
             continue
         out = float(c * linear.out_features)
         if linear.style == "column":
-            total = total + (Kept(key_value=out) if is_key_value(linear) else Kept(split=out))
+            total = total + (SavedBytes(key_value=out) if is_key_value(linear) else SavedBytes(split=out))
         else:
-            total = total + Kept(gathered=out)
+            total = total + SavedBytes(gathered=out)
         if (linear.role, linear.in_features if linear.style == "row" else 0) not in inputs:
             inputs.add((linear.role, linear.in_features if linear.style == "row" else 0))
             taken = float(c * linear.in_features)
-            total = total + (Kept(split=taken) if linear.style == "row" else Kept(gathered=taken))
+            total = total + (SavedBytes(split=taken) if linear.style == "row" else SavedBytes(gathered=taken))
     return total

@@ -1,8 +1,8 @@
-"""Memory of a run's other moments: loading weights, saving, resuming. A plan that trains must also start and stop.
+"""Memory of loading weights, saving and resuming.
 
-loading    the rank's own shard and the largest tensor that is cut up for it
-saving     what is trained stays; the host takes a copy of weights and optimizer states to write in the background
-resuming   weights, states and the gradients with which the optimizer makes its states
+loading    the rank's shard and the largest full tensor
+saving     a copy of weights and optimizer states on the host, written in the background
+resuming   weights, optimizer states, and gradients that initialise the states
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from weft.plan.view import view_at
 
 
 def moments_of(request: Request, plan: Plan) -> dict[str, int]:
-    """Bytes of the pipeline's first rank; the host's are those of one node."""
+    """Bytes on the first pipeline rank; host bytes are per node."""
     view = view_at(request, columns_of([plan]), np.arange(1), place=0)
     share, sizes = view.share, view.sizes
-    held = float((share.total.shard if plan.data_parallel.zero else share.total.whole)[0])
+    held = float((share.total.shard if plan.data_parallel.zero else share.total.unsharded)[0])
     largest = max(float(request.shape.embedding_parameters), float(share.largest_block[0]))
     copied = held * (sizes.master + sizes.optimizer)
     return {

@@ -1,7 +1,7 @@
-"""How many parameter elements a rank holds, whole and sharded, for every plan.
+"""Number of parameter elements per rank, unsharded and sharded, for every plan.
 
-Tensor parallelism cuts matrices (tensors.py) and rows of the vocabulary; sharding then cuts dimension 0, as
-`fully_shard` does, so the first rank holds ceil(rows / shards) rows: uneven shards are counted as they are.
+Tensor parallelism shards matrices (block_tensors.py) and rows of the vocabulary; ZeRO then shards dimension 0 as
+`fully_shard` does: the first rank holds ceil(rows / shards) rows, so uneven shards are counted exactly.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from weft.plan.pp.stages import Stage
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of a unit on a rank: before sharding, the first rank's shard, and what travels when it is gathered."""
+    """Elements of an FSDP unit on a rank: unsharded, the first rank's shard, and all-gathered with padding."""
 
-    whole: Floats
+    unsharded: Floats
     shard: Floats
-    padded: Floats  # shards x shard: the gathered unit with its padding
+    padded: Floats  # shards x shard
 
     def __add__(self, other: Elements) -> Elements:
-        return Elements(self.whole + other.whole, self.shard + other.shard, self.padded + other.padded)
+        return Elements(self.unsharded + other.unsharded, self.shard + other.shard, self.padded + other.padded)
 
     def times(self, count: Floats | float) -> Elements:
-        return Elements(self.whole * count, self.shard * count, self.padded * count)
+        return Elements(self.unsharded * count, self.shard * count, self.padded * count)
 
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's part of the model."""
+    """The part of the model on a rank."""
 
     blocks: tuple[Elements, ...]  # one block of each kind
-    root: Elements  # embedding, head and what else is outside blocks
+    root: Elements  # embedding, head and all else outside blocks
     total: Elements
-    largest_block: Floats  # whole elements of the largest block the rank holds
+    largest_block: Floats  # unsharded elements of the largest block on the rank
     largest_padded: Floats
 
 
@@ -51,36 +51,36 @@ def share_of(shape: ModelShape, columns: Columns, stage: Stage) -> Share:
     for index, block in enumerate(blocks):
         count = stage.blocks[:, index]
         total = total + block.times(count)
-        largest = np.maximum(largest, np.where(count > 0, block.whole, 0.0))
+        largest = np.maximum(largest, np.where(count > 0, block.unsharded, 0.0))
         padded = np.maximum(padded, np.where(count > 0, block.padded, 0.0))
     return Share(blocks, root, total, largest, padded)
 
 
 def block_elements(block: BlockShape, columns: Columns) -> Elements:
-    """One block of this kind."""
+    """Elements of one block."""
     return _sum([elements_of(held) for held in tensors_of(block, columns)], len(columns))
 
 
 def linear_elements(linear: LinearShape, columns: Columns) -> Elements:
-    """One linear and its bias."""
+    """Elements of one linear and its bias."""
     return _sum([elements_of(held) for held in linear_tensors(linear, columns)], len(columns))
 
 
 def elements_of(held: HeldTensor) -> Elements:
-    return Elements(held.whole, held.shard, held.shard * held.shards).times(held.tensors)
+    return Elements(held.unsharded, held.shard, held.shard * held.shards).times(held.tensors)
 
 
 def root_elements(shape: ModelShape, columns: Columns, stage: Stage) -> Elements:
-    """Embedding on the first stage, head and final norm on the last; a tied head on another stage is a second copy."""
+    """Embedding on the first stage, head and final norm on the last; a tied head on its own stage is a second copy."""
     size = len(columns)
     width = _table_width(shape, columns)
-    head_rows = _table_rows(shape, columns, is_cut=shape.has_cut_head)
+    head_rows = _table_rows(shape, columns, is_sharded=shape.has_sharded_head)
     root = table_elements(shape, columns).times(stage.holds_embedding.astype(float))
     own_head = stage.holds_head & (~stage.holds_embedding if shape.tied_head else np.ones(size, dtype=bool))
     root = root + _sharded(head_rows, width, columns.shards).times(own_head.astype(float))
     if shape.head_bias:
         root = root + _sharded(head_rows, np.ones(size), columns.shards).times(stage.holds_head.astype(float))
-    # final norms and tables of positions: a grid cuts their hidden size
+    # final norms and position tables: a grid shards their hidden size
     for extra in shape.outside:
         is_here = stage.holds_embedding if _comes_first(extra) else stage.holds_head
         root = root + elements_of(extra_tensor(extra, columns)).times(is_here / columns.tensor_side)
@@ -88,13 +88,13 @@ def root_elements(shape: ModelShape, columns: Columns, stage: Stage) -> Elements
 
 
 def _comes_first(extra: ExtraShape) -> bool:
-    """Whether the model needs it before its blocks."""
+    """Whether the parameter is used before the blocks."""
     return any(part in extra.name for part in ("embed", "position", "project_in", "per_layer"))
 
 
 def table_elements(shape: ModelShape, columns: Columns) -> Elements:
-    """The token table."""
-    rows = _table_rows(shape, columns, is_cut=shape.has_cut_table)
+    """Elements of the token table."""
+    rows = _table_rows(shape, columns, is_sharded=shape.has_sharded_table)
     return _sharded(rows, _table_width(shape, columns), columns.shards)
 
 
@@ -102,10 +102,10 @@ def _table_width(shape: ModelShape, columns: Columns) -> Floats:
     return np.asarray((shape.embedding_size or shape.hidden_size) / columns.tensor_side, dtype=np.float64)
 
 
-def _table_rows(shape: ModelShape, columns: Columns, *, is_cut: bool) -> Floats:
+def _table_rows(shape: ModelShape, columns: Columns, *, is_sharded: bool) -> Floats:
     grid = np.where(columns.is_grid, columns.tensor_side, columns.tp)
     chunks = np.where(columns.is_cube, columns.tensor_side**2, grid)
-    return np.asarray(np.ceil(shape.vocab_size / np.where(is_cut, chunks, 1)), dtype=np.float64)
+    return np.asarray(np.ceil(shape.vocab_size / np.where(is_sharded, chunks, 1)), dtype=np.float64)
 
 
 def _sharded(rows: Floats, row_size: Floats, shards: Floats | Ints) -> Elements:

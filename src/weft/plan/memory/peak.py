@@ -1,7 +1,7 @@
-"""A rank's peak memory, term by term, for every plan: the fullest of the instants of a step, on the fullest rank.
+"""Peak memory, term by term, for every plan: the largest instant of a step on the fullest rank.
 
-peak = the instant with the largest sum; its terms are the answer, so terms are disjoint and add up. The instants
-themselves are in `instants`; here is what they are put together from, and what lies outside the allocator.
+The terms are those of the instant with the largest sum, so they are disjoint and add up. `timeline.py` has the
+instants; this file has their inputs, and the memory outside the allocator.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from weft.core.terms import MemoryTerm as Term
 from weft.plan.columns import Floats, Ints
 from weft.plan.memory import fused_loss
 from weft.plan.memory.in_flight import LOG_PROBABILITY_BYTES, edge_bytes, flight_of, waiting_bytes
-from weft.plan.memory.saved_activations import kept_blocks
+from weft.plan.memory.saved_activations import saved_blocks
 from weft.plan.memory.timeline import MIB, TermParts, Terms, gradients_of_earlier, has_buckets, instants_of
 from weft.plan.view import View
 
-MATMUL_WORKSPACE_BYTES = 64 * MIB  # 32 MiB for each of the two threads that multiply (measured on Hopper)
-COMMUNICATOR_BYTES = 400 * MIB  # a communicator's own buffers: 0.3 to 0.7 GB are reported, one for each axis in use
-FRAGMENTATION = 0.02  # of what comes and goes within a step (measured 0 to 4%)
-LOSS_STRETCH_ELEMENTS = 2**26  # loss parallel takes its logits in stretches of about so many
+MATMUL_WORKSPACE_BYTES = 64 * MIB  # 32 MiB per thread that runs matmuls, two threads (measured on Hopper)
+COMMUNICATOR_BYTES = 400 * MIB  # buffers of a communicator: 0.3 to 0.7 GB are reported; one per axis in use
+FRAGMENTATION = 0.02  # share of the memory that is allocated within a step (measured 0 to 4%)
+LOSS_CHUNK_ELEMENTS = 2**26  # float32 logits per chunk of loss parallel
 LOSS_BYTES = 12  # float32 log-probabilities, their gradient, and the gradient of the logits
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of the fullest rank of every plan."""
+    """Bytes on the fullest rank of every plan."""
 
     terms: Terms
     instant: tuple[str, ...]  # names; `at` has an index into it for each plan
     at: Ints
-    place: Ints  # which pipeline rank is the fullest: index into PLACES
-    host: Floats  # bytes that offload puts into the memory of one node
+    place: Ints  # the fullest pipeline rank: index into PLACES
+    host: Floats  # offloaded bytes per node
 
     @property
     def total(self) -> Floats:
@@ -43,7 +43,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(views: Sequence[View]) -> MemoryEstimate:
-    """The fullest rank of each plan."""
+    """Peak memory of the fullest rank of each plan."""
     terms, names, at = _estimate_stage(views[0])
     place = np.full(len(at), views[0].place, dtype=np.int64)
     found = MemoryEstimate(terms, names, at, place, _host_bytes(views[0]))
@@ -54,19 +54,19 @@ def estimate_memory(views: Sequence[View]) -> MemoryEstimate:
 
 
 def _host_bytes(view: View) -> Floats:
-    """The optimizer's part (states, masters, gradients), the weights and the activations that live on the host."""
+    """Offloaded bytes per node: optimizer (states, masters, gradients), weights and activations."""
     columns, share, sizes = view.columns, view.share.total, view.sizes
-    held = np.where(columns.zero > 0, share.shard, share.whole)
+    held = np.where(columns.zero > 0, share.shard, share.unsharded)
     optimizer = np.where(columns.offload_optimizer == 1, held * (sizes.optimizer + sizes.master + sizes.gradient), 0.0)
     weights = np.where(columns.offload_parameters > 0, held * sizes.master, 0.0)
-    kept = np.zeros(len(columns))
+    saved = np.zeros(len(columns))
     if np.any(columns.offload_activations):
-        kept = kept_blocks(view).total * view.stage.in_flight * columns.offload_activations
-    return (optimizer + weights + kept) * view.request.cluster.devices_per_node
+        saved = saved_blocks(view).total * view.stage.in_flight * columns.offload_activations
+    return (optimizer + weights + saved) * view.request.cluster.devices_per_node
 
 
 def _keep_fuller(found: MemoryEstimate, rows: Ints, other: Terms, other_at: Ints, place: int) -> None:
-    """Where `other` needs more, it takes the place of what was found for these rows."""
+    """Replace these rows of `found` where `other` needs more memory."""
     fuller = _total(other) > found.total[rows]
     chosen = rows[fuller]
     for term, values in found.terms.items():
@@ -76,7 +76,7 @@ def _keep_fuller(found: MemoryEstimate, rows: Ints, other: Terms, other_at: Ints
 
 
 def _estimate_stage(view: View) -> tuple[Terms, tuple[str, ...], Ints]:
-    """(terms at the peak, names of the instants, which of them the peak is)."""
+    """(terms at the peak, names of the instants, index of the peak)."""
     parts = _parts(view)
     instants = instants_of(parts)
     totals = np.stack([_total(terms) for terms in instants.values()])
@@ -87,17 +87,17 @@ def _estimate_stage(view: View) -> tuple[Terms, tuple[str, ...], Ints]:
 
 def _parts(view: View) -> TermParts:
     shape, stage = view.shape, view.stage
-    blocks = kept_blocks(view)
+    blocks = saved_blocks(view)
     one = blocks.total
-    is_cut = (view.columns.loss_parallel > 0) & (view.columns.tp > 1) & shape.has_cut_head
-    vocab = np.ceil(shape.vocab_size / np.where(is_cut, view.columns.tp, 1))
+    is_sharded = (view.columns.loss_parallel > 0) & (view.columns.tp > 1) & shape.has_sharded_head
+    vocab = np.ceil(shape.vocab_size / np.where(is_sharded, view.columns.tp, 1))
     numbers = np.where(stage.holds_head, view.tokens * vocab, 0.0)
-    # loss parallel: the logits as they came, their gradient, and float32 of one stretch of tokens
-    cut = numbers * 2 * view.sizes.activation + 4 * np.minimum(numbers, LOSS_STRETCH_ELEMENTS)
-    logits = np.where(is_cut, cut, numbers * LOSS_BYTES)
-    # the final norm's input and output wait for the head's backward
+    # loss parallel: the logits, their gradient, and one chunk in float32
+    sharded_bytes = numbers * 2 * view.sizes.activation + 4 * np.minimum(numbers, LOSS_CHUNK_ELEMENTS)
+    logits = np.where(is_sharded, sharded_bytes, numbers * LOSS_BYTES)
+    # input and output of the final norm are held until the head's backward
     final = np.where(stage.holds_head, view.tokens * shape.hidden_size * (4 + 2 * view.sizes.activation), 0.0)
-    if shape.caps_logits:  # its tanh is kept beside what the loss keeps
+    if shape.caps_logits:  # the tanh is saved too
         logits = logits + numbers * view.sizes.activation
     is_fused = (view.columns.fused_loss > 0) & stage.holds_head
     logits = np.where(is_fused, fused_loss.loss_bytes(view), logits)
@@ -107,18 +107,18 @@ def _parts(view: View) -> TermParts:
     loss_bytes = np.where(is_fused, ready, numbers * LOG_PROBABILITY_BYTES)
     flight = flight_of(view, one_bytes=one, loss_bytes=loss_bytes, gradient_bytes=earlier)
     others = np.maximum(flight.on_last_stage - 1, 0.0)
-    kept = one * flight.whole + edge_bytes(view, flight) + waiting_bytes(view) + others * final
-    # offloaded activations leave two blocks on the device: the one in use and the one being fetched
-    kept = np.where(view.columns.offload_activations > 0, 2 * blocks.largest, kept)
+    saved = one * flight.microbatches + edge_bytes(view, flight) + waiting_bytes(view) + others * final
+    # with offloaded activations two blocks are on the device: the one in use and the one being fetched
+    saved = np.where(view.columns.offload_activations > 0, 2 * blocks.largest, saved)
     elsewhere = np.where(view.columns.offload_activations > 0, 0.0, one * (stage.in_flight - stage.at_loss))
-    kept_logit = np.where(is_cut, view.sizes.activation, LOG_PROBABILITY_BYTES)
-    held = numbers * (others * kept_logit + stage.waiting * view.sizes.activation)
-    held = np.where(is_fused, 0.0, held)  # gradients wait instead, of the head and its input: part of `final`
+    saved_logit_bytes = np.where(is_sharded, view.sizes.activation, LOG_PROBABILITY_BYTES)
+    held = numbers * (others * saved_logit_bytes + stage.waiting * view.sizes.activation)
+    held = np.where(is_fused, 0.0, held)  # gradients of the head and its input are in `final`
     return TermParts(
         view=view,
         rest=_resident(view),
-        kept=kept,
-        kept_at_loss=kept - elsewhere,
+        saved=saved,
+        saved_at_loss=saved - elsewhere,
         final=final,
         blocks=blocks,
         logits=logits + held,
@@ -132,27 +132,27 @@ def _parts(view: View) -> TermParts:
 
 
 def _resident(view: View) -> Terms:
-    """Weights, optimizer state and older weight versions: there from the first step to the last."""
+    """Weights, optimizer state and older weight versions, which exist throughout the run."""
     columns, stage, share, sizes = view.columns, view.stage, view.share, view.sizes
-    held = np.where(columns.zero > 0, share.total.shard, share.total.whole)
+    held = np.where(columns.zero > 0, share.total.shard, share.total.unsharded)
     on_device = columns.offload_parameters == 0
-    # read alike on every stage, versions are kept as long on each as on the first
+    # with vertical sync every stage keeps as many versions as the first
     versions = np.where((columns.vertical_sync > 0) & (columns.pp > 1), columns.pp, stage.versions)
     return {
         Term.WEIGHTS: np.where(on_device, held * sizes.master, 0.0),
         Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, 0.0, held * sizes.optimizer),
-        Term.WEIGHT_VERSIONS: (versions - 1) * share.total.whole * sizes.master,
+        Term.WEIGHT_VERSIONS: (versions - 1) * share.total.unsharded * sizes.master,
     }
 
 
 def _widest(shape: ModelShape) -> int:
-    """The MLP's width, or that of the experts a token meets."""
+    """Largest MLP width, or total width of the experts of a token."""
     widths = [max(kind.mlp_width, kind.moe.top_k * kind.moe.expert_width if kind.moe else 0) for kind in shape.kinds]
     return max(widths, default=0)
 
 
 def _with_framework(view: View, terms: Terms) -> Terms:
-    """Workspaces inside the allocator, and what lies outside it; a CPU has neither."""
+    """`terms` with matmul workspaces and the memory outside the allocator; a CPU has neither."""
     request, columns = view.request, view.columns
     if request.is_cpu:
         return {**terms, Term.FRAMEWORK: np.zeros(len(columns))}

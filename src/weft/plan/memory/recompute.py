@@ -1,8 +1,7 @@
-"""Which of a pipeline rank's blocks are computed again, for every plan: all, none, or by the mixture of a budget.
+"""Recomputed blocks of a pipeline rank, for every plan: all, none, or by the mixture of a budget.
 
-`none`, `selective` and `full` treat every block alike, so that counts follow from the policy. A budget's blocks follow
-from the rule in core/mixture: a rank's blocks are stretches of the model's, and what is computed again of a stretch is
-a difference of two closed forms.
+`none`, `selective` and `full` treat all blocks alike. The blocks of a budget follow the rule in core/mixture: a rank
+holds ranges of blocks, and the number recomputed in a range is a difference of two closed forms.
 """
 
 from __future__ import annotations
@@ -16,29 +15,31 @@ import numpy as np
 from weft.core.mixture import counts_before
 from weft.plan.columns import Bools, Columns, Floats, Ints
 
-Stretch = tuple[int, int]  # of the model's blocks: from, to (not included)
+BlockRange = tuple[int, int]  # half-open, of the model's blocks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Again:
-    """What becomes of a rank's blocks. Rows are plans."""
+class Recomputed:
+    """Recomputed blocks of a rank; one row per plan."""
 
     columns: Columns
     num_blocks: int  # of the model
-    stretches: list[tuple[Stretch, ...]]  # that the rank holds, of each distinct pipeline
-    held: Floats  # blocks of the rank
-    full: Floats  # [plans, kinds]: how many are computed again fully
+    ranges: list[tuple[BlockRange, ...]]  # blocks on the rank, for each distinct pipeline
+    held: Floats  # blocks on the rank
+    full: Floats  # [plans, kinds]: number of fully recomputed blocks
     selective: Floats
 
     @staticmethod
-    def of(columns: Columns, blocks: Floats, *, order: Sequence[int], stretches: list[tuple[Stretch, ...]]) -> Again:
-        """`blocks`: [plans, kinds] that the rank holds; `order`: the kind of each of the model's blocks."""
+    def of(
+        columns: Columns, blocks: Floats, *, order: Sequence[int], ranges: list[tuple[BlockRange, ...]]
+    ) -> Recomputed:
+        """`blocks`: [plans, kinds] on the rank; `order`: the kind of each block of the model."""
         full = blocks * columns.recomputes("full")[:, None]
         selective = blocks * columns.recomputes("selective")[:, None]
-        found = Again(
+        found = Recomputed(
             columns=columns,
             num_blocks=len(order),
-            stretches=stretches,
+            ranges=ranges,
             held=np.asarray(blocks.sum(axis=1)),
             full=full,
             selective=selective,
@@ -63,7 +64,7 @@ class Again:
         return np.asarray(self.selective.sum(axis=1))
 
     def finished(self, done: Floats) -> tuple[Floats, Floats]:
-        """(fully, selectively) computed again among the last `done` of the rank's blocks: a backward's first."""
+        """(fully, selectively) recomputed blocks among the last `done` of the rank, the first in the backward."""
         full = done * self.columns.recomputes("full")
         selective = done * self.columns.recomputes("selective")
         for rows, held in self._mixed():
@@ -77,7 +78,7 @@ class Again:
         return full, selective
 
     def above_last(self, way: Literal["full", "selective"]) -> Floats:
-        """Blocks whose backward comes before that of the last one computed again this way; 0 where there is none."""
+        """Number of blocks after the last one that is recomputed this way; 0 if there is none."""
         index = 0 if way == "full" else 1
         found = np.zeros(len(self.columns))
         is_above = self.is_mixed & ((self.num_full, self.num_selective)[index] > 0)
@@ -86,12 +87,12 @@ class Again:
             found[is_above] += 1
         return found
 
-    def _mixed(self) -> list[tuple[Ints, tuple[Stretch, ...]]]:
-        """Plans with a mixture by what the rank holds of the model."""
+    def _mixed(self) -> list[tuple[Ints, tuple[BlockRange, ...]]]:
+        """Plans with a mixture, grouped by the block ranges of the rank."""
         if not np.any(self.is_mixed):
             return []
         which = self.columns.pipelines[1]
-        groups = [(np.flatnonzero(self.is_mixed & (which == index)), held) for index, held in enumerate(self.stretches)]
+        groups = [(np.flatnonzero(self.is_mixed & (which == index)), held) for index, held in enumerate(self.ranges)]
         return [(rows, held) for rows, held in groups if len(rows)]
 
     def _between(self, rows: Ints, begin: Ints | int, end: int) -> tuple[Ints, Ints]:
@@ -102,8 +103,8 @@ class Again:
         return after[0] - before[0], after[1] - before[1]
 
 
-def _of_one_kind(order: Sequence[int], held: tuple[Stretch, ...]) -> list[tuple[int, int, int]]:
-    """(kind, from, to) of runs of blocks of one kind."""
+def _of_one_kind(order: Sequence[int], held: tuple[BlockRange, ...]) -> list[tuple[int, int, int]]:
+    """(kind, begin, end) of runs of blocks of one kind."""
     found: list[tuple[int, int, int]] = []
     for begin, end in held:
         first = begin

@@ -1,23 +1,23 @@
-"""Fourteen instants of a step, each with what is alive then, term by term; the fullest of them is a rank's peak.
+"""Fourteen instants of a step, each with its live memory, term by term; the largest is the peak of a rank.
 
-    loss     everything in flight is kept, logits and their gradient exist
-    head     the gradient of the logits waits while ZeRO-3 gathers the root again, for the head's backward
-    fetching a stage without the head begins its backward: the root and its last block come (ZeRO-3)
-    top      backward of the last block: its recomputed parts, the head's gradient
-    middle   one block further down: the first reduce-scatter is on its way
-    second   the second block from the bottom: almost all gradients, almost no activations
-    ends     at the end of the middle's and the second's: their activations are gone, their gradients whole
-    arriving the first block has come over the wire and is laid out, its backward has not begun (ZeRO-3)
-    bottom   the first block
-    table    all gradients, and the token table's once more as it came, in the compute dtype
-    sum      all gradients, and a bucket of them on its way between the replicas of a pipeline
-    root     all gradients but the root's, which are there as they came and as they are laid out for the wire (ZeRO)
+    loss     all saved activations in flight, logits and their gradient
+    head     the gradient of the logits, while ZeRO-3 all-gathers the root for the head's backward
+    fetching a stage without the head begins its backward: root and last block are all-gathered (ZeRO-3)
+    top      backward of the last block: its recomputed activations, the gradient of the head
+    middle   the block before it: the first reduce-scatter is in flight
+    second   the second block of the model: almost all gradients, almost no activations
+    ends     end of the middle's and the second's backward: activations freed, gradients not yet reduced
+    arriving the first block is all-gathered and copied out, its backward has not begun (ZeRO-3)
+    bottom   backward of the first block
+    table    all gradients, and that of the token table once more in the compute dtype
+    sum      all gradients, and one bucket of the all-reduce between replicas of a pipeline
+    root     all gradients but the root's, which exist unsharded and as reduce-scatter input (ZeRO)
     update   all gradients, no activations, the optimizer's temporaries
 
-A budget adds the backward of the last block that is computed again, fully and selectively, wherever it lies.
+A budget adds the backward of the last recomputed block, full and selective.
 
-Terms are disjoint and add up. What is there at every instant, and what is kept, is put together in `memory`.
-The sharding semantics are those of `fully_shard`: a unit a block and one for the rest, the next unit gathered ahead.
+Terms are disjoint and add up. `peak.py` computes the resident terms and the saved activations.
+The sharding semantics are those of `fully_shard`: one unit per block and the root, with the next unit prefetched.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ import numpy as np
 
 from weft.core.terms import MemoryTerm as Term
 from weft.plan.columns import Bools, Floats
-from weft.plan.memory.saved_activations import KeptBlocks
+from weft.plan.memory.saved_activations import SavedBlocks
 from weft.plan.view import View
 
 MIB = 2**20
-SUM_BUCKET_BYTES = 25 * MIB  # of gradients that replicas of a pipeline's rank sum together
+SUM_BUCKET_BYTES = 25 * MIB  # per all-reduce between replicas of a pipeline rank
 MAX_ROW_SUM_BYTES = 132 * MIB  # (measured on Hopper)
-QUANTISED_UPDATE_BYTES = 24  # an element of the largest tensor: its moments, and what comes between, six in float32
+QUANTISED_UPDATE_BYTES = 24  # per element of the largest tensor: moments and intermediates, six in float32
 
 Terms = dict[Term, Floats]
 
 
 @dataclass(frozen=True)
 class TermParts:
-    """What the instants are put together from."""
+    """Inputs of the instants."""
 
     view: View
-    rest: Terms  # there at every instant
-    kept: Floats  # activations of all blocks and micro-batches in flight
-    kept_at_loss: Floats  # of them, while a loss is computed: then not all can be of a rank's largest stage
-    final: Floats  # of the final norm, until the head's backward is done
-    blocks: KeptBlocks  # of one micro-batch, block by block
+    rest: Terms  # resident at every instant
+    saved: Floats  # activations of all blocks and micro-batches in flight
+    saved_at_loss: Floats  # while a loss is computed: then not all can be on the largest stage of the rank
+    final: Floats  # of the final norm, until the head's backward ends
+    blocks: SavedBlocks  # of one micro-batch, per block
     logits: Floats
     held_logits: Floats  # of other micro-batches in flight
     num_logits: Floats
-    earlier_gradients: Floats  # there when the backward begins
-    has_gradients: Bools  # of earlier micro-batches: those of DDP's buckets are none
+    earlier_gradients: Floats  # present when the backward begins
+    has_gradients: Bools  # of earlier micro-batches; DDP's buckets do not count
     num_blocks: Floats
-    widest: int  # numbers a token inside the widest MLP
+    widest: int  # elements per token inside the widest MLP
 
 
 def instants_of(parts: TermParts) -> dict[str, Terms]:
-    """Name -> terms, in the order of the step."""
+    """Instants by name, in the order of the step."""
     last = np.maximum(parts.num_blocks - 1, 0)
     return {
         "loss": _at_loss(parts),
@@ -81,46 +81,46 @@ def instants_of(parts: TermParts) -> dict[str, Terms]:
 
 
 def _in_mixture(parts: TermParts) -> dict[str, Terms]:
-    """Of a budget: the first of the blocks that bring something back need not be among the last two."""
-    again = parts.blocks.again
-    if not np.any(again.is_mixed):
+    """Instants of a budget: its last recomputed block need not be among the last two blocks."""
+    recomputed = parts.blocks.recomputed
+    if not np.any(recomputed.is_mixed):
         return {}
-    fully, selectively = again.above_last("full"), again.above_last("selective")
+    fully, selectively = recomputed.above_last("full"), recomputed.above_last("selective")
     return {
-        "backward of the last block computed again": _in_backward(parts, done=fully),
-        "end of the last block computed again": _at_block_end(parts, done=fully),
-        "backward of the last block computed again selectively": _in_backward(parts, done=selectively),
+        "backward of the last recomputed block": _in_backward(parts, done=fully),
+        "end of the last recomputed block": _at_block_end(parts, done=fully),
+        "backward of the last selectively recomputed block": _in_backward(parts, done=selectively),
     }
 
 
 def _at_loss(parts: TermParts) -> Terms:
     columns = parts.view.columns
-    # ZeRO-3 gives its root back when the forward ends, and the loss comes after that; unless it is fused with the head:
-    # then the root is here, and the last block's as they came over the wire, which are held until the next gather
+    # ZeRO-3 reshards the root when the forward ends, before the loss. A fused loss runs inside the forward: the root is
+    # unsharded, and the all-gather output of the last block is held until the next all-gather
     share = parts.view.share
     inside = np.where(
         columns.fused_loss > 0, parts.view.gathered_bytes(root=share.root.padded, blocks=share.largest_padded), 0.0
     )
-    gathered = np.where(columns.zero == 3, inside, _kept_gathered(parts.view))
+    gathered = np.where(columns.zero == 3, inside, _held_gathered(parts.view))
     none = np.zeros(len(columns))
     held = _held_reduce_input(parts)
     return _instant(
-        parts, kept=parts.kept_at_loss + parts.final, gathered=gathered, gradients=parts.earlier_gradients,
+        parts, saved=parts.saved_at_loss + parts.final, gathered=gathered, gradients=parts.earlier_gradients,
         logits=parts.logits, buffers=held, temporaries=none,
     )  # fmt: skip
 
 
 def _held_reduce_input(parts: TermParts) -> Floats:
-    """Between micro-batches `fully_shard` holds on to the input of its last reduce-scatter, the root's, until the next.
+    """Input of the root's reduce-scatter, which `fully_shard` holds until the next one.
 
-    A rank with several stages has passed another one since.
+    A rank with several stages has reduced another stage since.
     """
     is_held = (parts.view.columns.zero >= 2) & parts.has_gradients & (parts.view.stage.num_stages == 1)
     return np.where(is_held, parts.view.share.root.padded * parts.view.sizes.communication, 0.0)
 
 
 def _at_head(parts: TermParts) -> Terms:
-    """For other stages than ZeRO-3 nothing is gathered here, and the loss needs more."""
+    """Other ZeRO stages gather nothing here, and their loss needs more."""
     view, sizes = parts.view, parts.view.sizes
     gathers = (view.columns.zero == 3) & view.stage.holds_head
     root = np.where(gathers, view.share.root.padded * sizes.compute, 0.0)
@@ -129,36 +129,36 @@ def _at_head(parts: TermParts) -> Terms:
         **_at_loss(parts),
         Term.GATHERED: root,
         Term.LOGITS: np.where(gathers, gradient + parts.held_logits, 0.0),
-        Term.TEMPORARIES: root,  # what came over the wire, before it is laid out as parameters
+        Term.TEMPORARIES: root,  # all-gather output before it is copied out
     }
 
 
 def _at_last_block(parts: TermParts) -> Terms:
-    """As they came over the wire and as they are laid out: both are there, beside all activations."""
+    """All-gather output and its copy-out both exist, beside all activations."""
     view = parts.view
     is_here = (view.columns.zero == 3) & (view.columns.pp > 1) & ~view.stage.holds_head
     units = view.gathered_bytes(root=view.share.root.padded, blocks=view.share.largest_padded)
-    come = np.where(is_here, units, 0.0)
+    arrived = np.where(is_here, units, 0.0)
     return {
         **_at_loss(parts),
-        Term.GATHERED: come,
-        Term.TEMPORARIES: np.where(is_here, come + view.stream_bytes, 0.0),
+        Term.GATHERED: arrived,
+        Term.TEMPORARIES: np.where(is_here, arrived + view.stream_bytes, 0.0),
     }
 
 
 def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
-    """The backward of the block that follows `done` finished ones."""
+    """Backward of the current block, after `done` finished ones."""
     view, columns, share, sizes = parts.view, parts.view.columns, parts.view.share, parts.view.sizes
     blocks = np.maximum(parts.num_blocks, 1)
     is_first, is_last = done == 0, done >= parts.num_blocks - 1
     is_zero3 = columns.zero == 3
     unit = share.largest_padded * view.block_bytes
-    gathered = _kept_gathered(parts.view) + np.where(is_zero3, unit + np.where(is_last, 0.0, unit), 0.0)
+    gathered = _held_gathered(parts.view) + np.where(is_zero3, unit + np.where(is_last, 0.0, unit), 0.0)
     block_cast = np.where((columns.zero == 0) & sizes.is_mixed, share.largest_block * sizes.compute, 0.0)
-    # casts are freed block by block; recomputation makes that of the block at work anew
-    gathered = gathered + (parts.blocks.is_again(done) - parts.blocks.casts_freed(done)) * block_cast
+    # casts are freed block by block; recompute casts the current block again
+    gathered = gathered + (parts.blocks.is_recomputed(done) - parts.blocks.casts_freed(done)) * block_cast
     before = parts.earlier_gradients
-    per_block = (share.total.whole - share.root.whole) / blocks
+    per_block = (share.total.unsharded - share.root.unsharded) / blocks
     per_block_shard = (share.total.shard - share.root.shard) / blocks
     reduced = np.where(columns.zero >= 2, per_block_shard, per_block) * sizes.gradient * done
     head_gradient = _head_gradient(view)
@@ -171,7 +171,7 @@ def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
     temporaries = wide + own_gradient / 3 + view.stream_bytes + waiting + _entry_gradients(view) + _received(view)
     return _instant(
         parts,
-        kept=np.maximum(parts.kept - parts.blocks.freed(done), 0.0) + parts.blocks.brought_back(done),
+        saved=np.maximum(parts.saved - parts.blocks.freed(done), 0.0) + parts.blocks.restored(done),
         gathered=np.maximum(gathered, 0.0),
         gradients=np.where(columns.zero == 0, np.maximum(grown, head_gradient), grown),
         logits=parts.held_logits,
@@ -181,61 +181,62 @@ def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
 
 
 def _received(view: View) -> Floats:
-    """The gradient of what a stage gave, until its backward is done."""
+    """Gradient of a stage's output, until the backward of the stage ends."""
     return np.where((view.columns.pp > 1) & ~view.stage.holds_head, view.stream_bytes, 0.0)
 
 
 def _entry_gradients(view: View) -> Floats:
-    """Sequence parallel: the gradients of a region's whole input, of two linears, before they are cut."""
-    is_cut = (view.columns.sequence_parallel > 0) & (view.columns.tp > 1) & (view.columns.tp_mode == 0)
-    return np.where(is_cut, 2 * view.tokens * view.shape.hidden_size * view.sizes.activation, 0.0)
+    """Sequence parallel: gradients of a region's gathered input, of two linears, before the reduce-scatter."""
+    is_sharded = (view.columns.sequence_parallel > 0) & (view.columns.tp > 1) & (view.columns.tp_mode == 0)
+    return np.where(is_sharded, 2 * view.tokens * view.shape.hidden_size * view.sizes.activation, 0.0)
 
 
 def _at_block_end(parts: TermParts, *, done: Floats) -> Terms:
-    """The first norm's backward: all of the block's gradients wait to be reduced, in the compute dtype."""
+    """Backward of the first norm: all gradients of the block wait to be reduced, in the compute dtype."""
     view = parts.view
     begun = _in_backward(parts, done=done)
-    stream = view.stream_bytes * (2 + 8 / view.sizes.activation)  # gradients in and out, and a norm's two in float32
+    # gradients of input and output, and two of the norm in float32
+    stream = view.stream_bytes * (2 + 8 / view.sizes.activation)
     waits = view.columns.zero > 0
     own = np.where(waits, view.share.largest_block * view.sizes.compute + _head_gradient(view), 0.0)
     return {
         **begun,
-        Term.ACTIVATIONS: np.maximum(parts.kept - parts.blocks.freed(done + 1), 0.0),
+        Term.ACTIVATIONS: np.maximum(parts.saved - parts.blocks.freed(done + 1), 0.0),
         Term.TEMPORARIES: own + stream + _row_sums(view),
     }
 
 
 def _row_sums(view: View) -> Floats:
-    """A GPU sums the rows of a gradient, of norms and biases, in many parts at once."""
+    """Partial sums over rows on a GPU, for gradients of norms and biases."""
     if view.request.is_cpu:
         return np.zeros(len(view.columns))
     return np.minimum(8 * view.tokens * view.shape.hidden_size, MAX_ROW_SUM_BYTES)
 
 
 def _head_gradient(view: View) -> Floats:
-    """Of the output matrix alone: an embedding's comes last."""
+    """Gradient of the output head; the embedding's comes last."""
     head = _table_elements(view)
     nbytes = np.where(view.columns.zero == 0, view.sizes.gradient, view.sizes.compute)
     return np.where(view.stage.holds_head, head * nbytes, 0.0)
 
 
 def _at_first_block(parts: TermParts, *, done: Floats) -> Terms:
-    """What arrived and what it is laid out as are both there; nothing is recomputed yet. ZeRO-3 only."""
+    """ZeRO-3: all-gather output and its copy-out both exist; nothing is recomputed yet."""
     view, backward = parts.view, _in_backward(parts, done=done)
     unit = view.share.largest_padded * view.block_bytes
     arriving = unit + _head_gradient(view) + view.stream_bytes
     is_zero3 = view.columns.zero == 3
     return {
         **backward,
-        Term.ACTIVATIONS: np.where(is_zero3, backward[Term.ACTIVATIONS] - parts.blocks.brought_back(done), 0.0),
+        Term.ACTIVATIONS: np.where(is_zero3, backward[Term.ACTIVATIONS] - parts.blocks.restored(done), 0.0),
         Term.TEMPORARIES: np.where(is_zero3, arriving, 0.0),
     }
 
 
 def _at_table(parts: TermParts) -> Terms:
-    """The last gradient of all, as it came and cast; ZeRO reduces the root as a whole, elsewhere.
+    """The token table's gradient, the last of all, in the compute dtype and cast; with ZeRO see `_at_root`.
 
-    DDP's buckets are there already: the cast one is beside them, and what came is there twice.
+    DDP's buckets exist already, so the cast gradient is extra, and the uncast one exists twice.
     """
     view, columns, sizes = parts.view, parts.view.columns, parts.view.sizes
     none = np.zeros(len(columns))
@@ -243,68 +244,70 @@ def _at_table(parts: TermParts) -> Terms:
     table = np.where(is_last, _table_elements(view), 0.0)
     into_bucket = np.where(has_buckets(view), sizes.compute + sizes.gradient, 0)
     return _instant(
-        parts, kept=none, gathered=none, gradients=np.where(is_last, view.share.total.whole * sizes.gradient, 0.0),
+        parts, saved=none, gathered=none, gradients=np.where(is_last, view.share.total.unsharded * sizes.gradient, 0.0),
         logits=none, buffers=none, temporaries=table * (sizes.compute + into_bucket),
     )  # fmt: skip
 
 
 def _at_sum(parts: TermParts) -> Terms:
-    """Replicas of a pipeline's rank sum when the last backward is done, in buckets; a large tensor is one alone."""
+    """All-reduce between replicas of a pipeline rank after the last backward; a large tensor is its own bucket."""
     view, columns = parts.view, parts.view.columns
-    gradients = view.share.total.whole * view.sizes.gradient
+    gradients = view.share.total.unsharded * view.sizes.gradient
     is_summed = (columns.pp > 1) & (columns.zero == 0) & (columns.dp * columns.cp > 1)
     has_table = view.stage.holds_embedding | view.stage.holds_head
     largest = np.where(has_table, _table_elements(view) * view.sizes.gradient, 0.0)
     bucket = np.minimum(np.maximum(SUM_BUCKET_BYTES, largest), gradients)
     none = np.zeros(len(columns))
     return _instant(
-        parts, kept=none, gathered=none, gradients=np.where(is_summed, gradients, 0.0), logits=none, buffers=none,
+        parts, saved=none, gathered=none, gradients=np.where(is_summed, gradients, 0.0), logits=none, buffers=none,
         temporaries=np.where(is_summed, bucket, 0.0),
     )  # fmt: skip
 
 
 def _table_elements(view: View) -> Floats:
-    cut = view.columns.matrix_divisor if view.shape.has_cut_table else np.ones(len(view.columns))
-    return np.ceil(view.shape.vocab_size / cut) * (view.shape.embedding_parameters // view.shape.vocab_size)
+    divisor = view.columns.matrix_divisor if view.shape.has_sharded_table else np.ones(len(view.columns))
+    return np.ceil(view.shape.vocab_size / divisor) * (view.shape.embedding_parameters // view.shape.vocab_size)
 
 
 def _at_root(parts: TermParts) -> Terms:
-    """Gradients of earlier micro-batches are there too, and until the last one weights that stay gathered. A rank
-    alone sends nothing: what came is gone; what would be sent, what would arrive and its quotient are there."""
+    """Reduce-scatter of the root, with gradients of earlier micro-batches and, before the last, gathered weights.
+
+    With one shard nothing is sent: input, output and the divided gradient exist, the unreduced gradient is freed.
+    """
     view, columns, share, sizes = parts.view, parts.view.columns, parts.view.share, parts.view.sizes
     several, none = parts.has_gradients, np.zeros(len(columns))
     gradients = (share.total.shard - np.where(several, 0.0, share.root.shard)) * sizes.gradient
-    a_number = np.where((columns.zero == 1) & several, sizes.communication, sizes.compute)
-    is_alone = share.total.shard >= share.total.whole
+    per_element = np.where((columns.zero == 1) & several, sizes.communication, sizes.compute)
+    is_alone = share.total.shard >= share.total.unsharded
     wire = share.root.padded + np.where(several, share.root.shard, 0.0)
-    wire = np.where(is_alone, 3 * share.root.whole, wire)
-    gathered = np.where((columns.zero == 2) & several, _kept_gathered(view), 0.0)
+    wire = np.where(is_alone, 3 * share.root.unsharded, wire)
+    gathered = np.where((columns.zero == 2) & several, _held_gathered(view), 0.0)
     return {
         term: np.where(columns.zero > 0, values, 0.0)
         for term, values in _instant(
-            parts, kept=none, gathered=gathered, gradients=gradients, logits=none, buffers=wire * sizes.communication,
-            temporaries=np.where(is_alone, 0.0, share.root.whole * a_number),
+            parts, saved=none, gathered=gathered, gradients=gradients, logits=none, buffers=wire * sizes.communication,
+            temporaries=np.where(is_alone, 0.0, share.root.unsharded * per_element),
         ).items()
     }  # fmt: skip
 
 
 def _at_update(parts: TermParts) -> Terms:
     columns, share, sizes = parts.view.columns, parts.view.share, parts.view.sizes
-    held = np.where(columns.zero > 0, share.total.shard, share.total.whole)
+    held = np.where(columns.zero > 0, share.total.shard, share.total.unsharded)
     none = np.zeros(len(columns))
     temporaries = held * sizes.update
     if parts.view.request.workload.optimizer == "adamw8bit":
-        temporaries = QUANTISED_UPDATE_BYTES * _largest_tensor(parts.view) * held / np.maximum(share.total.whole, 1)
-    # an optimizer on the host has its temporaries there
+        temporaries = QUANTISED_UPDATE_BYTES * _largest_tensor(parts.view) * held / np.maximum(share.total.unsharded, 1)
+    # an offloaded optimizer has its temporaries on the host
     temporaries = np.where(columns.offload_optimizer > 0, 0.0, temporaries)
     return _instant(
-        parts, kept=none, gathered=none, gradients=held * sizes.gradient, logits=none, buffers=none,
+        parts, saved=none, gathered=none, gradients=held * sizes.gradient, logits=none, buffers=none,
         temporaries=temporaries,
     )  # fmt: skip
 
 
 def _largest_tensor(view: View) -> Floats:
-    """Elements, whole over the data-parallel ranks: a table, or a block's largest matrix."""
+    """Unsharded elements of the largest tensor: a table or a matrix of a block."""
     table = np.where(view.stage.holds_embedding | view.stage.holds_head, _table_elements(view), 0.0)
     matrix = max((linear.num_parameters for kind in view.shape.kinds for linear in kind.linears), default=0)
     return np.maximum(table, matrix / view.columns.tp)
@@ -313,7 +316,7 @@ def _largest_tensor(view: View) -> Floats:
 def _instant(
     parts: TermParts,
     *,
-    kept: Floats,
+    saved: Floats,
     gathered: Floats,
     gradients: Floats,
     logits: Floats,
@@ -321,61 +324,61 @@ def _instant(
     temporaries: Floats,
 ) -> Terms:
     view = parts.view
-    # an optimizer on the host takes each gradient as it comes: two blocks are on the device at a time
+    # an offloaded optimizer takes each gradient at once: gradients of two blocks are on the device
     few = np.minimum(gradients, 2 * view.share.largest_block * view.sizes.gradient)
     return {
         **parts.rest,
         Term.GRADIENTS: np.where(view.columns.offload_optimizer > 0, few, gradients),
         Term.GATHERED: gathered,
-        Term.ACTIVATIONS: kept,
+        Term.ACTIVATIONS: saved,
         Term.LOGITS: logits,
         Term.COMM_BUFFERS: buffers + _peer_buffers(view),
         Term.TEMPORARIES: temporaries,
     }
 
 
-def _kept_gathered(view: View) -> Floats:
-    """Weights in the compute dtype that stay through forward and backward, beyond the block in use."""
+def _held_gathered(view: View) -> Floats:
+    """Weights in the compute dtype that are held through forward and backward, beyond the current block."""
     columns, share, sizes = view.columns, view.share, view.sizes
     casts = np.zeros(len(columns))
     if sizes.is_mixed:
-        # the cast is part of a block's forward: recomputed with it, not kept
-        again = view.stage.again
-        share_kept = 1 - (again.num_full + again.num_selective) / np.maximum(again.held, 1)
-        held = share.root.whole + share_kept * (share.total.whole - share.root.whole)
+        # the cast is part of a block's forward: recompute repeats it
+        recomputed = view.stage.recomputed
+        cast_share = 1 - (recomputed.num_full + recomputed.num_selective) / np.maximum(recomputed.held, 1)
+        held = share.root.unsharded + cast_share * (share.total.unsharded - share.root.unsharded)
         casts = (held - _unused_cast(view)) * sizes.compute
-    kept = np.select(
+    nbytes = np.select(
         [columns.zero == 0, columns.zero == 3],
         [casts, share.root.padded * sizes.compute],
         view.gathered_bytes(root=share.root.padded, blocks=share.total.padded - share.root.padded),
     )
-    # weights that live on the host come unit by unit whatever the stage
-    return np.where(columns.offload_parameters > 0, share.root.padded * sizes.compute, kept)
+    # offloaded weights are fetched unit by unit in every ZeRO stage
+    return np.where(columns.offload_parameters > 0, share.root.padded * sizes.compute, nbytes)
 
 
 def _unused_cast(view: View) -> Floats:
-    """The embedding's backward needs no weight, so its cast is freed at once, unless the head is the same tensor."""
+    """Elements of the embedding's cast: its backward needs no weight, so it is freed unless the head is tied."""
     table = _table_elements(view)
-    is_kept = view.stage.holds_head if view.shape.tied_head else np.zeros(len(view.columns), dtype=bool)
-    return np.where(view.stage.holds_embedding & ~is_kept, table, 0.0)
+    is_used = view.stage.holds_head if view.shape.tied_head else np.zeros(len(view.columns), dtype=bool)
+    return np.where(view.stage.holds_embedding & ~is_used, table, 0.0)
 
 
 def gradients_of_earlier(view: View) -> Floats:
-    """Gradients that exist when a micro-batch's backward begins, and others had theirs before."""
+    """Gradients of earlier micro-batches when a backward begins."""
     columns, share, sizes = view.columns, view.share, view.sizes
     return np.select(
         [columns.zero == 0, columns.zero == 1],
-        [share.total.whole * sizes.gradient, share.total.whole * sizes.communication],
+        [share.total.unsharded * sizes.gradient, share.total.unsharded * sizes.communication],
         share.total.shard * sizes.gradient,
     )
 
 
 def has_buckets(view: View) -> Bools:
-    """DDP's hold all gradients, always; in a pipeline replicas are summed without them."""
+    """Whether DDP's buckets hold all gradients throughout; replicas of a pipeline have none."""
     columns = view.columns
     return (columns.zero == 0) & (columns.dp * columns.cp > 1) & (columns.pp == 1)
 
 
 def _peer_buffers(view: View) -> Floats:
-    """Receive buffers of the ring of context parallelism; what a stage receives it keeps."""
+    """Receive buffers of the context-parallel ring; inputs of a stage are saved activations."""
     return np.where(view.columns.cp > 1, 2 * view.stream_bytes, 0.0)

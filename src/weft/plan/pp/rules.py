@@ -1,4 +1,4 @@
-"""What makes a pipeline legal: stages have blocks, and the schedule suits stages and micro-batches."""
+"""Legality of a pipeline: stages have blocks, and the schedule supports stages and micro-batches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ def _stages_have_blocks(request: Request, columns: Columns) -> Bools:
 
 
 def _blocks_add_up(request: Request, columns: Columns) -> Bools:
-    """Of those dealt by hand: as many numbers as stages, and together all blocks of the model."""
-    lengths, totals = (np.asarray([of(deal) for deal in columns.deals], dtype=np.int64) for of in (len, sum))
+    """A given partition has one number per stage, and their sum is the number of blocks."""
+    lengths, totals = (
+        np.asarray([of(partition) for partition in columns.partitions], dtype=np.int64) for of in (len, sum)
+    )
     stages = columns.pp * columns.virtual_stages
-    wrong = (lengths[columns.deal] != stages) | (totals[columns.deal] != request.shape.num_layers)
-    return (columns.deal > 0) & wrong
+    wrong = (lengths[columns.partition] != stages) | (totals[columns.partition] != request.shape.num_layers)
+    return (columns.partition > 0) & wrong
 
 
 def _virtual_stages_suit(request: Request, columns: Columns) -> Bools:
@@ -50,14 +52,14 @@ def _schedule_without_pipeline(request: Request, columns: Columns) -> Bools:
 
 
 def _gathers_with_pipeline(request: Request, columns: Columns) -> Bools:
-    """Asynchronous pipelines keep several whole weight versions: nothing there to gather anew."""
+    """Asynchronous pipelines keep several unsharded weight versions."""
     is_async = columns.named("pipedream") | columns.named("pipedream_2bw")
     return is_async & (columns.zero > 0) & (columns.pp > 1)
 
 
 def _numbers_of_blocks(request: Request, columns: Columns) -> str:
     stages, blocks = int(columns.pp[0] * columns.virtual_stages[0]), request.shape.num_layers
-    return f"name {stages} numbers, each at least 1, that add up to {blocks}; [] deals by cost"
+    return f"set {stages} numbers, each at least 1, with sum {blocks}; [] partitions by cost"
 
 
 RULES: tuple[Rule, ...] = (
@@ -69,16 +71,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "blocks",
-        "pipeline.blocks does not deal all blocks of the model to the stages",
+        "pipeline.blocks does not partition all blocks of the model over the stages",
         _blocks_add_up,
         lambda request, columns: _numbers_of_blocks(request, columns),
     ),
-    Rule("virtual_stages", "the schedule does not go with that many stages a rank", _virtual_stages_suit),
-    Rule("microbatches", "the schedule does not go with that many micro-batches", _microbatches_suit),
-    Rule("schedule", "a schedule is for a pipeline", _schedule_without_pipeline),
+    Rule("virtual_stages", "the schedule does not support that many stages per rank", _virtual_stages_suit),
+    Rule("microbatches", "the schedule does not support that many micro-batches", _microbatches_suit),
+    Rule("schedule", "a schedule needs a pipeline", _schedule_without_pipeline),
     Rule(
         "asynchronous",
-        "an asynchronous pipeline keeps whole weights, so it takes no ZeRO stage",
+        "an asynchronous pipeline keeps unsharded weights, so it supports no ZeRO stage",
         _gathers_with_pipeline,
     ),
 )

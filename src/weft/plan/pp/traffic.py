@@ -1,4 +1,4 @@
-"""Traffic of pipelines: activations and gradients between stages, and the gradient of a table on two stages."""
+"""Traffic of pipelines: activations and gradients between stages, and the gradient of a tied table on two stages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from weft.plan.view import View
 
 
 def traffic(view: View) -> list[TrafficRow]:
-    """A rank sends on what its stages compute, but for the very last, and gradients back, but for the very first."""
+    """Sends of activations, except from the last stage, and of gradients, except from the first."""
     columns, stage = view.columns, view.stage
     m = columns.microbatches * (columns.pp > 1)
-    turns = columns.is_v_shaped & (PLACES[view.place] == "last")  # a V turns on its last rank, where nothing is sent
+    turns = columns.is_v_shaped & (PLACES[view.place] == "last")  # the legs of a V meet there, without a send
     stages = columns.virtual_stages - turns
     forward, backward = m * (stages - stage.holds_head), m * (stages - stage.holds_embedding)
     sends = [
@@ -27,10 +27,10 @@ def traffic(view: View) -> list[TrafficRow]:
 
 
 def _shared_table(view: View) -> TrafficRow:
-    """A table that is the head too, on two ranks: its gradients are summed between them."""
+    """All-reduce of the gradient of a tied table on two ranks."""
     columns, stage = view.columns, view.stage
     is_shared = (columns.pp > 1) & (stage.holds_embedding != stage.holds_head) & view.shape.tied_head
     held = table_elements(view.shape, columns)
-    elements = np.where(columns.zero > 0, held.shard, held.whole)
+    elements = np.where(columns.zero > 0, held.shard, held.unsharded)
     nbytes = reduce_bytes(elements * view.sizes.gradient, np.full(len(columns), 2.0)) * is_shared
     return TrafficRow(axes.PP, "all_reduce", "update", nbytes, is_shared.astype(np.float64))

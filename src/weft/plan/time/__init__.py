@@ -1,1 +1,1 @@
-"""Seconds of a step: arithmetic, links, float8, overlap."""
+"""Seconds per step: compute, links, float8, overlap."""

@@ -1,13 +1,13 @@
-"""Seconds of arithmetic of one micro-batch on one rank: matrix products, attention, pointwise operators, the loss.
+"""Seconds of compute per micro-batch and rank: matmuls, attention, pointwise operators, the loss.
 
-product     flops / (peak x share reached at this size); forward once, backward twice
-attention   causal: 2 products of queries with half the keys; a fused kernel reaches ATTENTION_SHARE of the best
-            product, its backward does 2.5 times the forward's arithmetic
-float8      layers of the blocks that multiply in it: by that rate, and the passes that quantise (plan/time/float8.py)
-pointwise   bytes moved / memory bandwidth. Measured on an H200: eager HF blocks move 12 times what autograd
-            keeps of them, compiled ones 2.5 times, forward and backward together
-launch      a block's forward cannot take less than its operators need on the host: small models wait for them.
-            Measured on an H200 with HF models, eager: 1.5 to 2.5 ms a block
+matmul      flops / (peak x share reached at this size); forward once, backward twice
+attention   causal: 2 matmuls of queries with half the keys; a fused kernel reaches ATTENTION_SHARE of the best
+            matmul, its backward has 2.5 times the forward's FLOPs
+float8      linears of the blocks at the float8 rate, plus passes that quantise (plan/time/float8.py)
+pointwise   bytes moved / memory bandwidth. Measured on an H200: eager HF blocks move 12 times their saved
+            activations, compiled ones 2.5 times, forward and backward together
+launch      lower bound of a block's forward by kernel launches on the host, which limits small models.
+            Measured on an H200 with HF models, eager: 1.5 to 2.5 ms per block
 """
 
 from __future__ import annotations
@@ -19,73 +19,74 @@ import numpy as np
 from weft.core.cluster import Device
 from weft.core.model_shape import BlockShape, LinearShape
 from weft.plan.columns import FLOAT8, Bools, Columns, Floats
-from weft.plan.memory.block_activations import bytes_of, kept_by, kept_selectively, mean_keys
-from weft.plan.memory.fused_loss import is_cut
+from weft.plan.memory.block_activations import bytes_of, mean_keys, saved_by_default, saved_by_selective
+from weft.plan.memory.fused_loss import is_sharded
 from weft.plan.request import Request, byte_sizes
 from weft.plan.time.float8 import RATE, has_float8, multiplies_in_float8, quantise_bytes
 from weft.plan.view import View
 
 ATTENTION_SHARE = 0.6
 ATTENTION_BACKWARD = 2.5
-RING_ATTENTION = 1.15  # a ring computes attention in pieces and joins them
+RING_ATTENTION = 1.15  # a ring computes attention in chunks and merges them
 MOVED_EAGER, MOVED_COMPILED = 12.0, 2.5
 LAUNCH_EAGER_S, LAUNCH_COMPILED_S = 1.5e-3, 0.2e-3  # a block's forward
-LOSS_PASSES = 7  # times the float32 logits are read or written, forward and backward
-CUT_LOSS_BYTES = 36  # a logit, of a fused loss of a cut head: two passes of several kernels (counted, not measured)
-FUSED_LOSS_PASSES = 3  # times the logits are, in their own format: read for the sum, read and written for the gradient
+LOSS_PASSES = 7  # reads and writes of the float32 logits, forward and backward
+SHARDED_LOSS_BYTES = 36  # per logit, fused loss of a sharded head: two passes of several kernels (counted)
+FUSED_LOSS_PASSES = 3  # logits in their own dtype: read for the sum, read and written for the gradient
 
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """One micro-batch through the rank's blocks, and its head."""
+    """Seconds per micro-batch in the blocks and the head of a rank."""
 
     matmul_forward: Floats
     attention_forward: Floats
     pointwise_forward: Floats
-    quantise_forward: Floats  # around products in float8
+    quantise_forward: Floats  # around float8 matmuls
     quantise_backward: Floats
     recompute: Floats
     loss: Floats
     head_forward: Floats
-    launch: Floats  # what launches add to forward and backward
+    launch: Floats  # added to forward and backward
 
     @property
     def forward(self) -> Floats:
-        products = self.matmul_forward + self.quantise_forward + self.head_forward
-        return products + self.attention_forward + self.pointwise_forward
+        matmuls = self.matmul_forward + self.quantise_forward + self.head_forward
+        return matmuls + self.attention_forward + self.pointwise_forward
 
     @property
     def backward(self) -> Floats:
-        products = 2 * (self.matmul_forward + self.head_forward) + self.quantise_backward
-        return products + ATTENTION_BACKWARD * self.attention_forward + 2 * self.pointwise_forward + self.recompute
+        matmuls = 2 * (self.matmul_forward + self.head_forward) + self.quantise_backward
+        return matmuls + ATTENTION_BACKWARD * self.attention_forward + 2 * self.pointwise_forward + self.recompute
 
 
 def block_seconds(view: View) -> BlockSeconds:
-    """The arithmetic of one micro-batch on the rank that `view` looks at."""
+    """Seconds of compute per micro-batch on the rank of `view`."""
     request, columns, stage, tokens = view.request, view.columns, view.stage, view.tokens
     device = request.cluster.device
-    matmul, attention, pointwise, quantise, quantise_back, again = (np.zeros(len(columns)) for _ in range(6))
+    matmul, attention, pointwise, quantise, quantise_backward, recompute = (np.zeros(len(columns)) for _ in range(6))
     for index, block in enumerate(request.shape.kinds):
         count = stage.blocks[:, index]
         linears, scores = _linears_s(request, columns, block, tokens), _attention_s(request, columns, block, tokens)
-        moved, kept_partly = _pointwise_s(request, columns, block, tokens)
-        matmul, attention = matmul + count * linears.product, attention + count * scores
+        moved, recomputed_share = _pointwise_s(request, columns, block, tokens)
+        matmul, attention = matmul + count * linears.matmul, attention + count * scores
         pointwise, quantise = pointwise + count * moved, quantise + count * linears.quantise_forward
-        quantise_back = quantise_back + count * linears.quantise_backward
-        again = again + stage.again.full[:, index] * (linears.product + linears.quantise_forward + scores + moved)
-        again = again + stage.again.selective[:, index] * moved * kept_partly
+        quantise_backward = quantise_backward + count * linears.quantise_backward
+        forward = linears.matmul + linears.quantise_forward + scores + moved
+        recompute = recompute + stage.recomputed.full[:, index] * forward
+        recompute = recompute + stage.recomputed.selective[:, index] * moved * recomputed_share
     vocab = request.shape.vocab_size / columns.tp
     head = linear_s(device, request, rows=tokens, inner=request.shape.hidden_size, outer=vocab)
-    fused = np.where(is_cut(view), CUT_LOSS_BYTES, FUSED_LOSS_PASSES * byte_sizes(request).activation)
-    a_logit = np.where(columns.fused_loss > 0, fused, LOSS_PASSES * 4)
-    loss = a_logit * tokens * vocab / _bandwidth(device)
+    fused = np.where(is_sharded(view), SHARDED_LOSS_BYTES, FUSED_LOSS_PASSES * byte_sizes(request).activation)
+    per_logit = np.where(columns.fused_loss > 0, fused, LOSS_PASSES * 4)
+    loss = per_logit * tokens * vocab / _bandwidth(device)
     least = np.where(columns.compiled > 0, LAUNCH_COMPILED_S, LAUNCH_EAGER_S) * stage.blocks.sum(axis=1)
     launch = 3 * np.maximum(least - (matmul + attention + pointwise), 0.0)
     if request.is_cpu:
         launch = np.zeros(len(columns))
     return BlockSeconds(
         matmul_forward=matmul, attention_forward=attention, pointwise_forward=pointwise, quantise_forward=quantise,
-        quantise_backward=quantise_back, recompute=again, loss=loss * stage.holds_head,
+        quantise_backward=quantise_backward, recompute=recompute, loss=loss * stage.holds_head,
         head_forward=head * stage.holds_head, launch=launch,
     )  # fmt: skip
 
@@ -99,13 +100,13 @@ def linear_s(
     outer: Floats | int,
     in_float8: bool = False,
 ) -> Floats:
-    """One product [rows, inner] x [inner, outer]; a device without float8 rates multiplies as it does all else."""
+    """Seconds of one matmul [rows, inner] x [inner, outer]; without a float8 rate, at the rate of the compute dtype."""
     flops = 2.0 * rows * inner * outer
     is_short = in_float8 and has_float8(device)
     name = RATE if is_short else _rate_name(request)
     curve = device.rates[name]
     rate = device.peak_flops[name] * curve.best * flops / (flops + curve.half_flops)
-    # a product cannot be faster than its operands are read
+    # a matmul takes at least the time to read its operands
     compute = byte_sizes(request).compute
     operands = rows * inner + inner * np.asarray(outer, dtype=np.float64)
     moved = (1 if is_short else compute) * operands + compute * rows * outer
@@ -113,8 +114,10 @@ def linear_s(
 
 
 def model_flops(request: Request, *, sees_all_keys: bool = False) -> float:
-    """Of a step, as MFU counts them: 6 for each weight a token meets, and attention's products over the keys seen;
-    `sees_all_keys` counts the masked ones too, as most published figures do."""
+    """FLOPs per step for MFU: 6 per weight that a token uses, plus matmuls of attention over visible keys.
+
+    `sees_all_keys` counts masked keys too, as most published figures do.
+    """
     shape, workload = request.shape, request.workload
     per_token = 6.0 * shape.vocab_size * shape.hidden_size
     for block, count in zip(shape.kinds, shape.kind_counts, strict=True):
@@ -135,15 +138,15 @@ def attention_flops_per_token(block: BlockShape, sequence_length: int, *, sees_a
 
 @dataclass(frozen=True)
 class _LinearSeconds:
-    """Forward products, and the passes that quantise what is multiplied in float8."""
+    """Seconds of forward matmuls, and of the passes that quantise operands of float8 matmuls."""
 
-    product: Floats
+    matmul: Floats
     quantise_forward: Floats
     quantise_backward: Floats
 
     def __add__(self, other: _LinearSeconds) -> _LinearSeconds:
         return _LinearSeconds(
-            self.product + other.product,
+            self.matmul + other.matmul,
             self.quantise_forward + other.quantise_forward,
             self.quantise_backward + other.quantise_backward,
         )
@@ -161,29 +164,29 @@ def _linear_of_block_s(request: Request, columns: Columns, linear: LinearShape, 
     device, nothing = request.cluster.device, np.zeros(len(columns))
     if linear.role == "expert":
         here = np.maximum(1.0, linear.copies / columns.ep)
-        # tokens of all the ranks that share the experts meet on them, so a rank's work is that of its own tokens
-        # (and a tensor group has its tokens once: ranks that deal experts out among them share them)
+        # experts serve tokens of all ranks that share them, so work per rank is that of its own tokens; a tensor group
+        # with experts partitioned over it has its tokens once
         rows = tokens * linear.active / here * columns.expert_tp / columns.tp
         outer = linear.out_features / columns.expert_tp
-        product = here * linear_s(device, request, rows=rows, inner=linear.in_features, outer=outer)
-        return _LinearSeconds(product, nothing, nothing)
-    cut = columns.matrix_divisor if linear.style != "replicated" else np.ones(len(columns))
-    inner = linear.in_features / np.where(linear.style == "row", cut, 1)
-    outer = linear.out_features / np.where(linear.style == "column", cut, 1)
-    product = linear_s(device, request, rows=tokens, inner=inner, outer=outer)
+        matmul = here * linear_s(device, request, rows=rows, inner=linear.in_features, outer=outer)
+        return _LinearSeconds(matmul, nothing, nothing)
+    divisor = columns.matrix_divisor if linear.style != "replicated" else np.ones(len(columns))
+    inner = linear.in_features / np.where(linear.style == "row", divisor, 1)
+    outer = linear.out_features / np.where(linear.style == "column", divisor, 1)
+    matmul = linear_s(device, request, rows=tokens, inner=inner, outer=outer)
     taken = _takes_float8(columns, linear)
     if not np.any(taken):
-        return _LinearSeconds(linear.copies * product, nothing, nothing)
+        return _LinearSeconds(linear.copies * matmul, nothing, nothing)
     short = linear_s(device, request, rows=tokens, inner=inner, outer=outer, in_float8=True)
     passes = quantise_bytes(columns, rows=tokens, inner=inner, outer=outer)
     share = linear.copies * taken / _bandwidth(device)
     return _LinearSeconds(
-        linear.copies * np.where(taken, short, product), share * passes.forward, share * passes.backward
+        linear.copies * np.where(taken, short, matmul), share * passes.forward, share * passes.backward
     )
 
 
 def _takes_float8(columns: Columns, linear: LinearShape) -> Bools:
-    """In which plans a matrix is multiplied so."""
+    """Plans in which this linear has a float8 matmul."""
     by_choice = np.asarray([multiplies_in_float8(linear, choice) for choice in FLOAT8])
     return np.asarray(by_choice[columns.float8_linears])
 
@@ -198,7 +201,7 @@ def _attention_s(request: Request, columns: Columns, block: BlockShape, tokens: 
     flops = flops * np.where(columns.cp > 1, RING_ATTENTION, 1.0)
     if not request.writes_scores(block.attention):
         return np.asarray(flops / rate, dtype=np.float64)
-    # written-out attention skips no masked key, windows' included, and moves the scores through memory several times
+    # with materialised scores masked keys are computed too, and the scores move through memory several times
     all_keys = attention_flops_per_token(block, request.workload.sequence_length, sees_all_keys=True)
     flops = tokens * all_keys / columns.tp * np.where(columns.cp > 1, RING_ATTENTION, 1.0)
     scores = tokens * request.workload.sequence_length * block.attention.num_heads / columns.tp
@@ -206,15 +209,15 @@ def _attention_s(request: Request, columns: Columns, block: BlockShape, tokens: 
 
 
 def _pointwise_s(request: Request, columns: Columns, block: BlockShape, tokens: Floats) -> tuple[Floats, Floats]:
-    """(seconds of the forward's pointwise operators, share of them that selective recomputation repeats)."""
+    """(seconds of the forward's pointwise operators, share of them under selective recompute)."""
     c, shape = byte_sizes(request).activation, request.shape
-    kept = kept_by(block, compute_bytes=c, writes_scores=False, hidden_size=shape.hidden_size)
-    partly = kept_selectively(block, compute_bytes=c, writes_scores=False, hidden_size=shape.hidden_size)
+    saved = saved_by_default(block, compute_bytes=c, writes_scores=False, hidden_size=shape.hidden_size)
+    partly = saved_by_selective(block, compute_bytes=c, writes_scores=False, hidden_size=shape.hidden_size)
     keys = np.zeros(len(columns))
-    whole = bytes_of(kept, block, columns, tokens=tokens, keys=keys)
-    selected = np.minimum(bytes_of(partly, block, columns, tokens=tokens, keys=keys), whole)
+    total = bytes_of(saved, block, columns, tokens=tokens, keys=keys)
+    selected = np.minimum(bytes_of(partly, block, columns, tokens=tokens, keys=keys), total)
     passes = np.where(columns.compiled > 0, MOVED_COMPILED, MOVED_EAGER) / 3
-    return passes * whole / _bandwidth(request.cluster.device), (whole - selected) / np.maximum(whole, 1.0)
+    return passes * total / _bandwidth(request.cluster.device), (total - selected) / np.maximum(total, 1.0)
 
 
 def _bandwidth(device: Device) -> float:
@@ -222,7 +225,7 @@ def _bandwidth(device: Device) -> float:
 
 
 def _rate_name(request: Request) -> str:
-    """The dtype whose rate counts; a device without it computes in the nearest it has."""
+    """The dtype whose rate applies: that of the weights, or the nearest that the device supports."""
     rates = request.cluster.device.rates
     wanted = request.precision.weights
     fallbacks = {"bfloat16": ("bfloat16", "float16", "float32"), "float16": ("float16", "float32")}

@@ -1,16 +1,16 @@
-"""Linear layers in float8: which ones, the passes that quantise their operands, and what the device makes of them.
+"""Float8 linears: the matrices that use it, the passes that quantise operands, the device's support.
 
-    products   three, at the device's float8 rate; head, attention, experts and routers keep theirs
-    quantise   every operand is read for its largest magnitude, read again and written in float8; the backward lays
-               each of them out anew. Bytes an element of 16 bits moves on the way, one scale a tensor:
+    matmuls    three per linear at the device's float8 rate; head, attention, experts and routers keep their dtype
+    quantise   every operand is read for its largest magnitude, read again and written in float8; the backward
+               transposes each. Bytes moved per 16-bit element, with one scale per tensor:
 
-                   compiled     2 + 2 + 1 = 5, and 1 + 1 = 2 for the new layout
+                   compiled     2 + 2 + 1 = 5, and 1 + 1 = 2 for the transpose
                    eager        abs 4, max 2, float 6, times 8, clamp 8, cast 5 = 33, and the time of 29 for the
-                                layout: transposing bytes, torch's copy reaches a fraction of the bandwidth
+                                transpose: torch's copy of bytes reaches a fraction of the bandwidth
 
 Measured on an H200: layers of 2048 to 28,672 features within 7% compiled and 10% eager
-(benchmarks/results/float8_layers-2026-11-17-h200.md); in a step of Llama 8B 80 ms of passes, counted 75, and products
-of 1,344 TFLOP/s, by the catalogue 1,326 at most (benchmarks/results/gpu_step-2026-11-16-h200.md).
+(benchmarks/results/float8_layers-2026-11-17-h200.md); in a step of Llama 8B 80 ms of passes, predicted 75, and matmuls
+at 1,344 TFLOP/s, 1,326 at most by the catalogue (benchmarks/results/gpu_step-2026-11-16-h200.md).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from weft.plan.columns import Columns, Floats
 from weft.plan.request import Request
 
 RATE = "float8"
-QUANTISED_COMPILED, QUANTISED_EAGER = 5.0, 33.0  # bytes moved, an element that is quantised
-LAID_OUT_COMPILED, LAID_OUT_EAGER = 2.0, 29.0  # the same, an element that is laid out anew
+QUANTISED_COMPILED, QUANTISED_EAGER = 5.0, 33.0  # bytes moved per quantised element
+TRANSPOSED_COMPILED, TRANSPOSED_EAGER = 2.0, 29.0  # bytes moved per transposed element
 
 
 def multiplies_in_float8(linear: LinearShape, choice: Float8Choice) -> bool:
-    """Whether a matrix is a linear layer that `choice` takes: experts and transposed matrices are none."""
+    """Whether `choice` uses float8 for this linear; never for experts, routers and transposed matrices."""
     is_linear = linear.role not in ("expert", "router") and not linear.is_transposed
     return is_linear and takes_float8(linear.in_features, linear.out_features, choice)
 
@@ -42,28 +42,28 @@ def has_float8(device: Device) -> bool:
 
 
 def why_no_float8(request: Request) -> str:
-    """Why float8 products are priced as other products here, or nothing. GPUs without them are refused instead."""
+    """Why float8 matmuls cost as much as others on this device, or ''. GPUs without them are refused instead."""
     if has_float8(request.cluster.device) or not request.is_cpu:
         return ""
-    return "a CPU has no float8 products: it multiplies rounded values in its own format, and rounding costs time"
+    return "a CPU has no float8 matmuls: it multiplies rounded values in its own format, and rounding costs time"
 
 
 @dataclass(frozen=True)
 class QuantiseBytes:
-    """Bytes that the passes around one layer's three products move."""
+    """Bytes moved by the passes around the three matmuls of one linear."""
 
     forward: Floats
     backward: Floats
 
 
 def quantise_bytes(columns: Columns, *, rows: Floats, inner: Floats, outer: Floats) -> QuantiseBytes:
-    """Of a product [rows, inner] x [inner, outer]; a weight that was gathered in float8 arrives quantised."""
+    """Bytes for a matmul [rows, inner] x [inner, outer]; a weight gathered in float8 is quantised already."""
     is_compiled = columns.compiled > 0
     each = np.where(is_compiled, QUANTISED_COMPILED, QUANTISED_EAGER)
-    anew = np.where(is_compiled, LAID_OUT_COMPILED, LAID_OUT_EAGER)
+    transposed = np.where(is_compiled, TRANSPOSED_COMPILED, TRANSPOSED_EAGER)
     inputs, weights, outputs = rows * inner, inner * outer, rows * outer
     arrives = (columns.float8 > 0) & (columns.shards > 1)
     return QuantiseBytes(
         forward=each * (inputs + np.where(arrives, 0.0, weights)),
-        backward=each * outputs + anew * (outputs + inputs + weights),
+        backward=each * outputs + transposed * (outputs + inputs + weights),
     )

@@ -1,15 +1,15 @@
-"""How long collectives take on a cluster: alpha-beta links, ring factors, and where an axis leaves the node.
+"""Seconds of collectives on a cluster: alpha-beta links, ring factors, axes that span nodes.
 
-| collective     | bytes a rank sends, S the whole tensor |
+| collective     | bytes sent per rank, S the full tensor |
 | -------------- | -------------------------------------- |
 | all_gather     | S (n - 1) / n                          |
 | reduce_scatter | S (n - 1) / n                          |
 | all_reduce     | 2 S (n - 1) / n                        |
-| all_to_all     | S (n - 1) / n, S what one rank holds   |
+| all_to_all     | S (n - 1) / n, S the local tensor      |
 | send           | S                                      |
 
-An axis whose ranks fill k places of every node it touches drives k network cards at once:
-rate = min(inside, k * between). Latency grows with the ring's steps up to a tree's 2 log2 n.
+An axis with k ranks per node uses k network cards at once:
+rate = min(inside, k * between). Latency: the steps of a ring, at most the 2 log2 n of a tree.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ SHARED = {DP_SHARD: (DP_SHARD, CP)}  # context-parallel ranks share one copy of 
 
 @dataclass(frozen=True)
 class AxisLink:
-    """An axis as its collectives see it."""
+    """Degree, bandwidth and latency of an axis."""
 
     degree: Floats
     bytes_per_s: Floats
-    latency_s: Floats  # of one step
+    latency_s: Floats  # per step
     off_node: Floats  # share of the other ranks that are on other nodes
-    between_bytes_per_s: float  # of one rank's own way out of its node
+    between_bytes_per_s: float  # per network card
     inside_bytes_per_s: float
 
     def exchange_seconds(self, wire_bytes: Floats, *, num_calls: Floats | float = 1.0) -> Floats:
-        """For an all-to-all: what leaves the node goes through the rank's own card, the rest stays inside."""
+        """Seconds of all-to-alls: bytes to other nodes go through the rank's network card."""
         outside = wire_bytes * self.off_node
         waiting = np.where(self.degree > 1, num_calls * self.latency_s, 0.0)
         return (
@@ -45,14 +45,14 @@ class AxisLink:
         )
 
     def seconds(self, wire_bytes: Floats, *, num_calls: Floats | float = 1.0) -> Floats:
-        """For `wire_bytes` a rank in `num_calls` collectives."""
+        """Seconds of `num_calls` collectives with `wire_bytes` per rank in total."""
         steps = np.minimum(np.maximum(self.degree - 1, 0), 2 * np.log2(np.maximum(self.degree, 2)))
         waiting = np.where(self.degree > 1, num_calls * steps * self.latency_s, 0.0)
         return np.asarray(wire_bytes / self.bytes_per_s + waiting, dtype=np.float64)
 
 
 def axis_link(cluster: Cluster, columns: Columns, axes: tuple[str, ...]) -> AxisLink:
-    """The link of the ranks that differ in these axes, which must lie next to each other in the mesh."""
+    """The link of these axes, which must be adjacent in the mesh."""
     return _link(cluster, *inner_degree(columns, axes))
 
 
@@ -73,20 +73,20 @@ def _link(cluster: Cluster, inner: Floats, degree: Floats) -> AxisLink:
 
 
 def expert_link(cluster: Cluster, columns: Columns) -> AxisLink:
-    """Expert ranks are neighbours on the sharding axes: ep of them, as far apart as the ranks that cut one expert."""
+    """The link of the ep ranks, which are adjacent on the sharding axes with a stride of expert_tp."""
     degree = columns.ep.astype(np.float64)
     inner = columns.expert_tp.astype(np.float64)
     return _link(cluster, inner, degree)
 
 
 def leaves_node(cluster: Cluster, columns: Columns, axis: str) -> bool:
-    """Whether the ranks of this axis, in the one plan of `columns`, are on several nodes."""
+    """Whether the axis spans nodes in the one plan of `columns`."""
     link = expert_link(cluster, columns) if axis == "ep" else axis_link(cluster, columns, SHARED.get(axis, (axis,)))
     return bool(link.off_node[0] > 0)
 
 
 def inner_degree(columns: Columns, axes: tuple[str, ...]) -> tuple[Floats, Floats]:
-    """(ranks between neighbours on these axes, number of ranks on them)."""
+    """(stride of these axes, number of ranks on them)."""
     innermost = max(MESH_ORDER.index(axis) for axis in axes)
     inner = np.ones(len(columns))
     for axis in MESH_ORDER[innermost + 1 :]:
@@ -97,11 +97,11 @@ def inner_degree(columns: Columns, axes: tuple[str, ...]) -> tuple[Floats, Float
     return inner, degree
 
 
-def gather_bytes(whole_bytes: Floats, degree: Floats) -> Floats:
-    """Of an all-gather or a reduce-scatter."""
-    return np.asarray(whole_bytes * (degree - 1) / degree, dtype=np.float64)
+def gather_bytes(full_bytes: Floats, degree: Floats) -> Floats:
+    """Bytes sent per rank in an all-gather or a reduce-scatter."""
+    return np.asarray(full_bytes * (degree - 1) / degree, dtype=np.float64)
 
 
-def reduce_bytes(whole_bytes: Floats, degree: Floats) -> Floats:
-    """Of an all-reduce."""
-    return 2 * gather_bytes(whole_bytes, degree)
+def reduce_bytes(full_bytes: Floats, degree: Floats) -> Floats:
+    """Bytes sent per rank in an all-reduce."""
+    return 2 * gather_bytes(full_bytes, degree)

@@ -1,9 +1,9 @@
-"""Seconds of a step, term by term, for every plan: arithmetic, communication it cannot hide, the bubble, the update.
+"""Seconds per step, term by term, for every plan: compute, exposed communication, the bubble, the update.
 
-micro-batches = arithmetic + tensor, context and expert communication + gathers and reduces beyond the arithmetic
-                they run beside
-step          = micro-batches of the slowest stage / (1 - bubble) + what of the gradients' last reduction outlasts
-                the last backward + update
+micro-batches = compute + tensor, context and expert communication + all-gathers and reduce-scatters that compute does
+                not hide
+step          = micro-batches of the slowest stage / (1 - bubble) + exposed gradient reduction after the last backward
+                + update
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from weft.plan.time.links import AxisLink, axis_link, expert_link
 from weft.plan.traffic import Traffic, estimate_traffic
 from weft.plan.view import View, busiest_view
 
-OVERLAP = 0.9  # of arithmetic that can run beside communication: both want memory bandwidth and a few processors
-UPDATE_PASSES = 1.15  # norm and clip read the gradients once more
+OVERLAP = 0.9  # share of compute that hides communication: both need memory bandwidth and SMs
+UPDATE_PASSES = 1.15  # norm and clipping read the gradients once more
 EXPOSED_SENDS = 0.1  # a stage sends while it computes the next micro-batch
-CONTENTION = 0.1  # of hidden communication's time that the arithmetic beside it loses
-HOST_LINKS = 4  # a host's memory moves roughly what four of its device links move, shared by the node's devices
+CONTENTION = 0.1  # share of hidden communication that slows down the compute beside it
+HOST_LINKS = 4  # host memory bandwidth in device links, shared by the devices of a node
 
 Terms = dict[Term, Floats]
 
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Seconds a step of every plan."""
+    """Seconds per step of every plan."""
 
     terms: Terms
     mfu: Floats
@@ -46,7 +46,7 @@ class TimeEstimate:
 
 
 def estimate_time(views: Sequence[View]) -> TimeEstimate:
-    """The slowest stage sets the pace."""
+    """Step time of every plan, by its slowest stage."""
     request, columns = views[0].request, views[0].columns
     terms = _stage_terms(views[0])
     busiest = busiest_view(request, columns)
@@ -61,7 +61,7 @@ def estimate_time(views: Sequence[View]) -> TimeEstimate:
 
 
 def _stage_terms(view: View) -> Terms:
-    """All but the bubble, for the rank that `view` looks at."""
+    """All terms but the bubble, for the rank of `view`."""
     request, columns = view.request, view.columns
     m = columns.microbatches.astype(np.float64)
     busy = block_seconds(view)
@@ -86,7 +86,7 @@ def _stage_terms(view: View) -> Terms:
 
 
 def _keep_slower(terms: Terms, rows: Ints, other: Terms) -> None:
-    """Where `other` takes longer, it takes the place of these rows."""
+    """Replace these rows of `terms` where `other` takes longer."""
     slower = _total(other) > _total(terms)[rows]
     chosen = rows[slower]
     for term, values in terms.items():
@@ -94,7 +94,7 @@ def _keep_slower(terms: Terms, rows: Ints, other: Terms) -> None:
 
 
 def _wire(request: Request, columns: Columns, traffic: Traffic) -> dict[str, Floats]:
-    """Seconds of the communication that arithmetic waits for, a step."""
+    """Seconds per step of communication that blocks compute."""
     seconds = {
         axis: _seconds(axis_link(request.cluster, columns, (axis,)), traffic.of(axis))
         for axis in (axes.TP, axes.CP, axes.PP)
@@ -105,7 +105,7 @@ def _wire(request: Request, columns: Columns, traffic: Traffic) -> dict[str, Flo
 
 
 def _data_parallel(request: Request, columns: Columns, traffic: Traffic, busy: BlockSeconds) -> Floats:
-    """Gathers and reduces beyond the arithmetic they run beside; the first and the last have nothing to run beside."""
+    """All-gathers and reduce-scatters that compute does not hide; the first and the last are always exposed."""
     m = columns.microbatches.astype(np.float64)
     link = axis_link(request.cluster, columns, (axes.DP_SHARD, axes.CP))
     forward, backward = (_seconds(link, traffic.of(axes.DP_SHARD, phase=phase)) for phase in ("forward", "backward"))
@@ -118,7 +118,7 @@ def _data_parallel(request: Request, columns: Columns, traffic: Traffic, busy: B
 
 
 def _between_replicas(request: Request, columns: Columns, traffic: Traffic, busy: BlockSeconds) -> Floats:
-    """The all-reduce of gradients over replicas runs beside the last micro-batch's backward only."""
+    """The gradient all-reduce over replicas overlaps only with the backward of the last micro-batch."""
     everyone = axis_link(request.cluster, columns, (axes.DP_REPLICATE, axes.DP_SHARD, axes.CP))
     replicas = axis_link(request.cluster, columns, (axes.DP_REPLICATE,))
     moved = traffic.of(axes.DP_REPLICATE)
@@ -128,16 +128,16 @@ def _between_replicas(request: Request, columns: Columns, traffic: Traffic, busy
 
 
 def _update(view: View) -> Terms:
-    """Weights, gradients and states are read and written once; on the host, over its link and in its memory."""
+    """Weights, gradients and states are read and written once; with offload, over the host link and in host memory."""
     columns, share, sizes, cluster = view.columns, view.share, view.sizes, view.request.cluster
-    held = np.where(columns.zero > 0, share.total.shard, share.total.whole)
-    a_parameter = 2 * sizes.master + sizes.gradient + 2 * sizes.optimizer
-    on_device = UPDATE_PASSES * held * a_parameter / (cluster.device.memory_bytes_per_s * cluster.device.memory_share)
+    held = np.where(columns.zero > 0, share.total.shard, share.total.unsharded)
+    per_parameter = 2 * sizes.master + sizes.gradient + 2 * sizes.optimizer
+    on_device = UPDATE_PASSES * held * per_parameter / (cluster.device.memory_bytes_per_s * cluster.device.memory_share)
     over_link = held * (sizes.gradient + sizes.compute) / cluster.host.bytes_per_s
-    in_host = held * a_parameter * cluster.devices_per_node / (HOST_LINKS * cluster.host.bytes_per_s)
+    in_host = held * per_parameter * cluster.devices_per_node / (HOST_LINKS * cluster.host.bytes_per_s)
     from_disk = 2 * held * sizes.optimizer * cluster.devices_per_node / max(cluster.nvme_bytes_per_s, 1e9)
     is_off, is_on_disk = columns.offload_optimizer > 0, columns.offload_optimizer == 2
-    weights = 2 * share.total.whole * sizes.compute / cluster.host.bytes_per_s * columns.microbatches
+    weights = 2 * share.total.unsharded * sizes.compute / cluster.host.bytes_per_s * columns.microbatches
     return {
         Term.OPTIMIZER: np.where(is_off, 0.0, on_device),
         Term.OFFLOAD: np.where(is_off, over_link + in_host + np.where(is_on_disk, from_disk, 0.0), 0.0)

@@ -1,4 +1,4 @@
-"""What makes tensor parallelism legal: heads, widths and vocabulary divide, the axis stays in a node."""
+"""Legality of tensor parallelism: heads, widths and vocabulary divide, the axis stays in a node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _heads_divide(request: Request, columns: Columns) -> Bools:
 def _key_value_heads_divide(request: Request, columns: Columns) -> Bools:
     broken = np.zeros(len(columns), dtype=bool)
     for block in request.shape.kinds:
-        if block.attention is None or block.attention.is_latent or not block.cuts("attention"):
+        if block.attention is None or block.attention.is_latent or not block.shards("attention"):
             continue
         heads, ranks = block.attention.num_kv_heads, sharding_ranks(columns)
         cannot_repeat = columns.is_grid | block.attention.has_grouped_order
@@ -32,20 +32,20 @@ def _widths_divide(request: Request, columns: Columns) -> Bools:
     for block in request.shape.kinds:
         for linear in block.linears:
             if linear.style == "row" and linear.role != "attention":
-                # experts are dealt out first, and cut over the ranks that are left
+                # experts are partitioned over ep first, then sharded over the remaining ranks
                 ranks = columns.expert_tp if linear.role == "expert" else sharding_ranks(columns)
                 broken |= linear.in_features % ranks != 0
     return broken
 
 
 def _vocabulary_suffices(request: Request, columns: Columns) -> Bools:
-    """Rows are dealt out in runs of ceil(rows / tp): the last rank must have some."""
+    """Shards have ceil(rows / tp) rows: the last rank must have some."""
     rows, chunks = request.shape.vocab_size, sharding_ranks(columns) ** np.where(columns.is_cube, 2, 1)
-    is_cut = request.shape.has_cut_table or request.shape.has_cut_head
-    return np.asarray(is_cut & (-(-rows // chunks) * (chunks - 1) >= rows) & (chunks > 1), dtype=bool)
+    is_sharded = request.shape.has_sharded_table or request.shape.has_sharded_head
+    return np.asarray(is_sharded & (-(-rows // chunks) * (chunks - 1) >= rows) & (chunks > 1), dtype=bool)
 
 
-def _something_is_cut(request: Request, columns: Columns) -> Bools:
+def _something_is_sharded(request: Request, columns: Columns) -> Bools:
     has_regions = any(linear.style == "row" for block in request.shape.kinds for linear in block.linears)
     return (columns.tp > 1) & (not has_regions)
 
@@ -76,8 +76,8 @@ RULES: tuple[Rule, ...] = (
     Rule("vocabulary", "the vocabulary has too few rows for tp", _vocabulary_suffices),
     Rule(
         "regions",
-        "no part of the model can be divided over tensor-parallel ranks",
-        _something_is_cut,
+        "no part of the model can be sharded over tensor-parallel ranks",
+        _something_is_sharded,
         lambda request, columns: "use mesh.tp = 1; ZeRO-3 (data_parallel.zero = 3) shards any model",
     ),
     Rule(

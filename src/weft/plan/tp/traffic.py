@@ -1,23 +1,23 @@
-"""What one-dimensional tensor parallelism sends in a step, as the engine sends it, for every plan.
+"""Traffic of one-dimensional tensor parallelism per step, as in the engine, for every plan.
 
-Per micro-batch, t tokens of h numbers, for each region (attention, an MLP, experts, shared experts):
+Per micro-batch of t tokens with hidden size h, for each region (attention, an MLP, experts, shared experts):
 
 | where                | without sequence parallel    | with it                                            |
 | -------------------- | ---------------------------- | -------------------------------------------------- |
 | a region's entry     | backward all_reduce [t, h]   | forward all_gather [t, h], backward reduce_scatter |
 | a region's exit      | forward all_reduce [t, h]    | forward reduce_scatter [t, h], backward all_gather |
-| experts' entry, too  | backward all_reduce [t, k]   | choices (int64) and weights [t, k] likewise        |
-| norm over cut width  | all_reduce [t] both ways     | the same                                           |
-| attention left whole |                              | forward all_gather [t, h], backward reduce_scatter |
-| blocks' two ends     |                              | all_gather [t, h] forward (last), backward (first) |
+| entry of experts     | backward all_reduce [t, k]   | the same for choices (int64) and weights [t, k]    |
+| norm over shards     | all_reduce [t] both ways     | the same                                           |
+| replicated attention |                              | forward all_gather [t, h], backward reduce_scatter |
+| first and last block |                              | all_gather [t, h] forward (last), backward (first) |
 | token table          | forward all_reduce [t, h]    | the same                                           |
 | head                 | backward all_reduce [t, h]   | the same                                           |
 | loss                 | forward all_reduce [t], [2, t] float32; or all_gather of logits | the same        |
-| … fused              | forward all_reduce [t], [2, t] float32, in stretches            | the same        |
+| … fused              | forward all_reduce [t], [2, t] float32, per chunk               | the same        |
 
-Recompute, full or selective, sends what a block's forward sends once more, in the backward: but for the last exit,
-where nothing after it is kept (no norm, no dropout, no gate), since recomputing stops with the last tensor kept.
-Once a step: all_reduce of the gradients that tensor ranks have shares of (see tensors.py), in the update.
+Recompute, full or selective, repeats the collectives of a block's forward in the backward, except the last exit if
+nothing after it is saved (no norm, no dropout, no gate): recompute stops at the last saved tensor.
+Once per step: all_reduce of partial gradients (see block_tensors.py), in the update.
 """
 
 from __future__ import annotations
@@ -32,66 +32,67 @@ from weft.core.model_shape import BlockShape
 from weft.plan.axis import TrafficRow
 from weft.plan.columns import TP_MODES, Floats
 from weft.plan.memory.block_tensors import is_wide, tensors_of
-from weft.plan.memory.fused_loss import num_stretches
+from weft.plan.memory.fused_loss import num_chunks
 from weft.plan.time.links import gather_bytes, reduce_bytes
 from weft.plan.view import View
 
 FLOAT32_BYTES = 4
 INDEX_BYTES = 8
-ALONE_ELEMENTS = 2**22  # gradients of more travel alone, the others of a step together
-SMALL_ELEMENTS = 8  # a collective of so few is bookkeeping, and no ledger counts it
+ALONE_ELEMENTS = 2**22  # larger gradients are reduced alone, the others together
+SMALL_ELEMENTS = 8  # collectives of at most so many elements are not counted
 
 Sent = tuple[str, str, Floats, Floats]  # collective, phase, bytes, count
+Passed = tuple[str, Floats, float]  # collective, bytes, count
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passages:
-    """What the forward of one block passes between tensor ranks."""
+class BlockCollectives:
+    """Collectives of one block over the tensor axis."""
 
     regions: int
     experts: int  # of the regions
-    statistics_forward: int  # all-reduces of a number a token
+    statistics_forward: int  # all-reduces of one element per token
     statistics_backward: int
-    numbers_backward: int  # that the latter carry a token
-    whole_mixers: int
-    last_exits: int  # exits that recomputing does not come to
+    numbers_backward: int  # elements per token in the latter
+    replicated_mixers: int
+    last_exits: int  # exits that recompute does not reach
 
 
-def passages_of(block: BlockShape) -> Passages:
-    """One block of this kind."""
+def collectives_of(block: BlockShape) -> BlockCollectives:
+    """Collectives of one block of this kind."""
     rows = [linear for linear in block.linears if linear.style == "row" and linear.active]
     wide = [norm for norm in block.norms if is_wide(norm, block)]
-    # a fused layer norm sums its mean and its variance apart, and both of their gradients together
+    # a fused layer norm reduces mean and variance separately, and their gradients together
     centred = sum(norm.kind == "layer" for norm in wide)
-    return Passages(
+    return BlockCollectives(
         regions=len(rows),
         experts=sum(linear.role == "expert" for linear in rows),
         statistics_forward=len(wide) + centred,
         statistics_backward=len(wide),
         numbers_backward=len(wide) + centred,
-        whole_mixers=_whole_mixers(block),
-        last_exits=0 if _keeps_after_sum(block) else min(1, len(rows)),
+        replicated_mixers=_replicated_mixers(block),
+        last_exits=0 if _saves_after_sum(block) else min(1, len(rows)),
     )
 
 
-def _whole_mixers(block: BlockShape) -> int:
-    """Attention that is not cut, and a state-space mixer, in place of it or beside it."""
+def _replicated_mixers(block: BlockShape) -> int:
+    """Number of replicated mixers: attention that is not sharded, and a state-space mixer."""
     mixing = [linear for linear in block.linears if linear.role in ("attention", "other") and linear.active]
     if block.attention is None:
         return int(bool(mixing))
-    has_whole_attention = not block.cuts("attention") and any(linear.role == "attention" for linear in mixing)
-    return int(has_whole_attention) + int(any(linear.role == "other" for linear in mixing))
+    has_replicated_attention = not block.shards("attention") and any(linear.role == "attention" for linear in mixing)
+    return int(has_replicated_attention) + int(any(linear.role == "other" for linear in mixing))
 
 
-def _keeps_after_sum(block: BlockShape) -> bool:
-    """A norm, dropout, a gate of shared experts, or a feed-forward layer that is not cut."""
+def _saves_after_sum(block: BlockShape) -> bool:
+    """Whether a tensor is saved after the last exit: of a norm, dropout, a gate of shared experts, a replicated MLP."""
     feeds = [linear for linear in block.linears if linear.role in ("mlp", "expert", "shared_expert")]
-    has_whole_feed = any(linear.style == "replicated" and linear.active for linear in feeds)
-    return block.ends_in_norm or block.dropout > 0 or has_whole_feed
+    has_replicated_mlp = any(linear.style == "replicated" and linear.active for linear in feeds)
+    return block.ends_in_norm or block.dropout > 0 or has_replicated_mlp
 
 
 def traffic(view: View) -> list[TrafficRow]:
-    """All collectives of mode 1d; zero for plans of other modes."""
+    """All collectives of mode 1d; zero for plans with other modes."""
     return collected(_sent(view))
 
 
@@ -125,26 +126,27 @@ def _sent(view: View) -> Iterator[Sent]:
 def _blocks(view: View, *, sequence: bool) -> Iterator[Sent]:
     for index, block in enumerate(view.shape.kinds):
         times = view.stage.blocks[:, index] * view.columns.microbatches
-        times_again = (view.stage.again.full + view.stage.again.selective)[:, index] * view.columns.microbatches
-        for again in (False, True):
-            passed = _forward(view, block, sequence=sequence, again=again)
-            repeated = times_again if again else times
-            phase = "backward" if again else "forward"
+        recomputed = view.stage.recomputed
+        recompute_times = (recomputed.full + recomputed.selective)[:, index] * view.columns.microbatches
+        for is_recompute in (False, True):
+            passed = _forward(view, block, sequence=sequence, is_recompute=is_recompute)
+            repeated = recompute_times if is_recompute else times
+            phase = "backward" if is_recompute else "forward"
             yield from ((name, phase, nbytes * repeated, count * repeated) for name, nbytes, count in passed)
         passed = _backward(view, block, sequence=sequence)
         yield from ((name, "backward", nbytes * times, count * times) for name, nbytes, count in passed)
 
 
-def _forward(view: View, block: BlockShape, *, sequence: bool, again: bool) -> Iterator[tuple[str, Floats, float]]:
-    """(collective, bytes, count) of one block's forward; `again`: as it is computed again."""
-    found = passages_of(block)
+def _forward(view: View, block: BlockShape, *, sequence: bool, is_recompute: bool) -> Iterator[Passed]:
+    """Collectives of one block's forward, or of its recompute."""
+    found = collectives_of(block)
     stream, statistics = _stream(view), _numbers(view, FLOAT32_BYTES)
-    exits = found.regions - (found.last_exits if again else 0)
+    exits = found.regions - (found.last_exits if is_recompute else 0)
     yield "all_reduce", _reduced(view, found.statistics_forward * statistics), found.statistics_forward
     if not sequence:
         yield "all_reduce", _reduced(view, exits * stream), exits
         return
-    entries = found.regions + found.whole_mixers
+    entries = found.regions + found.replicated_mixers
     yield "all_gather", _gathered(view, entries * stream), entries
     yield "reduce_scatter", _gathered(view, exits * stream), exits
     if found.experts and block.moe is not None:
@@ -156,8 +158,8 @@ def _forward(view: View, block: BlockShape, *, sequence: bool, again: bool) -> I
         )
 
 
-def _backward(view: View, block: BlockShape, *, sequence: bool) -> Iterator[tuple[str, Floats, float]]:
-    found = passages_of(block)
+def _backward(view: View, block: BlockShape, *, sequence: bool) -> Iterator[Passed]:
+    found = collectives_of(block)
     stream, statistics = _stream(view), _numbers(view, FLOAT32_BYTES)
     yield "all_reduce", _reduced(view, found.numbers_backward * statistics), found.statistics_backward
     top_k = block.moe.top_k if block.moe is not None else 0
@@ -165,45 +167,45 @@ def _backward(view: View, block: BlockShape, *, sequence: bool) -> Iterator[tupl
     if not sequence:
         yield "all_reduce", _reduced(view, found.regions * stream + weights), found.regions + found.experts
         return
-    entries = found.regions + found.whole_mixers
+    entries = found.regions + found.replicated_mixers
     yield "all_gather", _gathered(view, found.regions * stream), found.regions
     yield "reduce_scatter", _gathered(view, entries * stream + weights), entries + found.experts
 
 
 def _between_blocks(view: View) -> Iterator[Sent]:
-    """Sequence parallel: the last block's output is put together, the first one's input cut."""
-    whole = _gathered(view, _stream(view))
+    """Sequence parallel: all-gathers of the last block's output, and of the gradient of the first block's input."""
+    nbytes = _gathered(view, _stream(view))
     for phase, is_here in (("forward", view.stage.holds_head), ("backward", view.stage.holds_embedding)):
         times = view.columns.microbatches * is_here
-        yield "all_gather", phase, whole * times, times.astype(np.float64)
+        yield "all_gather", phase, nbytes * times, times.astype(np.float64)
 
 
 def _ends(view: View) -> Iterator[Sent]:
-    """Token table, head and loss."""
+    """Collectives of token table, head and loss."""
     shape, stage = view.shape, view.stage
     width = (shape.embedding_size or shape.hidden_size) * view.sizes.activation
     times = view.columns.microbatches.astype(np.float64)
-    # the model's own forward runs on every stage, and with it the table where the rank has it
-    table: Floats = np.where(stage.holds_embedding & shape.has_cut_table, times * stage.num_stages, 0.0)
-    head: Floats = np.where(stage.holds_head & shape.has_cut_head, times, 0.0)
+    # the forward of the model runs on every stage, with the token table if the rank holds it
+    table: Floats = np.where(stage.holds_embedding & shape.has_sharded_table, times * stage.num_stages, 0.0)
+    head: Floats = np.where(stage.holds_head & shape.has_sharded_head, times, 0.0)
     yield "all_reduce", "forward", _reduced(view, _numbers(view, width)) * table, table
     yield "all_reduce", "backward", _reduced(view, _numbers(view, width)) * head, head
     is_fused = view.columns.fused_loss > 0
-    is_cut = (view.columns.loss_parallel > 0) | is_fused
+    is_sharded = (view.columns.loss_parallel > 0) | is_fused
     yield (
         "all_reduce",
         "forward",
-        _reduced(view, _numbers(view, 3 * FLOAT32_BYTES)) * head * is_cut,
-        2 * head * is_cut * np.where(is_fused, num_stretches(view), 1.0),
+        _reduced(view, _numbers(view, 3 * FLOAT32_BYTES)) * head * is_sharded,
+        2 * head * is_sharded * np.where(is_fused, num_chunks(view), 1.0),
     )
     padded = np.ceil(shape.vocab_size / view.columns.tp) * view.columns.tp * view.sizes.activation
-    yield "all_gather", "forward", _gathered(view, view.tokens * padded) * head * ~is_cut, head * ~is_cut
+    yield "all_gather", "forward", _gathered(view, view.tokens * padded) * head * ~is_sharded, head * ~is_sharded
 
 
 def _update(view: View) -> Iterator[Sent]:
-    """Small gradients together, one all-reduce for each group of ranks; those of repeated heads over neighbours.
+    """All-reduces of partial gradients: small ones together per group of ranks, those of repeated heads over copies.
 
-    A number goes along for each tensor: whether the rank had a gradient of it at all.
+    Each tensor adds one element: whether the rank has a gradient of it.
     """
     size = len(view.columns)
     shared, large, repeated, copies = (np.zeros(size) for _ in range(4))
@@ -237,8 +239,8 @@ def _stream(view: View) -> Floats:
     return _numbers(view, view.shape.hidden_size * view.sizes.activation)
 
 
-def _numbers(view: View, a_token: float) -> Floats:
-    return np.asarray(view.tokens * a_token, dtype=np.float64)
+def _numbers(view: View, per_token: float) -> Floats:
+    return np.asarray(view.tokens * per_token, dtype=np.float64)
 
 
 def _weight_bytes(view: View, block: BlockShape) -> int:

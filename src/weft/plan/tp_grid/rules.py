@@ -1,4 +1,4 @@
-"""What makes a grid of tensor-parallel ranks legal: its sides, the hidden size, the family."""
+"""Legality of a grid of tensor-parallel ranks: its sides, the hidden size, the family."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def _tensor_mode_fits(request: Request, columns: Columns) -> Bools:
 
 
 def _grid_fits(request: Request, columns: Columns) -> Bools:
-    """Sides divide the hidden size, a cube's twice; families are those compared with one process on grids."""
+    """Sides divide the hidden size, of a cube twice; the family was compared with one process on grids."""
     side = columns.tensor_side.astype(np.int64)
     hidden = request.shape.hidden_size % (side * np.where(columns.is_cube, side, 1)) != 0
     return columns.is_grid & (hidden | (not request.shape.has_grids))
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("tensor_mode", "2d wants tp = q x q, 2.5d d x q x q, 3d a cube", _tensor_mode_fits),
+    Rule("tensor_mode", "2d needs tp = q x q, 2.5d tp = d x q x q, 3d tp = q x q x q", _tensor_mode_fits),
     Rule(
         "grid",
-        "a grid of tensor parallelism must divide the hidden size, and know the family",
+        "a grid of tensor parallelism must divide the hidden size, and support the family",
         _grid_fits,
         lambda request, columns: "use tensor_parallel.mode = '1d'",
     ),

@@ -1,6 +1,6 @@
-"""What tensor parallelism on grids sends in a step, as the engine sends it, for every plan.
+"""Traffic of tensor parallelism on grids per step, as in the engine, for every plan.
 
-2d, 2.5d on q x q (d layers), rows r = t / (q d); S(n) = (n - 1) / n of what is passed:
+2d, 2.5d on q x q (d layers), rows r = t / (q d); bytes by the ring factors of links.py:
 
 | where         | forward                                        | backward                                        |
 | ------------- | ---------------------------------------------- | ----------------------------------------------- |
@@ -13,9 +13,9 @@
 | linear, head  | all_gather [t / q, in / q], weight; reduce_scatter [t / q, out / q] | all_gather of all three; reduce_scatter of two |
 | token table   | all_gather ids, reduce_scatter [t, h / q] over q^2 ranks            | all_gather [t, h / q]                          |
 
-All modes: a norm reduces its statistics [r] float32 both ways, the loss three numbers a row; recompute sends a block's
-forward once more; once a step the gradients of vectors are summed over the ranks with other rows, in 2.5d those of
-matrices over the layers.
+All modes: a norm reduces its statistics [r] float32 both ways, the loss three elements per row; recompute repeats a
+block's forward; once per step gradients of vectors are summed over the ranks with other rows, in 2.5d those of matrices
+over the layers.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from weft.plan.tp.traffic import ALONE_ELEMENTS, FLOAT32_BYTES, INDEX_BYTES, SMA
 from weft.plan.view import View
 
 Passed = tuple[str, Floats, Floats]  # collective, bytes, count
-Group = Literal["stream", "region", "whole"]
+Group = Literal["stream", "region", "replicated"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Grid:
-    """The sides of every plan's grid, and the rows a rank has."""
+    """The sides of every plan's grid, and the rows per rank."""
 
     view: View
     is_cube: Bools
@@ -58,7 +58,7 @@ class _Grid:
 
 
 def traffic(view: View) -> list[TrafficRow]:
-    """All collectives of the grids; zero for plans of mode 1d."""
+    """All collectives of the grids; zero for plans with mode 1d."""
     return collected(_sent(view))
 
 
@@ -76,11 +76,11 @@ def _sent(view: View) -> Iterator[Sent]:
 def _steps(grid: _Grid) -> Iterator[Sent]:
     view = grid.view
     microbatches = view.columns.microbatches.astype(np.float64)
-    again = view.stage.again.full + view.stage.again.selective
+    recomputed = view.stage.recomputed.full + view.stage.recomputed.selective
     for index, block in enumerate(view.shape.kinds):
         count = view.stage.blocks[:, index]
         yield from _in_phase(_block(grid, block, is_forward=True), "forward", microbatches * count)
-        yield from _in_phase(_block(grid, block, is_forward=True), "backward", microbatches * again[:, index])
+        yield from _in_phase(_block(grid, block, is_forward=True), "backward", microbatches * recomputed[:, index])
         yield from _in_phase(_block(grid, block, is_forward=False), "backward", microbatches * count)
     yield from _in_phase(_table(grid, is_forward=True), "forward", microbatches * view.stage.holds_embedding)
     yield from _in_phase(_table(grid, is_forward=False), "backward", microbatches * view.stage.holds_embedding)
@@ -104,11 +104,11 @@ def _block(grid: _Grid, block: BlockShape, *, is_forward: bool) -> Iterator[Pass
 
 def _linear(grid: _Grid, linear: LinearShape, *, is_forward: bool) -> Iterator[Passed]:
     inputs, outputs = linear.in_features / grid.side, linear.out_features / grid.side
-    yield from _product(grid, inputs, outputs, is_forward=is_forward)
+    yield from _matmul(grid, inputs, outputs, is_forward=is_forward)
 
 
-def _product(grid: _Grid, inputs: Floats, outputs: Floats, *, is_forward: bool) -> Iterator[Passed]:
-    """A matrix of blocks inputs x outputs; on a square panel by panel, on a cube gathered."""
+def _matmul(grid: _Grid, inputs: Floats, outputs: Floats, *, is_forward: bool) -> Iterator[Passed]:
+    """A matmul with blocks of inputs x outputs: panel by panel on a square, all-gathered on a cube."""
     view, side = grid.view, grid.side
     weight = inputs * outputs * view.sizes.compute
     panels = (side - 1) * (grid.rows * inputs * view.sizes.activation + weight) * ~grid.is_cube
@@ -127,7 +127,7 @@ def _product(grid: _Grid, inputs: Floats, outputs: Floats, *, is_forward: bool) 
 
 
 def _norm(grid: _Grid, kind: str, *, is_forward: bool) -> Passed:
-    """A mean of squares; of a layer norm the mean too, its gradient in the same message where the norm is fused."""
+    """All-reduce of a norm's statistics: mean of squares, for layer norms also the mean; one in a fused backward."""
     numbers = 2.0 if kind == "layer" else 1.0
     nbytes = reduce_bytes(numbers * FLOAT32_BYTES * grid.rows, grid.side)
     is_apart = is_forward or _writes_norms_out(grid.view)
@@ -135,8 +135,8 @@ def _norm(grid: _Grid, kind: str, *, is_forward: bool) -> Passed:
 
 
 def _writes_norms_out(view: View) -> bool:
-    """Cohere's layer norms are written in Python: see zoo.family.NORM_KEEPS."""
-    return any(norm.kept_tensors == (3, 0) for block in view.shape.kinds for norm in block.norms)
+    """Whether layer norms are written in Python, as Cohere's: see zoo.family.NORM_KEEPS."""
+    return any(norm.saved_tensors == (3, 0) for block in view.shape.kinds for norm in block.norms)
 
 
 def _table(grid: _Grid, *, is_forward: bool) -> Iterator[Passed]:
@@ -153,15 +153,15 @@ def _table(grid: _Grid, *, is_forward: bool) -> Iterator[Passed]:
 
 
 def _head(grid: _Grid, *, is_forward: bool) -> Iterator[Passed]:
-    """The final norm, the head and the loss."""
+    """Collectives of the final norm, the head and the loss."""
     view, side = grid.view, grid.side
     shape, sizes = view.shape, view.sizes
     yield _norm(grid, shape.final_norm, is_forward=is_forward)
     is_flat = (~grid.is_cube).astype(np.float64)
     table = gather_bytes(shape.vocab_size * shape.hidden_size / side * sizes.compute, side) * is_flat
     logits = gather_bytes(grid.rows * shape.vocab_size * sizes.activation, side) * is_flat
-    padded = np.ceil(shape.vocab_size / side**2) * side  # of a cube's line
-    for name, nbytes, count in _product(grid, shape.hidden_size / side, padded, is_forward=is_forward):
+    padded = np.ceil(shape.vocab_size / side**2) * side  # of one line of a cube
+    for name, nbytes, count in _matmul(grid, shape.hidden_size / side, padded, is_forward=is_forward):
         yield name, nbytes * grid.is_cube, count * grid.is_cube
     if not is_forward:
         yield "broadcast", logits + table, 2 * side * is_flat
@@ -169,27 +169,31 @@ def _head(grid: _Grid, *, is_forward: bool) -> Iterator[Passed]:
         return
     yield "broadcast", table, side * is_flat
     yield "reduce", logits, side * is_flat
-    is_cut = (view.columns.loss_parallel > 0).astype(np.float64)
-    yield "all_reduce", reduce_bytes(3 * FLOAT32_BYTES * grid.rows, side) * is_cut, 2 * is_cut
+    is_sharded = (view.columns.loss_parallel > 0).astype(np.float64)
+    yield "all_reduce", reduce_bytes(3 * FLOAT32_BYTES * grid.rows, side) * is_sharded, 2 * is_sharded
     chunk = np.where(grid.is_cube, padded, np.ceil(shape.vocab_size / side))
-    yield "all_gather", gather_bytes(grid.rows * chunk * side * sizes.activation, side) * (1 - is_cut), 1 - is_cut
+    yield (
+        "all_gather",
+        gather_bytes(grid.rows * chunk * side * sizes.activation, side) * (1 - is_sharded),
+        1 - is_sharded,
+    )
 
 
 def _update(grid: _Grid) -> Iterator[Sent]:
-    """Vectors over other rows, parameters that stay whole over everyone, matrices over the layers of 2.5d."""
+    """Gradient all-reduces: vectors over other rows, replicated ones over all ranks, matrices over layers of 2.5d."""
     view = grid.view
     size = len(view.columns)
-    sums: dict[Group, Floats] = {"stream": np.zeros(size), "region": np.zeros(size), "whole": np.zeros(size)}
+    sums: dict[Group, Floats] = {"stream": np.zeros(size), "region": np.zeros(size), "replicated": np.zeros(size)}
     for numbers, group, count in _all_vectors(view):
-        own = numbers / grid.side if group != "whole" else np.full(size, float(numbers))
+        own = numbers / grid.side if group != "replicated" else np.full(size, float(numbers))
         sums[group] = sums[group] + (_shard(grid, own) + 1) * count
-    # on a square both kinds of vectors are summed over the same ranks, and travel together
+    # on a square both kinds of vectors are summed over the same ranks in one all-reduce
     sums["stream"] = sums["stream"] + np.where(grid.is_cube, 0.0, sums["region"])
     sums["region"] = np.where(grid.is_cube, sums["region"], 0.0)
     matrices, alone = _matrices(grid)
     everyone = view.columns.tp.astype(np.float64)
     for elements, ranks in (
-        (sums["stream"], grid.row_ranks), (sums["region"], grid.row_ranks), (sums["whole"], everyone),
+        (sums["stream"], grid.row_ranks), (sums["region"], grid.row_ranks), (sums["replicated"], everyone),
         (matrices, grid.layers),
     ):  # fmt: skip
         nbytes = reduce_bytes(elements * view.sizes.gradient, ranks) * (elements > SMALL_ELEMENTS)
@@ -198,7 +202,7 @@ def _update(grid: _Grid) -> Iterator[Sent]:
 
 
 def _matrices(grid: _Grid) -> tuple[Floats, Floats]:
-    """(elements of all, how many are so large that they travel alone)."""
+    """(elements of all matrices, number of matrices that are reduced alone)."""
     shape, size = grid.view.shape, len(grid.view.columns)
     found, alone = np.zeros(size), np.zeros(size)
     tables = np.ceil(shape.vocab_size / grid.side) * shape.hidden_size / grid.side
@@ -217,7 +221,7 @@ def _shard(grid: _Grid, elements: Floats) -> Floats:
 
 
 def _all_vectors(view: View) -> Iterator[tuple[float, Group, Floats]]:
-    """(elements, over whom they are summed, how many) of everything that is no matrix."""
+    """(elements, group of ranks, count) of all parameters that are no matrices."""
     ones = np.ones(len(view.columns))
     for extra in view.shape.outside:  # final norms, positions
         yield extra.num_parameters / extra.num_tensors, "stream", extra.num_tensors * ones
@@ -229,21 +233,21 @@ def _all_vectors(view: View) -> Iterator[tuple[float, Group, Floats]]:
 
 
 def _vectors(block: BlockShape) -> Iterator[tuple[int, Group]]:
-    """Norms' weights and biases, and linears' biases."""
+    """Weights and biases of norms, and biases of linears."""
     for norm in block.norms:
         tensors = norm.num_parameters // norm.size if norm.size else 0
-        heads = norm.per if tensors >= norm.per else 1  # weights of its own for every head are one tensor
+        heads = norm.per if tensors >= norm.per else 1  # weights per head are one tensor
         for _ in range(tensors // heads):
             yield norm.size * heads, _group_of(norm, block)
     for linear in block.linears:
         if linear.bias:
             yield linear.out_features, "region" if linear.style == "column" else "stream"
     for extra in block.extras:
-        yield extra.num_parameters, "region" if extra.style != "replicated" else "whole"
+        yield extra.num_parameters, "region" if extra.style != "replicated" else "replicated"
 
 
 def _group_of(norm: NormShape, block: BlockShape) -> Group:
     if norm.place == "residual":
         return "stream"
     has_own_heads = norm.per > 1 and norm.num_parameters >= norm.per * norm.size
-    return "region" if has_own_heads or is_wide(norm, block) else "whole"
+    return "region" if has_own_heads or is_wide(norm, block) else "replicated"

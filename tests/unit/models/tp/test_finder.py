@@ -23,7 +23,7 @@ from weft.models.build import build_config, build_skeleton
 from weft.models.layout import describe
 from weft.models.tp.checks import wrong_arithmetic
 from weft.models.tp.finder import find_tensor_layout
-from weft.models.tp.layout import LinearCut, Region, Segment, TensorLayout
+from weft.models.tp.layout import LinearShards, Region, Segment, TensorLayout
 from weft.models.tp.reasons import sharded_parameters
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "zoo"))
@@ -91,7 +91,7 @@ def outputs(region: Region) -> dict[str, tuple[tuple[int, int, bool], ...]]:
     }
 
 
-def row(region: Region) -> LinearCut:
+def row(region: Region) -> LinearShards:
     (cut,) = (cut for cut in region.linears if cut.side == "row")
     return cut
 

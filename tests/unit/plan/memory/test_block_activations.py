@@ -10,13 +10,13 @@ from weft import zoo
 from weft.core.model_shape import BlockShape
 from weft.plan.arithmetic import explain_memory
 from weft.plan.memory.block_activations import (
-    Kept,
+    SavedBytes,
     bytes_of,
-    kept_by,
-    kept_compiled,
-    kept_fully,
-    kept_selectively,
     mean_keys,
+    saved_by_compiled,
+    saved_by_default,
+    saved_by_full,
+    saved_by_selective,
 )
 
 H, F, HEADS, KV_HEADS, DIM = 4096, 14_336, 32, 8, 128  # Llama-3 8B
@@ -24,12 +24,12 @@ LLAMA = zoo.named("llama-3-8b").kinds[0]
 STATISTICS = 2 * 4  # one float32 a token of each RMSNorm
 
 
-def a_token(kept: Kept, block: BlockShape = LLAMA, *, keys: float = 0.0, **plan: object) -> float:
+def a_token(kept: SavedBytes, block: BlockShape = LLAMA, *, keys: float = 0.0, **plan: object) -> float:
     return one(bytes_of(kept, block, columns_with(plan), tokens=np.asarray([1.0]), keys=np.asarray([keys])))
 
 
-def everything(block: BlockShape = LLAMA, *, c: int = 2, scores: bool = False, h: int = H) -> Kept:
-    return kept_by(block, compute_bytes=c, writes_scores=scores, hidden_size=h)
+def everything(block: BlockShape = LLAMA, *, c: int = 2, scores: bool = False, h: int = H) -> SavedBytes:
+    return saved_by_default(block, compute_bytes=c, writes_scores=scores, hidden_size=h)
 
 
 def test_one_layer_of_llama_3_8b_keeps_200_832_bytes_a_token() -> None:
@@ -45,19 +45,19 @@ def test_the_same_layer_in_float32() -> None:
 
 
 def test_full_recomputation_keeps_the_input() -> None:
-    assert a_token(kept_fully(compute_bytes=2, hidden_size=H)) == 2 * H
+    assert a_token(saved_by_full(compute_bytes=2, hidden_size=H)) == 2 * H
 
 
 def test_selective_recomputation_keeps_products_and_attention() -> None:
     """c(3h + 2ad + 2kd + 2f) + 4a: input, o_proj and down_proj; q, attention, k, v; gate and up."""
     by_hand = 2 * (3 * H + 2 * HEADS * DIM + 2 * KV_HEADS * DIM + 2 * F) + 4 * HEADS
-    assert a_token(kept_selectively(LLAMA, compute_bytes=2, writes_scores=False, hidden_size=H)) == by_hand
-    assert a_token(kept_fully(compute_bytes=2, hidden_size=H)) < by_hand < a_token(everything())
+    assert a_token(saved_by_selective(LLAMA, compute_bytes=2, writes_scores=False, hidden_size=H)) == by_hand
+    assert a_token(saved_by_full(compute_bytes=2, hidden_size=H)) < by_hand < a_token(everything())
 
 
 def test_selective_recomputation_does_not_keep_written_out_attention() -> None:
     fused, written = (
-        kept_selectively(LLAMA, compute_bytes=2, writes_scores=scores, hidden_size=H) for scores in (False, True)
+        saved_by_selective(LLAMA, compute_bytes=2, writes_scores=scores, hidden_size=H) for scores in (False, True)
     )
     assert written.scores == 0
     assert a_token(fused) - a_token(written) == 2 * HEADS * DIM + 4 * HEADS
@@ -76,7 +76,7 @@ def test_keys_and_values_are_cut_only_as_far_as_there_are_heads() -> None:
     """16 ranks on 8 key-value heads: two ranks keep the same head."""
     kept = everything()
     assert kept.key_value == 2 * 2 * KV_HEADS * DIM
-    alone = Kept(key_value=kept.key_value)
+    alone = SavedBytes(key_value=kept.key_value)
     assert a_token(alone, tp=16) == a_token(alone, tp=8) == kept.key_value / 8
 
 
@@ -129,7 +129,7 @@ def test_experts_keep_their_tokens_copies() -> None:
 def test_every_rank_that_cuts_an_expert_has_all_of_its_tokens(dp_shard: int, tp: int, ep: int, copies: int) -> None:
     """Experts that are dealt out take the group's tokens once; experts that are cut take them on every rank."""
     block = tiny_mixtral().kinds[0]
-    routed = Kept(routed=1000.0)
+    routed = SavedBytes(routed=1000.0)
     zero = 1 if dp_shard > 1 else 0
     assert tp * a_token(routed, block, dp_shard=dp_shard, tp=tp, ep=ep, zero=zero) == pytest.approx(1000 * copies)
 
@@ -172,24 +172,30 @@ def test_every_part_of_every_block_is_non_negative(name: str, c: int) -> None:
             everything(block, c=c, scores=True, h=shape.hidden_size),
         ):
             assert min(vars(kept).values()) >= 0
-            assert a_token(kept, block) > a_token(kept_fully(compute_bytes=c, hidden_size=shape.hidden_size), block)
+            assert a_token(kept, block) > a_token(saved_by_full(compute_bytes=c, hidden_size=shape.hidden_size), block)
 
 
 @pytest.mark.parametrize(
     ("model", "more"),
     [
-        ("llama-3-8b", Kept(gathered=-2.0 * H)),  # what the MLP gives is added, and read by nothing
+        ("llama-3-8b", SavedBytes(gathered=-2.0 * H)),  # what the MLP gives is added, and read by nothing
         # norms read what both parts give; scores, attention's output, keys and values for the 8 heads that share them
-        ("gemma-2-9b", Kept(scores=2.0 * 16, split=2.0 * (16 * 256 + 8 * 2 * 256))),
-        ("mixtral-8x7b", Kept(routed=2.0 * 2 * H)),  # the experts' inputs, and their outputs are weighed
-        ("phi-3-mini", Kept(gathered=-2.0 * 3072, split=2.0 * 3072, key_value=2.0 * 3072)),  # rotated queries and keys
-        ("gpt-neox-20b", Kept(gathered=-4.0 * 6144, split=2.0 * 6144, key_value=2.0 * 6144)),  # both parts are added
+        ("gemma-2-9b", SavedBytes(scores=2.0 * 16, split=2.0 * (16 * 256 + 8 * 2 * 256))),
+        ("mixtral-8x7b", SavedBytes(routed=2.0 * 2 * H)),  # the experts' inputs, and their outputs are weighed
+        (
+            "phi-3-mini",
+            SavedBytes(gathered=-2.0 * 3072, split=2.0 * 3072, key_value=2.0 * 3072),
+        ),  # rotated queries and keys
+        (
+            "gpt-neox-20b",
+            SavedBytes(gathered=-4.0 * 6144, split=2.0 * 6144, key_value=2.0 * 6144),
+        ),  # both parts are added
     ],
 )
-def test_a_compiled_block_keeps_what_its_backward_reads(model: str, more: Kept) -> None:
+def test_a_compiled_block_keeps_what_its_backward_reads(model: str, more: SavedBytes) -> None:
     (block, *_) = zoo.named(model).kinds
     given = {"compute_bytes": 2, "writes_scores": more.scores > 0, "hidden_size": zoo.named(model).hidden_size}
-    assert kept_compiled(block, **given) - kept_selectively(block, **given) == more
+    assert saved_by_compiled(block, **given) - saved_by_selective(block, **given) == more
 
 
 def test_what_is_explained_of_compiled_blocks_is_what_they_keep() -> None:

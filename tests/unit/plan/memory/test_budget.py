@@ -115,9 +115,9 @@ def test_the_arithmetic_has_a_line_for_each_sort_of_block() -> None:
     )
     said = [line.formula for line in lines if line.term == MemoryTerm.ACTIVATIONS]
     assert [line.partition(" B x ")[2] for line in said[:3]] == [
-        "4 dense blocks (kept)",
-        "20 dense blocks (computed again selectively)",
-        "8 dense blocks (computed again)",
+        "4 dense blocks (saved)",
+        "20 dense blocks (recomputed selectively)",
+        "8 dense blocks (recomputed)",
     ]
     told = sum(line.bytes for line in lines if line.term == MemoryTerm.ACTIVATIONS)
     assert told == pytest.approx(found.memory_terms[MemoryTerm.ACTIVATIONS])

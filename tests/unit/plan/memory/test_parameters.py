@@ -23,14 +23,14 @@ def share(model: object, place: int = 0, **keys: object) -> Share:
 def test_a_rank_alone_holds_the_whole_model(name: str) -> None:
     shape = zoo.named(name)
     held = share(shape)
-    assert one(held.total.whole) == shape.num_parameters
+    assert one(held.total.unsharded) == shape.num_parameters
     assert one(held.total.shard) == shape.num_parameters
 
 
 def test_llama_3_8b_in_eight_shards() -> None:
     """Every dimension 0 divides by 8, so the shard is an eighth to the parameter."""
     held = share("llama-3-8b", dp_shard=8, zero=3)
-    assert one(held.total.whole) == LLAMA_8B
+    assert one(held.total.unsharded) == LLAMA_8B
     assert one(held.total.shard) == LLAMA_8B / 8
     assert one(held.total.padded) == LLAMA_8B
 
@@ -39,7 +39,7 @@ def test_llama_3_8b_in_eight_shards() -> None:
 def test_rows_that_do_not_divide_leave_the_first_rank_the_larger_share(shards: int, rows: int) -> None:
     """9 rows of 10: on 4 ranks 3, 3, 3, 0, and a gather moves 12 rows."""
     held = linear_elements(MATRIX, columns_with({"dp_shard": shards, "zero": min(shards - 1, 3)}))
-    assert one(held.whole) == 90
+    assert one(held.unsharded) == 90
     assert one(held.shard) == rows * 10
     assert one(held.padded) == rows * 10 * shards
 
@@ -47,7 +47,7 @@ def test_rows_that_do_not_divide_leave_the_first_rank_the_larger_share(shards: i
 def test_a_bias_is_cut_with_its_rows() -> None:
     biased = LinearShape(name="m", in_features=10, out_features=9, style="column", bias=True)
     held = linear_elements(biased, columns_with({"dp_shard": 4, "zero": 3}))
-    assert one(held.whole) == 99
+    assert one(held.unsharded) == 99
     assert one(held.shard) == 33
 
 
@@ -62,25 +62,25 @@ def test_replicas_do_not_shard() -> None:
 def test_tensor_parallelism_cuts_matrices_and_tables_but_not_norms(tp: int) -> None:
     shape = zoo.named("llama-3-8b")
     norms = sum(norm.num_parameters for norm in shape.kinds[0].norms) * 32 + 4096
-    assert one(share(shape, tp=tp).total.whole) == (LLAMA_8B - norms) / tp + norms
+    assert one(share(shape, tp=tp).total.unsharded) == (LLAMA_8B - norms) / tp + norms
 
 
 def test_a_row_parallel_matrix_is_cut_along_its_input() -> None:
     down = LinearShape(name="down", in_features=12, out_features=8, style="row")
     held = linear_elements(down, columns_with({"tp": 4, "dp_shard": 8, "zero": 3}))
-    assert one(held.whole) == 8 * 3
+    assert one(held.unsharded) == 8 * 3
     assert one(held.shard) == 1 * 3  # sharding still cuts the 8 rows
 
 
 @pytest.mark.parametrize(("style", "held"), [("column", 3), ("replicated", 12)])
 def test_other_parameters_are_cut_as_they_say(style: Any, held: int) -> None:
     block = BlockShape(kind="x", linears=(), extras=(ExtraShape(name="sinks", num_parameters=12, style=style),))
-    assert one(block_elements(block, columns_with({"tp": 4})).whole) == held
+    assert one(block_elements(block, columns_with({"tp": 4})).unsharded) == held
 
 
 def test_a_replicated_matrix_is_whole_on_every_tensor_rank() -> None:
     router = LinearShape(name="gate", in_features=12, out_features=8)
-    assert one(linear_elements(router, columns_with({"tp": 4})).whole) == 96
+    assert one(linear_elements(router, columns_with({"tp": 4})).unsharded) == 96
 
 
 @pytest.mark.parametrize(("ep", "experts"), [(1, 8), (2, 4), (4, 2), (8, 1)])
@@ -89,7 +89,7 @@ def test_experts_are_dealt_over_ep(ep: int, experts: int) -> None:
     block = shape.kinds[0]
     others = block.num_parameters - block.expert_parameters
     held = block_elements(block, columns_with({"dp_shard": 8, "ep": ep, "zero": 1}))
-    assert one(held.whole) == others + block.expert_parameters * experts / 8
+    assert one(held.unsharded) == others + block.expert_parameters * experts / 8
 
 
 def test_experts_on_the_ranks_that_share_them_are_sharded_among_those_only() -> None:
@@ -115,16 +115,16 @@ def test_pipeline_ends_hold_the_tables() -> None:
     shape = zoo.named("llama-3.1-405b")
     block, table = shape.kinds[0].num_parameters, 128_256 * 16_384
     first, middle, last = (share(shape, place, pp=16, microbatches=16) for place in (0, 1, 2))
-    assert one(middle.total.whole) == 8 * block
-    assert one(last.total.whole) == 7 * block + table + 16_384
-    assert one(first.total.whole) - 7 * block - table in (0, 16_384)
+    assert one(middle.total.unsharded) == 8 * block
+    assert one(last.total.unsharded) == 7 * block + table + 16_384
+    assert one(first.total.unsharded) - 7 * block - table in (0, 16_384)
 
 
 def test_a_tied_head_is_a_second_copy_on_another_stage() -> None:
     shape = tiny_llama(tie_word_embeddings=True)
     table = 512 * 256
-    assert one(share(shape).root.whole) == table + 256
-    assert one(share(shape, 2, pp=2, microbatches=2).root.whole) == table + 256
+    assert one(share(shape).root.unsharded) == table + 256
+    assert one(share(shape, 2, pp=2, microbatches=2).root.unsharded) == table + 256
 
 
 @given(rows=st.integers(1, 5000), shards=st.integers(2, 512))
@@ -148,8 +148,8 @@ def test_the_largest_block_is_one_the_rank_has() -> None:
 def test_beyond_its_key_value_heads_tensor_parallelism_repeats_them() -> None:
     """Llama 3 8B has 8 of them, 1024 x 4096 a projection: on 16 ranks each still holds one head of each."""
     block = zoo.named("llama-3-8b").kinds[0]
-    whole = one(block_elements(block, columns_with({"tp": 1})).whole)
+    whole = one(block_elements(block, columns_with({"tp": 1})).unsharded)
     repeated = 2 * 1024 * 4096
-    held = one(block_elements(block, columns_with({"tp": 16})).whole)
+    held = one(block_elements(block, columns_with({"tp": 16})).unsharded)
     norms = 2 * 4096
     assert held == (whole - norms - repeated) / 16 + repeated / 8 + norms

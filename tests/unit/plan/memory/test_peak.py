@@ -196,7 +196,7 @@ def test_older_weight_versions_are_counted() -> None:
     stash = estimate_memory(
         views_of(request, columns_with({"pp": 4, "microbatches": 8, "schedule": "pipedream"}))[:1]
     ).terms[Term.WEIGHT_VERSIONS]
-    held = views_of(request, columns_with({"pp": 4, "microbatches": 8}))[0].share.total.whole
+    held = views_of(request, columns_with({"pp": 4, "microbatches": 8}))[0].share.total.unsharded
     assert one(stash) == 3 * one(held) * 4  # kept as the masters are: float32
     assert terms(request, pp=4, microbatches=8)[Term.WEIGHT_VERSIONS] == 0
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plan_cases import request_of, view_with
 
 from weft.core.mixture import BlockPolicy, block_policies
-from weft.plan.pp.stages import _stretches
+from weft.plan.pp.stages import _block_ranges
 from weft.plan.view import View
 
 PIPELINES: list[dict[str, Any]] = [
@@ -29,7 +29,7 @@ def own_blocks(view: View, mixture: tuple[int, int]) -> list[tuple[int, BlockPol
     shape, place = view.shape, ("first", "middle", "last")[view.place]
     (key,) = view.columns.pipelines[0]
     every = block_policies("budget", mixture, num_blocks=shape.num_layers)
-    ranges = _stretches(shape, key, place)  # type: ignore[arg-type]
+    ranges = _block_ranges(shape, key, place)  # type: ignore[arg-type]
     return [(shape.order[block], every[block]) for begin, end in ranges for block in range(begin, end)]
 
 
@@ -45,19 +45,19 @@ def test_counts_of_a_rank(model: str, keys: dict[str, Any], place: int, full: in
     full, both = sorted((full, both))
     mixture = (full, both - full)
     view = view_with(request_of(model), place if keys else 0, policy="budget", mixture=mixture, **keys)
-    again, mine = view.stage.again, own_blocks(view, mixture)
+    recomputed, mine = view.stage.recomputed, own_blocks(view, mixture)
     assert len(mine) == view.stage.blocks.sum()
     found = Counter(mine)
     for kind in range(len(view.shape.kinds)):
-        assert again.full[0, kind] == found[kind, "full"]
-        assert again.selective[0, kind] == found[kind, "selective"]
+        assert recomputed.full[0, kind] == found[kind, "full"]
+        assert recomputed.selective[0, kind] == found[kind, "selective"]
     for done in range(len(mine) + 1):
         last = Counter(policy for _, policy in mine[len(mine) - done :])
-        assert again.finished(np.full(1, float(done))) == (last["full"], last["selective"])
+        assert recomputed.finished(np.full(1, float(done))) == (last["full"], last["selective"])
     policies = [policy for _, policy in reversed(mine)]
     for way in ("full", "selective"):
         expected = policies.index(way) if way in policies else 0
-        assert again.above_last(way) == expected  # type: ignore[arg-type]
+        assert recomputed.above_last(way) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])

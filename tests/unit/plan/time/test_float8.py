@@ -137,12 +137,12 @@ def test_casts_are_a_term_of_the_step() -> None:
 @pytest.mark.parametrize("devices", ["8xA100-80GB", "8xV100-32GB", "8xA10G"])
 def test_devices_without_float8_products_are_refused(devices: str) -> None:
     request = request_of("llama-3-8b", devices, global_batch=8)
-    with pytest.raises(PlanError, match="no float8 products") as refused:
+    with pytest.raises(PlanError, match="no float8 matmuls") as refused:
         require_planned(request, plan_with(dp_shard=8, zero=3, linears="all"))
     assert "float8.linears = 'none'" in (refused.value.hint or "")
     answer = search_plans("llama-3-8b", devices, fixed={"float8.linears": "auto"})
     assert not answer.plans
-    assert "the devices have no float8 products" in answer.rejected
+    assert "the devices have no float8 matmuls" in answer.rejected
 
 
 def test_a_cpu_rounds_and_multiplies_as_it_does_all_else() -> None:
@@ -152,9 +152,9 @@ def test_a_cpu_rounds_and_multiplies_as_it_does_all_else() -> None:
     assert short.step_s > plain.step_s
 
 
-def test_float8_stands_beside_bfloat16_weights() -> None:
+def test_float8_needs_bfloat16_weights() -> None:
     request = request_of("llama-3-8b", "8xH200", preset="fp32")
-    with pytest.raises(PlanError, match="beside bfloat16"):
+    with pytest.raises(PlanError, match="need bfloat16"):
         require_planned(request, plan_with(dp_shard=8, zero=3, linears="all", preset="fp32"))
 
 
@@ -166,7 +166,7 @@ def test_a_search_takes_float8_where_it_is_asked_for_and_says_what_it_brings() -
     assert plain.plans[0].plan.float8.linears == "none"
     assert (best.plan.float8.linears, best.plan.float8.gather) == ("all", "weights")
     assert 1.15 < plain.plans[0].step_s / best.step_s < 1.6
-    assert "float8 products: 1." in why_best(found)
+    assert "float8 matmuls: 1." in why_best(found)
     assert best.step_s == pytest.approx(estimate(found.request, best.plan).step_s)
 
 
