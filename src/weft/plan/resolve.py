@@ -43,9 +43,7 @@ def resolve(
             hint=f"use --nproc {plan.num_ranks}, or change [mesh] so that its product is {num_ranks}",
         )
     require_legal(plan, run)
-    if plan.activations.is_open and devices is not None:
-        return _with_mixture_for(devices(plan.num_ranks), run, plan)
-    return plan
+    return plan if devices is None else with_mixture_for(devices, run, plan)
 
 
 def with_mesh(tables: Tables, *, num_ranks: int | None) -> Tables:
@@ -83,12 +81,16 @@ def _in_bf16(tables: Tables) -> Tables:
     return {**tables, "precision": {**precision, "preset": "bf16"}}
 
 
-def _with_mixture_for(devices: str, run: RunSpec, plan: Plan) -> Plan:
+def with_mixture_for(devices: Callable[[int], str], run: RunSpec, plan: Plan) -> Plan:
+    """The plan with the recompute mixture of its budget chosen for `devices`; any other plan as it is."""
+    if not plan.activations.is_open:
+        return plan
     from weft.plan.ask import ask  # numpy: only a budget needs it
     from weft.plan.memory.budget import with_chosen_mixture
 
+    named = devices(plan.num_ranks)
     try:
-        question = ask(run, devices, precision=plan.precision.model_dump(exclude_none=True))
+        question = ask(run, named, precision=plan.precision.model_dump(exclude_none=True))
     except WeftError as error:
         raise PlanError(
             f"cannot choose the recompute mixture of a budget: {error.message}",

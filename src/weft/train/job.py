@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.plan.resolve import resolve, with_mesh
+from weft.plan.resolve import resolve, with_mesh, with_mixture_for
 from weft.train.devices import DeviceChoice, DeviceType, choose_device_type, local_devices
 from weft.train.rank_environment import given_ranks, read_local_size
 from weft.zoo.hub import with_model_files
@@ -50,15 +50,10 @@ class Job:
         tables = with_mesh(plan_tables, num_ranks=num_ranks)
         is_rank = given_ranks(os.environ) is not None
         local_ranks = read_local_size(os.environ) if is_rank else Plan.from_tables(tables, source=source).num_ranks
-        run, device_type = with_model_files(run), choose_device_type(device, local_ranks=local_ranks)
-        plan = resolve(
-            tables,
-            run,
-            on_gpu=device_type == "cuda",
-            num_ranks=num_ranks,
-            devices=lambda count: local_devices(count, device_type=device_type),
-            source=source,
-        )
+        device_type = choose_device_type(device, local_ranks=local_ranks)
+        plan = resolve(tables, run, on_gpu=device_type == "cuda", num_ranks=num_ranks, source=source)
+        run = with_model_files(run)  # a refused plan downloads nothing
+        plan = with_mixture_for(lambda count: local_devices(count, device_type=device_type), run, plan)
         folder = Path(out) if out is not None else default_folder(run)
         return Job(
             run=run,

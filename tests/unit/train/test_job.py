@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from weft.core.errors import BatchError
 from weft.core.run_spec import RunSpec
 from weft.train import devices
 from weft.train.job import Job, default_folder
@@ -35,3 +36,11 @@ def test_the_default_folder_names_the_model() -> None:
     assert default_folder(RunSpec.default()).name.startswith("llama-")
     run = RunSpec.from_tables({"model": {"path": "/models/tiny"}})
     assert default_folder(run).name.startswith("tiny-")
+
+
+def test_a_refused_plan_downloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[RunSpec] = []
+    monkeypatch.setattr("weft.train.job.with_model_files", asked.append)
+    with pytest.raises(BatchError):
+        job({"pipeline": {"microbatches": 7}}, device="cpu")
+    assert not asked
