@@ -42,7 +42,7 @@ def verify(
     from weft.cli.resolve import plan_tables, require_known_sections, resolve_run
     from weft.core.plan import Plan
     from weft.plan.legality import require_legal
-    from weft.plan.resolve import resolve, with_mesh
+    from weft.plan.resolve import resolve
     from weft.train.devices import choose_device_type, num_gpus
     from weft.verify.request import VerifyRequest, every_plan
     from weft.verify.verdict import VerdictTable
@@ -50,8 +50,8 @@ def verify(
     given = settings or []
     require_known_sections(given)
     spec, source = resolve_run(run, given), str(plan or "the plan")
-    tables = with_mesh(plan_tables(plan, given), num_ranks=nproc)
-    num_ranks = Plan.from_tables(tables, source=source).num_ranks
+    tables = plan_tables(plan, given)
+    num_ranks = nproc or Plan.from_tables(tables, source=source).num_ranks
     has_too_few = device is DeviceChoice.AUTO and num_gpus() < num_ranks  # then CPU processes
     device_type = choose_device_type("cpu" if has_too_few else device.value, local_ranks=num_ranks)
     resolved = resolve(tables, spec, on_gpu=device_type == "cuda", num_ranks=nproc, source=source)

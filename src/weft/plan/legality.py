@@ -27,7 +27,7 @@ class LegalityRule:
     reasons: Callable[[Plan, RunSpec | None], Iterable[Reason]]
 
 
-def schedule_reasons(plan: Plan, _run: RunSpec | None = None) -> list[Reason]:
+def _schedule_reasons(plan: Plan, _run: RunSpec | None) -> list[Reason]:
     """Why the plan's pipeline has no schedule for its ranks and micro-batches."""
     if plan.mesh.pp == 1:
         return []
@@ -42,7 +42,7 @@ def schedule_reasons(plan: Plan, _run: RunSpec | None = None) -> list[Reason]:
     return [(sentence, hint) for sentence in sentences]
 
 
-def batch_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
+def _batch_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
     """The batch divides over data-parallel ranks, micro-batches and the rows of a grid."""
     if run is None:
         return
@@ -58,7 +58,7 @@ def batch_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
         )
 
 
-def sequence_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
+def _sequence_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
     """With sequence parallelism a sequence divides over tensor-parallel ranks."""
     if run is None:
         return
@@ -74,9 +74,9 @@ def sequence_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
 RULES = (
     LegalityRule("consistent", PlanError, lambda plan, _: check_consistent(plan)),
     LegalityRule("executable", NotBuiltError, lambda plan, _: not_executed_reasons(plan)),
-    LegalityRule("schedule", PlanError, schedule_reasons),
-    LegalityRule("batch", BatchError, batch_reasons),
-    LegalityRule("sequence", BatchError, sequence_reasons),
+    LegalityRule("schedule", PlanError, _schedule_reasons),
+    LegalityRule("batch", BatchError, _batch_reasons),
+    LegalityRule("sequence", BatchError, _sequence_reasons),
 )
 
 

@@ -7,16 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from weft.report.markup import Markup, chip, fold, grid, join, text
-from weft.report.page import Page, PageSection, render, write_page
+from weft.report.page import Page, PageSection, write_page
 
 
 def write_matrix(answer: Mapping[str, Any], path: Path) -> Path:
     """Write `answer` as a page at `path`."""
     return write_page(_page(answer), path, hint="choose another --matrix")
-
-
-def render_matrix(answer: Mapping[str, Any]) -> str:
-    return render(_page(answer))
 
 
 def _page(answer: Mapping[str, Any]) -> Page:

@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.plan.resolve import resolve, with_mesh, with_mixture_for
+from weft.plan.resolve import resolve, with_mixture_for
 from weft.train.devices import DeviceChoice, DeviceType, choose_device_type, local_devices
 from weft.train.rank_environment import given_ranks, read_local_size
 from weft.zoo.hub import with_model_files
@@ -47,11 +47,11 @@ class Job:
         source: str = "the plan",
     ) -> Job:
         """A job with its plan resolved and its device type chosen. `num_ranks`: as `plan.resolve` has it."""
-        tables = with_mesh(plan_tables, num_ranks=num_ranks)
         is_rank = given_ranks(os.environ) is not None
-        local_ranks = read_local_size(os.environ) if is_rank else Plan.from_tables(tables, source=source).num_ranks
+        planned_ranks = num_ranks or Plan.from_tables(plan_tables, source=source).num_ranks
+        local_ranks = read_local_size(os.environ) if is_rank else planned_ranks
         device_type = choose_device_type(device, local_ranks=local_ranks)
-        plan = resolve(tables, run, on_gpu=device_type == "cuda", num_ranks=num_ranks, source=source)
+        plan = resolve(plan_tables, run, on_gpu=device_type == "cuda", num_ranks=num_ranks, source=source)
         run = with_model_files(run)  # a refused plan downloads nothing
         plan = with_mixture_for(lambda count: local_devices(count, device_type=device_type), run, plan)
         folder = Path(out) if out is not None else default_folder(run)
@@ -66,34 +66,14 @@ class Job:
         )
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "run": self.run.model_dump(mode="json", exclude_none=True),
-                "plan": self.plan.model_dump(mode="json", exclude_none=True),
-                "out": str(self.out),
-                "resume": self.resume,
-                "device": self.device,
-                "quiet": self.quiet,
-                "may_change": list(self.may_change),
-                "is_locked": self.is_locked,
-                "dry_run_follows": self.dry_run_follows,
-            }
-        )
+        documents = {name: getattr(self, name).model_dump(mode="json", exclude_none=True) for name in ("run", "plan")}
+        return json.dumps({**vars(self), **documents, "out": str(self.out)})
 
     @staticmethod
     def from_json(text: str) -> Job:
         fields = json.loads(text)
-        return Job(
-            run=RunSpec.from_tables(fields["run"]),
-            plan=Plan.from_tables(fields["plan"]),
-            out=Path(fields["out"]),
-            resume=fields["resume"],
-            device=fields["device"],
-            quiet=fields["quiet"],
-            may_change=tuple(fields.get("may_change", ())),
-            is_locked=fields.get("is_locked", False),
-            dry_run_follows=fields.get("dry_run_follows", False),
-        )
+        parsed = {"run": RunSpec.from_tables(fields["run"]), "plan": Plan.from_tables(fields["plan"])}
+        return Job(**{**fields, **parsed, "out": Path(fields["out"]), "may_change": tuple(fields["may_change"])})
 
 
 def default_folder(run: RunSpec) -> Path:

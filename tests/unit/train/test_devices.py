@@ -11,7 +11,7 @@ import pytest
 from tiny_run import call_weft
 
 from weft.cli.dryrun.question import DryRunQuestion
-from weft.core.errors import DeviceError, PlanError
+from weft.core.errors import DeviceError, MeshError, PlanError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.plan.resolve import resolve
@@ -103,6 +103,12 @@ def test_too_few_gpus_are_an_error_before_ranks_start(choice: Any, gpus: int, mo
     with pytest.raises(DeviceError, match="GPU") as caught:
         Job.create(run=run_of(), plan_tables={"mesh": {"dp_replicate": 2}}, device=choice)
     assert "--device cpu" in caught.value.hint
+
+
+def test_a_mesh_of_another_size_is_no_lack_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "num_gpus", lambda: 2)
+    with pytest.raises(MeshError, match=r"4 ranks .* but 2 were asked for"):
+        Job.create(run=run_of(), plan_tables={"mesh": {"dp_replicate": 4}}, num_ranks=2)
 
 
 def test_a_launcher_without_a_driver_imports_no_torch() -> None:

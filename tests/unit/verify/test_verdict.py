@@ -14,7 +14,7 @@ from tiny_run import call_weft
 import weft.cli.verify
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.report.matrix import render_matrix, write_matrix
+from weft.report.matrix import write_matrix
 from weft.verify.request import VerifyRequest, data_parallel_plans, every_plan, tensor_parallel_plans
 from weft.verify.verdict import RULES, Check, Coverage, Finding, Verdict, VerdictTable, Worst
 
@@ -164,11 +164,15 @@ def test_bad_input_is_two(arguments: tuple[str, ...]) -> None:
     assert "hint:" in err
 
 
-def test_the_matrix_page_has_no_script_and_lets_no_name_out_of_its_quotes() -> None:
+def page_of(table: VerdictTable, folder: Path) -> str:
+    return write_matrix(table.as_dict(), folder / "matrix.html").read_text(encoding="utf-8")
+
+
+def test_the_matrix_page_has_no_script_and_lets_no_name_out_of_its_quotes(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script><img src=x onerror=alert(1)>"
     wrong = Check.failed("loss", Finding(rule=1, expected=evil, found=evil))
     verdict = Verdict(plan=evil, steps=5, checks=(wrong,))
-    page = render_matrix(VerdictTable(run=evil, verdicts=(verdict, GOOD)).as_dict())
+    page = page_of(VerdictTable(run=evil, verdicts=(verdict, GOOD)), tmp_path)
     assert "<script" not in page
     assert "<img" not in page
     assert "&lt;script&gt;" in page
@@ -177,8 +181,8 @@ def test_the_matrix_page_has_no_script_and_lets_no_name_out_of_its_quotes() -> N
     assert "1 of 2 plans pass" in page
 
 
-def test_a_check_a_plan_does_not_have_is_a_dash() -> None:
-    page = render_matrix(VerdictTable(run="x", verdicts=(GOOD, BAD)).as_dict())
+def test_a_check_a_plan_does_not_have_is_a_dash(tmp_path: Path) -> None:
+    page = page_of(VerdictTable(run="x", verdicts=(GOOD, BAD)), tmp_path)
     assert "–" in page
     assert page.count("FAIL") >= 2
 

@@ -36,10 +36,6 @@ class ProcessLauncher:
         self._children: list[_Child] = []
         self._num_restarts = 0
 
-    @property
-    def pids(self) -> dict[str, int]:
-        return {f"{child.role} {child.index}": child.process.pid for child in self._children}
-
     def start(self) -> None:
         spec = self._launch.run.server
         for role, count in (("server", spec.servers), ("worker", spec.workers)):
