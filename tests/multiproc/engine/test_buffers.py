@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from buffered import ROWS, build, global_batch, own_buffers, train
+from buffered import ROWS, WIDTH, build, global_batch, own_buffers, train
 from gloo_ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.engine.engine import Engine
 
@@ -121,6 +121,46 @@ def test_two_ranks_have_the_buffers_of_one_process(tmp_path: Path) -> None:
     assert states["blocks.0.kept.mean"] == "averaged after every micro-batch"
     assert states["blocks.0.kept.count"] == "rank 0's after every step"
     assert states["blocks.0.kept.table"] == "constant"
+
+
+class FirstRow(nn.Module):
+    """Keeps an integer of the rows that it saw last: of all ranks' values none is an average."""
+
+    last: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+        self.register_buffer("last", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.last.copy_(first_value(inputs))
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.head(inputs)  # type: ignore[no-any-return]
+
+
+def first_value(rows: Tensor) -> Tensor:
+    return (1000 * rows[0, 0]).long()
+
+
+def last_values(rank: int, world: int, plans: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """(the buffer after a step, the value of this rank's own rows), plan by plan."""
+    found = []
+    for plan in plans:
+        with build(plan, model=FirstRow()) as engine:
+            rows = engine.share_of(global_batch(0))
+            engine.step(rows)
+            found.append((int(engine.model.last), int(first_value(rows["inputs"]))))  # type: ignore[operator]
+    return found
+
+
+def test_an_integer_is_rank_0s_on_every_rank() -> None:
+    first, second = run_ranks(last_values, 2, [TWO["ddp"], TWO["zero-2"]])
+    for (of_first, own), (of_second, others) in zip(first, second, strict=True):
+        assert own != others  # else nothing would have to be sent
+        assert of_first == of_second == own
 
 
 def test_a_checkpoint_has_the_values_of_the_stage_that_owns_a_buffer(tmp_path: Path) -> None:
