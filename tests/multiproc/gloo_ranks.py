@@ -15,6 +15,7 @@ import inspect
 import multiprocessing as mp
 import multiprocessing.connection
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -93,8 +94,8 @@ class RankJob:
 
 def _receive(rank: int, pipe: Any) -> Any:
     try:
-        kind, value = pipe.recv()
-    except EOFError:
+        kind, value = pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionResetError):
         raise RankFailureError(f"rank {rank} died without a word") from None
     if kind == "error":
         raise RankFailureError(f"rank {rank} failed:\n{value}")
@@ -116,13 +117,18 @@ def _rank_main(settings: tuple[Any, ...], args: tuple[Any, ...]) -> None:
             world_size=num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
-        pipe.send(("ok", _find(*where)(rank, num_ranks, *args)))
+        _send(pipe, "ok", _find(*where)(rank, num_ranks, *args))
         dist.barrier()  # a rank that leaves early would reset the connections of the others
         dist.destroy_process_group()
     except BaseException:
         with contextlib.suppress(OSError):
-            pipe.send(("error", traceback.format_exc()))
+            _send(pipe, "error", traceback.format_exc())
         os._exit(1)  # a group in an unknown state must not keep the process alive
+
+
+def _send(pipe: Any, kind: str, value: Any) -> None:
+    # Plain pickle: `pipe.send` would pass tensors as file descriptors, which end with the rank that sent them.
+    pipe.send_bytes(pickle.dumps((kind, value)))
 
 
 def _find(file: str, qualname: str) -> Callable[..., Any]:

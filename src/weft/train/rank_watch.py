@@ -46,6 +46,7 @@ class RankWatch:
         self._store, self._process = store, process
         self._address, self._timeout_s, self._end = address, timeout_s, end
         self._stopped = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._is_reporting = False
         self._answered_at = self._moved_at = time.monotonic()
         self._mark: Any = None
@@ -55,10 +56,15 @@ class RankWatch:
     def start(self) -> None:
         self._store.set(_beat_key(self._process.rank), own_status(self._process.rank, in_full=False).to_json())
         for name, work in (("rank-beat", self._beats), ("rank-guard", self._guard)):
-            threading.Thread(target=work, name=name, daemon=True).start()
+            thread = threading.Thread(target=work, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def stop(self) -> None:
+        """Wait for the threads: one that returns from the store while Python finalises aborts the process."""
         self._stopped.set()
+        for thread in self._threads:
+            thread.join(_QUESTION_S)
 
     def final_record(self, record: FailureRecord, error: Exception) -> FailureRecord:
         """The record to report, published if it is the first; for a lost peer, asks the other ranks which one it is."""
