@@ -28,7 +28,7 @@ from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.models.build import build_config, build_skeleton
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
-from weft.train.measuring import Measuring
+from weft.train.ledger.measuring import Measuring
 
 RUN_STEPS = 200
 ROTARY = {"num_attention_heads": 8, "num_key_value_heads": 4}

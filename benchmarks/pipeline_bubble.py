@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/pipeline_bubble.py [--repeats 5] [--schedules 1f1b ...] [--no-pin] [--out FILE]
 
 An engine for each schedule lives in the same two Gloo ranks, each pinned to its core; schedules take turns. A repeat is
-a few steps of one, watched as `weft train` watches its own (`train/pipeline_watch.py`), and gives the figures of
+a few steps of one, watched as `weft train` watches its own (`train/pipeline/watch.py`), and gives the figures of
 pipeline.json: measured; replayed, every action as long as it was; simulated, every action as long as the mean of its
 stage and kind. Figures are medians of the repeats. What lies between measured and simulated is told apart:
 
@@ -33,7 +33,7 @@ from weft.core.quiet import quiet_libraries
 from weft.engine.engine import Engine
 from weft.engine.pp.p2p import sent_by
 from weft.schedule import Schedule, StageCosts, generate, simulate
-from weft.train.pipeline_watch import PipelineWatch
+from weft.train.pipeline.watch import PipelineWatch
 
 BOUND_POINTS = 5.0
 STEPS = 4  # a repeat: the first is let go, the median of the others counts

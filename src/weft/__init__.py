@@ -19,8 +19,8 @@ _HOMES = {
     "estimate": "weft.plan.ask:estimate_plan",
     "search": "weft.plan.ask:search_plans",
     "dry_run": "weft.dryrun.run",
-    "join": "weft.train.process",
-    "leave": "weft.train.process",
+    "join": "weft.train.ranks.process",
+    "leave": "weft.train.ranks.process",
     "server": "weft.server:",
     "train": "weft.train:",  # this and verify are modules that can be called: weft.train(run, plan)
     "verify": "weft.verify:",

@@ -118,6 +118,15 @@ def test_parallel_axes_inside_the_engine_are_strangers() -> None:
                 assert not (module.startswith("weft.engine.") and other in axes - known), f"{path} imports {module}"
 
 
+def test_parts_of_train_import_only_those_before_them() -> None:
+    order = ("ranks", "folder", "ledger", "loggers", "pipeline")
+    assert sorted(order) == sorted(path.parent.name for path in (SOURCE / "train").glob("*/__init__.py"))
+    for position, name in enumerate(order):
+        for path in (SOURCE / "train" / name).glob("*.py"):
+            own = {module.split(".")[2] for module, _ in _imports(path) if module.startswith("weft.train.")}
+            assert own <= set(order[: position + 1]), f"{path} imports {own}"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

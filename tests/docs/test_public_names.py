@@ -54,7 +54,7 @@ def test_scripts_take_public_names_only(where: str, script: str) -> None:
 
 def test_there_are_scripts_and_a_private_name_is_seen() -> None:
     assert len(SCRIPTS) >= 5
-    assert not_public("from weft.train.process import join") == ["weft.train.process.join"]
+    assert not_public("from weft.train.ranks.process import join") == ["weft.train.ranks.process.join"]
     assert not_public("import weft\nweft.server.Server\nweft.no_such_name") == ["weft.no_such_name"]
 
 

@@ -242,7 +242,7 @@ from tiny import FAMILIES, global_batch
 from gpu_engines import CUDA, engine_on
 from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec
-from weft.train.process import join
+from weft.train.ranks.process import join
 from weft.verify.repeatable import repeatable
 
 join(device_type="cuda", timeout_s=60.0)

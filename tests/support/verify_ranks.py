@@ -18,7 +18,7 @@ from weft.core.plan import Plan
 from weft.core.quiet import quiet_libraries
 from weft.core.run_spec import RunSpec
 from weft.data import open_corpus
-from weft.train.process import Process, join, leave
+from weft.train.ranks.process import Process, join, leave
 from weft.verify.session import Session
 
 Tables = dict[str, Any]

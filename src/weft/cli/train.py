@@ -15,7 +15,7 @@ import typer
 from weft.cli.options import DeviceChoice, NumRanks, RunFile, Settings
 
 if TYPE_CHECKING:  # imported inside the verb, to keep `weft --help` fast
-    from weft.train.folder_lock import FolderLock
+    from weft.train.folder.lock import FolderLock
     from weft.train.job import Job
 
 
@@ -35,11 +35,11 @@ def train(
     """Train a model. Without arguments: a small Llama on Python's own source, on this machine."""
     from weft.cli.early_checks import require_inputs
     from weft.cli.resolve import plan_tables, require_known_sections, resolve_run
-    from weft.train.folder_lock import FolderLock
-    from weft.train.folder_state import look_at
+    from weft.train.folder.lock import FolderLock
+    from weft.train.folder.run_folder import RunFolder
+    from weft.train.folder.state import look_at
     from weft.train.job import Job, default_folder
-    from weft.train.rank_environment import given_ranks
-    from weft.train.run_folder import RunFolder
+    from weft.train.ranks.environment import given_ranks
 
     given = settings or []
     require_known_sections(given)
@@ -84,9 +84,9 @@ def _resumed_job(
     from weft.cli.early_checks import require_inputs
     from weft.cli.resolve import resolve_resumed
     from weft.core.errors import BadValueError
-    from weft.train.folder_state import look_at
+    from weft.train.folder.changes import keys_of
+    from weft.train.folder.state import look_at
     from weft.train.job import Job
-    from weft.train.run_changes import keys_of
 
     if run is not None or out is not None:
         raise BadValueError(
@@ -112,7 +112,7 @@ def _run(job: Job, lock: FolderLock, *, is_one_of_many: bool, max_restarts: int)
 
     quiet_libraries()
     if is_one_of_many:
-        from weft.train.process import report_failures
+        from weft.train.ranks.process import report_failures
         from weft.train.worker import run_job
 
         with report_failures(), lock.released_by_failure():
@@ -128,7 +128,7 @@ def _run(job: Job, lock: FolderLock, *, is_one_of_many: bool, max_restarts: int)
 def _run_beside_dry_run(job: Job, lock: FolderLock, *, is_one_of_many: bool, max_restarts: int) -> None:
     """As `_run`, with a dry run of rank 0's step at the same time; its figures go into the run's ledger."""
     from weft.cli.dryrun.beside import DryRunBeside
-    from weft.train.run_folder import RunFolder
+    from weft.train.folder.run_folder import RunFolder
 
     with DryRunBeside(job) as beside:
         followed = dataclasses.replace(job, dry_run_follows=True)

@@ -26,8 +26,8 @@ from weft.core.processes import state_of
 from weft.launch.cause import RankEnd, describe, find_cause, is_certain
 from weft.launch.rank_variables import rank_variables
 from weft.launch.stop_signals import StopSignals
-from weft.train.failures import is_debugging, read_record
-from weft.train.rank_store import serve_store
+from weft.train.ranks.failures import is_debugging, read_record
+from weft.train.ranks.store import serve_store
 
 _LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT_S = 300.0

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from weft.core.errors import RankError, StallError, WeftError
 from weft.core.processes import signal_name
-from weft.train.failures import FailureRecord
+from weft.train.ranks.failures import FailureRecord
 
 _NAMED_ANOTHER, _SILENT, _LOST_PEERS = 3, 4, 5
 

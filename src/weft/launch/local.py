@@ -1,6 +1,6 @@
 """Starts ranks on this machine with torch elastic and waits for their end; raises one error.
 
-The rank's side is `weft.train.process`. The command may be anything.
+The rank's side is `weft.train.ranks.process`. The command may be anything.
 
     all ranks end with 0 -> returns;  otherwise -> raises the first cause, after `max_restarts` restarts
 """
@@ -82,7 +82,7 @@ def _run(
 @contextmanager
 def _quiet_elastic() -> Iterator[None]:
     """Keeps the failure report of elastic off the terminal: dozens of lines without a cause."""
-    from weft.train.failures import is_debugging
+    from weft.train.ranks.failures import is_debugging
 
     logger = logging.getLogger(_ELASTIC_LOGGER)
     silence, propagate = logging.NullHandler(), logger.propagate

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from weft.core.processes import num_cores
-from weft.train.rank_environment import LAUNCHER_VARIABLE, SCRATCH_VARIABLE
+from weft.train.ranks.environment import LAUNCHER_VARIABLE, SCRATCH_VARIABLE
 
 
 def rank_variables(*, scratch: Path, num_ranks: int, given: Mapping[str, str], platform: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ from weft.server.node.server import Server
 from weft.server.node.state import NodeSpec
 from weft.server.wire.control import ControlClient
 from weft.server.wire.sockets import Endpoint, raise_limit
-from weft.train.launcher_death import end_with_launcher
+from weft.train.ranks.launcher_death import end_with_launcher
 
 TOKEN_VARIABLE = "WEFT_SERVER_TOKEN"
 

@@ -14,7 +14,7 @@ from weft.train.job import Job
 
 def main() -> None:
     quiet_libraries()
-    from weft.train.process import report_failures
+    from weft.train.ranks.process import report_failures
 
     with report_failures():
         from weft.train.worker import run_job

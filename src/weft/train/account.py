@@ -11,13 +11,13 @@ import torch
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.train.bounds import memory_warnings, traffic_warnings
 from weft.train.build import Workbench
-from weft.train.costs import memory_rows, traffic_rows
-from weft.train.display import Display
-from weft.train.ledger import measured_terms
-from weft.train.measuring import Measured, Measuring
-from weft.train.predicted import Prediction, predict
+from weft.train.ledger.bounds import memory_warnings, traffic_warnings
+from weft.train.ledger.ledger import measured_terms
+from weft.train.ledger.measuring import Measured, Measuring
+from weft.train.ledger.predicted import Prediction, predict
+from weft.train.ledger.rows import memory_rows, traffic_rows
+from weft.train.loggers.display import Display
 
 
 class Account:

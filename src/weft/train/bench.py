@@ -37,7 +37,7 @@ from weft.plan.legality import require_legal
 from weft.plan.time.compute import model_flops
 from weft.train.build import weight_source
 from weft.train.kernel_classes import kernel_times
-from weft.train.predicted import request_for
+from weft.train.ledger.predicted import request_for
 
 NUM_BATCHES = 4  # used in rotation
 Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]

@@ -24,9 +24,9 @@ from weft.models.pretrained import PretrainedWeights
 from weft.plan.legality import require_legal
 from weft.train.held_out import why_no_evaluation
 from weft.train.isolation import require_isolation
+from weft.train.loggers.tokenising import TokenisingDisplay
 from weft.train.out_of_memory import OutOfMemoryScene
-from weft.train.process import Process, phase
-from weft.train.tokenising import TokenisingDisplay
+from weft.train.ranks.process import Process, phase
 from weft.zoo.hub import model_folder, reads_weights
 
 

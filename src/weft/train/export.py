@@ -18,7 +18,7 @@ from weft.core.run_spec import RunSpec
 from weft.data import open_tokenizer
 from weft.engine.state import MODEL
 from weft.models.hf_export import export_folder
-from weft.train.run_folder import RunFolder, require_run
+from weft.train.folder.run_folder import RunFolder, require_run
 
 
 def export_run(run_dir: Path, out: Path, *, step: int | None = None, dtype: str | None = None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.plan.resolve import resolve, with_mixture_for
 from weft.train.devices import DeviceChoice, DeviceType, choose_device_type, local_devices
-from weft.train.rank_environment import given_ranks, read_local_size
+from weft.train.ranks.environment import given_ranks, read_local_size
 from weft.zoo.hub import with_model_files
 
 

@@ -22,11 +22,11 @@ from weft.core.terms import TimeTerm
 from weft.engine.kernels.compiled import RecompileWatch, failures
 from weft.engine.pending import PendingStep
 from weft.train.build import Workbench
-from weft.train.display import Display
-from weft.train.ledger import peak_memory_bytes
-from weft.train.measuring import Measuring
-from weft.train.metrics import MetricsWriter
-from weft.train.process import StopFlag, phase
+from weft.train.ledger.ledger import peak_memory_bytes
+from weft.train.ledger.measuring import Measuring
+from weft.train.loggers.display import Display
+from weft.train.loggers.metrics import MetricsWriter
+from weft.train.ranks.process import StopFlag, phase
 from weft.train.rate import learning_rate_at
 
 STEP_TERMS = (TimeTerm.FORWARD, TimeTerm.BACKWARD, TimeTerm.FORWARD_BACKWARD, TimeTerm.OPTIMIZER)

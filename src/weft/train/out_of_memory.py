@@ -24,10 +24,10 @@ from weft.core.run_spec import RunSpec
 from weft.core.terms import MemoryTerm
 from weft.core.units import format_bytes
 from weft.engine.engine import Engine
-from weft.train.failures import is_out_of_memory, phase_of, set_phase
-from weft.train.ledger import memory_terms
-from weft.train.measuring import Measuring
-from weft.train.predicted import predict
+from weft.train.ledger.ledger import memory_terms
+from weft.train.ledger.measuring import Measuring
+from weft.train.ledger.predicted import predict
+from weft.train.ranks.failures import is_out_of_memory, phase_of, set_phase
 
 LARGEST = 3  # terms that the sentence names
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}

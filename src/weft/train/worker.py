@@ -25,22 +25,22 @@ from weft.engine.state import meta_read
 from weft.report import write_report
 from weft.train.account import Account
 from weft.train.build import Workbench, build_workbench, prepare_data
-from weft.train.costs import with_dry_run
-from weft.train.display import Display
-from weft.train.folder_lock import FolderLock
-from weft.train.folder_state import FolderLook, FolderState, look_at
+from weft.train.folder.changes import RunChange, change_of_content, changes_between, recorded_run, require_named
+from weft.train.folder.history import RunHistory, comparable
+from weft.train.folder.lock import FolderLock
+from weft.train.folder.run_folder import RunFolder
+from weft.train.folder.state import FolderLook, FolderState, look_at
 from weft.train.job import Job
-from weft.train.ledger import build_ledger, count_parameters, gather_memory
+from weft.train.ledger.ledger import build_ledger, count_parameters, gather_memory
+from weft.train.ledger.rows import with_dry_run
+from weft.train.loggers.display import Display
+from weft.train.loggers.metrics import MetricsWriter
 from weft.train.loop import LoopOutcome, TrainingLoop
-from weft.train.metrics import MetricsWriter
 from weft.train.out_of_memory import OutOfMemoryScene, explained
-from weft.train.pipeline_record import write_pipeline
-from weft.train.pipeline_watch import PipelineWatch
-from weft.train.process import Process, StopFlag, join, leave, phase
-from weft.train.rank_environment import read_local_size
-from weft.train.run_changes import RunChange, change_of_content, changes_between, recorded_run, require_named
-from weft.train.run_folder import RunFolder
-from weft.train.run_history import RunHistory, comparable
+from weft.train.pipeline.record import write_pipeline
+from weft.train.pipeline.watch import PipelineWatch
+from weft.train.ranks.environment import read_local_size
+from weft.train.ranks.process import Process, StopFlag, join, leave, phase
 
 _PATH_BYTES = 4096  # Linux's limit on paths
 

@@ -25,7 +25,7 @@ from weft.models.initial import InitialWeights
 from weft.models.layout import describe
 from weft.models.pretrained import PretrainedWeights
 from weft.train.build import weight_source
-from weft.train.run_folder import RunFolder
+from weft.train.folder.run_folder import RunFolder
 from weft.verify.exercise import CPU, Subject, plan_precision, plan_split
 from weft.verify.oracle import CorpusFacts, LoopFacts, RankShare, RunFacts, Saved
 from weft.verify.references import References

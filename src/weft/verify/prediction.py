@@ -22,7 +22,7 @@ from weft.engine.measure.meter import StepMeter
 from weft.engine.measure.tracker import ROUNDING_BYTES
 from weft.engine.objective import Batch
 from weft.plan.estimate import estimate
-from weft.train.predicted import Prediction, predict
+from weft.train.ledger.predicted import Prediction, predict
 from weft.verify.verdict import Check, Finding
 
 NAME = "prediction"

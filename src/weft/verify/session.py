@@ -26,7 +26,7 @@ from weft.models.initial import InitialWeights
 from weft.models.layout import describe
 from weft.plan.legality import is_legal
 from weft.schedule import Calls
-from weft.train.process import Process
+from weft.train.ranks.process import Process
 from weft.train.rate import learning_rate_at
 from weft.verify.borders import check_reach
 from weft.verify.checks import check_same_bits, check_scalars

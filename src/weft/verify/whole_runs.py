@@ -20,9 +20,9 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.engine.state import MODEL, OPTIMIZER
 from weft.train.export import export_run
+from weft.train.folder.run_folder import RunFolder
 from weft.train.job import Job
-from weft.train.process import Process
-from weft.train.run_folder import RunFolder
+from weft.train.ranks.process import Process
 from weft.train.worker import run_job
 from weft.verify.checks import check_same_bits, check_scalars, check_tensors
 from weft.verify.exercise import Subject, loop_exercise

@@ -19,7 +19,7 @@ from weft.core.run_spec import RunSpec
 from weft.data import open_corpus
 from weft.plan.legality import require_legal
 from weft.train.build import prepare_data
-from weft.train.process import Process, join, leave, phase, report_failures
+from weft.train.ranks.process import Process, join, leave, phase, report_failures
 from weft.verify.layouts import plan_name
 from weft.verify.request import VerifyRequest
 from weft.verify.session import Session

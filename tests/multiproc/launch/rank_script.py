@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from weft.core.errors import DataError
-from weft.train.process import Process, StopFlag, join, leave, phase, report_failures
+from weft.train.ranks.process import Process, StopFlag, join, leave, phase, report_failures
 
 # Far beyond every test's patience: a test that waits for it fails. Tests of hangs give a short one.
 TIMEOUT_S = float(os.environ.get("RANK_TIMEOUT_S", 300.0))

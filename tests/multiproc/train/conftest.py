@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tiny_run import write_corpus
 
-from weft.train.process import leave
+from weft.train.ranks.process import leave
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from weft.checkpoint import read_tensors
 from weft.core.errors import RunFolderError
 from weft.core.run_spec import DataSpec
 from weft.data import Loader, open_corpus
-from weft.train.process import leave
+from weft.train.ranks.process import leave
 
 DDP_X2 = {"mesh": {"dp_replicate": 2}}
 ZERO3_X2 = {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 3}}

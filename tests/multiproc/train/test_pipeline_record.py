@@ -104,7 +104,7 @@ def shifts(rank: int, world: int, are_two_hosts: bool) -> Any:
     import torch
     import torch.distributed as dist
 
-    from weft.train import pipeline_watch
+    from weft.train.pipeline import watch as pipeline_watch
 
     original = time.perf_counter
     time.perf_counter = lambda: original() + 1000 * rank  # type: ignore[method-assign]

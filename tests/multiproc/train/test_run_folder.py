@@ -28,7 +28,7 @@ from waiting import wait_for
 from weft.core.errors import CheckpointError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.train.process import leave
+from weft.train.ranks.process import leave
 
 PROMISED = {
     "step",

@@ -15,7 +15,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The working folder: a run.toml in it, nothing of an outer launcher around it."""
-    from weft.train.process import leave
+    from weft.train.ranks.process import leave
 
     for name in ("RANK", "WORLD_SIZE", "WEFT_DEBUG", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)

@@ -15,9 +15,9 @@ from tiny_run import run_tables, write_corpus
 from weft.cli.dryrun import beside
 from weft.cli.dryrun.beside import DryRunBeside
 from weft.core.run_spec import RunSpec
-from weft.train.costs import row
+from weft.train.folder.run_folder import RunFolder
 from weft.train.job import Job
-from weft.train.run_folder import RunFolder
+from weft.train.ledger.rows import row
 
 LEDGER: dict[str, Any] = {
     "run": {"status": "finished"},

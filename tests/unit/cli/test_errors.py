@@ -13,13 +13,13 @@ from tiny_run import call_weft, last_step, run_tables, train_here
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.train.process import leave
-from weft.train.run_folder import RunFolder
+from weft.train.folder.run_folder import RunFolder
+from weft.train.ranks.process import leave
 
 OWNER = """
 import sys
 from pathlib import Path
-from weft.train.folder_lock import FolderLock
+from weft.train.folder.lock import FolderLock
 FolderLock(Path(sys.argv[1])).acquire()
 print("locked", flush=True)
 input()

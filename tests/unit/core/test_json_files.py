@@ -25,8 +25,8 @@ from weft.models.weight_files import _promised_names
 from weft.report.folder import read_json, step_fields
 from weft.server.durable.snapshot import _open
 from weft.server.wire.frame import Frame, Op
-from weft.train.metrics_file import MetricsFile
-from weft.train.run_folder import RunFolder
+from weft.train.folder.metrics_file import MetricsFile
+from weft.train.folder.run_folder import RunFolder
 from weft.zoo import from_path
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from weft.core.errors import BatchError, InputError, RankError, SaveError, WeftError
 from weft.launch.cause import RankEnd, describe, find_cause, is_certain
-from weft.train.failures import FailureRecord
+from weft.train.ranks.failures import FailureRecord
 
 
 def record(rank: int, error: WeftError, *, time: float = 10.0, secondary: bool = False) -> FailureRecord:

@@ -16,10 +16,10 @@ from weft.checkpoint import writer
 from weft.core.disk import no_space, writing
 from weft.core.errors import DiskFullError, SaveError
 from weft.core.records import StepRecord
-from weft.train.failures import as_weft_error
-from weft.train.process import leave
-from weft.train.run_folder import RunFolder
-from weft.train.tensorboard import TensorBoard
+from weft.train.folder.run_folder import RunFolder
+from weft.train.loggers.tensorboard import TensorBoard
+from weft.train.ranks.failures import as_weft_error
+from weft.train.ranks.process import leave
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 # A file system of 64 KiB in a mount namespace of its own, as root or as the root of a namespace of users.
@@ -28,7 +28,7 @@ mount -t tmpfs -o size=64k none "$1" && exec "$2" -c '
 import sys
 from pathlib import Path
 from weft.core.records import StepRecord
-from weft.train.run_folder import RunFolder
+from weft.train.folder.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
 step = 0
 while True:

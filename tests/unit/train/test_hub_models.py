@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from weft.core.errors import WeightsError
 from weft.core.run_spec import RunSpec
 from weft.data import Loader, open_corpus
-from weft.train.process import leave
+from weft.train.ranks.process import leave
 
 ONE_STEP = {"train.steps": 1, "evaluation.every": 0, "checkpoint.at_end": False}
 

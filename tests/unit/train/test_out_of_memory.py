@@ -13,9 +13,9 @@ from weft.core.errors import MemoryLimitError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.models.build import build_config
-from weft.train.failures import phase, phase_of, record_failure
 from weft.train.out_of_memory import OutOfMemoryScene, explained
-from weft.train.rank_environment import Process
+from weft.train.ranks.environment import Process
+from weft.train.ranks.failures import phase, phase_of, record_failure
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB of which 512.00 MiB is free."

@@ -9,7 +9,7 @@ import pytest
 from tiny_run import train_here, write_corpus
 
 from weft.train import worker
-from weft.train.process import leave
+from weft.train.ranks.process import leave
 
 
 @pytest.fixture

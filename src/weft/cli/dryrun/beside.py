@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weft.train.folder.run_folder import RunFolder
     from weft.train.job import Job
-    from weft.train.run_folder import RunFolder
 
 WAIT_S = 60.0
 END_S = 5.0

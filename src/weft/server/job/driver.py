@@ -47,10 +47,10 @@ from weft.server.units import Boundaries, Leases
 from weft.server.wire.control import ControlServer
 from weft.server.wire.sockets import Endpoint
 from weft.server.worker.worker import build_seeded
-from weft.train.folder_lock import FolderLock
-from weft.train.folder_state import require_free
-from weft.train.run_folder import read_json, write_json
-from weft.train.stop_flag import StopFlag
+from weft.train.folder.lock import FolderLock
+from weft.train.folder.run_folder import read_json, write_json
+from weft.train.folder.state import require_free
+from weft.train.ranks.stop_flag import StopFlag
 
 _LOOK_S = 0.05  # between two checks of the child processes
 _START_S = 120.0  # for the start of servers: the replay of a long log takes time

@@ -26,7 +26,7 @@ from weft.server.model.task import open_task
 from weft.server.node.reshard import server_folders
 from weft.server.node.snapshots import restore
 from weft.server.worker.worker import build_seeded
-from weft.train.folder_state import require_free
+from weft.train.folder.state import require_free
 
 _PIECE = 1 << 16
 

@@ -20,9 +20,9 @@ from weft.core.records import parse_record, record_fields
 from weft.core.server_spec import ServerRun
 from weft.core.units import format_bytes, format_count, format_seconds
 from weft.server.units import UnitReport
-from weft.train.metrics_file import MetricsFile
-from weft.train.progressing import Progressing
-from weft.train.tensorboard import TensorBoard
+from weft.train.folder.metrics_file import MetricsFile
+from weft.train.loggers.step_progress import StepProgress
+from weft.train.loggers.tensorboard import TensorBoard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,7 @@ def merged(histograms: Sequence[dict[str, int]]) -> dict[str, int]:
     return {str(tau): total[tau] for tau in sorted(total)}
 
 
-class ServerDisplay(Progressing):
+class ServerDisplay(StepProgress):
     def step(self, record: ServerStepRecord) -> None:
         stale = f"  staleness {record.staleness_mean:.1f}" if record.staleness_mean else ""
         figures = f"loss {record.loss:.4f}  {format_count(record.samples_per_s)} samples/s{stale}"

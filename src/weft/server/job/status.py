@@ -22,7 +22,7 @@ from weft.server.client import Client
 from weft.server.job.records import ServerFolder, server_row
 from weft.server.wire.control import ControlClient
 from weft.server.wire.sockets import Endpoint
-from weft.train.run_folder import read_json
+from weft.train.folder.run_folder import read_json
 
 LIVE = "live.json"
 _PATIENCE_S = 3.0

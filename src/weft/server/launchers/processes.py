@@ -16,7 +16,7 @@ from weft.core.errors import ServerLostError, WorkerError
 from weft.core.processes import signal_name
 from weft.server.launchers import Launch, worker_name
 from weft.server.main import TOKEN_VARIABLE
-from weft.train.rank_environment import LAUNCHER_VARIABLE
+from weft.train.ranks.environment import LAUNCHER_VARIABLE
 
 _END_S = 5.0
 

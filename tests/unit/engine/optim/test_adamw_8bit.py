@@ -15,7 +15,7 @@ from weft.engine.engine import Engine
 from weft.engine.optim.adamw_8bit import block_size_for, build_adamw8bit, quantised_parts
 from weft.engine.optim.optimizers import Kind, OptimizerPolicy
 from weft.engine.state import state_tensors
-from weft.train.ledger import memory_terms
+from weft.train.ledger.ledger import memory_terms
 
 
 def test_the_private_names_of_torchao_are_there() -> None:

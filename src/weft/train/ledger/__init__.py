@@ -1,0 +1,1 @@
+"""ledger.json: predicted, dry-run and measured terms of a run, and the bounds on their differences."""

@@ -1,0 +1,1 @@
+"""Output of a run while it trains: terminal, metrics.jsonl, TensorBoard."""

@@ -1,0 +1,76 @@
+"""Terminal output of a training: a progress bar on a terminal, plain lines elsewhere, a summary at the end.
+
+Everything goes to stderr: stdout is for data. Only rank 0 prints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from weft.core.agreement import GUESSED_TIMES, has_guessed_times
+from weft.core.records import DtypeRecord, StepRecord
+from weft.core.units import format_bytes, format_count, format_seconds
+from weft.train.ledger.table import cost_table
+from weft.train.loggers.step_progress import StepProgress
+
+
+class Display(StepProgress):
+    """Output of rank 0; other ranks print nothing."""
+
+    def step(self, record: StepRecord) -> None:
+        self.advance(record.step, step_figures(record), step_s=record.step_s)
+
+    def dtypes(self, records: list[DtypeRecord]) -> None:
+        table = Table(title="dtypes found after step 1", title_justify="left")
+        for heading in ("component", "asked", "found", ""):
+            table.add_column(heading)
+        for record in records:
+            table.add_row(record.component, record.asked, ", ".join(record.found), "ok" if record.ok else "DIFFERS")
+        self.console.print(table)
+
+    def summary(self, ledger: dict[str, Any]) -> None:
+        run, memory = ledger["run"], ledger["memory"]
+        loss = (
+            f"loss {run['first_loss']:.3f} -> {run['final_loss']:.3f}" if run["final_loss"] is not None else "no step"
+        )
+        if run["eval_loss"] is not None:
+            loss += f", held-out {run['eval_loss']:.3f}"
+        rate = f"{format_count(run['tokens_per_s'])} tokens/s" if run["tokens_per_s"] else ""
+        self.line(
+            f"{run['status']} at step {run['steps']}: {loss}; {rate}, peak {format_bytes(memory['peak_bytes'])} per"
+            f" rank, {format_seconds(run['elapsed_s'])}"
+        )
+        if run.get("no_evaluation"):
+            self.line(f"warning: {run['no_evaluation']}")
+        techniques = ledger.get("fast_path", [])
+        if any(row["on"] for row in techniques if row["technique"] == "compiled blocks"):
+            self.line("fast path: " + techniques_phrase(techniques))
+
+    def pipeline(self, figures: dict[str, Any]) -> None:
+        """Print one line: the share of idle time of the pipeline's ranks."""
+        bubble = figures["bubble_share"]
+        shares = f"bubble {bubble['measured']:.1%} of step {figures['step']}, {bubble['simulated']:.1%} simulated"
+        self.line(f"pipeline {figures['schedule']}, {figures['microbatches']} micro-batches: {shares} with its costs")
+
+    def costs(self, ledger: dict[str, Any]) -> None:
+        """Print the cost table, and notes on empty columns."""
+        self.console.print(cost_table(ledger))
+        guessed = [GUESSED_TIMES] if has_guessed_times(ledger) else []
+        for remark in [*guessed, *ledger.get("remarks", [])]:
+            self.line(f"note: {remark}")
+
+
+def techniques_phrase(rows: list[dict[str, Any]]) -> str:
+    """The techniques in use, and the others with their reasons."""
+    on = ", ".join(row["technique"] for row in rows if row["on"])
+    off = "; ".join(f"no {row['technique']} ({row['why']})" for row in rows if not row["on"])
+    return f"{on}; {off}" if off else on
+
+
+def step_figures(record: StepRecord) -> str:
+    loss = f"loss {record.loss:.4f}" + (f" (held-out {record.eval_loss:.4f})" if record.eval_loss is not None else "")
+    speed = f"{format_count(record.tokens_per_s)} tokens/s"
+    skipped = "  skipped: overflow" if record.skipped else ""
+    return f"{loss}  norm {record.grad_norm:.3f}  {speed}  {format_bytes(record.peak_memory_bytes)}{skipped}"

@@ -1,0 +1,45 @@
+"""Writer of step records: metrics.jsonl always, TensorBoard by default. Rank 0 only."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from weft.core.records import StepRecord
+from weft.train.folder.run_folder import RunFolder
+from weft.train.loggers.tensorboard import TensorBoard
+
+
+class MetricsWriter:
+    """Keeps all records of the run, those before a resume included."""
+
+    def __init__(self, folder: RunFolder, *, is_writing: bool, tensorboard: bool, earlier: list[StepRecord]) -> None:
+        self.changed: tuple[str, ...] = ()  # keys changed by a resume, written with the next record
+        self.records = list(earlier)
+        self._file = folder.metrics if is_writing else None
+        self._tensorboard = TensorBoard(folder.tensorboard_path) if tensorboard and is_writing else None
+
+    def write(self, record: StepRecord) -> None:
+        if self.changed:
+            record, self.changed = dataclasses.replace(record, changed=self.changed), ()
+        self.records.append(record)
+        if self._file is not None:
+            self._file.append(record)
+        if self._tensorboard is not None:
+            self._tensorboard.write(record.step, _scalars(record))
+
+    def close(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def _scalars(record: StepRecord) -> dict[str, float | None]:
+    return {
+        "train/loss": record.loss,
+        "train/grad_norm": record.grad_norm,
+        "train/learning_rate": record.learning_rate,
+        "speed/tokens_per_s": record.tokens_per_s,
+        "speed/step_s": record.step_s,
+        "memory/peak_bytes": float(record.peak_memory_bytes),
+        "train/loss_scale": record.loss_scale,
+        "evaluation/loss": record.eval_loss,
+    }
