@@ -5,7 +5,7 @@
 
 A tiny model of each type takes three steps under mesh.tp and in one process, in float32. Compared are the losses, the
 gradient norms, every gradient of the first step and an evaluation. A type is `right`, `refused` (weft said why), `not
-built` (not even in one process) or WRONG. `--unvouched` also cuts families that nobody has vouched for yet.
+built` (not even in one process) or WRONG. `--unvouched` also shards families that are not in COMPARED yet.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MODELS = (
 
 
 def course(rank: int, _world: int, model_type: str, tables: Facts, unvouched: bool) -> Facts | None:
-    """Three steps and an evaluation on this rank; whole gradients of the first step on rank 0."""
+    """Three steps and an evaluation on this rank; full gradients of the first step on rank 0."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     every = frozenset(CONFIG_MAPPING) if unvouched else tensor_exceptions.COMPARED
@@ -138,10 +138,10 @@ def _course(model_type: str, tables: Facts, num_ranks: int, unvouched: bool) -> 
 
 def _covered(found: Facts) -> Facts:
     rows = found["coverage"]
-    cut = [row for row in rows if row[2]]
-    reasons = Counter(reason or "no reason given" for _, _, is_cut, reason in rows if not is_cut)
-    share = sum(row[1] for row in cut) / max(1, sum(row[1] for row in rows))
-    return {"cut": len(cut), "of": len(rows), "share": share, "whole": dict(reasons.most_common())}
+    sharded = [row for row in rows if row[2]]
+    reasons = Counter(reason or "no reason given" for _, _, is_sharded, reason in rows if not is_sharded)
+    share = sum(row[1] for row in sharded) / max(1, sum(row[1] for row in rows))
+    return {"sharded": len(sharded), "of": len(rows), "share": share, "replicated": dict(reasons.most_common())}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,10 +210,10 @@ def result_page(rows: list[Facts], by_layout: list[Facts], *, degree: int) -> st
         "- SP: sequence parallel; LP: loss parallel. A right type was right with both and with neither.",
         "- Command: `OMP_NUM_THREADS=1 python benchmarks/tensor_families.py --out FILE --docs FILE`",
         "",
-        "| type | verdict | cut | SP refused, or what is wrong |",
+        "| type | verdict | sharded | why SP is refused, or the difference |",
         "| --- | --- | --- | --- |",
     ]
-    lines += [f"| {row['type']} | {row['verdict']} | {_cut_words(row)} | {tiny.cell(row['why'])} |" for row in rows]
+    lines += [f"| {row['type']} | {row['verdict']} | {_sharded_text(row)} | {tiny.cell(row['why'])} |" for row in rows]
     if by_layout:
         lines += ["", *_layout_lines(by_layout)]
     return "\n".join(lines) + "\n"
@@ -254,7 +254,7 @@ def _layout_lines(rows: list[Facts]) -> list[str]:
 
 
 def docs_page(rows: list[Facts]) -> str:
-    """What a user looks up: is my model cut, how much of it, and why not the rest?"""
+    """The reference page: for each type, the sharded parameters and the reasons of the replicated ones."""
     tried = [row for row in rows if row["verdict"] != "not built"]
     right = [row for row in tried if row["verdict"] == "right"]
     lines = [
@@ -262,25 +262,26 @@ def docs_page(rows: list[Facts]) -> str:
         "",
         f"{len(right)} of the {len(tried)} causal LM types of transformers {transformers.__version__} that weft builds",
         "train under tensor parallelism with the numbers of one process; the others are refused, with a reason.",
-        "Each was tried tiny at `mesh.tp = 2`; `benchmarks/tensor_families.py` writes this page. `cut` is the share of",
-        "parameters that is divided; what stays whole is on every rank, and `weft verify` says so for your model.",
+        "A tiny model of each trained at `mesh.tp = 2`; `benchmarks/tensor_families.py` writes this page. `sharded` is",
+        "the number of sharded parameters and their share of all elements. Every rank has the replicated ones; `weft",
+        "verify` lists them for your model.",
         "",
-        "SP `no`: set `tensor_parallel.sequence_parallel = false` for this type; the last column says why.",
+        "SP `no`: set `tensor_parallel.sequence_parallel = false` for this type; the last column has the reason.",
         "",
-        "| type | verdict | cut | SP | whole, and why |",
+        "| type | verdict | sharded | SP | replicated parameters by reason |",
         "| --- | --- | --- | --- | --- |",
     ]
     for row in tried:
         is_right = row["verdict"] == "right"
         sp = ("no" if row["why"] else "yes") if is_right else ""
-        whole = ", ".join(f"{why} ({count})" for why, count in row.get("whole", {}).items())
-        why = f"SP: {row['why']}. {whole}" if is_right and row["why"] else whole or row["why"]
-        lines.append(f"| {row['type']} | {row['verdict']} | {_cut_words(row)} | {sp} | {tiny.cell(why)} |")
+        reasons = ", ".join(f"{why} ({count})" for why, count in row.get("replicated", {}).items())
+        why = f"SP: {row['why']}. {reasons}" if is_right and row["why"] else reasons or row["why"]
+        lines.append(f"| {row['type']} | {row['verdict']} | {_sharded_text(row)} | {sp} | {tiny.cell(why)} |")
     return "\n".join(lines) + "\n"
 
 
-def _cut_words(row: Facts) -> str:
-    return f"{row['cut']} of {row['of']}, {row['share']:.0%}" if "share" in row else ""
+def _sharded_text(row: Facts) -> str:
+    return f"{row['sharded']} of {row['of']}, {row['share']:.0%}" if "share" in row else ""
 
 
 def main() -> None:

@@ -35,6 +35,15 @@ BANNED = {
     "first_half": "backward_input",
     "second_half": "backward_weight",
     "zones": "activation_layout",
+    "TensorCut": "ParameterShards",
+    "Stand": "BlockPlaceholder",
+    "given_by": "placeholder_output",
+    "nothing_like": "placeholder_tensor",
+    "nothing_for": "placeholder_like",
+    "UNCUT": "REPLICATED",
+    "UNCUT_ATTENTION": "REPLICATED_ATTENTION",
+    "UNCUT_ATTENTION_WHERE": "REPLICATED_ATTENTION_WHERE",
+    "UNCUT_EXPERTS": "REPLICATED_EXPERTS",
 }
 
 

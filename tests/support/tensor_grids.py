@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from weft.comm.ledger import TrafficLedger
@@ -32,6 +34,27 @@ def own(x: Tensor) -> Tensor:
 
 def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearReference:
+    """A linear layer in one process: x, its stored weight and its bias with gradients, its output and that gradient."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    output: Tensor
+    output_gradient: Tensor
+
+
+def linear_reference(shape: tuple[int, int, int], outputs: int, *, is_transposed: bool) -> LinearReference:
+    """The layer on inputs of `shape`, after its backward; `is_transposed`: the weight is [inputs, outputs]."""
+    x, bias = own(numbers(*shape, seed=1)), own(numbers(outputs, seed=2))
+    gradient, stored = numbers(*shape[:2], outputs, seed=3), numbers(outputs, shape[2], seed=4)
+    weight = own(stored.T.contiguous() if is_transposed else stored)
+    output = F.linear(x, weight.T if is_transposed else weight, bias)
+    (output * gradient).sum().backward()
+    return LinearReference(x=x, weight=weight, bias=bias, output=output, output_gradient=gradient)
 
 
 def summed(x: Tensor | None, group: dist.ProcessGroup) -> Tensor:

@@ -1,13 +1,14 @@
-"""What tensor parallelism must know of a family and cannot read off its modules. Data only; keys are model types.
+"""Facts of model families that tensor parallelism cannot read from their modules. Data only; keys are model types.
 
-Not the rules themselves (models/tensor_finder). A family is here for a reason read in its modelling code: how a fused
-projection is ordered, why a part stays whole. What is said here about a part that is cut, a test has compared with the
-uncut model: two ranks against one, outputs and gradients.
+The rules themselves are in models/tp. Each entry comes from the family's modelling code: the order of a fused
+projection, the reason why a module stays replicated. A test compares every sharded family with the replicated model:
+two ranks against one, outputs and gradients.
 """
 
 from __future__ import annotations
 
-# how a fused query-key-value projection orders its outputs, as (flag on the attention module, order): first flag set
+# order of the outputs of a fused query-key-value projection, as (flag of the attention module, order); the first set
+# flag counts
 # "parts": all of q, then k, then v; "heads": q, k, v of the first head, then of the second; "groups": the queries of a
 # key-value head, its key, its value, then the next
 FUSED_QKV: dict[str, tuple[tuple[str, str], ...]] = {
@@ -25,13 +26,13 @@ FUSED_QKV: dict[str, tuple[tuple[str, str], ...]] = {
     "phi4_multimodal": (("", "parts"),),
 }
 
-# a query projection twice as wide makes, head by head, a query and a gate of the output
+# the query projection is twice as wide: per head, a query and a gate of the output
 GATED_QUERY = frozenset({"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"})
 
 # fused gate and up without a `chunk` in the code: viewed as [2, width], which is the same order
 HALVES = frozenset({"moshi"})
 
-# families whose cut model was compared with the uncut one, two ranks against one: logits and every gradient, tiny sizes
+# families compared on two ranks with one process: logits and every gradient, tiny sizes
 COMPARED = frozenset({
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "bamba", "bart", "beam", "bert",
     "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "bitnet", "blenderbot", "blenderbot-small", "bloom",
@@ -53,40 +54,42 @@ COMPARED = frozenset({
     "whisper", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlstm", "xmod", "youtu", "zaya",
 })  # fmt: skip
 
-# models that stay whole altogether
-UNCUT: dict[str, str] = {
-    "blt": "its blocks work on patches of bytes, of three widths",
-    "prophetnet": "it predicts several tokens at once, in streams of their own",
+# models that stay fully replicated
+REPLICATED: dict[str, str] = {
+    "blt": "its blocks run on byte patches of three widths",
+    "prophetnet": "it predicts several tokens at once, each in its own stream of hidden states",
     "reformer": "its layers are reversible and hash their tokens",
 }
 
-# attention that stays whole, and attention that does so only where a field of the config is set
-UNCUT_ATTENTION: dict[str, str] = {
-    "big_bird": "it is put together anew as the model runs",
+# attention that stays replicated: always, or only where a field of the config is set
+REPLICATED_ATTENTION: dict[str, str] = {
+    "big_bird": "the model replaces it during the forward",
     "bloom": "its ALiBi covers all heads",
-    "codegen": "its fused projection is dealt out in four blocks of its own",
+    "codegen": "its fused projection has four blocks of queries, values and keys",
     "mpt": "its ALiBi covers all heads",
-    "trocr": "it shapes its output by the width of its input",
+    "trocr": "it reshapes its output to the width of its input",
 }
 _SHARED_KEYS = "some layers use the keys and values of others"
-UNCUT_ATTENTION_WHERE: tuple[tuple[str, str, str], ...] = (
+REPLICATED_ATTENTION_WHERE: tuple[tuple[str, str, str], ...] = (
     ("falcon", "alibi", "its ALiBi covers all heads"),
     ("gemma3n_text", "num_kv_shared_layers", _SHARED_KEYS),
     ("gemma4_text", "num_kv_shared_layers", _SHARED_KEYS),
     ("gemma4_unified_text", "num_kv_shared_layers", _SHARED_KEYS),
 )
 
-UNCUT_EXPERTS: dict[str, str] = {"longcat_flash": "some of its experts hand on their input, once a rank"}
+REPLICATED_EXPERTS: dict[str, str] = {
+    "longcat_flash": "some of its experts return their input, which would be added once per rank"
+}
 
-# attention with an indexer that picks tokens without a gradient: every rank computes all of it, alike
+# attention with an indexer that selects tokens without a gradient: every rank computes all of it
 INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa", "hy_v4"})
 
-# why hidden states do not pass one straight chain of blocks as [batch, sequence, hidden], where the blocks do not show
-_STREAMS = "its blocks pass on several streams of hidden states"
+# reasons why hidden states are not [batch, sequence, hidden] through one chain of blocks, if no module shows it
+_STREAMS = "its blocks pass several streams of hidden states"
 NOT_STRAIGHT: dict[str, str] = {
     "deepseek_v4": _STREAMS,
     "gemma3n_text": _STREAMS,
-    "hrm_text": "its blocks are passed several times",
+    "hrm_text": "its blocks run several times",
     "hy_v4": _STREAMS,
     "prophetnet": _STREAMS,
     "qwen4_exp_text": _STREAMS,

@@ -96,15 +96,15 @@ def has_sharded_head(config: Config, *, is_tied: bool) -> bool:
 
 def _is_whole(linear: LinearShape, block: BlockShape, config: Config) -> bool:
     model_type = config.model_type
-    if model_type in known.UNCUT or linear.name.startswith(WHOLE.get(model_type, ())):
+    if model_type in known.REPLICATED or linear.name.startswith(WHOLE.get(model_type, ())):
         return True
     match linear.role:
         case "attention":
-            where = any(model_type == one and config.get(key) for one, key, _ in known.UNCUT_ATTENTION_WHERE)
+            where = any(model_type == one and config.get(key) for one, key, _ in known.REPLICATED_ATTENTION_WHERE)
             is_softmax = block.attention is not None and linear.active > 0
-            return not is_softmax or model_type in known.UNCUT_ATTENTION or where
+            return not is_softmax or model_type in known.REPLICATED_ATTENTION or where
         case "expert":
-            return model_type in known.UNCUT_EXPERTS
+            return model_type in known.REPLICATED_EXPERTS
         case role:
             return role == "other"
 

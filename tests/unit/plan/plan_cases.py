@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,14 @@ def one(values: Any) -> float:
     """The number of a table of one plan."""
     assert len(values) == 1
     return float(np.asarray(values)[0])
+
+
+def assert_terms_add_up(terms: Mapping[Any, Any], total: Any) -> None:
+    """Every term of every plan is finite and not negative; their sum is the total."""
+    for term, values in terms.items():
+        assert np.isfinite(values).all(), term
+        assert (values >= 0).all(), term
+    assert np.allclose(total, sum(terms.values()))
 
 
 def legal_plans(request: Request, freedom: Freedom | None = None) -> Columns:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weft.core.plan import Plan
-from weft.models.tp.layout import LinearShards, Region, Segment, TensorCut, TensorLayout
+from weft.models.tp.layout import LinearShards, ParameterShards, Region, Segment, TensorLayout
 from weft.verify.evidence import Evidence
 from weft.verify.expected_tp import ExpectedTP, added, expected_of_tp
 from weft.verify.facts import check_collectives
@@ -25,7 +25,11 @@ def dense(name: str, kind: Any = "mlp") -> Region:
 
 
 EXPERTS = Region(
-    kind="experts", name="e", entries=("e",), tensors=(TensorCut(name="e.up", dim=0, segments=ONE),), leaves_at="e"
+    kind="experts",
+    name="e",
+    entries=("e",),
+    tensors=(ParameterShards(name="e.up", dim=0, segments=ONE),),
+    leaves_at="e",
 )
 LAYOUT = TensorLayout(
     regions=tuple(dense(name) for name in "abcd"), embedding="table", head="head", hidden_size=8, replicated={}

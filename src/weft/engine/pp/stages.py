@@ -24,7 +24,13 @@ from torch import Tensor, nn
 from weft.core.errors import PipelineError
 from weft.engine.wrap_forward import Forward, wrap_forward
 from weft.models.layout import ROOT, ModelLayout
-from weft.models.pp.placeholders import NoTable, Stand, given_by, nothing_for, nothing_like
+from weft.models.pp.placeholders import (
+    BlockPlaceholder,
+    NoTable,
+    placeholder_like,
+    placeholder_output,
+    placeholder_tensor,
+)
 from weft.models.pp.probe import Place
 from weft.models.pp.split import PipelineSplit
 
@@ -58,8 +64,8 @@ class Stages:
         self.received = received
         originals = [(container, key, container._modules[key]) for container, key, _ in self._places[stage]]
         try:
-            for container, key, stand in self._places[stage]:
-                container._modules[key] = stand
+            for container, key, placeholder in self._places[stage]:
+                container._modules[key] = placeholder
             yield
         finally:
             for container, key, module in originals:
@@ -69,20 +75,20 @@ class Stages:
     def _replacements(self, stage: int) -> list[tuple[nn.Module, str, nn.Module]]:
         """(container, key, replacement) for every block that the stage's forward replaces."""
         own = self.split.stages[stage]
-        stands: dict[str, nn.Module] = {}
+        placeholders: dict[str, nn.Module] = {}
         earlier = [name for blocks in self.split.stages[:stage] for name in blocks]
         for name in (*earlier, *(name for name, home in self.split.beside.items() if home < stage)):
-            stands[name] = _Skipped(self.model.get_submodule(name), self)
+            placeholders[name] = _Skipped(self.model.get_submodule(name), self)
         if stage > 0:
-            stands[own[0]] = _Entry(self.model.get_submodule(own[0]), self)
+            placeholders[own[0]] = _Entry(self.model.get_submodule(own[0]), self)
         if stage < self.last:
             following = self.split.stages[stage + 1][0]
-            stands[following] = _Exit(self.model.get_submodule(following), self)
-        placed = ((name.rpartition("."), stand) for name, stand in stands.items())
-        return [(self.model.get_submodule(owner), key, stand) for (owner, _, key), stand in placed]
+            placeholders[following] = _Exit(self.model.get_submodule(following), self)
+        placed = ((name.rpartition("."), placeholder) for name, placeholder in placeholders.items())
+        return [(self.model.get_submodule(owner), key, placeholder) for (owner, _, key), placeholder in placed]
 
 
-class _StageStand(Stand):
+class _StagePlaceholder(BlockPlaceholder):
     """Replaces a block, outside of the block's hooks."""
 
     def __init__(self, block: nn.Module, stages: Stages) -> None:
@@ -90,15 +96,15 @@ class _StageStand(Stand):
         self.__dict__["stages"] = stages  # not a submodule
 
 
-class _Skipped(_StageStand):
+class _Skipped(_StagePlaceholder):
     """A block of an earlier stage. It returns NaN, which only the next skipped block reads."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        nothing = nothing_for(_hidden(args, kwargs, self.stages.split.hidden))
-        return given_by(nothing, self.stages.split.num_given)
+        output = placeholder_like(_hidden(args, kwargs, self.stages.split.hidden))
+        return placeholder_output(output, self.stages.split.num_outputs)
 
 
-class _Entry(_StageStand):
+class _Entry(_StagePlaceholder):
     """The first own block takes the received tensor."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +114,7 @@ class _Entry(_StageStand):
         return self.block(*args[:place], self.stages.received, *args[place + 1 :], **kwargs)
 
 
-class _Exit(_StageStand):
+class _Exit(_StagePlaceholder):
     """The next stage's first block: this stage sends the block's input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +213,7 @@ def _drop(
     module = model.get_submodule(owner)
     module._parameters[key] = None
     if is_read:  # the model's own code reads it on later stages too
-        module.__dict__[key] = nothing_like(parameter.shape, dtype=dtype, device=device)
+        module.__dict__[key] = placeholder_tensor(parameter.shape, dtype=dtype, device=device)
         if isinstance(module, nn.Embedding):
             wrap_forward(module, NoTable(parameter.shape[-1], dtype=dtype, device=device))
 

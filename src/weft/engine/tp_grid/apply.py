@@ -95,10 +95,10 @@ class _GridActivations(ActivationLayout):
 class _GridLinear:
     """A linear of a region: the grid's product replaces the module's."""
 
-    def __init__(self, module: nn.Module, cut: LinearShards, grid: Grid) -> None:
-        self.module, self.grid, self.is_transposed = module, grid, cut.is_transposed
+    def __init__(self, module: nn.Module, linear: LinearShards, grid: Grid) -> None:
+        self.module, self.grid, self.is_transposed = module, grid, linear.is_transposed
         if grid.mode == "3d":
-            self.product = cube.linear_pq if cut.side == "column" else cube.linear_qp
+            self.product = cube.linear_pq if linear.side == "column" else cube.linear_qp
         else:
             self.product = summa.linear
 

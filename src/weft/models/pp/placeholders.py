@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Stand(nn.Module):
+class BlockPlaceholder(nn.Module):
     """A placeholder for a block; attributes that the model's code reads (the kind of attention) are the block's."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -49,23 +49,23 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 live[key].update(content)
 
 
-def given_by(hidden: Tensor, num_given: int, *, number: float = float("nan")) -> Any:
+def placeholder_output(hidden: Tensor, num_outputs: int, *, number: float = float("nan")) -> Any:
     """A placeholder for a block's output. Values other than the hidden states are NaN: no stage sends them."""
-    others = (torch.full((), number, device=hidden.device),) * (num_given - 1)
-    return (hidden, *others) if num_given else hidden
+    others = (torch.full((), number, device=hidden.device),) * (num_outputs - 1)
+    return (hidden, *others) if num_outputs else hidden
 
 
-def nothing_like(
+def placeholder_tensor(
     shape: Sequence[int], *, dtype: torch.dtype, device: torch.device, number: float = float("nan")
 ) -> Tensor:
     """A NaN tensor of this shape with memory for one number."""
     return torch.full((), number, dtype=dtype, device=device).expand(tuple(shape))
 
 
-def nothing_for(hidden: Tensor) -> Tensor:
+def placeholder_like(hidden: Tensor) -> Tensor:
     """A NaN placeholder for a block's output on input `hidden`."""
     dtype = hidden.dtype if hidden.is_floating_point() else torch.get_default_dtype()
-    return nothing_like(hidden.shape, dtype=dtype, device=hidden.device)
+    return placeholder_tensor(hidden.shape, dtype=dtype, device=hidden.device)
 
 
 class NoTable:
@@ -77,7 +77,7 @@ class NoTable:
     def __call__(self, forward: Callable[..., Any], ids: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(ids, Tensor):  # a position table whose input is a shape
             return forward(ids, *args, **kwargs)
-        return nothing_like((*ids.shape, self.width), dtype=self.dtype, device=self.device)
+        return placeholder_tensor((*ids.shape, self.width), dtype=self.dtype, device=self.device)
 
 
 class _Noted(Tensor):

@@ -28,20 +28,20 @@ from torch import Tensor, nn
 from weft.models.layout import ROOT, ModelLayout
 from weft.models.pp.chain import beside_blocks
 from weft.models.pp.placeholders import (
+    BlockPlaceholder,
     NoTable,
-    Stand,
-    given_by,
     noted,
-    nothing_for,
-    nothing_like,
+    placeholder_like,
+    placeholder_output,
+    placeholder_tensor,
     tensors_in,
     unchanged,
 )
 
 PROBE_TOKENS = 4
-MOST_GIVEN = 4
-MOST_WIDTHS = 4
-MOST_LETTERS = 120  # of the model's own error message
+MAX_OUTPUTS = 4
+MAX_WIDTHS = 4
+MAX_LETTERS = 120  # of the model's own error message
 HIDDEN = "hidden_states"
 Place = int | str  # an argument's position or its name
 
@@ -57,7 +57,7 @@ class Trace:
     order: tuple[str, ...]
     uses: dict[str, frozenset[int]]
     hidden: Place
-    num_given: int  # size of a block's output tuple; 0: a tensor, the hidden states
+    num_outputs: int  # size of a block's output tuple; 0: a tensor, the hidden states
     beside: dict[str, int] = field(default_factory=dict)  # modules between blocks -> number of blocks before them
     fed: tuple[int, ...] = ()  # shape of the float input; (): token ids
 
@@ -86,12 +86,12 @@ def trace_forward(model: nn.Module, layout: ModelLayout) -> Trace:
 
 def _trace(model: nn.Module, layout: ModelLayout, *, fed: tuple[int, ...]) -> Trace:
     """Trace with growing sizes of the blocks' output tuples until the model's code accepts one."""
-    for num_given in range(MOST_GIVEN):
+    for num_outputs in range(MAX_OUTPUTS):
         try:
-            return _Probe(model, layout, num_given=num_given, fed=fed).run()
-        except _GivenOtherwiseError:
+            return _Probe(model, layout, num_outputs=num_outputs, fed=fed).run()
+        except _OtherOutputError:
             continue
-    return _Probe(model, layout, num_given=MOST_GIVEN, fed=fed).run()
+    return _Probe(model, layout, num_outputs=MAX_OUTPUTS, fed=fed).run()
 
 
 def _shapes_of_floats(model: nn.Module, layout: ModelLayout) -> list[tuple[int, ...]]:
@@ -102,15 +102,15 @@ def _shapes_of_floats(model: nn.Module, layout: ModelLayout) -> list[tuple[int, 
         if isinstance(module, nn.Linear) and layout.unit_of.get(f"{name}.weight") == ROOT
     ]
     widths = list(dict.fromkeys(linear.in_features for linear in linears))
-    return [shape for width in widths[:MOST_WIDTHS] for shape in ((PROBE_TOKENS, width), (1, PROBE_TOKENS, width))]
+    return [shape for width in widths[:MAX_WIDTHS] for shape in ((PROBE_TOKENS, width), (1, PROBE_TOKENS, width))]
 
 
 def require_stage(model: nn.Module, layout: ModelLayout, trace: Trace, view: ProbeView) -> None:
     """Raise UnfitError if a stage would compute with values that it does not have."""
-    _Probe(model, layout, num_given=trace.num_given, fed=trace.fed, view=view).run()
+    _Probe(model, layout, num_outputs=trace.num_outputs, fed=trace.fed, view=view).run()
 
 
-class _GivenOtherwiseError(UnfitError):
+class _OtherOutputError(UnfitError):
     """The model expects another output of a block than the placeholder's."""
 
 
@@ -130,16 +130,16 @@ class _Probe:
         model: nn.Module,
         layout: ModelLayout,
         *,
-        num_given: int,
+        num_outputs: int,
         fed: tuple[int, ...],
         view: ProbeView | None = None,
     ) -> None:
-        self.model, self.layout, self.num_given, self.fed, self.view = model, layout, num_given, fed, view
+        self.model, self.layout, self.num_outputs, self.fed, self.view = model, layout, num_outputs, fed, view
         self.order: list[str] = []
         self.uses: dict[str, set[int]] = {}
         self.beside: dict[str, int] = {}
         self.hidden: Place | None = None
-        self.given: Tensor | None = None
+        self.output: Tensor | None = None
         self._looked: dict[int, tuple[Tensor, bool]] = {}
 
     def run(self) -> Trace:
@@ -147,7 +147,7 @@ class _Probe:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), unchanged(self.model), self._at_head():
                 device = _device_of(self.model)
                 self._place_values(device)
-                self._place_stands()
+                self._place_blocks()
                 ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=device)
                 fed = torch.zeros(self.fed, device=device) if self.fed else ids
                 keywords = {"use_cache": False} if hasattr(self.model, "config") else {}
@@ -163,7 +163,7 @@ class _Probe:
             order=tuple(self.order),
             uses=uses,
             hidden=self.hidden,
-            num_given=self.num_given,
+            num_outputs=self.num_outputs,
             beside=self.beside,
             fed=self.fed,
         )
@@ -177,7 +177,7 @@ class _Probe:
         if not self.order:
             raise _NotEnteredError(f"its forward does not run on {PROBE_TOKENS} token ids only {what}") from error
         where = f"after {self.order[-1]}, when that returns hidden states only"
-        raise _GivenOtherwiseError(f"its forward does not run {where} {what}") from error
+        raise _OtherOutputError(f"its forward does not run {where} {what}") from error
 
     def arrive(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the call of a block and return a placeholder output."""
@@ -188,14 +188,14 @@ class _Probe:
             raise UnfitError(f"it does not call {name} with hidden states as it calls its other blocks")
         self.hidden = place
         hidden = kwargs[place] if isinstance(place, str) else args[place]
-        if _is_first_of(hidden, self.given):
-            raise _GivenOtherwiseError("it takes a part of a block's output")
+        if _is_first_of(hidden, self.output):
+            raise _OtherOutputError("it takes a part of a block's output")
         is_own = self.view is None or self.view.begin <= len(self.order)
         if self.view is not None and is_own:
             self._look_at_arguments(name, block, args, kwargs, self.view)
         self.order.append(name)
-        self.given = _finite_like(hidden) if is_own else nothing_for(hidden)
-        return given_by(self.given, self.num_given, number=1.0 if is_own else float("nan"))
+        self.output = _finite_like(hidden) if is_own else placeholder_like(hidden)
+        return placeholder_output(self.output, self.num_outputs, number=1.0 if is_own else float("nan"))
 
     def pass_by(self, name: str, module: nn.Module) -> None:
         """Record the call of a module between blocks: one tensor in, one out, and its parameters are used here."""
@@ -227,15 +227,15 @@ class _Probe:
             self._looked[id(tensor)] = (tensor, tensor.is_floating_point() and bool(tensor.isnan().any()))
         return self._looked[id(tensor)][1]
 
-    def _place_stands(self) -> None:
+    def _place_blocks(self) -> None:
         for name in self.layout.blocks:
             owner, _, key = name.rpartition(".")
             block = self.model.get_submodule(name)
-            self.model.get_submodule(owner)._modules[key] = _ProbeStand(block, name, self)
+            self.model.get_submodule(owner)._modules[key] = _ProbePlaceholder(block, name, self)
         for name in beside_blocks(self.model, self.layout):
             owner, _, key = name.rpartition(".")
             module = self.model.get_submodule(name)
-            self.model.get_submodule(owner)._modules[key] = _InLineStand(module, name, self)
+            self.model.get_submodule(owner)._modules[key] = _InLinePlaceholder(module, name, self)
 
     def _place_values(self, device: torch.device) -> None:
         """Replace parameters outside the blocks by NaN or one, without memory, and record their use."""
@@ -243,7 +243,7 @@ class _Probe:
             if self.layout.unit_of[self.layout.ties.get(name, name)] == ROOT:
                 owner, _, key = name.rpartition(".")
                 number = float("nan") if self.view is None or name in self.view.lost else 1.0
-                plain = nothing_like(value.shape, dtype=value.dtype, device=device, number=number)
+                plain = placeholder_tensor(value.shape, dtype=value.dtype, device=device, number=number)
                 module = self.model.get_submodule(owner)
                 module.__dict__[key] = noted(plain, partial(self._used, name))
                 if self.view is not None and name in self.view.lost and isinstance(module, nn.Embedding):
@@ -269,20 +269,20 @@ class _Probe:
         self.uses.setdefault(name, set()).add(len(self.order))
 
 
-class _ProbeStand(Stand):
+class _ProbePlaceholder(BlockPlaceholder):
     def __init__(self, block: nn.Module, name: str, runner: _Probe) -> None:
         super().__init__(block)
-        self.__dict__.update(stands_for=name, runner=runner)
+        self.__dict__.update(block_name=name, runner=runner)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.runner.arrive(self.stands_for, self.block, args, kwargs)
+        return self.runner.arrive(self.block_name, self.block, args, kwargs)
 
 
-class _InLineStand(_ProbeStand):
+class _InLinePlaceholder(_ProbePlaceholder):
     """A placeholder between blocks of an nn.Sequential."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.runner.pass_by(self.stands_for, self.block)
+        self.runner.pass_by(self.block_name, self.block)
         return args[0]
 
 
@@ -292,9 +292,9 @@ def place_of_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Place |
     return 0 if args and isinstance(args[0], Tensor) else None
 
 
-def _is_first_of(hidden: Tensor, given: Tensor | None) -> bool:
-    """Whether `hidden` is `given[0]`."""
-    return given is not None and hidden.data_ptr() == given.data_ptr() and hidden.shape == given.shape[1:]
+def _is_first_of(hidden: Tensor, output: Tensor | None) -> bool:
+    """Whether `hidden` is `output[0]`."""
+    return output is not None and hidden.data_ptr() == output.data_ptr() and hidden.shape == output.shape[1:]
 
 
 def _finite_like(hidden: Tensor) -> Tensor:
@@ -324,4 +324,4 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0].partition(". ")[0][:MOST_LETTERS]
+    return (str(error).strip().splitlines() or [""])[0].partition(". ")[0][:MAX_LETTERS]

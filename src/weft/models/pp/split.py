@@ -43,7 +43,7 @@ class PipelineSplit:
     between: dict[str, int] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
     hidden: Place = HIDDEN  # which argument of a block carries hidden states
-    num_given: int = 0  # size of a block's output tuple; 0: a tensor, the hidden states
+    num_outputs: int = 0  # size of a block's output tuple; 0: a tensor, the hidden states
     beside: dict[str, int] = field(default_factory=dict)  # modules between blocks, and their stage
 
     @property
@@ -97,7 +97,7 @@ def _split(trace: Trace, layout: ModelLayout, counts: Sequence[int]) -> Pipeline
         between=between,
         idle=tuple(name for name in layout.blocks if name not in trace.order),
         hidden=trace.hidden,
-        num_given=trace.num_given,
+        num_outputs=trace.num_outputs,
         beside={name: _stage_at(time, ends) for name, time in trace.beside.items()},
     )
     _require_ties_at_ends(split, layout)

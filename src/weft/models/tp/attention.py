@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.models.tp.heads import HeadCounts, attributes_of, head_dim_of, require_divisible
-from weft.models.tp.layout import LinearShards, Region, Segment, TensorCut, WideNorm
+from weft.models.tp.layout import LinearShards, ParameterShards, Region, Segment, WideNorm
 from weft.models.tp.roles import (
     ATTENTION_ROLES,
     DeclinedError,
@@ -70,14 +70,14 @@ def assemble(
     latents: tuple[LinearFacts, ...] = (),
 ) -> Region:
     """The region around its column-parallel linears; `latents` are linears inside that every rank computes."""
-    cut = (*columns, row_shard(row, inputs=(_row_segment(columns, counts),)))
-    facts = tuple(_facts_of(site, one) for one in cut)
+    linears = (*columns, row_shard(row, inputs=(_row_segment(columns, counts),)))
+    facts = tuple(_facts_of(site, one) for one in linears)
     tensors, norms, partial = _extras(site, (*facts, *latents), counts)
     return Region(
         kind="attention",
         name=site.name,
         entries=entries_of(site, facts[:-1]),
-        linears=cut,
+        linears=linears,
         tensors=tensors,
         wide_norms=norms,
         heads=counts.query,
@@ -133,9 +133,9 @@ def _gate_shard(gate: LinearFacts, counts: HeadCounts, site: Site) -> LinearShar
     return column_shard(gate, (Segment(units=counts.heads, size=gate.outputs // counts.heads),))
 
 
-def _facts_of(site: Site, cut: LinearShards) -> LinearFacts:
-    count = (sum(one.features for one in cut.inputs), sum(one.features for one in cut.outputs))
-    return LinearFacts(name=cut.name, inputs=count[0], outputs=count[1], is_transposed=cut.is_transposed)
+def _facts_of(site: Site, linear: LinearShards) -> LinearFacts:
+    count = (sum(one.features for one in linear.inputs), sum(one.features for one in linear.outputs))
+    return LinearFacts(name=linear.name, inputs=count[0], outputs=count[1], is_transposed=linear.is_transposed)
 
 
 def _parameters_of(site: Site, linears: tuple[LinearFacts, ...]) -> tuple[str, ...]:
@@ -148,23 +148,23 @@ def _parameters_of(site: Site, linears: tuple[LinearFacts, ...]) -> tuple[str, .
 
 def _extras(
     site: Site, linears: tuple[LinearFacts, ...], counts: HeadCounts
-) -> tuple[tuple[TensorCut, ...], tuple[WideNorm, ...], tuple[str, ...]]:
+) -> tuple[tuple[ParameterShards, ...], tuple[WideNorm, ...], tuple[str, ...]]:
     """Parameters outside the projections: norms over a head, over the full width, per head; sinks. Others decline."""
-    tensors: list[TensorCut] = []
+    tensors: list[ParameterShards] = []
     norms: dict[str, WideNorm] = {}
     partial: list[str] = []
     for name, owner, parameter in parameters_beside(site, linears):
         path, shape = name.removeprefix(f"{site.name}."), tuple(parameter.shape)
         segment = counts.key if path.startswith("k") else counts.query if path.startswith("q") else counts.output
         if path in _PER_HEAD and shape == (counts.heads,):
-            tensors.append(TensorCut(name=name, dim=0, segments=(Segment(units=counts.heads),)))
+            tensors.append(ParameterShards(name=name, dim=0, segments=(Segment(units=counts.heads),)))
         elif path.startswith("indexer.") and site.model_type in INDEXED:
             partial.append(name)
         elif not is_norm(owner) or path.count(".") != 1:  # deeper: norms of single heads, in a list
             raise DeclinedError(f"its {path} is not recognised")
         elif shape == (segment.units, segment.size) and segment.units > 1:
             one_each = Segment(units=segment.units, may_repeat=segment.may_repeat)
-            tensors.append(TensorCut(name=name, dim=0, segments=(one_each,)))
+            tensors.append(ParameterShards(name=name, dim=0, segments=(one_each,)))
         elif shape == (segment.features,) and segment.units > 1:
             norms[name.rpartition(".")[0]] = WideNorm(name=name.rpartition(".")[0], segments=(segment,))
         elif shape in ((counts.key_dim,), (counts.value_dim,)) or _is_latent(path):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from weft.models.tp.layout import Region, Segment, Segments, TensorCut
+from weft.models.tp.layout import ParameterShards, Region, Segment, Segments
 from weft.models.tp.roles import DeclinedError, Site, names_used
-from weft.zoo.tensor_exceptions import UNCUT_EXPERTS
+from weft.zoo.tensor_exceptions import REPLICATED_EXPERTS
 
 _UP = ("gate_up_proj", "up_proj", "gate_proj")
 
@@ -22,8 +22,8 @@ def experts_region(site: Site) -> Region | None:
     ups = {name: site.module._parameters[name] for name in _UP if site.module._parameters.get(name) is not None}
     if down is None or down.dim() != 3 or not ups:
         return None
-    if site.model_type in UNCUT_EXPERTS:
-        raise DeclinedError(UNCUT_EXPERTS[site.model_type])
+    if site.model_type in REPLICATED_EXPERTS:
+        raise DeclinedError(REPLICATED_EXPERTS[site.model_type])
     if getattr(site.module, "has_post_expert_norm", False):
         raise DeclinedError("it normalises each expert's output before the sum over ranks")
     known = {"down_proj", *ups}
@@ -31,13 +31,14 @@ def experts_region(site: Site) -> Region | None:
         if name not in known:
             raise DeclinedError(f"its {name} would be added once per rank" if "bias" in name else f"unknown {name}")
     width_dim, width = _width(site, down)
-    cuts = [
-        TensorCut(name=site.child(name), dim=3 - width_dim, segments=_up_segments(site, name, up, 3 - width_dim, width))
+    up_dim = 3 - width_dim
+    shards = [
+        ParameterShards(name=site.child(name), dim=up_dim, segments=_up_segments(site, name, up, up_dim, width))
         for name, up in ups.items()
         if up is not None
     ]
-    cuts.append(TensorCut(name=site.child("down_proj"), dim=width_dim, segments=(Segment(units=width),)))
-    return Region(kind="experts", name=site.name, entries=(site.name,), tensors=tuple(cuts), leaves_at=site.name)
+    shards.append(ParameterShards(name=site.child("down_proj"), dim=width_dim, segments=(Segment(units=width),)))
+    return Region(kind="experts", name=site.name, entries=(site.name,), tensors=tuple(shards), leaves_at=site.name)
 
 
 def _width(site: Site, down: nn.Parameter) -> tuple[int, int]:

@@ -38,7 +38,7 @@ def find_tensor_layout(model: nn.Module, layout: ModelLayout) -> TensorLayout:
     """Where `model` can be sharded; `layout` is `models.layout.describe(model)`."""
     config = text_config(model)
     model_type, hidden_size = str(getattr(config, "model_type", "")), _number(config, "hidden_size")
-    tower, why_replicated = text_tower(model, layout.blocks), known.UNCUT.get(model_type)
+    tower, why_replicated = text_tower(model, layout.blocks), known.REPLICATED.get(model_type)
     site = Site(
         name=tower, module=model.get_submodule(tower), hidden_size=hidden_size, model_type=model_type, config=config
     )

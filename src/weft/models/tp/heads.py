@@ -15,7 +15,7 @@ from torch import nn
 
 from weft.models.tp.layout import Quantity, Segment
 from weft.models.tp.roles import DeclinedError, Site, names_used
-from weft.zoo.tensor_exceptions import UNCUT_ATTENTION, UNCUT_ATTENTION_WHERE
+from weft.zoo.tensor_exceptions import REPLICATED_ATTENTION, REPLICATED_ATTENTION_WHERE
 
 HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "d_head", "dim_per_head")
 ATTRIBUTES: dict[str, Quantity] = {
@@ -103,8 +103,8 @@ def _expected(counts: HeadCounts) -> dict[Quantity, int]:
 
 def require_divisible(site: Site) -> None:
     """Decline heads that a known trait of the family, or a buffer of the module, makes indivisible."""
-    reason = UNCUT_ATTENTION.get(site.model_type)
-    for model_type, field, why in UNCUT_ATTENTION_WHERE:
+    reason = REPLICATED_ATTENTION.get(site.model_type)
+    for model_type, field, why in REPLICATED_ATTENTION_WHERE:
         if site.model_type == model_type and getattr(site.config, field, None):
             reason = why
     if reason is not None:

@@ -40,7 +40,7 @@ class LinearShards:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorCut:
+class ParameterShards:
     """A bare parameter inside a region, sharded along one dimension: experts' matrices, attention sinks."""
 
     name: str  # of the parameter
@@ -67,7 +67,7 @@ class Region:
     name: str  # of the module that holds it
     entries: tuple[str, ...]  # modules whose floating inputs of hidden width are full outside the region
     linears: tuple[LinearShards, ...] = ()
-    tensors: tuple[TensorCut, ...] = ()
+    tensors: tuple[ParameterShards, ...] = ()
     wide_norms: tuple[WideNorm, ...] = ()
     leaves_at: str | None = None  # a module whose output is a partial sum, in regions without a row linear
     heads: Segment | None = None  # query heads
@@ -95,7 +95,7 @@ class TensorLayout:
         """Restrict the layout to these parameters (a pipeline stage's)."""
 
         def is_here(region: Region) -> bool:
-            names = [*(f"{linear.name}.weight" for linear in region.linears), *(cut.name for cut in region.tensors)]
+            names = [f"{linear.name}.weight" for linear in region.linears] + [one.name for one in region.tensors]
             return any(name in parameters for name in names)
 
         return replace(

@@ -47,7 +47,7 @@ def mlp_region(site: Site) -> Region | None:
         kind="mlp",
         name=site.name,
         entries=entries_of(site, columns),
-        linears=_cuts(columns, row, has_chunk="chunk" in used or site.model_type in HALVES),
+        linears=_linear_shards(columns, row, has_chunk="chunk" in used or site.model_type in HALVES),
         wide_norms=norms,
         partial=partial,
     )
@@ -63,11 +63,11 @@ def loose_mlp_region(site: Site) -> Region | None:
         return None
     columns, row = found
     try:
-        cuts = _cuts(columns, row, has_chunk=False)
+        linears = _linear_shards(columns, row, has_chunk=False)
     except DeclinedError as error:
         raise DeclinedError(str(error), at=tuple(facts.name for facts in (*columns, row))) from error
     entries = tuple(facts.name for facts in columns)
-    return Region(kind="mlp", name=site.name, entries=entries, linears=cuts)
+    return Region(kind="mlp", name=site.name, entries=entries, linears=linears)
 
 
 def _is_crowded(site: Site) -> bool:
@@ -90,7 +90,7 @@ def _projections(site: Site) -> tuple[tuple[LinearFacts, ...], LinearFacts] | No
     return None
 
 
-def _cuts(columns: tuple[LinearFacts, ...], row: LinearFacts, *, has_chunk: bool) -> tuple[LinearShards, ...]:
+def _linear_shards(columns: tuple[LinearFacts, ...], row: LinearFacts, *, has_chunk: bool) -> tuple[LinearShards, ...]:
     width = (Segment(units=row.inputs),)
     return (
         *(column_shard(facts, _outputs(facts, row.inputs, has_chunk=has_chunk)) for facts in columns),

@@ -64,13 +64,13 @@ def reasons_of(
     model: nn.Module, layout: TensorLayout, found: SearchResult, ends: Ends, *, tower: str
 ) -> dict[str, str]:
     """Canonical name of every parameter that is not sharded -> why."""
-    cut = set(sharded_parameters(layout, model))
+    sharded = set(sharded_parameters(layout, model))
     partial = {name for region in layout.regions for name in region.partial}
     sums = {f"{linear.name}.bias" for region in layout.regions for linear in region.linears if linear.side == "row"}
     reasons = {**found.declined, **_of_parameters(model, ends.reasons)}
     found_reasons = {}
     for name, _ in model.named_parameters():
-        if name in cut:
+        if name in sharded:
             continue
         if name in partial:
             found_reasons[name] = "used by every rank inside a region; its gradient is summed over ranks"

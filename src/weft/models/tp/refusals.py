@@ -69,7 +69,7 @@ def _sorted_experts(model: nn.Module, found: TensorLayout) -> str | None:
 
 def _unexplained(model: nn.Module, layout: ModelLayout, found: TensorLayout) -> str | None:
     """A parameter of a block that is in no region, mixer, norm, linear layer or router."""
-    known = {name for region in found.regions for name in (*region.partial, *(cut.name for cut in region.tensors))}
+    known = {name for region in found.regions for name in (*region.partial, *(one.name for one in region.tensors))}
     for name, reason in found.replicated.items():
         if name in known or layout.unit_of[name] not in layout.blocks or "does not shard" in reason:
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from gloo_ranks import run_ranks
-from tensor_grids import bytes_on_the_wire, chunk, numbers, own, summed, whole_grid
+from tensor_grids import bytes_on_the_wire, chunk, linear_reference, numbers, own, summed, whole_grid
 from torch.testing import assert_close
 
 from weft.engine.objective import token_loss_sum
@@ -49,30 +49,20 @@ def stored_part(weight: torch.Tensor, grid: Grid, way: str, *, is_transposed: bo
 def linear_case(grid: Grid, way: str, *, is_transposed: bool) -> None:
     linear = cube.linear_pq if way == "pq" else cube.linear_qp
     feature = "j" if way == "pq" else "k"
-    x, bias, up = (
-        numbers(ROWS, LENGTH, INPUTS, seed=1),
-        numbers(OUTPUTS, seed=2),
-        numbers(ROWS, LENGTH, OUTPUTS, seed=3),
-    )
-    weight = numbers(OUTPUTS, INPUTS, seed=4)
-    stored = weight.T.contiguous() if is_transposed else weight
-    wholes = [own(x), own(stored), own(bias)]
-    expected = F.linear(wholes[0], wholes[1].T if is_transposed else wholes[1], wholes[2])
-    (expected * up).sum().backward()
-
+    full = linear_reference((ROWS, LENGTH, INPUTS), OUTPUTS, is_transposed=is_transposed)
     mine = [
-        own(laid(x, grid, way[0])),
-        own(stored_part(stored, grid, way, is_transposed=is_transposed)),
-        own(chunk(bias, 0, grid.sizes["i"], grid.place[feature])),
+        own(laid(full.x, grid, way[0])),
+        own(stored_part(full.weight, grid, way, is_transposed=is_transposed)),
+        own(chunk(full.bias, 0, grid.sizes["i"], grid.place[feature])),
     ]
-    assert mine[1].numel() * 8 == weight.numel()
+    assert mine[1].numel() * 8 == full.weight.numel()
     found = linear(mine[0], mine[1], mine[2], grid, is_transposed=is_transposed)
-    assert_close(found, laid(expected, grid, way[1]))
-    found.backward(laid(up, grid, way[1]))
-    assert_close(mine[0].grad, laid(wholes[0].grad, grid, way[0]))
-    assert_close(mine[1].grad, stored_part(wholes[1].grad, grid, way, is_transposed=is_transposed))
+    assert_close(found, laid(full.output, grid, way[1]))
+    found.backward(laid(full.output_gradient, grid, way[1]))
+    assert_close(mine[0].grad, laid(full.x.grad, grid, way[0]))
+    assert_close(mine[1].grad, stored_part(full.weight.grad, grid, way, is_transposed=is_transposed))
     over_rows = grid.group("ik" if way == "pq" else "ij")
-    assert_close(summed(mine[2].grad, over_rows), chunk(wholes[2].grad, 0, grid.sizes["i"], grid.place[feature]))
+    assert_close(summed(mine[2].grad, over_rows), chunk(full.bias.grad, 0, grid.sizes["i"], grid.place[feature]))
 
 
 def language_case(grid: Grid, vocabulary: int) -> None:

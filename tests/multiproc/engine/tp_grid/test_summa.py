@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gloo_ranks import run_ranks
-from tensor_grids import bytes_on_the_wire, chunk, numbers, own, summed, whole_grid
+from tensor_grids import bytes_on_the_wire, chunk, linear_reference, numbers, own, summed, whole_grid
 from torch.testing import assert_close
 
 from weft.engine.objective import token_loss_sum
@@ -38,29 +38,19 @@ def rows_of(grid: Grid, x: torch.Tensor) -> torch.Tensor:
 def linear_case(grid: Grid, *, is_transposed: bool) -> None:
     q, i, j = grid.sizes["i"], grid.place["i"], grid.place["j"]
     outputs_dim, inputs_dim = (1, 0) if is_transposed else (0, 1)
-    x, bias, up = (
-        numbers(ROWS, LENGTH, INPUTS, seed=1),
-        numbers(OUTPUTS, seed=2),
-        numbers(ROWS, LENGTH, OUTPUTS, seed=3),
-    )
-    weight = numbers(OUTPUTS, INPUTS, seed=4)
-    stored = weight.T.contiguous() if is_transposed else weight
-    wholes = [own(x), own(stored), own(bias)]
-    expected = F.linear(wholes[0], wholes[1].T if is_transposed else wholes[1], wholes[2])
-    (expected * up).sum().backward()
-
+    full = linear_reference((ROWS, LENGTH, INPUTS), OUTPUTS, is_transposed=is_transposed)
     mine = [
-        own(chunk(rows_of(grid, x), -1, q, j)),
-        own(chunk(chunk(stored, outputs_dim, q, j), inputs_dim, q, i)),
-        own(chunk(bias, 0, q, j)),
+        own(chunk(rows_of(grid, full.x), -1, q, j)),
+        own(chunk(chunk(full.weight, outputs_dim, q, j), inputs_dim, q, i)),
+        own(chunk(full.bias, 0, q, j)),
     ]
     found = summa.linear(mine[0], mine[1], mine[2], grid, is_transposed=is_transposed)
-    assert_close(found, chunk(rows_of(grid, expected), -1, q, j))
-    found.backward(chunk(rows_of(grid, up), -1, q, j))
-    assert_close(mine[0].grad, chunk(rows_of(grid, wholes[0].grad), -1, q, j))
+    assert_close(found, chunk(rows_of(grid, full.output), -1, q, j))
+    found.backward(chunk(rows_of(grid, full.output_gradient), -1, q, j))
+    assert_close(mine[0].grad, chunk(rows_of(grid, full.x.grad), -1, q, j))
     gradient = summed(mine[1].grad, grid.group("d")) if "d" in grid.groups else mine[1].grad
-    assert_close(gradient, chunk(chunk(wholes[1].grad, outputs_dim, q, j), inputs_dim, q, i))
-    assert_close(summed(mine[2].grad, grid.group("di" if "d" in grid.sizes else "i")), chunk(wholes[2].grad, 0, q, j))
+    assert_close(gradient, chunk(chunk(full.weight.grad, outputs_dim, q, j), inputs_dim, q, i))
+    assert_close(summed(mine[2].grad, grid.group("di" if "d" in grid.sizes else "i")), chunk(full.bias.grad, 0, q, j))
 
 
 def language_case(grid: Grid, vocabulary: int) -> None:

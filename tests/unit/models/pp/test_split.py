@@ -45,7 +45,7 @@ def test_the_forward_says_what_comes_first(case: str, kind: str, request: pytest
 
 
 def test_bloom_takes_hidden_states_out_of_a_tuple(tiny_skeleton: Callable[[str], Any]) -> None:
-    assert (split(tiny_skeleton("bloom")).num_given, split(tiny_skeleton("llama")).num_given) == (1, 0)
+    assert (split(tiny_skeleton("bloom")).num_outputs, split(tiny_skeleton("llama")).num_outputs) == (1, 0)
 
 
 def test_a_model_is_left_as_it_was(tiny_model: Callable[[str], Any]) -> None:
@@ -139,7 +139,7 @@ class Pairs(Plain):
 
 
 def test_values_beside_hidden_states_that_nobody_uses() -> None:
-    assert split(Pairs()).num_given == 2
+    assert split(Pairs()).num_outputs == 2
 
 
 class PairsPassedOn(Plain):

@@ -1,7 +1,7 @@
-"""Where tensor parallelism may cut: exact layouts of families built differently, and what must hold of every layout.
+"""Where tensor parallelism shards: exact layouts of families built differently, and invariants of every layout.
 
 The strongest test is the last: a layout is carried out on two ranks that are threads (thread_ranks), and the logits and
-every gradient are those of the whole model.
+every gradient are those of the full model.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ def region(layout: TensorLayout, kind: str, index: int = 0) -> Region:
 def outputs(region: Region) -> dict[str, tuple[tuple[int, int, bool], ...]]:
     """Column linears by last name -> (units, size, may repeat) of each segment."""
     return {
-        cut.name.rpartition(".")[2]: tuple((one.units, one.size, one.may_repeat) for one in cut.outputs)
-        for cut in region.linears
-        if cut.side == "column"
+        linear.name.rpartition(".")[2]: tuple((one.units, one.size, one.may_repeat) for one in linear.outputs)
+        for linear in region.linears
+        if linear.side == "column"
     }
 
 
 def row(region: Region) -> LinearShards:
-    (cut,) = (cut for cut in region.linears if cut.side == "row")
-    return cut
+    (linear,) = (linear for linear in region.linears if linear.side == "row")
+    return linear
 
 
 def reasons(layout: TensorLayout, word: str) -> set[str]:
@@ -148,7 +148,7 @@ def test_norms_over_all_heads_span_the_ranks() -> None:
 
 def test_a_norm_with_a_row_for_each_head_is_cut_by_heads() -> None:
     attention = region(found("cohere"), "attention")
-    assert {cut.name.rpartition("self_attn.")[2]: (cut.dim, cut.segments) for cut in attention.tensors} == {
+    assert {one.name.rpartition("self_attn.")[2]: (one.dim, one.segments) for one in attention.tensors} == {
         "q_norm.weight": (0, (Segment(units=4),)),
         "k_norm.weight": (0, (Segment(units=2, may_repeat=True),)),
     }
@@ -170,7 +170,7 @@ def test_fused_projections_are_cut_by_part_or_by_head() -> None:
     assert region(phi3, "attention").attributes["config.num_attention_heads"] == "heads"
     assert outputs(region(gpt2, "attention")) == {"c_attn": ((4, 16, False), (4, 16, True), (4, 16, True))}
     assert region(gpt2, "attention").attributes == {"num_heads": "heads", "split_size": "width"}
-    assert all(cut.is_transposed for cut in region(gpt2, "mlp").linears)
+    assert all(linear.is_transposed for linear in region(gpt2, "mlp").linears)
     assert outputs(region(neox, "attention")) == {"query_key_value": ((4, 48, False),)}
     assert reasons(neox, "attention.dense.bias") == {"a bias added once, after the sum over ranks"}
 
@@ -193,10 +193,10 @@ def test_experts_are_cut_by_width_and_the_router_is_whole() -> None:
         layout = found(model_type)
         experts = region(layout, "experts")
         assert (experts.entries, experts.leaves_at) == ((experts.name,), experts.name)
-        assert [(cut.name.rpartition(".")[2], cut.dim, len(cut.segments)) for cut in experts.tensors] == [
+        assert [(one.name.rpartition(".")[2], one.dim, len(one.segments)) for one in experts.tensors] == [
             ("gate_up_proj", 1, 2), ("down_proj", 2, 1),
         ]  # fmt: skip
-        assert {one.units for cut in experts.tensors for one in cut.segments} == {width}
+        assert {segment.units for one in experts.tensors for segment in one.segments} == {width}
         assert reasons(layout, "mlp.gate.weight") == {"the router"}
         assert layout.refusals == {"grid": "experts are not sharded on grids"}
 
@@ -225,7 +225,7 @@ def test_linears_that_hang_in_the_block() -> None:
     layout = found("opt")
     mlp = region(layout, "mlp")
     assert (mlp.name, mlp.entries) == ("model.decoder.layers.0", ("model.decoder.layers.0.fc1",))
-    assert [cut.name.rpartition(".")[2] for cut in mlp.linears] == ["fc1", "fc2"]
+    assert [linear.name.rpartition(".")[2] for linear in mlp.linears] == ["fc1", "fc2"]
     assert layout.embedding == "model.decoder.embed_tokens"
     assert reasons(layout, "embed_positions") == {"an embedding of something other than tokens"}
     bert = found("bert")
@@ -253,14 +253,14 @@ def test_mamba_is_whole_but_for_its_ends() -> None:
     assert layout.refusals["grid"] == "no part of the model is sharded"
 
 
-def test_a_family_nobody_vouches_for_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_that_was_not_compared_stays_replicated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.zoo.tensor_exceptions.COMPARED", frozenset())
     assert found("gpt2").regions == ()
     assert found("llama").regions != ()  # its config has a plan
 
 
-def test_layers_that_share_keys_keep_all_attention_whole() -> None:
-    """Cutting the layer that makes the keys would hand a slice to one that is whole."""
+def test_layers_that_share_keys_keep_all_attention_replicated() -> None:
+    """Sharding the layer of the keys would pass a slice to a replicated one."""
     types = ["sliding_attention", "full_attention"] * 2
     config = {**_GROUPED, "num_hidden_layers": 4, "layer_types": types, "num_kv_shared_layers": 2, "head_dim": 16}
     layout = found("gemma4_text", **config, vocab_size_per_layer_input=320)
@@ -276,35 +276,37 @@ def test_what_a_layout_rules_out() -> None:
     assert "another module shares its bias" in found("bert").refusals["loss_parallel"]
 
 
-def test_an_unknown_parameter_keeps_a_module_whole() -> None:
+def test_an_unknown_parameter_keeps_a_module_replicated() -> None:
     model = built("llama")
     model.get_submodule("model.layers.1.mlp").register_parameter(
         "scale", nn.Parameter(model.lm_head.weight.new_ones(3))
     )
     model.get_submodule("model.layers.0.self_attn").register_buffer("slopes", model.lm_head.weight.new_ones(4))
     layout = find_tensor_layout(model, describe(model))
-    assert [one.name for one in layout.regions] == ["model.layers.0.mlp"]  # its kin keeps the other attention whole
+    assert [one.name for one in layout.regions] == [
+        "model.layers.0.mlp"
+    ]  # attention is sharded in all layers or in none
     assert "its scale is not recognised" in layout.replicated["model.layers.1.mlp.up_proj.weight"]
     assert "its buffer slopes" in layout.replicated["model.layers.0.self_attn.q_proj.weight"]
 
 
 def test_arithmetic_that_does_not_hold_is_no_region() -> None:
     model = built("llama")
-    cut = region(find_tensor_layout(model, describe(model)), "attention")
-    wrong = Region(**{**vars(cut), "linears": (*cut.linears[:-1], cut.linears[0])})
-    assert wrong_arithmetic(cut, model, hidden_size=64) is None
+    attention = region(find_tensor_layout(model, describe(model)), "attention")
+    wrong = Region(**{**vars(attention), "linears": (*attention.linears[:-1], attention.linears[0])})
+    assert wrong_arithmetic(attention, model, hidden_size=64) is None
     assert wrong_arithmetic(wrong, model, hidden_size=64) == "it does not end in one projection to the hidden size"
     model.get_submodule("model.layers.0.self_attn").num_heads = 8
     assert "its num_heads is 8" in next(iter(reasons(find_tensor_layout(model, describe(model)), "0.self_attn")))
 
 
 def judge(model: nn.Module) -> TensorLayout:
-    """Every parameter is cut exactly once or stays whole with a reason; every region adds up."""
+    """Every parameter is sharded exactly once or replicated with a reason; every region adds up."""
     layout = find_tensor_layout(model, describe(model))
-    cut = sharded_parameters(layout, model)
+    sharded = sharded_parameters(layout, model)
     names = {name for name, _ in model.named_parameters()}
-    assert set(cut) | set(layout.replicated) == names
-    assert not set(cut) & set(layout.replicated)
+    assert set(sharded) | set(layout.replicated) == names
+    assert not set(sharded) & set(layout.replicated)
     assert all(layout.replicated.values())
     assert {name for one in layout.regions for name in one.partial} <= set(layout.replicated)
     for one in layout.regions:
@@ -351,7 +353,7 @@ def test_four_ranks_share_two_key_value_heads() -> None:
 
 
 def test_a_wrong_layout_is_noticed() -> None:
-    """The judge itself: a fused projection cut in another order gives other logits."""
+    """The judge itself: a fused projection sharded in another order gives other logits."""
     model = give_values(built("gpt_neox"))
     layout = find_tensor_layout(model, describe(model))
     for one in layout.regions:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import columns_with, legal_plans, one, request_of, requests, tiny_llama
+from plan_cases import assert_terms_add_up, columns_with, legal_plans, one, request_of, requests, tiny_llama
 
 from weft import hardware
 from weft.core.model_shape import ModelShape
@@ -286,10 +286,7 @@ def test_terms_are_finite_non_negative_and_add_up(request: Request) -> None:
     if not len(columns):
         return
     found = estimate_memory(views_of(request, columns))
-    for term, values in found.terms.items():
-        assert np.isfinite(values).all(), term
-        assert (values >= 0).all(), term
-    assert np.allclose(found.total, sum(found.terms.values()))
+    assert_terms_add_up(found.terms, found.total)
     assert Term.OTHER not in found.terms  # nothing predicted is unexplained
 
 

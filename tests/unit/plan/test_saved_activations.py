@@ -1,7 +1,7 @@
-"""The activation formulas against autograd itself: the bytes a block of each family really keeps, in bfloat16.
+"""The activation formulas against autograd itself: the bytes that a block of each family saves, in bfloat16.
 
 saved(3 blocks) - saved(2 blocks) is one block's; storages are counted once, parameters and shared tables not at all.
-With recompute, what is alive after one block more than after the one before: not all of it is autograd's.
+With recompute, live bytes after one more block are counted: not all of them are autograd's.
 """
 
 from __future__ import annotations
