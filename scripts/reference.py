@@ -42,8 +42,8 @@ def pages() -> dict[str, str]:
         "plan.md": document_page(
             Plan,
             "plan.toml",
-            "How it is laid out. Every key, with the value it has when left out. What this version does not execute\n"
-            "yet is refused by name (W204); docs/status.md says what that is.",
+            "How it is laid out. Every key, with the value it has when left out. This version refuses\n"
+            "some values by name (W204); docs/status.md lists them.",
         ),
         "server-run.md": document_page(
             ServerRun,
@@ -94,7 +94,7 @@ def section_doc(section: type[BaseModel]) -> list[str]:
 
 def key_table(fields: dict[str, FieldInfo], defaults: BaseModel | None = None) -> list[str]:
     rows = [
-        f"| `{key}` | {escape(kind_of(field.annotation))} | {told(default_of(key, field, defaults))} | "
+        f"| `{key}` | {escape(kind_of(field.annotation))} | {shown(default_of(key, field, defaults))} | "
         f"{escape(meaning_of(field))} |"
         for key, field in fields.items()
     ]
@@ -106,7 +106,7 @@ def kind_of(annotation: Any) -> str:
     if origin is typing.Literal:
         return " | ".join(f"`{value}`" for value in arguments)
     if origin is None:
-        return {"str": "text", "int": "whole number", "float": "number", "bool": "true / false"}.get(
+        return {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}.get(
             annotation.__name__, annotation.__name__
         )
     if origin in (list, tuple):
@@ -120,7 +120,7 @@ def default_of(key: str, field: FieldInfo, defaults: BaseModel | None) -> Any:
     return field.get_default(call_default_factory=True) if defaults is None else getattr(defaults, key)
 
 
-def told(value: Any) -> str:
+def shown(value: Any) -> str:
     if value is None:
         return "none"
     text = str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, str) else str(value)
@@ -139,14 +139,16 @@ def escape(text: str) -> str:
 
 def errors_page() -> str:
     lines = ["# Errors", "", NOTICE, ""]
-    lines += ["Every error a user can cause or meet: one sentence, a code and a hint on stderr; with `--json` the same"]
+    lines += [
+        "Every error that a user can cause or see: one sentence, a code and a hint on stderr; with `--json` the same"
+    ]
     lines += ["as one JSON object on stdout. Bad input ends with exit code 2, a failure while running with 3.", ""]
     lines += ["| code | error | exit code | meaning |", "| --- | --- | --- | --- |"]
     concrete = [cls for cls in error_classes() if cls not in (WeftError, InputError, RunError)]
     for cls in sorted(concrete, key=lambda one: one.code):
         lines.append(f"| {cls.code} | `{cls.__name__}` | {cls.exit_code} | {cls.__doc__} |")
     lines += ["", "W100 and W700 are the branches themselves: bad input of the command line or the environment, and an"]
-    lines += ["unspecific failure while running. W000 is what was not foreseen: please report it. `WEFT_DEBUG=1` shows"]
+    lines += ["unspecific failure while running. W000 is an unexpected error: please report it. `WEFT_DEBUG=1` shows"]
     lines += ["stack traces."]
     return "\n".join(lines) + "\n"
 
@@ -154,13 +156,13 @@ def errors_page() -> str:
 def cli_page() -> str:
     lines = ["# The command line", "", NOTICE, ""]
     lines += [
-        "Exit codes: 0 done, 1 the answer is no, 2 bad input, 3 a failure while running. With `--json` data goes to"
+        "Exit codes: 0 success, 1 a negative answer (does not fit, is not verified), 2 bad input, 3 a failure while"
     ]
-    lines += ["stdout as JSON; talk always goes to stderr.", ""]
+    lines += ["running. With `--json` data goes to stdout as JSON; messages always go to stderr.", ""]
     lines += ["| environment variable | effect |", "| --- | --- |"]
     lines += ["| `WEFT_DEBUG=1` | shows stack traces and the warnings of other libraries |"]
     lines += ["| `WEFT_CALIBRATION` | measurements that replace the catalogue's figures in `weft plan` |"]
-    lines += ["| `XDG_CACHE_HOME` | where tokenised data is kept, in a folder `weft`; default `~/.cache` |"]
+    lines += ["| `XDG_CACHE_HOME` | tokenised data is in its folder `weft`; default `~/.cache` |"]
     for arguments in [[], *verbs(app)]:
         title = " ".join(["weft", *arguments])
         lines += ["", f"## {title}", "", "```text", help_text(arguments), "```"]

@@ -99,7 +99,7 @@ def test_the_readme_is_one_screen_with_pictures_and_twelve_rows_of_comparison() 
     pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", opening)
     assert len(pictures) == 2
     assert all((ROOT / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
-    rows = table(README, "Beside other systems")
+    rows = table(README, "Comparison with other systems")
     assert len(rows) == 12
     assert all("](" in row[0] for row in rows if "planned" not in row[1]), "a figure links to its dated result or page"
 

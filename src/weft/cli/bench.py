@@ -11,7 +11,9 @@ import typer
 
 from weft.cli.options import DeviceChoice, RunOrModel, Settings
 
-bench_app = typer.Typer(name="bench", help="Measure: step.", no_args_is_help=True, rich_markup_mode=None)
+bench_app = typer.Typer(
+    name="bench", help="Measure the speed and memory of a training step.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 @bench_app.callback()

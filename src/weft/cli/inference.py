@@ -13,8 +13,8 @@ from weft.plan.inference import CacheKind, WeightKind
 def inference(
     model: Annotated[str, typer.Argument(help="A model's name, a config.json or a folder with one, or a run.toml.")],
     devices: Annotated[str, typer.Option(help="8xH100-80GB, or 4x8xH100-80GB for 4 nodes of 8.")],
-    weights: Annotated[WeightKind, typer.Option(help="Number format of the weights.")] = "bf16",
-    kv_cache: Annotated[CacheKind, typer.Option("--kv-cache", help="Number format of the key-value cache.")] = "bf16",
+    weights: Annotated[WeightKind, typer.Option(help="Dtype of the weights.")] = "bf16",
+    kv_cache: Annotated[CacheKind, typer.Option("--kv-cache", help="Dtype of the key-value cache.")] = "bf16",
     concurrent: Annotated[int, typer.Option(min=1, help="Concurrent sequences.")] = 1,
     context: Annotated[
         int | None, typer.Option(min=1, help="Tokens per sequence; default the longest that the model takes.")

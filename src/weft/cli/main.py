@@ -28,7 +28,7 @@ _INTERRUPT = InputError("interrupted", hint="no background process is left runni
 
 app = typer.Typer(
     name="weft",
-    help="Weave one model across many devices: plan it, dry-run it, train it, prove it, export it.",
+    help="Weave one model across many devices: plan it, dry-run it, train it, verify it, export it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -54,7 +54,7 @@ def options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    """Weave one model across many devices: plan it, dry-run it, train it, prove it, export it."""
+    """Weave one model across many devices: plan it, dry-run it, train it, verify it, export it."""
 
 
 def main() -> None:

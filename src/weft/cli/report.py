@@ -20,7 +20,7 @@ def report(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the page's path as JSON on stdout.")] = False,
 ) -> None:
-    """Draw a run: one self-contained page with curves, memory, number formats and coverage.
+    """Draw a run: one self-contained page with curves, memory, dtypes and coverage.
 
     For a run on parameter servers: curves, staleness, load of servers and workers, hot keys and restarts.
     """

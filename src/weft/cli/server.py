@@ -67,7 +67,7 @@ def status(
     run: Annotated[Path, typer.Argument(help="The folder of a running or ended run.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")] = False,
 ) -> None:
-    """The status of a run: steps, workers, rows and load of each server."""
+    """Show the status of a run: steps, workers, rows and load of each server."""
     from weft.server.job.status import read_status, status_table
 
     found = read_status(run)
@@ -97,7 +97,7 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians.")] = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
 ) -> None:
-    """Rows per second over loopback, beside raw TCP and the kernel of the table."""
+    """Measure rows per second over loopback, beside raw TCP and the kernel of the table."""
     require_extra("numba")
     from weft.server.bench import bench_table, run_bench
 

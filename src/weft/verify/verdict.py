@@ -14,7 +14,7 @@ from typing import Any
 from weft.core import axes
 
 RULES = {
-    1: "one owner of loss normalisation: sums and token counts, divided once by the whole global batch",
+    1: "one owner of loss normalisation: sums and token counts, divided once by the count of the global batch",
     2: "the gradient norm follows from ownership",
     3: "data order is a function of (seed, step) alone",
     4: "initial weights and dropout do not depend on the layout",
