@@ -1,4 +1,4 @@
-"""The house stands: imports point down, siblings are strangers, planning wakes no torch, public names are as said."""
+"""Layers: imports point down, packages of one level are independent, planning imports no torch; the public names."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_imports_point_strictly_down(path: Path) -> None:
 @pytest.mark.parametrize(
     "path", [path for path in FILES if _package(path) in WITHOUT_TORCH], ids=lambda path: path.name
 )
-def test_torch_free_rooms_import_no_torch(path: Path) -> None:
+def test_torch_free_packages_import_no_torch(path: Path) -> None:
     assert not [module for module, _ in _imports(path) if module.split(".")[0] in ("torch", "transformers")]
 
 
@@ -108,7 +108,7 @@ def test_the_oracle_shares_no_code_with_what_it_judges() -> None:
         assert found <= {"weft.core"}, found
 
 
-def test_parallel_axes_inside_the_engine_are_strangers() -> None:
+def test_parallel_axes_inside_the_engine_are_independent() -> None:
     axes = {"dp", "tp", "tp_grid", "pp", "ep", "cp"}
     for axis in axes:
         for path in (SOURCE / "engine" / axis).rglob("*.py"):

@@ -1,7 +1,7 @@
-"""Runs a TensorLayout on ranks that are threads of one process, and tells how the cut model differs from the whole one.
+"""Runs a TensorLayout on ranks that are threads of one process, and compares the sharded model with the full one.
 
 Not a test, and not the engine: the plainest reading of a layout, so that a wrong layout shows whatever the engine does.
-Compared are the logits and the gradient of every parameter: a cut one by its slice, one of `partial` as the sum over
+Logits and the gradient of every parameter are compared: a sharded one by its slice, one of `partial` as the sum over
 ranks, any other as every rank has it.
 """
 
@@ -64,8 +64,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ranks, rank = ctx.at
-        whole = gradient if ctx.is_same_use else sum(ranks.exchange(rank, gradient))
-        return whole[..., rank * ctx.size : (rank + 1) * ctx.size], None, None, None
+        full = gradient if ctx.is_same_use else sum(ranks.exchange(rank, gradient))
+        return full[..., rank * ctx.size : (rank + 1) * ctx.size], None, None, None
 
 
 def taken(segments: Segments, rank: int, size: int) -> Tensor:
@@ -101,13 +101,13 @@ def give_values(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def differences(model: nn.Module, layout: TensorLayout, *, size: int = 2, tolerance: float = 2e-3) -> list[str]:
-    """What differs between `model` (with values) and its cut copies; nothing when the layout is right."""
+    """The differences between `model` (with values) and its sharded copies; empty if the layout is right."""
     ids = torch.randint(3, 250, (2, 12), generator=torch.Generator().manual_seed(1))
     pull = torch.randn(2, 12, 1, generator=torch.Generator().manual_seed(2)).cos()
-    whole = copy.deepcopy(model)
-    expected = _logits_and_gradients(whole, ids, pull)
+    full = copy.deepcopy(model)
+    expected = _logits_and_gradients(full, ids, pull)
     ranks = Ranks(size)
-    copies = [_cut(copy.deepcopy(model), layout, ranks, rank) for rank in range(size)]
+    copies = [_shard(copy.deepcopy(model), layout, ranks, rank) for rank in range(size)]
     found = _in_threads(
         ranks, lambda rank: _logits_and_gradients(copies[rank], ids, pull, _made_whole(layout, ranks, rank))
     )
@@ -194,7 +194,7 @@ def _gradient_differences(
 
 
 def _slices(layout: TensorLayout, model: nn.Module) -> dict[str, tuple[int, Segments]]:
-    """Canonical name -> (dimension, segments) of every parameter that is cut; wide norms are whole in the copies."""
+    """Canonical name -> (dimension, segments) of every sharded parameter; wide norms are replicated in the copies."""
     found: dict[str, tuple[int, Segments]] = {}
     for region in layout.regions:
         for linear in region.linears:
@@ -216,17 +216,17 @@ def _vocabulary(rows: int) -> Any:
     return Segment(units=rows)
 
 
-def _cut(model: nn.Module, layout: TensorLayout, ranks: Ranks, rank: int) -> nn.Module:
-    """The copy of one rank: parameters cut in place, hooks where regions begin and end."""
+def _shard(model: nn.Module, layout: TensorLayout, ranks: Ranks, rank: int) -> nn.Module:
+    """The copy of one rank: parameters sharded in place, hooks where regions begin and end."""
     done: dict[int, nn.Parameter] = {}
     for name, (dim, segments) in _slices(layout, model).items():
         owner, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        whole = owner._parameters[key]
-        if id(whole) not in done:
-            local = whole.detach().index_select(dim, taken(segments, rank, ranks.size)).clone()
-            done[id(whole)] = done[id(local)] = nn.Parameter(local)
-            done[-id(whole)] = whole  # keeps the id from being given to another
-        owner._parameters[key] = done[id(whole)]
+        full = owner._parameters[key]
+        if id(full) not in done:
+            local = full.detach().index_select(dim, taken(segments, rank, ranks.size)).clone()
+            done[id(full)] = done[id(local)] = nn.Parameter(local)
+            done[-id(full)] = full  # keeps the id from being given to another
+        owner._parameters[key] = done[id(full)]
         if hasattr(owner, "nf"):  # GPT-2's Conv1D shapes its output by it
             owner.nf = owner._parameters["weight"].shape[1]
     for region in layout.regions:
@@ -265,9 +265,9 @@ def _entering(ranks: Ranks, rank: int) -> Callable[..., Any]:
     return enter
 
 
-def _hook_row(module: Any, cut: LinearShards, ranks: Ranks, rank: int) -> None:
+def _hook_row(module: Any, linear: LinearShards, ranks: Ranks, rank: int) -> None:
     def forward(x: Tensor) -> Tensor:
-        partial = x @ module.weight if cut.is_transposed else x @ module.weight.T
+        partial = x @ module.weight if linear.is_transposed else x @ module.weight.T
         total = _Leave.apply(partial, ranks, rank)
         return total if module.bias is None else total + module.bias
 
