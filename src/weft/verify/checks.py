@@ -1,7 +1,7 @@
 """Checks with a bound: evidence against the reference, one function per check. Each names the first wrong value.
 
 `truth` is the float64 reference, `same` the one-process run in the plan's own precision, `found` the plan's evidence.
-Checks without a bound (dtypes, collectives, rows, replicas) are in `facts`.
+Checks without a bound (dtypes, rows, replicas) are in `facts`, of collectives in `planned`.
 """
 
 from __future__ import annotations

@@ -15,38 +15,30 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.parts import ShardTensor
-from weft.comm.observer import BUFFERS, CollectiveObserver
 from weft.core import axes
 from weft.core.records import DtypeRecord, ParameterRecord
 from weft.core.shards import Chunk
 from weft.engine.engine import Engine
+from weft.engine.measure.meter import StepMeter
 from weft.engine.objective import Batch
 from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import chunks_of
 from weft.engine.state import MODEL, OPTIMIZER, as_shard
 from weft.verify.eight_bit import decode_moments
-from weft.verify.expected_pp import ExpectedP2P
-from weft.verify.expected_tp import ExpectedTP
 from weft.verify.low_update import LowPrecisionStep
 from weft.verify.reference import RunTrace, Tensors
 
-BESIDE = ("small", BUFFERS)  # collectives that do not belong to the layout
 LOW_UPDATES = 2  # recorded updates of an optimizer that rounds: the first has no moments before it
 
 
 @dataclass(kw_only=True)
 class Evidence(RunTrace):
-    """A run trace with the plan's own facts: rows, dtypes, collectives, coverage and the owner of each row."""
+    """A run trace with the plan's own facts: rows, dtypes, traffic, coverage and the owner of each row."""
 
     batches: list[Tensors] = field(default_factory=list)  # the global batch of every step, as the ranks held it
     dtypes: list[DtypeRecord] = field(default_factory=list)
-    collectives: dict[str, int] = field(default_factory=dict)
+    traffic: list[dict[str, Any]] = field(default_factory=list)  # of this rank in the last step
     coverage: list[ParameterRecord] = field(default_factory=list)
-    own: list[ParameterRecord] = field(default_factory=list)  # coverage of rank 0's stages
-    units: int = 0
-    num_in_float8: int = 0  # weights that are all-gathered in float8
-    pipeline: ExpectedP2P | None = None
-    tensors: ExpectedTP | None = None  # under tensor parallelism
     owners: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # rows of dim 0 by rank
     digests: dict[str, list[int]] = field(default_factory=dict)  # of every full tensor at the end, by rank
     buffer_digests: dict[str, list[int]] = field(default_factory=dict)  # of buffers that forwards change, by rank
@@ -59,10 +51,6 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
         batches=_global_batches(batches, engine),
         initial=_full_tensors(engine, dict(engine.model.named_parameters())),
         coverage=_coverage(engine),
-        own=engine.coverage(),
-        units=len(engine.layout.units),
-        num_in_float8=engine.strategy.num_in_float8,
-        pipeline=ExpectedP2P.of(engine),
         owners=_owners(engine),
     )
 
@@ -78,9 +66,11 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
     for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
         if step == last:  # DDP has rebuilt its buckets before it
             engine.on_gradients = None
-            with CollectiveObserver() as seen:
+            meter = StepMeter(engine)
+            with meter.measuring():
+                meter.next_step()
                 record = engine.step(batch, learning_rate=rate)
-            evidence.collectives = {name: count for name, count in seen.counts.items() if not name.startswith(BESIDE)}
+            evidence.traffic = meter.traffic
         else:
             record = engine.step(batch, learning_rate=rate)
         evidence.losses.append(record.loss)
@@ -93,7 +83,6 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
         if step in (0, last):  # after the first: state left by an evaluation must not change later steps
             evidence.eval_losses.append(engine.evaluate(evaluation).loss)
     engine.on_gradients = None
-    evidence.tensors = ExpectedTP.of(engine, batches[last])
     evidence.dtypes = engine.dtypes()
     state = _over_stages(engine, {key: full_tensor(value, engine) for key, value in engine.state().items()})
     evidence.weights = _with_prefix(state, MODEL)

@@ -69,7 +69,7 @@ def plan_with(**keys: Any) -> Plan:
     """A plan from flat names: dp_shard=8, zero=3, policy="full", …; it may contradict itself, as rules must notice."""
     homes = {
         "mesh": ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"),
-        "data_parallel": ("zero",),
+        "data_parallel": ("zero", "find_unused_parameters"),
         "tensor_parallel": ("mode", "sequence_parallel", "loss_parallel"),
         "pipeline": ("schedule", "microbatches", "virtual_stages", "blocks"),
         "precision": ("preset",),

@@ -48,8 +48,31 @@ def test_bytes_of_the_stages(zero: int, gather_times: int, reduce_times: int) ->
 
 def test_ddp_reduces_once_whatever_the_microbatches() -> None:
     found = traffic(SIX_BLOCKS, dp_replicate=4, microbatches=4)
-    assert rows(found, "dp_replicate") == {("all_reduce", "backward"): (2 * 3 / 4 * 4 * PARAMETERS, 7)}
+    assert rows(found, "dp_replicate") == {("all_reduce", "backward"): (2 * 3 / 4 * 4 * PARAMETERS, 2)}  # 20 MB
     assert rows(found, "dp_shard") == {}
+
+
+def buckets(request: Request, **plan: Any) -> tuple[float, float]:
+    """(least, most) all-reduces between replicas."""
+    (row,) = (row for row in traffic(request, **plan).rows if row.axis == "dp_replicate")
+    return one(row.least), one(row.count)
+
+
+def test_gradients_of_replicas_share_buckets() -> None:
+    """The first of DDP has 1 MiB, the next 25 MiB; a pipeline's have 25 MiB. A bucket ends between two tensors."""
+    assert buckets(SIX_BLOCKS, dp_replicate=4) == (1, 2)
+    assert buckets(SIX_BLOCKS, dp_replicate=4, find_unused_parameters=True) == (2, 3)  # and which parameters were used
+    assert buckets(SIX_BLOCKS, dp_replicate=2, pp=2, microbatches=4, find_unused_parameters=True) == (1, 1)
+    llama = request_of("llama-3-8b", "8xH200", global_batch=8, sequence_length=128)
+    assert buckets(llama, dp_replicate=8) == (1, 32 * 7 + 3)  # not 1,225: most matrices are larger than a bucket
+    assert buckets(SIX_BLOCKS, dp_replicate=2, dp_shard=2, zero=3) == (7, 7)  # a unit each
+
+
+@pytest.mark.parametrize(("zero", "reduces"), [(1, 3), (2, 8 * 4), (3, 8 * 4)])
+def test_both_ends_of_a_v_reduce_the_root(zero: int, reduces: int) -> None:
+    """Two blocks and the root; the first and the last stage are on one rank, each with gradients of the root."""
+    found = traffic(SIX_BLOCKS, pp=2, dp_shard=2, zero=zero, microbatches=8, schedule="zbv", virtual_stages=2)
+    assert rows(found, "dp_shard")["reduce_scatter", "backward"][1] == reduces
 
 
 def test_hybrid_sharding_reduces_its_shard_between_replicas() -> None:

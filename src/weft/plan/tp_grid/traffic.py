@@ -27,11 +27,11 @@ from typing import Literal
 import numpy as np
 
 from weft.core.model_shape import BlockShape, LinearShape, NormShape
-from weft.plan.axis import TrafficRow
+from weft.plan.axis import SMALL_ELEMENTS, TrafficRow
 from weft.plan.columns import Bools, Floats
 from weft.plan.memory.block_tensors import is_wide
 from weft.plan.time.links import gather_bytes, reduce_bytes
-from weft.plan.tp.traffic import ALONE_ELEMENTS, FLOAT32_BYTES, INDEX_BYTES, SMALL_ELEMENTS, Sent, collected
+from weft.plan.tp.traffic import ALONE_ELEMENTS, FLOAT32_BYTES, INDEX_BYTES, Sent, collected
 from weft.plan.view import View
 
 Passed = tuple[str, Floats, Floats]  # collective, bytes, count
