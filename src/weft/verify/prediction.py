@@ -40,7 +40,7 @@ def check_prediction(
             engine.step(batch)
     found, why_not = predict(run, plan, config=engine.model.config, device_name=None)
     if found is not None:
-        why_not = "; ".join(found.notes) or inexact_shape(found, coverage)
+        why_not = "; ".join(found.notes) or inexact_shape(found, plan, coverage)
     if found is None or why_not:
         return Check.passed(NAME, f"not judged: {why_not}")
     if not _is_predicted(engine):

@@ -22,9 +22,11 @@ SHARDED = {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 3}}
 TENSOR = {"mesh": {"tp": 2}}
 
 
-def planned(tables: dict[str, Any], *, extra: int = 0, rows: int = 8, **train: Any) -> PlannedCollectives:
+def planned(
+    tables: dict[str, Any], *, extra: int = 0, rows: int = 8, model: dict[str, Any] | None = None, **train: Any
+) -> PlannedCollectives:
     """Of four blocks in two micro-batches; `extra` parameters that the planner does not know."""
-    model = {"type": "llama", "config": LLAMA}
+    model = model or {"type": "llama", "config": LLAMA}
     run = RunSpec.from_tables(
         {"model": model, "data": {"sequence_length": 8}, "train": {"global_batch": rows, **train}}
     )
@@ -123,6 +125,19 @@ def test_a_model_of_another_size_is_compared_by_kind_on_the_tensor_axis() -> Non
     assert "tp by kind only: the planner counts" in check.detail
     assert not check_collectives(expected, [{**dp, "count": dp["count"] + 1}, *others]).ok
     assert not check_collectives(expected, [*more, {**tp, "collective": "broadcast"}]).ok
+
+
+def test_experts_may_take_other_routing_weights() -> None:
+    """Four blocks, two micro-batches: Llama 4's experts take none, and a block has one entry more."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    tables = {**TENSOR, "tensor_parallel": {"sequence_parallel": False}}
+    expected = planned(tables, model={"type": "mixtral", "config": {**LLAMA, **experts}})
+    for change, is_right in ((-8, True), (8, True), (-9, False), (9, False)):
+        rows = [{**row, "count": row["count"]} for row in sent(expected, all_reduce=0)]
+        backward = next(row for row in rows if row["phase"] == "backward")
+        backward["count"] += change - 8  # `sent` has the most
+        assert check_collectives(expected, rows).ok == is_right
+    assert "routing weights on tp by kind only" in check_collectives(expected, sent(expected)).detail
 
 
 def test_a_model_that_the_planner_cannot_shape_is_not_judged() -> None:
