@@ -71,7 +71,7 @@ class PlannedCollectives:
         limits = (
             "some at most as planned: parameters are frozen" if is_frozen else "",
             f"at most as planned on {axes.TP}: tensors of {SMALL_ELEMENTS} elements or fewer" if has_few_rows else "",
-            f"routing weights on {axes.TP} by kind only" if num_routed and plan.mesh.tp > 1 else "",
+            f"on {axes.TP} one more or less per block of experts" if num_routed and plan.mesh.tp > 1 else "",
             f"{axes.TP if has_blocks else 'all axes'} by kind only: {inexact}" if inexact else "",
         )
         by_kind = {axis for axis, _, _ in bounds if not has_blocks or axis == axes.TP} if inexact else ()

@@ -137,7 +137,7 @@ def test_experts_may_take_other_routing_weights() -> None:
         backward = next(row for row in rows if row["phase"] == "backward")
         backward["count"] += change - 8  # `sent` has the most
         assert check_collectives(expected, rows).ok == is_right
-    assert "routing weights on tp by kind only" in check_collectives(expected, sent(expected)).detail
+    assert "one more or less per block of experts" in check_collectives(expected, sent(expected)).detail
 
 
 def test_a_model_that_the_planner_cannot_shape_is_not_judged() -> None:
