@@ -44,9 +44,8 @@ def local_index(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 def chunks_of(tensor: torch.Tensor, shard: LocalShard | None) -> tuple[Chunk, ...]:
     """The chunks of the full tensor that `local(tensor)` consists of; `tensor` may be a shard of a shard."""
-    index = local_index(tensor)
     shard = shard or replicated_shard(tensor.shape, copies=1)
-    return shard.within(index[0].start, index[0].stop - index[0].start) if index else shard.chunks
+    return shard.within(local_index(tensor))
 
 
 def parameter_records(

@@ -296,5 +296,5 @@ class Comparison:
         return self._describe(row // (self.train.global_batch // self.plan.mesh.dp_degree))
 
     def _owner(self, name: str, row: int) -> str:
-        rank = owner_of(self.found.owners.get(name), row)
+        rank = owner_of(self.found.owners.get(name), (row,))
         return f" on {self._describe(rank)}" if rank is not None else ""

@@ -24,6 +24,7 @@ from weft.engine.objective import Batch
 from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import chunks_of
 from weft.engine.state import MODEL, OPTIMIZER, as_shard
+from weft.verify.checks import Block
 from weft.verify.eight_bit import decode_moments
 from weft.verify.expected_pp import ExpectedP2P
 from weft.verify.expected_tp import ExpectedTP
@@ -47,7 +48,7 @@ class Evidence(RunTrace):
     num_in_float8: int = 0  # weights that are all-gathered in float8
     pipeline: ExpectedP2P | None = None
     tensors: ExpectedTP | None = None  # under tensor parallelism
-    owners: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # rows of dim 0 by rank
+    owners: dict[str, list[Block]] = field(default_factory=dict)  # by rank
     digests: dict[str, list[int]] = field(default_factory=dict)  # of every full tensor at the end, by rank
     buffer_digests: dict[str, list[int]] = field(default_factory=dict)  # of buffers that forwards change, by rank
     updates: list[LowPrecisionStep] = field(default_factory=list)  # the first ones, if the optimizer rounds
@@ -172,23 +173,26 @@ def _global_batches(batches: Sequence[Batch], engine: Engine) -> list[Tensors]:
     return [{key: values[step] for key, values in gathered.items()} for step in range(len(batches))]
 
 
-def _owners(engine: Engine) -> dict[str, list[tuple[int, int]]]:
-    """Rows of dim 0 that each rank holds, for every parameter that is not replicated on all ranks."""
-    mine: dict[str, tuple[int, int]] = {}
+def _owners(engine: Engine) -> dict[str, list[Block]]:
+    """The block that each rank holds, for every parameter that is not replicated on all ranks."""
+    mine: dict[str, Block] = {}
     for name, parameter in engine.model.named_parameters():
         shard = engine.shards.get(name)
         is_sharded = isinstance(parameter, DTensor) or (shard is not None and shard.is_sharded)
         if (is_sharded or engine.topology.pp_degree > 1) and name not in engine.layout.copies:
-            mine[name] = _row_range(chunks_of(parameter, shard))
+            mine[name] = _block(chunks_of(parameter, shard))
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, mine)
-    return {name: [of_rank.get(name, (0, 0)) for of_rank in held] for name in {key for one in held for key in one}}
+    return {name: [of_rank.get(name, ()) for of_rank in held] for name in {key for one in held for key in one}}
 
 
-def _row_range(chunks: Sequence[Chunk]) -> tuple[int, int]:
-    """First and last row of a rank's chunks, as a half-open range."""
-    ends = [(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in chunks]
-    return min((begin for begin, _ in ends), default=0), max((end for _, end in ends), default=0)
+def _block(chunks: Sequence[Chunk]) -> Block:
+    """The smallest block around a rank's chunks; empty without chunks."""
+    if not chunks:
+        return ()
+    ends = [tuple(start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in chunks]
+    begins = map(min, zip(*(chunk.offsets for chunk in chunks), strict=True))
+    return tuple(zip(begins, map(max, zip(*ends, strict=True)), strict=True))
 
 
 def _digests(state: Tensors, *, device: torch.device) -> dict[str, list[int]]:

@@ -57,7 +57,7 @@ def test_tensors_within_a_few_measured_distances_pass() -> None:
 def test_a_wrong_tensor_names_the_element_and_the_rank_that_holds_it() -> None:
     found = {**TRUTH, "a": TRUTH["a"] + torch.tensor([[0, 0], [0.1, 0]])}
     plan = Plan.from_tables({"mesh": {"dp_replicate": 2, "dp_shard": 2}})
-    owners = {"a": [(0, 1), (1, 2), (0, 1), (1, 2)]}
+    owners = {"a": [((0, 1),), ((1, 2),), ((0, 1),), ((1, 2),)]}
     check, worst = check_tensors(
         "gradients", TRUTH, SAME, found, step=1, owners=owners,
         describe_rank=lambda rank: coordinates_of(plan, rank), **FLOAT32,

@@ -6,6 +6,9 @@
 | 2     | gathered once, kept over all micro-batches   | reduce-scattered every micro-batch              |
 | 3     | gathered for each forward and each backward  | reduce-scattered every micro-batch              |
 
+A parameter is sharded along dimension 0, or along an inner one that divides evenly where rows do not: experts
+[experts, ...] on more ranks than experts (`core/shards.py: zero_dim`).
+
 HSDP's all-reduce over the replicas happens on the last micro-batch only. Gradients are sums, never averages.
 
 In a pipeline `fully_shard` does not get the replicas: it accumulates gradients for them in one flat tensor per unit, so
@@ -25,8 +28,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from weft.core.precision import PrecisionPolicy
+from weft.core.shards import zero_dim
 from weft.engine.dp.pipeline_replicas import sum_bucket
 from weft.engine.dp.strategy import Strategy
 from weft.engine.ownership import local
@@ -59,8 +64,13 @@ def shard_units(
             param_dtype=torch_dtype(precision.weights), reduce_dtype=torch_dtype(precision.communication)
         )
     reshard = not STAGES[stage].keep_gathered
+    num_shards = mesh.size(mesh.ndim - 1)
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(zero_dim(parameter.shape, num_shards=num_shards))
+
     for module in (*(model.get_submodule(name) for name in layout.blocks), model):
-        fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
+        fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard, shard_placement_fn=placement)
     # torch warns when a sharded module returns a view, since writing into it loses a hook. The objective only reads
     # the root's output; the warning stays on for blocks, whose outputs the model's own code handles.
     root = re.escape(type(model).__name__)
