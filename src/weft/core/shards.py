@@ -118,6 +118,12 @@ def even_span(size: int, *, degree: int, place: int) -> Span:
     return Span(begin=begin, size=min(chunk, size - begin))
 
 
+def balanced_span(size: int, *, degree: int, place: int) -> Span:
+    """Rows in spans that differ by at most one: no rank is without any if there are enough (7 experts on 4 ranks)."""
+    least, more = divmod(size, degree)
+    return Span(begin=place * least + min(place, more), size=least + (place < more))
+
+
 def zero_dim(shape: Sequence[int], *, num_shards: int) -> int:
     """The dimension that ZeRO shards: the first, unless only an inner one divides evenly.
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.shards import LocalShard, Span, even_span, local_shard, replicated_shard, zero_dim
+from weft.core.shards import LocalShard, Span, balanced_span, even_span, local_shard, replicated_shard, zero_dim
 
 
 def local_of(shard: LocalShard, whole: np.ndarray) -> np.ndarray:
@@ -21,6 +21,13 @@ def local_of(shard: LocalShard, whole: np.ndarray) -> np.ndarray:
 def test_uneven_runs_are_the_whole_once(size: int, degree: int) -> None:
     runs = [even_span(size, degree=degree, place=place) for place in range(degree)]
     assert [index for run in runs for index in range(run.begin, run.begin + run.size)] == list(range(size))
+
+
+@given(size=st.integers(0, 40), degree=st.integers(1, 8))
+def test_balanced_runs_are_the_whole_once_and_differ_by_one(size: int, degree: int) -> None:
+    runs = [balanced_span(size, degree=degree, place=place) for place in range(degree)]
+    assert [index for run in runs for index in range(run.begin, run.begin + run.size)] == list(range(size))
+    assert {run.size for run in runs} <= {size // degree, -(-size // degree)}
 
 
 @given(
