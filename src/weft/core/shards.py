@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from weft.core import axes
+
 Index = tuple[slice, ...]
 
 
@@ -53,11 +55,12 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalShard:
-    """A rank's local tensor of one parameter: the full shape, the local shape, and the chunks."""
+    """A rank's local tensor of one parameter that `axis` shards: the full shape, the local shape, and the chunks."""
 
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+    axis: str = axes.TP
 
     @property
     def is_sharded(self) -> bool:
@@ -88,6 +91,7 @@ def local_shard(
     *,
     copies: int = 1,
     summed_over: dict[int, str] | str | None = None,
+    axis: str = axes.TP,
 ) -> LocalShard:
     """The shard with `spans` of some dimensions and all of the others; `copies` ranks hold the same shard.
 
@@ -108,7 +112,7 @@ def local_shard(
             )
         )
     local_shape = tuple(sum(span.size for span in of_dim) for of_dim in dims)
-    return LocalShard(shape=tuple(shape), local_shape=local_shape, chunks=tuple(chunks))
+    return LocalShard(shape=tuple(shape), local_shape=local_shape, chunks=tuple(chunks), axis=axis)
 
 
 def even_span(size: int, *, degree: int, place: int) -> Span:

@@ -12,12 +12,16 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.core import axes
 from weft.core.errors import MeshError, ModelError
 from weft.core.shards import LocalShard, balanced_span, local_shard
+from weft.engine.ep.context import EPContext
 from weft.engine.ep.dispatch import DISPATCHERS, Dispatcher
 from weft.engine.ep.exchange import Group
+from weft.engine.mesh import Topology
 from weft.engine.weights.local_shards import shard_parameters
 from weft.engine.wrap_forward import Forward, wrap_forward
+from weft.models.ep.finder import find_expert_layout
 from weft.models.ep.layout import ExpertLayout
 from weft.models.layout import ModelLayout
 
@@ -25,6 +29,19 @@ DispatcherKind = Literal["pairs", "tokens", "gather"]
 
 
 def apply_expert_parallel(
+    model: nn.Module, layout: ModelLayout, topology: Topology, *, kind: DispatcherKind
+) -> EPContext | None:
+    """Divide the experts of `model`, which must have some; None without expert parallelism."""
+    mesh = topology.expert_dp_mesh
+    if mesh is None:
+        return None
+    experts, group = find_expert_layout(model), topology.group(axes.EP)
+    _require_experts(experts, type(model).__name__)
+    shards = divide_experts(model, layout, experts, group=group, kind=kind)
+    return EPContext(group=group, experts=experts, mesh=mesh, shards=shards)
+
+
+def divide_experts(
     model: nn.Module, layout: ModelLayout, experts: ExpertLayout, *, group: Group, kind: DispatcherKind
 ) -> dict[str, LocalShard]:
     """Keep this rank's experts and dispatch to those of others. Returns the shard of every parameter of experts."""
@@ -38,6 +55,15 @@ def apply_expert_parallel(
     return shards
 
 
+def _require_experts(experts: ExpertLayout, model_name: str) -> None:
+    if not experts.layers:
+        reason = next(iter(experts.declined.values()), "it has none")
+        raise MeshError(f"the experts of {model_name} cannot be divided over ranks: {reason}", hint="use mesh.ep = 1")
+    shared = next((name for layer in experts.layers for name in layer.shared), None)
+    if shared is not None:  # its module is sharded over the ranks with the same experts alone
+        raise MeshError(f"all experts use {shared}, so they cannot be divided over ranks", hint="use mesh.ep = 1")
+
+
 def expert_shards(model: nn.Module, experts: ExpertLayout, *, degree: int, place: int) -> dict[str, LocalShard]:
     """The local shard of every parameter of experts on the rank at `place` of `degree`."""
     found = {}
@@ -48,7 +74,8 @@ def expert_shards(model: nn.Module, experts: ExpertLayout, *, degree: int, place
                 hint=f"use mesh.ep of at most {layer.num_experts}",
             )
         span = balanced_span(layer.num_experts, degree=degree, place=place)
-        found.update({name: local_shard(model.get_parameter(name).shape, {0: [span]}) for name in layer.parameters})
+        for name in layer.parameters:
+            found[name] = local_shard(model.get_parameter(name).shape, {0: [span]}, axis=axes.EP)
     return found
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from torch import Tensor, nn
 
-from weft.engine.ep.apply import apply_expert_parallel
+from weft.engine.ep.apply import divide_experts
 from weft.engine.ep.dispatch import DISPATCHERS
 from weft.models.ep.finder import find_expert_layout
 from weft.models.layout import describe
@@ -115,7 +115,7 @@ def compare(rank: int, world: int, names: tuple[str, ...]) -> dict[str, float]:
         expected = outcome(ToyModel(case), *given)
         group = dist.group.WORLD
         assert group is not None
-        shards = apply_expert_parallel(model, layout, experts, group=group, kind=kind)  # type: ignore[arg-type]
+        shards = divide_experts(model, layout, experts, group=group, kind=kind)  # type: ignore[arg-type]
         own = slice(rank * TOKENS, (rank + 1) * TOKENS)
         found = outcome(model, *(tensor[own] for tensor in given))
         for key, value in found.items():
@@ -147,7 +147,7 @@ def starved(rank: int, world: int) -> dict[str, Any]:
         model = ToyModel(case)
         group = dist.group.WORLD
         assert group is not None
-        apply_expert_parallel(model, describe(model), find_expert_layout(model), group=group, kind=kind)  # type: ignore[arg-type]
+        divide_experts(model, describe(model), find_expert_layout(model), group=group, kind=kind)  # type: ignore[arg-type]
         hidden, index, weights, pull = (tensor[: TOKENS if rank == 0 else 0] for tensor in inputs(case, 1))
         made = outcome(model, hidden, index, weights, pull)
         found[kind] = float(made["experts.down_proj"].abs().sum()), len(made["out"])

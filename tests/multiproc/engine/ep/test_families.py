@@ -18,7 +18,7 @@ from weft.core.plan import Activations
 from weft.core.run_spec import ModelSpec
 from weft.engine.activations.recompute import apply_recompute
 from weft.engine.buffers.changes import BufferChanges
-from weft.engine.ep.apply import apply_expert_parallel
+from weft.engine.ep.apply import divide_experts
 from weft.engine.ep.dispatch import DISPATCHERS
 from weft.models.build import build_config, build_skeleton
 from weft.models.ep.finder import find_expert_layout
@@ -70,7 +70,7 @@ def compare(rank: int, world: int, family: str) -> dict[str, float]:
     assert group is not None
     for kind, policy in [*((kind, "none") for kind in DISPATCHERS), ("tokens", "full")]:
         model = copy.deepcopy(given)
-        shards = apply_expert_parallel(model, layout, experts, group=group, kind=kind)  # type: ignore[arg-type]
+        shards = divide_experts(model, layout, experts, group=group, kind=kind)  # type: ignore[arg-type]
         if policy == "full":
             apply_recompute(model, layout, Activations(policy="full"), BufferChanges(model))
         found = outcome(model, ids[own], pull[own])
