@@ -17,7 +17,6 @@ import platform
 import time
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,12 @@ from tiny_families import Facts
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from weft.comm.observer import CollectiveObserver
 from weft.core.errors import WeftError
+from weft.core.run_spec import RunSpec
 from weft.engine.engine import Engine
-from weft.engine.objective import Batch
+from weft.engine.measure.meter import StepMeter
 from weft.verify.evidence import _full_tensors
-from weft.verify.expected_tp import ExpectedTP, expected_of_tp
+from weft.verify.planned import PlannedCollectives, Traffic, check_collectives
 from weft.zoo import tensor_exceptions
 
 LIMIT_S = 120
@@ -70,32 +69,28 @@ def _train(model_type: str, tables: Facts) -> Facts:
     engine.on_gradients = keep
     shares = [engine.share_of(batch) for batch in tiny.batches()]
     records = [engine.step(batch) for batch in shares[:-1]]
-    with CollectiveObserver() as seen:
+    meter = StepMeter(engine)
+    with meter.measuring():
+        meter.next_step()
         records.append(engine.step(shares[-1]))
     rows = [row for row in engine.coverage() if row.tied_to is None]
     return {
         "losses": [record.loss for record in records] + [engine.evaluate(shares[0]).loss],
         "norms": [record.grad_norm for record in records],
         "gradients": gradients,
-        "unpromised": _unpromised(engine, seen.counts, batch=shares[0], used=gradients),
+        "unplanned": _unplanned(engine, model_type, meter.traffic),
         "coverage": [(row.name, _elements(row.shape), "tp" in row.sharded_axes, row.reason) for row in rows],
     }
 
 
-def _unpromised(engine: Engine, counts: Mapping[str, int], *, batch: Batch, used: Collection[str]) -> str:
-    """How the collectives of a step differ from what weft verify holds them to."""
-    facts = ExpectedTP.of(engine, batch)
-    if facts is None or facts.layout is None:
-        return ""
-    expected = expected_of_tp(facts, facts.layout, engine.plan, used=used)
-    found = {name: count for name, count in counts.items() if not name.startswith("small")}
-    odd = {name for name in {*expected, *found} if not _within(found.get(name, 0), expected.get(name, (0, 0)))}
-    told = ", ".join(f"{found.get(name, 0)} {name}, expected {expected.get(name)}" for name in sorted(odd))
-    return told and f"collectives: {told}"
-
-
-def _within(count: int, bounds: tuple[int, int]) -> bool:
-    return bounds[0] <= count <= bounds[1]
+def _unplanned(engine: Engine, model_type: str, traffic: Traffic) -> str:
+    """How the collectives of a step differ from those of the planner."""
+    run = RunSpec.from_tables(
+        {"model": {"type": model_type}, "data": {"sequence_length": tiny.LENGTH}, "train": {"global_batch": tiny.ROWS}}
+    )
+    planned = PlannedCollectives.of(run, engine.plan, config=engine.model.config, coverage=engine.coverage())
+    check = check_collectives(planned, traffic)
+    return "" if check.ok else f"collectives: {check.detail}"
 
 
 def _elements(shape: tuple[int, ...]) -> int:
@@ -120,7 +115,7 @@ def judge(model_type: str, *, degree: int, unvouched: bool) -> Facts:
                 row[f"refused {row['variant']}"] = one["refused"]
                 continue
             found = one
-            wrong = tiny.difference(truth, found) or found["unpromised"]
+            wrong = tiny.difference(truth, found) or found["unplanned"]
             if wrong:
                 return {**row, "why": wrong, **_covered(found)}
     except RankFailureError as error:
@@ -201,8 +196,8 @@ def result_page(rows: list[Facts], by_layout: list[Facts], *, degree: int) -> st
         "",
         "Caveats: models of two layers and width 64 with random weights, three steps, float32, CPU processes on one",
         f"machine, rows of {tiny.LENGTH} tokens. Compared with one process: {tiny.COMPARED}, and the",
-        "collectives of a step with what the layout expected. Vectors are moved off their initial zeros and ones, as",
-        "those hide bugs.",
+        "collectives of a step with those of the planner. Vectors are moved off their initial zeros and ones, as those",
+        "hide bugs.",
         "",
         f"- torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}",
         f"- mesh.tp = {degree}: {counts['right']} right, {counts['refused']} refused with a sentence,"

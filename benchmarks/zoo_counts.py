@@ -19,32 +19,20 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit" / "zoo"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import torch
 import transformers
 from meta_models import RefusedError, build, differences, draw
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from weft import zoo
-from weft.core.errors import WeftError
-from weft.core.model_shape import ModelShape
-
-# why a type has no family of its own
-_WHY = {
-    "blt": "four transformers over bytes and patches, not one stack of blocks",
-    "git": "an image tower beside the text; the text part is a BERT",
-    "qwen4_exp": "n-gram tables and low-rank hyper-connections are not described yet",
-    "qwen4_exp_text": "n-gram tables and low-rank hyper-connections are not described yet",
-    "xlm": "its layers are spread over four lists of modules, so there is no block",
-}
+from weft.models.shape.derive import shape_of_model
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`exact` (all compared models agree), `near` (an approximate shape, with its error), `unknown` or `not built`."""
+    """`exact` (all compared models agree), `WRONG`, or `not built` by transformers."""
 
     model_type: str
     outcome: str
@@ -78,32 +66,23 @@ def quieten() -> None:
 def judge(model_type: str, *, draws: int) -> Verdict:
     """The default config first, then the drawn ones; the first that differs decides."""
     rng, refusals, compared, size = random.Random(model_type), [], 0, 0
-    configs: list[dict[str, Any]] = [{}, *(draw(model_type, rng, flags=index > 0) for index in range(draws))]
-    for sizes in configs:
+    for index in range(draws + 1):
         try:
+            sizes = draw(model_type, rng, flags=index > 1) if index else {}
             model = build(model_type, sizes)
         except RefusedError as error:
             refusals.append(str(error).split("\n")[0])
             continue
         total = sum(parameter.numel() for parameter in model.parameters())
         size = size or total
-        try:
-            shape = zoo.shape_from_type(model_type, sizes)
-        except WeftError as error:
-            return Verdict(model_type, "unknown", 0, total, 0, _WHY.get(model_type, error.message))
+        shape = shape_of_model(model)
         wrong = differences(model, shape)
         if wrong or not shape.is_exact:
-            return near(model_type, shape, total, wrong)
+            return Verdict(model_type, "WRONG", 1, total, shape.num_parameters - total, "; ".join(wrong[:2]))
         compared += 1
     if not compared:
         return Verdict(model_type, "not built", reason=f"transformers refuses: {refusals[0][:120]}")
     return Verdict(model_type, "exact", compared, size)
-
-
-def near(model_type: str, shape: ModelShape, total: int, wrong: list[str]) -> Verdict:
-    reason = "; ".join((*shape.notes, *([_WHY[model_type]] if model_type in _WHY else ()))) or "; ".join(wrong[:2])
-    outcome = "near" if not shape.is_exact else "WRONG"
-    return Verdict(model_type, outcome, 1, total, shape.num_parameters - total, reason)
 
 
 def render(verdicts: list[Verdict], *, draws: int, elapsed_s: float) -> str:
@@ -112,11 +91,10 @@ def render(verdicts: list[Verdict], *, draws: int, elapsed_s: float) -> str:
     lines = [
         f"# Whose parameters are counted exactly, {datetime.date.today().isoformat()}",
         "",
-        "Caveats: the default config of a type and small random ones stand for all its configs; a combination of flags",
-        "that was never drawn may differ. A type that reads images or sound besides text is counted as its language",
-        "model alone, and says so (`near`). `exact`: the total, every layer, every parameter's name and size.",
+        "Shapes are derived from the models themselves, so this judges the derivation: the total, every block, every",
+        "parameter's name and size, each parameter once. The default config of a type and small random ones are built.",
         "",
-        f"- WeightStash: torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"- Versions: torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}; "
         f"{elapsed_s:.0f} s on one core of {platform.machine()}, nothing but the meta device.",
         f"- Command: `python benchmarks/zoo_counts.py --draws {draws} --out FILE`",
@@ -131,7 +109,7 @@ def render(verdicts: list[Verdict], *, draws: int, elapsed_s: float) -> str:
 
 def row(verdict: Verdict) -> str:
     size = f"{verdict.parameters:,}" if verdict.parameters else ""
-    difference = f"{verdict.difference:+,}" if verdict.outcome in ("near", "WRONG") else ""
+    difference = f"{verdict.difference:+,}" if verdict.outcome == "WRONG" else ""
     reason = verdict.reason.replace("|", "/").replace("\n", " ")
     return f"| {verdict.model_type} | {verdict.outcome} | {verdict.compared} | {size} | {difference} | {reason} |"
 

@@ -12,6 +12,9 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent / "multiproc"))
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
+# Shapes that one test process derives are read by the next, and by commands that tests start.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "xdg")
+
 # The same examples every time, so that a change is judged by what it changed; WEFT_TEST_RANDOM=1 looks for new ones.
 # No deadline: a busy machine is no error.
 settings.register_profile("weft", deadline=None, derandomize=not os.environ.get("WEFT_TEST_RANDOM"))

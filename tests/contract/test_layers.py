@@ -19,7 +19,7 @@ LEVELS = {
     "hardware": 1,
     "zoo": 1,
     "schedule": 1,
-    "plan": 2,
+    "plan": 3,
     "report": 2,
     "comm": 2,
     "models": 2,

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.comm.observer import SMALL_ELEMENTS, collective_name, group_of, tensors_of
+from weft.comm.observer import BUFFERS, SMALL_ELEMENTS, carries_buffers, collective_name, group_of, tensors_of
 
-Key = tuple[str, str, str]  # axis, collective, phase
+Key = tuple[str, str, str]  # axis, collective, phase (BUFFERS: inside `buffer_collectives`)
 
 
 class TrafficLedger:
@@ -72,7 +72,7 @@ class TrafficLedger:
         group = group_of(args)
         size = group.size() if group is not None else 1
         axis = self._axes.get(group.group_name, "world") if group is not None else "world"
-        key = (axis, name, self._phase())
+        key = (axis, name, BUFFERS if carries_buffers() else self._phase())
         self.counts[key] += 1
         self._sent[key] = self._sent.get(key, Fraction(0)) + _sent_bytes(name, largest.nbytes, size)
         if group is not None and dist.get_backend(group) == "gloo":

@@ -51,6 +51,10 @@ def buffer_collectives() -> Iterator[None]:
         _carries_buffers.reset(token)
 
 
+def carries_buffers() -> bool:
+    return _carries_buffers.get()
+
+
 class CollectiveObserver(OperatorWatch):  # type: ignore[no-untyped-call]
     """Inside `with CollectiveObserver() as seen:`, `seen.counts` and `seen.dtypes` fill by collective name."""
 
@@ -71,7 +75,7 @@ class CollectiveObserver(OperatorWatch):  # type: ignore[no-untyped-call]
         # Small reductions of counts, losses and norms are not traffic of the layout.
         if max((tensor.numel() for tensor in tensors), default=0) <= SMALL_ELEMENTS:
             name = f"small_{name}"
-        elif _carries_buffers.get():
+        elif carries_buffers():
             name = f"{BUFFERS}_{name}"
         self.counts[name] += 1
         group = group_of(args) if self._no_dtypes_of else None

@@ -1,13 +1,13 @@
 """`ModelShape`: the sizes of a causal LM by kind of block, without tensors. All costs are derived from it.
 
-`zoo` reads it from a config.json; `plan` counts bytes, FLOPs and traffic with it.
+`models/shape` derives it from a model; `plan` counts bytes, FLOPs and traffic with it.
 Parameters = embeddings + sum over blocks of (linears + norms + extras) + final norms + head (none where tied).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
 
@@ -52,8 +52,7 @@ class NormShape:
     num_parameters: int = 0
     place: Literal["residual", "query", "key", "other"] = "residual"
     per: int = 1
-    # tensors of `size` saved for the backward, (float32, compute dtype); None: the default of its kind
-    saved_tensors: tuple[int, int] | None = None
+    is_fused: bool = False  # one kernel of torch, not written out in Python
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +77,9 @@ class AttentionShape:
     value_dim: int  # of values: differs from head_dim in latent attention
     window: int | None = None  # keys per query of a sliding-window layer
     materialises_scores: bool = False  # no fused kernel computes it (soft-capping, sinks, ALiBi)
-    caps_scores: bool = False  # scores go through a tanh
     is_latent: bool = False  # MLA: keys and values are stored compressed
     latent_dim: int = 0  # cached elements per token of latent attention
     rotary: bool = True
-    copies_output: bool = False  # heads are concatenated, so the output is copied into the model's order
     dropout: float = 0.0
     has_grouped_order: bool = False  # fused [q, k, v] per head group: heads cannot be repeated
 
@@ -98,6 +95,54 @@ class MoeShape:
     weighs_in_float32: bool = False  # the router's weights are not cast to the compute dtype
 
 
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes per token, by the axes that shard them."""
+
+    stream: float = 0.0  # the residual stream and its norms: sharded by sequence parallel
+    gathered: float = 0.0  # inputs of column-parallel linears: replicated over tp
+    split: float = 0.0  # inside attention and MLP: sharded over tp
+    key_value: float = 0.0  # sharded over tp, at least one key-value head per rank
+    scores: float = 0.0  # bytes per key that a query sees: times the sequence, sharded over tp
+    routed: float = 0.0  # expert inputs and outputs: of all tokens, with ep of the tokens routed to this rank
+    copied: float = 0.0  # only with sequence parallel: a second all-gather of the same input
+    unsharded_scores: float = 0.0  # of attention that is not sharded
+
+    def __add__(self, other: SavedBytes) -> SavedBytes:
+        return SavedBytes(
+            self.stream + other.stream,
+            self.gathered + other.gathered,
+            self.split + other.split,
+            self.key_value + other.key_value,
+            self.scores + other.scores,
+            self.routed + other.routed,
+            self.copied + other.copied,
+            self.unsharded_scores + other.unsharded_scores,
+        )
+
+    @property
+    def unsharded(self) -> SavedBytes:
+        """The same tensors of a module that tensor parallelism replicates."""
+        return SavedBytes(
+            stream=self.stream,
+            gathered=self.gathered + self.split + self.key_value,
+            routed=self.routed,
+            unsharded_scores=self.scores,
+        )
+
+    def __sub__(self, other: SavedBytes) -> SavedBytes:
+        return self + SavedBytes(*(-getattr(other, field.name) for field in fields(other)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockProfile:
+    """Activations that one block saves for its backward, by a forward on the meta device."""
+
+    compute_bytes: int  # of the compute dtype
+    writes_scores: bool  # attention without a fused kernel
+    saved: SavedBytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
     """One kind of block."""
@@ -109,11 +154,10 @@ class BlockShape:
     attention: AttentionShape | None = None
     moe: MoeShape | None = None
     mlp_width: int = 0  # of the dense MLP; 0: none
-    is_gated: bool = True  # activation(gate) * up, instead of activation(up)
-    activation: str = "silu"  # as HF names it: gelu_new saves other tensors than gelu
     is_parallel: bool = False  # attention and MLP read the same normalised input
     dropout: float = 0.0  # on the residual stream
-    ends_in_norm: bool = False  # the last output is normalised or scaled before it is added to the stream
+    ends_in_norm: bool = False  # something is saved after the last region: a norm, a scale, a replicated MLP
+    profiles: tuple[BlockProfile, ...] = ()
 
     @cached_property
     def num_parameters(self) -> int:
@@ -157,12 +201,11 @@ class ModelShape:
     has_sharded_head: bool = True
     has_grids: bool = False  # tensor parallelism on grids supports the family
     has_straight_stream: bool = True  # one chain of blocks, so sequence parallel can shard hidden states
-    scaled_embedding: bool = False
     caps_logits: bool = False  # logits go through a tanh
     final_norm: Literal["rms", "layer"] = "rms"
     outside: tuple[ExtraShape, ...] = ()  # other parameters outside blocks: final norms, learned positions
     dropout: float = 0.0
-    is_exact: bool = True  # the parameter count equals that of the instantiated model, by a test of its family
+    is_exact: bool = True  # all parameters of the model are counted
     notes: tuple[str, ...] = ()
 
     def __hash__(self) -> int:

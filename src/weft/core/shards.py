@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from weft.core import axes
+
 Index = tuple[slice, ...]
 
 
@@ -53,20 +55,21 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalShard:
-    """A rank's local tensor of one parameter: the full shape, the local shape, and the chunks."""
+    """A rank's local tensor of one parameter that `axis` shards: the full shape, the local shape, and the chunks."""
 
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+    axis: str = axes.TP
 
     @property
     def is_sharded(self) -> bool:
         """Whether ranks of the axis hold different shards."""
         return self.local_shape != self.shape
 
-    def within(self, first_row: int, num_rows: int) -> tuple[Chunk, ...]:
-        """The chunks of rows from `first_row` of the local tensor, relative to those rows: a shard of a shard."""
-        kept = (_clip(chunk, first_row, first_row + num_rows) for chunk in self.chunks)
+    def within(self, index: Index) -> tuple[Chunk, ...]:
+        """The chunks inside a slice of the local tensor, relative to that slice: a shard of a shard."""
+        kept = (_clip(chunk, index) for chunk in self.chunks)
         return tuple(chunk for chunk in kept if chunk is not None)
 
 
@@ -88,6 +91,7 @@ def local_shard(
     *,
     copies: int = 1,
     summed_over: dict[int, str] | str | None = None,
+    axis: str = axes.TP,
 ) -> LocalShard:
     """The shard with `spans` of some dimensions and all of the others; `copies` ranks hold the same shard.
 
@@ -108,7 +112,7 @@ def local_shard(
             )
         )
     local_shape = tuple(sum(span.size for span in of_dim) for of_dim in dims)
-    return LocalShard(shape=tuple(shape), local_shape=local_shape, chunks=tuple(chunks))
+    return LocalShard(shape=tuple(shape), local_shape=local_shape, chunks=tuple(chunks), axis=axis)
 
 
 def even_span(size: int, *, degree: int, place: int) -> Span:
@@ -118,20 +122,41 @@ def even_span(size: int, *, degree: int, place: int) -> Span:
     return Span(begin=begin, size=min(chunk, size - begin))
 
 
+def balanced_span(size: int, *, degree: int, place: int) -> Span:
+    """Rows in spans that differ by at most one: no rank is without any if there are enough (7 experts on 4 ranks)."""
+    least, more = divmod(size, degree)
+    return Span(begin=place * least + min(place, more), size=least + (place < more))
+
+
+def zero_dim(shape: Sequence[int], *, num_shards: int) -> int:
+    """The dimension that ZeRO shards: the first, unless only an inner one divides evenly.
+
+    With 2 experts [2, 8, 4] on 4 ranks, rows would leave two ranks without any. The last dimension is never sharded:
+    a block of 8-bit moments lies in it.
+    """
+    if not shape or shape[0] % num_shards == 0:
+        return 0
+    return next((dim for dim in range(1, len(shape) - 1) if shape[dim] and shape[dim] % num_shards == 0), 0)
+
+
 def _starts(spans: Sequence[Span]) -> list[int]:
     return list(itertools.accumulate((span.size for span in spans), initial=0))[:-1]
 
 
-def _clip(chunk: Chunk, begin: int, end: int) -> Chunk | None:
-    """The rows of `chunk` between two rows of the local tensor."""
-    first, last = max(chunk.local_offsets[0], begin), min(chunk.local_offsets[0] + chunk.sizes[0], end)
-    if last <= first and not (chunk.sizes[0] == 0 and begin == 0):
-        return None
-    last = max(first, last)
+def _clip(chunk: Chunk, index: Index) -> Chunk | None:
+    """The block of `chunk` inside a slice of the local tensor."""
+    offsets, sizes, local_offsets = [], [], []
+    for offset, size, start, inside in zip(chunk.offsets, chunk.sizes, chunk.local_offsets, index, strict=True):
+        first, last = max(start, inside.start), min(start + size, inside.stop)
+        if last <= first and not (size == 0 and inside.start == 0):
+            return None
+        offsets.append(offset + first - start)
+        sizes.append(max(0, last - first))
+        local_offsets.append(first - inside.start)
     return Chunk(
-        offsets=(chunk.offsets[0] + first - chunk.local_offsets[0], *chunk.offsets[1:]),
-        sizes=(last - first, *chunk.sizes[1:]),
-        local_offsets=(first - begin, *chunk.local_offsets[1:]),
+        offsets=tuple(offsets),
+        sizes=tuple(sizes),
+        local_offsets=tuple(local_offsets),
         copies=chunk.copies,
         summed_over=chunk.summed_over,
     )

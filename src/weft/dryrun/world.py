@@ -7,7 +7,6 @@ because no public API announces fake tensors: tests/fake/dryrun fails if one of 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from weft.dryrun.kernels import Kernel, gpu_attention
 from weft.dryrun.replicas import FakeReplicated
 from weft.dryrun.streams import CurrentStream
 from weft.models.pp.split import split_model
+from weft.models.shape.fake import transformers_patches
 
 _MESH_METHODS = ("__init__", "__getitem__", "_flatten", "_unflatten", "_create_sub_mesh", "get_local_rank",
                  "get_coordinate", "_hash_key")  # fmt: skip
@@ -104,12 +104,8 @@ def _gpu_patches(kernel: Kernel) -> list[Any]:
 
 
 def _patches() -> list[Any]:
-    import transformers.masking_utils as masks
-
-    moe = _optional("transformers.integrations.moe")
     found = [
-        # HF reads positions to find packed documents, fails, and builds a mask that prevents fused attention
-        mock.patch.object(masks, "find_packed_sequence_indices", return_value=None),
+        *transformers_patches(),
         # DTensor infers shapes in the ambient fake mode, with global tensors that a tracker would count
         mock.patch.object(sharding, "detect_fake_mode", return_value=None),
         # a mesh does arithmetic on a real tensor of ranks
@@ -121,8 +117,6 @@ def _patches() -> list[Any]:
         mock.patch.object(choose, "Replicated", FakeReplicated),
         # fully_shard creates all shards of a parameter, one per rank, and keeps two
         mock.patch.object(fsdp_param, "_chunk_with_empty", _Chunks),
-        # torch's grouped matmul runs in any precision, but infers shapes for bfloat16 only
-        *([mock.patch.object(moe, "_grouped_mm", _grouped(moe._grouped_mm))] if hasattr(moe, "_grouped_mm") else []),
         # values read by the host, which do not exist here
         mock.patch.object(updates, "read_is_finite", return_value=True),
         mock.patch.object(stages, "read_is_nan", _returns(False)),
@@ -145,37 +139,6 @@ def _patches() -> list[Any]:
 def _returns(answer: bool) -> Callable[..., bool]:
     """A constant function. A mock would record its arguments and so keep them alive."""
     return lambda *_, **__: answer
-
-
-def _optional(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """Shapes and saved tensors of a grouped matmul: tokens sorted by expert times [experts, in, out]."""
-
-    @staticmethod
-    def forward(context: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        context.save_for_backward(tokens, weight)
-        return tokens.new_empty(tokens.shape[0], weight.shape[-1])
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, weight = context.saved_tensors
-        return torch.empty_like(tokens), torch.empty_like(weight)
-
-
-def _grouped(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def grouped_mm(tokens: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-        if weight.dtype == torch.bfloat16:
-            return multiply(tokens, weight, *rest, **options)
-        product: torch.Tensor = _GroupedProduct.apply(tokens.to(weight.dtype), weight)  # type: ignore[no-untyped-call]
-        return product
-
-    return grouped_mm
 
 
 _torch_rand = torch.rand

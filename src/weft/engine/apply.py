@@ -3,7 +3,7 @@
 1. freeze          before wrapping: strategies look at requires_grad
 2. place           a module with values: to the device, rank 0's values to all; parameters in their storage dtype
 3. split           finds the pipeline's split points by running the model's own forward, so before any wrapping
-4. tensor_shard    tensor parallelism: parameters become this rank's shards, layers wrap forwards of modules
+4. tensor_shard    tensor, expert parallelism: parameters become this rank's shards, layers wrap forwards of modules
 5. span            batch norms: statistics over the rows of all data-parallel ranks
 6. keep            this rank's stages: other parameters are dropped before any memory is allocated
 7. shard           fully_shard, blocks then root, still on meta (ZeRO, HSDP): a shard of a shard
@@ -35,6 +35,7 @@ from weft.engine.dp.reduce_scatter_copy import patch_reduce_scatter_copy
 from weft.engine.dp.sharded import shard_units
 from weft.engine.dp.strategy import Strategy
 from weft.engine.dp.threads import require_gpus
+from weft.engine.ep.apply import apply_expert_parallel
 from weft.engine.kernels.compiled import apply_compile
 from weft.engine.kernels.float8 import apply_float8
 from weft.engine.kernels.head_loss import HeadLoss, fuse_loss
@@ -91,16 +92,20 @@ def apply_plan(
     if topology.tp_degree > 1:
         shard_tensors = apply_tensor_parallel if plan.tensor_parallel.mode == "1d" else apply_tensor_grid
         tp = shard_tensors(model, layout, plan.tensor_parallel, topology, keep_logits_full=has_own_objective)
+    ep = apply_expert_parallel(model, layout, topology, kind="tokens")
     batch_norms = apply_batch_norms(model, plan, topology)
     own = layout
     if split_plan is not None:
         own = keep_own_stages(model, layout, split_plan, dtype=torch_dtype(precision.weights), device=device)
         tp = tp.of_stages(own) if tp is not None else None
+        ep = ep.of_stages(own) if ep is not None else None
     if dp.zero > 0:
         require_blocks(own)
         patch_reduce_scatter_copy(plan.kernels.gradient_copy)
-        shard_units(model, own, mesh=topology.dp_mesh, stage=dp.zero, precision=precision)
-    materialise(model, own, weights, device=device, shards=tp.shards if tp is not None else {})
+        experts = ep.units if ep is not None else {}
+        shard_units(model, own, mesh=topology.dp_mesh, stage=dp.zero, precision=precision, experts=experts)
+    sharding = Axes(context for context in (tp, ep) if context is not None)
+    materialise(model, own, weights, device=device, shards=sharding.shards)
     if dp.zero == 0:
         apply_compute_dtype(model, own, precision)
     float8 = apply_float8(model, own, plan.float8.linears, device=device)
@@ -121,7 +126,7 @@ def apply_plan(
         layout=own,
         strategy=strategy,
         stages=pp.schedule_runner.stages if pp is not None else None,
-        axes=Axes((*(context for context in (tp, pp) if context is not None), *topology.replicated_axes())),
+        axes=Axes((*sharding, *((pp,) if pp is not None else ()), *topology.replicated_axes())),
         head_loss=head_loss,
         float8=float8,
         batch_norms=batch_norms,

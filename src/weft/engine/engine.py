@@ -121,8 +121,7 @@ class Engine:
     # --- training -----------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, *, learning_rate: float | None = None) -> StepRecord:
-        """Train on this rank's rows of one global batch. `learning_rate`: the first parameter group's; the others keep
-        their ratio to it."""
+        """Train on this rank's rows of a global batch. `learning_rate`: the first group's; others keep their ratio."""
         return self.step_nowait(batch, learning_rate=learning_rate).resolve()[0]
 
     def step_nowait(self, batch: Batch, *, learning_rate: float | None = None, vote_stop: bool = False) -> PendingStep:

@@ -53,6 +53,7 @@ class Topology:
     pp_rank: int = 0
     stage_group: dist.ProcessGroup | None = None  # ranks that share this rank's stages; None: all ranks do
     groups: OwnedGroups = field(default_factory=OwnedGroups)  # all groups created for this topology
+    expert_mesh: DeviceMesh | None = None  # dp_shard as edp x ep, in expert parallelism
 
     @property
     def stage_size(self) -> int:
@@ -70,6 +71,14 @@ class Topology:
         known = axes.DATA_AXES if self.pp_degree == 1 else (axes.DP_SHARD,)
         names = tuple(name for name in self.axis_names if name in known)
         return self.mesh if names == self.axis_names else self.mesh[names]
+
+    @property
+    def expert_dp_mesh(self) -> DeviceMesh | None:
+        """The mesh of `fully_shard` for experts: the ranks that hold the same ones."""
+        if self.expert_mesh is None:
+            return None
+        known = (axes.DP_REPLICATE, axes.EDP) if self.pp_degree == 1 else (axes.EDP,)
+        return self.expert_mesh[tuple(name for name in self.expert_mesh.mesh_dim_names or () if name in known)]
 
     @property
     def replicas_beside_shards(self) -> dist.ProcessGroup | None:
@@ -105,6 +114,8 @@ class Topology:
         return self.groups.new_partition(rank_lists(self.mesh, axes.DATA_AXES), title="buffers")
 
     def group(self, axis: str) -> dist.ProcessGroup:
+        if self.expert_mesh is not None and axis in (axes.EP, axes.EDP):
+            return self.expert_mesh.get_group(axis)
         return self.mesh.get_group(axis)
 
     def sum_over(self, value: torch.Tensor, axis_names: Sequence[str]) -> None:
@@ -137,6 +148,9 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
     mesh = init_device_mesh(device_type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
     groups = OwnedGroups()
     groups.adopt(mesh.get_all_groups())
+    expert_mesh = _expert_mesh(ordered, plan.mesh.ep, device_type=device_type)
+    if expert_mesh is not None:
+        groups.adopt(expert_mesh.get_all_groups())
     data_ranks = rank_lists(mesh, axes.DATA_AXES)
     own = next(ranks for ranks in data_ranks if dist.get_rank() in ranks)
     pp = plan.mesh.pp
@@ -151,7 +165,23 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
         pp_rank=dist.get_rank() // (world_size // pp),
         stage_group=groups.new_partition(rank_lists(mesh, of_stage), title="stage") if pp > 1 else None,
         groups=groups,
+        expert_mesh=expert_mesh,
     )
+
+
+def _expert_mesh(sizes: dict[str, int], ep: int, *, device_type: str) -> DeviceMesh | None:
+    """The same ranks with dp_shard as edp x ep: neighbours on dp_shard hold different experts."""
+    if ep == 1:
+        return None
+    if sizes.get(axes.DP_SHARD, 1) % ep:
+        raise MeshError(
+            f"mesh.ep = {ep} does not divide mesh.dp_shard = {sizes.get(axes.DP_SHARD, 1)}",
+            hint="experts are divided over the ranks of dp_shard; set mesh.ep to a divisor of it",
+        )
+    divided: dict[str, int] = {}
+    for axis, size in sizes.items():
+        divided |= {axes.EDP: size // ep, axes.EP: ep} if axis == axes.DP_SHARD else {axis: size}
+    return init_device_mesh(device_type, tuple(divided.values()), mesh_dim_names=tuple(divided))
 
 
 def rank_lists(mesh: DeviceMesh, over: Sequence[str]) -> list[list[int]]:

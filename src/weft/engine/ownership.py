@@ -44,9 +44,7 @@ def local_index(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 def chunks_of(tensor: torch.Tensor, shard: LocalShard | None) -> tuple[Chunk, ...]:
     """The chunks of the full tensor that `local(tensor)` consists of; `tensor` may be a shard of a shard."""
-    index = local_index(tensor)
-    shard = shard or replicated_shard(tensor.shape, copies=1)
-    return shard.within(index[0].start, index[0].stop - index[0].start) if index else shard.chunks
+    return (shard or replicated_shard(tensor.shape, copies=1)).within(local_index(tensor))
 
 
 def parameter_records(
@@ -62,7 +60,8 @@ def parameter_records(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         canonical = layout.ties.get(name)
         shard = shards.get(canonical or name)
-        sharded = sharded_axes(parameter) + ((axes.TP,) if shard is not None and shard.is_sharded else ())
+        sharded = sharded_axes(parameter) + ((shard.axis,) if shard is not None and shard.is_sharded else ())
+        covered = (*sharded, axes.DP_SHARD) if axes.EP in sharded else sharded  # dp_shard = edp x ep
         rows.append(
             ParameterRecord(
                 name=name,
@@ -70,7 +69,7 @@ def parameter_records(
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 unit=layout.unit_of[canonical or name],
                 sharded_axes=sharded,
-                replicated_axes=tuple(axis for axis in axis_names if axis not in sharded),
+                replicated_axes=tuple(axis for axis in axis_names if axis not in covered),
                 local_elements=0 if canonical else local(parameter).numel(),
                 tied_to=canonical,
                 trainable=parameter.requires_grad,

@@ -65,29 +65,29 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _logical(name: str, value: torch.Tensor, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A state tensor as tensors that can be resharded: 8-bit moments become codes and scales, both sharded by rows."""
+    """A state tensor as tensors that can be resharded: 8-bit moments become codes and scales, sharded alike."""
     if value.ndim == 0 or isinstance(value, DTensor):
         return {name: value}
     parts = quantised_parts(value)
     if parts is not None:
-        return {
-            f"{name}.codes": _rowwise(parts.codes, parameter),
-            f"{name}.scales": _rowwise(parts.scales, parameter),
-        }
-    if value.dtype == torch.uint8:  # an 8-bit moment of a rank without rows: no values, but its keys must exist
-        row_elements = parameter.shape.numel() // parameter.shape[0]
-        blocks = row_elements // (block_size_for(parameter.shape) or 1)
-        scales = torch.zeros((0, blocks), device=value.device)
-        return {f"{name}.codes": _rowwise(value, parameter), f"{name}.scales": _rowwise(scales, parameter)}
-    return {name: _rowwise(value, parameter)}
+        codes, scales = parts.codes, parts.scales
+    elif value.dtype == torch.uint8:  # an 8-bit moment of a rank without rows: no values, but its keys must exist
+        blocks = parameter.shape[-1] // (block_size_for(parameter.shape) or 1)
+        codes, scales = value, torch.zeros((*value.shape[:-1], blocks), device=value.device)
+    else:
+        return {name: _placed(value, parameter, parameter.shape)}
+    of_scales = torch.Size((*parameter.shape[:-1], scales.shape[-1]))
+    return {
+        f"{name}.codes": _placed(codes, parameter, parameter.shape),
+        f"{name}.scales": _placed(scales, parameter, of_scales),
+    }
 
 
-def _rowwise(rows: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's `rows` of a tensor shaped like `parameter`, with the parameter's placement."""
+def _placed(own: torch.Tensor, parameter: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """This rank's shard of a tensor of `shape`, with the parameter's placement."""
     if not isinstance(parameter, DTensor):
-        return rows
-    shape = torch.Size((parameter.shape[0], *rows.shape[1:]))
+        return own
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        rows, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+        own, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
     )

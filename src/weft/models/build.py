@@ -49,6 +49,14 @@ def build_config(spec: ModelSpec, *, vocab_size: int, end_of_document: int | Non
 
 
 def build_skeleton(config: Any, *, attention: str = "sdpa") -> nn.Module:
+    """As `build_on_meta`, for training: a model that sees the tokens it predicts is refused."""
+    model = build_on_meta(config, attention=attention)
+    _require_causal(model)
+    model.train()
+    return model
+
+
+def build_on_meta(config: Any, *, attention: str = "sdpa") -> nn.Module:
     """Build the model of `config`: parameters on meta in float32, weights tied, buffers real on the CPU.
 
     A family without SDPA support uses "eager" attention, whatever `attention` is.
@@ -71,9 +79,7 @@ def build_skeleton(config: Any, *, attention: str = "sdpa") -> nn.Module:
             f"a {config.model_type!r} model cannot be built from this config: {sentence(error)}",
             hint="check [model.config]: sizes must divide (hidden_size by heads, heads by key-value heads)",
         ) from error
-    _require_causal(model)
     model.tie_weights()
-    model.train()
     return model  # type: ignore[no-any-return]
 
 

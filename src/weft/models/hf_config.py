@@ -21,6 +21,7 @@ from weft.zoo.hub import CONFIG_NAME
 
 # unread keys that are no misspellings: files of other programs and older versions have them
 _FREE_TEXT = ("_", "auto_map")
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NEAR = 0.5  # for a hint on an override, which is an error in any case
 _SURELY_NEAR = 0.85  # for a key of config.json: only a likely misspelling is reported
 
@@ -41,6 +42,24 @@ def config_from_type(model_type: str, overrides: Mapping[str, Any]) -> Any:
         return _default(cls)
     _require_known(_default(cls), overrides, extra=constructor_keys(cls))
     return _checked(cls, lambda: cls(**copy.deepcopy(dict(overrides))))
+
+
+def config_from_table(model_type: str, table: Mapping[str, Any]) -> Any:
+    """The config of a parsed config.json; unknown keys are kept, as transformers keeps them.
+
+    Special tokens beyond a small vocabulary are dropped, as `with_vocabulary` drops them for training.
+    """
+    from transformers import CONFIG_MAPPING
+
+    cls = CONFIG_MAPPING[model_type]
+    config = _checked(cls, lambda: cls.from_dict(copy.deepcopy(dict(table))))
+    text = text_config(config)
+    rows = getattr(text, "vocab_size", None)
+    for key in _SPECIAL_TOKENS:
+        token = getattr(text, key, None)
+        if isinstance(token, int) and isinstance(rows, int) and token >= rows:
+            _checked(cls, lambda key=key: setattr(text, key, None if _accepts(type(text), key, None) else rows - 1))
+    return config
 
 
 def config_from_folder(folder: Path, overrides: Mapping[str, Any], *, name: str) -> Any:
@@ -78,7 +97,7 @@ def _special_tokens(config: Any, overrides: dict[str, Any], end_of_document: int
     replaced: dict[str, Any] = {}
     if not isinstance(overrides["vocab_size"], int):
         return replaced  # the config class raises an error that names it
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for key in _SPECIAL_TOKENS:
         default, last = getattr(config, key, None), overrides["vocab_size"] - 1
         if key not in overrides and isinstance(default, int) and default > last:
             replaced[key] = end_of_document if key == "eos_token_id" else None

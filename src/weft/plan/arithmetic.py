@@ -27,6 +27,7 @@ from weft.plan.request import Request, byte_sizes
 from weft.plan.view import View, is_compiled, view_at
 
 GB = 1e9
+EVEN_SHARDS = 0.001  # padding that a quotient of parameters may leave out, as a share of them
 POLICY_WORDS = {"none": "saved", "selective": "recomputed selectively", "full": "recomputed"}
 
 
@@ -109,8 +110,9 @@ def explain_memory(request: Request, plan: Plan) -> tuple[Estimate, list[Line]]:
 def _states(view: View, found: Estimate) -> list[Line]:
     sizes, share = view.sizes, view.share.total
     unsharded, shard = int(share.unsharded[0]), int(share.shard[0])
-    shards, zero = int(view.columns.shards[0]), found.plan.data_parallel.zero
-    held, how = (shard, f"{unsharded:,} parameters / {shards}") if zero else (unsharded, f"{unsharded:,} parameters")
+    held, how = (
+        (shard, _shard(view, unsharded, shard)) if found.plan.data_parallel.zero else (unsharded, _whole(unsharded))
+    )
     terms = found.memory_terms
     lines = [
         Line(term=Term.WEIGHTS, formula=f"{how} x {sizes.master} B at rest", bytes=terms[Term.WEIGHTS]),
@@ -128,6 +130,18 @@ def _states(view: View, found: Estimate) -> list[Line]:
         formula = f"({versions} - 1) versions x {unsharded:,} x {sizes.master} B"
         lines.append(Line(term=Term.WEIGHT_VERSIONS, formula=formula, bytes=older))
     return lines
+
+
+def _whole(unsharded: int) -> str:
+    return f"{unsharded:,} parameters"
+
+
+def _shard(view: View, unsharded: int, shard: int) -> str:
+    """The quotient where it is the shard; else the shard: rows that do not divide make the first rank's larger."""
+    shards = int(view.columns.shards[0])
+    if shard * shards - unsharded <= EVEN_SHARDS * unsharded and np.all(view.columns.ep == 1):
+        return f"{_whole(unsharded)} / {shards}"
+    return f"{shard:,} of {_whole(unsharded)}, the largest of {shards} shards"
 
 
 def _gradients(view: View, found: Estimate, held: int) -> str:

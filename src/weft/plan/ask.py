@@ -18,6 +18,7 @@ from weft.core.plan import DATAPARALLEL_SPREADS, Plan, Precision, check_consiste
 from weft.core.precision import PrecisionPolicy
 from weft.core.run_spec import RunSpec
 from weft.core.vocabulary import BYTE_VOCABULARY, BYTES, padded
+from weft.models.shape.lookup import shape_from_path, shape_from_type, shape_of
 from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.memory.budget import with_chosen_mixture
@@ -169,13 +170,13 @@ def resolve_model(model: Model) -> tuple[ModelShape, RunSpec | None]:
     if isinstance(model, RunSpec):
         return _shape_of_run(model), model
     if isinstance(model, Mapping):
-        return zoo.shape_of(model), None
+        return shape_of(model), None
     path = Path(model)
     if path.suffix == ".toml":
         run = RunSpec.from_tables(read_toml(path), source=str(path))
         return _shape_of_run(run), run
     if path.exists():
-        return zoo.from_path(path), None
+        return shape_from_path(path), None
     if path.suffix == ".json":
         raise ConfigFileError(
             f"there is no file {path}", hint="give a config.json, a folder with one, or a model's name"
@@ -197,17 +198,17 @@ def usual_batch(shape: ModelShape, sequence_length: int, *, num_devices: int) ->
 def _shape_of_run(run: RunSpec) -> ModelShape:
     spec = run.model
     if spec.type is not None:
-        return _with_tokens(zoo.shape_from_type(spec.type, spec.config), run)
+        return _with_tokens(shape_from_type(spec.type, spec.config), run)
     path = Path(str(spec.path)).expanduser()
     if path.exists():
-        return zoo.from_path(path, spec.config)
+        return shape_from_path(path, spec.config)
     return replace(_shape_of_name(str(spec.path), spec.config, revision=spec.revision), name=str(spec.path))
 
 
 def _shape_of_name(name: str, overrides: Mapping[str, Any], *, revision: str | None) -> ModelShape:
     """The shape of a model in the zoo, or of one whose config.json is in the Hugging Face cache."""
     if (overrides or revision) and (cached := cached_folder(name, revision=revision)) is not None:
-        return zoo.from_path(cached, overrides, name=name)
+        return shape_from_path(cached, overrides, name=name)
     if overrides:
         raise ModelError(
             f"{name} with config overrides cannot be planned: its config.json is not in the Hugging Face cache",
@@ -218,7 +219,7 @@ def _shape_of_name(name: str, overrides: Mapping[str, Any], *, revision: str | N
     except ModelError:
         if (cached := cached_folder(name, revision=revision)) is None:
             raise
-        return zoo.from_path(cached, name=name)
+        return shape_from_path(cached, name=name)
 
 
 def _with_tokens(shape: ModelShape, run: RunSpec) -> ModelShape:

@@ -14,6 +14,8 @@ from weft.plan.columns import Bools, Columns, Floats, Ints
 from weft.plan.request import Request
 from weft.plan.view import View
 
+SMALL_ELEMENTS = 8  # collectives of at most so many elements are not counted
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -34,6 +36,7 @@ class TrafficRow:
     phase: str
     bytes: Floats
     count: Floats
+    least: Floats | None = None  # of collectives, where `count` is only the most: buckets close between two gradients
 
 
 @dataclass(frozen=True, kw_only=True)

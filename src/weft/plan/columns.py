@@ -69,6 +69,7 @@ class Columns:
     float8: Ints  # index into FLOAT8: weights that are all-gathered in float8
     float8_linears: Ints  # index into FLOAT8: linears with float8 matmuls
     vertical_sync: Ints
+    find_unused: Ints
     partition: Ints  # index into `partitions`
     partitions: tuple[tuple[int, ...], ...] = ((),)  # blocks per stage, given by the user; (): by cost
     registered: Mapping[str, Ints] = field(default_factory=dict)  # degrees of registered axes; absent: 1
@@ -208,6 +209,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         float8=column(FLOAT8.index(_in_float8(plan)) for plan in plans),
         float8_linears=column(FLOAT8.index(plan.float8.linears) for plan in plans),
         vertical_sync=column(int(plan.pipeline.vertical_sync) for plan in plans),
+        find_unused=column(int(plan.data_parallel.find_unused_parameters) for plan in plans),
         partition=column(partitions.index(plan.pipeline.blocks or ()) for plan in plans),
         partitions=partitions,
         registered={axis: column(plan.mesh.sizes()[axis] for plan in plans) for axis in axes.REGISTERED},
@@ -226,7 +228,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
 
     tables = {
         "mesh": {axis: int(columns.degree(axis)[row]) for axis in (*axes.MESH_ORDER, axes.EP)},
-        "data_parallel": {"zero": at("zero")},
+        "data_parallel": {"zero": at("zero"), "find_unused_parameters": bool(at("find_unused"))},
         "tensor_parallel": {
             "mode": TP_MODES[at("tp_mode")],
             "sequence_parallel": bool(at("sequence_parallel")),

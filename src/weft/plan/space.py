@@ -197,7 +197,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         fused_loss=fused,
         float8=np.full(size, FLOAT8.index(linears if gather == "float8" else "none"), dtype=np.int64),
         float8_linears=np.full(size, FLOAT8.index(linears), dtype=np.int64),
-        vertical_sync=np.zeros(size, dtype=np.int64),
+        vertical_sync=np.zeros(size, dtype=np.int64), find_unused=np.zeros(size, dtype=np.int64),
         full_blocks=np.zeros(size, dtype=np.int64), selective_blocks=np.zeros(size, dtype=np.int64),
         partition=np.zeros(size, dtype=np.int64),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Checks with a bound: evidence against the reference, one function per check. Each names the first wrong value.
 
 `truth` is the float64 reference, `same` the one-process run in the plan's own precision, `found` the plan's evidence.
-Checks without a bound (dtypes, collectives, rows, replicas) are in `facts`.
+Checks without a bound (dtypes, rows, replicas) are in `facts`, of collectives in `planned`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from weft.verify.tolerances import NOISE_SHARE, Bound, envelope, scalar_bound, t
 from weft.verify.verdict import Check, Finding, Worst
 
 Coordinates = Callable[[int], str]
+Block = tuple[tuple[int, int], ...]  # the begin and end of a rank's elements in each dimension; () without elements
 
 
 def check_scalars(
@@ -65,7 +66,7 @@ def check_tensors(
     dtype: str,
     initial: Tensors | None = None,
     step: int | None = None,
-    owners: Mapping[str, list[tuple[int, int]]] | None = None,
+    owners: Mapping[str, Sequence[Block]] | None = None,
     describe_rank: Coordinates | None = None,
     drifts: Mapping[str, float] | None = None,
     noise_share: float = NOISE_SHARE,
@@ -134,7 +135,7 @@ def _tensor_finding(
     *,
     rule: int,
     step: int | None,
-    owners: Mapping[str, list[tuple[int, int]]] | None,
+    owners: Mapping[str, Sequence[Block]] | None,
     describe: Coordinates | None,
 ) -> Finding:
     """The element with the largest difference, and the rank that holds it."""
@@ -145,7 +146,7 @@ def _tensor_finding(
     gap = (found.double() - right.double()).abs().nan_to_num(nan=math.inf)
     flat = int(gap.argmax())
     index = tuple(int(part) for part in torch.unravel_index(torch.tensor(flat), right.shape)) if right.ndim else ()
-    owner = owner_of(owners.get(key) if owners else None, index[0] if index else 0)
+    owner = owner_of(owners.get(key) if owners else None, index)
     place = f"element {list(index)}"
     if owner is not None and describe is not None:
         place += f" on {describe(owner)}"
@@ -160,9 +161,10 @@ def _tensor_finding(
     )
 
 
-def owner_of(rows_by_rank: list[tuple[int, int]] | None, row: int) -> int | None:
-    for rank, (begin, end) in enumerate(rows_by_rank or ()):
-        if begin <= row < end:
+def owner_of(blocks_by_rank: Sequence[Block] | None, index: Sequence[int]) -> int | None:
+    """The first rank that holds the element; `index` may be of the first dimensions only."""
+    for rank, block in enumerate(blocks_by_rank or ()):
+        if block and all(begin <= at < end for at, (begin, end) in zip(index, block, strict=False)):
             return rank
     return None
 

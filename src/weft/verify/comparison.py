@@ -30,7 +30,7 @@ from weft.verify.checks import (
 )
 from weft.verify.evidence import Evidence
 from weft.verify.exercise import plan_precision
-from weft.verify.facts import check_collectives, check_dtypes, check_initial, check_replicas, check_rows
+from weft.verify.facts import check_dtypes, check_initial, check_replicas, check_rows
 from weft.verify.layouts import coordinates_of
 from weft.verify.low_update import LowUpdate, check_updates
 from weft.verify.reference import Exercise, RunTrace, Tensors, has_experts, one_update
@@ -112,7 +112,7 @@ class Comparison:
         ]
         if self.references.reordered is not None:
             checks.append(self._same_precision(self.references.reordered))
-        return [*checks, check_collectives(self.plan, found)]
+        return checks
 
     def _gradients(
         self, right: RunTrace, near: RunTrace, *, dtype: str = "float32", drifts: Drifts = None
@@ -296,5 +296,5 @@ class Comparison:
         return self._describe(row // (self.train.global_batch // self.plan.mesh.dp_degree))
 
     def _owner(self, name: str, row: int) -> str:
-        rank = owner_of(self.found.owners.get(name), row)
+        rank = owner_of(self.found.owners.get(name), (row,))
         return f" on {self._describe(rank)}" if rank is not None else ""

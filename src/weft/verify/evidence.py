@@ -15,39 +15,32 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.parts import ShardTensor
-from weft.comm.observer import BUFFERS, CollectiveObserver
 from weft.core import axes
 from weft.core.records import DtypeRecord, ParameterRecord
 from weft.core.shards import Chunk
 from weft.engine.engine import Engine
+from weft.engine.measure.meter import StepMeter
 from weft.engine.objective import Batch
 from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import chunks_of
 from weft.engine.state import MODEL, OPTIMIZER, as_shard
+from weft.verify.checks import Block
 from weft.verify.eight_bit import decode_moments
-from weft.verify.expected_pp import ExpectedP2P
-from weft.verify.expected_tp import ExpectedTP
 from weft.verify.low_update import LowPrecisionStep
 from weft.verify.reference import RunTrace, Tensors
 
-BESIDE = ("small", BUFFERS)  # collectives that do not belong to the layout
 LOW_UPDATES = 2  # recorded updates of an optimizer that rounds: the first has no moments before it
 
 
 @dataclass(kw_only=True)
 class Evidence(RunTrace):
-    """A run trace with the plan's own facts: rows, dtypes, collectives, coverage and the owner of each row."""
+    """A run trace with the plan's own facts: rows, dtypes, traffic, coverage and the owner of each row."""
 
     batches: list[Tensors] = field(default_factory=list)  # the global batch of every step, as the ranks held it
     dtypes: list[DtypeRecord] = field(default_factory=list)
-    collectives: dict[str, int] = field(default_factory=dict)
+    traffic: list[dict[str, Any]] = field(default_factory=list)  # of this rank in the last step
     coverage: list[ParameterRecord] = field(default_factory=list)
-    own: list[ParameterRecord] = field(default_factory=list)  # coverage of rank 0's stages
-    units: int = 0
-    num_in_float8: int = 0  # weights that are all-gathered in float8
-    pipeline: ExpectedP2P | None = None
-    tensors: ExpectedTP | None = None  # under tensor parallelism
-    owners: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # rows of dim 0 by rank
+    owners: dict[str, list[Block]] = field(default_factory=dict)  # by rank
     digests: dict[str, list[int]] = field(default_factory=dict)  # of every full tensor at the end, by rank
     buffer_digests: dict[str, list[int]] = field(default_factory=dict)  # of buffers that forwards change, by rank
     updates: list[LowPrecisionStep] = field(default_factory=list)  # the first ones, if the optimizer rounds
@@ -59,10 +52,6 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
         batches=_global_batches(batches, engine),
         initial=_full_tensors(engine, dict(engine.model.named_parameters())),
         coverage=_coverage(engine),
-        own=engine.coverage(),
-        units=len(engine.layout.units),
-        num_in_float8=engine.strategy.num_in_float8,
-        pipeline=ExpectedP2P.of(engine),
         owners=_owners(engine),
     )
 
@@ -78,9 +67,11 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
     for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
         if step == last:  # DDP has rebuilt its buckets before it
             engine.on_gradients = None
-            with CollectiveObserver() as seen:
+            meter = StepMeter(engine)
+            with meter.measuring():
+                meter.next_step()
                 record = engine.step(batch, learning_rate=rate)
-            evidence.collectives = {name: count for name, count in seen.counts.items() if not name.startswith(BESIDE)}
+            evidence.traffic = meter.traffic
         else:
             record = engine.step(batch, learning_rate=rate)
         evidence.losses.append(record.loss)
@@ -93,7 +84,6 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
         if step in (0, last):  # after the first: state left by an evaluation must not change later steps
             evidence.eval_losses.append(engine.evaluate(evaluation).loss)
     engine.on_gradients = None
-    evidence.tensors = ExpectedTP.of(engine, batches[last])
     evidence.dtypes = engine.dtypes()
     state = _over_stages(engine, {key: full_tensor(value, engine) for key, value in engine.state().items()})
     evidence.weights = _with_prefix(state, MODEL)
@@ -172,23 +162,26 @@ def _global_batches(batches: Sequence[Batch], engine: Engine) -> list[Tensors]:
     return [{key: values[step] for key, values in gathered.items()} for step in range(len(batches))]
 
 
-def _owners(engine: Engine) -> dict[str, list[tuple[int, int]]]:
-    """Rows of dim 0 that each rank holds, for every parameter that is not replicated on all ranks."""
-    mine: dict[str, tuple[int, int]] = {}
+def _owners(engine: Engine) -> dict[str, list[Block]]:
+    """The block that each rank holds, for every parameter that is not replicated on all ranks."""
+    mine: dict[str, Block] = {}
     for name, parameter in engine.model.named_parameters():
         shard = engine.shards.get(name)
         is_sharded = isinstance(parameter, DTensor) or (shard is not None and shard.is_sharded)
         if (is_sharded or engine.topology.pp_degree > 1) and name not in engine.layout.copies:
-            mine[name] = _row_range(chunks_of(parameter, shard))
+            mine[name] = _block(chunks_of(parameter, shard))
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, mine)
-    return {name: [of_rank.get(name, (0, 0)) for of_rank in held] for name in {key for one in held for key in one}}
+    return {name: [of_rank.get(name, ()) for of_rank in held] for name in {key for one in held for key in one}}
 
 
-def _row_range(chunks: Sequence[Chunk]) -> tuple[int, int]:
-    """First and last row of a rank's chunks, as a half-open range."""
-    ends = [(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in chunks]
-    return min((begin for begin, _ in ends), default=0), max((end for _, end in ends), default=0)
+def _block(chunks: Sequence[Chunk]) -> Block:
+    """The smallest block around a rank's chunks; empty without chunks."""
+    if not chunks:
+        return ()
+    ends = [tuple(start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in chunks]
+    begins = map(min, zip(*(chunk.offsets for chunk in chunks), strict=True))
+    return tuple(zip(begins, map(max, zip(*ends, strict=True)), strict=True))
 
 
 def _digests(state: Tensors, *, device: torch.device) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""Checks without a bound: rows, initial values, dtypes, replicas, collectives. Values are equal or wrong."""
+"""Checks without a bound: rows, initial values, dtypes, replicas. Values are equal or wrong."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from weft.comm.observer import SMALL_ELEMENTS
-from weft.core.plan import Plan
 from weft.core.records import DtypeRecord
-from weft.verify.evidence import Evidence
-from weft.verify.expected_tp import ExpectedCollectives, added, expected_of_tp
 from weft.verify.reference import Batch, Tensors
 from weft.verify.verdict import Check, Finding
 
@@ -100,56 +96,3 @@ def check_dtypes(records: Sequence[DtypeRecord]) -> Check:
             )
             return Check.failed("dtypes", finding)
     return Check.passed("dtypes", ", ".join(f"{record.component} {record.found[0]}" for record in records))
-
-
-def check_collectives(plan: Plan, found: Evidence) -> Check:
-    """Check the collectives of one step against those that the plan's axes declare."""
-    counts = ", ".join(f"{count} {name}" for name, count in sorted(found.collectives.items()))
-    if found.tensors is not None and found.tensors.layout is None:
-        return Check.passed("collectives", f"{counts}: not judged: grids and looped blocks declare none")
-    expected = expected_collectives(plan, found)
-    for name in sorted(set(expected) | set(found.collectives)):
-        low, high = expected.get(name, (0, 0))
-        count = found.collectives.get(name, 0)
-        if not low <= count <= high:
-            bounds = f"{low} {name} per step" if low == high else f"{low} to {high} {name} per step"
-            return Check.failed("collectives", Finding(rule=9, expected=bounds, found=str(count)))
-    return Check.passed("collectives", counts or "none: one rank needs none")
-
-
-def expected_collectives(plan: Plan, found: Evidence) -> ExpectedCollectives:
-    """(least, most) per step, of data, tensor and pipeline parallelism."""
-    expected = _expected_of_dp(plan, found)
-    if found.pipeline is not None:
-        expected = added(expected, found.pipeline.expected())
-    if found.tensors is None or found.tensors.layout is None:
-        return expected
-    used = found.first_gradients
-    return added(expected, expected_of_tp(found.tensors, found.tensors.layout, plan, used=used))
-
-
-def _expected_of_dp(plan: Plan, found: Evidence) -> ExpectedCollectives:
-    """Data parallelism: units without a trainable parameter reduce nothing; every stage gathers the root unit."""
-    stages = found.pipeline.num_stages if found.pipeline is not None else 1
-    units, microbatches = found.units, plan.pipeline.microbatches
-    trained = len({record.unit for record in found.own if record.trainable})
-    zero, mesh = plan.data_parallel.zero, plan.mesh
-    if zero == 0:
-        buckets = 2 + sum(record.local_elements for record in found.own if record.trainable) * 4 // (25 * 2**20)
-        flags = int(plan.data_parallel.find_unused_parameters)  # DDP then also all-reduces the set of used parameters
-        updates = found.pipeline.updates if found.pipeline is not None else 1
-        return {"all_reduce": ((1 + flags) * updates, (buckets + flags) * updates)} if mesh.dp_replicate > 1 else {}
-    if mesh.dp_degree == 1:
-        return {}
-    gathers = 2 * (units - 1 + stages) * microbatches if zero == 3 else units
-    reduces = trained * (1 if zero == 1 else microbatches)
-    # each stage of a pipeline may reduce the root's gradients separately
-    again = (stages - 1) * (0 if zero == 1 else microbatches)
-    expected: ExpectedCollectives = (
-        {"all_gather": (gathers, gathers), "reduce_scatter": (reduces, reduces + again)} if mesh.dp_shard > 1 else {}
-    )
-    reduced = trained if mesh.dp_replicate > 1 else 0
-    scaled = int(found.num_in_float8 > SMALL_ELEMENTS)  # the scales of all weights in one all-reduce
-    if reduced + scaled:
-        expected["all_reduce"] = (reduced + scaled, reduced + scaled)
-    return expected

@@ -6,15 +6,12 @@ memory terms are compared on full-size models (the ledger of a run): a model of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from weft.core import axes
 from weft.core.plan import Plan
+from weft.core.records import ParameterRecord
 from weft.core.run_spec import RunSpec
 from weft.core.terms import MemoryTerm as Term
 from weft.engine.engine import Engine
@@ -22,7 +19,8 @@ from weft.engine.measure.meter import StepMeter
 from weft.engine.measure.tracker import ROUNDING_BYTES
 from weft.engine.objective import Batch
 from weft.plan.estimate import estimate
-from weft.train.ledger.predicted import Prediction, predict
+from weft.train.ledger.predicted import predict
+from weft.verify.planned import Traffic, inexact_shape, rows_by_kind
 from weft.verify.verdict import Check, Finding
 
 NAME = "prediction"
@@ -30,10 +28,10 @@ HELD = (Term.WEIGHTS, Term.OPTIMIZER_STATE, Term.WEIGHT_VERSIONS)
 SHARE = 0.01  # of traffic: the planner's shape of a rare family may pad a small tensor differently
 TENSORS_PER_PARAMETER = 4  # the weight, two moments, a step counter: each rounded up by the allocator
 
-Traffic = Sequence[Mapping[str, Any]]
 
-
-def check_prediction(engine: Engine, batches: Sequence[Batch], run: RunSpec, plan: Plan) -> Check:
+def check_prediction(
+    engine: Engine, batches: Sequence[Batch], run: RunSpec, plan: Plan, coverage: Sequence[ParameterRecord]
+) -> Check:
     """Check measured steps against the plan's estimate. Collective: every rank steps; the answer is this rank's."""
     meter = StepMeter(engine)
     for batch in batches:
@@ -41,7 +39,8 @@ def check_prediction(engine: Engine, batches: Sequence[Batch], run: RunSpec, pla
             meter.next_step()
             engine.step(batch)
     found, why_not = predict(run, plan, config=engine.model.config, device_name=None)
-    why_not = why_not or _unfit(found, engine)
+    if found is not None:
+        why_not = "; ".join(found.notes) or inexact_shape(found, plan, coverage)
     if found is None or why_not:
         return Check.passed(NAME, f"not judged: {why_not}")
     if not _is_predicted(engine):
@@ -59,7 +58,7 @@ def check_prediction(engine: Engine, batches: Sequence[Batch], run: RunSpec, pla
 
 def judge(planned: Traffic, sent: Traffic, terms: Mapping[str, int], held: Mapping[str, int], *, tensors: int) -> Check:
     """Check one rank's traffic rows and the memory terms that are predicted in `terms`."""
-    predicted, found = _wire(planned), _wire(sent)
+    predicted, found = ({key: int(row["bytes"]) for key, row in rows_by_kind(rows).items()} for rows in (planned, sent))
     for key in sorted(set(predicted) | set(found)):
         expected, real = predicted.get(key, 0), found.get(key, 0)
         if abs(real - expected) > SHARE * max(expected, real):
@@ -72,41 +71,10 @@ def judge(planned: Traffic, sent: Traffic, terms: Mapping[str, int], held: Mappi
     return Check.passed(NAME, f"{sum(found.values()):,} bytes on the wire, weights and states as predicted")
 
 
-def _unfit(found: Prediction | None, engine: Engine) -> str:
-    """Why a prediction cannot be checked: the planner knows the model, or its use, only roughly."""
-    if found is None or found.notes:
-        return "; ".join(found.notes) if found else ""
-    counted = found.request.shape.num_parameters
-    real = _num_parameters(engine)
-    return "" if counted == real else f"the planner counts {counted:,} parameters, the model has {real:,}"
-
-
-def _num_parameters(engine: Engine) -> int:
-    """Parameters of all stages. Collective."""
-    sizes = [
-        _full_size(name, parameter, engine)
-        for name, parameter in engine.model.named_parameters()
-        if name not in engine.layout.copies
-    ]
-    total = torch.tensor(sum(sizes), dtype=torch.int64, device=engine.device)
-    if engine.topology.pp_degree > 1:
-        dist.all_reduce(total, group=engine.topology.group(axes.PP))
-    return int(total)
-
-
-def _full_size(name: str, parameter: torch.Tensor, engine: Engine) -> int:
-    """Elements of the parameter before tensor parallelism sharded it."""
-    return math.prod(engine.shards[name].shape) if name in engine.shards else parameter.numel()
-
-
 def _is_predicted(engine: Engine) -> bool:
     """Whether the estimate is valid for this rank. It is made for the first rank: others may have fewer vocabulary rows
     or none of a repeated key-value head."""
     return dist.get_rank() == 0 or (not engine.shards and engine.topology.pp_degree == 1)
-
-
-def _wire(rows: Traffic) -> dict[tuple[str, str, str], int]:
-    return {(row["axis"], row["collective"], row["phase"]): int(row["bytes"]) for row in rows if row["bytes"]}
 
 
 def _wrong(what: str, expected: str, found: str) -> Check:

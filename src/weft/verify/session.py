@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from weft.core.errors import PipelineError
 from weft.core.plan import Plan
+from weft.core.records import ParameterRecord
 from weft.core.run_spec import RunSpec
 from weft.core.tensor_grid import row_chunks
 from weft.engine.engine import Engine
@@ -42,6 +43,7 @@ from weft.verify.exercise import (
     training_batches,
 )
 from weft.verify.layouts import plan_name
+from weft.verify.planned import PlannedCollectives, check_collectives
 from weft.verify.prediction import check_prediction
 from weft.verify.reference import Exercise
 from weft.verify.references import ReferenceCache, References
@@ -111,7 +113,9 @@ class Session:
             comparison = self._comparison(plan, kept["references"], kept["found"])
             numbers.update(comparison.numbers())
             reach = check_reach(self.subject.borders, plan, kept["found"].batches, comparison.exercise.evaluation)
-            return [*comparison.checks(), reach]
+            run, config, coverage = self.subject.run, self.subject.config, kept["found"].coverage
+            planned = PlannedCollectives.of(run, plan, config=config, coverage=coverage)
+            return [*comparison.checks(), check_collectives(planned, kept["found"].traffic), reach]
 
         def repeat() -> list[Check]:
             with repeatable(plan, self.device) as steady:
@@ -127,7 +131,7 @@ class Session:
         yield "training against the reference", train
         yield "accumulation", lambda: self._accumulation(plan, kept["references"])
         yield "determinism", repeat
-        yield "prediction", lambda: [self._prediction(plan)]
+        yield "prediction", lambda: [self._prediction(plan, kept["found"].coverage)]
         yield "the training loop, resume and export", loop
         yield "finite data", lambda: self._whole_runs.check_finite_data(plan)
 
@@ -208,11 +212,11 @@ class Session:
         detail = f"the same first step with {names}" if names else "one row per rank: no other split"
         return [Check.passed("accumulation", detail)]
 
-    def _prediction(self, plan: Plan) -> Check:
+    def _prediction(self, plan: Plan, coverage: Sequence[ParameterRecord]) -> Check:
         with self.engine(plan) as engine:
             share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
             batches = training_batches(self.subject, steps=self.steps, **share)[:MEASURED_STEPS]
-            return check_prediction(engine, batches, self.subject.run, plan)
+            return check_prediction(engine, batches, self.subject.run, plan, coverage)
 
     def _first_step(self, plan: Plan, *, is_chunked: bool) -> tuple[float, float]:
         chunks = short_chunks(self.subject.borders.vocab_size) if is_chunked else nullcontext()

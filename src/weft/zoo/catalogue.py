@@ -6,6 +6,7 @@ names, aliases and hub names match without regard to case and punctuation: "meta
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from functools import cache
@@ -14,7 +15,7 @@ from typing import Any
 
 from weft.core.errors import ModelError
 from weft.core.model_shape import ModelShape
-from weft.zoo.shape import shape_from_type
+from weft.core.shape_json import shape_from_json
 
 _FOLDER = Path(__file__).parent / "data" / "models"
 # endings of hub names that do not change the sizes
@@ -23,30 +24,46 @@ _ENDINGS = re.compile(r"(-(instruct|chat|base|hf|it|pt|text|v0\.1))+$")
 
 def named(name: str) -> ModelShape:
     """The shape of a well-known model; an unknown name is a ModelError with the nearest ones."""
-    key, entry = _entry(name)
-    return shape_from_type(str(entry["type"]), _config(entry), name=key)
+    key, file = _find(name)
+    return shape_from_json(_shapes(file)[key])
 
 
 def config_named(name: str) -> tuple[str, dict[str, Any]]:
     """(model type, config values) of a well-known model, its vocabulary always among them."""
-    key, entry = _entry(name)
-    return str(entry["type"]), {"vocab_size": named(key).vocab_size, **_config(entry)}
+    key, file = _find(name)
+    entry = _load(file)[key]
+    return str(entry["type"]), {"vocab_size": named(key).vocab_size, **config_of(entry)}
 
 
 def names() -> list[str]:
     return sorted(name for file in _files() for name in _load(file))
 
 
-def _entry(name: str) -> tuple[str, dict[str, Any]]:
+def entries() -> dict[Path, dict[str, dict[str, Any]]]:
+    """All models by file."""
+    return {file: _load(file) for file in _files()}
+
+
+def shapes_file(file: Path) -> Path:
+    """The generated shapes (scripts/generate_shapes.py) of the models in `file`."""
+    return file.parents[1] / "shapes" / f"{file.stem}.json"
+
+
+@cache
+def _shapes(file: Path) -> dict[str, Any]:
+    return json.loads(shapes_file(file).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def _find(name: str) -> tuple[str, Path]:
     wanted = _spellings(name)
     for file in _likely_first(wanted):
         for key, entry in _load(file).items():
             if wanted & _answers_to(key, entry):
-                return key, entry
+                return key, file
     raise _unknown(name)
 
 
-def _config(entry: dict[str, Any]) -> dict[str, Any]:
+def config_of(entry: dict[str, Any]) -> dict[str, Any]:
     # TOML has no null: "null" stands for a value that config.json sets to null
     return {key: None if value == "null" else value for key, value in entry.get("config", {}).items()}
 

@@ -250,6 +250,18 @@ def test_experts_run_in_every_precision(preset: str) -> None:
     assert found.peak_bytes == sum(found.terms.values())
 
 
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_the_planner_agrees_on_experts_of_any_number(ranks: int) -> None:
+    """8 experts on 8 ranks go by experts; on 16 by rows of experts, which are copied once more when gathered."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 4, "vocab_size": 1024}
+    config = {**LLAMA["config"], **sizes, "num_local_experts": 8, "num_experts_per_tok": 2}  # type: ignore[dict-item]
+    run, plan = run_of({"type": "mixtral", "config": config}, global_batch=ranks), plan_of(3, ranks, **BF16)
+    found, predicted = dry_run(run, plan), estimate_plan(run, plan, f"{ranks // 8}x8xH100-80GB")
+    allocated = predicted.memory_bytes - predicted.memory_terms["framework"]
+    assert allocated == pytest.approx(found.peak_bytes, rel=0.01)
+    assert predicted.memory_terms["weights"] == pytest.approx(found.terms["weights"], rel=0.01)
+
+
 @pytest.mark.parametrize("layers", [2, 4])
 def test_the_planner_agrees_where_blocks_outweigh_the_loss(layers: int) -> None:
     """The peak lies at the end of a block's backward, or where the first block arrives: not at the loss."""

@@ -24,13 +24,13 @@ import weft.engine.tp_grid.embedding
 import weft.engine.updates
 from weft.checkpoint.staging import StagingBuffers
 from weft.data.loader import IGNORED, Loader
+from weft.engine import collectives
 from weft.engine.dp.pipeline_replicas import Summed
 from weft.engine.engine import Engine
 from weft.engine.objective import CausalLanguageModel
 from weft.engine.optim.group_rates import GroupRates
 from weft.engine.optim.optimizers import set_group_rate
 from weft.engine.pp.p2p import Message, P2PExchange
-from weft.engine.tp import collectives
 from weft.engine.tp.one_d import _Table
 from weft.train.loop import TrainingLoop
 

@@ -24,7 +24,7 @@ from weft.checkpoint.store import CheckpointStore
 from weft.core import axes
 from weft.core.shards import Span
 from weft.data.loader import Loader
-from weft.engine.tp import collectives
+from weft.engine import collectives
 from weft.engine.tp.activation_layout import ActivationLayout
 from weft.engine.tp.chunked_loss import HeadShard
 from weft.engine.tp.context import TPContext

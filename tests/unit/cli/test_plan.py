@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 from tiny_run import call_weft
 
-from weft import zoo
 from weft.core.plan import Plan
+from weft.models.shape.lookup import shape_of
 
 EIGHT = ("--devices", "8xH100-80GB")
 ASKED = ("plan", "llama-3-8b", *EIGHT, "--global-batch", "64", "--sequence-length", "4096")
@@ -120,7 +121,7 @@ def test_a_model_may_be_a_config_or_a_run(tmp_path: Path) -> None:
         " num_attention_heads = 8, num_key_value_heads = 8, vocab_size = 1000 }\n"
         "[data]\nsequence_length = 128\n[train]\nglobal_batch = 16\noptimizer = 'sgd'\n"
     )
-    expected = zoo.shape_of(config).num_parameters
+    expected = shape_of(config).num_parameters
     for model in ("config.json", ".", "run.toml"):
         found = answer("plan", str(tmp_path / model), "--devices", "2xRTX4090")
         assert found["model"]["parameters"] == expected
@@ -135,6 +136,21 @@ def test_the_arithmetic_adds_up_to_the_estimate() -> None:
         sums[line["term"]] = sums.get(line["term"], 0.0) + line["bytes"]
     for term, size in best["memory"]["terms"].items():
         assert sums.get(term, 0.0) == pytest.approx(size, abs=2)
+
+
+@pytest.mark.parametrize(("model", "shards"), [("mixtral-8x7b", 64), ("gpt2", 64), ("llama-3-8b", 8), ("gpt2", 1)])
+def test_the_printed_arithmetic_of_states_is_their_size(model: str, shards: int) -> None:
+    """Also where rows do not divide: 50,257 words over 64 ranks."""
+    keys = ("--set", f"mesh.dp_shard={shards}", "--set", f"data_parallel.zero={3 if shards > 1 else 0}")
+    found = answer("plan", model, "--devices", f"{shards}xH100-80GB", *keys, "--top", "1", "--explain", "memory")
+    lines = {line["term"]: line for line in found["arithmetic"]}
+    for term in ("weights", "optimizer_state"):
+        count, quotient, size = re.fullmatch(
+            r"([\d,]+)(?: of [\d,]+)? parameters(?: / (\d+)|, the largest of \d+ shards)? x ([\d.]+) B.*",
+            lines[term]["formula"],
+        ).groups()  # type: ignore[union-attr]
+        product = int(count.replace(",", "")) / int(quotient or 1) * float(size)
+        assert product == pytest.approx(lines[term]["bytes"], rel=0.001), lines[term]
 
 
 @pytest.mark.parametrize("what", ["memory", "time", "traffic"])

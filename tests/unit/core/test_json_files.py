@@ -21,13 +21,13 @@ from weft.data.documents import _parse_row
 from weft.data.store import DamagedStoreError, StoreHeader
 from weft.models.build import build_config
 from weft.models.pretrained import _refuse_quantised
+from weft.models.shape.lookup import shape_from_path
 from weft.models.weight_files import _promised_names
 from weft.report.folder import read_json, step_fields
 from weft.server.durable.snapshot import _open
 from weft.server.wire.frame import Frame, Op
 from weft.train.folder.metrics_file import MetricsFile
 from weft.train.folder.run_folder import RunFolder
-from weft.zoo import from_path
 
 DEEP = "[" * 100_000 + "]" * 100_000
 BELOW_PYTHONS_LIMIT = '{"a":' * 400 + "1" + "}" * 400  # json takes it, and a copy or a printed form does not
@@ -47,7 +47,7 @@ def read_config(path: Path) -> None:
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a model's config": ("config.json", read_config),
-    "a planned config": ("config.json", from_path),
+    "a planned config": ("config.json", shape_from_path),
     "quantisation": ("config.json", lambda path: _refuse_quantised(path.parent)),
     "a weight index": ("model.safetensors.index.json", lambda path: _promised_names(path.parent)),
     "a ledger": ("ledger.json", lambda path: RunFolder(path.parent).read_ledger()),
@@ -96,14 +96,16 @@ values = st.recursive(
 def test_a_config_with_any_value_anywhere_has_a_shape_or_an_error(data: st.DataObject, tmp_path: Path) -> None:
     model_type = data.draw(st.sampled_from(TYPES))
     changed = {data.draw(st.sampled_from(KEYS)): data.draw(values) for _ in range(2)}
-    answers(from_path, tmp_path / "config.json", json.dumps({**CONFIG, "model_type": model_type, **changed}).encode())
+    answers(
+        shape_from_path, tmp_path / "config.json", json.dumps({**CONFIG, "model_type": model_type, **changed}).encode()
+    )
 
 
 @pytest.mark.parametrize("part", [[1], "x", 1.5, True])
 def test_a_part_that_is_no_object_is_named(part: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": part}))
     with pytest.raises(ModelError, match="text_config of the 'gemma3' config is"):
-        from_path(tmp_path)
+        shape_from_path(tmp_path)
 
 
 @settings(max_examples=100)

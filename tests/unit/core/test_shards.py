@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.shards import LocalShard, Span, even_span, local_shard, replicated_shard
+from weft.core.shards import LocalShard, Span, balanced_span, even_span, local_shard, replicated_shard, zero_dim
 
 
 def local_of(shard: LocalShard, whole: np.ndarray) -> np.ndarray:
@@ -20,6 +21,13 @@ def local_of(shard: LocalShard, whole: np.ndarray) -> np.ndarray:
 def test_uneven_runs_are_the_whole_once(size: int, degree: int) -> None:
     runs = [even_span(size, degree=degree, place=place) for place in range(degree)]
     assert [index for run in runs for index in range(run.begin, run.begin + run.size)] == list(range(size))
+
+
+@given(size=st.integers(0, 40), degree=st.integers(1, 8))
+def test_balanced_runs_are_the_whole_once_and_differ_by_one(size: int, degree: int) -> None:
+    runs = [balanced_span(size, degree=degree, place=place) for place in range(degree)]
+    assert [index for run in runs for index in range(run.begin, run.begin + run.size)] == list(range(size))
+    assert {run.size for run in runs} <= {size // degree, -(-size // degree)}
 
 
 @given(
@@ -60,7 +68,7 @@ def test_a_shard_of_a_part_has_the_values_of_its_rows(rows: int, shards: int, ru
         first = min(place * num_rows, len(own))
         expected = own[first : first + num_rows]
         made = np.full(expected.shape, -1)
-        for chunk in shard.within(first, len(expected)):
+        for chunk in shard.within((slice(first, first + len(expected)), slice(0, 3))):
             made[chunk.local_index] = whole[chunk.global_index]
         assert (made == expected).all()
 
@@ -69,4 +77,38 @@ def test_a_whole_part_is_not_cut() -> None:
     shard = replicated_shard((3, 2), copies=4, summed_over="tp")
     assert not shard.is_sharded
     assert shard.chunks[0].copies == 4
-    assert shard.within(1, 2)[0].offsets == (1, 0)
+    assert shard.within((slice(1, 3), slice(0, 2)))[0].offsets == (1, 0)
+
+
+@given(experts=st.integers(1, 3), rows=st.integers(1, 6), shards=st.integers(1, 4))
+def test_a_shard_of_an_inner_dimension_has_its_values(experts: int, rows: int, shards: int) -> None:
+    """Rows of [experts, gate | up, 2]: a tensor rank has half of both segments, a shard of it may cross them."""
+    whole = np.arange(experts * 4 * rows * 2).reshape(experts, 4 * rows, 2)
+    shard = local_shard(whole.shape, {1: [Span(begin=0, size=rows), Span(begin=2 * rows, size=rows)]})
+    own = local_of(shard, whole)
+    for place in range(shards):
+        span = even_span(own.shape[1], degree=shards, place=place)
+        inside = (slice(0, experts), slice(span.begin, span.begin + span.size), slice(0, 2))
+        made = np.full(own[inside].shape, -1)
+        for chunk in shard.within(inside):
+            made[chunk.local_index] = whole[chunk.global_index]
+        assert (made == own[inside]).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_shards", "expected"),
+    [
+        ((8, 6, 4), 4, 0),
+        ((2, 8, 4), 4, 1),
+        ((7, 8, 4), 4, 1),  # 2, 2, 2 and 1 experts would be more than a quarter
+        ((2, 6, 4), 4, 0),  # the last dimension is never sharded
+        ((2, 3, 8, 5), 4, 2),
+        ((3, 8), 4, 0),
+        ((3,), 4, 0),
+        ((), 4, 0),
+    ],
+)
+def test_zero_shards_an_inner_dimension_where_rows_do_not_divide(
+    shape: tuple[int, ...], num_shards: int, expected: int
+) -> None:
+    assert zero_dim(shape, num_shards=num_shards) == expected

@@ -20,7 +20,7 @@ from weft.core.run_spec import ModelSpec
 from weft.models.build import build_config, build_skeleton
 from weft.models.config_keys import known_keys, parts_of
 from weft.models.hf_config import unread_keys
-from weft.zoo import shape_from_type
+from weft.models.shape.lookup import shape_from_type
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

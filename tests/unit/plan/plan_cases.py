@@ -12,6 +12,7 @@ from weft import hardware, zoo
 from weft.core.model_shape import ModelShape
 from weft.core.plan import Plan
 from weft.core.precision import policy_of
+from weft.models.shape.lookup import shape_from_type
 from weft.plan.columns import Columns, columns_of
 from weft.plan.request import Request, Workload
 from weft.plan.rules import legal_rows
@@ -48,7 +49,7 @@ def tiny_llama(**config: Any) -> ModelShape:
         "vocab_size": 512,
         "tie_word_embeddings": False,
     }
-    return zoo.shape_from_type("llama", sizes | config)
+    return shape_from_type("llama", sizes | config)
 
 
 def tiny_mixtral(**config: Any) -> ModelShape:
@@ -63,14 +64,14 @@ def tiny_mixtral(**config: Any) -> ModelShape:
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,
     }
-    return zoo.shape_from_type("mixtral", sizes | config)
+    return shape_from_type("mixtral", sizes | config)
 
 
 def plan_with(**keys: Any) -> Plan:
     """A plan from flat names: dp_shard=8, zero=3, policy="full", …; it may contradict itself, as rules must notice."""
     homes = {
         "mesh": ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"),
-        "data_parallel": ("zero",),
+        "data_parallel": ("zero", "find_unused_parameters"),
         "tensor_parallel": ("mode", "sequence_parallel", "loss_parallel"),
         "pipeline": ("schedule", "microbatches", "virtual_stages", "blocks"),
         "precision": ("preset",),

@@ -20,6 +20,7 @@ from weft import hardware, zoo
 from weft.core.model_shape import LinearShape, ModelShape
 from weft.core.plan import Plan
 from weft.core.stages import even_partition
+from weft.models.shape.lookup import shape_from_type
 from weft.plan.columns import SCHEDULES
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.request import Request, Workload
@@ -75,7 +76,7 @@ def _cut(linear: LinearShape, hidden_size: int) -> LinearShape:
 
 
 def shape_of_run(run: PublishedRun) -> ModelShape:
-    return zoo.named(run.model) if run.model else zoo.shape_from_type(run.type, run.config)
+    return zoo.named(run.model) if run.model else shape_from_type(run.type, run.config)
 
 
 def request_of_run(run: PublishedRun) -> Request:

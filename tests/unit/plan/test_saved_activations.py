@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft import zoo
 from weft.core.plan import Activations
 from weft.core.run_spec import ModelSpec
 from weft.engine.activations.recompute import apply_recompute
@@ -24,6 +23,7 @@ from weft.engine.buffers.changes import BufferChanges
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import describe
+from weft.models.shape.lookup import shape_from_type
 from weft.plan.memory.block_activations import SavedBytes, saved_by_default, saved_by_full, saved_by_selective
 
 ROWS, LENGTH = 2, 96
@@ -139,7 +139,7 @@ def bytes_kept(kept: SavedBytes) -> float:
 def test_a_block_keeps_what_the_formula_says(kind: str) -> None:
     config = FAMILIES[kind]
     measured = saved_bytes(kind, config, layers=3) - saved_bytes(kind, config, layers=2)
-    shape = zoo.shape_from_type(kind, {**config, LAYERS_KEY.get(kind, "num_hidden_layers"): 3})
+    shape = shape_from_type(kind, {**config, LAYERS_KEY.get(kind, "num_hidden_layers"): 3})
     block = shape.kinds[0]
     attention = block.attention
     assert attention is not None
@@ -155,7 +155,7 @@ RECOMPUTED = {**FAMILIES, "mixtral": {**ROTARY, "num_local_experts": 4, "num_exp
 @pytest.mark.parametrize("kind", RECOMPUTED)
 def test_a_recomputed_block_keeps_what_the_formula_says(kind: str) -> None:
     config = RECOMPUTED[kind]
-    shape = zoo.shape_from_type(kind, {**config, LAYERS_KEY.get(kind, "num_hidden_layers"): 3})
+    shape = shape_from_type(kind, {**config, LAYERS_KEY.get(kind, "num_hidden_layers"): 3})
     block, hidden = shape.kinds[0], shape.hidden_size
     assert block.attention is not None
     writes_scores = block.attention.materialises_scores
@@ -169,7 +169,7 @@ def test_a_recomputed_block_keeps_what_the_formula_says(kind: str) -> None:
 def test_blocks_of_a_budget_save_what_their_own_formulas_say() -> None:
     """Of three: full, selective, none. Together: what a block keeps of its output counts with the next one."""
     config = RECOMPUTED["llama"]
-    shape = zoo.shape_from_type("llama", {**config, "num_hidden_layers": 3})
+    shape = shape_from_type("llama", {**config, "num_hidden_layers": 3})
     block, hidden = shape.kinds[0], shape.hidden_size
     mixed, whole = (
         sum(alive_bytes_of_blocks("llama", config, activations, layers=3))

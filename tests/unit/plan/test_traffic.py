@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import legal_plans, one, request_of, requests, tiny_llama, tiny_mixtral, view_with
 
-from weft import zoo
+from weft.models.shape.lookup import shape_from_type
 from weft.plan.request import Request
 from weft.plan.traffic import Traffic, estimate_traffic
 from weft.plan.view import views_of
@@ -48,8 +48,31 @@ def test_bytes_of_the_stages(zero: int, gather_times: int, reduce_times: int) ->
 
 def test_ddp_reduces_once_whatever_the_microbatches() -> None:
     found = traffic(SIX_BLOCKS, dp_replicate=4, microbatches=4)
-    assert rows(found, "dp_replicate") == {("all_reduce", "backward"): (2 * 3 / 4 * 4 * PARAMETERS, 7)}
+    assert rows(found, "dp_replicate") == {("all_reduce", "backward"): (2 * 3 / 4 * 4 * PARAMETERS, 2)}  # 20 MB
     assert rows(found, "dp_shard") == {}
+
+
+def buckets(request: Request, **plan: Any) -> tuple[float, float]:
+    """(least, most) all-reduces between replicas."""
+    (row,) = (row for row in traffic(request, **plan).rows if row.axis == "dp_replicate")
+    return one(row.least), one(row.count)
+
+
+def test_gradients_of_replicas_share_buckets() -> None:
+    """The first of DDP has 1 MiB, the next 25 MiB; a pipeline's have 25 MiB. A bucket ends between two tensors."""
+    assert buckets(SIX_BLOCKS, dp_replicate=4) == (1, 2)
+    assert buckets(SIX_BLOCKS, dp_replicate=4, find_unused_parameters=True) == (2, 3)  # and which parameters were used
+    assert buckets(SIX_BLOCKS, dp_replicate=2, pp=2, microbatches=4, find_unused_parameters=True) == (1, 1)
+    llama = request_of("llama-3-8b", "8xH200", global_batch=8, sequence_length=128)
+    assert buckets(llama, dp_replicate=8) == (1, 32 * 7 + 3)  # not 1,225: most matrices are larger than a bucket
+    assert buckets(SIX_BLOCKS, dp_replicate=2, dp_shard=2, zero=3) == (7, 7)  # a unit each
+
+
+@pytest.mark.parametrize(("zero", "reduces"), [(1, 3), (2, 8 * 4), (3, 8 * 4)])
+def test_both_ends_of_a_v_reduce_the_root(zero: int, reduces: int) -> None:
+    """Two blocks and the root; the first and the last stage are on one rank, each with gradients of the root."""
+    found = traffic(SIX_BLOCKS, pp=2, dp_shard=2, zero=zero, microbatches=8, schedule="zbv", virtual_stages=2)
+    assert rows(found, "dp_shard")["reduce_scatter", "backward"][1] == reduces
 
 
 def test_hybrid_sharding_reduces_its_shard_between_replicas() -> None:
@@ -134,7 +157,7 @@ def test_repeated_key_value_heads_are_summed_over_their_neighbours() -> None:
 def test_gradients_of_whole_parameters_inside_a_region_are_always_summed() -> None:
     """Qwen 3 normalises each head of queries and keys with the same weights."""
     sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}
-    qwen = zoo.shape_from_type("qwen3", {**sizes, "intermediate_size": 768, "head_dim": 32, "vocab_size": 512})
+    qwen = shape_from_type("qwen3", {**sizes, "intermediate_size": 768, "head_dim": 32, "vocab_size": 512})
     request = request_of(qwen, "4xH100-80GB", global_batch=16, sequence_length=128)
     found = rows(traffic(request, tp=4, sequence_parallel=False), "tp")
     assert found["all_reduce", "update"] == all_reduces(6 * 2 * (32 + 1) * 4, 1)
@@ -149,7 +172,7 @@ def test_large_gradients_travel_alone() -> None:
 def test_norms_over_all_heads_reduce_their_statistics() -> None:
     """OLMo 2 normalises queries and keys over all heads: a float32 a token and norm, forward and backward."""
     sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 8}
-    olmo = zoo.shape_from_type("olmo2", {**sizes, "intermediate_size": 768, "vocab_size": 512})
+    olmo = shape_from_type("olmo2", {**sizes, "intermediate_size": 768, "vocab_size": 512})
     request = request_of(olmo, "4xH100-80GB", global_batch=16, sequence_length=128)
     found = rows(traffic(request, tp=4, sequence_parallel=False, microbatches=16), "tp")
     assert found["all_reduce", "forward"] == all_reduces(16 * (13 * STREAM + LOSS + 12 * 128 * 4), 16 * 27)

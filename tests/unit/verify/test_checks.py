@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from weft.core.plan import Plan
-from weft.core.records import DtypeRecord, ParameterRecord
+from weft.core.records import DtypeRecord
 from weft.verify.checks import check_same_bits, check_scalars, check_tensors, worst_scalars
-from weft.verify.evidence import Evidence
-from weft.verify.facts import check_collectives, check_dtypes, check_initial, check_replicas, check_rows
+from weft.verify.facts import check_dtypes, check_initial, check_replicas, check_rows
 from weft.verify.layouts import coordinates_of, other_layout, plan_name
 from weft.verify.reference import RunTrace
 from weft.verify.tolerances import SLACK, UNIT_ROUNDOFF
@@ -57,7 +56,7 @@ def test_tensors_within_a_few_measured_distances_pass() -> None:
 def test_a_wrong_tensor_names_the_element_and_the_rank_that_holds_it() -> None:
     found = {**TRUTH, "a": TRUTH["a"] + torch.tensor([[0, 0], [0.1, 0]])}
     plan = Plan.from_tables({"mesh": {"dp_replicate": 2, "dp_shard": 2}})
-    owners = {"a": [(0, 1), (1, 2), (0, 1), (1, 2)]}
+    owners = {"a": [((0, 1),), ((1, 2),), ((0, 1),), ((1, 2),)]}
     check, worst = check_tensors(
         "gradients", TRUTH, SAME, found, step=1, owners=owners,
         describe_rank=lambda rank: coordinates_of(plan, rank), **FLOAT32,
@@ -152,39 +151,6 @@ def test_a_dtype_that_was_not_asked_for_is_named() -> None:
     finding = check_dtypes([right, wrong]).finding
     assert finding is not None
     assert (finding.parameter, finding.expected, finding.found) == ("communication", "float32", "bfloat16, float32")
-
-
-def evidence_of(counts: dict[str, int]) -> Evidence:
-    rows = [
-        ParameterRecord(
-            name=unit, shape=(2,), dtype="float32", unit=unit, sharded_axes=(), replicated_axes=(),
-            local_elements=2, tied_to=None, trainable=unit != "frozen",
-        )
-        for unit in ("root", "block", "frozen")
-    ]  # fmt: skip
-    return Evidence(units=3, coverage=rows, own=rows, collectives=counts)
-
-
-# plan tables -> the collectives of a step with 3 units (2 trained) and 2 micro-batches
-PROMISES: list[tuple[dict[str, Any], dict[str, int]]] = [
-    ({"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 1}}, {"all_gather": 3, "reduce_scatter": 2}),
-    ({"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 2}}, {"all_gather": 3, "reduce_scatter": 4}),
-    ({"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 3}}, {"all_gather": 12, "reduce_scatter": 4}),
-    ({"mesh": {"dp_shard": 2, "dp_replicate": 2}}, {"all_gather": 12, "reduce_scatter": 4, "all_reduce": 2}),
-    ({"mesh": {"dp_replicate": 2}}, {"all_reduce": 1}),
-    ({}, {}),
-]
-
-
-@pytest.mark.parametrize(("tables", "counts"), PROMISES)
-def test_collectives_are_those_the_stage_promises(tables: dict[str, Any], counts: dict[str, int]) -> None:
-    plan = Plan.from_tables({**tables, "pipeline": {"microbatches": 2}})
-    assert check_collectives(plan, evidence_of(counts)).ok
-    for name in (*counts, "broadcast"):
-        more = {**counts, name: counts.get(name, 0) + 7}
-        finding = check_collectives(plan, evidence_of(more)).finding
-        assert finding is not None
-        assert name in finding.expected
 
 
 def test_the_largest_difference_of_nan_is_infinite() -> None:

@@ -8,7 +8,8 @@
 | budget    | each block as one of the three: `activations.mixture` has the counts, core/mixture.py the choice |
 
 The scores of eager attention are not saved: selective recompute exists to drop them.
-Gathering (ZeRO-3) and reducing are hooks, outside of the recomputed forward; casts and dropout are inside.
+Gathering (ZeRO-3) and reducing are hooks, outside of the recomputed forward; casts and dropout are inside. Routers do
+not choose again (`router_replay.py`).
 The numbers are those without recompute, bit for bit where the kernels are deterministic.
 """
 
@@ -27,6 +28,7 @@ from weft.core.errors import NoBlocksError
 from weft.core.mixture import block_policies
 from weft.core.plan import Activations
 from weft.engine.activations.dropout import replayed
+from weft.engine.activations.router_replay import Choices, chooses
 from weft.engine.activations.split_backward import splitting_again
 from weft.engine.buffers.changes import BufferChanges, BufferSnapshot
 from weft.engine.wrap_forward import Forward, wrap_forward
@@ -78,7 +80,7 @@ class _Recomputed:
 
     def __init__(self, block: nn.Module, changes: BufferChanges, *, is_selective: bool) -> None:
         self._changes, self._places = changes, changes.places_in(block)
-        self._is_selective = is_selective
+        self._is_selective, self._chooses = is_selective, chooses(block)
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -93,6 +95,9 @@ class _Recomputed:
         second: AbstractContextManager[Any] = nullcontext()
         if self._is_selective:
             first, second = create_selective_checkpoint_contexts(_choose)  # type: ignore[no-untyped-call]
+        if self._chooses:
+            choices = Choices()
+            first, second = _entered(first, choices.recorded()), _entered(second, choices.replayed())
         # a batch norm would count the same rows twice in its running statistics
         before = BufferSnapshot(self._changes, self._places)
         return first, _entered(replayed(), splitting_again(), before.restored(), second)

@@ -230,19 +230,21 @@ class BufferSync:
 
 
 def read_any(flag: bool, *, device: torch.device) -> bool:
-    """Whether `flag` is set on some rank; waits for the device. Collective."""
+    """Whether `flag` is set on some rank; waits for the device if there are several. Collective."""
+    if dist.get_world_size() == 1:
+        return flag
     found = torch.tensor([int(flag)], device=device)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())
 
 
 def read_min(mine: list[int], *, device: torch.device, group: dist.ProcessGroup | None = None) -> list[int]:
-    """The element-wise minimum over all ranks; waits for the device. Collective."""
+    """The element-wise minimum over all ranks; waits for the device if there are several. Collective."""
+    if dist.get_world_size(group) == 1:
+        return mine
     found = torch.tensor(mine, device=device)
-    if dist.get_world_size(group) > 1:
-        with buffer_collectives():
-            dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
+    with buffer_collectives():
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
     return [int(number) for number in found.tolist()]
 
 

@@ -11,10 +11,8 @@ float8. A layer whose weight the model's own code reads is excluded; an undetect
 from __future__ import annotations
 
 import functools
-import inspect
 import re
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from weft.core.precision import PrecisionPolicy
 from weft.engine.kernels.float8 import E4M3, Float8Linear, scale_of
 from weft.engine.kernels.triton_here import has_triton
 from weft.engine.precision import torch_dtype
+from weft.models.module_sources import module_sources
 
 
 def gather_in_float8(model: nn.Module, precision: PrecisionPolicy) -> Float8Gather | None:
@@ -159,19 +158,10 @@ def _group(weight: Tensor) -> dist.ProcessGroup:
 
 def _reads_weights(model: nn.Module) -> Callable[[str], bool]:
     """Whether the model's code contains `<layer>.weight`: then it may read it; a call of the layer never does."""
-    texts = _sources(type(module) for module in model.modules())
+    texts = module_sources((type(module) for module in model.modules()), without={Float8Linear.__module__})
 
     def is_read(name: str) -> bool:
         word = re.compile(rf"\b{re.escape(name.rpartition('.')[2])}\.weight\b")
         return texts is None or any(word.search(text) for text in texts)
 
     return is_read
-
-
-def _sources(kinds: Iterable[type[nn.Module]]) -> list[str] | None:
-    """The source files of the classes, except torch's; None if one cannot be read."""
-    names = {kind.__module__ for kind in kinds} - {Float8Linear.__module__}
-    try:
-        return [inspect.getsource(sys.modules[name]) for name in names if not name.startswith("torch.")]
-    except (OSError, TypeError, KeyError):
-        return None

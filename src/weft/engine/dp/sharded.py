@@ -6,6 +6,9 @@
 | 2     | gathered once, kept over all micro-batches   | reduce-scattered every micro-batch              |
 | 3     | gathered for each forward and each backward  | reduce-scattered every micro-batch              |
 
+A parameter is sharded along dimension 0, or along an inner one that divides evenly where rows do not: experts
+[experts, ...] on more ranks than experts (`core/shards.py: zero_dim`).
+
 HSDP's all-reduce over the replicas happens on the last micro-batch only. Gradients are sums, never averages.
 
 In a pipeline `fully_shard` does not get the replicas: it accumulates gradients for them in one flat tensor per unit, so
@@ -15,9 +18,10 @@ There it shards inside a replica, and each unit's shards are summed over the rep
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,8 +29,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from weft.core.precision import PrecisionPolicy
+from weft.core.shards import zero_dim
 from weft.engine.dp.pipeline_replicas import sum_bucket
 from weft.engine.dp.strategy import Strategy
 from weft.engine.ownership import local
@@ -50,21 +56,37 @@ STAGES = {
 
 
 def shard_units(
-    model: nn.Module, layout: ModelLayout, *, mesh: DeviceMesh, stage: int, precision: PrecisionPolicy
+    model: nn.Module,
+    layout: ModelLayout,
+    *,
+    mesh: DeviceMesh,
+    stage: int,
+    precision: PrecisionPolicy,
+    experts: Mapping[str, DeviceMesh],
 ) -> None:
-    """Blocks first, then the root with all the rest: the order that fully_shard requires."""
+    """Blocks first, then the root with all the rest: the order that fully_shard requires.
+
+    `experts`: modules that are units of their own inside their blocks, with the ranks that hold the same experts.
+    """
     mixed = MixedPrecisionPolicy()
     if precision.is_low:
         mixed = MixedPrecisionPolicy(
             param_dtype=torch_dtype(precision.weights), reduce_dtype=torch_dtype(precision.communication)
         )
     reshard = not STAGES[stage].keep_gathered
-    for module in (*(model.get_submodule(name) for name in layout.blocks), model):
-        fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
+    units = [(model.get_submodule(name), own) for name, own in experts.items()]
+    units += [(module, mesh) for module in (*(model.get_submodule(name) for name in layout.blocks), model)]
+    for module, own in units:
+        placement = functools.partial(_placement, num_shards=own.size(own.ndim - 1))
+        fully_shard(module, mesh=own, mp_policy=mixed, reshard_after_forward=reshard, shard_placement_fn=placement)
     # torch warns when a sharded module returns a view, since writing into it loses a hook. The objective only reads
     # the root's output; the warning stays on for blocks, whose outputs the model's own code handles.
     root = re.escape(type(model).__name__)
     warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({root}\) returned a view", category=UserWarning)
+
+
+def _placement(parameter: nn.Parameter, *, num_shards: int) -> Shard:
+    return Shard(zero_dim(parameter.shape, num_shards=num_shards))
 
 
 class Sharded(Strategy):
@@ -102,7 +124,7 @@ class Sharded(Strategy):
 
         Several stages have gradients of the root: it is reduced and resharded with the very last.
         """
-        own = {self.module.get_submodule(name) for name in blocks}
+        own = {module for name in blocks for module in self.module.get_submodule(name).modules()}  # with its experts
         self.root.set_is_last_backward(is_very_last)
         for unit in self._units:
             is_done = is_very_last if unit is self.root else is_last and unit in own

@@ -55,7 +55,8 @@ class DtypeWatch:
             handle.remove()
         for name in _GRADIENT_COLLECTIVES:
             for dtype in observer.dtypes.get(name, ()):
-                self._add("communication", dtype)
+                if dtype.is_floating_point:  # DDP also all-reduces the set of used parameters
+                    self._add("communication", dtype)
 
     def look_at(self, parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
         """After the update, before gradients are freed."""

@@ -1,8 +1,9 @@
 """AdamW with 8-bit moments (torchao's format and update) whose numbers do not depend on the layout.
 
 torchao divides each rank's flattened shard into blocks of 256, so the blocks, and the run, depend on the number of
-ranks. Here a block never crosses a row of the global parameter, and only the global shape decides whether to quantise:
-sharding by rows never splits a block, and a checkpoint's codes and scales reshard exactly, without requantising.
+ranks. Here a block lies in the last dimension of the global parameter, which ZeRO never shards, and only the global
+shape decides whether to quantise: no shard splits a block, and a checkpoint's codes and scales reshard exactly, without
+requantising.
 """
 
 from __future__ import annotations
@@ -31,13 +32,12 @@ def build_adamw8bit(groups: list[dict[str, Any]], *, lr: float, betas: tuple[flo
 
 
 def block_size_for(shape: torch.Size) -> int | None:
-    """Elements per block, a divisor of the row; None if the moments stay float32."""
+    """Elements per block, a divisor of the last dimension; None if the moments stay float32."""
     if len(shape) < 2 or shape.numel() < MIN_ELEMENTS:
         return None
-    row_elements = shape.numel() // shape[0]
     block = MAX_BLOCK
     while block >= MIN_BLOCK:
-        if row_elements % block == 0:
+        if shape[-1] % block == 0:
             return block
         block //= 2
     return None
@@ -80,8 +80,8 @@ class RowwiseAdamW8bit(Optimizer):
 class QuantisedParts:
     """The two tensors of an 8-bit moment of this rank's rows."""
 
-    codes: torch.Tensor  # uint8, the rows' shape
-    scales: torch.Tensor  # float32, [rows, blocks per row]
+    codes: torch.Tensor  # uint8, the shard's shape
+    scales: torch.Tensor  # float32, [..., blocks of the last dimension]
 
 
 def quantised_parts(value: torch.Tensor) -> QuantisedParts | None:
@@ -89,7 +89,7 @@ def quantised_parts(value: torch.Tensor) -> QuantisedParts | None:
     codes, scale = getattr(value, "codes", None), getattr(value, "scale", None)
     if not isinstance(codes, torch.Tensor) or not isinstance(scale, torch.Tensor):
         return None
-    return QuantisedParts(codes=codes, scales=scale.view(codes.shape[0], -1) if codes.numel() else scale.view(0, 1))
+    return QuantisedParts(codes=codes, scales=scale.view(*codes.shape[:-1], -1))
 
 
 def _zeros(parameter: torch.Tensor, *, signed: bool) -> torch.Tensor:

@@ -151,10 +151,14 @@ def _sgd_kernel(parameters: Sequence[nn.Parameter], kernel: Kernel) -> dict[str,
 
 
 def decay_groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    """Matrices decay, vectors do not. Torch's kernels take tensors of one mesh at a time: experts have their own."""
+    groups: dict[tuple[bool, Any], dict[str, Any]] = {}
+    for parameter in sorted(parameters, key=lambda one: one.ndim < 2):
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        decay = weight_decay if parameter.ndim >= 2 else 0.0
+        group = groups.setdefault((parameter.ndim >= 2, mesh), {"params": [], "weight_decay": decay})
+        group["params"].append(parameter)
+    return list(groups.values())
 
 
 def create_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:

@@ -16,7 +16,8 @@ from weft.engine.tp.chunked_loss import HeadShard
 from weft.engine.tp.context import TPContext
 from weft.engine.tp.grid import TP_GROUP, Grid, build_grid
 from weft.engine.tp.one_d import apply_one_d, num_tokens, vocabulary_loss
-from weft.engine.tp.one_d_shards import one_d_shards, repeats, shard_parameters
+from weft.engine.tp.one_d_shards import one_d_shards, repeats
+from weft.engine.weights.local_shards import shard_parameters
 from weft.models.layout import ModelLayout
 from weft.models.tp.finder import find_tensor_layout
 from weft.models.tp.layout import TensorLayout

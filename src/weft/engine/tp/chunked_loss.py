@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.engine import collectives
 from weft.engine.kernels.cross_entropy import Cap
 from weft.engine.objective import IGNORED
-from weft.engine.tp import collectives
 from weft.engine.tp.cross_entropy import at_place, outside, own_labels, pieces, wide
 
 

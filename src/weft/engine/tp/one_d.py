@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.core.errors import TensorParallelError
+from weft.engine import collectives
 from weft.engine.objective import TokenLoss
-from weft.engine.tp import collectives
 from weft.engine.tp.activation_layout import ActivationLayout
 from weft.engine.tp.cross_entropy import vocabulary_loss_sum
 from weft.engine.tp.grid import TP_GROUP, Grid

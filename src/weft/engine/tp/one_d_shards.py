@@ -1,4 +1,4 @@
-"""Local shards of parameters under one-dimensional tensor parallelism, and sharding of a model's parameters.
+"""Local shards of parameters under one-dimensional tensor parallelism.
 
     column linear     weight rows (outputs) and bias sharded        row linear   weight columns (inputs) sharded
     embedding, head   rows sharded, the last rank may have fewer    others       replicated
@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import nn
 
 from weft.core.errors import TensorParallelError
 from weft.core.shards import LocalShard, Span, even_span, local_shard, replicated_shard
 from weft.engine.tp.grid import TP_GROUP
-from weft.engine.weights.materialise import replace_parameter
 from weft.models.layout import ModelLayout
 from weft.models.tp.layout import LinearShards, Region, Segment, Segments, TensorLayout
 
@@ -88,20 +86,6 @@ def require_degree(tensors: TensorLayout, degree: int) -> None:
 def repeats(tensors: TensorLayout, degree: int) -> set[int]:
     """The numbers of neighbours that hold the same unit, for segments with fewer units than ranks."""
     return {degree // segment.units for _, segment, _ in _segments(tensors) if segment.units < degree}
-
-
-@torch.no_grad()
-def shard_parameters(model: nn.Module, layout: ModelLayout, shards: dict[str, LocalShard]) -> None:
-    """Replace every sharded parameter by its local shard, at all its names, with its values."""
-    for name, shard in shards.items():
-        parameter = model.get_parameter(name)
-        if not shard.is_sharded:
-            continue
-        own = torch.empty(shard.local_shape, dtype=parameter.dtype, device=parameter.device)
-        if parameter.device.type != "meta":
-            for chunk in shard.chunks:
-                own[chunk.local_index].copy_(parameter[chunk.global_index])
-        replace_parameter(model, layout, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
 
 
 def _require_known(model: nn.Module, tensors: TensorLayout, *, known: set[str]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft.core.errors import NotBuiltError
-from weft.engine.tp.collectives import enter, leave, summed
+from weft.engine.collectives import enter, leave, summed
 from weft.engine.wrap_forward import Layer
 
 # Neither `shape` nor `size`: a norm that divides a sum by its size would divide by the slice's.

@@ -21,21 +21,21 @@ from weft.core.axes import TP
 from weft.core.errors import NotBuiltError
 from weft.core.plan import TensorParallel
 from weft.core.shards import even_span
+from weft.engine import collectives
 from weft.engine.activations.dropout import uses_randomness
 from weft.engine.mesh import Topology
 from weft.engine.objective import TokenLoss
-from weft.engine.tp import collectives
 from weft.engine.tp.activation_layout import ActivationLayout
 from weft.engine.tp.apply import find_regions
 from weft.engine.tp.context import TPContext
 from weft.engine.tp.cross_entropy import vocabulary_loss_sum
 from weft.engine.tp.grid import Grid, build_grid
 from weft.engine.tp.one_d import set_sizes
-from weft.engine.tp.one_d_shards import shard_parameters
 from weft.engine.tp.statistics import spanning
 from weft.engine.tp_grid import cube, summa
 from weft.engine.tp_grid.embedding import logits_span, token_table
 from weft.engine.tp_grid.shards import grid_shards, position_tables, stream_axis
+from weft.engine.weights.local_shards import shard_parameters
 from weft.engine.wrap_forward import Forward, wrap_forward
 from weft.models.layout import ModelLayout
 from weft.models.tp.layout import LinearShards, TensorLayout

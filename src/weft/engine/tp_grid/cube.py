@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.shards import even_span
-from weft.engine.tp.collectives import gathered, scattered
+from weft.engine.collectives import gathered, scattered
 from weft.engine.tp.grid import Grid
 from weft.engine.tp_grid.embedding import logits_span
 from weft.engine.tp_grid.summa import product

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.shards import Span, even_span
-from weft.engine.tp.collectives import gathered, scatter
+from weft.engine.collectives import gathered, scatter
 from weft.engine.tp.grid import Grid
 
 

@@ -1,6 +1,6 @@
 """The cost of each block per token, by which `core/stages.py` balances pipeline stages.
 
-a Hugging Face causal LM   the planner's, from the shape that `zoo` reads from its config
+a Hugging Face causal LM   the planner's, from the same derivation (`models/shape`)
 any other module           parameter elements: of the block and of modules between it and the next. Modules before the
                            first block and after the last are counted there. A lookup in nn.Embedding costs nothing
 """
@@ -12,32 +12,32 @@ from typing import Any
 
 from torch import nn
 
-from weft import zoo
 from weft.core.errors import WeftError
 from weft.core.model_shape import ModelShape
 from weft.core.stages import partition_blocks, partition_shape
 from weft.models.layout import ROOT, ModelLayout
 from weft.models.pp.probe import Trace
+from weft.models.shape.derive import shape_of_model
 
 
 def partition_model(model: nn.Module, layout: ModelLayout, trace: Trace, *, num_stages: int) -> tuple[int, ...]:
     """Blocks per stage, by cost; the same on every rank."""
-    shape = shape_of_model(model)
+    shape = planned_shape(model)
     if shape is not None and shape.num_layers == len(trace.order) and trace.order == layout.blocks:
         return partition_shape(shape, num_stages)
     before, costs, after = count_elements(model, layout, trace)
     return partition_blocks(costs, before=before, after=after, num_stages=num_stages)
 
 
-def shape_of_model(model: nn.Module) -> ModelShape | None:
+def planned_shape(model: nn.Module) -> ModelShape | None:
     """The planner's shape of the model's config; None without a config, or without a head over a vocabulary."""
     config: Any = getattr(model, "config", None)
     find_head = getattr(model, "get_output_embeddings", None)
     if not hasattr(config, "to_dict") or not callable(find_head) or find_head() is None:
         return None
     try:
-        return zoo.shape_of(config.to_dict())
-    except WeftError:
+        return shape_of_model(model)
+    except (WeftError, AttributeError, LookupError, TypeError, ValueError):
         return None
 
 

@@ -44,7 +44,7 @@ def find_tensor_layout(model: nn.Module, layout: ModelLayout) -> TensorLayout:
     )
     ends = find_ends(model, vocabulary=_number(config, "vocab_size"), why_replicated=why_replicated)
     found = SearchResult(declined={tower: why_replicated} if why_replicated else {})
-    text = replace(layout, blocks=_of_the_text(layout.blocks, tower))
+    text = replace(layout, blocks=blocks_of_text(layout.blocks, tower))
     if why_replicated is None:
         _search(site, _Finder(model, text, config), found)
         _decline_kin(model, text, found)
@@ -180,7 +180,7 @@ def text_tower(model: nn.Module, blocks: Sequence[str]) -> str:
     return name if any(block.startswith(f"{name}.") for block in blocks) else ""
 
 
-def _of_the_text(blocks: Sequence[str], tower: str) -> tuple[str, ...]:
+def blocks_of_text(blocks: Sequence[str], tower: str) -> tuple[str, ...]:
     """Drop blocks of images and sound, which text does not pass through."""
     inside = (block for block in blocks if not tower or block.startswith(f"{tower}."))
     return tuple(block for block in inside if not OTHER_TOWERS.search(block))

@@ -28,7 +28,7 @@ class Ends:
 def find_ends(model: nn.Module, *, vocabulary: int, why_replicated: str | None = None) -> Ends:
     """The table and the head of `model`; `why_replicated` keeps both replicated."""
     names = {id(module): name for name, module in model.named_modules()}
-    table, head = (_called(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings"))
+    table, head = (called(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings"))
     table_name, head_name = (None if end is None else names.get(id(end)) for end in (table, head))
     reasons: dict[str, str] = {}
     wrong_table = why_replicated or _wrong_table(table, table_name, vocabulary)
@@ -49,7 +49,7 @@ def find_ends(model: nn.Module, *, vocabulary: int, why_replicated: str | None =
     return Ends(embedding=None if wrong_table else table_name, head=None if wrong_head else head_name, reasons=reasons)
 
 
-def _called(model: nn.Module, getter: str) -> Any:
+def called(model: nn.Module, getter: str) -> Any:
     """The result of a Hugging Face accessor; None if the model has none."""
     try:
         found = getattr(model, getter)()

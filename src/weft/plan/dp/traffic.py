@@ -1,14 +1,22 @@
-"""Traffic of data parallelism: all-gathers and reduce-scatters by ZeRO stage, all-reduces of replicas."""
+"""Traffic of data parallelism: all-gathers and reduce-scatters by ZeRO stage, all-reduces of replicas.
+
+Per unit: an all-gather per step (ZeRO-1, 2), or per forward and backward (ZeRO-3); a reduce-scatter per step (ZeRO-1),
+or per backward (ZeRO-2, 3). Replicas: an all-reduce per unit and step; without ZeRO one per bucket.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from weft.core import axes
-from weft.plan.axis import TrafficRow
+from weft.plan.axis import SMALL_ELEMENTS, TrafficRow
+from weft.plan.columns import Floats
 from weft.plan.memory.parameters import table_elements
+from weft.plan.memory.timeline import SUM_BUCKET_BYTES, has_buckets
 from weft.plan.time.links import gather_bytes, reduce_bytes
 from weft.plan.view import View
+
+FIRST_BUCKET_BYTES = 2**20  # of DDP
 
 
 def traffic(view: View) -> list[TrafficRow]:
@@ -23,24 +31,39 @@ def traffic(view: View) -> list[TrafficRow]:
     is_sharded = (columns.zero > 0) & (shards > 1)
     blocks = share.total.padded - share.root.padded
     gathered = gather_bytes(view.gathered_bytes(root=(1 + extra_gathers) * share.root.padded, blocks=blocks), shards)
-    # a tied table on a rank with embedding and head is reduced once for each
-    is_twice = (columns.zero >= 2) & (columns.pp > 1) & stage.holds_embedding & stage.holds_head & view.shape.tied_head
-    twice = table_elements(view.shape, columns).padded * is_twice
+    # two stages of a rank with embedding and head have gradients of the root: each is reduced, a tied table twice
+    is_twice = (columns.zero >= 2) & (columns.pp > 1) & stage.holds_embedding & stage.holds_head
+    twice = table_elements(view.shape, columns).padded * (is_twice & view.shape.tied_head)
     reduced = gather_bytes((share.total.padded + twice) * sizes.communication, shards)
     is_zero3 = columns.zero == 3
     forward_times = np.where(is_zero3, m, 1.0) * is_sharded
     backward_times = np.where(is_zero3, m, 0.0) * is_sharded
     reduce_times = np.where(columns.zero >= 2, m, 1.0) * is_sharded
+    reduces = (units + is_twice) * reduce_times
     replicas = np.where(columns.zero > 0, columns.dp_replicate, columns.dp * columns.cp).astype(np.float64)
     held = np.where(columns.zero > 0, share.total.shard, share.total.unsharded) * sizes.communication
-    scales = reduce_bytes(view.num_in_float8 * sizes.communication, shards) * is_sharded  # together, once per step
+    has_scales = is_sharded & (view.num_in_float8 > SMALL_ELEMENTS)  # all together, once per step
+    scales = reduce_bytes(view.num_in_float8 * sizes.communication, shards) * has_scales
+    is_sent = (replicas > 1) * columns.updates.astype(np.float64)
+    marks = columns.find_unused * has_buckets(view)  # DDP all-reduces the set of used parameters
     return [
-        TrafficRow(axes.DP_SHARD, "all_reduce", "forward", scales, (scales > 0).astype(np.float64)),
+        TrafficRow(axes.DP_SHARD, "all_reduce", "forward", scales, has_scales.astype(np.float64)),
         TrafficRow(axes.DP_SHARD, "all_gather", "forward", gathered * forward_times, gathered_units * forward_times),
         TrafficRow(axes.DP_SHARD, "all_gather", "backward", gathered * backward_times, gathered_units * backward_times),
-        TrafficRow(axes.DP_SHARD, "reduce_scatter", "backward", reduced * reduce_times, units * reduce_times),
+        TrafficRow(axes.DP_SHARD, "reduce_scatter", "backward", reduced * reduce_times, reduces),
         TrafficRow(
-            axes.DP_REPLICATE, "all_reduce", "backward",
-            reduce_bytes(held, replicas) * columns.updates, units * (replicas > 1) * columns.updates,
+            axes.DP_REPLICATE, "all_reduce", "backward", reduce_bytes(held, replicas) * columns.updates,
+            np.where(columns.zero > 0, units, _most_buckets(view) + marks) * is_sent,
+            least=np.where(columns.zero > 0, units, 1.0 + marks) * is_sent,
         ),
     ]  # fmt: skip
+
+
+def _most_buckets(view: View) -> Floats:
+    """DDP closes a bucket when it is full, replicas of a pipeline before it would be; each holds a matrix or more."""
+    matrices = np.asarray([sum(linear.copies for linear in kind.linears) for kind in view.shape.kinds])
+    most = 3.0 + view.stage.blocks @ matrices  # token table, head, and vectors after the last matrix
+    nbytes = view.share.total.unsharded * view.sizes.gradient
+    full = 1.0 + np.ceil(np.maximum(nbytes - FIRST_BUCKET_BYTES, 0.0) / SUM_BUCKET_BYTES)
+    not_full = 2.0 * np.ceil(nbytes / SUM_BUCKET_BYTES) - 1.0
+    return np.where(view.columns.pp > 1, np.minimum(not_full, 2.0 * most), np.minimum(full, most))

@@ -10,7 +10,8 @@
 
 A region lies between the column and the row linears of attention, of an MLP or of experts. Inside, ranks compute with
 their own heads or columns, so each has a partial gradient of a replicated tensor; with sequence parallel ranks have
-their own tokens, so gradients of all replicated tensors are partial. ZeRO then shards dimension 0.
+their own tokens, so gradients of all replicated tensors are partial. ZeRO then shards dimension 0, or the second one of
+experts [experts, ..., ...] if only that divides evenly.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 from weft.core.model_shape import AttentionShape, BlockShape, ExtraShape, LinearShape, NormShape
-from weft.plan.columns import Columns, Floats, Ints
+from weft.plan.columns import Bools, Columns, Floats, Ints
 
 Home = Literal["sharded", "inside", "outside", "frozen"]  # inside, outside a region: replicated; frozen: no gradient
 _KEY_VALUE = ("k_proj", "v_proj", "key", "value", "project_k", "project_v", "Wk", "Wv")
@@ -38,7 +39,10 @@ class Repeats:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldTensor:
-    """`tensors` equal tensors of `rows` x `row_size` on a tensor rank, sharded by rows over `shards`."""
+    """`tensors` equal tensors of `rows` x `row_size` on a tensor rank, sharded by rows over `shards`.
+
+    `inner`: the size of the second of three dimensions, which is sharded if it divides evenly and rows do not.
+    """
 
     rows: Floats
     row_size: Floats
@@ -46,6 +50,13 @@ class HeldTensor:
     tensors: float = 1
     place: Home = "outside"
     repeats: Repeats | None = None
+    inner: Floats | None = None
+
+    @property
+    def is_inner_sharded(self) -> Bools:
+        if self.inner is None:
+            return np.zeros(len(self.rows), dtype=bool)
+        return np.asarray((self.rows % self.shards != 0) & (self.inner % self.shards == 0), dtype=bool)
 
     @property
     def unsharded(self) -> Floats:
@@ -54,7 +65,8 @@ class HeldTensor:
     @property
     def shard(self) -> Floats:
         """Elements of the first rank's shard."""
-        return np.asarray(np.ceil(self.rows / self.shards) * self.row_size, dtype=np.float64)
+        by_rows = np.ceil(self.rows / self.shards) * self.row_size
+        return np.where(self.is_inner_sharded, self.unsharded / self.shards, by_rows)
 
     @property
     def repeated_shard(self) -> Floats:
@@ -102,12 +114,15 @@ def linear_tensors(
 
 
 def _expert_tensors(linear: LinearShape, columns: Columns, place: Home) -> Iterator[HeldTensor]:
-    """Weights [experts, …] and biases of fused experts: ZeRO shards the dimension of experts."""
+    """Weights [experts, …, …] and biases [experts, …] of fused experts."""
     divisor = columns.expert_tp if linear.style != "replicated" else np.ones_like(columns.expert_tp)
     rows, shards = np.ceil(linear.copies / columns.ep), columns.expert_shards
-    for size in (linear.out_features * linear.in_features, linear.out_features * int(linear.bias)):
-        if size:
-            yield HeldTensor(rows=rows, row_size=np.ceil(size / divisor), shards=shards, place=place)
+    matrix = np.ceil(linear.out_features * linear.in_features / divisor)
+    inner, inner_style = (linear.in_features, "row") if linear.is_transposed else (linear.out_features, "column")
+    held = np.ceil(inner / np.where(linear.style == inner_style, divisor, 1))
+    yield HeldTensor(rows=rows, row_size=matrix, shards=shards, place=place, inner=held)
+    if linear.bias:
+        yield HeldTensor(rows=rows, row_size=np.ceil(linear.out_features / divisor), shards=shards, place=place)
 
 
 def _place(linear: LinearShape, is_inside: bool) -> Home:

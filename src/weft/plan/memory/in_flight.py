@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.core.model_shape import BlockShape
+from weft.core.model_shape import BlockShape, SavedBytes
 from weft.plan.columns import Bools, Floats
-from weft.plan.memory.block_activations import SavedBytes, bytes_of
+from weft.plan.memory.block_activations import bytes_of
 from weft.plan.memory.block_tensors import is_key_value
 from weft.plan.view import View
 

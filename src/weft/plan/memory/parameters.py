@@ -1,7 +1,8 @@
 """Number of parameter elements per rank, unsharded and sharded, for every plan.
 
 Tensor parallelism shards matrices (block_tensors.py) and rows of the vocabulary; ZeRO then shards dimension 0 as
-`fully_shard` does: the first rank holds ceil(rows / shards) rows, so uneven shards are counted exactly.
+`fully_shard` does: the first rank holds ceil(rows / shards) rows, so uneven shards are counted exactly. Experts that do
+not divide are sharded along their second dimension.
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ class Elements:
     unsharded: Floats
     shard: Floats
     padded: Floats  # shards x shard
+    inner: Floats  # of tensors sharded along an inner dimension: `fully_shard` copies them once more
 
     def __add__(self, other: Elements) -> Elements:
-        return Elements(self.unsharded + other.unsharded, self.shard + other.shard, self.padded + other.padded)
+        return Elements(
+            self.unsharded + other.unsharded,
+            self.shard + other.shard,
+            self.padded + other.padded,
+            self.inner + other.inner,
+        )
 
     def times(self, count: Floats | float) -> Elements:
-        return Elements(self.unsharded * count, self.shard * count, self.padded * count)
+        return Elements(self.unsharded * count, self.shard * count, self.padded * count, self.inner * count)
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class Share:
     total: Elements
     largest_block: Floats  # unsharded elements of the largest block on the rank
     largest_padded: Floats
+    largest_inner: Floats
 
 
 def share_of(shape: ModelShape, columns: Columns, stage: Stage) -> Share:
@@ -47,13 +55,14 @@ def share_of(shape: ModelShape, columns: Columns, stage: Stage) -> Share:
     blocks = tuple(block_elements(kind, columns) for kind in shape.kinds)
     root = root_elements(shape, columns, stage)
     total = root
-    largest, padded = np.zeros(len(columns)), np.zeros(len(columns))
+    largest, padded, inner = (np.zeros(len(columns)) for _ in range(3))
     for index, block in enumerate(blocks):
         count = stage.blocks[:, index]
         total = total + block.times(count)
         largest = np.maximum(largest, np.where(count > 0, block.unsharded, 0.0))
         padded = np.maximum(padded, np.where(count > 0, block.padded, 0.0))
-    return Share(blocks, root, total, largest, padded)
+        inner = np.maximum(inner, np.where(count > 0, block.inner, 0.0))
+    return Share(blocks, root, total, largest, padded, inner)
 
 
 def block_elements(block: BlockShape, columns: Columns) -> Elements:
@@ -67,7 +76,8 @@ def linear_elements(linear: LinearShape, columns: Columns) -> Elements:
 
 
 def elements_of(held: HeldTensor) -> Elements:
-    return Elements(held.unsharded, held.shard, held.shard * held.shards).times(held.tensors)
+    inner = np.where(held.is_inner_sharded, held.unsharded, 0.0)
+    return Elements(held.unsharded, held.shard, held.shard * held.shards, inner).times(held.tensors)
 
 
 def root_elements(shape: ModelShape, columns: Columns, stage: Stage) -> Elements:
@@ -110,11 +120,11 @@ def _table_rows(shape: ModelShape, columns: Columns, *, is_sharded: bool) -> Flo
 
 def _sharded(rows: Floats, row_size: Floats, shards: Floats | Ints) -> Elements:
     share = np.ceil(rows / shards) * row_size
-    return Elements(rows * row_size, share, share * shards)
+    return Elements(rows * row_size, share, share * shards, np.zeros(len(rows)))
 
 
 def _sum(parts: list[Elements], size: int) -> Elements:
-    total = Elements(np.zeros(size), np.zeros(size), np.zeros(size))
+    total = Elements(*(np.zeros(size) for _ in range(4)))
     for part in parts:
         total = total + part
     return total

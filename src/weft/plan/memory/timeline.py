@@ -14,7 +14,8 @@
     root     all gradients but the root's, which exist unsharded and as reduce-scatter input (ZeRO)
     update   all gradients, no activations, the optimizer's temporaries
 
-A budget adds the backward of the last recomputed block, full and selective.
+A budget adds the backward of the last recomputed block, full and selective. Experts sharded along an inner dimension
+are copied once more when they are gathered: this adds the gather of the last block but one.
 
 Terms are disjoint and add up. `peak.py` computes the resident terms and the saved activations.
 The sharding semantics are those of `fully_shard`: one unit per block and the root, with the next unit prefetched.
@@ -70,13 +71,14 @@ def instants_of(parts: TermParts) -> dict[str, Terms]:
         "end of the last block but one": _at_block_end(parts, done=np.minimum(1.0, last)),
         "backward of the second block": _in_backward(parts, done=np.maximum(last - 1, 0)),
         "end of the second block": _at_block_end(parts, done=np.maximum(last - 1, 0)),
-        "gathering the first block": _at_first_block(parts, done=last),
+        "gathering the first block": _at_gather(parts, done=last),
         "backward of the first block": _in_backward(parts, done=last),
         "gradient of the token table": _at_table(parts),
         "sum over replicas": _at_sum(parts),
         "reducing the root": _at_root(parts),
         "update": _at_update(parts),
         **_in_mixture(parts),
+        **_with_inner_shards(parts, done=np.minimum(1.0, last)),
     }
 
 
@@ -86,11 +88,20 @@ def _in_mixture(parts: TermParts) -> dict[str, Terms]:
     if not np.any(recomputed.is_mixed):
         return {}
     fully, selectively = recomputed.above_last("full"), recomputed.above_last("selective")
+    # plans without a fully recomputed block in a mixture: an instant that every plan has
+    is_here = recomputed.is_mixed & (recomputed.num_full > 0)
+    fully = np.where(is_here, fully, np.minimum(1.0, np.maximum(parts.num_blocks - 1, 0)))
     return {
         "backward of the last recomputed block": _in_backward(parts, done=fully),
         "end of the last recomputed block": _at_block_end(parts, done=fully),
         "backward of the last selectively recomputed block": _in_backward(parts, done=selectively),
     }
+
+
+def _with_inner_shards(parts: TermParts, *, done: Floats) -> dict[str, Terms]:
+    if not np.any(parts.view.share.largest_inner):
+        return {}
+    return {"gathering the last block but one": _at_gather(parts, done=done)}
 
 
 def _at_loss(parts: TermParts) -> Terms:
@@ -139,10 +150,11 @@ def _at_last_block(parts: TermParts) -> Terms:
     is_here = (view.columns.zero == 3) & (view.columns.pp > 1) & ~view.stage.holds_head
     units = view.gathered_bytes(root=view.share.root.padded, blocks=view.share.largest_padded)
     arrived = np.where(is_here, units, 0.0)
+    again = view.share.largest_inner * view.block_bytes
     return {
         **_at_loss(parts),
         Term.GATHERED: arrived,
-        Term.TEMPORARIES: np.where(is_here, arrived + view.stream_bytes, 0.0),
+        Term.TEMPORARIES: np.where(is_here, arrived + again + view.stream_bytes, 0.0),
     }
 
 
@@ -220,14 +232,18 @@ def _head_gradient(view: View) -> Floats:
     return np.where(view.stage.holds_head, head * nbytes, 0.0)
 
 
-def _at_first_block(parts: TermParts, *, done: Floats) -> Terms:
-    """ZeRO-3: all-gather output and its copy-out both exist; nothing is recomputed yet."""
+def _at_gather(parts: TermParts, *, done: Floats) -> Terms:
+    """ZeRO-3: all-gather output and its copy-out both exist; nothing is recomputed yet.
+
+    Shards of an inner dimension are copied out twice.
+    """
     view, backward = parts.view, _in_backward(parts, done=done)
     unit = view.share.largest_padded * view.block_bytes
-    arriving = unit + _head_gradient(view) + view.stream_bytes
+    arriving = unit + view.share.largest_inner * view.block_bytes + _head_gradient(view) + view.stream_bytes
     is_zero3 = view.columns.zero == 3
     return {
         **backward,
+        Term.GATHERED: np.where(is_zero3, _held_gathered(view) + unit, 0.0),
         Term.ACTIVATIONS: np.where(is_zero3, backward[Term.ACTIVATIONS] - parts.blocks.restored(done), 0.0),
         Term.TEMPORARIES: np.where(is_zero3, arriving, 0.0),
     }

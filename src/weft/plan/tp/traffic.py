@@ -29,7 +29,7 @@ import numpy as np
 
 from weft.core import axes
 from weft.core.model_shape import BlockShape
-from weft.plan.axis import TrafficRow
+from weft.plan.axis import SMALL_ELEMENTS, TrafficRow
 from weft.plan.columns import TP_MODES, Floats
 from weft.plan.memory.block_tensors import is_wide, tensors_of
 from weft.plan.memory.fused_loss import num_chunks
@@ -39,7 +39,6 @@ from weft.plan.view import View
 FLOAT32_BYTES = 4
 INDEX_BYTES = 8
 ALONE_ELEMENTS = 2**22  # larger gradients are reduced alone, the others together
-SMALL_ELEMENTS = 8  # collectives of at most so many elements are not counted
 
 Sent = tuple[str, str, Floats, Floats]  # collective, phase, bytes, count
 Passed = tuple[str, Floats, float]  # collective, bytes, count

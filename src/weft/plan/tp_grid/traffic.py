@@ -27,11 +27,11 @@ from typing import Literal
 import numpy as np
 
 from weft.core.model_shape import BlockShape, LinearShape, NormShape
-from weft.plan.axis import TrafficRow
+from weft.plan.axis import SMALL_ELEMENTS, TrafficRow
 from weft.plan.columns import Bools, Floats
 from weft.plan.memory.block_tensors import is_wide
 from weft.plan.time.links import gather_bytes, reduce_bytes
-from weft.plan.tp.traffic import ALONE_ELEMENTS, FLOAT32_BYTES, INDEX_BYTES, SMALL_ELEMENTS, Sent, collected
+from weft.plan.tp.traffic import ALONE_ELEMENTS, FLOAT32_BYTES, INDEX_BYTES, Sent, collected
 from weft.plan.view import View
 
 Passed = tuple[str, Floats, Floats]  # collective, bytes, count
@@ -135,8 +135,9 @@ def _norm(grid: _Grid, kind: str, *, is_forward: bool) -> Passed:
 
 
 def _writes_norms_out(view: View) -> bool:
-    """Whether layer norms are written in Python, as Cohere's: see zoo.family.NORM_KEEPS."""
-    return any(norm.saved_tensors == (3, 0) for block in view.shape.kinds for norm in block.norms)
+    """Whether layer norms are written out in Python, as Cohere's."""
+    norms = [norm for block in view.shape.kinds for norm in block.norms]
+    return any(norm.kind == "layer" and not norm.is_fused for norm in norms)
 
 
 def _table(grid: _Grid, *, is_forward: bool) -> Iterator[Passed]:

@@ -7,7 +7,8 @@ import torch
 from tiny import FAMILIES
 
 from weft.core.errors import TensorParallelError
-from weft.engine.tp.one_d_shards import one_d_shards, repeats, shard_parameters
+from weft.engine.tp.one_d_shards import one_d_shards, repeats
+from weft.engine.weights.local_shards import shard_parameters
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import describe
 from weft.models.tp.finder import find_tensor_layout

@@ -7,12 +7,11 @@ every gradient are those of the full model.
 from __future__ import annotations
 
 import random
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
+from meta_models import draw
 from thread_ranks import differences, give_values
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -25,9 +24,6 @@ from weft.models.tp.checks import wrong_arithmetic
 from weft.models.tp.finder import find_tensor_layout
 from weft.models.tp.layout import LinearShards, Region, Segment, TensorLayout
 from weft.models.tp.reasons import sharded_parameters
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "zoo"))
-from meta_models import draw
 
 _BASE = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -1,5 +1,6 @@
 """Elements a rank holds: every zoo model whole on one rank, uneven shards, tensor cuts, experts, ends of pipelines."""
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from plan_cases import columns_with, one, request_of, tiny_llama, tiny_mixtral, 
 
 from weft import zoo
 from weft.core.model_shape import BlockShape, ExtraShape, LinearShape
+from weft.core.shards import even_span, zero_dim
 from weft.plan.memory.parameters import Share, block_elements, linear_elements
 
 LLAMA_8B = 8_030_261_248
@@ -98,6 +100,42 @@ def test_experts_on_the_ranks_that_share_them_are_sharded_among_those_only() -> 
     held = block_elements(block, columns_with({"dp_shard": 8, "ep": 4, "zero": 3}))
     others = (block.num_parameters - block.expert_parameters) / 8
     assert one(held.shard) == others + block.expert_parameters / 8
+
+
+def test_mixtral_in_64_shards_is_a_64th() -> None:
+    """8 experts on 64 ranks: their second dimensions, 28672 and 4096, divide. Only the routers' 8 rows are padded."""
+    held = share("mixtral-8x7b", dp_shard=64, zero=3)
+    routers = 32 * 8 * 4096
+    assert one(held.total.shard) == (one(held.total.unsharded) - routers) / 64 + routers / 8
+    assert one(held.total.shard) == pytest.approx(one(held.total.unsharded) / 64, rel=0.01)
+    assert one(held.largest_inner) == 8 * 3 * 4096 * 14336
+
+
+@pytest.mark.parametrize(
+    ("shape", "style", "ranks", "expected"),
+    [
+        ((2, 8, 4), "column", {"dp_shard": 4}, (2, 2, 4)),
+        ((7, 8, 4), "column", {"dp_shard": 4}, (7, 2, 4)),
+        ((8, 6, 4), "column", {"dp_shard": 4}, (2, 6, 4)),
+        ((2, 6, 4), "column", {"dp_shard": 4}, (1, 6, 4)),
+        ((3, 8, 4), "column", {"dp_shard": 2, "tp": 2}, (3, 2, 4)),
+        ((3, 8, 4), "column", {"dp_shard": 4, "tp": 4}, (1, 2, 4)),  # 2 of the 8 do not divide by 4
+        ((3, 8, 4), "row", {"dp_shard": 4, "tp": 4}, (3, 2, 1)),
+    ],
+)
+def test_experts_are_sharded_as_the_engine_shards_them(
+    shape: tuple[int, ...], style: Any, ranks: dict[str, int], expected: tuple[int, ...]
+) -> None:
+    linear = LinearShape(
+        name="up", copies=shape[0], out_features=shape[1], in_features=shape[2], style=style, role="expert"
+    )
+    held = linear_elements(linear, columns_with({**ranks, "zero": 3}))
+    assert one(held.shard) == math.prod(expected)
+    tp = ranks.get("tp", 1)
+    of_rank = (shape[0], shape[1] // tp, shape[2]) if style == "column" else (*shape[:2], shape[2] // tp)
+    dim = zero_dim(of_rank, num_shards=ranks["dp_shard"])
+    span = even_span(of_rank[dim], degree=ranks["dp_shard"], place=0)
+    assert one(held.shard) == math.prod(of_rank) // of_rank[dim] * span.size
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4, 8])

@@ -1,0 +1,137 @@
+"""Dispatchers: layers around a module of experts that send each token to the ranks of its experts.
+
+| kind     | travels, per token              | at the experts' rank                 | sizes                      |
+| -------- | ------------------------------- | ------------------------------------ | -------------------------- |
+| `pairs`  | one row per expert              | outputs; weights are applied at home | depend on the router       |
+| `tokens` | one row per rank that holds one | weighted outputs, summed per token   | depend on the router       |
+| `gather` | all rows to all ranks           | the same; a reduce-scatter adds up   | do not: equal on all ranks |
+
+The module's own forward computes: one row per (token, expert), with the rank's own numbers of experts. Its kernel,
+gate, biases and norm are not known here. Gradients are plain sums; nothing is scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.core.shards import Span, balanced_span
+from weft.engine import collectives
+from weft.engine.ep.exchange import Counts, Group, exchange_counts, send_routed, send_rows
+
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # a module's own forward: hidden, experts, weights
+
+
+class Dispatcher:
+    """Divides the experts of one module over the ranks of a group."""
+
+    def __init__(self, num_experts: int, group: Group) -> None:
+        self.group, self.degree, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.spans = [balanced_span(num_experts, degree=self.degree, place=place) for place in range(self.degree)]
+
+    @property
+    def own(self) -> Span:
+        return self.spans[self.rank]
+
+    def __call__(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def owners(self, index: Tensor) -> Tensor:
+        """The rank of each expert."""
+        begins = torch.tensor([span.begin for span in self.spans[1:]], device=index.device)
+        return torch.bucketize(index, begins, right=True)
+
+    def local_numbers(self, index: Tensor) -> Tensor:
+        """The number of each expert on its own rank."""
+        begins = torch.tensor([span.begin for span in self.spans], device=index.device)
+        return index - begins[self.owners(index)]
+
+
+class Pairs(Dispatcher):
+    """One row per token and expert travels; the weights stay at home."""
+
+    def __call__(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        most = self.spans[0].size
+        slots = (self.owners(index) * most + self.local_numbers(index)).flatten()  # by rank, then by expert
+        order = torch.argsort(slots, stable=True)
+        own = _histogram(slots, self.degree * most).view(self.degree, most)
+        theirs = exchange_counts(own, self.group)
+        sent_counts, received_counts = _read(own.sum(1), theirs.sum(1))
+        counts = Counts(sent=sent_counts, received=received_counts)
+        sent = send_rows(hidden[order // index.shape[1]], counts, self.group)
+        numbers = torch.arange(most, device=index.device).repeat(self.degree)
+        numbers = numbers.repeat_interleave(theirs.flatten(), output_size=len(sent))
+        made = compute(experts, sent, numbers, sent.new_ones(len(sent)))
+        returned = send_rows(made, counts.back, self.group)
+        by_pair = torch.zeros_like(returned).index_copy(0, order, returned).view(*index.shape, returned.shape[-1])
+        return (by_pair * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+
+class Tokens(Dispatcher):
+    """One row per token and rank travels; a rank adds up its experts' outputs before the way back."""
+
+    def __call__(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        owners = self.owners(index)
+        is_sent = torch.zeros(len(index), self.degree, dtype=torch.bool, device=index.device).scatter_(1, owners, True)
+        # rows and pairs to each rank: with both no other number is read from the device
+        own = torch.stack([is_sent.sum(0), _histogram(owners.flatten(), self.degree)], dim=1)
+        theirs = exchange_counts(own, self.group)
+        sent_counts, received_counts, pair_counts = _read(own[:, 0], theirs[:, 0], theirs[:, 1])
+        counts = Counts(sent=sent_counts, received=received_counts)
+        place, token = torch.nonzero_static(is_sent.T, size=sum(counts.sent)).unbind(1)  # by rank, then by token
+        is_theirs = owners[token] == place.unsqueeze(1)
+        numbers = torch.where(is_theirs, self.local_numbers(index)[token], -1)
+        sent, numbers, own_weights = send_routed(hidden[token], numbers, weights[token], counts, self.group)
+        row, slot = torch.nonzero_static(numbers >= 0, size=sum(pair_counts)).unbind(1)
+        made = compute(experts, sent[row], numbers[row, slot], own_weights[row, slot])
+        returned = send_rows(add_rows(made, row, len(sent)), counts.back, self.group)
+        return add_rows(returned, token, len(hidden))
+
+
+class Gather(Dispatcher):
+    """All rows travel to all ranks, which must have the same number of them; sizes do not depend on the router."""
+
+    def __call__(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        rows = collectives.gather(hidden, self.group, 0)
+        all_weights = collectives.gather(weights, self.group, 0)
+        numbers = collectives.gathered(index, self.group, 0) - self.own.begin
+        row, slot = ((numbers >= 0) & (numbers < self.own.size)).nonzero(as_tuple=True)
+        made = compute(experts, rows[row], numbers[row, slot], all_weights[row, slot])
+        return collectives.scatter(add_rows(made, row, len(rows)), self.group, 0)
+
+
+DISPATCHERS: dict[str, type[Dispatcher]] = {"pairs": Pairs, "tokens": Tokens, "gather": Gather}
+
+
+def compute(experts: Experts, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+    """The module's own forward, one expert per row.
+
+    Without rows it computes one of zeros, which is dropped: every rank has the same graph, and experts without a token
+    have a gradient of zero. With None an optimizer would not decay their momentum.
+    """
+    is_empty = len(rows) == 0
+    if is_empty:
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+        numbers, weights = numbers.new_zeros(1), torch.cat([weights, weights.new_zeros(1)])
+    made = experts(rows, numbers.unsqueeze(1), weights.unsqueeze(1))
+    return made[:0] if is_empty else made
+
+
+def add_rows(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
+    """The sum of all `values` of each row, in float32 at least."""
+    wide = torch.promote_types(values.dtype, torch.float32)
+    total = torch.zeros(num_rows, values.shape[1], dtype=wide, device=values.device)
+    return total.index_add(0, row, values.to(wide)).to(values.dtype)
+
+
+def _read(*counts: Tensor) -> list[tuple[int, ...]]:
+    """Counts on the host, which waits for the device once."""
+    return [tuple(row) for row in torch.stack(counts).tolist()]
+
+
+def _histogram(values: Tensor, size: int) -> Tensor:
+    """How often each number below `size` occurs; `bincount` would wait for a GPU."""
+    return torch.zeros(size, dtype=torch.int64, device=values.device).scatter_add_(0, values, torch.ones_like(values))
