@@ -65,6 +65,7 @@ class ExtraShape:
     row_size: int = 1  # elements that ZeRO keeps together: a row of a table
     num_tensors: int = 1  # of equal size, each sharded separately
     is_trained: bool = True
+    is_before_blocks: bool = False  # outside the blocks: on the first pipeline stage, not on the last
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ So the planner's parameters are the model's and its shards the engine's, for eve
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,7 @@ def derive_shape(config: Any, *, name: str = "") -> ModelShape:
         return replace(shape, notes=(*shape.notes, note))
 
 
+_BEFORE_BLOCKS = re.compile(r"embed|position|project_in|per_layer")
 _KERNELS = {False: "sdpa", True: "eager"}
 
 
@@ -120,7 +122,7 @@ def _with_ends(
     )
     missing = sum(parameter.numel() for parameter in model.parameters()) - shape.num_parameters
     if missing:  # the table has rows beyond the vocabulary, or another width than the head
-        extra = ExtraShape(name="embed beyond the vocabulary", num_parameters=missing)
+        extra = ExtraShape(name="rows beyond the vocabulary", num_parameters=missing, is_before_blocks=True)
         shape = replace(shape, outside=(*shape.outside, extra))
     return shape
 
@@ -136,10 +138,14 @@ def _outside(model: nn.Module, blocks: set[str], known: set[int]) -> tuple[Extra
         parts = name.split(".")
         is_inside = any(".".join(parts[:depth]) in blocks for depth in range(1, len(parts)))
         if id(parameter) not in known and not is_inside and parameter.numel():
-            row = parameter.numel() // parameter.shape[0] if parameter.ndim else 1
+            owner = model.get_submodule(name.rpartition(".")[0])
             found.append(
                 ExtraShape(
-                    name=name, num_parameters=parameter.numel(), row_size=row, is_trained=parameter.requires_grad
+                    name=name,
+                    num_parameters=parameter.numel(),
+                    row_size=parameter.numel() // parameter.shape[0] if parameter.ndim else 1,
+                    is_trained=parameter.requires_grad,
+                    is_before_blocks=isinstance(owner, nn.Embedding) or _BEFORE_BLOCKS.search(name) is not None,
                 )
             )
     return tuple(found)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.core.model_shape import BlockShape, ExtraShape, LinearShape, ModelShape
+from weft.core.model_shape import BlockShape, LinearShape, ModelShape
 from weft.plan.columns import Columns, Floats, Ints
 from weft.plan.memory.block_tensors import HeldTensor, extra_tensor, linear_tensors, tensors_of
 from weft.plan.pp.stages import Stage
@@ -92,14 +92,9 @@ def root_elements(shape: ModelShape, columns: Columns, stage: Stage) -> Elements
         root = root + _sharded(head_rows, np.ones(size), columns.shards).times(stage.holds_head.astype(float))
     # final norms and position tables: a grid shards their hidden size
     for extra in shape.outside:
-        is_here = stage.holds_embedding if _comes_first(extra) else stage.holds_head
+        is_here = stage.holds_embedding if extra.is_before_blocks else stage.holds_head
         root = root + elements_of(extra_tensor(extra, columns)).times(is_here / columns.tensor_side)
     return root
-
-
-def _comes_first(extra: ExtraShape) -> bool:
-    """Whether the parameter is used before the blocks."""
-    return any(part in extra.name for part in ("embed", "position", "project_in", "per_layer"))
 
 
 def table_elements(shape: ModelShape, columns: Columns) -> Elements:
