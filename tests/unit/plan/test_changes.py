@@ -62,7 +62,7 @@ def require_sound(request: Request, plan: Plan, change: Change, budget_bytes: fl
     assert change.saves_bytes == pytest.approx(estimate(request, plan).memory_bytes - found.memory_bytes, abs=64)
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(requests(), st.sampled_from([0, 1, 2, 3]), st.sampled_from([0.2, 0.5, 0.8, 0.99]), st.booleans())
 def test_each_change_fits_and_changes_the_named_keys_only(
     request: Request, zero: int, share: float, trained: bool
@@ -188,7 +188,7 @@ def test_what_no_rule_allows_is_not_offered() -> None:
 AT_PEAK = st.dictionaries(st.sampled_from([str(term) for term in MemoryTerm]), st.integers(0, 2**36))
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(requests(), st.sampled_from([(1, 8), (2, 4), (8, 1)]), AT_PEAK)
 def test_nothing_saves_more_than_a_dry_run_found(
     request: Request, mesh: tuple[int, int], at_peak: dict[str, int]
