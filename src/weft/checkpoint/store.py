@@ -26,6 +26,7 @@ from weft.checkpoint.exchange import Exchange
 from weft.checkpoint.layout import list_steps, quarantine, step_path
 from weft.checkpoint.manifest import Manifest
 from weft.checkpoint.match import require_match
+from weft.checkpoint.older import with_stored_shapes
 from weft.checkpoint.reader import first_failure, load_into
 from weft.checkpoint.saver import CommittedCheckpoint, Saver, StagedSave
 from weft.checkpoint.staging import StagedPlanner, StagingBuffers, local_shards
@@ -91,6 +92,7 @@ class CheckpointStore:
         """Fill the given tensors in place from the newest good checkpoint, or from that of `step` and no other."""
         self._join()
         found, manifest = self._choose(step)
+        state = with_stored_shapes(state, manifest)
         require_match(state, manifest, self._exchange, name=found.path.name)
         load_into(state, found.path, manifest, self._exchange.group)
         return found

@@ -94,6 +94,8 @@ class MoeShape:
     expert_width: int
     shared_width: int = 0
     weighs_in_float32: bool = False  # the router's weights are not cast to the compute dtype
+    num_weights: int = 1  # tensors of the router's weights that enter experts and shared experts
+    num_choices: int = 1  # the same for the numbers of chosen experts
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ Numbers are compared by (axis, collective, phase), except in these cases, which 
 
     frozen parameters    at most the planned number, except in the forward of tp and pp: all are planned as trained
     small tensors        at most the planned number on the tensor axis: tiny tensors are not observed
-    experts              one more or less per block and micro-batch in the backward of the tensor axis: families differ
-                         in the routing weights that enter a region
     an inexact shape     only kinds of collectives on the tensor axis; other axes depend on the number of blocks
 """
 
@@ -55,23 +53,18 @@ class PlannedCollectives:
         if found is None:
             return PlannedCollectives(not_judged=why_not)
         shape, view = found.request.shape, view_at(found.request, columns_of([plan]), np.arange(1), place=0)
-        num_routed = plan.pipeline.microbatches * sum(
-            blocks for blocks, kind in zip(view.stage.blocks[0], shape.kinds, strict=True) if kind.moe
-        )
         has_few_rows = view.tokens[0] / row_chunks(plan.tensor_parallel.mode, plan.mesh.tp) <= SMALL_ELEMENTS
         bounds, is_frozen = {}, bool(run.train.frozen)
         for row in (row for row in estimate_traffic(view).rows if np.round(row.bytes[0])):
             is_partial = is_frozen and (row.phase != "forward" or row.axis == axes.DP_SHARD)
             may_be_fewer = is_partial or (has_few_rows and row.axis == axes.TP)
-            slack = num_routed if (row.axis, row.phase) == (axes.TP, "backward") else 0.0
-            least = 0.0 if may_be_fewer else (row.count if row.least is None else row.least)[0] - slack
-            bounds[row.axis, row.collective, row.phase] = (max(0.0, least), float(row.count[0] + slack))
+            least = 0.0 if may_be_fewer else float((row.count if row.least is None else row.least)[0])
+            bounds[row.axis, row.collective, row.phase] = (least, float(row.count[0]))
         inexact = inexact_shape(found, plan, coverage)
         has_blocks = not shape.notes and len({row.unit for row in coverage}) == shape.num_layers + 1
         limits = (
             "some at most as planned: parameters are frozen" if is_frozen else "",
             f"at most as planned on {axes.TP}: tensors of {SMALL_ELEMENTS} elements or fewer" if has_few_rows else "",
-            f"on {axes.TP} one more or less per block of experts" if num_routed and plan.mesh.tp > 1 else "",
             f"{axes.TP if has_blocks else 'all axes'} by kind only: {inexact}" if inexact else "",
         )
         by_kind = {axis for axis, _, _ in bounds if not has_blocks or axis == axes.TP} if inexact else ()

@@ -314,3 +314,26 @@ def save_until_boundary(rank: int, world_size: int, root: str, boundary: int) ->
     writer_module.io.FileIO = CountedFile  # type: ignore[misc]
     CheckpointStore(Path(root), keep=1).save(full_state(2), {"step": 2}, step=2, asynchronous=False)
     return calls
+
+
+def scales() -> Tensor:
+    return torch.arange(4 * 6 * 2, dtype=torch.float32).view(4, 6, 2)
+
+
+def load_older_scales(rank: int, world_size: int, root: str) -> list[bool]:
+    """8-bit moments of stacked experts, stored as [experts, blocks] by an earlier version."""
+    key, mesh = "optim.experts.exp_avg.scales", init_device_mesh("cpu", (world_size,))
+    with_group = new_store(root)
+    with_group.save({key: distribute_tensor(scales().flatten(1), mesh, [Shard(0)])}, step=1, meta={})
+    loaded = []
+    for dim in (0, 1):
+        wanted = distribute_tensor(torch.zeros(4, 6, 2), mesh, [Shard(dim)])
+        with_group.load({key: wanted})
+        loaded.append(torch.equal(wanted.full_tensor(), scales()))
+    alone = torch.zeros(4, 6, 2)
+    with_group.load({key: alone})
+    return [*loaded, torch.equal(alone, scales())]
+
+
+def test_scales_of_older_checkpoints_load(tmp_path: Path) -> None:
+    assert run_ranks(load_older_scales, 2, str(tmp_path)) == [[True] * 3] * 2

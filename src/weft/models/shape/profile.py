@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from weft.core.model_shape import AttentionShape, BlockProfile, BlockShape, ModelShape, SavedBytes
+from weft.core.model_shape import AttentionShape, BlockProfile, BlockShape, ModelShape, MoeShape, SavedBytes
 from weft.models.shape.fake import fused_attention, transformers_patches
 from weft.models.shape.tracing import BlockRecord, SavedTensor, Tracer, install_hooks, is_stream
 from weft.models.tp.layout import TensorLayout
@@ -76,9 +76,18 @@ def _profiled(kind: BlockShape, traces: dict[tuple[int, bool], _BlockTrace]) -> 
         kind,
         profiles=profiles,
         attention=replace(attention, materialises_scores=has_scores) if attention is not None else None,
-        moe=replace(moe, weighs_in_float32=short.weighs_in_float32) if moe is not None else None,
+        moe=_routed(moe, short) if moe is not None else None,
         is_parallel=short.is_parallel,
         ends_in_norm=short.saves_after_exit,
+    )
+
+
+def _routed(moe: MoeShape, block: BlockRecord) -> MoeShape:
+    return replace(
+        moe,
+        weighs_in_float32=block.weighs_in_float32,
+        num_weights=block.num_weights,
+        num_choices=block.num_choices,
     )
 
 

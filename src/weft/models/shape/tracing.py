@@ -49,10 +49,20 @@ class BlockRecord:
     saved: dict[int, SavedTensor] = field(default_factory=dict)
     is_parallel: bool = False
     weighs_in_float32: bool = False
+    num_weights: int = 0
+    num_choices: int = 0
     saves_after_exit: bool = True
 
     def entered_mlp(self, *, is_after_attention: bool) -> None:
         self.is_parallel = self.is_parallel or not is_after_attention
+
+    def entered_experts(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """The first tensor is the hidden states; the others are the router's weights and choices."""
+        for one in tensors_in((args, kwargs))[1:]:
+            if one.is_floating_point():
+                self.num_weights += 1
+            else:
+                self.num_choices += 1
 
 
 class Tracer(TorchDispatchMode):
@@ -223,6 +233,8 @@ def _region_hooks(
         is_row = region.kind == "experts" and tensor.name.endswith("down_proj")
         if parameter is not None:
             tracer.shard(parameter, "full" if is_row else "split")
+    if region.kind == "experts":
+        handles.append(find(region.name).register_forward_pre_hook(record.entered_experts, with_kwargs=True))
     if region.leaves_at is not None:
         handles.append(find(region.leaves_at).register_forward_hook(partial(_leave, tracer, record, region)))
     return handles

@@ -49,7 +49,8 @@ class BlockCollectives:
     """Collectives of one block over the tensor axis."""
 
     regions: int
-    experts: int  # of the regions
+    weights: int  # of the router that enter regions
+    choices: int
     statistics_forward: int  # all-reduces of one element per token
     statistics_backward: int
     numbers_backward: int  # elements per token in the latter
@@ -63,9 +64,11 @@ def collectives_of(block: BlockShape) -> BlockCollectives:
     wide = [norm for norm in block.norms if is_wide(norm, block)]
     # a fused layer norm reduces mean and variance separately, and their gradients together
     centred = sum(norm.kind == "layer" for norm in wide)
+    routed = block.moe if any(linear.role == "expert" for linear in rows) else None
     return BlockCollectives(
         regions=len(rows),
-        experts=sum(linear.role == "expert" for linear in rows),
+        weights=routed.num_weights if routed is not None else 0,
+        choices=routed.num_choices if routed is not None else 0,
         statistics_forward=len(wide) + centred,
         statistics_backward=len(wide),
         numbers_backward=len(wide) + centred,
@@ -148,27 +151,22 @@ def _forward(view: View, block: BlockShape, *, sequence: bool, is_recompute: boo
     entries = found.regions + found.replicated_mixers
     yield "all_gather", _gathered(view, entries * stream), entries
     yield "reduce_scatter", _gathered(view, exits * stream), exits
-    if found.experts and block.moe is not None:
-        choice = INDEX_BYTES + _weight_bytes(view, block)
-        yield (
-            "all_gather",
-            _gathered(view, _numbers(view, found.experts * block.moe.top_k * choice)),
-            2 * found.experts,
-        )
+    if found.weights or found.choices:
+        nbytes = found.choices * INDEX_BYTES + found.weights * _weight_bytes(view, block)
+        yield "all_gather", _gathered(view, _numbers(view, _top_k(block) * nbytes)), found.choices + found.weights
 
 
 def _backward(view: View, block: BlockShape, *, sequence: bool) -> Iterator[Passed]:
     found = collectives_of(block)
     stream, statistics = _stream(view), _numbers(view, FLOAT32_BYTES)
     yield "all_reduce", _reduced(view, found.numbers_backward * statistics), found.statistics_backward
-    top_k = block.moe.top_k if block.moe is not None else 0
-    weights = _numbers(view, found.experts * top_k * _weight_bytes(view, block))
+    weights = _numbers(view, found.weights * _top_k(block) * _weight_bytes(view, block))
     if not sequence:
-        yield "all_reduce", _reduced(view, found.regions * stream + weights), found.regions + found.experts
+        yield "all_reduce", _reduced(view, found.regions * stream + weights), found.regions + found.weights
         return
     entries = found.regions + found.replicated_mixers
     yield "all_gather", _gathered(view, found.regions * stream), found.regions
-    yield "reduce_scatter", _gathered(view, entries * stream + weights), entries + found.experts
+    yield "reduce_scatter", _gathered(view, entries * stream + weights), entries + found.weights
 
 
 def _between_blocks(view: View) -> Iterator[Sent]:
@@ -240,6 +238,10 @@ def _stream(view: View) -> Floats:
 
 def _numbers(view: View, per_token: float) -> Floats:
     return np.asarray(view.tokens * per_token, dtype=np.float64)
+
+
+def _top_k(block: BlockShape) -> int:
+    return block.moe.top_k if block.moe is not None else 0
 
 
 def _weight_bytes(view: View, block: BlockShape) -> int:

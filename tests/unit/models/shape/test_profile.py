@@ -46,6 +46,14 @@ def test_experts_route_their_tokens() -> None:
     assert saved(block).split == attention + 2 * 4 * 2 * F
     assert block.moe is not None
     assert block.moe.weighs_in_float32
+    assert (block.moe.num_weights, block.moe.num_choices) == (1, 1)
+
+
+def test_llama4_weighs_tokens_before_its_experts() -> None:
+    sizes = SIZES | {"intermediate_size_mlp": F, "num_local_experts": 4, "interleave_moe_layer_step": 1}
+    block = shape_from_type("llama4_text", sizes).kinds[0]
+    assert block.moe is not None
+    assert (block.moe.num_weights, block.moe.num_choices) == (0, 0)
 
 
 @pytest.mark.parametrize(
