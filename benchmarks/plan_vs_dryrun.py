@@ -52,6 +52,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**DENSE, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
     "olmoe": {**DENSE, "intermediate_size": 512, "num_experts": 16, "num_experts_per_tok": 4},
 }  # fmt: skip
+EXPERTS = {
+    **DENSE, "moe_intermediate_size": 512, "num_experts": 16, "n_routed_experts": 16, "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+}  # fmt: skip
+LATENT = {
+    **EXPERTS, "num_key_value_heads": 16, "q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32, "v_head_dim": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+MIXED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT,
+    "gpt_oss": {**EXPERTS, "intermediate_size": 512, "head_dim": 64},
+    "glm4_moe": {**EXPERTS, "head_dim": 64, "first_k_dense_replace": 1},
+    "qwen3_moe": {**EXPERTS, "head_dim": 64},
+    "qwen3_next": {**EXPERTS, "head_dim": 64, "full_attention_interval": 3},
+    "gemma3_text": {**DENSE, "head_dim": 64},
+    "mamba2": {"hidden_size": 1024, "num_hidden_layers": 6, "vocab_size": 32000, "num_heads": 32, "head_dim": 64},
+    "falcon": {"hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16, "vocab_size": 32000},
+    "bloom": {"hidden_size": 1024, "n_layer": 6, "n_head": 16, "vocab_size": 32000},
+    "phimoe": {**EXPERTS, "intermediate_size": 512},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +94,7 @@ def draw(rng: random.Random, family: str, *, is_compiled: bool) -> tuple[str, Ru
     precision = "bf16" if is_compiled else precision
     run = RunSpec.from_tables(
         {
-            "model": {"type": family, "config": FAMILIES[family]},
+            "model": {"type": family, "config": {**FAMILIES, **MIXED}[family]},
             "data": {"sequence_length": length},
             "train": {"global_batch": ranks * rows * microbatches, "optimizer": optimizer},
         }
@@ -151,14 +171,16 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--mixed", action="store_true", help="experts, latent attention, state spaces, other attention")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     rng, began_s = random.Random(given.seed), time.perf_counter()
+    families = list(MIXED if given.mixed else FAMILIES)
     outcomes: list[Outcome] = []
     refused: list[str] = []
     for index in range(given.cases):
-        family = list(FAMILIES)[index % len(FAMILIES)]
+        family = families[index % len(families)]
         try:
             outcome = try_case(rng, family, is_compiled=given.compiled)
         except WeftError as error:
@@ -169,7 +191,7 @@ def main() -> None:
         off = {key: round(value / 2**20) for key, value in terms.items() if abs(value) > 0.01 * outcome.dry.peak_bytes}
         print(f"{outcome.error:+.2%} {family} {outcome.name} {off if abs(outcome.error) > 0.01 else ''}", flush=True)
         if given.out:
-            options = f"{'--compiled ' if given.compiled else ''}--cases {given.cases} --seed {given.seed}"
+            options = f"{'--compiled ' if given.compiled else ''}{'--mixed ' if given.mixed else ''}--cases {given.cases} --seed {given.seed}"
             command = f"python benchmarks/plan_vs_dryrun.py {options}"
             given.out.write_text(table(outcomes, refused, command=command, total_s=time.perf_counter() - began_s))
 

@@ -85,6 +85,16 @@ def test_the_planner_agrees_term_by_term(zero: int, microbatches: int, precision
     assert guessed == pytest.approx(wire, rel=1e-6)
 
 
+@pytest.mark.parametrize("precision", [{}, BF16])
+def test_the_planner_agrees_where_the_vocabulary_is_sharded(precision: dict[str, Any]) -> None:
+    """The loss needs most: in bf16 its softmax has the chunk's logits in float32 too."""
+    run, plan = run_of(LLAMA, global_batch=16), Plan.from_tables({"mesh": {"tp": 4}, **precision})
+    found, predicted = dry_run(run, plan), estimate_plan(run, plan, "4xH100-80GB")
+    assert found.peak.operator == "aten._softmax"
+    inside = predicted.memory_bytes - predicted.memory_terms["framework"]
+    assert inside == pytest.approx(found.peak_bytes, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("zero", "gather"), by_default([(3, "float8")], [(2, "float8"), (3, "float8"), (2, "weights")])
 )

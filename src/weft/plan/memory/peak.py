@@ -92,8 +92,9 @@ def _parts(view: View) -> TermParts:
     is_sharded = (view.columns.loss_parallel > 0) & (view.columns.tp > 1) & shape.has_sharded_head
     vocab = np.ceil(shape.vocab_size / np.where(is_sharded, view.columns.tp, 1))
     numbers = np.where(stage.holds_head, view.tokens * vocab, 0.0)
-    # loss parallel: the logits, their gradient, and one chunk in float32
-    sharded_bytes = numbers * 2 * view.sizes.activation + 4 * np.minimum(numbers, LOSS_CHUNK_ELEMENTS)
+    # loss parallel: the logits, their gradient, and one chunk: its softmax in float32, and its logits cast to float32
+    chunk_bytes = 4 if view.sizes.activation == 4 else 8
+    sharded_bytes = numbers * 2 * view.sizes.activation + chunk_bytes * np.minimum(numbers, LOSS_CHUNK_ELEMENTS)
     logits = np.where(is_sharded, sharded_bytes, numbers * LOSS_BYTES)
     # input and output of the final norm are held until the head's backward
     final = np.where(stage.holds_head, view.tokens * shape.hidden_size * (4 + 2 * view.sizes.activation), 0.0)

@@ -149,13 +149,13 @@ def test_without_recomputation_every_layer_keeps_its_200_840_bytes() -> None:
     assert found[Term.ACTIVATIONS] == 8192 * (32 * (200_832 + 8) + 4096 * 8)
 
 
-def test_loss_parallel_cuts_the_logits() -> None:
+def test_loss_parallel_shards_the_logits() -> None:
     request = request_of(global_batch=1, sequence_length=8192)
-    whole, cut = (
-        terms(request, tp=8, loss_parallel=parallel, policy="full")[Term.LOGITS] for parallel in (False, True)
+    whole, sharded = (
+        terms(request, tp=8, loss_parallel=parallel, policy="none")[Term.LOGITS] for parallel in (False, True)
     )
     assert whole == 8192 * 128_256 * 12
-    assert cut in (0, whole / 8)
+    assert sharded == 8192 * 128_256 / 8 * 4 + 2**26 * 8  # logits and gradient in bf16; one chunk, twice in float32
 
 
 def test_gpt2_xl_activations_of_the_zero_paper() -> None:
