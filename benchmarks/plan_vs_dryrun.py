@@ -191,7 +191,8 @@ def main() -> None:
         off = {key: round(value / 2**20) for key, value in terms.items() if abs(value) > 0.01 * outcome.dry.peak_bytes}
         print(f"{outcome.error:+.2%} {family} {outcome.name} {off if abs(outcome.error) > 0.01 else ''}", flush=True)
         if given.out:
-            options = f"{'--compiled ' if given.compiled else ''}{'--mixed ' if given.mixed else ''}--cases {given.cases} --seed {given.seed}"
+            kinds = "".join(f"--{key} " for key in ("compiled", "mixed") if getattr(given, key))
+            options = f"{kinds}--cases {given.cases} --seed {given.seed}"
             command = f"python benchmarks/plan_vs_dryrun.py {options}"
             given.out.write_text(table(outcomes, refused, command=command, total_s=time.perf_counter() - began_s))
 
