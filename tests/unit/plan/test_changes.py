@@ -62,6 +62,7 @@ def require_sound(request: Request, plan: Plan, change: Change, budget_bytes: fl
     assert change.saves_bytes == pytest.approx(estimate(request, plan).memory_bytes - found.memory_bytes, abs=64)
 
 
+@pytest.mark.extended
 @settings(max_examples=40)
 @given(requests(), st.sampled_from([0, 1, 2, 3]), st.sampled_from([0.2, 0.5, 0.8, 0.99]), st.booleans())
 def test_each_change_fits_and_changes_the_named_keys_only(

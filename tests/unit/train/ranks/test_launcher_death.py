@@ -48,9 +48,8 @@ def gone_soon(pid: int) -> bool:
     return not is_alive(pid)
 
 
-@pytest.mark.parametrize("way", ["kernel", "thread", "torchrun"])
-def test_the_child_ends_with_its_parent(way: str) -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD, way], stdout=subprocess.PIPE, text=True) as parent:
+def require_ends_with_its_parent(command: list[str]) -> None:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         assert is_alive(child)
@@ -63,23 +62,18 @@ def test_the_child_ends_with_its_parent(way: str) -> None:
                 os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("way", ["kernel", "thread", "torchrun"])
+def test_the_child_ends_with_its_parent(way: str) -> None:
+    require_ends_with_its_parent([sys.executable, "-c", PARENT, CHILD, way])
+
+
 def test_a_rank_in_a_wrapper_ends_with_torchruns_agent() -> None:
     agent = """
 import subprocess, sys
 wrapper = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
 subprocess.run([sys.executable, '-c', wrapper, *sys.argv[1:]], start_new_session=True)
 """
-    command = [sys.executable, "-c", agent, CHILD, "torchrun-wrapped"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        parent.kill()
-        parent.wait()
-        try:
-            assert gone_soon(child)
-        finally:
-            if is_alive(child):
-                os.kill(child, signal.SIGKILL)
+    require_ends_with_its_parent([sys.executable, "-c", agent, CHILD, "torchrun-wrapped"])
 
 
 def test_a_rank_of_slurm_or_of_a_script_outlives_its_parent() -> None:
