@@ -159,7 +159,7 @@ class BlockShape:
     mlp_width: int = 0  # of the dense MLP; 0: none
     is_parallel: bool = False  # attention and MLP read the same normalised input
     dropout: float = 0.0  # on the residual stream
-    ends_in_norm: bool = False  # something is saved after the last region: a norm, a scale, a replicated MLP
+    saves_after_exit: bool = False  # of the last region: for a norm, a scale or a replicated MLP
     profiles: tuple[BlockProfile, ...] = ()
 
     @cached_property

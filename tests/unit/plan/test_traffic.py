@@ -129,7 +129,7 @@ def test_recomputation_repeats_the_forward_s_communication_in_the_backward(polic
     assert again["all_reduce", "backward"][1] == 16 * (13 + 6)
 
 
-@pytest.mark.parametrize("key", ["ends_in_norm", "dropout"])
+@pytest.mark.parametrize("key", ["saves_after_exit", "dropout"])
 def test_recomputation_comes_to_the_last_sum_where_something_after_it_is_kept(key: str) -> None:
     shape = SIX_BLOCKS.shape
     changes: dict[str, Any] = {key: 1}

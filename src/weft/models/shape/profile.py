@@ -78,7 +78,7 @@ def _profiled(kind: BlockShape, traces: dict[tuple[int, bool], _BlockTrace]) -> 
         attention=replace(attention, materialises_scores=has_scores) if attention is not None else None,
         moe=_routed(moe, short) if moe is not None else None,
         is_parallel=short.is_parallel,
-        ends_in_norm=short.saves_after_exit,
+        saves_after_exit=short.saves_after_exit,
     )
 
 

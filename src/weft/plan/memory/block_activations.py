@@ -138,7 +138,7 @@ def _rotated(attention: AttentionShape, c: int) -> SavedBytes:
 
 def _only_added(block: BlockShape) -> tuple[str, ...]:
     """Roles whose last matmul is added to the stream unchanged and is read by nothing else in the block."""
-    if block.ends_in_norm:
+    if block.saves_after_exit:
         return ()
     return ("attention", "mlp") if block.is_parallel else ("mlp",)
 

@@ -90,7 +90,7 @@ def _saves_after_sum(block: BlockShape) -> bool:
     """Whether a tensor is saved after the last exit: of a norm, dropout, a gate of shared experts, a replicated MLP."""
     feeds = [linear for linear in block.linears if linear.role in ("mlp", "expert", "shared_expert")]
     has_replicated_mlp = any(linear.style == "replicated" and linear.active for linear in feeds)
-    return block.ends_in_norm or block.dropout > 0 or has_replicated_mlp
+    return block.saves_after_exit or block.dropout > 0 or has_replicated_mlp
 
 
 def traffic(view: View) -> list[TrafficRow]:

@@ -57,7 +57,7 @@ def test_llama4_weighs_tokens_before_its_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "is_parallel", "ends_in_norm", "materialises"),
+    ("model_type", "is_parallel", "saves_after_exit", "materialises"),
     [
         ("llama", False, False, False),
         ("gpt_neox", True, False, False),
@@ -66,12 +66,12 @@ def test_llama4_weighs_tokens_before_its_experts() -> None:
         ("bloom", False, False, True),
     ],
 )
-def test_facts_of_a_forward(model_type: str, is_parallel: bool, ends_in_norm: bool, materialises: bool) -> None:
+def test_facts_of_a_forward(model_type: str, is_parallel: bool, saves_after_exit: bool, materialises: bool) -> None:
     sizes = {"hidden_size": 64, "n_layer": 2, "n_head": 8, "vocab_size": 96} if model_type == "bloom" else SIZES
     block = shape_from_type(model_type, sizes).kinds[0]
     assert block.attention is not None
-    found = (block.is_parallel, block.ends_in_norm, block.attention.materialises_scores)
-    assert found == (is_parallel, ends_in_norm, materialises)
+    found = (block.is_parallel, block.saves_after_exit, block.attention.materialises_scores)
+    assert found == (is_parallel, saves_after_exit, materialises)
 
 
 def test_a_parallel_block_gathers_its_input_twice_with_sequence_parallel() -> None:
