@@ -50,13 +50,6 @@ class PipelineRuntime(AxisContext):
         found += [runner.across] if isinstance(runner, NoFlushRunner) else []
         return [*found, *([self.shared.group] if self.shared.group is not None else [])]
 
-    @property
-    def updates_per_step(self) -> int:
-        runner = self.schedule_runner
-        if not isinstance(runner, NoFlushRunner):
-            return 1
-        return runner.calls.num_microbatches // runner.schedule.update_period
-
     def sum_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
         self.shared.sum_gradients(trained)
 
