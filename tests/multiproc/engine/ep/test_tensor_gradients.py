@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from expert_families import FAMILIES
 from gloo_ranks import run_ranks
 from samples import by_default
 from thread_ranks import give_values
@@ -26,25 +27,9 @@ from weft.models.layout import describe
 
 # float64 throughout, but for routers that compute in float32 whatever the model's dtype
 EXACT, FLOAT32_ROUTER = 1e-12, 1e-5
+TESTED = ("mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe", "qwen2_moe")
 ROWS = 3  # per data-parallel rank
 LENGTH = {True: 8, False: 7}  # by sequence parallel: 21 tokens do not divide over 2 or 4 ranks
-_BASE = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
-_MOE = {**_BASE, "num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_DEEPSEEK = {
-    **_BASE, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
-    "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
-    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "mixtral": {**_BASE, "num_local_experts": 7, "num_experts_per_tok": 2},
-    "gpt_oss": {**_BASE, "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2},  # biases: tp replicates
-    "deepseek_v3": _DEEPSEEK,  # groups, shared experts, a dense block
-    "qwen3_moe": {**_MOE, "head_dim": 8},
-    "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 24},
-}
 
 
 def layouts(world: int) -> list[tuple[dict[str, int], str]]:
@@ -119,7 +104,7 @@ def _relative(found: Tensor, right: Tensor, full: Tensor) -> float:
     return float((found - right).abs().max() / full.abs().max().clamp_min(1e-9))
 
 
-CASES = by_default([("deepseek_v3", 2), ("mixtral", 4)], [(family, world) for family in FAMILIES for world in (2, 4)])
+CASES = by_default([("deepseek_v3", 2), ("mixtral", 4)], [(family, world) for family in TESTED for world in (2, 4)])
 
 
 @pytest.mark.parametrize(("family", "world"), CASES)
