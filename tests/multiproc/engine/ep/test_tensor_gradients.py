@@ -6,6 +6,7 @@ import copy
 import itertools
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec
 from weft.engine.apply import apply_tensor_and_expert
 from weft.engine.axis import Axes
+from weft.engine.ep.dispatch import DISPATCHERS
 from weft.engine.mesh import build_topology
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import describe
@@ -63,7 +65,9 @@ def compare(rank: int, world: int, family: str) -> dict[str, float]:
                 "tensor_parallel": {"sequence_parallel": is_stream},
             }
         )
-        worst[f"{mesh}, {tensor}, sequence parallel {is_stream}"] = _worst(given, plan)
+        for kind in list(DISPATCHERS) if world == 2 else ("tokens",):
+            with mock.patch.dict(DISPATCHERS, {"tokens": DISPATCHERS[kind]}):
+                worst[f"{mesh}, {tensor}, sequence parallel {is_stream}, {kind}"] = _worst(given, plan)
     return worst
 
 
