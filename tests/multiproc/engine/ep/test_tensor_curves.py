@@ -17,8 +17,8 @@ import torch.distributed as dist
 from expert_families import FAMILIES
 from gloo_ranks import run_ranks
 from samples import by_default
-from tiny import build_engine, train_steps
-from tolerances import SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL
+from tiny import build_engine, global_batch, train_steps
+from tolerances import BF16_LOSS_ABS, SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL
 
 import weft.engine.engine as engine_module
 from weft.checkpoint.store import peek_newest
@@ -182,3 +182,23 @@ def coverage(rank: int, world: int, family: str, tables: dict[str, Any]) -> set[
 def test_coverage_names_the_axes_of_experts(family: str, name: str, expected: tuple[tuple[str, ...], ...]) -> None:
     for found in run_ranks(coverage, 4, family, {**PLANS[4], **OTHERS}[name]):
         assert found == {expected}
+
+
+def low_precision(rank: int, world: int, plans: list[dict[str, Any]]) -> list[tuple[Curve, float, set[str]]]:
+    """Curve, loss of an evaluation, and dtypes that are not those of the plan."""
+    found = []
+    for tables in plans:
+        with build("deepseek_v3", {**tables, "precision": {"preset": "bf16"}}) as engine:
+            curve = train_steps(engine, STEPS)
+            evaluation = engine.evaluate(engine.share_of(global_batch(STEPS)))
+            found.append((curve, evaluation.loss, {str(row) for row in engine.dtypes() if not row.ok}))
+    return found
+
+
+@pytest.mark.slow
+def test_bfloat16_stays_near_one_process() -> None:
+    [(expected, evaluated, _)] = run_ranks(low_precision, 1, [{}])[0]
+    for curve, loss, wrong in run_ranks(low_precision, 2, list(PLANS[2].values()), timeout_s=120.0)[0]:
+        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in expected], abs=BF16_LOSS_ABS)
+        assert loss == pytest.approx(evaluated, abs=BF16_LOSS_ABS)
+        assert wrong == set()
