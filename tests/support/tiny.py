@@ -41,7 +41,7 @@ FAMILIES: dict[str, ModelSpec] = {
 
 
 def build_engine(
-    family: str,
+    family: str | ModelSpec,
     plan: dict[str, Any] | None = None,
     *,
     optimizer: OptimizerPolicy | None = None,
@@ -50,7 +50,8 @@ def build_engine(
     **options: Any,
 ) -> Engine:
     """An engine over the family's model under a plan given as tables."""
-    config = build_config(FAMILIES[family], vocab_size=257)
+    spec = family if isinstance(family, ModelSpec) else FAMILIES[family]
+    config = build_config(spec, vocab_size=257)
     skeleton = build_skeleton(config)
     return Engine(
         build_skeleton(config),

@@ -2,7 +2,7 @@
 
 rank = ((((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t, so tensor-parallel peers are neighbours
 on the fastest links and pipeline stages are far apart. `ep` is taken out of dp_shard x cp (x tp) and adds no ranks:
-dp_shard = edp x ep, and an expert's states are sharded over edp.
+dp_shard x cp (x tp) = edp x ep, and an expert's states are sharded over edp.
 """
 
 from __future__ import annotations

@@ -73,6 +73,21 @@ class TensorParallel(Section):
     loss_parallel: bool = Field(default=True, description="the loss is computed on a shard of the vocabulary")
 
 
+class ExpertParallel(Section):
+    """How mesh.ep goes with mesh.tp."""
+
+    tensor: Literal["folded", "width"] = Field(
+        default="folded",
+        description="tensor-parallel ranks and experts: folded (they hold further experts: ep divides dp_shard x cp x "
+        "tp) | width (they shard each expert's width: ep divides dp_shard x cp)",
+    )
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The axes whose ranks expert parallelism takes."""
+        return (axes.DP_SHARD, axes.CP, axes.TP) if self.tensor == "folded" else (axes.DP_SHARD, axes.CP)
+
+
 class Pipeline(Section):
     schedule: Literal[
         "naive",
@@ -227,6 +242,7 @@ class Plan(Document):
     mesh: Mesh = Mesh()
     data_parallel: DataParallel = DataParallel()
     tensor_parallel: TensorParallel = TensorParallel()
+    expert_parallel: ExpertParallel = ExpertParallel()
     pipeline: Pipeline = Pipeline()
     precision: Precision = Precision()
     activations: Activations = Activations()
@@ -326,11 +342,12 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
             )
         )
     reasons += _check_blocks(plan)
-    pool = mesh.dp_shard * mesh.cp * mesh.tp
+    pool = math.prod(getattr(mesh, axis) for axis in plan.expert_parallel.axis_names)
     if pool % mesh.ep:
+        product = " x ".join(plan.expert_parallel.axis_names)
         reasons.append(
             (
-                f"ep = {mesh.ep} does not divide dp_shard x cp x tp = {pool}",
+                f"ep = {mesh.ep} does not divide {product} = {pool}",
                 f"set mesh.ep to a divisor of {pool}",
             )
         )

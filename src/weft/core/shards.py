@@ -3,7 +3,8 @@
     local[chunk.local_index] == full[chunk.global_index]        for every chunk of a local shard
 
 Tensor parallelism shards a dimension segment by segment (heads of q, of k, of v), so a shard may have several chunks.
-Values, norms, checkpoints and comparisons follow from the chunks.
+Values, norms, checkpoints and comparisons follow from the chunks. Two axes may shard one parameter, experts by their
+number and by their width: `compose` makes one shard of both.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.core import axes
 
@@ -29,7 +30,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A block of the full tensor and its position in the local tensor. `copies` ranks of the axis hold it.
+    """A block of the full tensor and its position in the local tensor. `copies` ranks of the sharding axes hold it.
 
     `summed_over` names the ranks whose gradients of it are partial sums.
     """
@@ -55,17 +56,22 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalShard:
-    """A rank's local tensor of one parameter that `axis` shards: the full shape, the local shape, and the chunks."""
+    """A rank's local tensor of one parameter that some axes shard: the full shape, the local shape, and the chunks."""
 
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    axis: str = axes.TP
+    axis_names: tuple[str, ...] = (axes.TP,)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks of the axis hold different shards."""
+        """Whether ranks of the axes hold different shards."""
         return self.local_shape != self.shape
+
+    @property
+    def sharded_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks hold different shards."""
+        return self.axis_names if self.is_sharded else ()
 
     def within(self, index: Index) -> tuple[Chunk, ...]:
         """The chunks inside a slice of the local tensor, relative to that slice: a shard of a shard."""
@@ -112,7 +118,22 @@ def local_shard(
             )
         )
     local_shape = tuple(sum(span.size for span in of_dim) for of_dim in dims)
-    return LocalShard(shape=tuple(shape), local_shape=local_shape, chunks=tuple(chunks), axis=axis)
+    return LocalShard(shape=tuple(shape), local_shape=local_shape, chunks=tuple(chunks), axis_names=(axis,))
+
+
+def compose(outer: LocalShard, inner: LocalShard) -> LocalShard:
+    """The shard `inner` of the local tensor of `outer`, as chunks of the full tensor."""
+    chunks = tuple(
+        _within_chunk(chunk, of=part, copies=_copies(outer, chunk) * _copies(inner, part))
+        for part in inner.chunks
+        for chunk in outer.within(part.global_index)
+    )
+    return LocalShard(
+        shape=outer.shape,
+        local_shape=inner.local_shape,
+        chunks=chunks,
+        axis_names=(*inner.sharded_axes, *outer.sharded_axes),
+    )
 
 
 def even_span(size: int, *, degree: int, place: int) -> Span:
@@ -137,6 +158,17 @@ def zero_dim(shape: Sequence[int], *, num_shards: int) -> int:
     if not shape or shape[0] % num_shards == 0:
         return 0
     return next((dim for dim in range(1, len(shape) - 1) if shape[dim] and shape[dim] % num_shards == 0), 0)
+
+
+def _copies(shard: LocalShard, chunk: Chunk) -> int:
+    """Ranks of the sharding axes that hold a chunk: a replicating axis is none of them."""
+    return chunk.copies if shard.is_sharded else 1
+
+
+def _within_chunk(chunk: Chunk, *, of: Chunk, copies: int) -> Chunk:
+    """A chunk relative to the block of `of`, at its place in the local tensor."""
+    local_offsets = tuple(start + first for start, first in zip(of.local_offsets, chunk.local_offsets, strict=True))
+    return replace(chunk, local_offsets=local_offsets, copies=copies, summed_over=chunk.summed_over or of.summed_over)
 
 
 def _starts(spans: Sequence[Span]) -> list[int]:

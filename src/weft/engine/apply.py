@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from weft.core import axes
 from weft.core.plan import Plan, require_mixture
 from weft.engine.activations.dropout import number_blocks
 from weft.engine.activations.recompute import apply_recompute
@@ -35,7 +36,8 @@ from weft.engine.dp.reduce_scatter_copy import patch_reduce_scatter_copy
 from weft.engine.dp.sharded import shard_units
 from weft.engine.dp.strategy import Strategy
 from weft.engine.dp.threads import require_gpus
-from weft.engine.ep.apply import apply_expert_parallel
+from weft.engine.ep.apply import apply_expert_parallel, find_experts
+from weft.engine.ep.context import EPContext
 from weft.engine.kernels.compiled import apply_compile
 from weft.engine.kernels.float8 import apply_float8
 from weft.engine.kernels.head_loss import HeadLoss, fuse_loss
@@ -88,11 +90,7 @@ def apply_plan(
     place_real_model(model, device=device)
     store_weights(model, precision)
     split_plan = split_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
-    tp: TPContext | None = None
-    if topology.tp_degree > 1:
-        shard_tensors = apply_tensor_parallel if plan.tensor_parallel.mode == "1d" else apply_tensor_grid
-        tp = shard_tensors(model, layout, plan.tensor_parallel, topology, keep_logits_full=has_own_objective)
-    ep = apply_expert_parallel(model, layout, topology, kind="tokens")
+    tp, ep = apply_tensor_and_expert(model, plan, topology, layout=layout, keep_logits_full=has_own_objective)
     batch_norms = apply_batch_norms(model, plan, topology)
     own = layout
     if split_plan is not None:
@@ -133,3 +131,31 @@ def apply_plan(
         changes=changes,
         notes=(*notes, *why_not, *batch_norms.notes),
     )
+
+
+def apply_tensor_and_expert(
+    model: nn.Module, plan: Plan, topology: Topology, *, layout: ModelLayout, keep_logits_full: bool
+) -> tuple[TPContext | None, EPContext | None]:
+    """Tensor parallelism, then expert parallelism, whose ranks may be the same ones."""
+    policy, is_folded = plan.tensor_parallel, plan.expert_parallel.tensor == "folded"
+    experts = find_experts(model, topology)
+    divided = experts.names if experts is not None and is_folded else ()
+    tp: TPContext | None = None
+    if topology.tp_degree > 1 and policy.mode == "1d":
+        tp = apply_tensor_parallel(model, layout, policy, topology, keep_logits_full=keep_logits_full, divided=divided)
+    elif topology.tp_degree > 1:
+        tp = apply_tensor_grid(model, layout, policy, topology, keep_logits_full=keep_logits_full)
+    if experts is None:
+        return tp, None
+    has_same_rows = tp is not None and is_folded and not policy.sequence_parallel
+    ep = apply_expert_parallel(
+        model,
+        layout,
+        experts,
+        topology,
+        kind="tokens",
+        is_sharded=plan.data_parallel.zero > 0,
+        same_rows=topology.group(axes.TP) if has_same_rows else None,
+        tensor_shards=tp.shards if tp is not None else {},
+    )
+    return tp.with_experts(ep.shards) if tp is not None else None, ep

@@ -94,7 +94,7 @@ class Axes(tuple[AxisContext, ...]):
 
     @property
     def shards(self) -> dict[str, LocalShard]:
-        """One axis shards a parameter in chunks; `fully_shard` may shard its rows again."""
+        """Chunks of parameters, composed where two axes shard one; `fully_shard` may shard its rows again."""
         return {name: shard for context in self for name, shard in context.shards.items()}
 
     @property

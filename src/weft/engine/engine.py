@@ -307,7 +307,8 @@ class Engine:
     def coverage(self) -> list[ParameterRecord]:
         """Which parameters are sharded on which axes and which stayed replicated."""
         reasons = self.axes.replicated_reasons
-        return parameter_records(self.model, self.layout, self.topology.axis_names, shards=self.shards, reasons=reasons)
+        names_of = self.topology.axis_names_of
+        return parameter_records(self.model, self.layout, names_of, shards=self.shards, reasons=reasons)
 
     @property
     def notes(self) -> tuple[str, ...]:

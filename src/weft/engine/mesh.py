@@ -53,7 +53,7 @@ class Topology:
     pp_rank: int = 0
     stage_group: dist.ProcessGroup | None = None  # ranks that share this rank's stages; None: all ranks do
     groups: OwnedGroups = field(default_factory=OwnedGroups)  # all groups created for this topology
-    expert_mesh: DeviceMesh | None = None  # dp_shard as edp x ep, in expert parallelism
+    expert_mesh: DeviceMesh | None = None  # dp_shard x cp (x tp) as edp x ep, in expert parallelism
 
     @property
     def stage_size(self) -> int:
@@ -94,6 +94,13 @@ class Topology:
     @property
     def axis_names(self) -> tuple[str, ...]:
         return tuple(self.mesh.mesh_dim_names or ())
+
+    def axis_names_of(self, sharded: Sequence[str]) -> tuple[str, ...]:
+        """The axes of the mesh that places a parameter with these sharded axes: experts have their own."""
+        if self.expert_mesh is None or axes.EP not in sharded:
+            return self.axis_names
+        names = zip(self.expert_mesh.mesh_dim_names or (), self.expert_mesh.shape, strict=True)
+        return tuple(name for name, size in names if size > 1 or name in sharded)
 
     def replicated_axes(self) -> list[ReplicatedAxis]:
         """The registered axes of this mesh."""
@@ -148,7 +155,7 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
     mesh = init_device_mesh(device_type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
     groups = OwnedGroups()
     groups.adopt(mesh.get_all_groups())
-    expert_mesh = _expert_mesh(ordered, plan.mesh.ep, device_type=device_type)
+    expert_mesh = _expert_mesh(ordered, plan, device_type=device_type)
     if expert_mesh is not None:
         groups.adopt(expert_mesh.get_all_groups())
     data_ranks = rank_lists(mesh, axes.DATA_AXES)
@@ -169,18 +176,21 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
     )
 
 
-def _expert_mesh(sizes: dict[str, int], ep: int, *, device_type: str) -> DeviceMesh | None:
-    """The same ranks with dp_shard as edp x ep: neighbours on dp_shard hold different experts."""
+def _expert_mesh(sizes: dict[str, int], plan: Plan, *, device_type: str) -> DeviceMesh | None:
+    """The same ranks with the axes of experts as edp x ep: neighbours hold different experts."""
+    ep = plan.mesh.ep
     if ep == 1:
         return None
-    if sizes.get(axes.DP_SHARD, 1) % ep:
+    pool = [axis for axis in sizes if axis in plan.expert_parallel.axis_names]
+    pool_size = math.prod(sizes[axis] for axis in pool)
+    if pool_size % ep:
         raise MeshError(
-            f"mesh.ep = {ep} does not divide mesh.dp_shard = {sizes.get(axes.DP_SHARD, 1)}",
-            hint="experts are divided over the ranks of dp_shard; set mesh.ep to a divisor of it",
+            f"mesh.ep = {ep} does not divide {' x '.join(plan.expert_parallel.axis_names)} = {pool_size}",
+            hint="experts are divided over the ranks of these axes; set mesh.ep to a divisor",
         )
     divided: dict[str, int] = {}
-    for axis, size in sizes.items():
-        divided |= {axes.EDP: size // ep, axes.EP: ep} if axis == axes.DP_SHARD else {axis: size}
+    for axis, size in sizes.items():  # the axes of experts are neighbours in the order of the mesh
+        divided |= {axes.EDP: pool_size // ep, axes.EP: ep} if axis in pool else {axis: size}
     return init_device_mesh(device_type, tuple(divided.values()), mesh_dim_names=tuple(divided))
 
 

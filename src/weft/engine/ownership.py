@@ -6,14 +6,13 @@ Gradient norm, clipping, coverage, values and checkpoints all follow from this r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public form; tests pin it
 
-from weft.core import axes
 from weft.core.records import ParameterRecord
 from weft.core.shards import Chunk, LocalShard, replicated_shard
 from weft.models.layout import ModelLayout
@@ -50,18 +49,17 @@ def chunks_of(tensor: torch.Tensor, shard: LocalShard | None) -> tuple[Chunk, ..
 def parameter_records(
     model: nn.Module,
     layout: ModelLayout,
-    axis_names: tuple[str, ...],
+    axis_names_of: Callable[[Sequence[str]], tuple[str, ...]],
     *,
     shards: LocalShards,
     reasons: Mapping[str, str],
 ) -> list[ParameterRecord]:
-    """One row per parameter name, tied aliases included."""
+    """One row per parameter name, tied aliases included. `axis_names_of`: the mesh axes of a sharded parameter."""
     rows = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         canonical = layout.ties.get(name)
         shard = shards.get(canonical or name)
-        sharded = sharded_axes(parameter) + ((shard.axis,) if shard is not None and shard.is_sharded else ())
-        covered = (*sharded, axes.DP_SHARD) if axes.EP in sharded else sharded  # dp_shard = edp x ep
+        sharded = sharded_axes(parameter) + (shard.sharded_axes if shard is not None else ())
         rows.append(
             ParameterRecord(
                 name=name,
@@ -69,7 +67,7 @@ def parameter_records(
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 unit=layout.unit_of[canonical or name],
                 sharded_axes=sharded,
-                replicated_axes=tuple(axis for axis in axis_names if axis not in covered),
+                replicated_axes=tuple(axis for axis in axis_names_of(sharded) if axis not in sharded),
                 local_elements=0 if canonical else local(parameter).numel(),
                 tied_to=canonical,
                 trainable=parameter.requires_grad,

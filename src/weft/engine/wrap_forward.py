@@ -38,6 +38,11 @@ def wrap_forward(module: nn.Module, layer: Layer) -> None:
     _layers_of(module).append(layer)
 
 
+def wrap_own_forward(module: nn.Module, layer: Layer) -> None:
+    """Add `layer` as the innermost layer of `module`'s forward, inside those of other axes."""
+    _layers_of(module).insert(0, layer)
+
+
 @contextmanager
 def innermost_layer(module: nn.Module, layer: Layer) -> Iterator[None]:
     """`layer` as the innermost layer of `module`'s forward, inside the context."""

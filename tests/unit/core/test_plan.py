@@ -63,6 +63,7 @@ def test_a_sharding_mesh_without_a_stage_is_zero_3_and_a_named_stage_is_kept() -
         {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 0}},
         {"data_parallel": {"strategy": "dataparallel", "zero": 2}},
         {"mesh": {"dp_shard": 3, "ep": 2}},
+        {"mesh": {"tp": 2, "ep": 2}, "expert_parallel": {"tensor": "width"}},
         {"activations": {"policy": "full", "mixture": [2, 2]}},
         {"activations": {"mixture": [0, 0]}},
     ],

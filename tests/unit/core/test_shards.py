@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.shards import LocalShard, Span, balanced_span, even_span, local_shard, replicated_shard, zero_dim
+from weft.core.shards import (
+    LocalShard,
+    Span,
+    balanced_span,
+    compose,
+    even_span,
+    local_shard,
+    replicated_shard,
+    zero_dim,
+)
 
 
 def local_of(shard: LocalShard, whole: np.ndarray) -> np.ndarray:
@@ -93,6 +102,43 @@ def test_a_shard_of_an_inner_dimension_has_its_values(experts: int, rows: int, s
         for chunk in shard.within(inside):
             made[chunk.local_index] = whole[chunk.global_index]
         assert (made == own[inside]).all()
+
+
+def halves(size: int, *, place: int) -> list[Span]:
+    """A rank's half of gate and of up."""
+    return [Span(begin=place * size, size=size), Span(begin=(2 + place) * size, size=size)]
+
+
+@given(experts=st.integers(4, 7), size=st.integers(1, 3), ep=st.integers(1, 4))
+def test_shards_of_two_axes_are_the_whole_once(experts: int, size: int, ep: int) -> None:
+    """Experts [experts, gate | up, 2] by their width over two ranks, and by their number over ep."""
+    whole = np.arange(experts * 4 * size * 2).reshape(experts, 4 * size, 2)
+    seen = np.zeros_like(whole)
+    for tp_place, place in np.ndindex(2, ep):
+        outer = local_shard(whole.shape, {1: halves(size, place=tp_place)})
+        span = balanced_span(experts, degree=ep, place=place)
+        shard = compose(outer, local_shard(outer.local_shape, {0: [span]}, axis="ep"))
+        assert (local_of(shard, whole) == local_of(outer, whole)[span.begin : span.begin + span.size]).all()
+        assert shard.sharded_axes == (("ep", "tp") if ep > 1 else ("tp",))
+        for chunk in shard.chunks:
+            seen[chunk.global_index] += 1
+            assert chunk.copies == 1
+    assert (seen == 1).all()
+
+
+def test_an_axis_that_replicates_shards_nothing_in_a_composition() -> None:
+    """Its sum of gradients stays; its copies would divide the norm of the other axis's shards."""
+    outer = replicated_shard((4, 6), copies=2, summed_over="tp")
+    shard = compose(outer, local_shard((4, 6), {0: [Span(begin=2, size=2)]}, axis="ep"))
+    assert shard.sharded_axes == ("ep",)
+    [chunk] = shard.chunks
+    assert (chunk.offsets, chunk.local_offsets, chunk.copies, chunk.summed_over) == ((2, 0), (0, 0), 1, "tp")
+
+
+def test_copies_of_both_axes_multiply() -> None:
+    outer = local_shard((4, 6), {1: [Span(begin=0, size=3, copies=2)]}, summed_over={2: "repeat2"})
+    shard = compose(outer, local_shard((4, 3), {0: [Span(begin=2, size=2)]}, copies=3, axis="ep"))
+    assert [(chunk.copies, chunk.summed_over) for chunk in shard.chunks] == [(6, "repeat2")]
 
 
 @pytest.mark.parametrize(

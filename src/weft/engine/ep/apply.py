@@ -2,11 +2,18 @@
 
 A rank's experts are one span of dimension 0: values, norms and checkpoints follow from the chunks (`core/shards.py`).
 Model code is unchanged: it calls the module with all of this rank's tokens and any expert.
+
+| with tensor parallelism | experts are sharded by        | rows of a tp rank                                         |
+| ----------------------- | ----------------------------- | --------------------------------------------------------- |
+| `folded`                | their number, over ep         | its slice of the sequence, or else a share of equal rows   |
+| `width`                 | their number and their width  | those of its tp group: tp gathers and adds up around this |
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -14,13 +21,13 @@ from torch import Tensor, nn
 
 from weft.core import axes
 from weft.core.errors import MeshError, ModelError
-from weft.core.shards import LocalShard, balanced_span, local_shard
+from weft.core.shards import LocalShard, balanced_span, compose, local_shard
 from weft.engine.ep.context import EPContext
-from weft.engine.ep.dispatch import DISPATCHERS, Dispatcher
+from weft.engine.ep.dispatch import DISPATCHERS, Dispatcher, dispatch_share
 from weft.engine.ep.exchange import Group
 from weft.engine.mesh import Topology
 from weft.engine.weights.local_shards import shard_parameters
-from weft.engine.wrap_forward import Forward, wrap_forward
+from weft.engine.wrap_forward import Forward, wrap_own_forward
 from weft.models.ep.finder import find_expert_layout
 from weft.models.ep.layout import ExpertLayout
 from weft.models.layout import ModelLayout
@@ -28,21 +35,49 @@ from weft.models.layout import ModelLayout
 DispatcherKind = Literal["pairs", "tokens", "gather"]
 
 
-def apply_expert_parallel(
-    model: nn.Module, layout: ModelLayout, topology: Topology, *, kind: DispatcherKind
-) -> EPContext | None:
-    """Divide the experts of `model`, which must have some; None without expert parallelism."""
-    mesh = topology.expert_dp_mesh
-    if mesh is None:
+def find_experts(model: nn.Module, topology: Topology) -> ExpertLayout | None:
+    """The experts of `model`, which must have some; None without expert parallelism."""
+    if topology.expert_mesh is None:
         return None
-    experts, group = find_expert_layout(model), topology.group(axes.EP)
+    experts = find_expert_layout(model)
     _require_experts(experts, type(model).__name__)
-    shards = divide_experts(model, layout, experts, group=group, kind=kind)
-    return EPContext(group=group, experts=experts, mesh=mesh, shards=shards)
+    return experts
+
+
+def apply_expert_parallel(
+    model: nn.Module,
+    layout: ModelLayout,
+    experts: ExpertLayout,
+    topology: Topology,
+    *,
+    kind: DispatcherKind,
+    is_sharded: bool,
+    same_rows: Group | None = None,
+    tensor_shards: Mapping[str, LocalShard] = MappingProxyType({}),
+) -> EPContext:
+    """Divide the experts of `model`. `is_sharded`: ZeRO adds the gradients of ranks with the same experts.
+
+    `tensor_shards`: of parameters that tensor parallelism has sharded already. `same_rows`: see `dispatch_share`.
+    """
+    group, mesh = topology.group(axes.EP), topology.expert_dp_mesh
+    if mesh is None:
+        raise MeshError("the mesh has no expert-parallel ranks", hint="set mesh.ep")
+    own = divide_experts(model, layout, experts, group=group, kind=kind, same_rows=same_rows)
+    shards = {
+        name: compose(tensor_shards[name], shard) if name in tensor_shards else shard for name, shard in own.items()
+    }
+    same_experts = None if is_sharded else topology.group(axes.EDP)
+    return EPContext(group=group, experts=experts, mesh=mesh, same_experts=same_experts, shards=shards)
 
 
 def divide_experts(
-    model: nn.Module, layout: ModelLayout, experts: ExpertLayout, *, group: Group, kind: DispatcherKind
+    model: nn.Module,
+    layout: ModelLayout,
+    experts: ExpertLayout,
+    *,
+    group: Group,
+    kind: DispatcherKind,
+    same_rows: Group | None = None,
 ) -> dict[str, LocalShard]:
     """Keep this rank's experts and dispatch to those of others. Returns the shard of every parameter of experts."""
     shards = expert_shards(model, experts, degree=dist.get_world_size(group), place=dist.get_rank(group))
@@ -51,7 +86,7 @@ def divide_experts(
         module, dispatcher = model.get_submodule(layer.name), DISPATCHERS[kind](layer.num_experts, group)
         for key in layer.counts:
             setattr(module, key, dispatcher.own.size)
-        wrap_forward(module, _Dispatched(module, dispatcher))
+        wrap_own_forward(module, _Dispatched(module, dispatcher, same_rows))
     return shards
 
 
@@ -82,8 +117,8 @@ def expert_shards(model: nn.Module, experts: ExpertLayout, *, degree: int, place
 class _Dispatched:
     """The layer around a module's forward. Families name its arguments differently, so they go by position."""
 
-    def __init__(self, module: nn.Module, dispatcher: Dispatcher) -> None:
-        self.dispatcher = dispatcher
+    def __init__(self, module: nn.Module, dispatcher: Dispatcher, same_rows: Group | None) -> None:
+        self.dispatcher, self.same_rows = dispatcher, same_rows
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Tensor:
@@ -95,5 +130,9 @@ class _Dispatched:
                 f"experts were called with {shapes} and {sorted(given) or 'no more arguments'}",
                 hint="expert parallelism needs [tokens, experts per token] of both; use mesh.ep = 1",
             )
-        made = self.dispatcher(forward, hidden.reshape(-1, hidden.shape[-1]), index, weights)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if self.same_rows is None:
+            made = self.dispatcher(forward, rows, index, weights)
+        else:
+            made = dispatch_share(self.dispatcher, forward, rows, index, weights, group=self.same_rows)
         return made.view(hidden.shape)

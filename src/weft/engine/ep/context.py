@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.core import axes
@@ -17,13 +19,17 @@ from weft.models.layout import ModelLayout
 
 @dataclass(frozen=True, kw_only=True)
 class EPContext(AxisContext):
-    """Gradients of experts need no sum: tokens of all ranks of the group have come to them."""
+    """Gradients of experts need no sum over the group: tokens of all its ranks have come to them.
+
+    `same_experts`: ranks whose gradients of the same experts are partial sums, unless `fully_shard` adds them.
+    """
 
     axis = axes.EP
 
     group: dist.ProcessGroup
     experts: ExpertLayout
     mesh: DeviceMesh  # of the ranks that hold the same experts
+    same_experts: dist.ProcessGroup | None = None
     shards: Mapping[str, LocalShard] = field()
     replicated_reasons: Mapping[str, str] = field(default_factory=dict)
 
@@ -39,6 +45,13 @@ class EPContext(AxisContext):
     def units(self) -> dict[str, DeviceMesh]:
         """Modules that are units of `fully_shard`, with their meshes."""
         return {layer.name: self.mesh for layer in self.experts.layers}
+
+    @torch.no_grad()
+    def sum_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
+        for name in self.shards if self.same_experts is not None else ():
+            gradient = trained[name].grad if name in trained else None
+            if gradient is not None:
+                dist.all_reduce(gradient, group=self.same_experts)
 
     def of_stages(self, layout: ModelLayout) -> EPContext:
         """Restrict the experts to those of this rank's pipeline stages."""

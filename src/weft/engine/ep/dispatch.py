@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.shards import Span, balanced_span
@@ -104,6 +105,23 @@ class Gather(Dispatcher):
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {"pairs": Pairs, "tokens": Tokens, "gather": Gather}
+
+
+def dispatch_share(
+    dispatcher: Dispatcher, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor, *, group: Group
+) -> Tensor:
+    """Dispatch for ranks of `group` that are given the same rows: each sends a share of them, and all get every result.
+
+    Rows of zeros with weight zero make the shares equal.
+    """
+    missing = -len(hidden) % dist.get_world_size(group)
+    padded = [F.pad(rows, (0, 0, 0, missing)) if missing else rows for rows in (hidden, index, weights)]
+    own = (
+        collectives.take(padded[0], group, 0),
+        collectives.contiguous_slice(padded[1], group, 0),
+        collectives.take(padded[2], group, 0),
+    )
+    return collectives.collect(dispatcher(experts, *own), group, 0)[: len(hidden)]
 
 
 def compute(experts: Experts, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from weft.core.shards import LocalShard
 from weft.engine.mesh import Topology
 from weft.engine.ownership import LocalShards, chunks_of, local, sharded_axes
 
-Owned = tuple[tuple[str, ...], int]  # axes that shard a chunk, and ranks of the last one that hold it
+Owned = tuple[tuple[str, ...], int]  # axes that shard a chunk, and their ranks that hold it
 
 
 @torch.no_grad()
@@ -46,7 +46,7 @@ def global_norm(
         shard = shards.get(name)
         if shard is not None and shard.is_sharded and parameter.grad is not None:
             for chunk in shard.chunks:
-                groups[(*sharded_axes(parameter), shard.axis), chunk.copies] += []
+                groups[(*sharded_axes(parameter), *shard.axis_names), chunk.copies] += []
     total = torch.zeros((), device=device)
     # Every rank sums the groups in the same order: else collectives would mismatch.
     for axis_names, copies in sorted(groups):
@@ -70,14 +70,16 @@ def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 def _owned(
     gradient: torch.Tensor, sharded: tuple[str, ...], shard: LocalShard | None
 ) -> list[tuple[Owned, torch.Tensor]]:
-    """A gradient by ownership: in one, or per chunk if several ranks of the shard's axis hold some."""
+    """A gradient by ownership: in one, or per chunk if several ranks of the shard's axes hold some."""
     own = local(gradient)
     if shard is None or not shard.is_sharded:
         return [((sharded, 1), own)]
     copies = {chunk.copies for chunk in shard.chunks}
     if len(copies) == 1:
-        return [(((*sharded, shard.axis), copies.pop()), own)]
-    return [(((*sharded, shard.axis), chunk.copies), own[chunk.local_index]) for chunk in chunks_of(gradient, shard)]
+        return [(((*sharded, *shard.axis_names), copies.pop()), own)]
+    return [
+        (((*sharded, *shard.axis_names), chunk.copies), own[chunk.local_index]) for chunk in chunks_of(gradient, shard)
+    ]
 
 
 @torch.no_grad()

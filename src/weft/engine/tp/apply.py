@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -30,9 +31,13 @@ def apply_tensor_parallel(
     topology: Topology,
     *,
     keep_logits_full: bool,
+    divided: Sequence[str] = (),
 ) -> TPContext:
-    """Shard `model` in one dimension. `keep_logits_full`: a user's loss needs the full logits."""
-    tensors = find_regions(model, layout)
+    """Shard `model` in one dimension. `keep_logits_full`: a user's loss needs the full logits.
+
+    `divided`: modules of experts that expert parallelism divides over these ranks.
+    """
+    tensors = find_regions(model, layout).without(divided)
     grid = build_grid(
         "1d",
         topology.group(TP),
@@ -48,6 +53,8 @@ def apply_tensor_parallel(
     shards = one_d_shards(
         model, layout, tensors, degree=grid.degree, place=grid.rank, sequence_parallel=policy.sequence_parallel
     )
+    of_others = tuple(f"{name}." for name in divided)
+    shards = {name: shard for name, shard in shards.items() if not name.startswith(of_others)}
     shard_parameters(model, layout, shards)
     activations = ActivationLayout(place=grid.rank, degree=grid.degree, sequence_parallel=policy.sequence_parallel)
     is_loss_sharded = policy.loss_parallel and tensors.head is not None and not keep_logits_full

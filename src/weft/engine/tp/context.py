@@ -64,6 +64,10 @@ class TPContext(AxisContext):
         own = self.layout.within({*layout.unit_of, *layout.ties}) if self.layout else None
         return replace(self, shards=shards, layout=own)
 
+    def with_experts(self, shards: Mapping[str, LocalShard]) -> TPContext:
+        """The shards of experts, which expert parallelism divides too."""
+        return replace(self, shards={**self.shards, **shards})
+
     def sum_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
         sum_partial_gradients(trained, self.shards, self.grid)
 

@@ -28,6 +28,11 @@ class ExpertLayout:
     layers: tuple[ExpertLayer, ...]
     declined: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The modules."""
+        return tuple(layer.name for layer in self.layers)
+
     def within(self, parameters: Container[str]) -> ExpertLayout:
         """Restrict the layout to these parameters (a pipeline stage's)."""
         return replace(self, layers=tuple(layer for layer in self.layers if layer.parameters[0] in parameters))

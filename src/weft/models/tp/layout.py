@@ -7,7 +7,7 @@ of the slices. Every other parameter stays replicated, and the layout holds the 
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -90,6 +90,15 @@ class TensorLayout:
     mixers: tuple[str, ...] = ()  # replicated modules inside blocks that need the full sequence (a state-space mixer)
     norms: tuple[str, ...] = ()  # modules that normalise the residual stream: per token, over the hidden size
     refusals: dict[str, str] = field(default_factory=dict)  # "sequence_parallel" | "grid" | "loss_parallel" -> why not
+
+    def without(self, modules: Sequence[str]) -> TensorLayout:
+        """Drop the regions and parameters of modules that another axis divides."""
+        inside = tuple(f"{module}." for module in modules)
+        return replace(
+            self,
+            regions=tuple(region for region in self.regions if region.name not in modules),
+            replicated={name: why for name, why in self.replicated.items() if not name.startswith(inside)},
+        )
 
     def within(self, parameters: Container[str]) -> TensorLayout:
         """Restrict the layout to these parameters (a pipeline stage's)."""
