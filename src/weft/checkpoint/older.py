@@ -33,7 +33,7 @@ def _flattened(tensor: Tensor) -> Tensor:
     if isinstance(tensor, ShardTensor):
         own, chunks = tensor.local, tensor.chunks
     elif isinstance(tensor, DTensor):
-        own, [place] = tensor.to_local(), tensor.__create_chunk_list__()  # the protocol by which DCP asks it
+        own, [place] = tensor.to_local(), tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # as DCP does
         chunks = (Chunk(offsets=tuple(place.offsets), sizes=tuple(place.sizes), local_offsets=(0,) * tensor.ndim),)
     else:
         return tensor.view(tensor.shape[0], -1)

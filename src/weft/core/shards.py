@@ -73,6 +73,17 @@ class LocalShard:
         """The axes whose ranks hold different shards."""
         return self.axis_names if self.is_sharded else ()
 
+    @property
+    def has_full_rows(self) -> bool:
+        """Whether no axis shards the last dimension."""
+        return self.local_shape[-1:] == self.shape[-1:]
+
+    def with_row_size(self, size: int) -> LocalShard:
+        """The same shard of a tensor whose rows have `size` elements; needs full rows."""
+        chunks = (replace(chunk, sizes=(*chunk.sizes[:-1], size)) for chunk in self.chunks)
+        shape, local_shape = (*self.shape[:-1], size), (*self.local_shape[:-1], size)
+        return replace(self, shape=shape, local_shape=local_shape, chunks=tuple(chunks))
+
     def within(self, index: Index) -> tuple[Chunk, ...]:
         """The chunks inside a slice of the local tensor, relative to that slice: a shard of a shard."""
         kept = (_clip(chunk, index) for chunk in self.chunks)

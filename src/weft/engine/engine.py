@@ -330,7 +330,7 @@ class Engine:
     def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:
         policy, copies = self.plan.precision.policy(), self.layout.copies
         low = LowStates.of(self.trained, policy, seed=self._seed, shards=self.shards, copies=copies)
-        return make_optimizer(self.trained, given, low=low, is_sharded=bool(self.shards))
+        return make_optimizer(self.trained, given, low=low, shards=self.shards)
 
     def _split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
         return split_rows(batch, self.plan.pipeline.microbatches, must_be_equal=self.axes.row_chunks > 1)

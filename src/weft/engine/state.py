@@ -45,8 +45,10 @@ def state_tensors(model: nn.Module, optimizer: Optimizer, shards: LocalShards) -
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                of_key = _logical(f"{OPTIMIZER}{name}.{key}", value, parameter)
-                state.update({known: as_shard(tensor, shards.get(name)) for known, tensor in of_key.items()})
+                shard = shards.get(name)
+                shape = shard.shape if shard is not None else parameter.shape
+                of_key = _logical(f"{OPTIMIZER}{name}.{key}", value, parameter, full_shape=torch.Size(shape))
+                state.update({known: as_shard(tensor, shard) for known, tensor in of_key.items()})
     return state
 
 
@@ -54,6 +56,8 @@ def as_shard(tensor: torch.Tensor, shard: LocalShard | None) -> torch.Tensor:
     """A tensor shaped like a sharded parameter as chunks of the full tensor; other tensors unchanged."""
     if shard is None or not shard.is_sharded or tensor.ndim == 0:
         return tensor
+    if tensor.shape[-1] != shard.local_shape[-1]:  # scales of 8-bit moments
+        shard = shard.with_row_size(tensor.shape[-1])
     return ShardTensor.of(local(tensor), shape=shard.shape, chunks=chunks_of(tensor, shard))
 
 
@@ -64,7 +68,9 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{key}" if prefix else key, buffer
 
 
-def _logical(name: str, value: torch.Tensor, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+def _logical(
+    name: str, value: torch.Tensor, parameter: torch.Tensor, *, full_shape: torch.Size
+) -> dict[str, torch.Tensor]:
     """A state tensor as tensors that can be resharded: 8-bit moments become codes and scales, sharded alike."""
     if value.ndim == 0 or isinstance(value, DTensor):
         return {name: value}
@@ -72,7 +78,7 @@ def _logical(name: str, value: torch.Tensor, parameter: torch.Tensor) -> dict[st
     if parts is not None:
         codes, scales = parts.codes, parts.scales
     elif value.dtype == torch.uint8:  # an 8-bit moment of a rank without rows: no values, but its keys must exist
-        blocks = parameter.shape[-1] // (block_size_for(parameter.shape) or 1)
+        blocks = parameter.shape[-1] // (block_size_for(full_shape) or 1)
         codes, scales = value, torch.zeros((*value.shape[:-1], blocks), device=value.device)
     else:
         return {name: _placed(value, parameter, parameter.shape)}

@@ -9,7 +9,7 @@ requantising.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,20 @@ MIN_ELEMENTS = 4096  # smaller tensors gain nothing and hurt most
 MIN_BLOCK, MAX_BLOCK = 64, 256
 
 
-def build_adamw8bit(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> Optimizer:
+def build_adamw8bit(
+    groups: list[dict[str, Any]],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    shapes: Mapping[torch.Tensor, torch.Size] | None = None,
+) -> Optimizer:
+    """`shapes`: the full shapes of parameters that axes other than ZeRO's shard."""
     try:
         import torchao.optim  # noqa: F401
     except ImportError:
         raise missing_extra("torchao") from None
-    return RowwiseAdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+    return RowwiseAdamW8bit(groups, lr=lr, betas=betas, eps=eps, shapes=shapes or {})
 
 
 def block_size_for(shape: torch.Size) -> int | None:
@@ -46,7 +54,16 @@ def block_size_for(shape: torch.Size) -> int | None:
 class RowwiseAdamW8bit(Optimizer):
     """Holds state for this rank's rows: plain tensors, never DTensors."""
 
-    def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        shapes: Mapping[torch.Tensor, torch.Size],
+    ) -> None:
+        self._shapes = shapes
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -63,8 +80,9 @@ class RowwiseAdamW8bit(Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = _zeros(parameter, signed=True)
-            state["exp_avg_sq"] = _zeros(parameter, signed=False)
+            block = block_size_for(self._shapes.get(parameter, parameter.shape))
+            state["exp_avg"] = _zeros(parameter, block, signed=True)
+            state["exp_avg_sq"] = _zeros(parameter, block, signed=False)
         state["step"] += 1
         values = local(parameter.detach())
         if values.numel() == 0:
@@ -92,11 +110,10 @@ def quantised_parts(value: torch.Tensor) -> QuantisedParts | None:
     return QuantisedParts(codes=codes, scales=scale.view(*codes.shape[:-1], -1))
 
 
-def _zeros(parameter: torch.Tensor, *, signed: bool) -> torch.Tensor:
+def _zeros(parameter: torch.Tensor, block: int | None, *, signed: bool) -> torch.Tensor:
     from torchao.optim.subclass_8bit import OptimState8bit
 
     values = local(parameter)
-    block = block_size_for(parameter.shape)
     if block is None or values.numel() == 0:
         dtype = torch.float32 if block is None else torch.uint8
         return torch.zeros_like(values, dtype=dtype)

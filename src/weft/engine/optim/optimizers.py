@@ -20,6 +20,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from weft.core.errors import BadValueError, NotBuiltError
 from weft.core.run_spec import TrainSpec
+from weft.core.shards import LocalShard
 from weft.engine.optim.adamw_low import AdamWLow, LowStates
 
 Kind = Literal["adamw", "adam", "sgd", "adamw8bit"]
@@ -59,18 +60,21 @@ def make_optimizer(
     given: OptimizerPolicy | OptimizerFactory | str,
     *,
     low: LowStates | None,
-    is_sharded: bool,
+    shards: Mapping[str, LocalShard],
 ) -> Optimizer:
-    """Build the engine's `optimizer` argument; `is_sharded`: tensor-parallel ranks hold shards of rows."""
+    """Build the engine's `optimizer` argument; `shards`: of parameters that axes other than ZeRO's shard."""
     if isinstance(given, str):
         given = OptimizerPolicy(kind=given)  # type: ignore[arg-type]
     if isinstance(given, OptimizerPolicy):
-        if given.kind == "adamw8bit" and is_sharded:
+        if given.kind == "adamw8bit" and not all(shard.has_full_rows for shard in shards.values()):
             raise NotBuiltError(
                 "8-bit moments need full rows, and tensor parallelism shards rows",
                 hint="use train.optimizer = 'adamw', or mesh.tp = 1",
             )
-        return build_optimizer(list(named.values()), given, low=low)
+        shapes: dict[torch.Tensor, torch.Size] = {
+            named[name]: torch.Size(shard.shape) for name, shard in shards.items() if name in named
+        }
+        return build_optimizer(list(named.values()), given, low=low, shapes=shapes)
     if low is not None and low.rounds:
         raise BadValueError(
             "bfloat16 states and weights need weft's adamw, and the engine got another optimizer",
@@ -93,9 +97,16 @@ def _named_group(named: Mapping[str, nn.Parameter]) -> dict[str, Any]:
 
 
 def build_optimizer(
-    parameters: Sequence[nn.Parameter], policy: OptimizerPolicy, *, low: LowStates | None = None
+    parameters: Sequence[nn.Parameter],
+    policy: OptimizerPolicy,
+    *,
+    low: LowStates | None = None,
+    shapes: Mapping[torch.Tensor, torch.Size] | None = None,
 ) -> Optimizer:
-    """The optimizer of `policy` over the trainable parameters; `low` if the precision rounds in the update."""
+    """The optimizer of `policy` over the trainable parameters; `low` if the precision rounds in the update.
+
+    `shapes`: the full shapes of parameters that axes other than ZeRO's shard.
+    """
     groups = decay_groups(parameters, policy.weight_decay)
     if low is not None and not low.rounds and (policy.kind, policy.kernel) != ("adamw", "auto"):
         low = None
@@ -107,7 +118,7 @@ def build_optimizer(
             _require_adamw(policy)
         return AdamWLow(groups, states=low, **adam)
     if policy.kind == "adamw8bit":
-        return _adamw8bit(groups, policy, adam)
+        return _adamw8bit(groups, policy, {**adam, "shapes": shapes})
     return (AdamW if policy.kind == "adamw" else Adam)(groups, **_adam_kernel(parameters, policy.kernel), **adam)
 
 

@@ -280,7 +280,7 @@ def test_all_in_float32_it_stands_for_torchs_adamw_alone() -> None:
     assert isinstance(build_optimizer(values, OptimizerPolicy(kernel="fused"), low=low), torch.optim.AdamW)
     assert type(build_optimizer(values, OptimizerPolicy(kind="adam"), low=low)) is torch.optim.Adam
     assert isinstance(build_optimizer(values, OptimizerPolicy(kind="sgd"), low=low), torch.optim.SGD)
-    mine = make_optimizer(parameters, lambda groups: torch.optim.SGD(groups, lr=0.1), low=low, is_sharded=False)
+    mine = make_optimizer(parameters, lambda groups: torch.optim.SGD(groups, lr=0.1), low=low, shards={})
     assert isinstance(mine, torch.optim.SGD)
 
 
