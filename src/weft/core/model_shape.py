@@ -230,6 +230,11 @@ class ModelShape:
         return tuple(counts[index] for index in range(len(self.kinds)))
 
     @property
+    def expert_layers(self) -> tuple[tuple[int, int], ...]:
+        """(experts, experts per token) of each kind of block with experts."""
+        return tuple((kind.moe.num_experts, kind.moe.top_k) for kind in self.kinds if kind.moe is not None)
+
+    @property
     def embedding_parameters(self) -> int:
         return self.vocab_size * (self.embedding_size or self.hidden_size)
 

@@ -7,6 +7,7 @@ Ranks = dp_replicate x dp_shard x cp x tp x pp, and any axis that was registered
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, create_model, field_validator, model_validator
@@ -14,6 +15,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 from weft.core import axes
 from weft.core.config import Document, Section, sections_of
 from weft.core.errors import PlanError
+from weft.core.experts import choose_dispatcher
 from weft.core.precision import COMPONENTS, LOW_STATES, DType, PrecisionPolicy, Preset, resolve
 
 SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules that split the backward
@@ -71,6 +73,14 @@ class TensorParallel(Section):
     )
     sequence_parallel: bool = Field(default=True, description="norms and dropout work on a shard of the sequence")
     loss_parallel: bool = Field(default=True, description="the loss is computed on a shard of the vocabulary")
+
+
+class ExpertParallel(Section):
+    dispatcher: Literal["auto", "pairs", "tokens", "gather"] = Field(
+        default="auto",
+        description="how tokens reach the ranks of their experts: pairs (one row per expert) | tokens (one row per "
+        "rank) | gather (all rows to all ranks) | auto (gather if it sends at most 1.15 x the rows of tokens)",
+    )
 
 
 class Pipeline(Section):
@@ -227,6 +237,7 @@ class Plan(Document):
     mesh: Mesh = Mesh()
     data_parallel: DataParallel = DataParallel()
     tensor_parallel: TensorParallel = TensorParallel()
+    expert_parallel: ExpertParallel = ExpertParallel()
     pipeline: Pipeline = Pipeline()
     precision: Precision = Precision()
     activations: Activations = Activations()
@@ -275,6 +286,11 @@ class Plan(Document):
     @property
     def has_delayed_updates(self) -> bool:
         return self.mesh.pp > 1 and self.pipeline.never_drains
+
+    @property
+    def has_open_dispatcher(self) -> bool:
+        """Whether the dispatcher is still to be chosen for the model."""
+        return self.mesh.ep > 1 and self.expert_parallel.dispatcher == "auto"
 
     @property
     def strategy_name(self) -> str:
@@ -370,6 +386,14 @@ def require_mixture(plan: Plan, *, num_blocks: int) -> None:
             f"{num_blocks}",
             hint=f"set two numbers that add up to at most {num_blocks}, or [] to have them chosen",
         )
+
+
+def with_dispatcher(plan: Plan, layers: Iterable[tuple[int, int | None]]) -> Plan:
+    """The plan with a chosen dispatcher; `layers` as in `choose_dispatcher`."""
+    if not plan.has_open_dispatcher:
+        return plan
+    chosen = ExpertParallel(dispatcher=choose_dispatcher(layers, ep=plan.mesh.ep))
+    return plan.model_copy(update={"expert_parallel": chosen})
 
 
 def with_mixture(plan: Plan, mixture: tuple[int, int]) -> Plan:

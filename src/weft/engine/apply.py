@@ -92,7 +92,7 @@ def apply_plan(
     if topology.tp_degree > 1:
         shard_tensors = apply_tensor_parallel if plan.tensor_parallel.mode == "1d" else apply_tensor_grid
         tp = shard_tensors(model, layout, plan.tensor_parallel, topology, keep_logits_full=has_own_objective)
-    ep = apply_expert_parallel(model, layout, topology, kind="tokens")
+    ep = apply_expert_parallel(model, layout, topology, kind=plan.expert_parallel.dispatcher)
     batch_norms = apply_batch_norms(model, plan, topology)
     own = layout
     if split_plan is not None:

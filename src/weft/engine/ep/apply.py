@@ -9,11 +9,13 @@ from __future__ import annotations
 import inspect
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.core import axes
 from weft.core.errors import MeshError, ModelError
+from weft.core.experts import DispatcherKind, choose_dispatcher
 from weft.core.shards import LocalShard, balanced_span, local_shard
 from weft.engine.ep.context import EPContext
 from weft.engine.ep.dispatch import DISPATCHERS, Dispatcher
@@ -25,11 +27,9 @@ from weft.models.ep.finder import find_expert_layout
 from weft.models.ep.layout import ExpertLayout
 from weft.models.layout import ModelLayout
 
-DispatcherKind = Literal["pairs", "tokens", "gather"]
-
 
 def apply_expert_parallel(
-    model: nn.Module, layout: ModelLayout, topology: Topology, *, kind: DispatcherKind
+    model: nn.Module, layout: ModelLayout, topology: Topology, *, kind: DispatcherKind | Literal["auto"]
 ) -> EPContext | None:
     """Divide the experts of `model`, which must have some; None without expert parallelism."""
     mesh = topology.expert_dp_mesh
@@ -37,6 +37,9 @@ def apply_expert_parallel(
         return None
     experts, group = find_expert_layout(model), topology.group(axes.EP)
     _require_experts(experts, type(model).__name__)
+    if kind == "auto":
+        sizes = ((layer.num_experts, layer.top_k) for layer in experts.layers)
+        kind = choose_dispatcher(sizes, ep=dist.get_world_size(group))
     shards = divide_experts(model, layout, experts, group=group, kind=kind)
     return EPContext(group=group, experts=experts, mesh=mesh, shards=shards)
 
@@ -86,6 +89,7 @@ class _Dispatched:
         self.dispatcher = dispatcher
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph per number of rows would be compiled
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         hidden, index, weights = (given.pop(name) for name in self._names[:3])
@@ -95,5 +99,6 @@ class _Dispatched:
                 f"experts were called with {shapes} and {sorted(given) or 'no more arguments'}",
                 hint="expert parallelism needs [tokens, experts per token] of both; use mesh.ep = 1",
             )
-        made = self.dispatcher(forward, hidden.reshape(-1, hidden.shape[-1]), index, weights)
-        return made.view(hidden.shape)
+        if hidden.ndim == 2:  # no view of the result: `fully_shard` warns of one
+            return self.dispatcher(forward, hidden, index, weights)
+        return self.dispatcher(forward, hidden.flatten(0, -2), index, weights).view(hidden.shape)
