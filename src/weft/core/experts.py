@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from weft.core.shards import balanced_span
@@ -48,3 +49,44 @@ def choose_dispatcher(layers: Iterable[tuple[int, int | None]], *, ep: int) -> D
         return ep - 1 <= MOST_GATHERED * rows_sent("tokens", num_experts=num_experts, top_k=top_k, ep=ep)
 
     return "gather" if all(gathers(*layer) for layer in layers) else "tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """What one rank's exchange routes: `tokens` of every rank, `top_k` experts each, over `ep` ranks."""
+
+    tokens: int
+    top_k: int
+    num_experts: int
+    ep: int
+    rank: int
+
+    def expected(self, *, imbalance: float = 1.0) -> dict[str, tuple[int, ...]]:
+        """Counts by rank. A pair is a token and an expert; a row is a token and a rank that holds one of its experts.
+
+        This rank is chosen `imbalance` times as often as by an even router, and the others less.
+        """
+        spans = [balanced_span(self.num_experts, degree=self.ep, place=place).size for place in range(self.ep)]
+        share = spans[self.rank] / self.num_experts
+        own = min(1.0, share * imbalance)
+        rest = (1 - own) / (1 - share) if share < 1 else 0.0
+        reached = ranks_reached(num_experts=self.num_experts, top_k=self.top_k, ep=self.ep)
+        pairs = [self.tokens * self.top_k * size / self.num_experts for size in spans]
+        scale = [own / share if place == self.rank else rest for place in range(self.ep)]
+        rows_sent = [
+            min(self.tokens, math.ceil(self.tokens * min(1.0, chance * factor)))
+            for chance, factor in zip(reached, scale, strict=True)
+        ]
+        pairs_sent = _rounded([count * factor for count, factor in zip(pairs, scale, strict=True)])
+        return {
+            "rows_sent": tuple(rows_sent),
+            "rows_received": (rows_sent[self.rank],) * self.ep,
+            "pairs_sent": tuple(pairs_sent),
+            "pairs_received": (pairs_sent[self.rank],) * self.ep,
+        }
+
+
+def _rounded(values: list[float]) -> list[int]:
+    """Integers with the same sum, which is one."""
+    ends = [round(sum(values[: index + 1])) for index in range(len(values))]
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]

@@ -206,6 +206,7 @@ class ModelShape:
     final_norm: Literal["rms", "layer"] = "rms"
     outside: tuple[ExtraShape, ...] = ()  # other parameters outside blocks: final norms, learned positions
     dropout: float = 0.0
+    whole_experts: str = ""  # why the experts cannot be divided over ranks; "" if they can, or if there are none
     is_exact: bool = True  # all parameters of the model are counted
     notes: tuple[str, ...] = ()
 

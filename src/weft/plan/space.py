@@ -122,8 +122,8 @@ def _replica_counts(request: Request, freedom: Freedom, dp: int, *, inner: int) 
 
 
 def _expert_degrees(request: Request, freedom: Freedom, pool: int) -> list[int]:
-    experts = [block.moe.num_experts for block in request.shape.kinds if block.moe is not None]
-    if not experts:
+    experts = [num_experts for num_experts, _ in request.shape.expert_layers]
+    if not experts or request.shape.whole_experts:
         return _choices("mesh.ep", [1], freedom, limit=1)
     common = int(np.gcd.reduce(experts))
     return _choices("mesh.ep", [d for d in _divisors(common) if pool % d == 0], freedom, limit=pool)

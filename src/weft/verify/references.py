@@ -105,7 +105,7 @@ class ReferenceCache:
 
 def _allowance(plan: Plan, precision: ReferencePrecision, *, routes: bool) -> RoundingAllowance:
     """The allowance of plans that round differently from one process from the first step on. bfloat16 gradients are
-    summed over micro-batches in bfloat16: rounded terms, as in tensor parallelism, or as outputs of experts on ranks."""
+    summed over micro-batches in bfloat16: rounded terms, as in tensor parallelism, or as sums over experts."""
     along = ROUTED_ALONG if routes else ALONG_SHARE
     if precision.float8 != "none":  # another order of a float32 sum makes an operand round the other way
         return rounded_terms("float8_e4m3fn", along=along)

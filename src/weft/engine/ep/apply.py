@@ -59,12 +59,8 @@ def divide_experts(
 
 
 def _require_experts(experts: ExpertLayout, model_name: str) -> None:
-    if not experts.layers:
-        reason = next(iter(experts.declined.values()), "it has none")
+    if reason := experts.why_not_divided:
         raise MeshError(f"the experts of {model_name} cannot be divided over ranks: {reason}", hint="use mesh.ep = 1")
-    shared = next((name for layer in experts.layers for name in layer.shared), None)
-    if shared is not None:  # its module is sharded over the ranks with the same experts alone
-        raise MeshError(f"all experts use {shared}, so they cannot be divided over ranks", hint="use mesh.ep = 1")
 
 
 def expert_shards(model: nn.Module, experts: ExpertLayout, *, degree: int, place: int) -> dict[str, LocalShard]:

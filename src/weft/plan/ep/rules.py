@@ -1,4 +1,5 @@
-"""Legality of expert parallelism: every rank of ep holds an expert, and ep divides dp_shard x cp x tp.
+"""Legality of expert parallelism: experts that can be divided, one for every rank of ep at least, and ep divides
+dp_shard x cp x tp.
 
 Experts need not divide: ranks hold balanced spans of them (`core.shards.balanced_span`).
 """
@@ -11,24 +12,28 @@ from weft.plan.columns import Bools, Columns
 from weft.plan.request import Request
 
 
-def fewest_experts(shape: ModelShape) -> int:
-    """The experts of the block with the fewest; 0 for a dense model."""
-    return min((block.moe.num_experts for block in shape.kinds if block.moe is not None), default=0)
+def most_ranks(shape: ModelShape) -> int:
+    """The experts of the block with the fewest; 1 for a dense model, and if experts cannot be divided."""
+    return min((num_experts for num_experts, _ in shape.expert_layers), default=1) if not shape.whole_experts else 1
 
 
 def check_experts(shape: ModelShape, ep: int) -> list[tuple[str, str]]:
     """Why the experts of a model cannot be divided over `ep` ranks, as (sentence, hint)."""
-    experts = fewest_experts(shape)
-    if ep <= max(1, experts):
+    most = most_ranks(shape)
+    if ep <= most:
         return []
-    if not experts:
+    if shape.whole_experts:
+        sentence = (
+            f"mesh.ep = {ep}, but the experts of {shape.name} cannot be divided over ranks: {shape.whole_experts}"
+        )
+        return [(sentence, "use mesh.ep = 1")]
+    if not shape.expert_layers:
         return [(f"mesh.ep = {ep}, but {shape.name} has no experts", "use mesh.ep = 1")]
-    sentence = f"mesh.ep = {ep} is more than the {experts} experts of {shape.name}"
-    return [(sentence, f"use mesh.ep of at most {experts}")]
+    return [(f"mesh.ep = {ep} is more than the {most} experts of {shape.name}", f"use mesh.ep of at most {most}")]
 
 
 def _ranks_without_experts(request: Request, columns: Columns) -> Bools:
-    return columns.ep > max(1, fewest_experts(request.shape))
+    return columns.ep > most_ranks(request.shape)
 
 
 def _ranks_do_not_divide(request: Request, columns: Columns) -> Bools:
@@ -40,6 +45,6 @@ def _at_most(request: Request, columns: Columns) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("experts", "ep must be at most the number of experts", _ranks_without_experts, _at_most),
+    Rule("experts", "ep must be at most the number of experts that can be divided", _ranks_without_experts, _at_most),
     Rule("expert_ranks", "ep must divide dp_shard x cp x tp", _ranks_do_not_divide),
 )
