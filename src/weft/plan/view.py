@@ -73,8 +73,9 @@ def _in_float8(block: BlockShape, choice: Float8Choice) -> list[int]:
 
 def is_compiled(request: Request, columns: Columns) -> Bools:
     """Whether blocks save the activations of compiled ones. Models with dropout do not, even if the plan compiles;
-    step times follow the plan, since other trainers have fused kernels with dropout."""
-    return (columns.compiled > 0) & (not request.shape.has_dropout)
+    step times follow the plan, since other trainers have fused kernels with dropout. Experts behind a dispatcher, whose
+    rows vary, are not compiled."""
+    return (columns.compiled > 0) & (not request.shape.has_dropout) & (columns.ep == 1)
 
 
 def views_of(request: Request, columns: Columns) -> list[View]:
