@@ -41,7 +41,7 @@ GROUPS: dict[str, Group] = {
         plan=divided("pairs", zero=1, microbatches=1),
         model="mixtral",
         bugs=(
-            Bug(mutate=bugs.counts_of_experts_swapped, check="loss", step=1),
+            Bug(mutate=bugs.counts_of_experts_swapped, check=("loss", "gradients"), step=1),
             Bug(mutate=bugs.local_number_off_by_one, check="loss", step=1),
             Bug(mutate=bugs.expert_gradients_averaged_over_ep, check="gradients", words=("experts",), step=1),
         ),
