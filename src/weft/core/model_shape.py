@@ -208,6 +208,7 @@ class ModelShape:
     final_norm: Literal["rms", "layer"] = "rms"
     outside: tuple[ExtraShape, ...] = ()  # other parameters outside blocks: final norms, learned positions
     dropout: float = 0.0
+    whole_experts: str = ""  # why the experts cannot be divided over ranks; "" if they can, or if there are none
     is_exact: bool = True  # all parameters of the model are counted
     notes: tuple[str, ...] = ()
 
@@ -230,6 +231,11 @@ class ModelShape:
     def kind_counts(self) -> tuple[int, ...]:
         counts = Counter(self.order)
         return tuple(counts[index] for index in range(len(self.kinds)))
+
+    @property
+    def expert_layers(self) -> tuple[tuple[int, int], ...]:
+        """(experts, experts per token) of each kind of block with experts."""
+        return tuple((kind.moe.num_experts, kind.moe.top_k) for kind in self.kinds if kind.moe is not None)
 
     @property
     def embedding_parameters(self) -> int:

@@ -7,6 +7,7 @@ Ranks = dp_replicate x dp_shard x cp x tp x pp, and any axis that was registered
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, create_model, field_validator, model_validator
@@ -14,6 +15,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 from weft.core import axes
 from weft.core.config import Document, Section, sections_of
 from weft.core.errors import PlanError
+from weft.core.experts import choose_dispatcher
 from weft.core.precision import COMPONENTS, LOW_STATES, DType, PrecisionPolicy, Preset, resolve
 
 SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules that split the backward
@@ -74,8 +76,11 @@ class TensorParallel(Section):
 
 
 class ExpertParallel(Section):
-    """How mesh.ep goes with mesh.tp."""
-
+    dispatcher: Literal["auto", "pairs", "tokens", "gather"] = Field(
+        default="auto",
+        description="how tokens reach the ranks of their experts: pairs (one row per expert) | tokens (one row per "
+        "rank) | gather (all rows to all ranks) | auto (gather if it sends at most 1.15 x the rows of tokens)",
+    )
     tensor: Literal["folded", "width"] = Field(
         default="folded",
         description="tensor-parallel ranks and experts: folded (they hold further experts: ep divides dp_shard x cp x "
@@ -293,6 +298,11 @@ class Plan(Document):
         return self.mesh.pp > 1 and self.pipeline.never_drains
 
     @property
+    def has_open_dispatcher(self) -> bool:
+        """Whether the dispatcher is still to be chosen for the model."""
+        return self.mesh.ep > 1 and self.expert_parallel.dispatcher == "auto"
+
+    @property
     def strategy_name(self) -> str:
         """The common name of this data-parallel layout."""
         if self.data_parallel.strategy == "dataparallel":
@@ -387,6 +397,14 @@ def require_mixture(plan: Plan, *, num_blocks: int) -> None:
             f"{num_blocks}",
             hint=f"set two numbers that add up to at most {num_blocks}, or [] to have them chosen",
         )
+
+
+def with_dispatcher(plan: Plan, layers: Iterable[tuple[int, int | None]]) -> Plan:
+    """The plan with a chosen dispatcher; `layers` as in `choose_dispatcher`."""
+    if not plan.has_open_dispatcher:
+        return plan
+    chosen = ExpertParallel(dispatcher=choose_dispatcher(layers, ep=plan.mesh.ep))
+    return plan.model_copy(update={"expert_parallel": chosen})
 
 
 def with_mixture(plan: Plan, mixture: tuple[int, int]) -> Plan:

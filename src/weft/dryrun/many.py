@@ -36,6 +36,7 @@ class DryRunJob:
     rank: int = 0
     on_gpu: bool = True
     attention: Literal["cudnn", "flash"] = "cudnn"
+    imbalance: float = 1.0  # of routers: tokens of the rank's experts, times those of an even one
     memory_only: bool = False  # half the work with many micro-batches: no traffic and FLOPs
 
     @staticmethod
@@ -151,7 +152,9 @@ def _carry_out(job: DryRunJob) -> DryRun | WeftError:
     from weft.dryrun.run import dry_run
 
     try:
-        return dry_run(job.run, job.plan, rank=job.rank, on_gpu=job.on_gpu, attention=job.attention)
+        return dry_run(
+            job.run, job.plan, rank=job.rank, on_gpu=job.on_gpu, attention=job.attention, imbalance=job.imbalance
+        )
     except WeftError as error:
         return error
     except Exception as error:

@@ -41,10 +41,19 @@ CPU = torch.device("cpu")
 MAX_STEPS = 5
 
 
-def dry_run(run: RunSpec, plan: Plan, *, rank: int = 0, on_gpu: bool = True, attention: Kernel = "cudnn") -> DryRun:
+def dry_run(
+    run: RunSpec,
+    plan: Plan,
+    *,
+    rank: int = 0,
+    on_gpu: bool = True,
+    attention: Kernel = "cudnn",
+    imbalance: float = 1.0,
+) -> DryRun:
     """Dry-run one rank of `plan`; `on_gpu` uses a GPU's kernels and adds their workspaces.
 
-    `attention` is the kernel that the GPU prefers: "cudnn" on Hopper and Blackwell, "flash" on others.
+    `attention` is the kernel that the GPU prefers: "cudnn" on Hopper and Blackwell, "flash" on others. `imbalance`:
+    in expert parallelism, tokens that reach the rank's experts, times those of an even router.
     """
     began_s = time.perf_counter()
     require_legal(plan, run)
@@ -52,25 +61,26 @@ def dry_run(run: RunSpec, plan: Plan, *, rank: int = 0, on_gpu: bool = True, att
         raise MeshError(f"there is no rank {rank} among {plan.num_ranks}", hint=f"ranks are 0 to {plan.num_ranks - 1}")
     kernel = attention if on_gpu else None
     try:
-        return _of_rank(run, plan, kernel, began_s, rank=rank)
+        return _of_rank(run, plan, kernel, began_s, rank=rank, imbalance=imbalance)
     except Exception as error:
         why = why_not_followed(error) if plan.compile.enabled else ""
         if not why:
             raise
-        found = _of_rank(run, _stand_in(run, plan), kernel, began_s, rank=rank)
+        found = _of_rank(run, _stand_in(run, plan), kernel, began_s, rank=rank, imbalance=imbalance)
         note = (
             f"the dry run cannot compile this model's blocks ({why}): their memory is estimated as selective recompute"
         )
         return replace(found, notes=(*found.notes, note))
 
 
-def _of_rank(run: RunSpec, plan: Plan, kernel: Kernel | None, began_s: float, *, rank: int) -> DryRun:
+def _of_rank(run: RunSpec, plan: Plan, kernel: Kernel | None, began_s: float, *, rank: int, imbalance: float) -> DryRun:
     compiler = compiler_without_code() if plan.compile.enabled else nullcontext()
-    with compiler, fake_world(num_ranks=plan.num_ranks, rank=rank, attention=kernel) as world:
+    with compiler, fake_world(num_ranks=plan.num_ranks, rank=rank, attention=kernel, imbalance=imbalance) as world:
         stage = FakeTraining(run, plan)
         try:
             with world.mode:
-                return _measure(stage, world, began_s, rank=rank)
+                found = _measure(stage, world, began_s, rank=rank)
+                return replace(found, notes=(*found.notes, *_routing_notes(plan, imbalance)))
         except Exception as error:
             cause = error.__cause__ if isinstance(error, PipelineError) else error
             if isinstance(cause, DataDependentOutputException | DynamicOutputShapeException):
@@ -223,6 +233,12 @@ def _notes(stage: FakeTraining) -> tuple[str, ...]:
     if stage.run.data.isolate_documents:
         notes.append("documents are not isolated in a dry run: attention masks of packed rows are not counted")
     return tuple(notes)
+
+
+def _routing_notes(plan: Plan, imbalance: float) -> tuple[str, ...]:
+    if plan.mesh.ep == 1:
+        return ()
+    return (f"the rank's experts get {imbalance:g} x the tokens of an even router (--imbalance)",)
 
 
 class _FakeWeights:

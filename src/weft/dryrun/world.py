@@ -27,6 +27,7 @@ import weft.engine.activations.dropout as randomness
 import weft.engine.buffers.changes as buffers
 import weft.engine.buffers.sync as buffer_sync
 import weft.engine.dp.choose as choose
+import weft.engine.ep.counts as expert_counts
 import weft.engine.kernels.float8 as float8
 import weft.engine.kernels.head_loss as head_loss
 import weft.engine.mesh as mesh
@@ -35,6 +36,7 @@ import weft.engine.pp.apply as pipeline
 import weft.engine.pp.p2p as p2p
 import weft.engine.pp.stages as stages
 import weft.engine.updates as updates
+from weft.core.experts import Routing
 from weft.dryrun.kernels import Kernel, gpu_attention
 from weft.dryrun.replicas import FakeReplicated
 from weft.dryrun.streams import CurrentStream
@@ -55,13 +57,21 @@ class FakeWorld:
 
 
 @contextmanager
-def fake_world(*, num_ranks: int, rank: int, attention: Kernel | None) -> Iterator[FakeWorld]:
-    """Rank `rank` of `num_ranks`, alone in this process; `attention` is its GPU's kernel, None for a CPU."""
+def fake_world(*, num_ranks: int, rank: int, attention: Kernel | None, imbalance: float = 1.0) -> Iterator[FakeWorld]:
+    """Rank `rank` of `num_ranks`, alone in this process; `attention` is its GPU's kernel, None for a CPU.
+
+    Routers choose the experts of the rank `imbalance` times as often as even ones.
+    """
     if dist.is_initialized():
         raise RuntimeError("a dry run needs a process without a process group, and one exists already")
     stream = CurrentStream()
     with ExitStack() as stack:
-        for patch in [*_patches(), *stream.patches(), *(_gpu_patches(attention) if attention else [])]:
+        for patch in [
+            *_patches(),
+            _expected_counts(imbalance),
+            *stream.patches(),
+            *(_gpu_patches(attention) if attention else []),
+        ]:
             stack.enter_context(patch)
         # DTensor caches results by mesh, and the meshes of two ranks compare equal
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
@@ -134,6 +144,16 @@ def _patches() -> list[Any]:
     found += [mock.patch.object(device_mesh.DeviceMesh, name, _outside(method)) for name, method in methods.items()]
     getter = device_mesh.DeviceMesh.mesh.fget  # type: ignore[attr-defined]
     return [*found, mock.patch.object(device_mesh.DeviceMesh, "mesh", property(_outside(getter)))]
+
+
+def _expected_counts(imbalance: float) -> Any:
+    """The sizes of exchanges between experts are read from the router's choices, which do not exist here."""
+
+    def expected(routing: Routing, **counts: torch.Tensor) -> list[tuple[int, ...]]:
+        found = routing.expected(imbalance=imbalance)
+        return [found[name] for name in counts]
+
+    return mock.patch.object(expert_counts, "read_counts", expected)
 
 
 def _returns(answer: bool) -> Callable[..., bool]:

@@ -153,7 +153,7 @@ def apply_tensor_and_expert(
         layout,
         experts,
         topology,
-        kind="tokens",
+        kind=plan.expert_parallel.dispatcher,
         is_sharded=plan.data_parallel.zero > 0,
         same_rows=topology.group(axes.TP) if has_same_rows else None,
         tensor_shards=tp.shards if tp is not None else {},

@@ -54,6 +54,7 @@ class Topology:
     stage_group: dist.ProcessGroup | None = None  # ranks that share this rank's stages; None: all ranks do
     groups: OwnedGroups = field(default_factory=OwnedGroups)  # all groups created for this topology
     expert_mesh: DeviceMesh | None = None  # dp_shard x cp (x tp) as edp x ep, in expert parallelism
+    expert_group: dist.ProcessGroup | None = None  # the ranks of ep
 
     @property
     def stage_size(self) -> int:
@@ -121,9 +122,19 @@ class Topology:
         return self.groups.new_partition(rank_lists(self.mesh, axes.DATA_AXES), title="buffers")
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        if self.expert_mesh is not None and axis in (axes.EP, axes.EDP):
+        if axis == axes.EP and self.expert_group is not None:
+            return self.expert_group
+        if axis == axes.EDP and self.expert_mesh is not None:
             return self.expert_mesh.get_group(axis)
         return self.mesh.get_group(axis)
+
+    @property
+    def group_axes(self) -> dict[str, str]:
+        """Group name -> axis: those of the mesh, and those of experts, which have groups of their own."""
+        meshes = [(self.mesh, self.axis_names)]
+        if self.expert_mesh is not None:
+            meshes.append((self.expert_mesh, tuple(self.expert_mesh.mesh_dim_names or ())))
+        return {str(mesh.get_group(axis).group_name): axis for mesh, names in reversed(meshes) for axis in names}
 
     def sum_over(self, value: torch.Tensor, axis_names: Sequence[str]) -> None:
         """Sum `value` in place over the ranks of some axes. Collective."""
@@ -155,9 +166,11 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
     mesh = init_device_mesh(device_type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
     groups = OwnedGroups()
     groups.adopt(mesh.get_all_groups())
-    expert_mesh = _expert_mesh(ordered, plan, device_type=device_type)
+    expert_mesh, expert_group = _expert_mesh(ordered, plan, device_type=device_type), None
     if expert_mesh is not None:
         groups.adopt(expert_mesh.get_all_groups())
+        # of its own: over all ranks a mesh takes the group of the world, whose queue is that of weights and gradients
+        expert_group = groups.new_partition(rank_lists(expert_mesh, (axes.EP,)), title="expert parallel")
     data_ranks = rank_lists(mesh, axes.DATA_AXES)
     own = next(ranks for ranks in data_ranks if dist.get_rank() in ranks)
     pp = plan.mesh.pp
@@ -173,6 +186,7 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
         stage_group=groups.new_partition(rank_lists(mesh, of_stage), title="stage") if pp > 1 else None,
         groups=groups,
         expert_mesh=expert_mesh,
+        expert_group=expert_group,
     )
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from weft.core import axes
 from weft.core.errors import PlanError
-from weft.core.plan import Float8Choice, Pipeline, Plan, TensorParallel
+from weft.core.plan import ExpertParallel, Float8Choice, Pipeline, Plan, TensorParallel
 from weft.core.tensor_grid import tensor_depth
 
 Ints = npt.NDArray[np.int64]
@@ -24,6 +24,7 @@ Bools = npt.NDArray[np.bool_]
 
 SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotation)
 TP_MODES: tuple[str, ...] = get_args(TensorParallel.model_fields["mode"].annotation)
+DISPATCHERS: tuple[str, ...] = get_args(ExpertParallel.model_fields["dispatcher"].annotation)
 RECOMPUTE = ("none", "selective", "full", "budget")
 FLOAT8: tuple[Float8Choice, ...] = get_args(Float8Choice)
 MIXED = RECOMPUTE.index("budget")
@@ -51,6 +52,7 @@ class Columns:
     tp: Ints
     pp: Ints
     ep: Ints
+    dispatcher: Ints  # index into DISPATCHERS
     zero: Ints
     microbatches: Ints
     schedule: Ints  # index into SCHEDULES
@@ -191,6 +193,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         tp=column(plan.mesh.tp for plan in plans),
         pp=column(plan.mesh.pp for plan in plans),
         ep=column(plan.mesh.ep for plan in plans),
+        dispatcher=column(DISPATCHERS.index(plan.expert_parallel.dispatcher) for plan in plans),
         zero=column(plan.data_parallel.zero for plan in plans),
         microbatches=column(plan.pipeline.microbatches for plan in plans),
         schedule=column(SCHEDULES.index(plan.pipeline.schedule) for plan in plans),
@@ -234,6 +237,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "sequence_parallel": bool(at("sequence_parallel")),
             "loss_parallel": bool(at("loss_parallel")),
         },
+        "expert_parallel": {"dispatcher": DISPATCHERS[at("dispatcher")]},
         "pipeline": {
             "schedule": SCHEDULES[at("schedule")],
             "microbatches": at("microbatches"),

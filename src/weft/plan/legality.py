@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from weft.core.errors import BatchError, NotBuiltError, PlanError, WeftError
+from weft.core.errors import BatchError, MeshError, NotBuiltError, PlanError, WeftError
 from weft.core.executable import not_executed_reasons
+from weft.core.model_shape import ModelShape
 from weft.core.plan import Plan, check_consistent
 from weft.core.run_spec import RunSpec
 from weft.core.tensor_grid import row_chunks
@@ -71,12 +72,33 @@ def _sequence_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
         )
 
 
+def _expert_reasons(plan: Plan, run: RunSpec | None) -> list[Reason]:
+    """Every rank of ep holds an expert of the run's model."""
+    if run is None or plan.mesh.ep == 1:
+        return []
+    from weft.plan.ep.rules import check_experts  # numpy, and torch for an unknown config: only experts need them
+
+    shape = known_shape(run)
+    return check_experts(shape, plan.mesh.ep) if shape is not None else []
+
+
+def known_shape(run: RunSpec) -> ModelShape | None:
+    """The shape of the run's model; None if the planner has none: the engine then judges the model itself."""
+    from weft.plan.ask import resolve_model
+
+    try:
+        return resolve_model(run)[0]
+    except WeftError:
+        return None
+
+
 RULES = (
     LegalityRule("consistent", PlanError, lambda plan, _: check_consistent(plan)),
     LegalityRule("executable", NotBuiltError, lambda plan, _: not_executed_reasons(plan)),
     LegalityRule("schedule", PlanError, _schedule_reasons),
     LegalityRule("batch", BatchError, _batch_reasons),
     LegalityRule("sequence", BatchError, _sequence_reasons),
+    LegalityRule("experts", MeshError, _expert_reasons),
 )
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from weft.core import axes
 from weft.core.errors import MeshError, PlanError, WeftError
 from weft.core.executable import why_not_compiled, why_not_fused
-from weft.core.plan import Compile, Plan
+from weft.core.plan import Compile, Plan, with_dispatcher
 from weft.core.run_spec import RunSpec
-from weft.plan.legality import require_legal
+from weft.plan.legality import known_shape, require_legal
 
 Tables = dict[str, Any]
 
@@ -43,6 +43,7 @@ def resolve(
             hint=f"use --nproc {plan.num_ranks}, or change [mesh] so that its product is {num_ranks}",
         )
     require_legal(plan, run)
+    plan = with_dispatcher_for(run, plan)
     return plan if devices is None else with_mixture_for(devices, run, plan)
 
 
@@ -79,6 +80,13 @@ def _in_bf16(tables: Tables) -> Tables:
     if "preset" in precision or dp.get("strategy") == "dataparallel":
         return tables
     return {**tables, "precision": {**precision, "preset": "bf16"}}
+
+
+def with_dispatcher_for(run: RunSpec, plan: Plan) -> Plan:
+    """The plan with the dispatcher chosen for the run's model; open if the planner has no shape of it."""
+    if not plan.has_open_dispatcher or (shape := known_shape(run)) is None:
+        return plan
+    return with_dispatcher(plan, shape.expert_layers)
 
 
 def with_mixture_for(devices: Callable[[int], str], run: RunSpec, plan: Plan) -> Plan:

@@ -13,7 +13,8 @@ from typing import cast
 import numpy as np
 
 from weft.core.plan import SPLIT, Float8Choice
-from weft.plan.columns import FLOAT8, LOOPED, RECOMPUTE, SCHEDULES, TP_MODES, V_SHAPED, Columns, Ints
+from weft.plan.columns import DISPATCHERS, FLOAT8, LOOPED, RECOMPUTE, SCHEDULES, TP_MODES, V_SHAPED, Columns, Ints
+from weft.plan.ep.choice import chosen_dispatchers
 from weft.plan.request import Request
 
 SYNCHRONOUS = ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev", "gpipe", "looped_bfs", "naive")
@@ -36,7 +37,13 @@ SEARCHED = frozenset(
     (
         *(f"mesh.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")),
         *("data_parallel.zero", "tensor_parallel.mode", "tensor_parallel.sequence_parallel"),
-        *("tensor_parallel.loss_parallel", "pipeline.schedule", "pipeline.microbatches", "pipeline.virtual_stages"),
+        *(
+            "tensor_parallel.loss_parallel",
+            "expert_parallel.dispatcher",
+            "pipeline.schedule",
+            "pipeline.microbatches",
+            "pipeline.virtual_stages",
+        ),
         *("activations.policy", "activations.offload", "offload.optimizer", "offload.parameters", "compile.enabled"),
         *("kernels.loss", "float8.linears", "float8.gather"),
     )
@@ -115,8 +122,8 @@ def _replica_counts(request: Request, freedom: Freedom, dp: int, *, inner: int) 
 
 
 def _expert_degrees(request: Request, freedom: Freedom, pool: int) -> list[int]:
-    experts = [block.moe.num_experts for block in request.shape.kinds if block.moe is not None]
-    if not experts:
+    experts = [num_experts for num_experts, _ in request.shape.expert_layers]
+    if not experts or request.shape.whole_experts:
         return _choices("mesh.ep", [1], freedom, limit=1)
     common = int(np.gcd.reduce(experts))
     return _choices("mesh.ep", [d for d in _divisors(common) if pool % d == 0], freedom, limit=pool)
@@ -187,6 +194,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
 
     return Columns(
         dp_replicate=table[:, 0], dp_shard=table[:, 1], cp=table[:, 2], tp=table[:, 3], pp=table[:, 4], ep=table[:, 5],
+        dispatcher=_dispatchers(table[:, 5], freedom, request),
         zero=table[:, 6], schedule=table[:, 7], virtual_stages=table[:, 8], recompute=table[:, 9], tp_mode=table[:, 10],
         offload_optimizer=table[:, 11], microbatches=table[:, 12],
         sequence_parallel=switch("tensor_parallel.sequence_parallel", one_d.astype(np.int64)),
@@ -201,6 +209,14 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         full_blocks=np.zeros(size, dtype=np.int64), selective_blocks=np.zeros(size, dtype=np.int64),
         partition=np.zeros(size, dtype=np.int64),
     )  # fmt: skip
+
+
+def _dispatchers(ep: Ints, freedom: Freedom, request: Request) -> Ints:
+    """The dispatcher of each plan: the fixed one, or the one that `core.experts` chooses for the model."""
+    asked = str(freedom.fixed.get("expert_parallel.dispatcher", "auto"))
+    if asked != "auto":
+        return np.full(len(ep), DISPATCHERS.index(asked), dtype=np.int64)
+    return chosen_dispatchers(request.shape, ep, np.zeros_like(ep))
 
 
 def _fast_path(table: Ints, freedom: Freedom, request: Request) -> tuple[Ints, Ints]:

@@ -44,8 +44,10 @@ class View:
         """Mean bytes per gathered element of a block: some weights are gathered in float8."""
         blocks = [self.shape.kinds[kind] for kind in self.shape.order]
         total = max(1, sum(block.num_parameters for block in blocks))
-        shares = [sum(size for block in blocks for size in _in_float8(block, choice)) / total for choice in FLOAT8]
-        share = np.asarray(shares)[self.columns.float8] * (self.columns.shards > 1)
+        experts = sum(linear.num_parameters for block in blocks for linear in block.linears if linear.role == "expert")
+        in_unit = np.where(self.columns.ep > 1, max(1, total - experts), total)  # with ep a unit of their own
+        sizes = np.asarray([sum(size for block in blocks for size in _in_float8(block, choice)) for choice in FLOAT8])
+        share = sizes[self.columns.float8] / in_unit * (self.columns.shards > 1)
         return np.asarray(self.sizes.compute - (self.sizes.compute - 1) * share, dtype=np.float64)
 
     @cached_property
@@ -71,8 +73,9 @@ def _in_float8(block: BlockShape, choice: Float8Choice) -> list[int]:
 
 def is_compiled(request: Request, columns: Columns) -> Bools:
     """Whether blocks save the activations of compiled ones. Models with dropout do not, even if the plan compiles;
-    step times follow the plan, since other trainers have fused kernels with dropout."""
-    return (columns.compiled > 0) & (not request.shape.has_dropout)
+    step times follow the plan, since other trainers have fused kernels with dropout. Experts behind a dispatcher, whose
+    rows vary, are not compiled."""
+    return (columns.compiled > 0) & (not request.shape.has_dropout) & (columns.ep == 1)
 
 
 def views_of(request: Request, columns: Columns) -> list[View]:

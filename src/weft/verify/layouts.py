@@ -12,6 +12,7 @@ def plan_name(plan: Plan) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes().items() if size > 1) or "one rank"
     microbatches = plan.pipeline.microbatches
     tensors = f"{_tensor_switches(plan)}, " if plan.mesh.tp > 1 else ""
+    tensors += f"ep {plan.mesh.ep} by {plan.expert_parallel.dispatcher}, " if plan.mesh.ep > 1 else ""
     tensors += f"{plan.pipeline.schedule}, " if plan.mesh.pp > 1 else ""
     batches = f"{microbatches} micro-batch{'es' if microbatches > 1 else ''}"
     return f"{plan.strategy_name}, {mesh}, {tensors}{batches}, {plan.precision.preset}"
@@ -59,11 +60,13 @@ def _other_degree(plan: Plan) -> int:
 
 
 def coordinates_of(plan: Plan, rank: int) -> str:
-    """'rank 3 (dp_replicate 1, dp_shard 1)'."""
+    """'rank 3 (dp_replicate 1, dp_shard 1)'; ep is a part of dp_shard."""
     parts = []
     rest = rank
     for axis, size in reversed(plan.mesh.sizes().items()):
         rest, place = divmod(rest, size)
+        if axis == axes.DP_SHARD and plan.mesh.ep > 1:
+            parts.append(f"ep {place % plan.mesh.ep}")
         if size > 1:
             parts.append(f"{axis} {place}")
     return f"rank {rank}" + (f" ({', '.join(reversed(parts))})" if parts else "")

@@ -35,7 +35,7 @@ def shrink(run: RunSpec, plan: Plan, *, vocab_size: int) -> tuple[RunSpec, list[
     depth = _depth(config, least=max(policies, stages, listed))
     factor = _width_factor(config, tp=plan.mesh.tp)
     while factor >= 1:
-        overrides = {**depth, **_narrow(config, factor, tp=plan.mesh.tp)}
+        overrides = {**depth, **_narrow(config, factor, tp=plan.mesh.tp, ep=plan.mesh.ep)}
         model = run.model.model_copy(update={"config": {**run.model.config, **overrides}, "weights": "random"})
         small = run.model_copy(update={"model": model})
         if not overrides or _builds(small, vocab_size=vocab_size):
@@ -100,7 +100,7 @@ def _stays_even(count: int, factor: int, *, tp: int) -> bool:
     return left % tp == 0 or (count % tp != 0 and (tp % count != 0 or tp % left == 0))
 
 
-def _narrow(config: Any, factor: int, *, tp: int) -> dict[str, int]:
+def _narrow(config: Any, factor: int, *, tp: int, ep: int) -> dict[str, int]:
     """Divide widths and heads by `factor`, which keeps the head size; reduce experts to a few."""
     overrides: dict[str, int] = {}
     for key in (*WIDTH_KEYS, *INNER_KEYS, *HEAD_KEYS, *KEY_VALUE_KEYS):
@@ -110,7 +110,9 @@ def _narrow(config: Any, factor: int, *, tp: int) -> dict[str, int]:
     for key in EXPERT_KEYS:
         value = getattr(config, key, None)
         if _is_own(config, key) and isinstance(value, int) and value > MIN_EXPERTS:
-            overrides[key] = max(MIN_EXPERTS, int(getattr(config, "num_experts_per_tok", 1) or 1) * 2)
+            top_k = int(getattr(config, "num_experts_per_tok", 1) or 1)
+            few = -(-max(MIN_EXPERTS, 2 * top_k, 2 * ep) // ep) * ep
+            overrides[key] = few + value % ep  # spans that are uneven stay so
     return {key: value for key, value in overrides.items() if value < getattr(config, key)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import request_of, tiny_llama
 
-from weft.core.errors import BatchError, NotBuiltError
+from weft.core.errors import BatchError, MeshError, NotBuiltError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.plan.columns import columns_of
@@ -67,6 +68,7 @@ def test_a_sequence_that_ranks_cannot_share_is_refused_where_they_would_share_it
         ("schedule", {"mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}}, 1, 64),
         ("batch", {"pipeline": {"microbatches": 2}}, 1, 64),
         ("sequence", {"mesh": {"tp": 2}}, 1, 63),
+        ("experts", {"mesh": {"dp_shard": 2, "ep": 2}, "data_parallel": {"zero": 1}}, 2, 64),
     ],
 )
 def test_each_rule_has_a_plan_that_it_alone_refuses(rule: str, tables: dict[str, Any], rows: int, length: int) -> None:
@@ -79,7 +81,7 @@ def test_each_rule_has_a_plan_that_it_alone_refuses(rule: str, tables: dict[str,
 
 
 def test_each_rule_of_the_table_is_tried() -> None:
-    assert {one.name for one in RULES} == {"consistent", "executable", "schedule", "batch", "sequence"}
+    assert {one.name for one in RULES} == {"consistent", "executable", "schedule", "batch", "sequence", "experts"}
 
 
 @given(
@@ -114,3 +116,28 @@ def test_what_the_planner_allows_the_table_allows(
     if not check_plan(request, columns_of([drawn])):
         broken = [error for error in broken_rules(drawn, run(rows, length)) if not isinstance(error, NotBuiltError)]
         assert broken == []
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "ep", "words", "hint"),
+    [
+        ("llama", {}, 2, "llama has no experts", "use mesh.ep = 1"),
+        ("mixtral", {"num_local_experts": 6}, 8, "more than the 6 experts of mixtral", "at most 6"),
+        ("llama4_text", {}, 2, "its forward takes (hidden_states)", "use mesh.ep = 1"),
+    ],
+)
+def test_bad_degrees_of_experts_are_refused_before_ranks_start(
+    model: str, config: dict[str, Any], ep: int, words: str, hint: str
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, **config}
+    tables = {"model": {"type": model, "config": sizes}, "train": {"global_batch": 8}}
+    plan = Plan.from_tables({"mesh": {"dp_shard": 8, "ep": ep}})
+    with pytest.raises(MeshError, match=re.escape(words)) as raised:
+        require_legal(plan, RunSpec.from_tables(tables))
+    assert hint in raised.value.hint
+
+
+def test_experts_need_not_divide() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    tables = {"model": {"type": "mixtral", "config": {**sizes, "num_local_experts": 7}}, "train": {"global_batch": 8}}
+    require_legal(Plan.from_tables({"mesh": {"dp_shard": 4, "ep": 4}}), RunSpec.from_tables(tables))

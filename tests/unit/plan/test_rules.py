@@ -47,7 +47,8 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("grid", request_of("deepseek-v2-lite", global_batch=64), {"tp": 4, "dp_replicate": 2, "mode": "2d"}),
     ("batch", request_of(global_batch=4), {"tp": 4, "dp_replicate": 2, "mode": "2d", "microbatches": 2}),
     ("experts", LLAMA, {"dp_shard": 8, "zero": 1, "ep": 2}),
-    ("experts", request_of(tiny_mixtral(num_local_experts=6), global_batch=64), {"dp_shard": 8, "zero": 1, "ep": 4}),
+    ("experts", request_of(tiny_mixtral(num_local_experts=6), global_batch=64), {"dp_shard": 8, "zero": 1, "ep": 8}),
+    ("expert_ranks", MOE, {"dp_shard": 8, "zero": 1, "ep": 3}),
     ("zero", LLAMA, {"dp_shard": 8, "zero": 0}),
     ("stages", MOE, {"pp": 8, "microbatches": 8}),
     ("stages", MOE, {"pp": 4, "dp_replicate": 2, "microbatches": 8, "schedule": "zbv", "virtual_stages": 2}),
@@ -98,6 +99,7 @@ def test_every_rule_is_broken_by_some_plan_above() -> None:
         (LLAMA, {"cp": 8, "zero": 3}),
         (LLAMA, {"pp": 8, "microbatches": 16, "schedule": "dualpipev", "virtual_stages": 2}),
         (MOE, {"dp_shard": 8, "ep": 8, "zero": 1}),
+        (request_of(tiny_mixtral(num_local_experts=6), global_batch=64), {"dp_shard": 8, "zero": 1, "ep": 4}),
         (MOE, {"dp_shard": 2, "tp": 4, "ep": 8, "zero": 1}),
         (request_of("qwen2.5-7b", "4xH100-80GB", global_batch=4), {"tp": 4}),  # 28 heads, 4 key-value heads
     ],

@@ -164,6 +164,10 @@ def test_names_and_coordinates_of_plans() -> None:
     assert plan_name(plan) == "HSDP ZeRO-3 (FSDP), dp_replicate 2 x dp_shard 3, 1 micro-batch, bf16"
     assert coordinates_of(plan, 4) == "rank 4 (dp_replicate 1, dp_shard 1)"
     assert coordinates_of(Plan(), 0) == "rank 0"
+    experts = {"mesh": {"dp_shard": 4, "ep": 2}, "expert_parallel": {"dispatcher": "tokens"}}
+    name = "ZeRO-3 (FSDP), dp_shard 4, ep 2 by tokens, 1 micro-batch, fp32"
+    assert plan_name(Plan.from_tables(experts)) == name
+    assert coordinates_of(Plan.from_tables(experts), 3) == "rank 3 (dp_shard 3, ep 1)"
     other = other_layout(plan, global_batch=12)
     assert (other.mesh.dp_replicate, other.data_parallel.zero, other.precision.preset) == (6, 0, "bf16")
     assert other_layout(other, global_batch=12).data_parallel.zero == 3

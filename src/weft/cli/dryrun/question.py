@@ -34,9 +34,12 @@ class DryRunQuestion:
     device: str | None  # as given
     cluster: Cluster | None  # None where no device was named: nothing has to fit
     request: Request | None
+    imbalance: float = 1.0  # of routers, in expert parallelism
 
     @staticmethod
-    def of(run: RunSpec, tables: dict[str, Any], device: str | None, *, source: str = "the plan") -> DryRunQuestion:
+    def of(
+        run: RunSpec, tables: dict[str, Any], device: str | None, *, source: str = "the plan", imbalance: float = 1.0
+    ) -> DryRunQuestion:
         """Resolve the plan, before any process starts."""
         is_cpu = device is not None and device.upper().startswith("CPU")
 
@@ -57,11 +60,13 @@ class DryRunQuestion:
             device=device,
             cluster=hardware.cluster(named) if device is not None else None,
             request=_request(run, plan, named),
+            imbalance=imbalance,
         )
 
     def job(self, *, rank: int, memory_only: bool = False) -> DryRunJob:
         device = self.cluster.device if self.cluster is not None else None
-        return DryRunJob.on(device, self.run, self.plan, rank=rank, memory_only=memory_only)
+        job = DryRunJob.on(device, self.run, self.plan, rank=rank, memory_only=memory_only)
+        return replace(job, imbalance=self.imbalance)
 
     def fit(self, found: DryRun) -> Fit | None:
         return fit_of(found, self.cluster.device) if self.cluster is not None else None

@@ -23,6 +23,9 @@ def dryrun(
     sweep: Annotated[
         str | None, typer.Option(help="KEY=V1,V2,… or KEY alone, up to the largest that fits; or microbatch[=…].")
     ] = None,
+    imbalance: Annotated[
+        float, typer.Option(min=1.0, help="Expert parallelism: tokens of the busiest rank, times those of an even one.")
+    ] = 1.0,
     settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON on stdout.")] = False,
 ) -> None:
@@ -37,7 +40,7 @@ def dryrun(
     spec = resolve_model(run, given, rows=layout.mesh.dp_degree * layout.pipeline.microbatches)
     from weft.cli.dryrun.question import DryRunQuestion, measure  # numpy: not for a refused command
 
-    question = DryRunQuestion.of(spec, tables, device, source=source)
+    question = DryRunQuestion.of(spec, tables, device, source=source, imbalance=imbalance)
     if sweep is not None:
         from weft.cli.dryrun.sweep import run_sweep
 

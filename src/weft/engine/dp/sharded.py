@@ -23,7 +23,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import nn
@@ -73,12 +73,14 @@ def shard_units(
         mixed = MixedPrecisionPolicy(
             param_dtype=torch_dtype(precision.weights), reduce_dtype=torch_dtype(precision.communication)
         )
+    # the inputs of experts have been cast with those of their block: weights of a float32 router stay float32
+    inside = replace(mixed, cast_forward_inputs=False)
     reshard = not STAGES[stage].keep_gathered
-    units = [(model.get_submodule(name), own) for name, own in experts.items()]
-    units += [(module, mesh) for module in (*(model.get_submodule(name) for name in layout.blocks), model)]
-    for module, own in units:
+    units = [(model.get_submodule(name), own, inside) for name, own in experts.items()]
+    units += [(module, mesh, mixed) for module in (*(model.get_submodule(name) for name in layout.blocks), model)]
+    for module, own, policy in units:
         placement = functools.partial(_placement, num_shards=own.size(own.ndim - 1))
-        fully_shard(module, mesh=own, mp_policy=mixed, reshard_after_forward=reshard, shard_placement_fn=placement)
+        fully_shard(module, mesh=own, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement)
     # torch warns when a sharded module returns a view, since writing into it loses a hook. The objective only reads
     # the root's output; the warning stays on for blocks, whose outputs the model's own code handles.
     root = re.escape(type(model).__name__)

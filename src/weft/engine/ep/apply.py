@@ -16,11 +16,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.core import axes
 from weft.core.errors import MeshError, ModelError
+from weft.core.experts import DispatcherKind, choose_dispatcher
 from weft.core.shards import LocalShard, balanced_span, compose, local_shard
 from weft.engine.ep.context import EPContext
 from weft.engine.ep.dispatch import DISPATCHERS, Dispatcher, dispatch_share
@@ -31,8 +33,6 @@ from weft.engine.wrap_forward import Forward, wrap_own_forward
 from weft.models.ep.finder import find_expert_layout
 from weft.models.ep.layout import ExpertLayout
 from weft.models.layout import ModelLayout
-
-DispatcherKind = Literal["pairs", "tokens", "gather"]
 
 
 def find_experts(model: nn.Module, topology: Topology) -> ExpertLayout | None:
@@ -50,7 +50,7 @@ def apply_expert_parallel(
     experts: ExpertLayout,
     topology: Topology,
     *,
-    kind: DispatcherKind,
+    kind: DispatcherKind | Literal["auto"],
     is_sharded: bool,
     same_rows: Group | None = None,
     tensor_shards: Mapping[str, LocalShard] = MappingProxyType({}),
@@ -62,6 +62,9 @@ def apply_expert_parallel(
     group, mesh = topology.group(axes.EP), topology.expert_dp_mesh
     if mesh is None:
         raise MeshError("the mesh has no expert-parallel ranks", hint="set mesh.ep")
+    if kind == "auto":
+        sizes = ((layer.num_experts, layer.top_k) for layer in experts.layers)
+        kind = choose_dispatcher(sizes, ep=dist.get_world_size(group))
     own = divide_experts(model, layout, experts, group=group, kind=kind, same_rows=same_rows)
     shards = {
         name: compose(tensor_shards[name], shard) if name in tensor_shards else shard for name, shard in own.items()
@@ -91,12 +94,8 @@ def divide_experts(
 
 
 def _require_experts(experts: ExpertLayout, model_name: str) -> None:
-    if not experts.layers:
-        reason = next(iter(experts.declined.values()), "it has none")
+    if reason := experts.why_not_divided:
         raise MeshError(f"the experts of {model_name} cannot be divided over ranks: {reason}", hint="use mesh.ep = 1")
-    shared = next((name for layer in experts.layers for name in layer.shared), None)
-    if shared is not None:  # its module is sharded over the ranks with the same experts alone
-        raise MeshError(f"all experts use {shared}, so they cannot be divided over ranks", hint="use mesh.ep = 1")
 
 
 def expert_shards(model: nn.Module, experts: ExpertLayout, *, degree: int, place: int) -> dict[str, LocalShard]:
@@ -121,6 +120,7 @@ class _Dispatched:
         self.dispatcher, self.same_rows = dispatcher, same_rows
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph per number of rows would be compiled
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         hidden, index, weights = (given.pop(name) for name in self._names[:3])
@@ -130,9 +130,9 @@ class _Dispatched:
                 f"experts were called with {shapes} and {sorted(given) or 'no more arguments'}",
                 hint="expert parallelism needs [tokens, experts per token] of both; use mesh.ep = 1",
             )
-        rows = hidden.reshape(-1, hidden.shape[-1])
+        rows = hidden if hidden.ndim == 2 else hidden.flatten(0, -2)
         if self.same_rows is None:
             made = self.dispatcher(forward, rows, index, weights)
         else:
             made = dispatch_share(self.dispatcher, forward, rows, index, weights, group=self.same_rows)
-        return made.view(hidden.shape)
+        return made if hidden.ndim == 2 else made.view(hidden.shape)  # `fully_shard` warns of a view

@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+import weft.engine.ep.counts as counts_of_ranks
+from weft.core.experts import Routing
 from weft.core.shards import Span, balanced_span
 from weft.engine import collectives
 from weft.engine.ep.exchange import Counts, Group, exchange_counts, send_routed, send_rows
@@ -30,6 +32,7 @@ class Dispatcher:
     """Divides the experts of one module over the ranks of a group."""
 
     def __init__(self, num_experts: int, group: Group) -> None:
+        self.num_experts = num_experts
         self.group, self.degree, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.spans = [balanced_span(num_experts, degree=self.degree, place=place) for place in range(self.degree)]
 
@@ -39,6 +42,10 @@ class Dispatcher:
 
     def __call__(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def routing(self, index: Tensor) -> Routing:
+        tokens, top_k = index.shape
+        return Routing(tokens=tokens, top_k=top_k, num_experts=self.num_experts, ep=self.degree, rank=self.rank)
 
     def owners(self, index: Tensor) -> Tensor:
         """The rank of each expert."""
@@ -60,7 +67,9 @@ class Pairs(Dispatcher):
         order = torch.argsort(slots, stable=True)
         own = _histogram(slots, self.degree * most).view(self.degree, most)
         theirs = exchange_counts(own, self.group)
-        sent_counts, received_counts = _read(own.sum(1), theirs.sum(1))
+        sent_counts, received_counts = counts_of_ranks.read_counts(
+            self.routing(index), pairs_sent=own.sum(1), pairs_received=theirs.sum(1)
+        )
         counts = Counts(sent=sent_counts, received=received_counts)
         sent = send_rows(hidden[order // index.shape[1]], counts, self.group)
         numbers = torch.arange(most, device=index.device).repeat(self.degree)
@@ -80,7 +89,9 @@ class Tokens(Dispatcher):
         # rows and pairs to each rank: with both no other number is read from the device
         own = torch.stack([is_sent.sum(0), _histogram(owners.flatten(), self.degree)], dim=1)
         theirs = exchange_counts(own, self.group)
-        sent_counts, received_counts, pair_counts = _read(own[:, 0], theirs[:, 0], theirs[:, 1])
+        sent_counts, received_counts, pair_counts = counts_of_ranks.read_counts(
+            self.routing(index), rows_sent=own[:, 0], rows_received=theirs[:, 0], pairs_received=theirs[:, 1]
+        )
         counts = Counts(sent=sent_counts, received=received_counts)
         place, token = torch.nonzero_static(is_sent.T, size=sum(counts.sent)).unbind(1)  # by rank, then by token
         is_theirs = owners[token] == place.unsqueeze(1)
@@ -99,7 +110,11 @@ class Gather(Dispatcher):
         rows = collectives.gather(hidden, self.group, 0)
         all_weights = collectives.gather(weights, self.group, 0)
         numbers = collectives.gathered(index, self.group, 0) - self.own.begin
-        row, slot = ((numbers >= 0) & (numbers < self.own.size)).nonzero(as_tuple=True)
+        is_own = (numbers >= 0) & (numbers < self.own.size)
+        (pair_counts,) = counts_of_ranks.read_counts(
+            self.routing(index), pairs_received=is_own.view(self.degree, -1).sum(1)
+        )
+        row, slot = torch.nonzero_static(is_own, size=sum(pair_counts)).unbind(1)
         made = compute(experts, rows[row], numbers[row, slot], all_weights[row, slot])
         return collectives.scatter(add_rows(made, row, len(rows)), self.group, 0)
 
@@ -143,11 +158,6 @@ def add_rows(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
     wide = torch.promote_types(values.dtype, torch.float32)
     total = torch.zeros(num_rows, values.shape[1], dtype=wide, device=values.device)
     return total.index_add(0, row, values.to(wide)).to(values.dtype)
-
-
-def _read(*counts: Tensor) -> list[tuple[int, ...]]:
-    """Counts on the host, which waits for the device once."""
-    return [tuple(row) for row in torch.stack(counts).tolist()]
 
 
 def _histogram(values: Tensor, size: int) -> Tensor:

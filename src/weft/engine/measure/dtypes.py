@@ -6,12 +6,14 @@ collectives of gradients (activations are sent in their own dtype), the rest aft
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from weft.comm.observer import CollectiveObserver
@@ -49,7 +51,10 @@ class DtypeWatch:
         handle = self._probe.register_forward_hook(self._see_output)
         observer = CollectiveObserver(no_dtypes_of=self._activation_groups)
         try:
-            with innermost_layer(self._probe, self._see_weights), observer:
+            with ExitStack() as stack:
+                for unit, names in _units_in(self._probe):
+                    stack.enter_context(innermost_layer(unit, functools.partial(self._see_weights, names)))
+                stack.enter_context(observer)
                 yield
         finally:
             handle.remove()
@@ -81,9 +86,9 @@ class DtypeWatch:
             for component, dtypes in self._found.items()
         ]
 
-    def _see_weights(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        for parameter in self._probe.parameters():
-            self._add("weights", parameter.dtype)
+    def _see_weights(self, names: Sequence[tuple[nn.Module, str]], forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        for module, name in names:
+            self._add("weights", getattr(module, name).dtype)
         return forward(*args, **kwargs)
 
     def _see_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -93,3 +98,20 @@ class DtypeWatch:
 
     def _add(self, component: str, dtype: torch.dtype) -> None:
         self._found.setdefault(component, set()).add(dtype)
+
+
+def _units_in(block: nn.Module) -> list[tuple[nn.Module, list[tuple[nn.Module, str]]]]:
+    """The block and the units of `fully_shard` inside it (experts), with the homes and names of their own parameters:
+    in the block's forward those of an inner unit are not gathered yet."""
+    units = [module for module in block.modules() if module is block or isinstance(module, FSDPModule)]
+    found, seen = [], set[nn.Module]()
+    for unit in reversed(units):  # inner ones first
+        own = [module for module in unit.modules() if module not in seen]
+        seen.update(own)
+        found.append(
+            (
+                unit,
+                [(module, name) for module in own for name, value in module._parameters.items() if value is not None],
+            )
+        )
+    return found

@@ -60,8 +60,7 @@ class StepMeter:
             is_in_backward=self._is_in_backward,
         )
         topology = engine.topology
-        axes = {str(topology.group(axis).group_name): axis for axis in topology.axis_names}
-        axes |= engine.axes.group_axes
+        axes = topology.group_axes | engine.axes.group_axes
         if engine.axes:
             # the group of replicas, outside of the mesh: the ranks with equal stage and tp rank
             axes.setdefault(str(topology.dp_group.group_name), DP_REPLICATE)

@@ -33,6 +33,15 @@ class ExpertLayout:
         """The modules."""
         return tuple(layer.name for layer in self.layers)
 
+    @property
+    def why_not_divided(self) -> str:
+        """Why the experts cannot be divided over ranks; "" if they can."""
+        if not self.layers:
+            return next(iter(self.declined.values()), "it has none")
+        # a module of experts is sharded over the ranks with the same experts alone
+        shared = next((name for layer in self.layers for name in layer.shared), None)
+        return f"all of them use {shared}" if shared is not None else ""
+
     def within(self, parameters: Container[str]) -> ExpertLayout:
         """Restrict the layout to these parameters (a pipeline stage's)."""
         return replace(self, layers=tuple(layer for layer in self.layers if layer.parameters[0] in parameters))

@@ -20,6 +20,7 @@ from torch import nn
 
 from weft.core.model_shape import BlockShape, ExtraShape, ModelShape
 from weft.models.build import build_on_meta
+from weft.models.ep.finder import find_expert_layout
 from weft.models.hf_config import sentence
 from weft.models.layout import ModelLayout, describe, find_blocks
 from weft.models.shape.block import BlockReader, is_layer_norm
@@ -55,7 +56,8 @@ def shape_of_model(model: nn.Module, *, name: str = "") -> ModelShape:
     blocks = block_names(model)
     reader = BlockReader(model, tensors, config)
     kinds, order = _kinds([reader.read(block) for block in blocks])
-    return _with_ends(model, layout, tensors, config, kinds=kinds, order=order, blocks=blocks, name=name)
+    shape = _with_ends(model, layout, tensors, config, kinds=kinds, order=order, blocks=blocks, name=name)
+    return replace(shape, whole_experts=find_expert_layout(model).why_not_divided) if shape.expert_layers else shape
 
 
 def block_names(model: nn.Module) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 Per unit: an all-gather per step (ZeRO-1, 2), or per forward and backward (ZeRO-3); a reduce-scatter per step (ZeRO-1),
 or per backward (ZeRO-2, 3). Replicas: an all-reduce per unit and step; without ZeRO one per bucket.
+In expert parallelism the experts of a block are a unit of their own, on edp.
 """
 
 from __future__ import annotations
@@ -23,18 +24,23 @@ def traffic(view: View) -> list[TrafficRow]:
     columns, stage, share, sizes = view.columns, view.stage, view.share, view.sizes
     has_root = stage.holds_embedding | stage.holds_head
     units = stage.blocks.sum(axis=1) + has_root
+    has_experts = np.asarray([kind.moe is not None for kind in view.shape.kinds])
+    expert_units = stage.blocks @ has_experts * (columns.ep > 1)
     # ZeRO-3 all-gathers the root for every stage of a rank, though only the first and the last use it
     extra_gathers = np.where(columns.zero == 3, stage.num_stages - 1, 0.0)
     gathered_units = units + extra_gathers * has_root
     m = columns.microbatches.astype(np.float64)
     shards = columns.shards.astype(np.float64)
     is_sharded = (columns.zero > 0) & (shards > 1)
-    blocks = share.total.padded - share.root.padded
+    blocks = share.total.padded - share.root.padded - share.experts.padded
     gathered = gather_bytes(view.gathered_bytes(root=(1 + extra_gathers) * share.root.padded, blocks=blocks), shards)
     # two stages of a rank with embedding and head have gradients of the root: each is reduced, a tied table twice
     is_twice = (columns.zero >= 2) & (columns.pp > 1) & stage.holds_embedding & stage.holds_head
     twice = table_elements(view.shape, columns).padded * (is_twice & view.shape.tied_head)
-    reduced = gather_bytes((share.total.padded + twice) * sizes.communication, shards)
+    reduced = gather_bytes((share.root.padded + blocks + twice) * sizes.communication, shards)
+    edp = columns.expert_shards.astype(np.float64)
+    gathered_experts = gather_bytes(share.experts.padded * sizes.compute, edp)
+    reduced_experts = gather_bytes(share.experts.padded * sizes.communication, edp)
     is_zero3 = columns.zero == 3
     forward_times = np.where(is_zero3, m, 1.0) * is_sharded
     backward_times = np.where(is_zero3, m, 0.0) * is_sharded
@@ -53,8 +59,16 @@ def traffic(view: View) -> list[TrafficRow]:
         TrafficRow(axes.DP_SHARD, "reduce_scatter", "backward", reduced * reduce_times, reduces),
         TrafficRow(
             axes.DP_REPLICATE, "all_reduce", "backward", reduce_bytes(held, replicas) * columns.updates,
-            np.where(columns.zero > 0, units, _most_buckets(view) + marks) * is_sent,
-            least=np.where(columns.zero > 0, units, 1.0 + marks) * is_sent,
+            np.where(columns.zero > 0, units + expert_units, _most_buckets(view) + marks) * is_sent,
+            least=np.where(columns.zero > 0, units + expert_units, 1.0 + marks) * is_sent,
+        ),
+        *(
+            TrafficRow(axes.EDP, name, phase, nbytes * times, expert_units * times)
+            for name, phase, nbytes, times in (
+                ("all_gather", "forward", gathered_experts, forward_times),
+                ("all_gather", "backward", gathered_experts, backward_times),
+                ("reduce_scatter", "backward", reduced_experts, reduce_times),
+            )
         ),
     ]  # fmt: skip
 

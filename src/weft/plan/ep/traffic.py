@@ -1,29 +1,130 @@
-"""Traffic of expert parallelism: dispatch and combine, forward and backward."""
+"""Traffic of expert parallelism per block and micro-batch, as the engine's dispatchers make it.
+
+With t tokens per rank, hidden size h, K experts per token, r rows (`core.experts`), n ranks, and a balanced router:
+
+| dispatcher | forward                                              | backward                                        |
+| ---------- | ---------------------------------------------------- | ----------------------------------------------- |
+| pairs      | all_to_all of counts [n, E/n], [t K, h] twice        | all_to_all of [t K, h] twice                    |
+| tokens     | all_to_all of counts [n, 2], [r, h] twice, [r, 2K]   | all_to_all of [r, h] twice, [r, K]              |
+| gather     | all_gather of [t, h], [t, K] twice; reduce_scatter   | all_gather of [t, h]; reduce_scatter, [t, K] too |
+
+Recompute, full or selective, repeats those of the forward in the backward; the last reduce-scatter only if a tensor is
+saved after it. Counts of at most 8 numbers are small, and not counted.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from weft.core import axes
-from weft.plan.axis import TrafficRow
+from weft.core.experts import ranks_reached
+from weft.core.model_shape import BlockShape, MoeShape
+from weft.plan.axis import SMALL_ELEMENTS, TrafficRow
+from weft.plan.columns import DISPATCHERS, Floats
+from weft.plan.ep.choice import chosen_dispatchers
 from weft.plan.time.links import gather_bytes
 from weft.plan.view import View
 
+FLOAT32_BYTES = 4
+INDEX_BYTES = 8
+
+Passed = tuple[str, float, float]  # collective, bytes of the full tensor, count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The experts of one block, on `ep` ranks."""
+
+    moe: MoeShape
+    ep: int
+    tokens: float  # per rank and micro-batch
+    row_bytes: float  # of one token's hidden states
+    weight_bytes: float  # of one routing weight
+    saves_after: bool  # a tensor after the experts' output
+
+    def forward(self, dispatcher: str, *, is_repeated: bool = False) -> Iterator[Passed]:
+        if dispatcher == "gather":
+            full = self.ep * self.tokens
+            yield "all_gather", full * (self.row_bytes + self.moe.top_k * (self.weight_bytes + INDEX_BYTES)), 3
+            if self.saves_after or not is_repeated:
+                yield "reduce_scatter", full * self.row_bytes, 1
+            return
+        most = -(-self.moe.num_experts // self.ep)
+        counts = self.ep * (most if dispatcher == "pairs" else 2)
+        yield "all_to_all", counts * INDEX_BYTES * (counts > SMALL_ELEMENTS), counts > SMALL_ELEMENTS
+        rows = self.rows(dispatcher)
+        yield "all_to_all", 2 * rows * self.row_bytes, 2
+        if dispatcher == "tokens":
+            yield "all_to_all", rows * 2 * self.moe.top_k * FLOAT32_BYTES, 1
+
+    def backward(self, dispatcher: str) -> Iterator[Passed]:
+        if dispatcher == "gather":
+            full = self.ep * self.tokens
+            yield "all_gather", full * self.row_bytes, 1
+            yield "reduce_scatter", full * (self.row_bytes + self.moe.top_k * self.weight_bytes), 2
+            return
+        rows = self.rows(dispatcher)
+        yield "all_to_all", 2 * rows * self.row_bytes, 2
+        if dispatcher == "tokens":
+            yield "all_to_all", rows * self.moe.top_k * self.weight_bytes, 1
+
+    def rows(self, dispatcher: str) -> float:
+        """Rows of hidden states that a rank sends, with those for itself."""
+        if dispatcher == "pairs":
+            return self.tokens * self.moe.top_k
+        return self.tokens * sum(ranks_reached(num_experts=self.moe.num_experts, top_k=self.moe.top_k, ep=self.ep))
+
 
 def traffic(view: View) -> list[TrafficRow]:
-    request, columns, stage, sizes = view.request, view.columns, view.stage, view.sizes
-    ep, m = columns.ep.astype(np.float64), columns.microbatches.astype(np.float64)
+    columns, size = view.columns, len(view.columns)
+    totals: dict[tuple[str, str], tuple[Floats, Floats]] = {}
+    dispatched = np.flatnonzero(columns.ep > 1)
+    if not len(dispatched):
+        return []
+    chosen = chosen_dispatchers(view.shape, columns.ep, columns.dispatcher)
     tokens = view.tokens / np.where(columns.sequence_parallel > 0, columns.tp, 1)
-    routed = np.zeros(len(columns))
-    layers = np.zeros(len(columns))
-    for index, block in enumerate(request.shape.kinds):
-        if block.moe is None:
-            continue
-        routed = routed + stage.blocks[:, index] * tokens * block.moe.top_k * request.shape.hidden_size
-        layers = layers + stage.blocks[:, index]
-    one_way = gather_bytes(routed * sizes.activation, ep) * m
-    count = layers * m * (ep > 1)
-    return [
-        TrafficRow(axes.EP, "all_to_all", "forward", 2 * one_way, 2 * count),
-        TrafficRow(axes.EP, "all_to_all", "backward", 2 * one_way, 2 * count),
-    ]
+    # few distinct layers: formulas per layer, then columns
+    keys, place = np.unique(np.stack([columns.ep, chosen, tokens], axis=1)[dispatched], axis=0, return_inverse=True)
+    for index, block in enumerate(view.shape.kinds):
+        for number, (ep, dispatcher, per_rank) in enumerate(keys if block.moe is not None else ()):
+            rows = dispatched[place.reshape(-1) == number]
+            layer = _layer(view, block, ep=int(ep), tokens=float(per_rank))
+            if layer is None:
+                continue
+            for phase, (collective, full_bytes, count), times in _passes(
+                view, index, layer, DISPATCHERS[int(dispatcher)]
+            ):
+                nbytes, total = totals.setdefault((collective, phase), (np.zeros(size), np.zeros(size)))
+                nbytes[rows] += float(gather_bytes(np.asarray(full_bytes), np.asarray(ep))) * times[rows]
+                total[rows] += count * times[rows]
+    return [TrafficRow(axes.EP, collective, phase, *both) for (collective, phase), both in totals.items()]
+
+
+def _passes(view: View, index: int, layer: Layer, dispatcher: str) -> Iterator[tuple[str, Passed, Floats]]:
+    """(phase, collective, how often per step) of the blocks of one kind."""
+    m = view.columns.microbatches.astype(np.float64)
+    recomputed = view.stage.recomputed
+    times, repeats = view.stage.blocks[:, index] * m, (recomputed.full + recomputed.selective)[:, index] * m
+    for passed in layer.forward(dispatcher):
+        yield "forward", passed, times
+    for passed in layer.backward(dispatcher):
+        yield "backward", passed, times
+    for passed in layer.forward(dispatcher, is_repeated=True):
+        yield "backward", passed, repeats
+
+
+def _layer(view: View, block: BlockShape, *, ep: int, tokens: float) -> Layer | None:
+    moe = block.moe
+    if moe is None or ep > moe.num_experts:  # refused by a rule
+        return None
+    return Layer(
+        moe=moe,
+        ep=ep,
+        tokens=tokens,
+        row_bytes=view.shape.hidden_size * view.sizes.activation,
+        weight_bytes=FLOAT32_BYTES if moe.weighs_in_float32 else view.sizes.activation,
+        saves_after=block.ends_in_norm or block.dropout > 0,
+    )

@@ -48,26 +48,34 @@ class Share:
     largest_block: Floats  # unsharded elements of the largest block on the rank
     largest_padded: Floats
     largest_inner: Floats
+    experts: Elements  # of `total`: those that are units of their own, in expert parallelism
 
 
 def share_of(shape: ModelShape, columns: Columns, stage: Stage) -> Share:
     """The parameters of the rank that `stage` describes."""
     blocks = tuple(block_elements(kind, columns) for kind in shape.kinds)
     root = root_elements(shape, columns, stage)
-    total = root
+    total, experts = root, _sum([], len(columns))
     largest, padded, inner = (np.zeros(len(columns)) for _ in range(3))
     for index, block in enumerate(blocks):
         count = stage.blocks[:, index]
         total = total + block.times(count)
+        experts = experts + expert_elements(shape.kinds[index], columns).times(count * (columns.ep > 1))
         largest = np.maximum(largest, np.where(count > 0, block.unsharded, 0.0))
         padded = np.maximum(padded, np.where(count > 0, block.padded, 0.0))
         inner = np.maximum(inner, np.where(count > 0, block.inner, 0.0))
-    return Share(blocks, root, total, largest, padded, inner)
+    return Share(blocks, root, total, largest, padded, inner, experts)
 
 
 def block_elements(block: BlockShape, columns: Columns) -> Elements:
     """Elements of one block."""
     return _sum([elements_of(held) for held in tensors_of(block, columns)], len(columns))
+
+
+def expert_elements(block: BlockShape, columns: Columns) -> Elements:
+    """Elements of the experts of one block."""
+    matrices = [linear for linear in block.linears if linear.role == "expert"] if block.moe is not None else []
+    return _sum([linear_elements(linear, columns) for linear in matrices], len(columns))
 
 
 def linear_elements(linear: LinearShape, columns: Columns) -> Elements:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.core.axes import CP, DP_SHARD, MESH_ORDER
+from weft.core.axes import CP, DP_SHARD, EDP, EP, MESH_ORDER
 from weft.core.cluster import Cluster
 from weft.plan.columns import Columns, Floats
 
@@ -79,10 +79,21 @@ def expert_link(cluster: Cluster, columns: Columns) -> AxisLink:
     return _link(cluster, inner, degree)
 
 
+def expert_shard_link(cluster: Cluster, columns: Columns) -> AxisLink:
+    """The link of the ranks with the same experts (edp), with the ranks of other experts in between."""
+    inner = columns.expert_tp * columns.ep
+    return _link(cluster, inner.astype(np.float64), columns.expert_shards.astype(np.float64))
+
+
+def link_of(cluster: Cluster, columns: Columns, axis: str) -> AxisLink:
+    """The link of an axis, of experts too."""
+    of_experts = {EP: expert_link, EDP: expert_shard_link}.get(axis)
+    return of_experts(cluster, columns) if of_experts else axis_link(cluster, columns, SHARED.get(axis, (axis,)))
+
+
 def leaves_node(cluster: Cluster, columns: Columns, axis: str) -> bool:
     """Whether the axis spans nodes in the one plan of `columns`."""
-    link = expert_link(cluster, columns) if axis == "ep" else axis_link(cluster, columns, SHARED.get(axis, (axis,)))
-    return bool(link.off_node[0] > 0)
+    return bool(link_of(cluster, columns, axis).off_node[0] > 0)
 
 
 def inner_degree(columns: Columns, axes: tuple[str, ...]) -> tuple[Floats, Floats]:

@@ -19,7 +19,7 @@ from weft.plan.columns import Columns, Floats, Ints
 from weft.plan.pp.stages import bubble_of
 from weft.plan.request import Request
 from weft.plan.time.compute import ATTENTION_BACKWARD, BlockSeconds, block_seconds, model_flops
-from weft.plan.time.links import AxisLink, axis_link, expert_link
+from weft.plan.time.links import AxisLink, axis_link, expert_link, link_of
 from weft.plan.traffic import Traffic, estimate_traffic
 from weft.plan.view import View, busiest_view
 
@@ -107,12 +107,16 @@ def _wire(request: Request, columns: Columns, traffic: Traffic) -> dict[str, Flo
 def _data_parallel(request: Request, columns: Columns, traffic: Traffic, busy: BlockSeconds) -> Floats:
     """All-gathers and reduce-scatters that compute does not hide; the first and the last are always exposed."""
     m = columns.microbatches.astype(np.float64)
-    link = axis_link(request.cluster, columns, (axes.DP_SHARD, axes.CP))
-    forward, backward = (_seconds(link, traffic.of(axes.DP_SHARD, phase=phase)) for phase in ("forward", "backward"))
+    shards = (axes.DP_SHARD, axes.EDP)
+    links = {axis: link_of(request.cluster, columns, axis) for axis in shards}
+    forward, backward = (
+        sum((_seconds(link, traffic.of(axis, phase=phase)) for axis, link in links.items()), np.zeros(len(columns)))
+        for phase in ("forward", "backward")
+    )
     beside_forward = np.where(columns.zero == 3, m, 1.0) * busy.forward * OVERLAP
     beside_backward = np.where(columns.zero >= 2, m, 1.0) * busy.backward * OVERLAP
     exposed = np.maximum(forward - beside_forward, 0.0) + np.maximum(backward - beside_backward, 0.0)
-    ends = (forward + backward) / np.maximum(traffic.of(axes.DP_SHARD)[1], 1.0)
+    ends = (forward + backward) / np.maximum(traffic.of(*shards)[1], 1.0)
     lost = CONTENTION * (forward + backward - exposed)
     return exposed + ends + lost + _between_replicas(request, columns, traffic, busy)
 

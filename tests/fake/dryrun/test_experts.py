@@ -1,0 +1,63 @@
+"""Expert parallelism on fake tensors: sizes that a router decides are the expected ones, as in the planner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.core.terms import MemoryTerm
+from weft.dryrun.run import DryRun, dry_run
+from weft.plan.ask import estimate_plan
+
+CONFIG = {
+    "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 1024,
+}  # fmt: skip
+RUN = RunSpec.from_tables(
+    {
+        "model": {"type": "mixtral", "config": CONFIG},
+        "data": {"sequence_length": 128},
+        "train": {"global_batch": 16},
+    }
+)
+ROUNDING = 0.02  # rows are whole numbers
+ALLOCATED = 5e-3  # small tensors are rounded up
+
+
+def plan_of(dispatcher: str, **tables: Any) -> Plan:
+    return Plan.from_tables({"mesh": {"dp_shard": 8, "ep": 4}, "expert_parallel": {"dispatcher": dispatcher}, **tables})
+
+
+def rows(traffic: Any) -> dict[tuple[str, ...], tuple[int, int]]:
+    return {
+        (row["axis"], row["collective"], row["phase"]): (int(row["count"]), int(row["bytes"]))
+        for row in traffic
+        if row["bytes"]
+    }
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("dispatcher", ["pairs", "tokens", "gather"])
+def test_traffic_and_states_are_those_of_the_planner(dispatcher: str, policy: str) -> None:
+    plan = plan_of(dispatcher, activations={"policy": policy})
+    found, predicted = dry_run(RUN, plan, on_gpu=False), estimate_plan(RUN, plan, "8xCPU")
+    sent, planned = rows(found.traffic), rows(predicted.traffic)
+    assert {key: count for key, (count, _) in sent.items()} == {key: count for key, (count, _) in planned.items()}
+    for key, (_, nbytes) in sent.items():
+        assert nbytes == pytest.approx(planned[key][1], rel=ROUNDING if key[0] == "ep" else 0), key
+    for term in ("weights", "optimizer_state"):
+        assert found.terms[term] == pytest.approx(predicted.memory_terms[MemoryTerm(term)], rel=ALLOCATED), term
+
+
+def test_an_uneven_router_fills_the_busiest_rank() -> None:
+    def measured(dispatcher: str, imbalance: float) -> DryRun:
+        return dry_run(RUN, plan_of(dispatcher), on_gpu=False, imbalance=imbalance)
+
+    for dispatcher in ("tokens", "gather"):
+        even, uneven = (measured(dispatcher, imbalance) for imbalance in (1.0, 2.0))
+        assert uneven.terms["activations"] > 1.2 * even.terms["activations"], dispatcher
+        assert "2 x the tokens of an even router" in uneven.notes[-1]
+    assert rows(even.traffic) == rows(uneven.traffic)  # all rows travel, whatever the router chooses

@@ -1,0 +1,125 @@
+"""Realistic bugs of expert parallelism, as `mutations` has those of data parallelism: each trains, and wrongly."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from mutations import replaced
+from torch import Tensor
+
+import weft.engine.ep.dispatch as dispatch
+import weft.engine.optim.clip
+from weft.engine.ep.dispatch import Dispatcher
+
+
+def _with_gradient(x: Tensor, factor: float) -> Tensor:
+    """`x`, with its gradient times `factor`."""
+    return x * factor + (x * (1 - factor)).detach()
+
+
+def expert_gradients_scaled_by_ep() -> Any:
+    """Of the parameters alone: those of rows and weights are right."""
+
+    def make(original: Any) -> Any:
+        def compute(experts: Any, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+            made = original(experts, _with_gradient(rows, 0.5), numbers, _with_gradient(weights, 0.5))
+            return _with_gradient(made, 2.0)
+
+        return compute
+
+    return replaced(dispatch, "compute", make)
+
+
+def expert_gradients_averaged_over_ep() -> Any:
+    def make(original: Any) -> Any:
+        def compute(experts: Any, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+            made = original(experts, _with_gradient(rows, 2.0), numbers, _with_gradient(weights, 2.0))
+            return _with_gradient(made, 0.5)
+
+        return compute
+
+    return replaced(dispatch, "compute", make)
+
+
+def weights_applied_twice() -> Any:
+    def make(original: Any) -> Any:
+        def compute(experts: Any, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+            return original(experts, rows, numbers, weights) * weights.unsqueeze(1)  # type: ignore[no-any-return]
+
+        return compute
+
+    return replaced(dispatch, "compute", make)
+
+
+def router_without_gradient() -> Any:
+    def make(original: Any) -> Any:
+        def send(rows: Tensor, experts: Tensor, weights: Tensor, *others: Any) -> Any:
+            return original(rows, experts, weights.detach(), *others)
+
+        return send
+
+    return replaced(dispatch, "send_routed", make)
+
+
+def counts_of_experts_swapped() -> Any:
+    """Sizes of the exchanges are right, the experts of the received rows are not."""
+    return replaced(dispatch, "exchange_counts", lambda original: lambda *args: original(*args).flip(1))
+
+
+def owner_off_by_one() -> Any:
+    """The next rank computes with its expert of the same local number."""
+
+    def make(original: Any) -> Any:
+        def owners(self: Dispatcher, index: Tensor) -> Tensor:
+            return (original(self, index) + 1) % self.degree  # type: ignore[no-any-return]
+
+        return owners
+
+    def local_numbers(self: Dispatcher, index: Tensor) -> Tensor:
+        return index % self.own.size
+
+    owners = replaced(Dispatcher, "owners", make)
+    numbers = replaced(Dispatcher, "local_numbers", lambda _: local_numbers)
+    return _both(owners, numbers)
+
+
+def local_number_off_by_one() -> Any:
+    def make(original: Any) -> Any:
+        def local_numbers(self: Dispatcher, index: Tensor) -> Tensor:
+            return (original(self, index) + 1) % self.own.size  # type: ignore[no-any-return]
+
+        return local_numbers
+
+    return replaced(Dispatcher, "local_numbers", make)
+
+
+def order_not_restored() -> Any:
+    """Returned rows are added to the tokens of another order."""
+
+    def make(original: Any) -> Any:
+        def add_rows(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
+            return original(values, torch.sort(row).values, num_rows)  # type: ignore[no-any-return]
+
+        return add_rows
+
+    return replaced(dispatch, "add_rows", make)
+
+
+def norm_without_experts_of_other_ranks() -> Any:
+    def make(original: Any) -> Any:
+        def sum_over(value: Tensor, group: Any) -> None:
+            if group.group_desc != "expert parallel":
+                original(value, group)
+
+        return sum_over
+
+    return replaced(weft.engine.optim.clip, "sum_over", make)
+
+
+def _both(*contexts: Any) -> Any:
+    stack = ExitStack()
+    for context in contexts:
+        stack.enter_context(context)
+    return stack
