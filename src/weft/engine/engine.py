@@ -21,6 +21,7 @@ from weft.comm.groups import ensure_group, sum_over
 from weft.core.executable import require_executable
 from weft.core.plan import Plan, require_consistent
 from weft.core.records import BufferRecord, DtypeRecord, EvalRecord, ParameterRecord, StepRecord
+from weft.core.run_spec import RouterSpec
 from weft.core.terms import TimeTerm
 from weft.engine.activations.dropout import seeded_forward, uses_randomness
 from weft.engine.apply import apply_plan
@@ -41,6 +42,7 @@ from weft.engine.optim.optimizers import OptimizerFactory, OptimizerPolicy, crea
 from weft.engine.ownership import LocalShards, parameter_records
 from weft.engine.pending import PendingStep
 from weft.engine.precision import LossScale, torch_dtype
+from weft.engine.router.routers import num_tokens
 from weft.engine.state import MODEL, OPTIMIZER, meta_read, state_tensors
 from weft.engine.updates import Updates, divisor
 from weft.models.initial import WeightSource
@@ -62,6 +64,7 @@ class Engine:
         blocks: Sequence[str] | None = None,
         frozen: Sequence[str] = (),
         weights: WeightSource | None = None,
+        router: RouterSpec | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         require_consistent(plan)
@@ -82,11 +85,13 @@ class Engine:
             weights=weights,
             frozen=frozen,
             has_own_objective=objective is not None,
+            router=router,
         )
         self.layout, self.strategy = applied.layout, applied.strategy
         self.all_blocks = applied.stages.split.blocks if applied.stages is not None else applied.layout.blocks
         self.axes, self.runner = applied.axes, applied.axes.runner() or SequentialRunner()
         self.head_loss, self.float8 = applied.head_loss, applied.float8
+        self.routers = applied.routers
         self._notes = (*applied.layout.notes, *applied.notes)
         self.shards: LocalShards = self.axes.shards
         self.objective = objective or objective_for(model, self.axes.token_loss, applied.head_loss)
@@ -133,6 +138,7 @@ class Engine:
             loss_sum, weight = self._forward_backward(to_device(batch, self.device), timer)
             norm, skipped = self.updates.finish_step()
         self.buffer_sync.after_step()
+        router = self.routers.finish_step(is_skipped=skipped) if self.routers is not None else None
         timer.mark(TimeTerm.OPTIMIZER)
         self.steps_done += 1
         values, work = self.updates.gather_values(loss_sum, weight, norm, vote_stop=vote_stop)
@@ -144,6 +150,7 @@ class Engine:
             timer=timer,
             skipped=skipped,
             loss_scale=self.loss_scale.value if self.loss_scale.enabled else None,
+            router=router,
         )
 
     def drain(self) -> None:
@@ -181,7 +188,13 @@ class Engine:
     def _weights(self, batch: Batch, microbatches: Sequence[Batch]) -> torch.Tensor:
         """The divisors of losses, over all ranks: tokens per update. Most layouts make one update per step."""
         own = [self.objective.weight(part) for part in self.updates.batches_by_update(batch, microbatches)]
-        return sum_over(torch.stack(own).to(self.device), self.topology.dp_group)
+        if self.routers is None:
+            return sum_over(torch.stack(own).to(self.device), self.topology.dp_group)
+        *weights, routed = sum_over(
+            torch.stack([*own, own[0].new_tensor(num_tokens(batch))]).to(self.device), self.topology.dp_group
+        )
+        self.routers.begin_step(routed, loss_scale=self.loss_scale.value)
+        return torch.stack(weights)
 
     def _loss_sum(self, microbatch: Batch, *, stage: int = 0) -> torch.Tensor:
         """The summed loss of this rank's rows. Stages other than the last end early (`StageDone`)."""
@@ -262,12 +275,16 @@ class Engine:
     def scalars(self) -> dict[str, Any]:
         """The rest of the state, as JSON values."""
         late = self.updates.scalars()
-        return {"steps_done": self.steps_done, "loss_scale": self.loss_scale.state(), "late_norms": late}
+        router = self.routers.scalars() if self.routers is not None else {}
+        scale = self.loss_scale.state()
+        return {"steps_done": self.steps_done, "loss_scale": scale, "late_norms": late, "router": router}
 
     def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
         self.steps_done = int(scalars["steps_done"])
         self.loss_scale.restore(scalars["loss_scale"])
         self.updates.restore(scalars.get("late_norms", {}))
+        if self.routers is not None:
+            self.routers.restore(scalars.get("router", {}))
         self.axes.after_load(self.trained, self.optimizer)
         self.buffer_sync.restart()
 
