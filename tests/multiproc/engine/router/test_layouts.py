@@ -20,11 +20,11 @@ from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec, RouterSpec
 from weft.engine.engine import Engine
 from weft.engine.optim.optimizers import OptimizerPolicy
+from weft.engine.state import as_shard
 from weft.models.build import build_config, build_skeleton
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
 from weft.verify.evidence import full_tensor
-from weft.engine.state import as_shard
 
 CPU = torch.device("cpu")
 STEPS, RATE = 3, 0.1  # sgd: adam's first steps amplify rounding
@@ -67,7 +67,7 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
             "mesh": {"tp": 2}, "tensor_parallel": {"sequence_parallel": True}, "activations": {"policy": "full"},
         },
         "pp": {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 4}},
-        "pp, zero bubble": {"mesh": {"pp": 2}, "pipeline": {"schedule": "zbh1", "microbatches": 4}},
+        "pp, zero bubble": {"mesh": {"pp": 2}, "pipeline": {"schedule": "zero_bubble", "microbatches": 4}},
         "ep": {"mesh": {"dp_shard": 2, "ep": 2}, "data_parallel": {"zero": 3}},
     },
     4: {
@@ -112,9 +112,7 @@ def trained(engine: Engine) -> Found:
     engine.on_gradients = keep
     records = [engine.step(engine.share_of(global_batch(step))) for step in range(STEPS)]
     figures = ("expert_load", "expert_load_max", "expert_entropy", "dead_experts")
-    biases = {
-        name: value.tolist() for name, value in engine.model.named_buffers() if name.endswith("correction_bias")
-    }
+    biases = {name: value.tolist() for name, value in engine.model.named_buffers() if name.endswith("correction_bias")}
     return {
         "losses": [record.loss for record in records],
         "figures": [[getattr(record, name) for name in figures] for record in records],
@@ -140,7 +138,9 @@ def over_ranks(per_rank: list[dict[str, Found]], name: str) -> Found:
     for other in every[1:]:
         for key in ("losses", "figures", "terms", "choices"):
             assert other[key] == every[0][key], (name, key)
-    gradients = [{key: value for one in every for key, value in one["gradients"][step].items()} for step in range(STEPS)]
+    gradients = [
+        {key: value for one in every for key, value in one["gradients"][step].items()} for step in range(STEPS)
+    ]
     biases = {key: value for one in every for key, value in one["biases"].items()}
     return {**every[0], "gradients": gradients, "biases": biases}
 
@@ -195,7 +195,10 @@ def plain_gradients(family: str) -> tuple[list[dict[str, torch.Tensor]], list[fl
         for handle in handles:
             handle.remove()
         weight = (batch["labels"] != -100).sum()
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum") / weight
+        loss = (
+            F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+            / weight
+        )
         values = []
         for place, (scores, _, index) in enumerate(seen):
             wide = scores.flatten(0, -2).double()
