@@ -111,6 +111,7 @@ def global_exercise(subject: Subject, *, rates: Sequence[float], clip_norm: floa
         evaluation=evaluation_batches(subject),
         train=subject.run.train,
         clip_norm=clip_norm,
+        router=subject.run.router,
     )
 
 
@@ -133,6 +134,7 @@ def loop_exercise(
         evaluation=evaluation,
         train=train,
         clip_norm=train.clip_norm,
+        router=subject.run.router,
         skipped=skipped,
         restarts=undelayed | {step for step in range(steps) if every > 0 and (step + 1) % every == 0},
         undelayed=undelayed,

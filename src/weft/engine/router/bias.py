@@ -17,8 +17,8 @@ def move_bias(model: nn.Module, name: str, choices: Tensor, *, rate: float) -> N
     """A no-op on ranks whose stages do not have the bias."""
     owner, _, key = name.rpartition(".")
     module = model.get_submodule(owner)
-    bias = module._parameters.get(key)
-    bias = module._buffers.get(key) if bias is None else bias
+    parameter = module._parameters.get(key)
+    bias: Tensor | None = module._buffers.get(key) if parameter is None else parameter
     if bias is None or bias.is_meta:
         return
     move = (rate * torch.sign(choices.mean() - choices)).to(bias.dtype)

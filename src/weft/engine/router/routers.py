@@ -91,7 +91,7 @@ class Routers:
         return RouterTotals(layers=self.experts.layers, spec=self.spec, values=total, num_tokens=routed_tokens)
 
     def _rows(self, flat: Tensor) -> list[Tensor]:
-        return list(flat.split(self._sizes))
+        return list(torch.split(flat, self._sizes))
 
     # --- state --------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class RouterTotals:
 
     def _rows(self) -> list[tuple[Tensor, int]]:
         sizes = [layer.num_experts for layer in self.layers]
-        return list(zip(self.values.cpu().split([row_size(size) for size in sizes]), sizes, strict=True))
+        return list(zip(torch.split(self.values.cpu(), [row_size(size) for size in sizes]), sizes, strict=True))
 
     def _choices(self) -> list[Tensor]:
         return [choices_of(row, size) for row, size in self._rows()]
@@ -61,7 +61,8 @@ class RouterTotals:
         """With this step's own shares: 1 is balanced."""
         choices = choices_of(row, num_experts)
         shares = choices / choices.sum().clamp(min=1)
-        return num_experts * (shares * probabilities_of(row, num_experts)).sum() / self._tokens
+        summed: Tensor = (shares * probabilities_of(row, num_experts)).sum()
+        return summed * (num_experts / self._tokens)
 
 
 def _entropy(counts: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ class _Probe:
             if found.index.shape[1] == 1 and not _is_constant(found.weights.T):
                 ratios = ratios.T  # one expert per token: tokens are compared, unless all weights are normalised to one
             if _is_constant(ratios):
-                return scoring  # type: ignore[return-value]
+                return scoring
         return None
 
     def _bias(self, before: _Routing) -> str | None:
@@ -199,7 +199,7 @@ def _vectors(module: nn.Module, length: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _width(model: nn.Module) -> int:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     width = next((getattr(config, key) for key in _WIDTHS if isinstance(getattr(config, key, None), int)), None)
     if width is None:

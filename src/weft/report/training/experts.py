@@ -90,7 +90,8 @@ def _sampled(records: Sequence[ExpertLoads]) -> list[ExpertLoads]:
 
 def _chosen(last: dict[str, list[float]]) -> list[str]:
     """Layers in the model's order: those with the busiest experts, as many as there is room for, at least one."""
-    kept, room = set(), MAX_ROWS
+    kept: set[str] = set()
+    room = MAX_ROWS
     for name in sorted(last, key=lambda name: -max(last[name])):
         if not kept or len(last[name]) <= room:
             kept.add(name)
