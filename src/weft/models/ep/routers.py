@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from weft.core.errors import first_line
 from weft.models.ep.layout import ExpertLayer, ExpertLayout
 
 Scoring = Literal["softmax", "sigmoid"]
@@ -133,7 +134,8 @@ class _Probe:
         try:
             self.copy(self.hidden.clone())
         except Exception as error:  # model code of any family, called with one argument
-            raise _DeclinedError(f"its block does not run on hidden states alone ({type(error).__name__})") from None
+            why = f"{type(error).__name__}: {first_line(error)}"
+            raise _DeclinedError(f"its block does not run on hidden states alone ({why})") from None
         finally:
             for handle in handles:
                 handle.remove()
