@@ -69,7 +69,7 @@ class Applied:
     float8: dict[str, bool]  # linear layers of the blocks, and whether they multiply in float8
     batch_norms: BatchNorms
     changes: BufferChanges  # of buffers, in forwards
-    routers: Routers | None  # of a mixture of experts
+    routers: Routers  # of a mixture of experts; empty in other models
     notes: tuple[str, ...] = ()  # settings of the plan that do not apply to this model
 
 
@@ -100,8 +100,7 @@ def apply_plan(
         shard_tensors = apply_tensor_parallel if plan.tensor_parallel.mode == "1d" else apply_tensor_grid
         tp = shard_tensors(model, layout, plan.tensor_parallel, topology, keep_logits_full=has_own_objective)
     ep = apply_expert_parallel(model, layout, topology, kind="tokens")
-    if routers is not None:
-        routers.wrap()
+    routers.wrap()
     batch_norms = apply_batch_norms(model, plan, topology)
     own = layout
     if split_plan is not None:
@@ -123,7 +122,7 @@ def apply_plan(
     head_loss, why_not = fuse_loss(
         model, is_asked=is_fused, own=tp.head if tp else None, token_loss=tp.token_loss if tp else None
     )
-    changes = BufferChanges(model, without=routers.biases if routers is not None else ())
+    changes = BufferChanges(model, without=routers.biases)
     apply_recompute(model, layout, plan.activations, changes, own=own.blocks)
     number_blocks(model, layout)
     strategy = choose_strategy(model, plan, topology)
@@ -132,8 +131,7 @@ def apply_plan(
         strategy.prefetch_within_stages([split_plan.split.stages[stage] for stage in split_plan.own])
         pp = build_pipeline(model, layout, own, split_plan, topology, device=device)
     axes = Axes((*sharding, *((pp,) if pp is not None else ()), *topology.replicated_axes()))
-    if routers is not None:
-        routers.count_on(axes)
+    routers.count_on(axes)
     return Applied(
         layout=own,
         strategy=strategy,

@@ -28,6 +28,7 @@ from weft.engine.apply import apply_plan
 from weft.engine.batch.packed_sequences import skip_packed_sequence_check
 from weft.engine.batch.rows import num_rows, share_of_rows, split_rows, to_device
 from weft.engine.buffers.sync import BufferSync
+from weft.engine.evaluation import sum_losses
 from weft.engine.kernels.attention import AttentionKernel
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
 from weft.engine.measure.dtypes import DtypeWatch
@@ -90,8 +91,7 @@ class Engine:
         self.layout, self.strategy = applied.layout, applied.strategy
         self.all_blocks = applied.stages.split.blocks if applied.stages is not None else applied.layout.blocks
         self.axes, self.runner = applied.axes, applied.axes.runner() or SequentialRunner()
-        self.head_loss, self.float8 = applied.head_loss, applied.float8
-        self.routers = applied.routers
+        self.head_loss, self.float8, self.routers = applied.head_loss, applied.float8, applied.routers
         self._notes = (*applied.layout.notes, *applied.notes)
         self.shards: LocalShards = self.axes.shards
         self.objective = objective or objective_for(model, self.axes.token_loss, applied.head_loss)
@@ -138,7 +138,7 @@ class Engine:
             loss_sum, weight = self._forward_backward(to_device(batch, self.device), timer)
             norm, skipped = self.updates.finish_step()
         self.buffer_sync.after_step()
-        router = self.routers.finish_step(is_skipped=skipped) if self.routers is not None else None
+        router = self.routers.finish_step(is_skipped=skipped)
         timer.mark(TimeTerm.OPTIMIZER)
         self.steps_done += 1
         values, work = self.updates.gather_values(loss_sum, weight, norm, vote_stop=vote_stop)
@@ -159,7 +159,7 @@ class Engine:
 
     def _forward_backward(self, batch: Batch, timer: StepTimer) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the summed loss over the global weight; returns this rank's sum and the global weight."""
-        microbatches = self._split(batch)
+        microbatches = self.split(batch)
         self.attention.choose(microbatches[0])
         chunks = [num_rows(part) // self.axes.row_chunks for part in microbatches]
         begins = itertools.accumulate(map(num_rows, microbatches), initial=self.topology.dp_rank * num_rows(batch))
@@ -178,7 +178,7 @@ class Engine:
                 slices=self.axes.activation_layout,
             )
             with seeded, self.buffer_sync.forward(stage):
-                loss_sum = self._loss_sum(microbatches[index], stage=stage)
+                loss_sum = self.loss_sum(microbatches[index], stage=stage)
             total.add_(loss_sum.detach())
             return loss_sum * factors[index if len(factors) > 1 else 0]
 
@@ -188,15 +188,12 @@ class Engine:
     def _weights(self, batch: Batch, microbatches: Sequence[Batch]) -> torch.Tensor:
         """The divisors of losses, over all ranks: tokens per update. Most layouts make one update per step."""
         own = [self.objective.weight(part) for part in self.updates.batches_by_update(batch, microbatches)]
-        if self.routers is None:
-            return sum_over(torch.stack(own).to(self.device), self.topology.dp_group)
-        *weights, routed = sum_over(
-            torch.stack([*own, own[0].new_tensor(num_tokens(batch))]).to(self.device), self.topology.dp_group
-        )
-        self.routers.begin_step(routed, loss_scale=self.loss_scale.value)
-        return torch.stack(weights)
+        own.append(own[0].new_tensor(num_tokens(batch)))
+        summed = sum_over(torch.stack(own).to(self.device), self.topology.dp_group)
+        self.routers.begin_step(summed[-1], loss_scale=self.loss_scale.value)
+        return summed[:-1]
 
-    def _loss_sum(self, microbatch: Batch, *, stage: int = 0) -> torch.Tensor:
+    def loss_sum(self, microbatch: Batch, *, stage: int = 0) -> torch.Tensor:
         """The summed loss of this rank's rows. Stages other than the last end early (`StageDone`)."""
         module = self.runner.callable_for(self.strategy.module, stage)
         explained = self.axes.explain_errors(self.model)
@@ -231,34 +228,10 @@ class Engine:
         loss_sum, weight = self.evaluate_nowait(batches)
         return EvalRecord(loss=float(loss_sum / divisor(weight)), tokens=int(weight))
 
-    @torch.no_grad()
     def evaluate_nowait(self, batches: Batch | Sequence[Batch]) -> torch.Tensor:
         """The sum of token losses and the number of tokens, over all ranks; both may still be on the device."""
         self.drain()
-        totals = torch.zeros(2, device=self.device, dtype=torch.float64)
-        self.model.eval()
-        try:
-            for batch in [batches] if isinstance(batches, Mapping) else batches:
-                on_device = to_device(batch, self.device)
-                totals[1] += self.objective.weight(on_device).to(self.device) * self.axes.owns_weight
-                totals[0] += self._evaluated(self._split(on_device)) * self.axes.owns_loss
-        finally:
-            self.model.train()
-            self.strategy.after_evaluation()
-        self.buffer_sync.synchronise()  # a module may count evaluations too
-        return sum_over(totals, None)
-
-    def _evaluated(self, microbatches: Sequence[Batch]) -> torch.Tensor:
-        """The summed loss of all micro-batches; zero on ranks without the last stage."""
-        total = torch.zeros((), device=self.device, dtype=torch.float64)
-
-        def forward(stage: int, index: int) -> torch.Tensor:
-            loss_sum = self._loss_sum(microbatches[index], stage=stage)
-            total.add_(loss_sum)
-            return loss_sum
-
-        self.runner.measure(forward, microbatches, self.strategy)
-        return total
+        return sum_losses(self, batches)
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -274,17 +247,14 @@ class Engine:
 
     def scalars(self) -> dict[str, Any]:
         """The rest of the state, as JSON values."""
-        late = self.updates.scalars()
-        router = self.routers.scalars() if self.routers is not None else {}
-        scale = self.loss_scale.state()
+        late, router, scale = self.updates.scalars(), self.routers.scalars(), self.loss_scale.state()
         return {"steps_done": self.steps_done, "loss_scale": scale, "late_norms": late, "router": router}
 
     def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
         self.steps_done = int(scalars["steps_done"])
         self.loss_scale.restore(scalars["loss_scale"])
         self.updates.restore(scalars.get("late_norms", {}))
-        if self.routers is not None:
-            self.routers.restore(scalars.get("router", {}))
+        self.routers.restore(scalars.get("router", {}))
         self.axes.after_load(self.trained, self.optimizer)
         self.buffer_sync.restart()
 
@@ -348,7 +318,7 @@ class Engine:
         low = LowStates.of(self.trained, policy, seed=self._seed, shards=self.shards, copies=copies)
         return make_optimizer(self.trained, given, low=low, is_sharded=bool(self.shards))
 
-    def _split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
+    def split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
         return split_rows(batch, self.plan.pipeline.microbatches, must_be_equal=self.axes.row_chunks > 1)
 
     def _store(self, directory: str | Path) -> Any:

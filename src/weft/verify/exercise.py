@@ -185,6 +185,7 @@ def plan_precision(plan: Plan, train: TrainSpec) -> ReferencePrecision:
         has_8bit_moments=train.optimizer == "adamw8bit",
         float8=plan.float8.linears,
         divides_last=plan.kernels.loss == "fused",
+        has_wide_router=policy.has_wide_router,
         rounds_moments=policy.optimizer_state == "bfloat16",
         rounds_weights=is_master_free,
     )

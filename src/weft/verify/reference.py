@@ -28,7 +28,7 @@ from weft.verify.eight_bit import round_moments
 from weft.verify.float8_reference import multiply_in_float8
 from weft.verify.late_division import LateDivision
 from weft.verify.low_update import round_low
-from weft.verify.router_reference import RouterReference
+from weft.verify.router_reference import RouterReference, compute_in_float32
 
 Tensors = dict[str, torch.Tensor]
 Batch = Mapping[str, torch.Tensor]
@@ -46,6 +46,7 @@ class ReferencePrecision:
     float8: Float8Choice = "none"  # linear layers that multiply in float8
     divides_last: bool = False  # divide by the token count after the head's backward, as a fused loss does
     rounds_moments: bool = False  # to bfloat16, after every update
+    has_wide_router: bool = False  # routers of experts compute in float32
     rounds_weights: bool = False  # the same for weights and gradients: no `master` copy outlives an update
 
     @property
@@ -278,7 +279,7 @@ def add_gradients(
     if late is not None:
         late.scale, scale = scale, 1.0
     terms = router.terms(batch["input_ids"].numel()) if router is not None else 0.0
-    (loss_sum * scale + terms * precision.loss_scale).backward()
+    (loss_sum * scale + terms * precision.loss_scale).backward()  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
         master = trainable.get(aliases.get(name, name))
         if master is not None and parameter.grad is not None:
@@ -343,6 +344,8 @@ def _cast(model: nn.Module, precision: ReferencePrecision) -> nn.Module:
 
     for name in describe(model).blocks:
         model.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    if precision.has_wide_router:
+        compute_in_float32(model)
     return model
 
 

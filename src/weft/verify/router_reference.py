@@ -30,8 +30,6 @@ class RouterReference:
         self._routers = (
             [_PlainRouter(router, place) for router, place in declared_routers(model)] if spec.is_active else []
         )
-        if spec.is_active and not self._routers:
-            raise _not_known(model)
         owners = {id(value): name for name, value in (*model.named_parameters(), *model.named_buffers())}
         for plain in self._routers:
             plain.find_bias(model, owners)
@@ -96,7 +94,7 @@ class _PlainRouter:
     def take(self) -> Tensor:
         """The logits of the last forward; its choices are counted."""
         output, self._output = self._output, None
-        logits = output[self._place].flatten(0, -2)
+        logits: Tensor = output[self._place].flatten(0, -2)
         index = next(value for value in output if isinstance(value, Tensor) and not value.is_floating_point())
         counts = torch.bincount(index.flatten(), minlength=logits.shape[-1]).double()
         self.counts = counts if self.counts is None else self.counts + counts
@@ -120,6 +118,33 @@ def declared_routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
     return list(found.values())
 
 
+def compute_in_float32(model: nn.Module) -> None:
+    """Routers of a low-precision model: inputs and parameters in float32, weights of experts in their own dtype."""
+    for router, place in declared_routers(model):
+        router.forward = _WideForward(router, place)
+
+
+class _WideForward:
+    def __init__(self, router: nn.Module, place: int) -> None:
+        self._router, self._place, self._own = router, place, router.forward
+
+    def __call__(self, *args: Any) -> Any:
+        with torch.no_grad():
+            dtypes = [getattr(value, "dtype", None) for value in self._own(*args)]
+        narrow = [(module, dict(module._parameters)) for module in self._router.modules()]
+        try:
+            for module, values in narrow:
+                module._parameters.update({k: v.float() for k, v in values.items() if v is not None})  # type: ignore[misc]
+            output = self._own(*(value.float() if isinstance(value, Tensor) else value for value in args))
+        finally:
+            for module, values in narrow:
+                module._parameters.update(values)
+        return tuple(
+            value.to(dtype) if dtype is not None and place != self._place else value
+            for place, (value, dtype) in enumerate(zip(output, dtypes, strict=True))
+        )
+
+
 def require_verifiable(model: nn.Module, spec: RouterSpec) -> None:
     """Refuse runs whose router losses have no reference."""
     if spec.is_active and spec.balance_loss and spec.balance_over == "micro_batch":
@@ -127,15 +152,17 @@ def require_verifiable(model: nn.Module, spec: RouterSpec) -> None:
             "router.balance_over = 'micro_batch' depends on the layout, so no reference of one process exists",
             hint="verify with router.balance_over = 'batch', or with router.balance_loss = 0",
         )
-    if spec.is_active and not declared_routers(model):
-        raise _not_known(model)
+    if spec.is_active:
+        require_declared(model)
 
 
-def _not_known(model: nn.Module) -> NotBuiltError:
-    return NotBuiltError(
-        f"verify has no reference for [router] of {type(model).__name__}: transformers does not record its logits",
-        hint="verify the run without [router]",
-    )
+def require_declared(model: nn.Module) -> None:
+    """Refuse mixtures whose routers the reference does not know; a dense model has none."""
+    if any(".experts." in name for name, _ in model.named_parameters()) and not declared_routers(model):
+        raise NotBuiltError(
+            f"verify has no reference for the routers of {type(model).__name__}: transformers does not record them",
+            hint="verify without [router] in run.toml and without precision.router in plan.toml",
+        )
 
 
 def check_biases(right: Mapping[str, Tensor], found: Mapping[str, Tensor], *, rate: float) -> Check:

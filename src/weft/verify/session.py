@@ -48,7 +48,7 @@ from weft.verify.prediction import check_prediction
 from weft.verify.reference import Exercise
 from weft.verify.references import ReferenceCache, References
 from weft.verify.repeatable import repeatable
-from weft.verify.router_reference import require_verifiable
+from weft.verify.router_reference import require_declared, require_verifiable
 from weft.verify.short_stretches import CHUNK_TOKENS, has_chunked_loss, short_chunks
 from weft.verify.verdict import Check, Verdict, at_place
 from weft.verify.whole_runs import WholeRuns
@@ -85,6 +85,8 @@ class Session:
     ) -> Verdict:
         """The verdict on `plan`; `until_wrong` stops after the first stage with a failed check."""
         require_enough_steps(plan, steps=self.steps)
+        if plan.precision.policy().has_wide_router:
+            require_declared(self.subject.skeleton())
         began_s = time.perf_counter()
         gc.collect()  # frees the process groups of earlier engines, which may be in reference cycles
         checks: list[Check] = []

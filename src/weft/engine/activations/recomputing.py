@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _Current(threading.local):
+class _RecomputingThread(threading.local):
     is_recomputing = False
 
 
-_current = _Current()
+_current = _RecomputingThread()
 
 
 def is_recomputing() -> bool:

@@ -27,6 +27,7 @@ from weft.engine.router.balance import attach, probabilities, squared_log_sums
 from weft.engine.router.bias import move_bias
 from weft.engine.router.sums import add_choices, add_scores, choices_of, row_size
 from weft.engine.router.totals import RouterTotals
+from weft.engine.router.wide import widen
 from weft.engine.wrap_forward import Forward, wrap_forward
 from weft.models.ep.layout import ExpertLayer, ExpertLayout
 from weft.models.ep.routers import Router, RouterLayout
@@ -36,10 +37,18 @@ class Routers:
     """`found` has the routers if losses or biases need them, and is empty else."""
 
     def __init__(
-        self, model: nn.Module, experts: ExpertLayout, found: RouterLayout, spec: RouterSpec, *, device: torch.device
+        self,
+        model: nn.Module,
+        experts: ExpertLayout,
+        found: RouterLayout,
+        spec: RouterSpec,
+        *,
+        is_wide: bool,
+        device: torch.device,
     ) -> None:
+        """`is_wide`: routers compute in float32, and the rest in 16 bits."""
         self.spec, self.experts, self.model = spec, experts, model
-        self.found = found
+        self.found, self._is_wide = found, is_wide
         self._sizes = [row_size(layer.num_experts) for layer in experts.layers]
         self._sums = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
         self._scale = torch.zeros((), dtype=torch.float64, device=device)  # of the losses' gradients, in this step
@@ -57,6 +66,8 @@ class Routers:
 
     def wrap(self) -> None:
         """Add the outermost layers of routers and modules of experts."""
+        for router in self.found.routers.values() if self._is_wide else ():
+            widen(self.model, router)
         for routed in self._layers:
             routed.wrap(self.model)
 
@@ -75,8 +86,10 @@ class Routers:
         self._scale.copy_(loss_scale / num_tokens.clamp(min=1).double())
 
     @torch.no_grad()
-    def finish_step(self, *, is_skipped: bool) -> RouterTotals:
-        """Collective. Returns this step's sums over all ranks, which may still be on the device."""
+    def finish_step(self, *, is_skipped: bool) -> RouterTotals | None:
+        """Collective. Returns the sums over all ranks, which may still be on the device; None without layers."""
+        if not self._layers:
+            return None
         total = self._sums.clone() if self._is_counting else torch.zeros_like(self._sums)
         self._sums.zero_()
         with buffer_collectives():

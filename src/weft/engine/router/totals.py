@@ -6,6 +6,7 @@ entropy    of a layer's shares, over its largest possible value: 1 is balanced
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,14 +62,12 @@ class RouterTotals:
         """With this step's own shares: 1 is balanced."""
         choices = choices_of(row, num_experts)
         shares = choices / choices.sum().clamp(min=1)
-        summed: Tensor = (shares * probabilities_of(row, num_experts)).sum()
-        return summed * (num_experts / self._tokens)
+        return torch.sum(shares * probabilities_of(row, num_experts)) * (num_experts / self._tokens)
 
 
 def _entropy(counts: Tensor) -> Tensor:
     shares = counts / counts.sum().clamp(min=1)
-    most = torch.tensor(float(max(2, len(counts)))).log()
-    return torch.special.entr(shares).sum() / most
+    return torch.sum(torch.special.entr(shares)) / math.log(max(2, len(counts)))
 
 
 def _mean(values: list[Tensor]) -> float:

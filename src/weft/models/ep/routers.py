@@ -35,6 +35,7 @@ class Router:
     output: int | None  # place of the logits in its output; None if the output is the logits
     scoring: Scoring
     bias: str | None = None  # full name of the vector that corrects the choice
+    weights_follow: bool = True  # whether the experts' weights have the dtype of the hidden states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class RouterLayout:
     declined: dict[str, str] = field(default_factory=dict)
 
 
-class _DeclinedError(Exception):
+class _NotFoundError(Exception):
     """A block whose logits were not found; the message is the reason."""
 
 
@@ -79,6 +80,7 @@ def find_routers(model: nn.Module, experts: ExpertLayout) -> RouterLayout:
                 output=found.output,
                 scoring=found.scoring,
                 bias=bias,
+                weights_follow=found.weights_follow,
             )
     return RouterLayout(routers=routers, declined=declined)
 
@@ -92,12 +94,12 @@ def _probed(model: nn.Module, block: nn.Module, own: str, layer: ExpertLayer) ->
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
-            return _Probe(model, block, own, layer.num_experts).router()
-    except _DeclinedError as reason:
+            return _RouterProbe(model, block, own, layer.num_experts).router()
+    except _NotFoundError as reason:
         return str(reason)
 
 
-class _Probe:
+class _RouterProbe:
     """A copy of a block with values, whose experts record their arguments."""
 
     def __init__(self, model: nn.Module, block: nn.Module, own: str, num_experts: int) -> None:
@@ -108,8 +110,8 @@ class _Probe:
             if name != own and any(value.shape[:1] == (num_experts,) for value in child.parameters())
         ]
         if not self.candidates:
-            raise _DeclinedError("no module beside the experts has one row per expert")
-        self.recorder = _Recorder()
+            raise _NotFoundError("no module beside the experts has one row per expert")
+        self.recorder = _ExpertsStub()
         self.copy = _copy_with_values(block, keep=self.candidates, replaced={own: self.recorder})
         self.hidden = torch.randn(1, _TOKENS, _width(model))
 
@@ -121,8 +123,9 @@ class _Probe:
                 scoring = self._scoring(value, found) if isinstance(value, Tensor) else None
                 if scoring is not None:
                     at = None if isinstance(output, Tensor) else place
-                    return Router(name=name, experts="", output=at, scoring=scoring, bias=self._bias(found))
-        raise _DeclinedError("no output of its router has softmax or sigmoid scores in the ratio of the weights")
+                    bias, follow = self._bias(found), self._weights_follow()
+                    return Router(name=name, experts="", output=at, scoring=scoring, bias=bias, weights_follow=follow)
+        raise _NotFoundError("no output of its router has softmax or sigmoid scores in the ratio of the weights")
 
     def _run(self) -> _Routing:
         outputs: dict[str, Any] = {}
@@ -135,15 +138,15 @@ class _Probe:
             self.copy(self.hidden.clone())
         except Exception as error:  # model code of any family, called with one argument
             why = f"{type(error).__name__}: {first_line(error)}"
-            raise _DeclinedError(f"its block does not run on hidden states alone ({why})") from None
+            raise _NotFoundError(f"its block does not run on hidden states alone ({why})") from None
         finally:
             for handle in handles:
                 handle.remove()
         if self.recorder.given is None:
-            raise _DeclinedError("its block did not call the experts")
+            raise _NotFoundError("its block did not call the experts")
         index, weights = self.recorder.given
         if index.ndim != 2 or index.is_floating_point() or weights.shape != index.shape:
-            raise _DeclinedError("its experts are not called with [tokens, experts per token]")
+            raise _NotFoundError("its experts are not called with [tokens, experts per token]")
         return _Routing(index=index, weights=weights.float(), outputs=outputs)
 
     def _scoring(self, value: Tensor, found: _Routing) -> Scoring | None:
@@ -158,6 +161,11 @@ class _Probe:
             if _is_constant(ratios):
                 return scoring
         return None
+
+    def _weights_follow(self) -> bool:
+        self.copy, self.hidden = self.copy.bfloat16(), self.hidden.bfloat16()
+        self._run()
+        return self.recorder.given is not None and self.recorder.given[1].dtype == torch.bfloat16
 
     def _bias(self, before: _Routing) -> str | None:
         """The vector whose first element, when lifted, makes every token choose the first expert."""
@@ -205,11 +213,11 @@ def _width(model: nn.Module) -> int:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     width = next((getattr(config, key) for key in _WIDTHS if isinstance(getattr(config, key, None), int)), None)
     if width is None:
-        raise _DeclinedError("the config has no hidden size")
+        raise _NotFoundError("the config has no hidden size")
     return int(width)
 
 
-class _Recorder(nn.Module):
+class _ExpertsStub(nn.Module):
     """In the place of the experts."""
 
     def __init__(self) -> None:
