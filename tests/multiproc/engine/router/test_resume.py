@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from gloo_ranks import run_ranks
-from router_engines import SPECS, build, check_same, over_ranks, runs, trained
+from router_engines import BOUNDS, SPECS, build, check_same, over_ranks, runs, trained
 from tiny import train_steps
 
 from weft.core.run_spec import RouterSpec
@@ -67,11 +67,26 @@ def without_sum(rank: int, world: int) -> Any:
         return {"DDP": trained(engine)}
 
 
-def test_a_count_of_one_rank_alone_is_noticed() -> None:
+def averaged(rank: int, world: int) -> Any:
+    own = routers.Routers.begin_step
+
+    def begin_step(self: routers.Routers, num_tokens: Any, *, loss_scale: float) -> None:
+        own(self, num_tokens * world, loss_scale=loss_scale)
+
+    with (
+        mock.patch.object(routers.Routers, "begin_step", begin_step),
+        build("qwen3_moe", {"mesh": {"dp_replicate": 2}}, SPECS["qwen3_moe"]) as engine,
+    ):
+        return {"DDP": trained(engine)}
+
+
+def test_planted_bugs_are_noticed() -> None:
+    """Counts of one rank alone, and losses averaged over ranks instead of summed."""
     alone = run_ranks(runs, 1, "qwen3_moe", timeout_s=120.0)
-    found = run_ranks(without_sum, 2)
-    with pytest.raises(AssertionError):
-        check_same(over_ranks(alone, "alone"), over_ranks(found, "DDP"), "one rank's counts", bound=1e-5)
+    for bug in (without_sum, averaged):
+        found = run_ranks(bug, 2)
+        with pytest.raises(AssertionError):
+            check_same(over_ranks(alone, "alone"), over_ranks(found, "DDP"), bug.__name__, bound=BOUNDS["qwen3_moe"])
 
 
 def per_microbatch(rank: int, world: int, count: int) -> list[float]:
