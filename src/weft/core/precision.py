@@ -8,7 +8,8 @@
 
 With bf16 two components may be lower, both rounded stochastically: optimizer_state = "bfloat16" halves the moments;
 master_weights = "bfloat16" keeps no float32 copy of the weights, and then gradients are bfloat16 too, since torch gives
-a gradient its parameter's dtype. Communication stays float32.
+a gradient its parameter's dtype. Communication stays float32. With bf16 and fp16 router = "float32" computes logits,
+scores and top-k of the routers of experts in float32, from weights in the compute dtype.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ class PrecisionPolicy(BaseModel):
     def is_low(self) -> bool:
         """Whether compute is in 16 bits."""
         return self.weights != "float32"
+
+    @property
+    def has_wide_router(self) -> bool:
+        """Whether routers compute in float32 and the rest in 16 bits."""
+        return self.is_low and self.router == "float32"
 
     @property
     def has_low_states(self) -> bool:
@@ -89,7 +95,10 @@ def resolve(preset: Preset, given: Mapping[str, DType]) -> PrecisionPolicy:
 def not_executed(preset: Preset, given: Mapping[str, DType]) -> list[str]:
     """Given components that this version's engine does not support."""
     policy = resolve(preset, given)
-    built = resolve(
-        preset, {name: "bfloat16" for name in LOW_STATES if preset == "bf16" and given.get(name) == "bfloat16"}
-    )
+    supported: dict[str, DType] = {
+        name: "bfloat16" for name in LOW_STATES if preset == "bf16" and given.get(name) == "bfloat16"
+    }
+    if given.get("router") == "float32":
+        supported["router"] = "float32"
+    built = resolve(preset, supported)
     return [name for name in COMPONENTS if getattr(policy, name) != getattr(built, name)]

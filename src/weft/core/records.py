@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +29,13 @@ class StepRecord:
     loss_scale: float | None = None
     eval_loss: float | None = None
     changed: tuple[str, ...] | None = None  # keys of run.toml that a resume changed before this step
+    # Mixtures of experts only. Load: tokens of an expert over the mean of its layer; 1 is balanced.
+    expert_load: float | None = None  # of the busiest expert, mean over the layers
+    expert_load_max: float | None = None  # of the busiest expert of all layers
+    expert_entropy: float | None = None  # of the shares, over its largest value, mean over the layers; 1 is balanced
+    dead_experts: int | None = None  # experts without a token, over all layers
+    router_balance_loss: float | None = None  # without its coefficient, mean over the layers; 1 is balanced
+    router_z_loss: float | None = None  # without its coefficient, mean over the layers
 
     def as_dict(self) -> dict[str, Any]:
         return record_fields(self)
@@ -52,6 +61,46 @@ def parse_record(kind: type[Kind], fields: dict[str, Any], *, numbers: Sequence[
     values = {name: fields[name] for name in known if name in fields}
     nulls = {key: math.nan for key in numbers if values.get(key) is None}
     return kind(**{**values, **nulls})
+
+
+LOAD_UNIT = 16  # a mean load is stored as 16; a load of 15.9 or more as 255
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLoads:
+    """The load of every expert in one step. A line of experts.jsonl."""
+
+    step: int
+    layers: tuple[str, ...]  # modules of experts
+    experts: tuple[int, ...]  # of each layer
+    loads: str  # one byte per expert, in base64: load over the layer's mean, in units of 1 / LOAD_UNIT
+
+    @staticmethod
+    def of(step: int, choices: Mapping[str, Sequence[float]]) -> ExpertLoads:
+        """`choices`: tokens of each expert, by layer."""
+        packed = bytearray()
+        for counts in choices.values():
+            mean = sum(counts) / len(counts) or 1.0
+            packed += bytes(min(255, round(LOAD_UNIT * count / mean)) for count in counts)
+        sizes = tuple(map(len, choices.values()))
+        return ExpertLoads(
+            step=step, layers=tuple(choices), experts=sizes, loads=base64.b64encode(packed).decode("ascii")
+        )
+
+    def by_layer(self) -> dict[str, list[float]]:
+        """Load over the mean, per expert."""
+        flat = [byte / LOAD_UNIT for byte in base64.b64decode(self.loads)]
+        ends = list(itertools.accumulate(self.experts))
+        spans = zip(self.layers, self.experts, ends, strict=True)
+        return {name: flat[end - size : end] for name, size, end in spans}
+
+    def as_dict(self) -> dict[str, Any]:
+        return record_fields(self)
+
+    @staticmethod
+    def from_dict(fields: dict[str, Any]) -> ExpertLoads:
+        sequences = {key: tuple(fields[key]) for key in ("layers", "experts")}
+        return parse_record(ExpertLoads, {**fields, **sequences}, numbers=())
 
 
 @dataclass(frozen=True, kw_only=True)

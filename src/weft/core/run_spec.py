@@ -105,6 +105,36 @@ class TrainSpec(Section):
         return self
 
 
+class RouterSpec(Section):
+    """Balancing of a mixture of experts. Means are over all tokens of the global batch that a router saw."""
+
+    balance_loss: float = Field(
+        default=0.0, ge=0, description="coefficient of the balancing loss of each layer; 0 is off, 0.01 is usual"
+    )
+    balance_over: Literal["batch", "micro_batch"] = Field(
+        default="batch",
+        description="shares of experts in the balancing loss: batch (of the previous step's global batch: the same in "
+        "every layout) | micro_batch (of each rank's micro-batch, as Megatron does it: depends on the layout)",
+    )
+    z_loss: float = Field(
+        default=0.0, ge=0, description="coefficient of the squared log-sum-exp of router logits; 0 is off"
+    )
+    bias_rate: float = Field(
+        default=0.0,
+        ge=0,
+        description="step of the bias that corrects the choice of experts (DeepSeek-V3), for models that have one; "
+        "0 is off, 0.001 is usual",
+    )
+
+    @property
+    def has_losses(self) -> bool:
+        return self.balance_loss > 0 or self.z_loss > 0
+
+    @property
+    def is_active(self) -> bool:
+        return self.has_losses or self.bias_rate > 0
+
+
 class EvaluationSpec(Section):
     every: int | None = Field(
         default=None,
@@ -147,6 +177,7 @@ class RunSpec(Document):
     model: ModelSpec
     data: DataSpec = DataSpec()
     train: TrainSpec = TrainSpec()
+    router: RouterSpec = RouterSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     logging: LoggingSpec = LoggingSpec()

@@ -188,6 +188,7 @@ class FakeTraining:
             seed=run.train.seed,
             clip_norm=run.train.clip_norm,
             frozen=run.train.frozen,
+            router=run.router,
             weights=_FakeWeights(self.skeleton, describe(self.skeleton)),
             device=self.device,
         )

@@ -35,11 +35,13 @@ import weft.engine.ownership as ownership
 import weft.engine.pp.apply as pipeline
 import weft.engine.pp.p2p as p2p
 import weft.engine.pp.stages as stages
+import weft.engine.router.apply as router
 import weft.engine.updates as updates
 from weft.core.experts import Routing
 from weft.dryrun.kernels import Kernel, gpu_attention
 from weft.dryrun.replicas import FakeReplicated
 from weft.dryrun.streams import CurrentStream
+from weft.models.ep.routers import find_routers
 from weft.models.pp.split import split_model
 from weft.models.shape.fake import transformers_patches
 
@@ -123,6 +125,8 @@ def _patches() -> list[Any]:
         mock.patch.object(ownership, "local_index", _outside(ownership.local_index)),
         # the pipeline split runs the model's own forward on tensors with values
         mock.patch.object(pipeline, "split_model", _outside(split_model)),
+        # finding routers runs copies of blocks on tensors with values
+        mock.patch.object(router, "find_routers", _outside(find_routers)),
         # DDP's reducer is C++ that reads memory
         mock.patch.object(choose, "Replicated", FakeReplicated),
         # fully_shard creates all shards of a parameter, one per rank, and keeps two

@@ -3,7 +3,8 @@
 1. freeze          before wrapping: strategies look at requires_grad
 2. place           a module with values: to the device, rank 0's values to all; parameters in their storage dtype
 3. split           finds the pipeline's split points by running the model's own forward, so before any wrapping
-4. tensor_shard    tensor, expert parallelism: parameters become this rank's shards, layers wrap forwards of modules
+4. tensor_shard    tensor, expert parallelism: parameters become this rank's shards, layers wrap forwards of modules;
+                   routers around those layers: they count the tokens of this rank, before any exchange
 5. span            batch norms: statistics over the rows of all data-parallel ranks
 6. keep            this rank's stages: other parameters are dropped before any memory is allocated
 7. shard           fully_shard, blocks then root, still on meta (ZeRO, HSDP): a shard of a shard
@@ -26,6 +27,7 @@ from torch import nn
 
 from weft.core import axes
 from weft.core.plan import Plan, require_mixture
+from weft.core.run_spec import RouterSpec
 from weft.engine.activations.dropout import number_blocks
 from weft.engine.activations.recompute import apply_recompute
 from weft.engine.axis import Axes
@@ -46,6 +48,8 @@ from weft.engine.pp.apply import build_pipeline, keep_own_stages, split_pipeline
 from weft.engine.pp.runtime import PipelineRuntime
 from weft.engine.pp.stages import Stages
 from weft.engine.precision import apply_compute_dtype, store_weights, torch_dtype
+from weft.engine.router.apply import find_and_build
+from weft.engine.router.routers import Routers
 from weft.engine.tp.apply import apply_tensor_parallel
 from weft.engine.tp.context import TPContext
 from weft.engine.tp_grid.apply import apply_tensor_grid
@@ -67,6 +71,7 @@ class Applied:
     float8: dict[str, bool]  # linear layers of the blocks, and whether they multiply in float8
     batch_norms: BatchNorms
     changes: BufferChanges  # of buffers, in forwards
+    routers: Routers  # of a mixture of experts; empty in other models
     notes: tuple[str, ...] = ()  # settings of the plan that do not apply to this model
 
 
@@ -80,6 +85,7 @@ def apply_plan(
     weights: WeightSource | None,
     frozen: Sequence[str] = (),
     has_own_objective: bool = False,
+    router: RouterSpec | None = None,
 ) -> Applied:
     """Apply every axis of `plan` to `model`."""
     precision, dp = plan.precision.policy(), plan.data_parallel
@@ -89,8 +95,10 @@ def apply_plan(
     freeze(model, frozen)
     place_real_model(model, device=device)
     store_weights(model, precision)
+    routers = find_and_build(model, plan, router or RouterSpec(), device=device)
     split_plan = split_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
     tp, ep = apply_tensor_and_expert(model, plan, topology, layout=layout, keep_logits_full=has_own_objective)
+    routers.wrap()
     batch_norms = apply_batch_norms(model, plan, topology)
     own = layout
     if split_plan is not None:
@@ -112,7 +120,7 @@ def apply_plan(
     head_loss, why_not = fuse_loss(
         model, is_asked=is_fused, own=tp.head if tp else None, token_loss=tp.token_loss if tp else None
     )
-    changes = BufferChanges(model)
+    changes = BufferChanges(model, without=routers.biases)
     apply_recompute(model, layout, plan.activations, changes, own=own.blocks)
     number_blocks(model, layout)
     strategy = choose_strategy(model, plan, topology)
@@ -120,15 +128,18 @@ def apply_plan(
     if split_plan is not None:
         strategy.prefetch_within_stages([split_plan.split.stages[stage] for stage in split_plan.own])
         pp = build_pipeline(model, layout, own, split_plan, topology, device=device)
+    axes = Axes((*sharding, *((pp,) if pp is not None else ()), *topology.replicated_axes()))
+    routers.count_on(axes)
     return Applied(
         layout=own,
         strategy=strategy,
         stages=pp.schedule_runner.stages if pp is not None else None,
-        axes=Axes((*sharding, *((pp,) if pp is not None else ()), *topology.replicated_axes())),
+        axes=axes,
         head_loss=head_loss,
         float8=float8,
         batch_norms=batch_norms,
         changes=changes,
+        routers=routers,
         notes=(*notes, *why_not, *batch_norms.notes),
     )
 

@@ -21,12 +21,14 @@ from weft.comm.groups import ensure_group, sum_over
 from weft.core.executable import require_executable
 from weft.core.plan import Plan, require_consistent
 from weft.core.records import BufferRecord, DtypeRecord, EvalRecord, ParameterRecord, StepRecord
+from weft.core.run_spec import RouterSpec
 from weft.core.terms import TimeTerm
 from weft.engine.activations.dropout import seeded_forward, uses_randomness
 from weft.engine.apply import apply_plan
 from weft.engine.batch.packed_sequences import skip_packed_sequence_check
 from weft.engine.batch.rows import num_rows, share_of_rows, split_rows, to_device
 from weft.engine.buffers.sync import BufferSync
+from weft.engine.evaluation import sum_losses
 from weft.engine.kernels.attention import AttentionKernel
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
 from weft.engine.measure.dtypes import DtypeWatch
@@ -41,6 +43,7 @@ from weft.engine.optim.optimizers import OptimizerFactory, OptimizerPolicy, crea
 from weft.engine.ownership import LocalShards, parameter_records
 from weft.engine.pending import PendingStep
 from weft.engine.precision import LossScale, torch_dtype
+from weft.engine.router.routers import num_tokens
 from weft.engine.state import MODEL, OPTIMIZER, meta_read, state_tensors
 from weft.engine.updates import Updates, divisor
 from weft.models.initial import WeightSource
@@ -62,6 +65,7 @@ class Engine:
         blocks: Sequence[str] | None = None,
         frozen: Sequence[str] = (),
         weights: WeightSource | None = None,
+        router: RouterSpec | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         require_consistent(plan)
@@ -82,11 +86,12 @@ class Engine:
             weights=weights,
             frozen=frozen,
             has_own_objective=objective is not None,
+            router=router,
         )
         self.layout, self.strategy = applied.layout, applied.strategy
         self.all_blocks = applied.stages.split.blocks if applied.stages is not None else applied.layout.blocks
         self.axes, self.runner = applied.axes, applied.axes.runner() or SequentialRunner()
-        self.head_loss, self.float8 = applied.head_loss, applied.float8
+        self.head_loss, self.float8, self.routers = applied.head_loss, applied.float8, applied.routers
         self._notes = (*applied.layout.notes, *applied.notes)
         self.shards: LocalShards = self.axes.shards
         self.objective = objective or objective_for(model, self.axes.token_loss, applied.head_loss)
@@ -133,6 +138,7 @@ class Engine:
             loss_sum, weight = self._forward_backward(to_device(batch, self.device), timer)
             norm, skipped = self.updates.finish_step()
         self.buffer_sync.after_step()
+        router = self.routers.finish_step(is_skipped=skipped)
         timer.mark(TimeTerm.OPTIMIZER)
         self.steps_done += 1
         values, work = self.updates.gather_values(loss_sum, weight, norm, vote_stop=vote_stop)
@@ -144,6 +150,7 @@ class Engine:
             timer=timer,
             skipped=skipped,
             loss_scale=self.loss_scale.value if self.loss_scale.enabled else None,
+            router=router,
         )
 
     def drain(self) -> None:
@@ -152,7 +159,7 @@ class Engine:
 
     def _forward_backward(self, batch: Batch, timer: StepTimer) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the summed loss over the global weight; returns this rank's sum and the global weight."""
-        microbatches = self._split(batch)
+        microbatches = self.split(batch)
         self.attention.choose(microbatches[0])
         chunks = [num_rows(part) // self.axes.row_chunks for part in microbatches]
         begins = itertools.accumulate(map(num_rows, microbatches), initial=self.topology.dp_rank * num_rows(batch))
@@ -171,7 +178,7 @@ class Engine:
                 slices=self.axes.activation_layout,
             )
             with seeded, self.buffer_sync.forward(stage):
-                loss_sum = self._loss_sum(microbatches[index], stage=stage)
+                loss_sum = self.loss_sum(microbatches[index], stage=stage)
             total.add_(loss_sum.detach())
             return loss_sum * factors[index if len(factors) > 1 else 0]
 
@@ -181,9 +188,12 @@ class Engine:
     def _weights(self, batch: Batch, microbatches: Sequence[Batch]) -> torch.Tensor:
         """The divisors of losses, over all ranks: tokens per update. Most layouts make one update per step."""
         own = [self.objective.weight(part) for part in self.updates.batches_by_update(batch, microbatches)]
-        return sum_over(torch.stack(own).to(self.device), self.topology.dp_group)
+        own.append(own[0].new_tensor(num_tokens(batch)))
+        summed = sum_over(torch.stack(own).to(self.device), self.topology.dp_group)
+        self.routers.begin_step(summed[-1], loss_scale=self.loss_scale.value)
+        return summed[:-1]
 
-    def _loss_sum(self, microbatch: Batch, *, stage: int = 0) -> torch.Tensor:
+    def loss_sum(self, microbatch: Batch, *, stage: int = 0) -> torch.Tensor:
         """The summed loss of this rank's rows. Stages other than the last end early (`StageDone`)."""
         module = self.runner.callable_for(self.strategy.module, stage)
         explained = self.axes.explain_errors(self.model)
@@ -218,34 +228,10 @@ class Engine:
         loss_sum, weight = self.evaluate_nowait(batches)
         return EvalRecord(loss=float(loss_sum / divisor(weight)), tokens=int(weight))
 
-    @torch.no_grad()
     def evaluate_nowait(self, batches: Batch | Sequence[Batch]) -> torch.Tensor:
         """The sum of token losses and the number of tokens, over all ranks; both may still be on the device."""
         self.drain()
-        totals = torch.zeros(2, device=self.device, dtype=torch.float64)
-        self.model.eval()
-        try:
-            for batch in [batches] if isinstance(batches, Mapping) else batches:
-                on_device = to_device(batch, self.device)
-                totals[1] += self.objective.weight(on_device).to(self.device) * self.axes.owns_weight
-                totals[0] += self._evaluated(self._split(on_device)) * self.axes.owns_loss
-        finally:
-            self.model.train()
-            self.strategy.after_evaluation()
-        self.buffer_sync.synchronise()  # a module may count evaluations too
-        return sum_over(totals, None)
-
-    def _evaluated(self, microbatches: Sequence[Batch]) -> torch.Tensor:
-        """The summed loss of all micro-batches; zero on ranks without the last stage."""
-        total = torch.zeros((), device=self.device, dtype=torch.float64)
-
-        def forward(stage: int, index: int) -> torch.Tensor:
-            loss_sum = self._loss_sum(microbatches[index], stage=stage)
-            total.add_(loss_sum)
-            return loss_sum
-
-        self.runner.measure(forward, microbatches, self.strategy)
-        return total
+        return sum_losses(self, batches)
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -261,13 +247,14 @@ class Engine:
 
     def scalars(self) -> dict[str, Any]:
         """The rest of the state, as JSON values."""
-        late = self.updates.scalars()
-        return {"steps_done": self.steps_done, "loss_scale": self.loss_scale.state(), "late_norms": late}
+        late, router, scale = self.updates.scalars(), self.routers.scalars(), self.loss_scale.state()
+        return {"steps_done": self.steps_done, "loss_scale": scale, "late_norms": late, "router": router}
 
     def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
         self.steps_done = int(scalars["steps_done"])
         self.loss_scale.restore(scalars["loss_scale"])
         self.updates.restore(scalars.get("late_norms", {}))
+        self.routers.restore(scalars.get("router", {}))
         self.axes.after_load(self.trained, self.optimizer)
         self.buffer_sync.restart()
 
@@ -332,7 +319,7 @@ class Engine:
         low = LowStates.of(self.trained, policy, seed=self._seed, shards=self.shards, copies=copies)
         return make_optimizer(self.trained, given, low=low, shards=self.shards)
 
-    def _split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
+    def split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
         return split_rows(batch, self.plan.pipeline.microbatches, must_be_equal=self.axes.row_chunks > 1)
 
     def _store(self, directory: str | Path) -> Any:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from weft.core.records import StepRecord
 from weft.engine.measure.timer import StepTimer
+from weft.engine.router.totals import RouterTotals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class PendingStep:
     timer: StepTimer  # forward, backward, optimizer
     skipped: bool
     loss_scale: float | None
+    router: RouterTotals | None = None  # of a mixture of experts
 
     def resolve(self) -> tuple[StepRecord, bool]:
         """The record, and whether any rank voted to stop."""
@@ -40,5 +42,6 @@ class PendingStep:
             tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
             skipped=self.skipped,
             loss_scale=self.loss_scale,
+            **(self.router.figures() if self.router is not None else {}),
         )
         return record, votes > 0

@@ -190,7 +190,7 @@ def _require_trainable_here(config: Any, *, vocab_size: int) -> None:
     if getattr(text, "output_router_logits", False):
         raise NotBuiltError(
             "the router's auxiliary loss (output_router_logits = true) is not supported",
-            hint="set output_router_logits = false in [model.config]",
+            hint="set output_router_logits = false in [model.config], and balance_loss in [router] of run.toml",
         )
     model_vocabulary = getattr(text, "vocab_size", None)
     if model_vocabulary is not None and vocab_size > model_vocabulary:

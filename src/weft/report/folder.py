@@ -16,13 +16,14 @@ from typing import Any, Generic, TypeVar
 
 from weft.core.errors import RunFolderError
 from weft.core.json_files import parse_json, parse_toml
-from weft.core.records import StepRecord
+from weft.core.records import ExpertLoads, StepRecord
 from weft.report.changes import ReportedChange, read_changes
 from weft.report.fields import count, number, rows, table
 from weft.report.series import Numbered
 
 METRICS, LEDGER, RUN, PLAN = "metrics.jsonl", "ledger.json", "run.toml", "plan.toml"
 PIPELINE = "pipeline.json"  # only of trainings with a pipeline
+EXPERTS = "experts.jsonl"  # only of mixtures of experts
 SERVER = "server.json"  # only of runs on parameter servers; written at every evaluation and snapshot
 
 Step = TypeVar("Step", bound=Numbered)
@@ -68,6 +69,7 @@ class RunRecords(Generic[Step]):
     pipeline: dict[str, Any] = field(default_factory=dict)
     changes: tuple[ReportedChange, ...] = ()
     servers: dict[str, Any] = field(default_factory=dict)  # of server.json
+    experts: tuple[ExpertLoads, ...] = ()  # of a mixture of experts
 
 
 TrainingFolder = RunRecords[StepRecord]
@@ -98,6 +100,7 @@ def read_folder(run_dir: Path) -> TrainingFolder:
         remarks=tuple(remarks),
         pipeline=pipeline,
         changes=changes,
+        experts=_read_experts(run_dir / EXPERTS),
     )
 
 
@@ -197,6 +200,21 @@ def read_metrics(path: Path, remarks: list[str], *, parse: Callable[[str], Step 
     if metrics.num_repeated:
         remarks.append(f"{metrics.num_repeated} steps were run again after a resume; the later run of each is drawn.")
     return metrics
+
+
+def _read_experts(path: Path) -> tuple[ExpertLoads, ...]:
+    """Remarks on its steps would repeat those on metrics.jsonl."""
+    return read_metrics(path, [], parse=_parse_experts).steps if path.exists() else ()
+
+
+def _parse_experts(line: str) -> ExpertLoads | None:
+    """None for a line whose loads do not fit its layers."""
+    given = step_fields(line)
+    try:
+        found = ExpertLoads.from_dict(given) if given is not None else None
+        return found if found is not None and sum(map(len, found.by_layer().values())) == sum(found.experts) else None
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _replay(text: str, parse: Callable[[str], Step | None]) -> Metrics[Step]:

@@ -157,6 +157,7 @@ def _engine(bench: Bench, config: Any) -> Engine:
         seed=bench.run.train.seed,
         clip_norm=bench.run.train.clip_norm,
         frozen=bench.run.train.frozen,
+        router=bench.run.router,
         weights=weights,
         device=bench.device,
     )

@@ -70,6 +70,7 @@ def build_workbench(
             seed=run.train.seed,
             clip_norm=run.train.clip_norm,
             frozen=run.train.frozen,
+            router=run.router,
             weights=weights,
             device=device,
         )

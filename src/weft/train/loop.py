@@ -157,6 +157,8 @@ class TrainingLoop:
         if self._is_evaluation(record.step) and not wants_stop:
             record = dataclasses.replace(record, eval_loss=self._evaluate())
         self.metrics.write(record)
+        if pending.router is not None and self._is_logged(record.step):
+            self.metrics.write_experts(pending.router.loads(record.step))
         self.display.step(record)
         if self.outcome.steps == 1:
             self.display.dtypes(self.engine.dtypes())
@@ -223,6 +225,9 @@ class TrainingLoop:
     def _is_evaluation(self, step: int) -> bool:
         every = self.run_spec.evaluation.interval
         return every > 0 and (step % every == 0 or step == self.run_spec.train.steps)
+
+    def _is_logged(self, step: int) -> bool:
+        return step == 1 or step % self.run_spec.logging.every == 0 or step == self.run_spec.train.steps
 
     def _is_pause(self, step: int) -> bool:
         """Whether the engine's state is read after this step, so that nothing may be in flight."""

@@ -94,6 +94,8 @@ def _train(job: Job, process: Process, stop: StopFlag, lock: FolderLock, *, star
         folder.create(job.run, plan)
         bench.model_config.save_pretrained(str(folder.model_path))
     earlier = folder.metrics.drop_after(bench.engine.steps_done) if process.is_main else []
+    if process.is_main and folder.experts.path.exists():
+        folder.experts.drop_after(bench.engine.steps_done)
     metrics = MetricsWriter(
         folder, is_writing=process.is_main, tensorboard=job.run.logging.tensorboard, earlier=earlier
     )

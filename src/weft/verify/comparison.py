@@ -35,6 +35,7 @@ from weft.verify.layouts import coordinates_of
 from weft.verify.low_update import LowUpdate, check_updates
 from weft.verify.reference import Exercise, RunTrace, Tensors, has_experts, one_update
 from weft.verify.references import References
+from weft.verify.router_reference import check_biases
 from weft.verify.tolerances import (
     CODE_ROUNDOFF,
     NOISE_SHARE,
@@ -110,6 +111,8 @@ class Comparison:
             ),
             check_buffers(truth, same, found, step=self.steps, noise_share=allowance.update),
         ]
+        if self.exercise.router.bias_rate:
+            checks.append(check_biases(truth.biases, found.biases, rate=self.exercise.router.bias_rate))
         if self.references.reordered is not None:
             checks.append(self._same_precision(self.references.reordered))
         return checks

@@ -93,6 +93,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
         engine, {name: full_tensor(value) for name, value in engine.buffer_sync.values().items()}
     )
     evidence.buffer_digests = _owned_digests(engine)
+    evidence.biases = {name: evidence.weights[name] for name in engine.routers.biases if name in evidence.weights}
     return evidence
 
 

@@ -111,6 +111,7 @@ def global_exercise(subject: Subject, *, rates: Sequence[float], clip_norm: floa
         evaluation=evaluation_batches(subject),
         train=subject.run.train,
         clip_norm=clip_norm,
+        router=subject.run.router,
     )
 
 
@@ -133,6 +134,7 @@ def loop_exercise(
         evaluation=evaluation,
         train=train,
         clip_norm=train.clip_norm,
+        router=subject.run.router,
         skipped=skipped,
         restarts=undelayed | {step for step in range(steps) if every > 0 and (step + 1) % every == 0},
         undelayed=undelayed,
@@ -183,6 +185,7 @@ def plan_precision(plan: Plan, train: TrainSpec) -> ReferencePrecision:
         has_8bit_moments=train.optimizer == "adamw8bit",
         float8=plan.float8.linears,
         divides_last=plan.kernels.loss == "fused",
+        has_wide_router=policy.has_wide_router,
         rounds_moments=policy.optimizer_state == "bfloat16",
         rounds_weights=is_master_free,
     )

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from weft.core.plan import Float8Choice
-from weft.core.run_spec import TrainSpec
+from weft.core.run_spec import RouterSpec, TrainSpec
 from weft.engine.activations.dropout import number_blocks, seeded_forward, uses_randomness
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
 from weft.models.layout import describe
@@ -28,6 +28,7 @@ from weft.verify.eight_bit import round_moments
 from weft.verify.float8_reference import multiply_in_float8
 from weft.verify.late_division import LateDivision
 from weft.verify.low_update import round_low
+from weft.verify.router_reference import RouterReference, compute_in_float32
 
 Tensors = dict[str, torch.Tensor]
 Batch = Mapping[str, torch.Tensor]
@@ -45,6 +46,7 @@ class ReferencePrecision:
     float8: Float8Choice = "none"  # linear layers that multiply in float8
     divides_last: bool = False  # divide by the token count after the head's backward, as a fused loss does
     rounds_moments: bool = False  # to bfloat16, after every update
+    has_wide_router: bool = False  # routers of experts compute in float32
     rounds_weights: bool = False  # the same for weights and gradients: no `master` copy outlives an update
 
     @property
@@ -78,6 +80,7 @@ class RunTrace:
     optimizer: Tensors = field(default_factory=dict)
     eval_losses: list[float] = field(default_factory=list)  # after the first step and after the last
     buffers: Tensors = field(default_factory=dict)  # those that forwards change, at the end
+    biases: Tensors = field(default_factory=dict)  # of routers, at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,7 @@ class Exercise:
     # With delayed updates: steps after which the pipeline drained for a checkpoint; steps of a layout without delays.
     restarts: frozenset[int] = frozenset()
     undelayed: frozenset[int] = frozenset()
+    router: RouterSpec = field(default_factory=RouterSpec)
 
 
 def has_experts(exercise: Exercise) -> bool:
@@ -114,6 +118,7 @@ def run_reference(
     }
     evaluation = [moved(batch, device) for batch in exercise.evaluation]
     trainable = {name: master for name, master in masters.items() if master.requires_grad}
+    router = RouterReference(model, exercise.router)
     optimizer = plain_optimizer(list(trainable.values()), exercise.train, is_fused=split.is_reordered)
     trace = RunTrace(initial=exercise.initial)
     buffers = on_host(dict(model.named_buffers()))
@@ -121,7 +126,9 @@ def run_reference(
         for group in optimizer.param_groups:
             group["lr"] = exercise.rates[step]
         copy_weights(model, masters, aliases)
-        loss = _backward(model, trainable, moved(batch, device), exercise, precision, split, aliases, step=step)
+        loss = _backward(
+            model, trainable, moved(batch, device), exercise, precision, split, aliases, step=step, router=router
+        )  # fmt: skip
         if step == 0:
             trace.first_gradients = on_host({name: _gradient(master) for name, master in trainable.items()})
         norm = clip_gradients(list(trainable.values()), exercise.clip_norm)
@@ -135,6 +142,7 @@ def run_reference(
                     moments=precision.rounds_moments, weights=precision.rounds_weights,
                 )  # fmt: skip
         optimizer.zero_grad()
+        router.finish_step(masters, is_skipped=step in exercise.skipped)
         trace.losses.append(loss)
         trace.norms.append(norm)
         if step == 0:
@@ -145,7 +153,10 @@ def run_reference(
     trace.weights = on_host(masters)
     trace.optimizer = on_host(states_of(optimizer, trainable))
     now = on_host(dict(model.named_buffers()))
-    trace.buffers = {name: value for name, value in now.items() if not torch.equal(value, buffers[name])}
+    trace.biases = on_host(router.biases())
+    trace.buffers = {
+        name: value for name, value in now.items() if name not in trace.biases and not torch.equal(value, buffers[name])
+    }
     return trace
 
 
@@ -216,6 +227,7 @@ def _backward(
     aliases: Aliases,
     *,
     step: int,
+    router: RouterReference,
 ) -> float:
     """Add the gradients of the mean token loss to the masters; return the loss."""
     count = max(1, int((batch["labels"] != -100).sum()))
@@ -228,7 +240,7 @@ def _backward(
     total = sum(
         add_gradients(
             model, trainable, batch, range(begin, min(rows, begin + split.chunk_rows)), exercise, precision,
-            aliases, step=step, count=count,
+            aliases, step=step, count=count, router=router,
         )
         for begin in (reversed(begins) if split.is_reordered else begins)
     )  # fmt: skip
@@ -250,6 +262,7 @@ def add_gradients(
     *,
     step: int,
     count: int,
+    router: RouterReference | None = None,
 ) -> float:
     """Add the gradients of (summed loss of `rows`) / `count` to the masters; return the summed loss."""
     chunk = {key: value[rows.start : rows.stop] for key, value in batch.items()}
@@ -265,7 +278,8 @@ def add_gradients(
     scale = precision.loss_scale / count
     if late is not None:
         late.scale, scale = scale, 1.0
-    (loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+    terms = router.terms(batch["input_ids"].numel()) if router is not None else 0.0
+    (loss_sum * scale + terms * precision.loss_scale).backward()  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
         master = trainable.get(aliases.get(name, name))
         if master is not None and parameter.grad is not None:
@@ -330,6 +344,8 @@ def _cast(model: nn.Module, precision: ReferencePrecision) -> nn.Module:
 
     for name in describe(model).blocks:
         model.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    if precision.has_wide_router:
+        compute_in_float32(model)
     return model
 
 

@@ -48,6 +48,7 @@ from weft.verify.prediction import check_prediction
 from weft.verify.reference import Exercise
 from weft.verify.references import ReferenceCache, References
 from weft.verify.repeatable import repeatable
+from weft.verify.router_reference import require_declared, require_verifiable
 from weft.verify.short_stretches import CHUNK_TOKENS, has_chunked_loss, short_chunks
 from weft.verify.verdict import Check, Verdict, at_place
 from weft.verify.whole_runs import WholeRuns
@@ -65,6 +66,7 @@ class Session:
         if steps < 2:
             raise ValueError(f"steps is {steps}, but only two steps show an update and a resume: set at least 2")
         self.subject = Subject.open(run, device=device, num_ranks=process.world_size)
+        require_verifiable(self.subject.skeleton(), run.router)
         self.process = process
         self.steps = steps
         self.device = device
@@ -83,6 +85,8 @@ class Session:
     ) -> Verdict:
         """The verdict on `plan`; `until_wrong` stops after the first stage with a failed check."""
         require_enough_steps(plan, steps=self.steps)
+        if plan.precision.policy().has_wide_router:
+            require_declared(self.subject.skeleton())
         began_s = time.perf_counter()
         gc.collect()  # frees the process groups of earlier engines, which may be in reference cycles
         checks: list[Check] = []
@@ -175,6 +179,7 @@ class Session:
             seed=subject.run.train.seed,
             clip_norm=self.clip_norm,
             frozen=subject.run.train.frozen,
+            router=subject.run.router,
             weights=weights,
             device=self.device,
         )

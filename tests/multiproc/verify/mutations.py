@@ -116,7 +116,7 @@ def loss_divided_by_the_cut() -> Any:
     def divided(original: Any) -> Any:
         return lambda self, model, batch: original(self, model, batch) / self.num_cuts
 
-    return both(replaced(Engine, "_split", make), replaced(CausalLanguageModel, "loss_sum", divided))
+    return both(replaced(Engine, "split", make), replaced(CausalLanguageModel, "loss_sum", divided))
 
 
 # --- gradients and their reduction ------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from weft.core.errors import NoBlocksError
 from weft.core.mixture import block_policies
 from weft.core.plan import Activations
 from weft.engine.activations.dropout import replayed
+from weft.engine.activations.recomputing import recomputing
 from weft.engine.activations.router_replay import Choices, chooses
 from weft.engine.activations.split_backward import splitting_again
 from weft.engine.buffers.changes import BufferChanges, BufferSnapshot
@@ -100,7 +101,7 @@ class _Recomputed:
             first, second = _entered(first, choices.recorded()), _entered(second, choices.replayed())
         # a batch norm would count the same rows twice in its running statistics
         before = BufferSnapshot(self._changes, self._places)
-        return first, _entered(replayed(), splitting_again(), before.restored(), second)
+        return first, _entered(recomputing(), replayed(), splitting_again(), before.restored(), second)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ triggers a comparison. Constant buffers (rotary tables, masks) cost nothing afte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -36,20 +36,22 @@ class Slot:
         self.module._buffers[self.key] = value
 
 
-def slots_of(model: nn.Module) -> list[Slot]:
+def slots_of(model: nn.Module, *, without: Collection[str] = ()) -> list[Slot]:
     """In the order of modules: the same on every rank, also if a stage has dropped some."""
-    return [
+    found = [
         Slot(f"{prefix}.{key}" if prefix else key, module, key)
         for prefix, module in model.named_modules()
         for key in module._buffers
     ]
+    return [slot for slot in found if slot.name not in without]
 
 
 class BufferChanges:
     """The changes of one model's buffers, as seen on this rank. `mark` once values exist; `look` after forwards."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.slots = slots_of(model)
+    def __init__(self, model: nn.Module, *, without: Collection[str] = ()) -> None:
+        """`without`: buffers that the engine changes itself, alike on all ranks."""
+        self.slots = slots_of(model, without=without)
         self.changing: set[int] = set()  # places in `slots`
         self._marks: list[tuple[Tensor | None, int]] = []
         self._copies: list[Tensor | None] = []

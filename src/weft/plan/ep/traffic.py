@@ -126,5 +126,5 @@ def _layer(view: View, block: BlockShape, *, ep: int, tokens: float) -> Layer | 
         tokens=tokens,
         row_bytes=view.shape.hidden_size * view.sizes.activation,
         weight_bytes=FLOAT32_BYTES if moe.weighs_in_float32 else view.sizes.activation,
-        saves_after=block.ends_in_norm or block.dropout > 0,
+        saves_after=block.saves_after_exit or block.dropout > 0,
     )

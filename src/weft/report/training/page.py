@@ -13,6 +13,7 @@ from weft.report.markup import Markup, absent, document, facts_list, join, tag, 
 from weft.report.page import Page, PageSection
 from weft.report.training import costs, tables
 from weft.report.training.coverage_table import coverage
+from weft.report.training.experts import draw_experts
 from weft.report.training.facts import TrainingFacts, gather_facts, verdict
 from weft.report.training.pipeline import pipeline_section
 
@@ -45,6 +46,7 @@ def _sections(facts: TrainingFacts, folder: TrainingFolder) -> list[PageSection]
             content=join([costs.remarks(folder), bars, tag("div", *terms, class_="columns")]),
         ),
         PageSection(key="pipeline", title="Pipeline", content=pipeline_section(folder.pipeline)),
+        PageSection(key="experts", title="Experts", content=chart_grid(draw_experts(folder))),
         PageSection(key="precision", title="Precision", content=tables.dtypes(folder)),
         PageSection(key="coverage", title="Coverage", content=coverage(folder)),
         PageSection(key="checkpoints", title="Checkpoints", content=tables.checkpoints(folder)),

@@ -1,5 +1,7 @@
 """The folder of a run: run.toml, plan.toml, metrics.jsonl, ledger.json, report.html, checkpoints/, tensorboard/.
 
+A mixture of experts also has experts.jsonl: the load of every expert, every `logging.every` steps.
+
 Only rank 0 writes here, except for checkpoints.
 """
 
@@ -13,7 +15,7 @@ from weft.core.disk import writing
 from weft.core.errors import RunFolderError
 from weft.core.json_files import read_json_table
 from weft.core.plan import Plan
-from weft.core.records import StepRecord
+from weft.core.records import ExpertLoads, StepRecord
 from weft.core.run_spec import RunSpec
 from weft.train.folder.metrics_file import MetricsFile
 
@@ -24,6 +26,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = MetricsFile(path / "metrics.jsonl", StepRecord.from_dict)
+        self.experts = MetricsFile(path / "experts.jsonl", ExpertLoads.from_dict)
         self.ledger_path = path / "ledger.json"
         self.checkpoints_path = path / "checkpoints"
         self.tensorboard_path = path / "tensorboard"

@@ -73,4 +73,5 @@ def step_figures(record: StepRecord) -> str:
     loss = f"loss {record.loss:.4f}" + (f" (held-out {record.eval_loss:.4f})" if record.eval_loss is not None else "")
     speed = f"{format_count(record.tokens_per_s)} tokens/s"
     skipped = "  skipped: overflow" if record.skipped else ""
-    return f"{loss}  norm {record.grad_norm:.3f}  {speed}  {format_bytes(record.peak_memory_bytes)}{skipped}"
+    load = f"  expert load {record.expert_load:.2f}x" if record.expert_load is not None else ""
+    return f"{loss}  norm {record.grad_norm:.3f}{load}  {speed}  {format_bytes(record.peak_memory_bytes)}{skipped}"

@@ -1,10 +1,10 @@
-"""Writer of step records: metrics.jsonl always, TensorBoard by default. Rank 0 only."""
+"""Writer of step records: metrics.jsonl always, TensorBoard by default, experts.jsonl for mixtures. Rank 0 only."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from weft.core.records import StepRecord
+from weft.core.records import ExpertLoads, StepRecord
 from weft.train.folder.run_folder import RunFolder
 from weft.train.loggers.tensorboard import TensorBoard
 
@@ -16,6 +16,7 @@ class MetricsWriter:
         self.changed: tuple[str, ...] = ()  # keys changed by a resume, written with the next record
         self.records = list(earlier)
         self._file = folder.metrics if is_writing else None
+        self._experts = folder.experts if is_writing else None
         self._tensorboard = TensorBoard(folder.tensorboard_path) if tensorboard and is_writing else None
 
     def write(self, record: StepRecord) -> None:
@@ -26,6 +27,10 @@ class MetricsWriter:
             self._file.append(record)
         if self._tensorboard is not None:
             self._tensorboard.write(record.step, _scalars(record))
+
+    def write_experts(self, loads: ExpertLoads) -> None:
+        if self._experts is not None:
+            self._experts.append(loads)
 
     def close(self) -> None:
         if self._tensorboard is not None:
@@ -42,4 +47,10 @@ def _scalars(record: StepRecord) -> dict[str, float | None]:
         "memory/peak_bytes": float(record.peak_memory_bytes),
         "train/loss_scale": record.loss_scale,
         "evaluation/loss": record.eval_loss,
+        "experts/load": record.expert_load,
+        "experts/load_max": record.expert_load_max,
+        "experts/entropy": record.expert_entropy,
+        "experts/dead": record.dead_experts,
+        "router/balance_loss": record.router_balance_loss,
+        "router/z_loss": record.router_z_loss,
     }

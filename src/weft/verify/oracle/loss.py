@@ -90,7 +90,9 @@ class LossJudge:
         self._require("loss", first.value, loop.losses, loop.truth_losses, loop.same_losses, 1)
         if 0 in loop.skipped:
             return
-        gradients = self.plain.gradients(batch, chunk_rows=loop.chunk_rows)
+        # the balancing loss has no gradient yet: its shares are uniform in the first step
+        z_loss = float(self.facts.loop_run["router"]["z_loss"])
+        gradients = self.plain.gradients(batch, chunk_rows=loop.chunk_rows, z_loss=z_loss)
         gradients = {name: value for name, value in gradients.items() if not self._is_frozen(name)}
         norm = math.sqrt(sum(float(value.double().square().sum()) for value in gradients.values()))
         self._require("gradient norm", norm, loop.norms, loop.truth_norms, loop.same_norms, 1)

@@ -94,12 +94,16 @@ class PlainModel:
             own, why = None, f"its own loss is {own:.6g} and not {value:.6g}: it has other terms"
         return Loss(value=value, own=own, why_not_own=why)
 
-    def gradients(self, batch: Batch, *, chunk_rows: int) -> dict[str, torch.Tensor]:
-        """Gradients of the mean token loss."""
+    def gradients(self, batch: Batch, *, chunk_rows: int, z_loss: float = 0.0) -> dict[str, torch.Tensor]:
+        """Gradients of the mean token loss, with the z-loss of routers."""
         self.model.train()
         self.model.zero_grad()
+        num_tokens = batch.fields["labels"].size
         for chunk in _chunks(batch.fields, chunk_rows):
-            (self._sum(chunk) / max(1, batch.count)).backward()  # type: ignore[no-untyped-call]
+            loss = self._sum(chunk) / max(1, batch.count)
+            if z_loss:
+                loss = loss + z_loss * self._squares(chunk) / num_tokens
+            loss.backward()  # type: ignore[no-untyped-call]
         found = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
             for name, parameter in self.model.named_parameters()
@@ -145,6 +149,12 @@ class PlainModel:
         chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         total: torch.Tensor = ((torch.logsumexp(logits, dim=-1) - chosen) * counted).sum()
         return total
+
+    def _squares(self, batch: Rows) -> torch.Tensor:
+        """The sum over tokens and layers of squared log-sum-exps of the router logits that transformers returns."""
+        with _quiet():
+            layers = self.model(**_inputs(batch), use_cache=False, output_router_logits=True).router_logits
+        return torch.stack([torch.logsumexp(logits.float(), dim=-1).square().sum() for logits in layers]).sum()
 
     def _total(self, batch: Rows, *, seed: int) -> float:
         self.model.train()

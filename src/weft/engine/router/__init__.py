@@ -1,0 +1,1 @@
+"""Routers of mixtures: load of experts, balancing losses, bias of the choice."""

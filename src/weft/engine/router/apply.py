@@ -1,0 +1,38 @@
+"""Builds the `Routers` of a model, before any forward is wrapped: finding them runs copies of its blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from weft.core.errors import NotBuiltError
+from weft.core.plan import Plan
+from weft.core.run_spec import RouterSpec
+from weft.engine.router.routers import Routers, require_routers
+from weft.engine.router.wide import require_wide
+from weft.models.ep.finder import find_expert_layout
+from weft.models.ep.layout import ExpertLayout
+from weft.models.ep.routers import RouterLayout, find_routers
+
+
+def find_and_build(model: nn.Module, plan: Plan, spec: RouterSpec, *, device: torch.device) -> Routers:
+    """Empty without experts, and for pipelines that never flush: ranks end a step at different micro-batches."""
+    experts = find_expert_layout(model)
+    is_wide = plan.precision.policy().has_wide_router and bool(experts.layers)
+    found = find_routers(model, experts) if spec.is_active or is_wide else RouterLayout(routers={})
+    require_routers(experts, found, spec, model_name=type(model).__name__)
+    if is_wide:
+        require_wide(found)
+    if plan.has_delayed_updates:
+        if is_wide:
+            raise NotBuiltError(
+                f"precision.router = 'float32' is not supported with pipeline.schedule = {plan.pipeline.schedule!r}",
+                hint="choose a pipeline.schedule that flushes, such as '1f1b', or leave precision.router out",
+            )
+        if spec.is_active:
+            raise NotBuiltError(
+                f"[router] needs one update per step, and {plan.pipeline.schedule} makes updates between micro-batches",
+                hint="choose a pipeline.schedule that flushes, such as '1f1b', or leave [router] out",
+            )
+        experts = ExpertLayout(layers=())
+    return Routers(model, experts, found, spec, is_wide=is_wide, device=device)

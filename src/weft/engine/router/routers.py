@@ -1,0 +1,206 @@
+"""`Routers`: all routers of an engine's model. Counts the load of experts, adds their losses, corrects their choice.
+
+    forward       the experts' module is wrapped: choices are counted, the losses are attached to the weights
+    end of step   one sum over all ranks for all layers; then the biases move and the shares of the next step are set
+
+Ranks with the same tokens (tensor parallelism without sequence parallel) count once. Every rank knows all layers' sums,
+so biases and shares are the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.groups import sum_over
+from weft.comm.observer import buffer_collectives
+from weft.core import axes
+from weft.core.errors import ModelError, NotBuiltError
+from weft.core.run_spec import RouterSpec
+from weft.engine.axis import Axes
+from weft.engine.objective import Batch
+from weft.engine.router.balance import attach, probabilities, squared_log_sums
+from weft.engine.router.bias import move_bias
+from weft.engine.router.sums import add_choices, add_scores, choices_of, row_size
+from weft.engine.router.totals import RouterTotals
+from weft.engine.router.wide import widen
+from weft.engine.wrap_forward import Forward, wrap_forward
+from weft.models.ep.layout import ExpertLayer, ExpertLayout
+from weft.models.ep.routers import Router, RouterLayout
+
+
+class Routers:
+    """`found` has the routers if losses or biases need them, and is empty else."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        experts: ExpertLayout,
+        found: RouterLayout,
+        spec: RouterSpec,
+        *,
+        is_wide: bool,
+        device: torch.device,
+    ) -> None:
+        """`is_wide`: routers compute in float32, and the rest in 16 bits."""
+        self.spec, self.experts, self.model = spec, experts, model
+        self.found, self._is_wide = found, is_wide
+        self._sizes = [row_size(layer.num_experts) for layer in experts.layers]
+        self._sums = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
+        self._scale = torch.zeros((), dtype=torch.float64, device=device)  # of the losses' gradients, in this step
+        self._num_tokens = torch.ones((), dtype=torch.float64, device=device)
+        self._is_counting = True
+        self._layers = [
+            _RoutedLayer(layer, found.routers.get(layer.name), spec, row, self._scale)
+            for layer, row in zip(experts.layers, self._rows(self._sums), strict=True)
+        ]
+
+    @property
+    def biases(self) -> list[str]:
+        """Names of the vectors that this engine moves."""
+        return [router.bias for router in self.found.routers.values() if router.bias] if self.spec.bias_rate else []
+
+    def wrap(self) -> None:
+        """Add the outermost layers of routers and modules of experts."""
+        for router in self.found.routers.values() if self._is_wide else ():
+            widen(self.model, router)
+        for routed in self._layers:
+            routed.wrap(self.model)
+
+    def count_on(self, contexts: Axes) -> None:
+        """Count on one of the ranks that have the same tokens."""
+        others = [context for context in contexts if context.axis not in (axes.PP, axes.TP)]
+        tensor = [context for context in contexts if context.axis == axes.TP]
+        is_stream = any(getattr(context.activation_layout, "sequence_parallel", False) for context in tensor)
+        self._is_counting = all(context.owns_weight for context in [*others, *([] if is_stream else tensor)])
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def begin_step(self, num_tokens: Tensor, *, loss_scale: float) -> None:
+        """`num_tokens`: of the global batch."""
+        self._num_tokens.copy_(num_tokens)
+        self._scale.copy_(loss_scale / num_tokens.clamp(min=1).double())
+
+    @torch.no_grad()
+    def finish_step(self, *, is_skipped: bool) -> RouterTotals | None:
+        """Collective. Returns the sums over all ranks, which may still be on the device; None without layers."""
+        if not self._layers:
+            return None
+        total = self._sums.clone() if self._is_counting else torch.zeros_like(self._sums)
+        self._sums.zero_()
+        with buffer_collectives():
+            sum_over(total, None)
+        rows = self._rows(total)
+        for routed, row in zip(self._layers, rows, strict=True):
+            choices = choices_of(row, routed.num_experts)
+            routed.set_shares(choices)
+            if routed.router is not None and routed.router.bias and self.spec.bias_rate and not is_skipped:
+                move_bias(self.model, routed.router.bias, choices, rate=self.spec.bias_rate)
+        routed_tokens = self._num_tokens.clone()  # the next step may begin before the figures are read
+        return RouterTotals(layers=self.experts.layers, spec=self.spec, values=total, num_tokens=routed_tokens)
+
+    def _rows(self, flat: Tensor) -> list[Tensor]:
+        return list(torch.split(flat, self._sizes))
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def scalars(self) -> dict[str, list[int]]:
+        """The choices of the last step, which the next step's balancing loss reads."""
+        if not self.spec.balance_loss or self.spec.balance_over != "batch":
+            return {}
+        return {routed.name: routed.choices.long().tolist() for routed in self._layers}
+
+    def restore(self, scalars: Mapping[str, Any]) -> None:
+        for routed in self._layers:
+            known = scalars.get(routed.name)
+            if known is not None and len(known) == routed.num_experts:
+                routed.set_shares(torch.tensor(known, dtype=torch.float64, device=self._sums.device))
+
+
+class _RoutedLayer:
+    """The layers around one module of experts and its router."""
+
+    def __init__(self, layer: ExpertLayer, router: Router | None, spec: RouterSpec, row: Tensor, scale: Tensor) -> None:
+        self.name, self.num_experts, self.router = layer.name, layer.num_experts, router
+        self._spec, self._row, self._scale = spec, row, scale
+        self.choices = row.new_zeros(layer.num_experts)
+        self._shares = row.new_full((layer.num_experts,), 1.0 / layer.num_experts)  # f, of the last step
+        self._has_loss = router is not None and spec.has_losses
+        self._logits: Tensor | None = None
+
+    def wrap(self, model: nn.Module) -> None:
+        self._experts = model.get_submodule(self.name)
+        self._names = list(inspect.signature(type(self._experts).forward).parameters)[1:]
+        if self._has_loss and self.router is not None:
+            wrap_forward(model.get_submodule(self.router.name), self._keep_logits)
+        wrap_forward(self._experts, self._route)
+
+    def set_shares(self, choices: Tensor) -> None:
+        """A step without any choice leaves them uniform."""
+        self.choices.copy_(choices)
+        total = choices.sum()
+        uniform = torch.full_like(self._shares, 1.0 / self.num_experts)
+        self._shares.copy_(torch.where(total > 0, choices / total.clamp(min=1), uniform))
+
+    def _keep_logits(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        place = self.router.output if self.router is not None else None
+        logits = output if place is None else output[place]
+        self._logits = logits.reshape(-1, self.num_experts)
+        return output
+
+    def _route(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        logits, self._logits = self._logits, None
+        if not self._experts.training:
+            return forward(*args, **kwargs)
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        index, weights = given[self._names[1]], given[self._names[2]]
+        add_choices(self._row, index, self.num_experts)
+        if logits is not None:
+            given[self._names[2]] = self._with_losses(logits, index, weights)
+        first = [given.pop(name) for name in self._names[:3]]
+        return forward(*first, **given)
+
+    def _with_losses(self, logits: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        shown = probabilities(logits, self.router.scoring).sum(0)  # type: ignore[union-attr]
+        squares = squared_log_sums(logits).sum()
+        add_scores(self._row, torch.cat([shown, squares[None]]), self.num_experts)
+        shares = self._shares if self._spec.balance_over == "batch" else self._shares_of(index)
+        balance = (shares.to(shown.dtype) * shown).sum() * self.num_experts
+        return attach(weights, self._spec.balance_loss * balance + self._spec.z_loss * squares, self._scale)
+
+    def _shares_of(self, index: Tensor) -> Tensor:
+        chosen = index.detach().reshape(-1).clamp(max=self.num_experts)
+        counts = self._row.new_zeros(self.num_experts + 1)
+        counts = counts.scatter_add(0, chosen, counts.new_ones(()).expand(chosen.shape))[: self.num_experts]
+        return counts / counts.sum().clamp(min=1)
+
+
+def num_tokens(batch: Batch) -> int:
+    """Tokens that routers see, padding included."""
+    tokens = batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()))
+    return tokens.numel()
+
+
+def require_routers(experts: ExpertLayout, found: RouterLayout, spec: RouterSpec, *, model_name: str) -> None:
+    """Refuse keys of [router] that do not apply to the model: they would be ignored silently."""
+    if not spec.is_active:
+        return
+    if not experts.layers:
+        reason = next(iter(experts.declined.values()), "it has no experts")
+        raise ModelError(f"[router] does not apply to {model_name}: {reason}", hint="leave [router] out of run.toml")
+    if spec.has_losses and found.declined:
+        name, reason = next(iter(found.declined.items()))
+        raise NotBuiltError(
+            f"the router's logits of {name} were not found: {reason}",
+            hint="set router.balance_loss and router.z_loss to 0; the load of experts is shown all the same",
+        )
+    if spec.bias_rate and not any(router.bias for router in found.routers.values()):
+        raise ModelError(
+            f"the routers of {model_name} have no bias that corrects the choice of experts",
+            hint="set router.bias_rate to 0, and use router.balance_loss",
+        )

@@ -1,0 +1,74 @@
+"""`RouterTotals`: the sums of one step over all ranks, and the figures that metrics show.
+
+load       tokens of an expert over the mean of its layer: 1 is balanced
+entropy    of a layer's shares, over its largest possible value: 1 is balanced
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.core.records import ExpertLoads
+from weft.core.run_spec import RouterSpec
+from weft.engine.router.sums import choices_of, probabilities_of, row_size, squares_of
+from weft.models.ep.layout import ExpertLayer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RouterTotals:
+    """`values` may still be on the device; the methods wait for them."""
+
+    layers: tuple[ExpertLayer, ...]
+    spec: RouterSpec
+    values: Tensor
+    num_tokens: Tensor
+
+    def figures(self) -> dict[str, Any]:
+        """Fields of a `StepRecord`."""
+        choices = self._choices()
+        loads = [counts.max() / counts.mean().clamp(min=1e-9) for counts in choices]
+        found: dict[str, Any] = {
+            "expert_load": _mean(loads),
+            "expert_load_max": max(map(float, loads)),
+            "expert_entropy": _mean([_entropy(counts) for counts in choices]),
+            "dead_experts": sum(int((counts == 0).sum()) for counts in choices),
+        }
+        if self.spec.has_losses:
+            found["router_balance_loss"] = _mean([self._balance(row, size) for row, size in self._rows()])
+            found["router_z_loss"] = _mean([squares_of(row, size) / self._tokens for row, size in self._rows()])
+        return found
+
+    def loads(self, step: int) -> ExpertLoads:
+        names = [layer.name for layer in self.layers]
+        return ExpertLoads.of(step, dict(zip(names, (counts.tolist() for counts in self._choices()), strict=True)))
+
+    @property
+    def _tokens(self) -> float:
+        return max(1.0, float(self.num_tokens))
+
+    def _rows(self) -> list[tuple[Tensor, int]]:
+        sizes = [layer.num_experts for layer in self.layers]
+        return list(zip(torch.split(self.values.cpu(), [row_size(size) for size in sizes]), sizes, strict=True))
+
+    def _choices(self) -> list[Tensor]:
+        return [choices_of(row, size) for row, size in self._rows()]
+
+    def _balance(self, row: Tensor, num_experts: int) -> Tensor:
+        """With this step's own shares: 1 is balanced."""
+        choices = choices_of(row, num_experts)
+        shares = choices / choices.sum().clamp(min=1)
+        return torch.sum(shares * probabilities_of(row, num_experts)) * (num_experts / self._tokens)
+
+
+def _entropy(counts: Tensor) -> Tensor:
+    shares = counts / counts.sum().clamp(min=1)
+    return torch.sum(torch.special.entr(shares)) / math.log(max(2, len(counts)))
+
+
+def _mean(values: list[Tensor]) -> float:
+    return float(torch.stack(values).mean()) if values else 0.0
