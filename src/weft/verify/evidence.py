@@ -143,7 +143,8 @@ def _assemble(shard: ShardTensor, group: dist.ProcessGroup | None) -> torch.Tens
     held: list[Any] = [None] * dist.get_world_size(group)
     own = (shard.chunks, shard.local.cpu())
     dist.all_gather_object(held, own, group=group)
-    made = torch.full(shard.shape, float("nan"), dtype=shard.dtype)
+    nothing = float("nan") if shard.dtype.is_floating_point else 0
+    made = torch.full(shard.shape, nothing, dtype=shard.dtype)
     for chunks, memory in (*held, own):
         for chunk in chunks:
             made[chunk.global_index] = memory[chunk.local_index]
