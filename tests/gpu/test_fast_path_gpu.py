@@ -14,13 +14,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu_engines import CUDA, engine_on, losses, worst
+from tiny import FAMILIES, build_engine, global_batch
 from tolerances import BF16_SAME_LOSS_ABS, GPU_FP32_LOSS_ABS
+from torch._dynamo.utils import counters
 
 import weft.engine.kernels.attention as attention
 import weft.engine.kernels.head_loss as head_loss
+from weft.core.run_spec import ModelSpec, RouterSpec
 from weft.engine.dp.float8_gather import quantise_shard
 from weft.engine.dp.reduce_scatter_copy import patch_reduce_scatter_copy
 from weft.engine.kernels.attention import Shape
+from weft.engine.kernels.compiled import failures
 from weft.engine.kernels.cross_entropy import Cap, cross_entropy_
 from weft.engine.kernels.float8 import E4M3, _columns_first, _multiply, quantise
 
@@ -98,6 +102,18 @@ def test_compiled_blocks_and_a_fused_loss_train_as_eager_ones(family: str, zero:
     assert worst(losses(engine_on(CUDA, family, low)), losses(engine_on(CUDA, family, {**low, **FAST}))) <= (
         BF16_SAME_LOSS_ABS * 2
     )
+
+
+@pytest.mark.parametrize(("router", "graphs"), [(RouterSpec(), 2), (RouterSpec(balance_loss=0.01), 11)])
+def test_every_block_of_a_mixture_is_compiled(router: RouterSpec, graphs: int) -> None:
+    """Counting shares one graph; a loss of the router is an object of its own in each block."""
+    mixtral = ModelSpec(type="mixtral", config={**FAMILIES["mixtral"].config, "num_hidden_layers": 10})
+    torch.compiler.reset()
+    counters.clear()
+    engine = build_engine(mixtral, {**FAST, "precision": {"preset": "bf16"}}, device=CUDA, router=router)
+    engine.step({key: value.to(CUDA) for key, value in global_batch(0).items()})
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not failures(engine.model)
 
 
 def test_a_run_is_fast_by_itself_and_says_what_was_on(tmp_path: Path) -> None:

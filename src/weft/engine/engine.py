@@ -188,7 +188,7 @@ class Engine:
     def _weights(self, batch: Batch, microbatches: Sequence[Batch]) -> torch.Tensor:
         """The divisors of losses, over all ranks: tokens per update. Most layouts make one update per step."""
         own = [self.objective.weight(part) for part in self.updates.batches_by_update(batch, microbatches)]
-        own.append(own[0].new_tensor(num_tokens(batch)))
+        own.append(own[0].new_full((), num_tokens(batch)))  # no copy from the host, which would wait for a GPU
         summed = sum_over(torch.stack(own).to(self.device), self.topology.dp_group)
         self.routers.begin_step(summed[-1], loss_scale=self.loss_scale.value)
         return summed[:-1]

@@ -54,6 +54,11 @@ def innermost_layer(module: nn.Module, layer: Layer) -> Iterator[None]:
         layers.remove(layer)
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether the instance has a forward of its own."""
+    return "forward" in vars(module)
+
+
 def replace_own(module: nn.Module, change: Callable[[Forward], Forward]) -> None:
     """Replace `module`'s own forward, with the same layers around it."""
     _layers_of(module)

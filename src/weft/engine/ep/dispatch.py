@@ -35,6 +35,7 @@ class Dispatcher:
         self.num_experts = num_experts
         self.group, self.degree, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.spans = [balanced_span(num_experts, degree=self.degree, place=place) for place in range(self.degree)]
+        self._first_experts: Tensor | None = None
 
     @property
     def own(self) -> Span:
@@ -49,13 +50,17 @@ class Dispatcher:
 
     def owners(self, index: Tensor) -> Tensor:
         """The rank of each expert."""
-        begins = torch.tensor([span.begin for span in self.spans[1:]], device=index.device)
-        return torch.bucketize(index, begins, right=True)
+        return torch.bucketize(index, self._begins(index.device)[1:], right=True)
 
     def local_numbers(self, index: Tensor) -> Tensor:
         """The number of each expert on its own rank."""
-        begins = torch.tensor([span.begin for span in self.spans], device=index.device)
-        return index - begins[self.owners(index)]
+        return index - self._begins(index.device)[self.owners(index)]
+
+    def _begins(self, device: torch.device) -> Tensor:
+        """The first expert of each rank. Copied from the host once, which waits for a GPU."""
+        if self._first_experts is None:
+            self._first_experts = torch.tensor([span.begin for span in self.spans], device=device)
+        return self._first_experts
 
 
 class Pairs(Dispatcher):

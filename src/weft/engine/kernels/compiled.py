@@ -22,7 +22,7 @@ from torch._logging._internal import log_state, set_logs
 
 from weft.core.errors import DeviceError
 from weft.engine.activations.dropout import uses_randomness
-from weft.engine.wrap_forward import Forward, replace_own
+from weft.engine.wrap_forward import Forward, is_wrapped, replace_own
 from weft.models.layout import ModelLayout
 
 BACKEND = "inductor"
@@ -45,11 +45,21 @@ def apply_compile(model: nn.Module, layout: ModelLayout, *, device: torch.device
         return ("the blocks are not compiled: the model has dropout, whose masks depend on the row, not on the layout",)
     _require_compiler(device)
     torch.compiler.reset()  # torch caches eight graphs per code object: drop those of earlier engines
+    limit = _graph_limit(model, layout)
     for name in layout.blocks:
-        replace_own(model.get_submodule(name), _Compiled)
+        replace_own(model.get_submodule(name), lambda own: _Compiled(own, limit=limit))
     for module in _standalone_layers(model, layout):
-        replace_own(module, _Compiled)
+        replace_own(module, lambda own: _Compiled(own, limit=limit))
     return ()
+
+
+def _graph_limit(model: nn.Module, layout: ModelLayout) -> int:
+    """Graphs per code object: torch's number of shapes, and one per block whose modules have wrapped forwards.
+
+    A wrapped forward (of experts over ranks, of a router with a loss) is an object of its own in every block.
+    """
+    inside = (part for name in layout.blocks for part in [*model.get_submodule(name).modules()][1:])
+    return int(dynamo.recompile_limit) + (len(layout.blocks) if any(map(is_wrapped, inside)) else 0)
 
 
 def _require_compiler(device: torch.device) -> None:
@@ -68,8 +78,9 @@ class _Compiled:
     On an error of the compiler the forward runs eagerly: the numbers are the same, and the run reports the cause.
     """
 
-    def __init__(self, own: Forward) -> None:
-        self._own = own
+    def __init__(self, own: Forward, *, limit: int | None = None) -> None:
+        """`limit`: graphs per code object; torch's own number if None."""
+        self._own, self._limit = own, limit or int(dynamo.recompile_limit)
         options = FIXED if BACKEND == "inductor" else None
         self._call: Any = torch.compile(own, backend=BACKEND, dynamic=False, options=options)
         self._is_off = False
@@ -79,12 +90,12 @@ class _Compiled:
         if self._is_off:
             return self._own(*args, **kwargs)
         # by default torch silently runs eagerly beyond the limit; after the report compiled shapes keep their graph
-        report_limit = {"fail_on_recompile_limit_hit": not self.failure}
+        report_limit = {"fail_on_recompile_limit_hit": not self.failure, "recompile_limit": self._limit}
         try:
             with partitioner.patch(SAVES_LESS), dynamo.patch(report_limit):
                 return self._call(*args, **kwargs)
         except FailOnRecompileLimitHit:
-            self.failure = f"one block has more than {dynamo.recompile_limit} shapes: later ones are not compiled"
+            self.failure = f"one block has more than {self._limit} shapes: later ones are not compiled"
         except COMPILER_ERRORS as error:  # forward and backward are compiled before anything runs
             self.failure, self._is_off = cause_of(error), True
         return self._own(*args, **kwargs)

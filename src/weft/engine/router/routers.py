@@ -1,6 +1,6 @@
 """`Routers`: all routers of an engine's model. Counts the load of experts, adds their losses, corrects their choice.
 
-    forward       the experts' module is wrapped: choices are counted, the losses are attached to the weights
+    forward       choices are counted at the experts' module, the losses are attached to the weights that it takes
     end of step   one sum over all ranks for all layers; then the biases move and the shares of the next step are set
 
 Ranks with the same tokens (tensor parallelism without sequence parallel) count once. Every rank knows all layers' sums,
@@ -25,10 +25,11 @@ from weft.engine.axis import Axes
 from weft.engine.objective import Batch
 from weft.engine.router.balance import attach, probabilities, squared_log_sums
 from weft.engine.router.bias import move_bias
+from weft.engine.router.counted import count_in_class
 from weft.engine.router.sums import add_choices, add_scores, choices_of, row_size
 from weft.engine.router.totals import RouterTotals
 from weft.engine.router.wide import widen
-from weft.engine.wrap_forward import Forward, wrap_forward
+from weft.engine.wrap_forward import Forward, is_wrapped, wrap_forward
 from weft.models.ep.layout import ExpertLayer, ExpertLayout
 from weft.models.ep.routers import Router, RouterLayout
 
@@ -94,14 +95,20 @@ class Routers:
         self._sums.zero_()
         with buffer_collectives():
             sum_over(total, None)
-        rows = self._rows(total)
-        for routed, row in zip(self._layers, rows, strict=True):
+        has_next_shares = self._has_next_shares
+        for routed, row in zip(self._layers, self._rows(total), strict=True):
             choices = choices_of(row, routed.num_experts)
-            routed.set_shares(choices)
+            if has_next_shares:
+                routed.set_shares(choices)
             if routed.router is not None and routed.router.bias and self.spec.bias_rate and not is_skipped:
                 move_bias(self.model, routed.router.bias, choices, rate=self.spec.bias_rate)
         routed_tokens = self._num_tokens.clone()  # the next step may begin before the figures are read
         return RouterTotals(layers=self.experts.layers, spec=self.spec, values=total, num_tokens=routed_tokens)
+
+    @property
+    def _has_next_shares(self) -> bool:
+        """Whether the next step's loss reads the choices of this one."""
+        return self.spec.balance_loss > 0 and self.spec.balance_over == "batch"
 
     def _rows(self, flat: Tensor) -> list[Tensor]:
         return list(torch.split(flat, self._sizes))
@@ -110,7 +117,7 @@ class Routers:
 
     def scalars(self) -> dict[str, list[int]]:
         """The choices of the last step, which the next step's balancing loss reads."""
-        if not self.spec.balance_loss or self.spec.balance_over != "batch":
+        if not self._has_next_shares:
             return {}
         return {routed.name: routed.choices.long().tolist() for routed in self._layers}
 
@@ -134,6 +141,9 @@ class _RoutedLayer:
 
     def wrap(self, model: nn.Module) -> None:
         self._experts = model.get_submodule(self.name)
+        if not self._has_loss and not is_wrapped(self._experts):
+            count_in_class(self._experts, self._row, self.num_experts)
+            return
         self._names = list(inspect.signature(type(self._experts).forward).parameters)[1:]
         if self._has_loss and self.router is not None:
             wrap_forward(model.get_submodule(self.router.name), self._keep_logits)

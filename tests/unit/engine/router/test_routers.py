@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from router_engines import FAMILIES
-from tiny import build_engine
+from tiny import build_engine, global_batch
 
 from weft.core.errors import ModelError, NotBuiltError, WeftError
 from weft.core.plan import Plan
@@ -16,6 +16,7 @@ from weft.engine.activations.recomputing import recomputing
 from weft.engine.router.apply import find_and_build
 from weft.engine.router.balance import attach, probabilities
 from weft.engine.router.sums import add_choices, choices_of, row_size
+from weft.engine.wrap_forward import is_wrapped
 from weft.models.build import build_config, build_skeleton
 
 CPU = torch.device("cpu")
@@ -52,6 +53,21 @@ def test_a_dense_model_refuses_the_section() -> None:
 def test_without_keys_loads_are_counted_where_steps_end_together() -> None:
     assert len(built("qwen3_moe", RouterSpec()).experts.layers) == FAMILIES["qwen3_moe"]["num_hidden_layers"]
     assert not built("qwen3_moe", RouterSpec(), PIPEDREAM).experts.layers
+
+
+def test_all_layers_are_counted_in_one_class_where_nothing_wraps_them() -> None:
+    """A forward of its own in each layer would be compiled layer by layer."""
+    spec = ModelSpec(type="qwen3_moe", config=FAMILIES["qwen3_moe"])
+    engine = build_engine(spec)
+    layers = [engine.model.get_submodule(layer.name) for layer in engine.routers.experts.layers]
+    assert len({type(layer) for layer in layers}) == 1
+    assert not any(is_wrapped(layer) for layer in layers)
+    found = engine.step(global_batch(0))
+    wrapped = build_engine(spec, router=RouterSpec(balance_loss=1e-9))
+    assert is_wrapped(wrapped.model.get_submodule(wrapped.routers.experts.layers[0].name))
+    other = wrapped.step(global_batch(0))
+    assert found.expert_load == other.expert_load > 1.0
+    assert found.expert_entropy == other.expert_entropy
 
 
 def test_a_recomputed_forward_is_not_counted() -> None:
