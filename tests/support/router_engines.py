@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from tiny import global_batch
 
-import weft.engine.engine as engine_module
 from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec, RouterSpec
 from weft.engine.engine import Engine
@@ -80,16 +78,15 @@ def skeleton(family: str) -> Any:
 
 def build(family: str, tables: dict[str, Any], spec: RouterSpec) -> Engine:
     source = skeleton(family)
-    with mock.patch.object(engine_module, "require_executable"):  # a plan with mesh.ep is refused until all of it works
-        return Engine(
-            skeleton(family),
-            Plan.from_tables(tables),
-            optimizer=OptimizerPolicy(kind="sgd", learning_rate=RATE, momentum=0.9, weight_decay=0.0),
-            weights=InitialWeights(source, describe(source), seed=0, device=CPU),
-            clip_norm=0.0,
-            router=spec,
-            device=CPU,
-        )
+    return Engine(
+        skeleton(family),
+        Plan.from_tables(tables),
+        optimizer=OptimizerPolicy(kind="sgd", learning_rate=RATE, momentum=0.9, weight_decay=0.0),
+        weights=InitialWeights(source, describe(source), seed=0, device=CPU),
+        clip_norm=0.0,
+        router=spec,
+        device=CPU,
+    )
 
 
 def trained(engine: Engine) -> Found:

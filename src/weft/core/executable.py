@@ -30,7 +30,10 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
         ),
         (plan.mesh.pp > 1 and plan.tensor_parallel.mode != "1d" and plan.mesh.tp > 1, "a pipeline of grids"),
         (plan.mesh.cp > 1, "context parallelism (mesh.cp > 1)"),
-        (plan.mesh.ep > 1 and plan.mesh.tp > 1, "expert parallelism (mesh.ep > 1) with tensor parallelism"),
+        (
+            plan.mesh.ep > 1 and plan.mesh.tp > 1 and plan.tensor_parallel.mode != "1d",
+            f"expert parallelism (mesh.ep > 1) with tensor_parallel.mode = {plan.tensor_parallel.mode!r}",
+        ),
         (
             plan.mesh.ep > 1 and plan.has_delayed_updates,
             f"expert parallelism (mesh.ep > 1) with {plan.pipeline.schedule}",

@@ -96,6 +96,7 @@ class MoeShape:
     weighs_in_float32: bool = False  # the router's weights are not cast to the compute dtype
     num_weights: int = 1  # tensors of the router's weights that enter experts and shared experts
     num_choices: int = 1  # the same for the numbers of chosen experts
+    saves_after_experts: bool = False  # a tensor after their output: of shared experts, a norm, a scale
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,11 @@ class BlockShape:
     def expert_parameters(self) -> int:
         """Parameters that expert parallelism partitions."""
         return sum(linear.num_parameters for linear in self.linears if linear.role == "expert")
+
+    @property
+    def saves_after_experts(self) -> bool:
+        """Whether a tensor is saved after the output of the experts."""
+        return self.dropout > 0 or (self.moe is not None and self.moe.saves_after_experts)
 
     def shards(self, role: str) -> bool:
         """Whether tensor parallelism shards the linears of this role."""

@@ -75,13 +75,16 @@ class TensorParallel(Section):
     loss_parallel: bool = Field(default=True, description="the loss is computed on a shard of the vocabulary")
 
 
+ExpertTensor = Literal["folded", "width"]
+
+
 class ExpertParallel(Section):
     dispatcher: Literal["auto", "pairs", "tokens", "gather"] = Field(
         default="auto",
         description="how tokens reach the ranks of their experts: pairs (one row per expert) | tokens (one row per "
         "rank) | gather (all rows to all ranks) | auto (gather if it sends at most 1.15 x the rows of tokens)",
     )
-    tensor: Literal["folded", "width"] = Field(
+    tensor: ExpertTensor = Field(
         default="folded",
         description="tensor-parallel ranks and experts: folded (they hold further experts: ep divides dp_shard x cp x "
         "tp) | width (they shard each expert's width: ep divides dp_shard x cp)",
@@ -403,7 +406,7 @@ def with_dispatcher(plan: Plan, layers: Iterable[tuple[int, int | None]]) -> Pla
     """The plan with a chosen dispatcher; `layers` as in `choose_dispatcher`."""
     if not plan.has_open_dispatcher:
         return plan
-    chosen = ExpertParallel(dispatcher=choose_dispatcher(layers, ep=plan.mesh.ep))
+    chosen = plan.expert_parallel.model_copy(update={"dispatcher": choose_dispatcher(layers, ep=plan.mesh.ep)})
     return plan.model_copy(update={"expert_parallel": chosen})
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from weft.core import axes
 from weft.core.errors import PlanError
-from weft.core.plan import ExpertParallel, Float8Choice, Pipeline, Plan, TensorParallel
+from weft.core.plan import ExpertParallel, ExpertTensor, Float8Choice, Pipeline, Plan, TensorParallel
 from weft.core.tensor_grid import tensor_depth
 
 Ints = npt.NDArray[np.int64]
@@ -25,6 +25,7 @@ Bools = npt.NDArray[np.bool_]
 SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotation)
 TP_MODES: tuple[str, ...] = get_args(TensorParallel.model_fields["mode"].annotation)
 DISPATCHERS: tuple[str, ...] = get_args(ExpertParallel.model_fields["dispatcher"].annotation)
+EXPERT_TENSORS: tuple[ExpertTensor, ...] = get_args(ExpertTensor)
 RECOMPUTE = ("none", "selective", "full", "budget")
 FLOAT8: tuple[Float8Choice, ...] = get_args(Float8Choice)
 MIXED = RECOMPUTE.index("budget")
@@ -53,6 +54,7 @@ class Columns:
     pp: Ints
     ep: Ints
     dispatcher: Ints  # index into DISPATCHERS
+    expert_tensor: Ints  # index into EXPERT_TENSORS
     zero: Ints
     microbatches: Ints
     schedule: Ints  # index into SCHEDULES
@@ -98,17 +100,34 @@ class Columns:
         """Ranks that share one copy of the states, including context-parallel ranks, which have the same weights."""
         return np.where(self.zero > 0, self.dp_shard * self.cp, 1)
 
+    @cached_property
+    def expert_pool(self) -> Ints:
+        """Ranks of the axes that expert parallelism divides."""
+        pools = [
+            np.prod([self.degree(axis) for axis in ExpertParallel(tensor=tensor).axis_names], axis=0)
+            for tensor in EXPERT_TENSORS
+        ]
+        return np.asarray(np.choose(self.expert_tensor, pools), dtype=np.int64)
+
+    @property
+    def folds_experts(self) -> Bools:
+        """Plans whose tensor ranks hold full experts."""
+        return (self.ep > 1) & (self.tp > 1) & (self.expert_tensor == EXPERT_TENSORS.index("folded"))
+
     @property
     def expert_tp(self) -> Ints:
-        """Ranks that shard one expert: the part of the tensor axis that ep does not use."""
-        outside = self.dp_shard * self.cp
-        return np.maximum(1, self.tp // np.maximum(1, self.ep // np.gcd(self.ep, outside)))
+        """Ranks that shard one expert: those of the tensor axis, unless they hold full experts."""
+        return np.where(self.folds_experts, 1, self.tp)
+
+    @property
+    def edp(self) -> Ints:
+        """Ranks that hold the same experts, or the same shards of them."""
+        return np.where(self.ep > 1, np.maximum(1, self.expert_pool // self.ep), self.dp_shard * self.cp)
 
     @property
     def expert_shards(self) -> Ints:
         """Ranks that share one copy of an expert's states."""
-        used = np.gcd(self.ep, self.dp_shard * self.cp)
-        return np.where(self.zero > 0, self.dp_shard * self.cp // used, 1)
+        return np.where(self.zero > 0, self.edp, 1)
 
     def named(self, schedule: str) -> Bools:
         return self.schedule == SCHEDULES.index(schedule)
@@ -194,6 +213,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         pp=column(plan.mesh.pp for plan in plans),
         ep=column(plan.mesh.ep for plan in plans),
         dispatcher=column(DISPATCHERS.index(plan.expert_parallel.dispatcher) for plan in plans),
+        expert_tensor=column(EXPERT_TENSORS.index(plan.expert_parallel.tensor) for plan in plans),
         zero=column(plan.data_parallel.zero for plan in plans),
         microbatches=column(plan.pipeline.microbatches for plan in plans),
         schedule=column(SCHEDULES.index(plan.pipeline.schedule) for plan in plans),
@@ -237,7 +257,10 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "sequence_parallel": bool(at("sequence_parallel")),
             "loss_parallel": bool(at("loss_parallel")),
         },
-        "expert_parallel": {"dispatcher": DISPATCHERS[at("dispatcher")]},
+        "expert_parallel": {
+            "dispatcher": DISPATCHERS[at("dispatcher")],
+            "tensor": EXPERT_TENSORS[at("expert_tensor")],
+        },
         "pipeline": {
             "schedule": SCHEDULES[at("schedule")],
             "microbatches": at("microbatches"),

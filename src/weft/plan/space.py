@@ -6,14 +6,27 @@ refuse are counted by reason.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
 
-from weft.core.plan import SPLIT, Float8Choice
-from weft.plan.columns import DISPATCHERS, FLOAT8, LOOPED, RECOMPUTE, SCHEDULES, TP_MODES, V_SHAPED, Columns, Ints
+from weft.core import axes
+from weft.core.plan import SPLIT, ExpertParallel, ExpertTensor, Float8Choice
+from weft.plan.columns import (
+    DISPATCHERS,
+    EXPERT_TENSORS,
+    FLOAT8,
+    LOOPED,
+    RECOMPUTE,
+    SCHEDULES,
+    TP_MODES,
+    V_SHAPED,
+    Columns,
+    Ints,
+)
 from weft.plan.ep.choice import chosen_dispatchers
 from weft.plan.request import Request
 
@@ -40,6 +53,7 @@ SEARCHED = frozenset(
         *(
             "tensor_parallel.loss_parallel",
             "expert_parallel.dispatcher",
+            "expert_parallel.tensor",
             "pipeline.schedule",
             "pipeline.microbatches",
             "pipeline.virtual_stages",
@@ -104,7 +118,7 @@ def _data_parallel_splits(
         for zero in stages:
             if zero != freedom.fixed.get("data_parallel.zero", zero):
                 continue
-            for ep in _expert_degrees(request, freedom, shards * cp * tp):
+            for ep in _expert_degrees(request, freedom, {axes.DP_SHARD: shards, axes.CP: cp, axes.TP: tp}):
                 yield replicas, shards, cp, tp, pp, ep, zero
 
 
@@ -121,10 +135,11 @@ def _replica_counts(request: Request, freedom: Freedom, dp: int, *, inner: int) 
     return sorted(found)
 
 
-def _expert_degrees(request: Request, freedom: Freedom, pool: int) -> list[int]:
+def _expert_degrees(request: Request, freedom: Freedom, degrees: Mapping[str, int]) -> list[int]:
     experts = [num_experts for num_experts, _ in request.shape.expert_layers]
     if not experts or request.shape.whole_experts:
         return _choices("mesh.ep", [1], freedom, limit=1)
+    pool = math.prod(degrees[axis] for axis in ExpertParallel(tensor=_expert_tensor(freedom)).axis_names)
     common = int(np.gcd.reduce(experts))
     return _choices("mesh.ep", [d for d in _divisors(common) if pool % d == 0], freedom, limit=pool)
 
@@ -195,6 +210,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
     return Columns(
         dp_replicate=table[:, 0], dp_shard=table[:, 1], cp=table[:, 2], tp=table[:, 3], pp=table[:, 4], ep=table[:, 5],
         dispatcher=_dispatchers(table[:, 5], freedom, request),
+        expert_tensor=np.full(size, EXPERT_TENSORS.index(_expert_tensor(freedom)), dtype=np.int64),
         zero=table[:, 6], schedule=table[:, 7], virtual_stages=table[:, 8], recompute=table[:, 9], tp_mode=table[:, 10],
         offload_optimizer=table[:, 11], microbatches=table[:, 12],
         sequence_parallel=switch("tensor_parallel.sequence_parallel", one_d.astype(np.int64)),
@@ -217,6 +233,10 @@ def _dispatchers(ep: Ints, freedom: Freedom, request: Request) -> Ints:
     if asked != "auto":
         return np.full(len(ep), DISPATCHERS.index(asked), dtype=np.int64)
     return chosen_dispatchers(request.shape, ep, np.zeros_like(ep))
+
+
+def _expert_tensor(freedom: Freedom) -> ExpertTensor:
+    return cast(ExpertTensor, freedom.fixed.get("expert_parallel.tensor", ExpertParallel().tensor))
 
 
 def _fast_path(table: Ints, freedom: Freedom, request: Request) -> tuple[Ints, Ints]:

@@ -18,7 +18,6 @@ from weft.plan.space import SYNCHRONOUS, Freedom
 BUILT = {
     "tensor_parallel.mode": "1d",
     "mesh.cp": 1,
-    "mesh.ep": 1,
     "offload.optimizer": "none",
 }
 

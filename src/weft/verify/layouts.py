@@ -12,7 +12,7 @@ def plan_name(plan: Plan) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes().items() if size > 1) or "one rank"
     microbatches = plan.pipeline.microbatches
     tensors = f"{_tensor_switches(plan)}, " if plan.mesh.tp > 1 else ""
-    tensors += f"ep {plan.mesh.ep} by {plan.expert_parallel.dispatcher}, " if plan.mesh.ep > 1 else ""
+    tensors += f"{_expert_switches(plan)}, " if plan.mesh.ep > 1 else ""
     tensors += f"{plan.pipeline.schedule}, " if plan.mesh.pp > 1 else ""
     batches = f"{microbatches} micro-batch{'es' if microbatches > 1 else ''}"
     return f"{plan.strategy_name}, {mesh}, {tensors}{batches}, {plan.precision.preset}"
@@ -23,6 +23,12 @@ def _tensor_switches(plan: Plan) -> str:
     policy = plan.tensor_parallel
     given = [name for name, is_on in (("SP", policy.sequence_parallel), ("LP", policy.loss_parallel)) if is_on]
     return f"{policy.mode} with {' and '.join(given)}" if given else policy.mode
+
+
+def _expert_switches(plan: Plan) -> str:
+    """'ep 2 by tokens, folded'."""
+    policy = plan.expert_parallel
+    return f"ep {plan.mesh.ep} by {policy.dispatcher}" + (f", {policy.tensor}" if plan.mesh.tp > 1 else "")
 
 
 def other_layout(plan: Plan, *, global_batch: int) -> Plan:
@@ -60,13 +66,14 @@ def _other_degree(plan: Plan) -> int:
 
 
 def coordinates_of(plan: Plan, rank: int) -> str:
-    """'rank 3 (dp_replicate 1, dp_shard 1)'; ep is a part of dp_shard."""
-    parts = []
-    rest = rank
-    for axis, size in reversed(plan.mesh.sizes().items()):
-        rest, place = divmod(rest, size)
-        if axis == axes.DP_SHARD and plan.mesh.ep > 1:
-            parts.append(f"ep {place % plan.mesh.ep}")
-        if size > 1:
-            parts.append(f"{axis} {place}")
-    return f"rank {rank}" + (f" ({', '.join(reversed(parts))})" if parts else "")
+    """'rank 3 (dp_replicate 1, dp_shard 1)'; ep is a part of its axes, the innermost one."""
+    sizes, places, rest = plan.mesh.sizes(), {}, rank
+    for axis, size in reversed(sizes.items()):
+        rest, places[axis] = divmod(rest, size)
+    parts = [f"{axis} {places[axis]}" for axis, size in sizes.items() if size > 1]
+    if plan.mesh.ep > 1:
+        among = 0
+        for axis in (axis for axis in sizes if axis in plan.expert_parallel.axis_names):
+            among = among * sizes[axis] + places[axis]
+        parts.append(f"ep {among % plan.mesh.ep}")
+    return f"rank {rank}" + (f" ({', '.join(parts)})" if parts else "")

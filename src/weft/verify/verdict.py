@@ -97,6 +97,11 @@ class Coverage:
     def is_sharded(self) -> bool:
         return axes.TP in self.sharded_axes
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether tensor ranks hold different experts."""
+        return axes.EP in self.sharded_axes and not self.is_sharded
+
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> Coverage:
         shape, sharded_axes = tuple(fields["shape"]), tuple(fields["sharded_axes"])
@@ -107,10 +112,14 @@ def coverage_line(coverage: Sequence[Coverage]) -> str:
     """'sharded on tp: 14 of 20 parameters, 99% of the elements; replicated: a norm (6)'."""
     sharded = [row for row in coverage if row.is_sharded]
     share = sum(math.prod(row.shape) for row in sharded) / max(1, sum(math.prod(row.shape) for row in coverage))
-    reasons = Counter(row.reason or "no reason given" for row in coverage if not row.is_sharded)
+    rest = [row for row in coverage if not row.is_sharded and not row.is_divided]
+    reasons = Counter(row.reason or "no reason given" for row in rest)
     listed = ", ".join(f"{why} ({count})" for why, count in reasons.most_common())
+    experts = sum(row.is_divided for row in coverage)
+    divided = f"; on ep: {experts} of experts" if experts else ""
     replicated = f"; replicated: {listed}" if listed else ""
-    return f"sharded on tp: {len(sharded)} of {len(coverage)} parameters, {share:.0%} of the elements{replicated}"
+    on_tp = f"sharded on tp: {len(sharded)} of {len(coverage)} parameters, {share:.0%} of the elements"
+    return on_tp + divided + replicated
 
 
 @dataclass(frozen=True, kw_only=True)

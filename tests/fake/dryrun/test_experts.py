@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from weft.comm.observer import BUFFERS
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.terms import MemoryTerm
@@ -28,7 +29,8 @@ ALLOCATED = 5e-3  # small tensors are rounded up
 
 
 def plan_of(dispatcher: str, **tables: Any) -> Plan:
-    return Plan.from_tables({"mesh": {"dp_shard": 8, "ep": 4}, "expert_parallel": {"dispatcher": dispatcher}, **tables})
+    given = {"mesh": {"dp_shard": 8, "ep": 4}, "expert_parallel": {"dispatcher": dispatcher}}
+    return Plan.from_tables(given | tables)
 
 
 def rows(traffic: Any) -> dict[tuple[str, ...], tuple[int, int]]:
@@ -48,6 +50,31 @@ def test_traffic_and_states_are_those_of_the_planner(dispatcher: str, policy: st
     assert {key: count for key, (count, _) in sent.items()} == {key: count for key, (count, _) in planned.items()}
     for key, (_, nbytes) in sent.items():
         assert nbytes == pytest.approx(planned[key][1], rel=ROUNDING if key[0] == "ep" else 0), key
+    for term in ("weights", "optimizer_state"):
+        assert found.terms[term] == pytest.approx(predicted.memory_terms[MemoryTerm(term)], rel=ALLOCATED), term
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("mesh", "tensor"),
+    [({"tp": 4, "ep": 2}, "folded"), ({"dp_shard": 4, "tp": 2, "ep": 2}, "width")],
+)
+def test_tensor_ranks_with_experts_are_those_of_the_planner(
+    mesh: dict[str, int], tensor: str, sequence_parallel: bool
+) -> None:
+    plan = plan_of(
+        "tokens",
+        mesh=mesh,
+        expert_parallel={"dispatcher": "tokens", "tensor": tensor},
+        tensor_parallel={"sequence_parallel": sequence_parallel},
+        activations={"policy": "full"},
+    )
+    found, predicted = dry_run(RUN, plan, on_gpu=False), estimate_plan(RUN, plan, f"{plan.num_ranks}xCPU")
+    sent = {key: row for key, row in rows(found.traffic).items() if key[2] != BUFFERS}
+    planned = rows(predicted.traffic)
+    assert {key: count for key, (count, _) in sent.items()} == {key: count for key, (count, _) in planned.items()}
+    for key, (_, nbytes) in sent.items():
+        assert nbytes == pytest.approx(planned[key][1], rel=ROUNDING if key[0] == "ep" else 1e-9), key
     for term in ("weights", "optimizer_state"):
         assert found.terms[term] == pytest.approx(predicted.memory_terms[MemoryTerm(term)], rel=ALLOCATED), term
 

@@ -20,6 +20,8 @@ EXPERTS = {"dp_shard": 2, "ep": 2}
         {"mesh": EXPERTS, "float8": {"linears": "all"}},
         {"mesh": {**EXPERTS, "pp": 2}, "pipeline": {"schedule": "zero_bubble", "microbatches": 4}},
         {"mesh": {**EXPERTS, "dp_replicate": 2}, "activations": {"policy": "full"}},
+        {"mesh": {**EXPERTS, "tp": 2}},
+        {"mesh": {**EXPERTS, "tp": 2}, "expert_parallel": {"tensor": "width"}},
     ],
 )
 def test_experts_are_divided_with_every_feature(tables: dict[str, Any]) -> None:
@@ -29,7 +31,7 @@ def test_experts_are_divided_with_every_feature(tables: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"mesh": {**EXPERTS, "tp": 2}}, "with tensor parallelism"),
+        ({"mesh": {**EXPERTS, "tp": 4}, "tensor_parallel": {"mode": "2d"}}, "with tensor_parallel.mode = '2d'"),
         ({"mesh": {"tp": 2, "pp": 2, "ep": 2}, "pipeline": {"schedule": "pipedream"}}, "with pipedream"),
     ],
 )

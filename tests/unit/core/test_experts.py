@@ -42,4 +42,6 @@ def test_only_an_open_dispatcher_is_chosen() -> None:
     mesh = {"dp_shard": 2, "ep": 2}
     assert chosen(mesh=mesh) == "gather"
     assert chosen(mesh=mesh, expert_parallel={"dispatcher": "pairs"}) == "pairs"
+    kept = Plan.from_tables({"mesh": mesh, "expert_parallel": {"tensor": "width"}})
+    assert with_dispatcher(kept, [(128, 8)]).expert_parallel.tensor == "width"
     assert chosen(mesh={"dp_shard": 2}) == "auto"

@@ -79,16 +79,17 @@ def test_context_ranks_share_one_copy_of_the_states() -> None:
     assert columns.shards.tolist() == [8, 1, 2]
 
 
-def test_experts_take_the_sharding_axes_first_and_the_tensor_axis_last() -> None:
-    """ep = 4 out of dp_shard 4 leaves tp for cutting experts; ep = 8 on dp_shard 2 x tp 4 uses tp up."""
+def test_tensor_ranks_hold_full_experts_or_shards_of_them() -> None:
     columns = columns_with(
         {"dp_shard": 4, "tp": 2, "ep": 4, "zero": 1},
-        {"dp_shard": 2, "tp": 4, "ep": 8, "zero": 1},
-        {"dp_shard": 8, "tp": 2, "ep": 4, "zero": 1},
-        {"dp_shard": 2, "tp": 4, "ep": 4, "zero": 1},
+        {"dp_shard": 4, "tp": 2, "ep": 4, "zero": 1, "tensor": "width"},
+        {"dp_shard": 8, "tp": 2, "ep": 4, "zero": 1, "tensor": "width"},
+        {"tp": 4, "ep": 2},
+        {"dp_shard": 2, "tp": 4, "zero": 1},
     )
-    assert columns.expert_tp.tolist() == [2, 1, 2, 2]
-    assert columns.expert_shards.tolist() == [1, 1, 2, 1]
+    assert columns.expert_tp.tolist() == [1, 2, 2, 1, 4]
+    assert columns.edp.tolist() == [2, 1, 2, 2, 2]
+    assert columns.expert_shards.tolist() == [2, 1, 2, 1, 2]
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4, 8])

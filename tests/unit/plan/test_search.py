@@ -15,6 +15,7 @@ from weft.plan.request import Request
 from weft.plan.rules import check_plan
 from weft.plan.search import DOES_NOT_FIT, TIE, Answer, complexity, search
 from weft.plan.space import Freedom
+from weft.plan.trained import built, why_not_trained
 
 BF16 = {"preset": "bf16"}
 LLAMA_8B = request_of(global_batch=64, sequence_length=8192)
@@ -201,3 +202,12 @@ def test_more_memory_never_makes_the_best_plan_slower() -> None:
         for devices in ("8xA100-40GB", "8xA100-80GB")
     )
     assert large.step_s <= small.step_s * math.exp(TIE)
+
+
+def test_a_search_of_trainable_plans_offers_expert_parallelism() -> None:
+    request = request_of("qwen3-30b-a3b", "8xH100-80GB", global_batch=64, sequence_length=4096)
+    freedom = built({"mesh.ep": 4, "mesh.tp": 2})
+    found = search(request, freedom=freedom, precision=BF16, top=1)
+    assert "mesh.ep" not in built({}).fixed
+    assert (found.plans[0].plan.mesh.ep, found.plans[0].plan.mesh.tp) == (4, 2)
+    assert why_not_trained(found.plans[0]) == ""

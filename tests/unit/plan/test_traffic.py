@@ -262,14 +262,46 @@ def test_experts_are_reduced_over_the_ranks_that_hold_them() -> None:
     assert moved[0] - moved[1] == 7 / 8 * 2 * experts
 
 
-def test_sequence_parallel_ranks_send_their_own_tokens_to_experts() -> None:
-    """Two tensor ranks with half of the tokens each; without sequence parallelism each has all of them."""
+@pytest.mark.parametrize("sequence", [True, False])
+def test_tensor_ranks_with_full_experts_send_a_part_of_the_tokens(sequence: bool) -> None:
+    """Two tensor ranks: half of the tokens each, or all of them if they shard the width of experts."""
     request = request_of(tiny_mixtral(), "8xH100-80GB", global_batch=4, sequence_length=64)
-    moved = [
-        one(traffic(request, dp_shard=4, tp=2, ep=4, zero=1, sequence_parallel=sequence).of("ep")[0])
-        for sequence in (True, False)
-    ]
-    assert moved[1] == pytest.approx(2 * moved[0])
+    keys = {"dp_shard": 4, "tp": 2, "ep": 4, "zero": 1, "sequence_parallel": sequence}
+    part, full = (one(traffic(request, **keys, tensor=tensor).of("ep")[0]) for tensor in ("folded", "width"))
+    assert full == pytest.approx(2 * part, rel=0.01)  # the counts are the same
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_full_experts_have_no_entry_and_no_exit(policy: str) -> None:
+    """4 blocks with attention and experts. With a slice of the sequence nothing is sent around experts; without it a
+    rank takes a share of 63 tokens, padded to 64, and gathers the outputs."""
+    request = request_of(tiny_mixtral(), "2xH100-80GB", global_batch=1, sequence_length=63)
+    again = int(policy == "full")
+    keys = {"tp": 2, "policy": policy}
+    found = rows(traffic(request, **keys, ep=2, sequence_parallel=True), "tp")
+    assert found["reduce_scatter", "forward"][1] == found["reduce_scatter", "backward"][1] / (1 + again) == 4
+    assert found["all_gather", "forward"][1] == 4 + 1
+    shares = rows(traffic(request, **keys, ep=2, sequence_parallel=False), "tp")
+    alike = rows(traffic(request, **keys, ep=1, sequence_parallel=False), "tp")
+    stream, weights = 64 * 128 * 2, 64 * 2 * 4
+    assert shares["all_gather", "forward"] == (4 / 2 * stream, 4)
+    assert shares["all_gather", "backward"] == (4 / 2 * (stream + weights), 8)  # the outputs are not gathered again
+    counts = [[sent["all_reduce", phase][1] for phase in ("forward", "backward")] for sent in (alike, shares)]
+    assert counts[0][0] - counts[1][0] == 4  # exits of experts, which are not recomputed
+    assert counts[0][1] - counts[1][1] == 4 * 2  # entries of tokens and of weights
+
+
+def test_replicas_of_experts_on_tensor_ranks_sum_their_gradients() -> None:
+    """Four tensor ranks, two with the same experts: one all-reduce for each of 2 tensors of 4 blocks."""
+    request = request_of(tiny_mixtral(), "4xH100-80GB", global_batch=1, sequence_length=64)
+    found = rows(traffic(request, tp=4, ep=2, preset="fp32"), "edp")
+    experts = 4 * 8 * 3 * 128 * request.shape.kinds[0].moe.expert_width  # type: ignore[union-attr]
+    assert found == {("all_reduce", "update"): (experts / 2 * 4, 8)}
+    assert rows(traffic(request, tp=2, ep=2), "edp") == {}
+    sharded = rows(traffic(request, tp=4, ep=2, zero=3), "edp")
+    assert {key: count for key, (_, count) in sharded.items()} == {
+        ("all_gather", "forward"): 4, ("all_gather", "backward"): 4, ("reduce_scatter", "backward"): 4,
+    }  # fmt: skip
 
 
 def test_a_pipeline_s_first_rank_sends_each_microbatch_forward() -> None:
@@ -378,7 +410,7 @@ def test_rows_are_finite_and_non_negative_and_idle_axes_are_silent(request: Requ
         "cp": columns.cp == 1,
         "pp": columns.pp == 1,
         "ep": columns.ep == 1,
-        "edp": columns.expert_shards == 1,
+        "edp": (columns.edp == 1) | (columns.ep == 1),
         "dp_shard": columns.shards == 1,
         "dp_replicate": (columns.zero > 0) & (columns.dp_replicate == 1) | (columns.dp * columns.cp == 1),
     }

@@ -168,6 +168,13 @@ def test_names_and_coordinates_of_plans() -> None:
     name = "ZeRO-3 (FSDP), dp_shard 4, ep 2 by tokens, 1 micro-batch, fp32"
     assert plan_name(Plan.from_tables(experts)) == name
     assert coordinates_of(Plan.from_tables(experts), 3) == "rank 3 (dp_shard 3, ep 1)"
+    mesh = {"dp_shard": 2, "tp": 2, "ep": 2}
+    folded, width = (
+        Plan.from_tables({"mesh": mesh, "expert_parallel": {"tensor": tensor}}) for tensor in ("folded", "width")
+    )
+    assert coordinates_of(folded, 2) == "rank 2 (dp_shard 1, tp 0, ep 0)"
+    assert coordinates_of(width, 2) == "rank 2 (dp_shard 1, tp 0, ep 1)"
+    assert "ep 2 by auto, width, 1 micro-batch" in plan_name(width)
     other = other_layout(plan, global_batch=12)
     assert (other.mesh.dp_replicate, other.data_parallel.zero, other.precision.preset) == (6, 0, "bf16")
     assert other_layout(other, global_batch=12).data_parallel.zero == 3

@@ -88,6 +88,7 @@ def _routed(moe: MoeShape, block: BlockRecord) -> MoeShape:
         weighs_in_float32=block.weighs_in_float32,
         num_weights=block.num_weights,
         num_choices=block.num_choices,
+        saves_after_experts=block.saves_after_experts,
     )
 
 

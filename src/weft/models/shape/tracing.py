@@ -52,6 +52,7 @@ class BlockRecord:
     num_weights: int = 0
     num_choices: int = 0
     saves_after_exit: bool = True
+    saves_after_experts: bool = False
 
     def entered_mlp(self, *, is_after_attention: bool) -> None:
         self.is_parallel = self.is_parallel or not is_after_attention
@@ -126,7 +127,7 @@ class Tracer(TorchDispatchMode):
         found.scopes.add(self.scopes[-1])
         is_wide = is_stream(value, record.hidden_size)
         found.is_routed = found.is_routed or (self.is_in_experts and is_wide and found.spread == "full")
-        record.saves_after_exit = True
+        record.saves_after_exit = record.saves_after_experts = True
         return value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -263,5 +264,6 @@ def _expert_hooks(module: nn.Module, top_k: int, tracer: Tracer, record: BlockRe
 
     def leave(_: nn.Module, __: Any, ___: Any) -> None:
         tracer.is_in_experts = False
+        record.saves_after_experts = False
 
     return [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]

@@ -2,7 +2,8 @@
 
 Per unit: an all-gather per step (ZeRO-1, 2), or per forward and backward (ZeRO-3); a reduce-scatter per step (ZeRO-1),
 or per backward (ZeRO-2, 3). Replicas: an all-reduce per unit and step; without ZeRO one per bucket.
-In expert parallelism the experts of a block are a unit of their own, on edp.
+In expert parallelism the experts of a block are a unit of their own, on edp; without ZeRO each of their gradients is
+all-reduced there before the update.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 from weft.core import axes
 from weft.plan.axis import SMALL_ELEMENTS, TrafficRow
 from weft.plan.columns import Floats
-from weft.plan.memory.parameters import table_elements
+from weft.plan.memory.parameters import num_expert_tensors, table_elements
 from weft.plan.memory.timeline import SUM_BUCKET_BYTES, has_buckets
 from weft.plan.time.links import gather_bytes, reduce_bytes
 from weft.plan.view import View
@@ -38,13 +39,15 @@ def traffic(view: View) -> list[TrafficRow]:
     is_twice = (columns.zero >= 2) & (columns.pp > 1) & stage.holds_embedding & stage.holds_head
     twice = table_elements(view.shape, columns).padded * (is_twice & view.shape.tied_head)
     reduced = gather_bytes((share.root.padded + blocks + twice) * sizes.communication, shards)
-    edp = columns.expert_shards.astype(np.float64)
+    edp = columns.edp.astype(np.float64)
+    are_sharded = (columns.zero > 0) & (edp > 1)
     gathered_experts = gather_bytes(share.experts.padded * sizes.compute, edp)
     reduced_experts = gather_bytes(share.experts.padded * sizes.communication, edp)
     is_zero3 = columns.zero == 3
-    forward_times = np.where(is_zero3, m, 1.0) * is_sharded
-    backward_times = np.where(is_zero3, m, 0.0) * is_sharded
-    reduce_times = np.where(columns.zero >= 2, m, 1.0) * is_sharded
+    forwards, backwards, reductions = (
+        np.where(is_zero3, m, 1.0), np.where(is_zero3, m, 0.0), np.where(columns.zero >= 2, m, 1.0)
+    )  # fmt: skip
+    forward_times, backward_times, reduce_times = (times * is_sharded for times in (forwards, backwards, reductions))
     reduces = (units + is_twice) * reduce_times
     replicas = np.where(columns.zero > 0, columns.dp_replicate, columns.dp * columns.cp).astype(np.float64)
     held = np.where(columns.zero > 0, share.total.shard, share.total.unsharded) * sizes.communication
@@ -63,14 +66,25 @@ def traffic(view: View) -> list[TrafficRow]:
             least=np.where(columns.zero > 0, units + expert_units, 1.0 + marks) * is_sent,
         ),
         *(
-            TrafficRow(axes.EDP, name, phase, nbytes * times, expert_units * times)
+            TrafficRow(axes.EDP, name, phase, nbytes * times * are_sharded, expert_units * times * are_sharded)
             for name, phase, nbytes, times in (
-                ("all_gather", "forward", gathered_experts, forward_times),
-                ("all_gather", "backward", gathered_experts, backward_times),
-                ("reduce_scatter", "backward", reduced_experts, reduce_times),
+                ("all_gather", "forward", gathered_experts, forwards),
+                ("all_gather", "backward", gathered_experts, backwards),
+                ("reduce_scatter", "backward", reduced_experts, reductions),
             )
         ),
+        TrafficRow(axes.EDP, "all_reduce", "update", *_summed_experts(view)),
     ]  # fmt: skip
+
+
+def _summed_experts(view: View) -> tuple[Floats, Floats]:
+    """(bytes, count) of all-reduces of gradients of experts: one for each tensor of a block."""
+    columns = view.columns
+    is_summed = (columns.ep > 1) & (columns.zero == 0) & (columns.edp > 1)
+    tensors = np.asarray([num_expert_tensors(kind) for kind in view.shape.kinds])
+    elements = view.share.experts.unsharded * is_summed
+    nbytes = reduce_bytes(elements * view.sizes.gradient, columns.edp.astype(np.float64))
+    return nbytes, np.asarray(view.stage.blocks @ tensors * is_summed, dtype=np.float64)
 
 
 def _most_buckets(view: View) -> Floats:

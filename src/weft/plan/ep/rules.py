@@ -1,5 +1,5 @@
-"""Legality of expert parallelism: experts that can be divided, one for every rank of ep at least, and ep divides
-dp_shard x cp x tp.
+"""Legality of expert parallelism: experts that can be divided, one for every rank of ep at least, and ep divides the
+ranks of its axes (`ExpertParallel.axis_names`).
 
 Experts need not divide: ranks hold balanced spans of them (`core.shards.balanced_span`).
 """
@@ -7,8 +7,9 @@ Experts need not divide: ranks hold balanced spans of them (`core.shards.balance
 from __future__ import annotations
 
 from weft.core.model_shape import ModelShape
+from weft.core.plan import ExpertParallel
 from weft.plan.axis import Rule
-from weft.plan.columns import Bools, Columns
+from weft.plan.columns import EXPERT_TENSORS, Bools, Columns
 from weft.plan.request import Request
 
 
@@ -37,7 +38,12 @@ def _ranks_without_experts(request: Request, columns: Columns) -> Bools:
 
 
 def _ranks_do_not_divide(request: Request, columns: Columns) -> Bools:
-    return (columns.dp_shard * columns.cp * columns.tp) % columns.ep != 0
+    return columns.expert_pool % columns.ep != 0
+
+
+def _divisor_of_ranks(request: Request, columns: Columns) -> str:
+    product = " x ".join(ExpertParallel(tensor=EXPERT_TENSORS[int(columns.expert_tensor[0])]).axis_names)
+    return f"set mesh.ep to a divisor of {product} = {int(columns.expert_pool[0])}"
 
 
 def _at_most(request: Request, columns: Columns) -> str:
@@ -46,5 +52,5 @@ def _at_most(request: Request, columns: Columns) -> str:
 
 RULES: tuple[Rule, ...] = (
     Rule("experts", "ep must be at most the number of experts that can be divided", _ranks_without_experts, _at_most),
-    Rule("expert_ranks", "ep must divide dp_shard x cp x tp", _ranks_do_not_divide),
+    Rule("expert_ranks", "ep must divide the ranks of its axes", _ranks_do_not_divide, _divisor_of_ranks),
 )

@@ -85,11 +85,13 @@ def traffic(view: View) -> list[TrafficRow]:
     if not len(dispatched):
         return []
     chosen = chosen_dispatchers(view.shape, columns.ep, columns.dispatcher)
-    tokens = view.tokens / np.where(columns.sequence_parallel > 0, columns.tp, 1)
-    # few distinct layers: formulas per layer, then columns
-    keys, place = np.unique(np.stack([columns.ep, chosen, tokens], axis=1)[dispatched], axis=0, return_inverse=True)
     for index, block in enumerate(view.shape.kinds):
-        for number, (ep, dispatcher, per_rank) in enumerate(keys if block.moe is not None else ()):
+        if block.moe is None:
+            continue
+        # few distinct layers: formulas per layer, then columns
+        facts = np.stack([columns.ep, chosen, _tokens(view, block)], axis=1)[dispatched]
+        keys, place = np.unique(facts, axis=0, return_inverse=True)
+        for number, (ep, dispatcher, per_rank) in enumerate(keys):
             rows = dispatched[place.reshape(-1) == number]
             layer = _layer(view, block, ep=int(ep), tokens=float(per_rank))
             if layer is None:
@@ -101,6 +103,17 @@ def traffic(view: View) -> list[TrafficRow]:
                 nbytes[rows] += float(gather_bytes(np.asarray(full_bytes), np.asarray(ep))) * times[rows]
                 total[rows] += count * times[rows]
     return [TrafficRow(axes.EP, collective, phase, *both) for (collective, phase), both in totals.items()]
+
+
+def _tokens(view: View, block: BlockShape) -> Floats:
+    """Tokens that a rank dispatches per micro-batch: all that enter its experts.
+
+    Experts that are sharded over tensor ranks have gathered the slices of the sequence; other experts have not.
+    """
+    columns = view.columns
+    has_slice = (columns.sequence_parallel > 0) & (not block.shards("expert"))
+    shares = np.where(columns.folds_experts | has_slice, columns.tp, 1)
+    return np.asarray(np.ceil(view.tokens / shares), dtype=np.float64)
 
 
 def _passes(view: View, index: int, layer: Layer, dispatcher: str) -> Iterator[tuple[str, Passed, Floats]]:
@@ -126,5 +139,5 @@ def _layer(view: View, block: BlockShape, *, ep: int, tokens: float) -> Layer | 
         tokens=tokens,
         row_bytes=view.shape.hidden_size * view.sizes.activation,
         weight_bytes=FLOAT32_BYTES if moe.weighs_in_float32 else view.sizes.activation,
-        saves_after=block.saves_after_exit or block.dropout > 0,
+        saves_after=block.saves_after_experts,
     )

@@ -122,7 +122,7 @@ def bytes_of(saved: SavedBytes, block: BlockShape, columns: Columns, *, tokens: 
         + saved.key_value / key_value_divisor
         + saved.scores * keys / tp
         + saved.unsharded_scores * keys / gathered_divisor
-        + saved.routed / np.where(columns.ep > 1, tp, 1.0)  # partitioned over the tensor ranks that hold the experts
+        + saved.routed * columns.expert_tp / tp  # ranks with full experts have the group's tokens once
         + saved.copied * ((columns.sequence_parallel > 0) & (tp > 1) & ~shards_all)
     )
     return np.asarray(tokens * per_token, dtype=np.float64)

@@ -7,6 +7,7 @@
 | norm over sharded features  | sharded alike                                    | of repeated key-value heads |
 | inside a region             | replicated: norms per head, latent projections   | always                      |
 | elsewhere in a block        | replicated: norms, routers                       | with sequence parallel      |
+| experts, folded ep          | full: ep divides their number over tp too        | never                       |
 
 A region lies between the column and the row linears of attention, of an MLP or of experts. Inside, ranks compute with
 their own heads or columns, so each has a partial gradient of a replicated tensor; with sequence parallel ranks have
@@ -51,6 +52,7 @@ class HeldTensor:
     place: Home = "outside"
     repeats: Repeats | None = None
     inner: Floats | None = None
+    is_divided: Bools | bool = False  # over tensor ranks, by expert parallelism: whatever its place without it
 
     @property
     def is_inner_sharded(self) -> Bools:
@@ -120,9 +122,11 @@ def _expert_tensors(linear: LinearShape, columns: Columns, place: Home) -> Itera
     matrix = np.ceil(linear.out_features * linear.in_features / divisor)
     inner, inner_style = (linear.in_features, "row") if linear.is_transposed else (linear.out_features, "column")
     held = np.ceil(inner / np.where(linear.style == inner_style, divisor, 1))
-    yield HeldTensor(rows=rows, row_size=matrix, shards=shards, place=place, inner=held)
+    is_divided = columns.folds_experts
+    yield HeldTensor(rows=rows, row_size=matrix, shards=shards, place=place, inner=held, is_divided=is_divided)
     if linear.bias:
-        yield HeldTensor(rows=rows, row_size=np.ceil(linear.out_features / divisor), shards=shards, place=place)
+        bias = np.ceil(linear.out_features / divisor)
+        yield HeldTensor(rows=rows, row_size=bias, shards=shards, place=place, is_divided=is_divided)
 
 
 def _place(linear: LinearShape, is_inside: bool) -> Home:

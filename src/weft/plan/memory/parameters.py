@@ -74,8 +74,16 @@ def block_elements(block: BlockShape, columns: Columns) -> Elements:
 
 def expert_elements(block: BlockShape, columns: Columns) -> Elements:
     """Elements of the experts of one block."""
-    matrices = [linear for linear in block.linears if linear.role == "expert"] if block.moe is not None else []
-    return _sum([linear_elements(linear, columns) for linear in matrices], len(columns))
+    return _sum([linear_elements(linear, columns) for linear in _expert_linears(block)], len(columns))
+
+
+def num_expert_tensors(block: BlockShape) -> int:
+    """Parameters of the experts of one block, which are fused: weights and biases."""
+    return sum(1 + linear.bias for linear in _expert_linears(block))
+
+
+def _expert_linears(block: BlockShape) -> list[LinearShape]:
+    return [linear for linear in block.linears if linear.role == "expert"] if block.moe is not None else []
 
 
 def linear_elements(linear: LinearShape, columns: Columns) -> Elements:

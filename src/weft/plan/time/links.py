@@ -82,7 +82,7 @@ def expert_link(cluster: Cluster, columns: Columns) -> AxisLink:
 def expert_shard_link(cluster: Cluster, columns: Columns) -> AxisLink:
     """The link of the ranks with the same experts (edp), with the ranks of other experts in between."""
     inner = columns.expert_tp * columns.ep
-    return _link(cluster, inner.astype(np.float64), columns.expert_shards.astype(np.float64))
+    return _link(cluster, inner.astype(np.float64), columns.edp.astype(np.float64))
 
 
 def link_of(cluster: Cluster, columns: Columns, axis: str) -> AxisLink:

@@ -32,7 +32,6 @@ def _widths_divide(request: Request, columns: Columns) -> Bools:
     for block in request.shape.kinds:
         for linear in block.linears:
             if linear.style == "row" and linear.role != "attention":
-                # experts are partitioned over ep first, then sharded over the remaining ranks
                 ranks = columns.expert_tp if linear.role == "expert" else sharding_ranks(columns)
                 broken |= linear.in_features % ranks != 0
     return broken

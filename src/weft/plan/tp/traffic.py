@@ -7,6 +7,7 @@ Per micro-batch of t tokens with hidden size h, for each region (attention, an M
 | a region's entry     | backward all_reduce [t, h]   | forward all_gather [t, h], backward reduce_scatter |
 | a region's exit      | forward all_reduce [t, h]    | forward reduce_scatter [t, h], backward all_gather |
 | entry of experts     | backward all_reduce [t, k]   | the same for choices (int64) and weights [t, k]    |
+| experts, folded ep   | forward all_gather [s, h], backward of [s, h], [s, k] |                           |
 | norm over shards     | all_reduce [t] both ways     | the same                                           |
 | replicated attention |                              | forward all_gather [t, h], backward reduce_scatter |
 | first and last block |                              | all_gather [t, h] forward (last), backward (first) |
@@ -15,6 +16,8 @@ Per micro-batch of t tokens with hidden size h, for each region (attention, an M
 | loss                 | forward all_reduce [t], [2, t] float32; or all_gather of logits | the same        |
 | … fused              | forward all_reduce [t], [2, t] float32, per chunk               | the same        |
 
+With folded expert parallelism tensor ranks hold full experts, which have no entry and no exit: a rank dispatches its
+slice of the sequence, or else its share of s tokens: t, padded to a multiple of tp.
 Recompute, full or selective, repeats the collectives of a block's forward in the backward, except the last exit if
 nothing after it is saved (no norm, no dropout, no gate): recompute stops at the last saved tensor.
 Once per step: all_reduce of partial gradients (see block_tensors.py), in the update.
@@ -30,7 +33,7 @@ import numpy as np
 from weft.core import axes
 from weft.core.model_shape import BlockShape
 from weft.plan.axis import SMALL_ELEMENTS, TrafficRow
-from weft.plan.columns import TP_MODES, Floats
+from weft.plan.columns import TP_MODES, Bools, Floats
 from weft.plan.memory.block_tensors import is_wide, tensors_of
 from weft.plan.memory.fused_loss import num_chunks
 from weft.plan.time.links import gather_bytes, reduce_bytes
@@ -56,11 +59,19 @@ class BlockCollectives:
     numbers_backward: int  # elements per token in the latter
     replicated_mixers: int
     last_exits: int  # exits that recompute does not reach
+    shares: int = 0  # experts that get a share of the tokens of a rank, without sequence parallel
+    last_shares: int = 0  # of their outputs, those that recompute does not reach
 
 
-def collectives_of(block: BlockShape) -> BlockCollectives:
-    """Collectives of one block of this kind."""
-    rows = [linear for linear in block.linears if linear.style == "row" and linear.active]
+def collectives_of(block: BlockShape, *, is_folded: bool = False) -> BlockCollectives:
+    """Collectives of one block of this kind. `is_folded`: expert parallelism divides experts over tensor ranks."""
+    is_divided = is_folded and block.moe is not None
+    are_last = is_divided and not block.saves_after_experts
+    rows = [
+        linear
+        for linear in block.linears
+        if linear.style == "row" and linear.active and not (is_divided and linear.role == "expert")
+    ]
     wide = [norm for norm in block.norms if is_wide(norm, block)]
     # a fused layer norm reduces mean and variance separately, and their gradients together
     centred = sum(norm.kind == "layer" for norm in wide)
@@ -73,7 +84,9 @@ def collectives_of(block: BlockShape) -> BlockCollectives:
         statistics_backward=len(wide),
         numbers_backward=len(wide) + centred,
         replicated_mixers=_replicated_mixers(block),
-        last_exits=0 if _saves_after_sum(block) else min(1, len(rows)),
+        last_exits=0 if _saves_after_sum(block) or are_last else min(1, len(rows)),
+        shares=int(is_divided),
+        last_shares=int(are_last),
     )
 
 
@@ -115,38 +128,45 @@ def _sent(view: View) -> Iterator[Sent]:
     if not np.any(is_line):
         return
     sequence = columns.sequence_parallel > 0
-    found = [*_blocks(view, sequence=True), *_between_blocks(view)]
-    yield from ((*what, nbytes * (is_line & sequence), count * (is_line & sequence)) for *what, nbytes, count in found)
-    found = [*_blocks(view, sequence=False)]
-    yield from (
-        (*what, nbytes * (is_line & ~sequence), count * (is_line & ~sequence)) for *what, nbytes, count in found
-    )
-    found = [*_ends(view), *_update(view)]
-    yield from ((*what, nbytes * is_line, count * is_line) for *what, nbytes, count in found)
+    for is_folded, among in ((False, is_line & ~columns.folds_experts), (True, is_line & columns.folds_experts)):
+        if np.any(among):
+            yield from _among(_blocks(view, sequence=True, is_folded=is_folded), among & sequence)
+            yield from _among(_blocks(view, sequence=False, is_folded=is_folded), among & ~sequence)
+    yield from _among(_between_blocks(view), is_line & sequence)
+    yield from _among([*_ends(view), *_update(view)], is_line)
 
 
-def _blocks(view: View, *, sequence: bool) -> Iterator[Sent]:
+def _among(sent: Iterable[Sent], plans: Bools) -> Iterator[Sent]:
+    """`sent` of these plans, and nothing of others."""
+    return ((collective, phase, nbytes * plans, count * plans) for collective, phase, nbytes, count in sent)
+
+
+def _blocks(view: View, *, sequence: bool, is_folded: bool) -> Iterator[Sent]:
     for index, block in enumerate(view.shape.kinds):
+        found = collectives_of(block, is_folded=is_folded)
         times = view.stage.blocks[:, index] * view.columns.microbatches
         recomputed = view.stage.recomputed
         recompute_times = (recomputed.full + recomputed.selective)[:, index] * view.columns.microbatches
         for is_recompute in (False, True):
-            passed = _forward(view, block, sequence=sequence, is_recompute=is_recompute)
+            passed = _forward(view, block, found, sequence=sequence, is_recompute=is_recompute)
             repeated = recompute_times if is_recompute else times
             phase = "backward" if is_recompute else "forward"
             yield from ((name, phase, nbytes * repeated, count * repeated) for name, nbytes, count in passed)
-        passed = _backward(view, block, sequence=sequence)
+        passed = _backward(view, block, found, sequence=sequence)
         yield from ((name, "backward", nbytes * times, count * times) for name, nbytes, count in passed)
 
 
-def _forward(view: View, block: BlockShape, *, sequence: bool, is_recompute: bool) -> Iterator[Passed]:
+def _forward(
+    view: View, block: BlockShape, found: BlockCollectives, *, sequence: bool, is_recompute: bool
+) -> Iterator[Passed]:
     """Collectives of one block's forward, or of its recompute."""
-    found = collectives_of(block)
     stream, statistics = _stream(view), _numbers(view, FLOAT32_BYTES)
     exits = found.regions - (found.last_exits if is_recompute else 0)
     yield "all_reduce", _reduced(view, found.statistics_forward * statistics), found.statistics_forward
     if not sequence:
         yield "all_reduce", _reduced(view, exits * stream), exits
+        shares = found.shares - (found.last_shares if is_recompute else 0)
+        yield "all_gather", _gathered(view, shares * _shared(view, _row_bytes(view))), shares
         return
     entries = found.regions + found.replicated_mixers
     yield "all_gather", _gathered(view, entries * stream), entries
@@ -156,13 +176,14 @@ def _forward(view: View, block: BlockShape, *, sequence: bool, is_recompute: boo
         yield "all_gather", _gathered(view, _numbers(view, _top_k(block) * nbytes)), found.choices + found.weights
 
 
-def _backward(view: View, block: BlockShape, *, sequence: bool) -> Iterator[Passed]:
-    found = collectives_of(block)
+def _backward(view: View, block: BlockShape, found: BlockCollectives, *, sequence: bool) -> Iterator[Passed]:
     stream, statistics = _stream(view), _numbers(view, FLOAT32_BYTES)
     yield "all_reduce", _reduced(view, found.numbers_backward * statistics), found.statistics_backward
     weights = _numbers(view, found.weights * _top_k(block) * _weight_bytes(view, block))
     if not sequence:
         yield "all_reduce", _reduced(view, found.regions * stream + weights), found.regions + found.weights
+        per_token = _row_bytes(view) + _top_k(block) * _weight_bytes(view, block)
+        yield "all_gather", _gathered(view, found.shares * _shared(view, per_token)), 2 * found.shares
         return
     entries = found.regions + found.replicated_mixers
     yield "all_gather", _gathered(view, found.regions * stream), found.regions
@@ -211,7 +232,7 @@ def _update(view: View) -> Iterator[Sent]:
         for held in tensors_of(block, view.columns):
             times = held.tensors * count
             if held.place in ("inside", "outside"):
-                is_summed = (held.place == "inside") | (view.columns.sequence_parallel > 0)
+                is_summed = ((held.place == "inside") | (view.columns.sequence_parallel > 0)) & ~held.is_divided
                 shared = shared + (held.shard + 1) * times * is_summed
                 large = large + times * is_summed * (held.shard > ALONE_ELEMENTS)
             elif held.repeats is not None:
@@ -233,7 +254,16 @@ def _gathered(view: View, nbytes: Floats) -> Floats:
 
 def _stream(view: View) -> Floats:
     """Bytes of [tokens, hidden]."""
-    return _numbers(view, view.shape.hidden_size * view.sizes.activation)
+    return _numbers(view, _row_bytes(view))
+
+
+def _row_bytes(view: View) -> float:
+    return view.shape.hidden_size * view.sizes.activation
+
+
+def _shared(view: View, per_token: float) -> Floats:
+    """Bytes of the tokens of a rank that are divided into equal shares."""
+    return np.asarray(np.ceil(view.tokens / view.columns.tp) * view.columns.tp * per_token, dtype=np.float64)
 
 
 def _numbers(view: View, per_token: float) -> Floats:

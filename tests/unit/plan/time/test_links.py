@@ -79,9 +79,9 @@ def test_an_exchange_inside_the_node_never_leaves_it() -> None:
 def test_experts_on_the_tensor_axis_are_neighbours() -> None:
     """Eight tensor ranks that deal eight experts out among them share a node; tp apart they would be on eight."""
     link = expert_link(FOUR_NODES, columns_with({"tp": 8, "dp_shard": 4, "ep": 8, "zero": 1}))
-    assert one(link.off_node) > 0  # ep takes the sharding axis first: 4 nodes, 2 tensor ranks of each
-    alone = expert_link(FOUR_NODES, columns_with({"tp": 8, "pp": 4, "ep": 8}))
-    assert one(alone.off_node) == 0
+    assert one(link.off_node) == 0
+    apart = expert_link(FOUR_NODES, columns_with({"tp": 8, "dp_shard": 4, "ep": 4, "zero": 1, "tensor": "width"}))
+    assert one(apart.off_node) > 0
 
 
 @given(degree=st.sampled_from([1, 2, 4, 8, 16, 32]), moved=st.floats(0, 1e12))
