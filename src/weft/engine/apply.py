@@ -25,7 +25,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from weft.core import axes
 from weft.core.plan import Plan, require_mixture
 from weft.core.run_spec import RouterSpec
 from weft.engine.activations.dropout import number_blocks
@@ -38,8 +37,6 @@ from weft.engine.dp.reduce_scatter_copy import patch_reduce_scatter_copy
 from weft.engine.dp.sharded import shard_units
 from weft.engine.dp.strategy import Strategy
 from weft.engine.dp.threads import require_gpus
-from weft.engine.ep.apply import apply_expert_parallel, find_experts
-from weft.engine.ep.context import EPContext
 from weft.engine.kernels.compiled import apply_compile
 from weft.engine.kernels.float8 import apply_float8
 from weft.engine.kernels.head_loss import HeadLoss, fuse_loss
@@ -50,9 +47,7 @@ from weft.engine.pp.stages import Stages
 from weft.engine.precision import apply_compute_dtype, store_weights, torch_dtype
 from weft.engine.router.apply import find_and_build
 from weft.engine.router.routers import Routers
-from weft.engine.tp.apply import apply_tensor_parallel
-from weft.engine.tp.context import TPContext
-from weft.engine.tp_grid.apply import apply_tensor_grid
+from weft.engine.tensor_and_expert import apply_tensor_and_expert
 from weft.engine.weights.freeze import freeze
 from weft.engine.weights.materialise import materialise, place_real_model
 from weft.models.initial import WeightSource
@@ -142,31 +137,3 @@ def apply_plan(
         routers=routers,
         notes=(*notes, *why_not, *batch_norms.notes),
     )
-
-
-def apply_tensor_and_expert(
-    model: nn.Module, plan: Plan, topology: Topology, *, layout: ModelLayout, keep_logits_full: bool
-) -> tuple[TPContext | None, EPContext | None]:
-    """Tensor parallelism, then expert parallelism, whose ranks may be the same ones."""
-    policy, is_folded = plan.tensor_parallel, plan.expert_parallel.tensor == "folded"
-    experts = find_experts(model, topology)
-    divided = experts.names if experts is not None and is_folded else ()
-    tp: TPContext | None = None
-    if topology.tp_degree > 1 and policy.mode == "1d":
-        tp = apply_tensor_parallel(model, layout, policy, topology, keep_logits_full=keep_logits_full, divided=divided)
-    elif topology.tp_degree > 1:
-        tp = apply_tensor_grid(model, layout, policy, topology, keep_logits_full=keep_logits_full)
-    if experts is None:
-        return tp, None
-    has_same_rows = tp is not None and is_folded and not policy.sequence_parallel
-    ep = apply_expert_parallel(
-        model,
-        layout,
-        experts,
-        topology,
-        kind=plan.expert_parallel.dispatcher,
-        is_sharded=plan.data_parallel.zero > 0,
-        same_rows=topology.group(axes.TP) if has_same_rows else None,
-        tensor_shards=tp.shards if tp is not None else {},
-    )
-    return tp.with_experts(ep.shards) if tp is not None else None, ep

@@ -110,10 +110,18 @@ def _narrow(config: Any, factor: int, *, tp: int, ep: int) -> dict[str, int]:
     for key in EXPERT_KEYS:
         value = getattr(config, key, None)
         if _is_own(config, key) and isinstance(value, int) and value > MIN_EXPERTS:
-            top_k = int(getattr(config, "num_experts_per_tok", 1) or 1)
-            few = -(-max(MIN_EXPERTS, 2 * top_k, 2 * ep) // ep) * ep
-            overrides[key] = few + value % ep  # spans that are uneven stay so
+            overrides[key] = _few_experts(config, value, ep=ep)
     return {key: value for key, value in overrides.items() if value < getattr(config, key)}
+
+
+def _few_experts(config: Any, count: int, *, ep: int) -> int:
+    """Twice the experts of a token and of ranks at least; equal groups where the router first chooses among groups."""
+    top_k = int(getattr(config, "num_experts_per_tok", 1) or 1)
+    least = max(MIN_EXPERTS, 2 * top_k, 2 * ep)
+    groups, chosen = (int(getattr(config, key, 1) or 1) for key in ("n_group", "topk_group"))
+    if groups > 1:  # a group is judged by two of its experts
+        return groups * max(2, -(-least // groups), -(-top_k // chosen))
+    return -(-least // ep) * ep + count % ep  # spans that are uneven stay so
 
 
 def _short_rows(run: RunSpec, plan: Plan, changes: list[str]) -> tuple[RunSpec, list[str]]:

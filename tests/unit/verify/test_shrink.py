@@ -84,6 +84,17 @@ def test_experts_become_few_but_remain_a_choice() -> None:
     assert "num_local_experts 16 -> 6" in changes
 
 
+def test_groups_of_experts_stay_equal() -> None:
+    """DeepSeek's router chooses 2 of 4 groups first, by two experts of each."""
+    sizes = {
+        "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "n_routed_experts": 32, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+    }  # fmt: skip
+    small, _ = shrink(run_of("deepseek_v3", sizes), ONE, vocab_size=VOCABULARY)
+    assert small.model.config["n_routed_experts"] == 8
+
+
+
 def test_rows_stay_divisible_by_the_plan() -> None:
     run = RunSpec.default().model_copy(
         update={"train": RunSpec.default().train.model_copy(update={"global_batch": 96})}

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from weft.core import axes
 from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec
-from weft.engine.apply import apply_tensor_and_expert
 from weft.engine.axis import Axes
 from weft.engine.ep.dispatch import DISPATCHERS
 from weft.engine.mesh import build_topology
+from weft.engine.tensor_and_expert import apply_tensor_and_expert
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import describe
 
