@@ -94,7 +94,6 @@ def test_groups_of_experts_stay_equal() -> None:
     assert small.model.config["n_routed_experts"] == 8
 
 
-
 def test_rows_stay_divisible_by_the_plan() -> None:
     run = RunSpec.default().model_copy(
         update={"train": RunSpec.default().train.model_copy(update={"global_batch": 96})}
