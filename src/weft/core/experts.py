@@ -87,6 +87,6 @@ class Routing:
 
 
 def _rounded(values: list[float]) -> list[int]:
-    """Integers with the same sum, which is one."""
+    """Integers that add up to the same total, which is an integer."""
     ends = [round(sum(values[: index + 1])) for index in range(len(values))]
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]

@@ -7,7 +7,6 @@ Ranks = dp_replicate x dp_shard x cp x tp x pp, and any axis that was registered
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, create_model, field_validator, model_validator
@@ -15,7 +14,6 @@ from pydantic import Field, create_model, field_validator, model_validator
 from weft.core import axes
 from weft.core.config import Document, Section, sections_of
 from weft.core.errors import PlanError
-from weft.core.experts import choose_dispatcher
 from weft.core.precision import COMPONENTS, LOW_STATES, DType, PrecisionPolicy, Preset, resolve
 
 SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules that split the backward
@@ -361,7 +359,7 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
         reasons.append(
             (
                 f"ep = {mesh.ep} does not divide {product} = {pool}",
-                f"set mesh.ep to a divisor of {pool}",
+                f"raise mesh.dp_shard to a multiple of {mesh.ep}, or set mesh.ep to a divisor of {pool}",
             )
         )
     return reasons
@@ -383,36 +381,6 @@ def _check_blocks(plan: Plan) -> list[tuple[str, str]]:
 def require_consistent(plan: Plan, *, source: str = "plan") -> None:
     for sentence, hint in check_consistent(plan):
         raise PlanError(f"{source}: {sentence}", hint=hint)
-
-
-def require_mixture(plan: Plan, *, num_blocks: int) -> None:
-    """Require a resolved mixture of at most `num_blocks`: the engine has no cost model to choose one."""
-    if plan.activations.is_open:
-        raise PlanError(
-            "activations.policy = 'budget' has no activations.mixture",
-            hint="weft train, dryrun and bench choose one for the device's memory; otherwise set activations.mixture "
-            "= [full, selective]",
-        )
-    recomputed = sum(plan.activations.mixture or ())
-    if recomputed > num_blocks:
-        raise PlanError(
-            f"activations.mixture = {list(plan.activations.mixture or ())} is {recomputed} blocks, but the model has "
-            f"{num_blocks}",
-            hint=f"set two numbers that add up to at most {num_blocks}, or [] to have them chosen",
-        )
-
-
-def with_dispatcher(plan: Plan, layers: Iterable[tuple[int, int | None]]) -> Plan:
-    """The plan with a chosen dispatcher; `layers` as in `choose_dispatcher`."""
-    if not plan.has_open_dispatcher:
-        return plan
-    chosen = plan.expert_parallel.model_copy(update={"dispatcher": choose_dispatcher(layers, ep=plan.mesh.ep)})
-    return plan.model_copy(update={"expert_parallel": chosen})
-
-
-def with_mixture(plan: Plan, mixture: tuple[int, int]) -> Plan:
-    """The plan with this mixture."""
-    return plan.model_copy(update={"activations": plan.activations.model_copy(update={"mixture": mixture})})
 
 
 SECTIONS = sections_of(Plan)

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from weft.core.plan import Plan, require_mixture
+from weft.core.open_choices import require_mixture
+from weft.core.plan import Plan
 from weft.core.run_spec import RouterSpec
 from weft.engine.activations.dropout import number_blocks
 from weft.engine.activations.recompute import apply_recompute

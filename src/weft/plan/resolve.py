@@ -13,7 +13,8 @@ from typing import Any
 from weft.core import axes
 from weft.core.errors import MeshError, PlanError, WeftError
 from weft.core.executable import why_not_compiled, why_not_fused
-from weft.core.plan import Compile, Plan, with_dispatcher
+from weft.core.open_choices import with_dispatcher
+from weft.core.plan import Compile, Plan
 from weft.core.run_spec import RunSpec
 from weft.plan.legality import known_shape, require_legal
 

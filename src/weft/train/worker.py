@@ -19,7 +19,8 @@ import torch.distributed as dist
 from weft.checkpoint import CheckpointStore, peek_newest
 from weft.core.disk import is_full, no_space
 from weft.core.errors import CheckpointError
-from weft.core.plan import Plan, with_mixture
+from weft.core.open_choices import with_mixture
+from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.engine.state import meta_read
 from weft.report import write_report

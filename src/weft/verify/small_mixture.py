@@ -6,7 +6,8 @@ an open mixture is verified with blocks of every policy, independent of this mac
 
 from __future__ import annotations
 
-from weft.core.plan import Plan, require_mixture, with_mixture
+from weft.core.open_choices import require_mixture, with_mixture
+from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.models.build import build_config, build_skeleton
 from weft.models.layout import describe

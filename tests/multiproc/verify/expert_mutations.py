@@ -20,23 +20,20 @@ def _with_gradient(x: Tensor, factor: float) -> Tensor:
 
 
 def expert_gradients_scaled_by_ep() -> Any:
+    return _expert_gradients_times(2.0)
+
+
+def expert_gradients_averaged_over_ep() -> Any:
+    return _expert_gradients_times(0.5)
+
+
+def _expert_gradients_times(factor: float) -> Any:
     """Of the parameters alone: those of rows and weights are right."""
 
     def make(original: Any) -> Any:
         def compute(experts: Any, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-            made = original(experts, _with_gradient(rows, 0.5), numbers, _with_gradient(weights, 0.5))
-            return _with_gradient(made, 2.0)
-
-        return compute
-
-    return replaced(dispatch, "compute", make)
-
-
-def expert_gradients_averaged_over_ep() -> Any:
-    def make(original: Any) -> Any:
-        def compute(experts: Any, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-            made = original(experts, _with_gradient(rows, 2.0), numbers, _with_gradient(weights, 2.0))
-            return _with_gradient(made, 0.5)
+            given, weighted = (_with_gradient(value, 1 / factor) for value in (rows, weights))
+            return _with_gradient(original(experts, given, numbers, weighted), factor)
 
         return compute
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from weft.core.experts import choose_dispatcher, rows_sent
-from weft.core.plan import Plan, with_dispatcher
+from weft.core.open_choices import with_dispatcher
+from weft.core.plan import Plan
 
 
 def rows(num_experts: int, top_k: int, ep: int) -> list[float]:

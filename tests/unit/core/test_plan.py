@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from weft.core.config import apply_settings
 from weft.core.errors import BadValueError, ConfigFileError, NotBuiltError, PlanError, UnknownKeyError
 from weft.core.executable import require_executable
-from weft.core.plan import Pipeline, Plan, require_mixture
+from weft.core.open_choices import require_mixture
+from weft.core.plan import Pipeline, Plan
 from weft.schedule import Kind, generate
 
 degrees = st.sampled_from([1, 2, 4, 8])
@@ -72,6 +73,13 @@ def test_contradictions_are_refused_with_a_hint(tables: dict[str, dict[str, obje
     with pytest.raises(PlanError) as caught:
         Plan.from_tables(tables)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(("tensor", "axes"), [("width", "dp_shard x cp = 3"), ("folded", "dp_shard x cp x tp = 9")])
+def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes: str) -> None:
+    with pytest.raises(PlanError, match=f"ep = 2 does not divide {axes}") as caught:
+        Plan.from_tables({"mesh": {"dp_shard": 3, "tp": 3, "ep": 2}, "expert_parallel": {"tensor": tensor}})
+    assert "raise mesh.dp_shard to a multiple of 2" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from weft.core.plan import Plan, with_mixture
+from weft.core.open_choices import with_mixture
+from weft.core.plan import Plan
 from weft.plan.columns import MIXED, Bools, Columns, Ints, columns_of
 from weft.plan.memory.peak import estimate_memory
 from weft.plan.request import Request

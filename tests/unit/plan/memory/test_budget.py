@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from plan_cases import plan_with, request_of, tiny_llama, tiny_mixtral
 
 from weft.core.errors import PlanError
-from weft.core.plan import Plan, with_mixture
+from weft.core.open_choices import with_mixture
+from weft.core.plan import Plan
 from weft.core.terms import MemoryTerm
 from weft.plan.arithmetic import explain_memory
 from weft.plan.ask import estimate_plan

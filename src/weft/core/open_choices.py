@@ -1,0 +1,39 @@
+"""Choices that a plan may leave open: the recompute mixture and the dispatcher of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft.core.errors import PlanError
+from weft.core.experts import choose_dispatcher
+from weft.core.plan import Plan
+
+
+def require_mixture(plan: Plan, *, num_blocks: int) -> None:
+    """Require a resolved mixture of at most `num_blocks`: the engine has no cost model to choose one."""
+    if plan.activations.is_open:
+        raise PlanError(
+            "activations.policy = 'budget' has no activations.mixture",
+            hint="weft train, dryrun and bench choose one for the device's memory; otherwise set activations.mixture "
+            "= [full, selective]",
+        )
+    recomputed = sum(plan.activations.mixture or ())
+    if recomputed > num_blocks:
+        raise PlanError(
+            f"activations.mixture = {list(plan.activations.mixture or ())} is {recomputed} blocks, but the model has "
+            f"{num_blocks}",
+            hint=f"set two numbers that add up to at most {num_blocks}, or [] to have them chosen",
+        )
+
+
+def with_dispatcher(plan: Plan, layers: Iterable[tuple[int, int | None]]) -> Plan:
+    """The plan with a chosen dispatcher; `layers` as in `choose_dispatcher`."""
+    if not plan.has_open_dispatcher:
+        return plan
+    chosen = plan.expert_parallel.model_copy(update={"dispatcher": choose_dispatcher(layers, ep=plan.mesh.ep)})
+    return plan.model_copy(update={"expert_parallel": chosen})
+
+
+def with_mixture(plan: Plan, mixture: tuple[int, int]) -> Plan:
+    """The plan with this mixture."""
+    return plan.model_copy(update={"activations": plan.activations.model_copy(update={"mixture": mixture})})
