@@ -162,7 +162,7 @@ CASES = [
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_local_experts": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_local_experts": 4,
     "num_experts_per_tok": 2, "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64,
 }  # fmt: skip
 

@@ -10,19 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from dryrun_cases import shrunk
-from shapes import GEMMA2, LLAMA_1B, LLAMA_8B, MIXTRAL, PHI3
+from shapes import GEMMA2, LLAMA_1B, LLAMA_8B, MIXTRAL, PHI3, QWEN3_30B_8L
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": {"model_type": "llama", **LLAMA_1B, "head_dim": 64, "tie_word_embeddings": False},
     "llama-3-8b": {"model_type": "llama", **LLAMA_8B, "head_dim": 128, "tie_word_embeddings": False},
     "gemma2": {"model_type": "gemma2", **GEMMA2},  # 1.5 B parameters, soft-capped scores, head_dim 256
     "mixtral": {"model_type": "mixtral", **MIXTRAL},  # 1.5 B parameters, 8 experts of which 2
+    "qwen3-30b-8l": {"model_type": "qwen3_moe", **QWEN3_30B_8L},  # 8 of 48 layers, 128 experts of which 8
     "phi3": {"model_type": "phi3", **PHI3, "num_hidden_layers": 10},  # 1.3 B parameters, fused projections
 }
 TINY_ROWS, TINY_SEQUENCE = 2, 32
 
 BF16 = {"precision": {"preset": "bf16"}, "compile": {"enabled": True}, "kernels": {"loss": "fused"}}
 FAKE8 = {**BF16, "mesh": {"dp_shard": 8}, "data_parallel": {"zero": 2}}  # weights stay gathered: memory is there
+EXPERTS8 = {**FAKE8, "mesh": {"dp_shard": 8, "ep": 8}}
 FLOAT8 = {**FAKE8, "float8": {"linears": "all"}}
 
 
@@ -111,6 +113,23 @@ GROUPS = (
             Bar(case="weft", against="accelerate", speed=1.45, memory=0.5),
             Bar(case="weft", against="lightning", speed=1.45, memory=0.5),
         ),
+    ),
+    Group(
+        name="experts-fake8", shape="qwen3-30b-8l", rows=4, sequence=4096,
+        cases=(
+            peer("torchtitan", 90, "--ep", "8"),
+            *(
+                weft(90, {**EXPERTS8, "expert_parallel": {"dispatcher": kind}}, name=f"weft-{kind}")
+                for kind in ("pairs", "tokens", "gather")
+            ),
+            weft(90, FAKE8, name="weft-ep1"),
+            peer("torchtitan", 90, name="torchtitan-ep1"),
+        ),
+        bars=(
+            *(Bar(case=f"weft-{kind}", against="torchtitan", speed=1.3) for kind in ("pairs", "tokens", "gather")),
+            Bar(case="weft-ep1", against="torchtitan-ep1", speed=1.3),
+        ),
+        steps=6, one_bar_is_enough=True,
     ),
     # HF's sdpa leaves the soft cap out, so its loop has to take eager attention, whose scores bound the sequence
     family("gemma2", peer("eager", 35, "--attention", "eager"), sequence=2048),

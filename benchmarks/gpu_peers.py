@@ -43,9 +43,9 @@ import torch
 from dryrun_cases import shrunk
 from gpu_cases import SHAPES, TINY_ROWS, TINY_SEQUENCE
 from gpu_recorder import Recorder
-from gpu_titan import NUM_RANKS, titan_step
+from gpu_titan import FAMILIES, NUM_RANKS, titan_step
 
-from weft.comm.loopback import install_loopback, loopback_world
+from weft.comm.loopback import loopback_world
 
 Step = Callable[[int], torch.Tensor]  # the number of the step -> its loss, still on the device
 
@@ -69,6 +69,7 @@ class Case:
     sequence: int
     float8: bool = False
     recompute: str = "none"
+    ep: int = 1
     attention: str = "sdpa"
     experts: str | None = None
     steps: int = 8
@@ -116,6 +117,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--float8", action="store_true", help="tensor-wise, gathered in float8; torchtitan only")
     parser.add_argument("--recompute", choices=["none", "selective"], default="none", help="torchtitan only")
+    parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks of the 8; torchtitan only")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them, at least 1")
     parser.add_argument("--tiny", action="store_true", help="small and on a CPU")
@@ -123,10 +125,10 @@ def _arguments() -> argparse.Namespace:
     given = parser.parse_args()
     if min(given.steps, given.warmup, given.rows) < 1 or given.sequence < 2:
         parser.error("--steps, --warmup and --rows are at least 1, --sequence at least 2")
-    if given.peer != "torchtitan" and (given.float8 or given.recompute != "none"):
-        parser.error("--float8 and --recompute are torchtitan's")
-    if given.peer == "torchtitan" and (given.config_json or SHAPES[given.shape]["model_type"] != "llama"):
-        parser.error("torchtitan has its own model: give --shape llama-...")
+    if given.peer != "torchtitan" and (given.float8 or given.ep > 1 or given.recompute != "none"):
+        parser.error("--float8, --ep and --recompute are torchtitan's")
+    if given.peer == "torchtitan" and (given.config_json or SHAPES[given.shape]["model_type"] not in FAMILIES):
+        parser.error(f"torchtitan has its own models: give --shape of {', '.join(FAMILIES)}")
     if given.config_json and not given.config_json.is_file():
         parser.error(f"there is no file {given.config_json}")
     if not given.tiny and not torch.cuda.is_available():
@@ -143,7 +145,8 @@ def _case(given: argparse.Namespace) -> Case:
         config, rows, sequence = shrunk(config), TINY_ROWS, TINY_SEQUENCE
     return Case(
         peer=given.peer, config=config, rows=rows, sequence=sequence, float8=given.float8, recompute=given.recompute,
-        attention=given.attention, experts=given.experts, steps=given.steps, warmup=given.warmup, tiny=given.tiny,
+        ep=given.ep, attention=given.attention, experts=given.experts, steps=given.steps, warmup=given.warmup,
+        tiny=given.tiny,
     )  # fmt: skip
 
 
@@ -277,12 +280,13 @@ def fsdp2_step(case: Case) -> Step:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.get_submodule("model.layers").children(), model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    install_loopback(model)
     return plain_loop(case, model, batches, autocast=False)
 
 
 def torchtitan_step(case: Case) -> Step:
-    return titan_step(case.config, token_batches(case), float8=case.float8, recompute=case.recompute, tiny=case.tiny)
+    return titan_step(
+        case.config, token_batches(case), float8=case.float8, recompute=case.recompute, ep=case.ep, tiny=case.tiny
+    )
 
 
 STEPS = {"eager": eager_step, "accelerate": accelerate_step, "fsdp2": fsdp2_step, "torchtitan": torchtitan_step}

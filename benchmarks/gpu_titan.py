@@ -16,42 +16,36 @@ from typing import Any
 
 import torch
 
-from weft.comm.loopback import install_loopback
-
 NUM_RANKS = 8
 _FFN_MULTIPLE = 64  # torchtitan rounds the width it derives up to a multiple of this
 
 
 def titan_step(
-    config: dict[str, Any], batches: list[torch.Tensor], *, float8: bool, recompute: str, tiny: bool
+    config: dict[str, Any], batches: list[torch.Tensor], *, float8: bool, recompute: str, ep: int, tiny: bool
 ) -> Callable[[int], torch.Tensor]:
-    """The step over `batches` in turn; inside a `loopback_world` of `NUM_RANKS`. `config` is a Llama's of HF."""
+    """The step over `batches` in turn; inside a `loopback_world` of `NUM_RANKS`. `config` is HF's of `FAMILIES`."""
     _stand_in_for_datasets()
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.components.optimizer import build_optimizers
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as titan_utils
-    from torchtitan.models.llama3 import Transformer, parallelize_llama
 
     logging.getLogger().setLevel(logging.WARNING)  # it configures the root logger when imported
     device = batches[0].device
     _tell_device(device)
     rows, sequence = batches[0].shape
     job = _job(rows, sequence, float8=float8, recompute=recompute, tiny=tiny)
-    ranks = ParallelDims(dp_replicate=1, dp_shard=NUM_RANKS, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=NUM_RANKS)
+    ranks = ParallelDims(dp_replicate=1, dp_shard=NUM_RANKS, cp=1, tp=1, pp=1, ep=ep, etp=1, world_size=NUM_RANKS)
     ranks.build_mesh()
 
-    with torch.device("meta"):
-        model = Transformer(_arguments(config, sequence))
-    _require_width(model, config)
+    model, parallelize = FAMILIES[config["model_type"]](config, sequence)
     converter = _float8_converter(job, ranks, model) if float8 else None
-    parallelize_llama(model, ranks, job)
+    parallelize(model, ranks, job)
     model.to_empty(device=device)
     torch.manual_seed(0)
     with torch.no_grad():
         model.init_weights(buffer_device=device)
     model.train()
-    install_loopback(model)
 
     optimizers = build_optimizers([model], job.optimizer, ranks)
     loss_of = build_cross_entropy_loss(job)
@@ -65,7 +59,7 @@ def titan_step(
         loss: torch.Tensor = loss_of(logits, labels[place]) / num_labels
         del logits  # before the backward, as its trainer does: the peak would lie there
         loss.backward()
-        titan_utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+        titan_utils.clip_grad_norm_(parameters, 1.0, foreach=True, ep_enabled=ep > 1)
         optimizers.step()
         if converter is not None:
             converter.post_optimizer_hook(model)
@@ -98,11 +92,11 @@ def _job(rows: int, sequence: int, *, float8: bool, recompute: str, tiny: bool) 
     return job
 
 
-def _arguments(config: dict[str, Any], sequence: int) -> Any:
-    from torchtitan.models.llama3 import TransformerModelArgs
+def _llama(config: dict[str, Any], sequence: int) -> tuple[torch.nn.Module, Callable[..., Any]]:
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
 
     hidden = config["hidden_size"]
-    return TransformerModelArgs(
+    arguments = TransformerModelArgs(
         dim=hidden,
         n_layers=config["num_hidden_layers"],
         n_heads=config["num_attention_heads"],
@@ -113,6 +107,45 @@ def _arguments(config: dict[str, Any], sequence: int) -> Any:
         rope_theta=500_000,
         max_seq_len=sequence,
     )
+    with torch.device("meta"):
+        model = Transformer(arguments)
+    _require_width(model, config)
+    return model, parallelize_llama
+
+
+def _qwen3_moe(config: dict[str, Any], sequence: int) -> tuple[torch.nn.Module, Callable[..., Any]]:
+    """Its router computes in float32, and a bias of the choice is counted: both are the defaults of its Qwen3."""
+    from torchtitan.models.moe import MoEArgs
+    from torchtitan.models.qwen3 import Qwen3ModelArgs, parallelize_qwen3
+    from torchtitan.models.qwen3.model.model import Qwen3Model
+
+    experts = MoEArgs(
+        num_experts=config["num_experts"],
+        num_shared_experts=0,
+        top_k=config["num_experts_per_tok"],
+        score_func="softmax",
+        route_norm=True,
+        route_scale=1.0,
+        score_before_experts=False,
+    )
+    arguments = Qwen3ModelArgs(
+        dim=config["hidden_size"],
+        n_layers=config["num_hidden_layers"],
+        n_heads=config["num_attention_heads"],
+        n_kv_heads=config["num_key_value_heads"],
+        vocab_size=config["vocab_size"],
+        head_dim=config["head_dim"],
+        hidden_dim=config["intermediate_size"],
+        max_seq_len=sequence,
+        moe_enabled=True,
+        moe_inter_dim=config["moe_intermediate_size"],
+        moe_args=experts,
+    )
+    with torch.device("meta"):
+        return Qwen3Model(arguments), parallelize_qwen3
+
+
+FAMILIES = {"llama": _llama, "qwen3_moe": _qwen3_moe}
 
 
 def _require_width(model: Any, config: dict[str, Any]) -> None:

@@ -34,6 +34,11 @@ QWEN3_MOE = {
     "num_attention_heads": 16, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8,
     "vocab_size": 151936,
 }  # fmt: skip
+QWEN3_30B_8L = {
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 8,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    "norm_topk_prob": True, "vocab_size": 151936, "tie_word_embeddings": False,
+}  # fmt: skip
 GPT2_XL = {
     "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 2048, "vocab_size": 50257,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,

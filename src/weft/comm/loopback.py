@@ -1,96 +1,100 @@
-"""Loopback: the sharded collectives of one rank without peers, as copies on its device.
+"""Loopback: the collectives of one rank without peers, as copies on its device.
 
-Purpose: timing one rank of a large world on one GPU. The kernels, buffers, streams and memory traffic of `fully_shard`
-are real, the network takes no time: an upper bound on speed, and the memory of a real rank.
+Purpose: timing one rank of a large world on one GPU. The kernels, buffers, streams and memory traffic of the step are
+real, the network takes no time: an upper bound on speed, and the memory of a real rank.
 
-    all-gather      [own | own | ... | own]     the local shard copied into every other rank's slot
+    all-gather      [own | own | ... | own]     the local shard copied into every rank's slot
     reduce-scatter  own slot of the input       as if every other rank had sent zeros to a sum, or the same to a mean
+    all-to-all      the input                   as if every rank sent what is sent to it: sizes are those of this rank
+    all-reduce      unchanged
 
-Torch's `fake` process group alone does not suffice: the values it leaves in the slots are undefined and differ by
-version (2.11 leaves reduced gradients uninitialised). Garbage or zeros draw less power than weights and run at higher
-clocks, so their times are not those of training.
+Torch's `fake` process group does not suffice: the values it leaves in the slots are undefined and differ by version
+(2.11 leaves reduced gradients uninitialised). Garbage or zeros draw less power than weights and run at higher clocks,
+so their times are not those of training.
 
 This is not training. All slots hold the same weights, so a loss only shows that numbers are finite and change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork, HashStore  # torch has no public class of a finished collective
 
-# the abstract bases that the public `set_custom_all_gather` and `set_custom_reduce_scatter` require
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+BACKEND = "loopback"
+_Base: Any = dist.ProcessGroup  # the stubs describe its C++ signatures, which a subclass does not have
 
 
 @contextmanager
 def loopback_world(*, num_ranks: int, rank: int = 0) -> Iterator[None]:
-    """Rank `rank` of `num_ranks`, alone in this process: torch's `fake` group, which sends and waits for nothing.
-
-    Its all-reduce leaves values unchanged. Modules sharded inside need `install_loopback` before they are used.
-    """
-    # torch has no public form of a world without peers; the import registers the backend
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    """Rank `rank` of `num_ranks`, alone in this process."""
+    if BACKEND.upper() not in dist.Backend.__dict__:
+        dist.Backend.register_backend(BACKEND, _new_group, extended_api=True, devices=["cpu", "cuda"])
+    dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=num_ranks)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def install_loopback(model: nn.Module) -> int:
-    """Replace the collectives of every `fully_shard` unit of `model`; returns the number of units.
-
-    Zero units is an error: the model is not sharded, so the caller would time an unsharded step.
-    """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not units:
-        raise ValueError("the model has no fully_shard unit: install the loopback after sharding")
-    all_gather, reduce_scatter = LoopbackAllGather(), LoopbackReduceScatter()
-    for unit in units:
-        unit.set_custom_all_gather(all_gather)
-        unit.set_custom_reduce_scatter(reduce_scatter)
-    return len(units)
+def _new_group(options: Any, _backend_options: Any) -> LoopbackGroup:
+    return LoopbackGroup(options.group_rank, options.group_size, name=options.group_id)
 
 
-class _DefaultAllocation:
-    """Allocates buffers with the default allocator, as the replaced collectives do."""
+class LoopbackGroup(_Base):  # type: ignore[misc]
+    """A group of which only this rank exists. Copies go to the current stream: a collective is done when it returns."""
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+    def __init__(self, rank: int, size: int, *, name: str) -> None:
+        super().__init__(rank, size)
+        self._name = name
 
+    @property
+    def group_name(self) -> str:
+        """Kept here: torch keeps it in backends, of which a group written in Python has none."""
+        return self._name
 
-class LoopbackAllGather(_DefaultAllocation, AllGather):
-    """Copies the local shard into every slot. Its own slot is filled already: input is a view of output."""
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        return BACKEND
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> None:
-        own = input_tensor.view(-1)
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> FakeWork:
+        flat = own.view(-1)
         # slot by slot: contiguous copies, which one copy with an expanded source is not
-        for slot in output_tensor.view(group.size(), -1):
-            if slot.data_ptr() != own.data_ptr():
-                slot.copy_(own)
+        for slot in output.view(self.size(), -1):
+            if slot.data_ptr() != flat.data_ptr():
+                slot.copy_(flat)
+        return FakeWork()
 
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> FakeWork:
+        output.view(-1).copy_(given.view(self.size(), -1)[self.rank()])
+        return FakeWork()
 
-class LoopbackReduceScatter(_DefaultAllocation, ReduceScatter):
-    """Copies this rank's slot of the input, for every `op`."""
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, output_sizes: list[int], sizes: list[int], opts: Any = None
+    ) -> FakeWork:
+        if output_sizes != sizes:
+            raise ValueError(f"a loopback returns what is sent: {sizes} rows, not {output_sizes}")
+        output.copy_(given)
+        return FakeWork()
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> None:
-        output_tensor.view(-1).copy_(input_tensor.view(group.size(), -1)[group.rank()])
+    def allgather(self, outputs: list[list[Tensor]], own: list[Tensor], opts: Any = None) -> FakeWork:
+        for slots, tensor in zip(outputs, own, strict=True):
+            for slot in slots:
+                slot.copy_(tensor)
+        return FakeWork()
+
+    def allreduce(self, _tensors: list[Tensor], opts: Any = None) -> FakeWork:
+        return FakeWork()
+
+    broadcast = allreduce
+
+    def barrier(self, opts: Any = None) -> FakeWork:
+        return FakeWork()
+
+    # the names of torch 2.11
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single

@@ -10,12 +10,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
 Forward = Callable[..., Any]
 Layer = Callable[..., Any]  # layer(forward, *args, **kwargs) calls forward, or not
+
+
+@runtime_checkable
+class CompiledInside(Protocol):
+    """A layer that is not compiled itself, around a function that is."""
+
+    compiled: Forward | None
+
+    def compile_inside(self, compiled: Callable[[Forward], Forward]) -> None: ...
 
 
 class _Layered:
@@ -64,6 +73,13 @@ def replace_own(module: nn.Module, change: Callable[[Forward], Forward]) -> None
     _layers_of(module)
     layered: Any = module.forward
     layered.own = change(layered.own)
+
+
+def layers_inside(model: nn.Module) -> Iterator[Any]:
+    """The layers of all modules of `model`."""
+    for module in model.modules():
+        if isinstance(module.forward, _Layered):
+            yield from module.forward.layers
 
 
 def _layers_of(module: nn.Module) -> list[Layer]:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from weft import hardware
-from weft.comm.loopback import install_loopback, loopback_world
+from weft.comm.loopback import loopback_world
 from weft.core.errors import NotBuiltError
 from weft.core.plan import Plan
 from weft.core.records import TechniqueRecord
@@ -150,7 +150,7 @@ def _world(num_ranks: int) -> Iterator[None]:
 
 def _engine(bench: Bench, config: Any) -> Engine:
     weights, _ = weight_source(bench.run, config, device=bench.device)
-    engine = Engine(
+    return Engine(
         build_skeleton(config, attention=bench.run.model.attention),
         bench.plan,
         optimizer=OptimizerPolicy.of(bench.run.train),
@@ -161,9 +161,6 @@ def _engine(bench: Bench, config: Any) -> Engine:
         weights=weights,
         device=bench.device,
     )
-    if bench.plan.num_ranks > 1 and bench.plan.data_parallel.zero > 0:
-        install_loopback(engine.model)
-    return engine
 
 
 def _plain_model(bench: Bench, config: Any) -> nn.Module:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from mutations import replaced
 from torch import Tensor
 
 import weft.engine.ep.dispatch as dispatch
 import weft.engine.optim.clip
 from weft.engine.ep.dispatch import Dispatcher
+from weft.engine.ep.rows import RowOrder
 
 
 def _with_gradient(x: Tensor, factor: float) -> Tensor:
@@ -31,9 +31,8 @@ def _expert_gradients_times(factor: float) -> Any:
     """Of the parameters alone: those of rows and weights are right."""
 
     def make(original: Any) -> Any:
-        def compute(experts: Any, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-            given, weighted = (_with_gradient(value, 1 / factor) for value in (rows, weights))
-            return _with_gradient(original(experts, given, numbers, weighted), factor)
+        def compute(experts: Any, hidden: Tensor, *order: Any) -> Tensor:
+            return _with_gradient(original(experts, _with_gradient(hidden, 1 / factor), *order), factor)
 
         return compute
 
@@ -42,12 +41,12 @@ def _expert_gradients_times(factor: float) -> Any:
 
 def weights_applied_twice() -> Any:
     def make(original: Any) -> Any:
-        def compute(experts: Any, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-            return original(experts, rows, numbers, weights) * weights.unsqueeze(1)  # type: ignore[no-any-return]
+        def sum_rows(values: Tensor, order: RowOrder, weights: Tensor | None = None) -> Tensor:
+            return original(values, order, weights if weights is None else weights.square())  # type: ignore[no-any-return]
 
-        return compute
+        return sum_rows
 
-    return replaced(dispatch, "compute", make)
+    return replaced(dispatch, "sum_rows", make)
 
 
 def router_without_gradient() -> Any:
@@ -96,12 +95,12 @@ def order_not_restored() -> Any:
     """Returned rows are added to the tokens of another order."""
 
     def make(original: Any) -> Any:
-        def add_rows(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
-            return original(values, torch.sort(row).values, num_rows)  # type: ignore[no-any-return]
+        def sum_rows(values: Tensor, order: RowOrder, weights: Tensor | None = None) -> Tensor:
+            return original(values, RowOrder(order.slots, order.rows.flip(0)), weights)  # type: ignore[no-any-return]
 
-        return add_rows
+        return sum_rows
 
-    return replaced(dispatch, "add_rows", make)
+    return replaced(dispatch, "sum_rows", make)
 
 
 def norm_without_experts_of_other_ranks() -> Any:

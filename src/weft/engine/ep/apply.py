@@ -11,8 +11,9 @@ Model code is unchanged: it calls the module with all of this rank's tokens and 
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from weft.core.shards import LocalShard, balanced_span, compose, local_shard
 from weft.engine.ep.context import EPContext
 from weft.engine.ep.dispatch import DISPATCHERS, Dispatcher, dispatch_share
 from weft.engine.ep.exchange import Group
+from weft.engine.ep.grouped import grouped_forward, has_grouped_products
 from weft.engine.mesh import Topology
 from weft.engine.weights.local_shards import shard_parameters
 from weft.engine.wrap_forward import Forward, wrap_own_forward
@@ -119,6 +121,12 @@ class _Dispatched:
     def __init__(self, module: nn.Module, dispatcher: Dispatcher, same_rows: Group | None) -> None:
         self.dispatcher, self.same_rows = dispatcher, same_rows
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
+        self._module, self._has_grouped = module, has_grouped_products(module)
+        self.compiled: Forward | None = None
+
+    def compile_inside(self, compiled: Callable[[Forward], Forward]) -> None:
+        """Compile the experts, whose number of rows changes; the exchanges around them are not compiled."""
+        self.compiled = compiled(grouped_forward) if self._has_grouped else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph per number of rows would be compiled
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Tensor:
@@ -130,9 +138,17 @@ class _Dispatched:
                 f"experts were called with {shapes} and {sorted(given) or 'no more arguments'}",
                 hint="expert parallelism needs [tokens, experts per token] of both; use mesh.ep = 1",
             )
+        experts = functools.partial(self._compute, forward)
         rows = hidden if hidden.ndim == 2 else hidden.flatten(0, -2)
         if self.same_rows is None:
-            made = self.dispatcher(forward, rows, index, weights)
+            made = self.dispatcher(experts, rows, index, weights)
         else:
-            made = dispatch_share(self.dispatcher, forward, rows, index, weights, group=self.same_rows)
+            made = dispatch_share(self.dispatcher, experts, rows, index, weights, group=self.same_rows)
         return made if hidden.ndim == 2 else made.view(hidden.shape)  # `fully_shard` warns of a view
+
+    def _compute(self, forward: Forward, rows: Tensor, numbers: Tensor) -> Tensor:
+        if self.compiled is not None:
+            return self.compiled(self._module, rows, numbers)  # type: ignore[no-any-return]
+        if self._has_grouped:
+            return grouped_forward(self._module, rows, numbers)
+        return forward(rows, numbers.unsqueeze(1), rows.new_ones(len(rows), 1))  # type: ignore[no-any-return]

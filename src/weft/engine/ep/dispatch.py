@@ -6,8 +6,8 @@
 | `tokens` | one row per rank that holds one | weighted outputs, summed per token   | depend on the router       |
 | `gather` | all rows to all ranks           | the same; a reduce-scatter adds up   | do not: equal on all ranks |
 
-The module's own forward computes: one row per (token, expert), with the rank's own numbers of experts. Its kernel,
-gate, biases and norm are not known here. Gradients are plain sums; nothing is scaled.
+The module computes one row per (token, expert), sorted by the rank's own numbers of experts and without weights. Its
+kernel, gate, biases and norm are not known here. Gradients are plain sums; nothing is scaled.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from weft.core.experts import Routing
 from weft.core.shards import Span, balanced_span
 from weft.engine import collectives
 from weft.engine.ep.exchange import Counts, Group, exchange_counts, send_routed, send_rows
+from weft.engine.ep.rows import RowOrder, sorted_order, sum_rows, take_rows
 
-Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # a module's own forward: hidden, experts, weights
+Experts = Callable[[Tensor, Tensor], Tensor]  # outputs of rows, one expert per row; the experts' numbers ascend
 
 
 class Dispatcher:
@@ -68,21 +69,21 @@ class Pairs(Dispatcher):
 
     def __call__(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         most = self.spans[0].size
-        slots = (self.owners(index) * most + self.local_numbers(index)).flatten()  # by rank, then by expert
-        order = torch.argsort(slots, stable=True)
-        own = _histogram(slots, self.degree * most).view(self.degree, most)
+        keys = self.owners(index) * most + self.local_numbers(index)  # by rank, then by expert
+        order = sorted_order(keys, index.numel())
+        own = _histogram(keys.flatten(), self.degree * most).view(self.degree, most)
         theirs = exchange_counts(own, self.group)
         sent_counts, received_counts = counts_of_ranks.read_counts(
             self.routing(index), pairs_sent=own.sum(1), pairs_received=theirs.sum(1)
         )
         counts = Counts(sent=sent_counts, received=received_counts)
-        sent = send_rows(hidden[order // index.shape[1]], counts, self.group)
+        received = send_rows(take_rows(hidden, order), counts, self.group)
         numbers = torch.arange(most, device=index.device).repeat(self.degree)
-        numbers = numbers.repeat_interleave(theirs.flatten(), output_size=len(sent))
-        made = compute(experts, sent, numbers, sent.new_ones(len(sent)))
-        returned = send_rows(made, counts.back, self.group)
-        by_pair = torch.zeros_like(returned).index_copy(0, order, returned).view(*index.shape, returned.shape[-1])
-        return (by_pair * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+        numbers = numbers.repeat_interleave(theirs.flatten(), output_size=len(received)).unsqueeze(1)
+        own_order = sorted_order(numbers, len(received))
+        made = compute(experts, received, numbers, own_order)
+        returned = send_rows(sum_rows(made, own_order), counts.back, self.group)
+        return sum_rows(returned, order, weights)
 
 
 class Tokens(Dispatcher):
@@ -90,6 +91,7 @@ class Tokens(Dispatcher):
 
     def __call__(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         owners = self.owners(index)
+        places = torch.arange(self.degree, device=index.device)
         is_sent = torch.zeros(len(index), self.degree, dtype=torch.bool, device=index.device).scatter_(1, owners, True)
         # rows and pairs to each rank: with both no other number is read from the device
         own = torch.stack([is_sent.sum(0), _histogram(owners.flatten(), self.degree)], dim=1)
@@ -98,14 +100,17 @@ class Tokens(Dispatcher):
             self.routing(index), rows_sent=own[:, 0], rows_received=theirs[:, 0], pairs_received=theirs[:, 1]
         )
         counts = Counts(sent=sent_counts, received=received_counts)
-        place, token = torch.nonzero_static(is_sent.T, size=sum(counts.sent)).unbind(1)  # by rank, then by token
-        is_theirs = owners[token] == place.unsqueeze(1)
+        order = sorted_order(torch.where(is_sent, places, -1), sum(counts.sent))  # by rank, then by token
+        token = order.tokens
+        is_theirs = owners[token] == (order.slots % self.degree).unsqueeze(1)
         numbers = torch.where(is_theirs, self.local_numbers(index)[token], -1)
-        sent, numbers, own_weights = send_routed(hidden[token], numbers, weights[token], counts, self.group)
-        row, slot = torch.nonzero_static(numbers >= 0, size=sum(pair_counts)).unbind(1)
-        made = compute(experts, sent[row], numbers[row, slot], own_weights[row, slot])
-        returned = send_rows(add_rows(made, row, len(sent)), counts.back, self.group)
-        return add_rows(returned, token, len(hidden))
+        received, numbers, own_weights = send_routed(
+            take_rows(hidden, order), numbers, weights[token], counts, self.group
+        )
+        own_order = sorted_order(numbers, sum(pair_counts))
+        made = compute(experts, received, numbers, own_order)
+        returned = send_rows(sum_rows(made, own_order, own_weights), counts.back, self.group)
+        return sum_rows(returned, order)
 
 
 class Gather(Dispatcher):
@@ -119,9 +124,10 @@ class Gather(Dispatcher):
         (pair_counts,) = counts_of_ranks.read_counts(
             self.routing(index), pairs_received=is_own.view(self.degree, -1).sum(1)
         )
-        row, slot = torch.nonzero_static(is_own, size=sum(pair_counts)).unbind(1)
-        made = compute(experts, rows[row], numbers[row, slot], all_weights[row, slot])
-        return collectives.scatter(add_rows(made, row, len(rows)), self.group, 0)
+        numbers = torch.where(is_own, numbers, -1)
+        order = sorted_order(numbers, sum(pair_counts))
+        made = compute(experts, rows, numbers, order)
+        return collectives.scatter(sum_rows(made, order, all_weights), self.group, 0)
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {"pairs": Pairs, "tokens": Tokens, "gather": Gather}
@@ -144,25 +150,16 @@ def dispatch_share(
     return collectives.collect(dispatcher(experts, *own), group, 0)[: len(hidden)]
 
 
-def compute(experts: Experts, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-    """The module's own forward, one expert per row.
+def compute(experts: Experts, hidden: Tensor, numbers: Tensor, order: RowOrder) -> Tensor:
+    """The experts' outputs, one per row of `order`; `numbers` [rows of `hidden`, k] of experts.
 
     Without rows it computes one of zeros, which is dropped: every rank has the same graph, and experts without a token
     have a gradient of zero. With None an optimizer would not decay their momentum.
     """
-    is_empty = len(rows) == 0
-    if is_empty:
-        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-        numbers, weights = numbers.new_zeros(1), torch.cat([weights, weights.new_zeros(1)])
-    made = experts(rows, numbers.unsqueeze(1), weights.unsqueeze(1))
-    return made[:0] if is_empty else made
-
-
-def add_rows(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
-    """The sum of all `values` of each row, in float32 at least."""
-    wide = torch.promote_types(values.dtype, torch.float32)
-    total = torch.zeros(num_rows, values.shape[1], dtype=wide, device=values.device)
-    return total.index_add(0, row, values.to(wide)).to(values.dtype)
+    rows, of_rows = take_rows(hidden, order), numbers.flatten()[order.slots]
+    if len(rows):
+        return experts(rows, of_rows)
+    return experts(torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), of_rows.new_zeros(1))[:0]
 
 
 def _histogram(values: Tensor, size: int) -> Tensor:

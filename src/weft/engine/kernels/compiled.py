@@ -22,7 +22,7 @@ from torch._logging._internal import log_state, set_logs
 
 from weft.core.errors import DeviceError
 from weft.engine.activations.dropout import uses_randomness
-from weft.engine.wrap_forward import Forward, is_wrapped, replace_own
+from weft.engine.wrap_forward import CompiledInside, Forward, is_wrapped, layers_inside, replace_own
 from weft.models.layout import ModelLayout
 
 BACKEND = "inductor"
@@ -50,6 +50,9 @@ def apply_compile(model: nn.Module, layout: ModelLayout, *, device: torch.device
         replace_own(model.get_submodule(name), lambda own: _Compiled(own, limit=limit))
     for module in _standalone_layers(model, layout):
         replace_own(module, lambda own: _Compiled(own, limit=limit))
+    for layer in layers_inside(model):
+        if isinstance(layer, CompiledInside):
+            layer.compile_inside(lambda own: _Compiled(own, limit=limit, has_any_rows=True))
     return ()
 
 
@@ -78,17 +81,20 @@ class _Compiled:
     On an error of the compiler the forward runs eagerly: the numbers are the same, and the run reports the cause.
     """
 
-    def __init__(self, own: Forward, *, limit: int | None = None) -> None:
-        """`limit`: graphs per code object; torch's own number if None."""
+    def __init__(self, own: Forward, *, limit: int | None = None, has_any_rows: bool = False) -> None:
+        """`limit`: graphs per code object; torch's own number if None. `has_any_rows`: one graph for any first size."""
         self._own, self._limit = own, limit or int(dynamo.recompile_limit)
         options = FIXED if BACKEND == "inductor" else None
-        self._call: Any = torch.compile(own, backend=BACKEND, dynamic=False, options=options)
-        self._is_off = False
+        self._call: Any = torch.compile(own, backend=BACKEND, dynamic=None if has_any_rows else False, options=options)
+        self._is_off, self._has_any_rows = False, has_any_rows
         self.failure = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_off:
             return self._own(*args, **kwargs)
+        if self._has_any_rows:
+            for tensor in (value for value in args if isinstance(value, torch.Tensor)):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)  # torch documents it by this name
         # by default torch silently runs eagerly beyond the limit; after the report compiled shapes keep their graph
         report_limit = {"fail_on_recompile_limit_hit": not self.failure, "recompile_limit": self._limit}
         try:
@@ -103,7 +109,8 @@ class _Compiled:
 
 def failures(model: nn.Module) -> list[str]:
     """The causes, each once, for which modules of `model` run eagerly though the plan compiles them."""
-    own = (getattr(module.forward, "own", None) for module in model.modules())
+    own = [getattr(module.forward, "own", None) for module in model.modules()]
+    own += [layer.compiled for layer in layers_inside(model) if isinstance(layer, CompiledInside)]
     return list(dict.fromkeys(part.failure for part in own if isinstance(part, _Compiled) and part.failure))
 
 
