@@ -119,6 +119,12 @@ class RouterSpec(Section):
     z_loss: float = Field(
         default=0.0, ge=0, description="coefficient of the squared log-sum-exp of router logits; 0 is off"
     )
+    capacity_factor: float = Field(
+        default=0.0,
+        ge=0,
+        description="in training an expert computes the earliest ceil(capacity_factor x tokens x experts per token / "
+        "experts) tokens of a sequence and drops the others; 0 is off",
+    )
     bias_rate: float = Field(
         default=0.0,
         ge=0,
@@ -131,8 +137,13 @@ class RouterSpec(Section):
         return self.balance_loss > 0 or self.z_loss > 0
 
     @property
-    def is_active(self) -> bool:
+    def reads_routers(self) -> bool:
+        """Whether the logits or biases of routers are needed."""
         return self.has_losses or self.bias_rate > 0
+
+    @property
+    def is_active(self) -> bool:
+        return self.reads_routers or self.capacity_factor > 0
 
 
 class EvaluationSpec(Section):

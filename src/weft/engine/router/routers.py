@@ -1,6 +1,7 @@
 """`Routers`: all routers of an engine's model. Counts the load of experts, adds their losses, corrects their choice.
 
-    forward       choices are counted at the experts' module, the losses are attached to the weights that it takes
+    forward       choices are counted at the experts' module, weights of those over its capacity are set to 0, the
+                  losses are attached to the weights
     end of step   one sum over all ranks for all layers; then the biases move and the shares of the next step are set
 
 Ranks with the same tokens (tensor parallelism without sequence parallel) count once. Every rank knows all layers' sums,
@@ -25,6 +26,7 @@ from weft.engine.axis import Axes
 from weft.engine.objective import Batch
 from weft.engine.router.balance import attach, probabilities, squared_log_sums
 from weft.engine.router.bias import move_bias
+from weft.engine.router.capacity import drop
 from weft.engine.router.counted import count_in_class
 from weft.engine.router.sums import add_choices, add_scores, choices_of, row_size
 from weft.engine.router.totals import RouterTotals
@@ -61,9 +63,10 @@ class Routers:
         ]
 
     @property
-    def biases(self) -> list[str]:
-        """Names of the vectors that this engine moves."""
-        return [router.bias for router in self.found.routers.values() if router.bias] if self.spec.bias_rate else []
+    def biases(self) -> dict[str, str]:
+        """The vectors that this engine moves: name to module of experts."""
+        found = self.found.routers.values() if self.spec.bias_rate else ()
+        return {router.bias: router.experts for router in found if router.bias}
 
     def wrap(self) -> None:
         """Add the outermost layers of routers and modules of experts."""
@@ -81,8 +84,10 @@ class Routers:
 
     # --- a step -------------------------------------------------------------------------------------------------
 
-    def begin_step(self, num_tokens: Tensor, *, loss_scale: float) -> None:
+    def begin_step(self, num_tokens: Tensor, *, sequence_length: int, loss_scale: float) -> None:
         """`num_tokens`: of the global batch."""
+        for routed in self._layers:
+            routed.sequence_length = sequence_length
         self._num_tokens.copy_(num_tokens)
         self._scale.copy_(loss_scale / num_tokens.clamp(min=1).double())
 
@@ -137,11 +142,12 @@ class _RoutedLayer:
         self.choices = row.new_zeros(layer.num_experts)
         self._shares = row.new_full((layer.num_experts,), 1.0 / layer.num_experts)  # f, of the last step
         self._has_loss = router is not None and spec.has_losses
+        self.sequence_length = 1  # of this step
         self._logits: Tensor | None = None
 
     def wrap(self, model: nn.Module) -> None:
         self._experts = model.get_submodule(self.name)
-        if not self._has_loss and not is_wrapped(self._experts):
+        if not self._has_loss and not self._spec.capacity_factor and not is_wrapped(self._experts):
             count_in_class(self._experts, self._row, self.num_experts)
             return
         self._names = list(inspect.signature(type(self._experts).forward).parameters)[1:]
@@ -170,8 +176,16 @@ class _RoutedLayer:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         index, weights = given[self._names[1]], given[self._names[2]]
         add_choices(self._row, index, self.num_experts)
-        if logits is not None:
-            given[self._names[2]] = self._with_losses(logits, index, weights)
+        if self._spec.capacity_factor:
+            weights = drop(
+                weights,
+                index,
+                self._row,
+                factor=self._spec.capacity_factor,
+                sequence_length=self.sequence_length,
+                num_experts=self.num_experts,
+            )
+        given[self._names[2]] = weights if logits is None else self._with_losses(logits, index, weights)
         first = [given.pop(name) for name in self._names[:3]]
         return forward(*first, **given)
 
@@ -190,10 +204,9 @@ class _RoutedLayer:
         return counts / counts.sum().clamp(min=1)
 
 
-def num_tokens(batch: Batch) -> int:
-    """Tokens that routers see, padding included."""
-    tokens = batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()))
-    return tokens.numel()
+def tokens_of(batch: Batch) -> Tensor:
+    """Tokens that routers see, padding included: one sequence per row."""
+    return batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()))
 
 
 def require_routers(experts: ExpertLayout, found: RouterLayout, spec: RouterSpec, *, model_name: str) -> None:
@@ -203,6 +216,9 @@ def require_routers(experts: ExpertLayout, found: RouterLayout, spec: RouterSpec
     if not experts.layers:
         reason = next(iter(experts.declined.values()), "it has no experts")
         raise ModelError(f"[router] does not apply to {model_name}: {reason}", hint="leave [router] out of run.toml")
+    if spec.capacity_factor and experts.declined:
+        name, reason = next(iter(experts.declined.items()))
+        raise NotBuiltError(f"{name} has no capacity: {reason}", hint="set router.capacity_factor to 0")
     if spec.has_losses and found.declined:
         name, reason = next(iter(found.declined.items()))
         raise NotBuiltError(
