@@ -20,6 +20,25 @@ def check_router(plan: Plan, spec: RouterSpec) -> Iterator[tuple[str, str]]:
             "router.capacity_factor counts the tokens of full sequences, and with sequence parallel a rank has a slice",
             "set tensor_parallel.sequence_parallel = false, or router.capacity_factor = 0",
         )
+    if spec.balance_loss and spec.balance_over == "transformers":
+        yield from _check_pooled(plan)
+
+
+def _check_pooled(plan: Plan) -> Iterator[tuple[str, str]]:
+    """One loss over the micro-batch and all layers."""
+    asked = "router.balance_over = 'transformers'"
+    if plan.mesh.pp > 1:
+        yield f"{asked} needs the choices of all layers on each rank", "use mesh.pp = 1, or balance_over = 'batch'"
+    if has_sequence_slices(plan):
+        yield (
+            f"{asked} needs the choices of full sequences, and with sequence parallel a rank has a slice",
+            "set tensor_parallel.sequence_parallel = false, or router.balance_over = 'batch'",
+        )
+    if plan.compile.enabled:
+        yield (
+            f"{asked} is not supported in compiled blocks: the gradient of a layer depends on later ones",
+            "set compile.enabled = false, or router.balance_over = 'batch'",
+        )
 
 
 def has_sequence_slices(plan: Plan) -> bool:

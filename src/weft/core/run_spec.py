@@ -111,10 +111,12 @@ class RouterSpec(Section):
     balance_loss: float = Field(
         default=0.0, ge=0, description="coefficient of the balancing loss of each layer; 0 is off, 0.01 is usual"
     )
-    balance_over: Literal["batch", "micro_batch"] = Field(
+    balance_over: Literal["batch", "micro_batch", "transformers"] = Field(
         default="batch",
         description="shares of experts in the balancing loss: batch (of the previous step's global batch: the same in "
-        "every layout) | micro_batch (of each rank's micro-batch, as Megatron does it: depends on the layout)",
+        "every layout) | micro_batch (of each rank's micro-batch, as Megatron does it: depends on the layout) | "
+        "transformers (of each rank's micro-batch and all layers at once: its own loss with output_router_logits, "
+        "whose router_aux_loss_coef is balance_loss; depends on the layout)",
     )
     z_loss: float = Field(
         default=0.0, ge=0, description="coefficient of the squared log-sum-exp of router logits; 0 is off"

@@ -169,6 +169,7 @@ class Engine:
         total = torch.zeros((), device=self.device)
 
         def forward(stage: int, index: int) -> torch.Tensor:
+            self.routers.begin_microbatch()
             seeded = seeded_forward(
                 seed=self._seed,
                 step=self.steps_done,

@@ -149,9 +149,9 @@ class _WideForward:
 
 def require_verifiable(model: nn.Module, spec: RouterSpec) -> None:
     """Refuse runs whose router losses have no reference."""
-    if spec.is_active and spec.balance_loss and spec.balance_over == "micro_batch":
+    if spec.balance_loss and spec.balance_over != "batch":
         raise NotBuiltError(
-            "router.balance_over = 'micro_batch' depends on the layout, so no reference of one process exists",
+            f"router.balance_over = {spec.balance_over!r} depends on the layout, so no reference of one process exists",
             hint="verify with router.balance_over = 'batch', or with router.balance_loss = 0",
         )
     if spec.reads_routers:

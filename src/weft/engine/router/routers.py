@@ -24,7 +24,7 @@ from weft.core.errors import ModelError, NotBuiltError
 from weft.core.run_spec import RouterSpec
 from weft.engine.axis import Axes
 from weft.engine.objective import Batch
-from weft.engine.router.balance import attach, probabilities, squared_log_sums
+from weft.engine.router.balance import attach, attach_late, probabilities, squared_log_sums
 from weft.engine.router.bias import move_bias
 from weft.engine.router.capacity import drop
 from weft.engine.router.counted import count_in_class
@@ -57,10 +57,14 @@ class Routers:
         self._scale = torch.zeros((), dtype=torch.float64, device=device)  # of the losses' gradients, in this step
         self._num_tokens = torch.ones((), dtype=torch.float64, device=device)
         self._is_counting = True
+        most = max((layer.num_experts for layer in experts.layers), default=0)
+        self._pooled = torch.zeros(most + 1, dtype=torch.float64, device=device)  # of a micro-batch, over all layers
         self._layers = [
-            _RoutedLayer(layer, found.routers.get(layer.name), spec, row, self._scale)
+            _RoutedLayer(layer, found.routers.get(layer.name), spec, row, self._scale, self._pooled)
             for layer, row in zip(experts.layers, self._rows(self._sums), strict=True)
         ]
+        for routed in self._layers:
+            routed.num_layers = len(self._layers)
 
     @property
     def biases(self) -> dict[str, str]:
@@ -90,6 +94,11 @@ class Routers:
             routed.sequence_length = sequence_length
         self._num_tokens.copy_(num_tokens)
         self._scale.copy_(loss_scale / num_tokens.clamp(min=1).double())
+
+    def begin_microbatch(self) -> None:
+        """Before its forward; no other micro-batch is in flight where the pooled choices are read."""
+        if self.spec.balance_over == "transformers":
+            self._pooled.zero_()
 
     @torch.no_grad()
     def finish_step(self, *, is_skipped: bool) -> RouterTotals | None:
@@ -136,13 +145,16 @@ class Routers:
 class _RoutedLayer:
     """The layers around one module of experts and its router."""
 
-    def __init__(self, layer: ExpertLayer, router: Router | None, spec: RouterSpec, row: Tensor, scale: Tensor) -> None:
+    def __init__(
+        self, layer: ExpertLayer, router: Router | None, spec: RouterSpec, row: Tensor, scale: Tensor, pooled: Tensor
+    ) -> None:
         self.name, self.num_experts, self.router = layer.name, layer.num_experts, router
-        self._spec, self._row, self._scale = spec, row, scale
+        self._spec, self._row, self._scale, self._pooled = spec, row, scale, pooled
         self.choices = row.new_zeros(layer.num_experts)
         self._shares = row.new_full((layer.num_experts,), 1.0 / layer.num_experts)  # f, of the last step
         self._has_loss = router is not None and spec.has_losses
         self.sequence_length = 1  # of this step
+        self.num_layers = 1  # whose choices are pooled
         self._logits: Tensor | None = None
 
     def wrap(self, model: nn.Module) -> None:
@@ -193,9 +205,19 @@ class _RoutedLayer:
         shown = probabilities(logits, self.router.scoring).sum(0)  # type: ignore[union-attr]
         squares = squared_log_sums(logits).sum()
         add_scores(self._row, torch.cat([shown, squares[None]]), self.num_experts)
+        if self._spec.balance_over == "transformers":
+            weights = attach(weights, self._spec.z_loss * squares, self._scale)
+            return self._with_pooled_loss(shown, index, weights)
         shares = self._shares if self._spec.balance_over == "batch" else self._shares_of(index)
         balance = (shares.to(shown.dtype) * shown).sum() * self.num_experts
         return attach(weights, self._spec.balance_loss * balance + self._spec.z_loss * squares, self._scale)
+
+    def _with_pooled_loss(self, shown: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The loss of all layers at once, whose choices are complete in the backward."""
+        add_choices(self._pooled, index, self.num_experts)
+        rows = len(index) * self.num_layers
+        factor = self._spec.balance_loss * self.num_experts / (rows * self.num_layers)
+        return attach_late(weights, shown, lambda: self._pooled[: self.num_experts] * (factor * self._scale))
 
     def _shares_of(self, index: Tensor) -> Tensor:
         chosen = index.detach().reshape(-1).clamp(max=self.num_experts)
@@ -225,6 +247,14 @@ def require_routers(experts: ExpertLayout, found: RouterLayout, spec: RouterSpec
             f"the router's logits of {name} were not found: {reason}",
             hint="set router.balance_loss and router.z_loss to 0; the load of experts is shown all the same",
         )
+    if spec.balance_loss and spec.balance_over == "transformers":
+        sizes = {layer.num_experts for layer in experts.layers}
+        if len(sizes) > 1 or any(router.scoring != "softmax" for router in found.routers.values()):
+            raise ModelError(
+                f"transformers' router loss is of softmax scores over equal numbers of experts, and {model_name} has "
+                "others",
+                hint="use router.balance_over = 'batch'",
+            )
     if spec.bias_rate and not any(router.bias for router in found.routers.values()):
         raise ModelError(
             f"the routers of {model_name} have no bias that corrects the choice of experts",

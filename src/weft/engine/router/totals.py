@@ -8,6 +8,7 @@ dropped    choices over the capacity of their expert, over all choices
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,9 @@ class RouterTotals:
             found["dropped_share"] = _mean([drops / counts.sum().clamp(min=1) for drops, counts in dropped])
         if self.spec.has_losses:
             rows = [(row, layer.num_experts) for layer, row in self._rows()]
-            found["router_balance_loss"] = _mean([self._balance(row, size) for row, size in rows])
+            is_pooled = self.spec.balance_over == "transformers"
+            balances = [self._balance(row, size) for row, size in rows]
+            found["router_balance_loss"] = self._pooled_balance(rows) if is_pooled else _mean(balances)
             found["router_z_loss"] = _mean([squares_of(row, size) / self._tokens for row, size in rows])
         return found
 
@@ -74,6 +77,12 @@ class RouterTotals:
         choices = choices_of(row, num_experts)
         shares = choices / choices.sum().clamp(min=1)
         return torch.sum(shares * probabilities_of(row, num_experts)) * (num_experts / self._tokens)
+
+    def _pooled_balance(self, rows: Sequence[tuple[Tensor, int]]) -> float:
+        """Over all layers at once, as transformers' own loss: the number of experts per token is balanced."""
+        choices = torch.stack([choices_of(row, size) for row, size in rows]).sum(0)
+        shown = torch.stack([probabilities_of(row, size) for row, size in rows]).sum(0)
+        return float(torch.sum(choices * shown)) * len(choices) / (self._tokens * len(rows)) ** 2
 
 
 def _entropy(counts: Tensor) -> Tensor:
