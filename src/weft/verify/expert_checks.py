@@ -50,7 +50,7 @@ def check_loads(truth: RunTrace, found: Evidence, allowed: Sequence[int]) -> Che
             if int(load.sum()) != int(right.sum()) or moved > allowed[step]:
                 return _differs(LOAD, name, step, f"{_listed(right)} choices", f"{_listed(load)}")
     layers, known = len(found.loads[0]), len(found.loads[0].keys() & truth.choices[0].keys())
-    of = f"{layers} layers" if known == layers else f"{known} of {layers} layers, the reference knows no others"
+    of = _of(layers, "layer") if known == layers else f"{known} of {layers} layers, the reference knows no others"
     return Check.passed(LOAD, f"{of}: as in one process, up to {_of(most, 'choice')} in a layer and step")
 
 

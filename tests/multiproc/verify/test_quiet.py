@@ -83,7 +83,7 @@ ROUTED: dict[str, tuple[str, Tables, Tables]] = {
 def test_a_healthy_router_raises_no_alarm(case: str, corpus: Path, tmp_path: Path) -> None:
     model, router, tables = ROUTED[case]
     run = small_run(str(corpus), model=model, router=router)
-    verdicts = run_ranks(verdicts_in_rank, 2, run, [tables], str(tmp_path), timeout_s=300)[0]
+    verdicts = run_ranks(verdicts_in_rank, 2, run, [tables], str(tmp_path), timeout_s=600)[0]
     assert not wrong(verdicts)
     details = {check["name"]: check["detail"] for check in verdicts[0]["checks"]}
     print("expert load", details["expert load"], details["dropped choices"], details.get("router bias"))
