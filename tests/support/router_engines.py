@@ -9,6 +9,7 @@ import torch
 from tiny import global_batch
 
 from weft.core.plan import Plan
+from weft.core.router_rules import check_router
 from weft.core.run_spec import ModelSpec, RouterSpec
 from weft.engine.engine import Engine
 from weft.engine.optim.optimizers import OptimizerPolicy
@@ -40,6 +41,7 @@ SPECS = {
     "qwen3_moe": RouterSpec(balance_loss=0.3, z_loss=0.05),
     "deepseek_v3": RouterSpec(balance_loss=0.3, z_loss=0.05, bias_rate=0.01),
 }
+CAPACITY = 0.75  # a factor at which experts of every family drop choices
 _FOUR = {"pipeline": {"microbatches": 4}}
 PLANS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
@@ -55,12 +57,16 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
             "mesh": {"dp_shard": 2}, "data_parallel": {"zero": 2}, "activations": {"policy": "full"}, **_FOUR,
         },
         "tp": {"mesh": {"tp": 2}},
+        "tp, full sequences": {"mesh": {"tp": 2}, "tensor_parallel": {"sequence_parallel": False}},
         "tp, sequence parallel": {
             "mesh": {"tp": 2}, "tensor_parallel": {"sequence_parallel": True}, "activations": {"policy": "full"},
         },
         "pp": {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 4}},
         "pp, zero bubble": {"mesh": {"pp": 2}, "pipeline": {"schedule": "zero_bubble", "microbatches": 4}},
         "ep": {"mesh": {"dp_shard": 2, "ep": 2}, "data_parallel": {"zero": 3}},
+        "ep, recompute": {
+            "mesh": {"dp_shard": 2, "ep": 2}, "data_parallel": {"zero": 1}, "activations": {"policy": "full"}, **_FOUR,
+        },
     },
     4: {
         "HSDP": {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "data_parallel": {"zero": 3}},
@@ -102,11 +108,11 @@ def trained(engine: Engine) -> Found:
 
     engine.on_gradients = keep
     records = [engine.step(engine.share_of(global_batch(step))) for step in range(STEPS)]
-    figures = ("expert_load", "expert_load_max", "expert_entropy", "dead_experts")
+    figures = ("expert_load", "expert_load_max", "expert_entropy", "dead_experts", "dropped_share")
     biases = {name: value.tolist() for name, value in engine.model.named_buffers() if name.endswith("correction_bias")}
     return {
         "losses": [record.loss for record in records],
-        "figures": [[getattr(record, name) for name in figures] for record in records],
+        "figures": [[getattr(record, name) or 0.0 for name in figures] for record in records],
         "terms": [[record.router_balance_loss, record.router_z_loss] for record in records],
         "gradients": steps,
         "biases": biases,
@@ -114,10 +120,17 @@ def trained(engine: Engine) -> Found:
     }
 
 
-def runs(rank: int, world: int, family: str, over: str = "batch") -> dict[str, Found]:
-    spec = SPECS[family].model_copy(update={"balance_over": over})
+def plans_for(world: int, changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Plans that can train with these keys of [router]."""
+    spec = RouterSpec(**changes)
+    return {name: plan for name, plan in PLANS[world].items() if not list(check_router(Plan.from_tables(plan), spec))}
+
+
+def runs(rank: int, world: int, family: str, changes: dict[str, Any] | None = None) -> dict[str, Found]:
+    changes = changes or {}
+    spec = SPECS[family].model_copy(update=changes)
     found = {}
-    for name, tables in PLANS[world].items():
+    for name, tables in plans_for(world, changes).items():
         with build(family, tables, spec) as engine:
             found[name] = trained(engine)
     return found

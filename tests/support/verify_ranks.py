@@ -41,17 +41,34 @@ MODELS: dict[str, Tables] = {
 OTHERS: dict[str, Tables] = {
     "phi3": {"type": "phi3", "config": {**ROTARY, "pad_token_id": 0}},
     "llama-odd": {"type": "llama", "config": {**ROTARY, "vocab_size": 259}},  # a vocabulary of unequal slices
+    # a bias of the choice, groups of experts, a dense block
+    "deepseek_v3": {
+        "type": "deepseek_v3",
+        "config": {
+            **ROTARY, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+            "topk_group": 1, "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1,
+            "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        },
+    },
     "llama-deep": {"type": "llama", "config": {**ROTARY, "num_hidden_layers": 4}},  # two stages on each of two ranks
-}
+}  # fmt: skip
 
 
-def small_run(corpus: str, *, model: str = "llama", train: Tables | None = None, data: Tables | None = None) -> Tables:
+def small_run(
+    corpus: str,
+    *,
+    model: str = "llama",
+    train: Tables | None = None,
+    data: Tables | None = None,
+    router: Tables | None = None,
+) -> Tables:
     """The tables of a run of a few thousand weights over `corpus`."""
     settings: Tables = {"steps": 20, "global_batch": 8, "learning_rate": 1e-2, "warmup_steps": 2, "seed": 3}
     return {
         "model": {**MODELS, **OTHERS}[model],
         "data": {"source": corpus, "tokenizer": "bytes", "sequence_length": 16, "eval_fraction": 0.2, **(data or {})},
         "train": {**settings, **(train or {})},
+        "router": router or {},
     }
 
 

@@ -34,6 +34,7 @@ class StepRecord:
     expert_load_max: float | None = None  # of the busiest expert of all layers
     expert_entropy: float | None = None  # of the shares, over its largest value, mean over the layers; 1 is balanced
     dead_experts: int | None = None  # experts without a token, over all layers
+    dropped_share: float | None = None  # choices over the capacity of their expert, over all; mean over the layers
     router_balance_loss: float | None = None  # without its coefficient, mean over the layers; 1 is balanced
     router_z_loss: float | None = None  # without its coefficient, mean over the layers
 
@@ -74,17 +75,22 @@ class ExpertLoads:
     layers: tuple[str, ...]  # modules of experts
     experts: tuple[int, ...]  # of each layer
     loads: str  # one byte per expert, in base64: load over the layer's mean, in units of 1 / LOAD_UNIT
+    dropped: tuple[int, ...] | None = None  # choices over capacity of each layer; None without router.capacity_factor
 
     @staticmethod
-    def of(step: int, choices: Mapping[str, Sequence[float]]) -> ExpertLoads:
-        """`choices`: tokens of each expert, by layer."""
+    def of(step: int, choices: Mapping[str, Sequence[float]], *, dropped: Sequence[int] | None = None) -> ExpertLoads:
+        """`choices`: tokens of each expert, by layer; `dropped`: choices over capacity, by layer."""
         packed = bytearray()
         for counts in choices.values():
             mean = sum(counts) / len(counts) or 1.0
             packed += bytes(min(255, round(LOAD_UNIT * count / mean)) for count in counts)
         sizes = tuple(map(len, choices.values()))
         return ExpertLoads(
-            step=step, layers=tuple(choices), experts=sizes, loads=base64.b64encode(packed).decode("ascii")
+            step=step,
+            layers=tuple(choices),
+            experts=sizes,
+            loads=base64.b64encode(packed).decode("ascii"),
+            dropped=None if dropped is None else tuple(dropped),
         )
 
     def by_layer(self) -> dict[str, list[float]]:
@@ -99,7 +105,8 @@ class ExpertLoads:
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> ExpertLoads:
-        sequences = {key: tuple(fields[key]) for key in ("layers", "experts")}
+        given = ("layers", "experts", *(["dropped"] if fields.get("dropped") is not None else []))
+        sequences = {key: tuple(fields[key]) for key in given}
         return parse_record(ExpertLoads, {**fields, **sequences}, numbers=())
 
 

@@ -111,13 +111,21 @@ class RouterSpec(Section):
     balance_loss: float = Field(
         default=0.0, ge=0, description="coefficient of the balancing loss of each layer; 0 is off, 0.01 is usual"
     )
-    balance_over: Literal["batch", "micro_batch"] = Field(
+    balance_over: Literal["batch", "micro_batch", "transformers"] = Field(
         default="batch",
         description="shares of experts in the balancing loss: batch (of the previous step's global batch: the same in "
-        "every layout) | micro_batch (of each rank's micro-batch, as Megatron does it: depends on the layout)",
+        "every layout) | micro_batch (of each rank's micro-batch, as Megatron does it: depends on the layout) | "
+        "transformers (of each rank's micro-batch and all layers at once: its own loss with output_router_logits, "
+        "whose router_aux_loss_coef is balance_loss; depends on the layout)",
     )
     z_loss: float = Field(
         default=0.0, ge=0, description="coefficient of the squared log-sum-exp of router logits; 0 is off"
+    )
+    capacity_factor: float = Field(
+        default=0.0,
+        ge=0,
+        description="in training an expert computes the earliest ceil(capacity_factor x tokens x experts per token / "
+        "experts) tokens of a sequence and drops the others; 0 is off",
     )
     bias_rate: float = Field(
         default=0.0,
@@ -131,8 +139,13 @@ class RouterSpec(Section):
         return self.balance_loss > 0 or self.z_loss > 0
 
     @property
-    def is_active(self) -> bool:
+    def reads_routers(self) -> bool:
+        """Whether the logits or biases of routers are needed."""
         return self.has_losses or self.bias_rate > 0
+
+    @property
+    def is_active(self) -> bool:
+        return self.reads_routers or self.capacity_factor > 0
 
 
 class EvaluationSpec(Section):

@@ -43,7 +43,7 @@ from weft.engine.optim.optimizers import OptimizerFactory, OptimizerPolicy, crea
 from weft.engine.ownership import LocalShards, parameter_records
 from weft.engine.pending import PendingStep
 from weft.engine.precision import LossScale, torch_dtype
-from weft.engine.router.routers import num_tokens
+from weft.engine.router.routers import tokens_of
 from weft.engine.state import MODEL, OPTIMIZER, meta_read, state_tensors
 from weft.engine.updates import Updates, divisor
 from weft.models.initial import WeightSource
@@ -169,6 +169,7 @@ class Engine:
         total = torch.zeros((), device=self.device)
 
         def forward(stage: int, index: int) -> torch.Tensor:
+            self.routers.begin_microbatch()
             seeded = seeded_forward(
                 seed=self._seed,
                 step=self.steps_done,
@@ -188,9 +189,11 @@ class Engine:
     def _weights(self, batch: Batch, microbatches: Sequence[Batch]) -> torch.Tensor:
         """The divisors of losses, over all ranks: tokens per update. Most layouts make one update per step."""
         own = [self.objective.weight(part) for part in self.updates.batches_by_update(batch, microbatches)]
-        own.append(own[0].new_full((), num_tokens(batch)))  # no copy from the host, which would wait for a GPU
+        tokens = tokens_of(batch)
+        own.append(own[0].new_full((), tokens.numel()))  # no copy from the host, which would wait for a GPU
         summed = sum_over(torch.stack(own).to(self.device), self.topology.dp_group)
-        self.routers.begin_step(summed[-1], loss_scale=self.loss_scale.value)
+        length = tokens.shape[-1] if tokens.ndim > 1 else 1
+        self.routers.begin_step(summed[-1], sequence_length=length, loss_scale=self.loss_scale.value)
         return summed[:-1]
 
     def loss_sum(self, microbatch: Batch, *, stage: int = 0) -> torch.Tensor:

@@ -188,9 +188,11 @@ def _require_causal(model: Any) -> None:
 def _require_trainable_here(config: Any, *, vocab_size: int) -> None:
     text = text_config(config)
     if getattr(text, "output_router_logits", False):
+        coefficient = getattr(text, "router_aux_loss_coef", 0.001)
         raise NotBuiltError(
-            "the router's auxiliary loss (output_router_logits = true) is not supported",
-            hint="set output_router_logits = false in [model.config], and balance_loss in [router] of run.toml",
+            "the model's own router loss (output_router_logits = true) is not computed in its forward",
+            hint=f"set output_router_logits = false in [model.config]; the same loss is balance_loss = {coefficient:g} "
+            "and balance_over = 'transformers' in [router] of run.toml",
         )
     model_vocabulary = getattr(text, "vocab_size", None)
     if model_vocabulary is not None and vocab_size > model_vocabulary:

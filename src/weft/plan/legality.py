@@ -12,6 +12,7 @@ from weft.core.errors import BatchError, MeshError, NotBuiltError, PlanError, We
 from weft.core.executable import not_executed_reasons
 from weft.core.model_shape import ModelShape
 from weft.core.plan import Plan, check_consistent
+from weft.core.router_rules import check_router
 from weft.core.run_spec import RunSpec
 from weft.core.tensor_grid import row_chunks
 from weft.schedule import check_request
@@ -72,6 +73,11 @@ def _sequence_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
         )
 
 
+def _router_reasons(plan: Plan, run: RunSpec | None) -> Iterable[Reason]:
+    """The layout can train with the keys of [router]."""
+    return check_router(plan, run.router) if run is not None else []
+
+
 def _expert_reasons(plan: Plan, run: RunSpec | None) -> list[Reason]:
     """Every rank of ep holds an expert of the run's model."""
     if run is None or plan.mesh.ep == 1:
@@ -98,6 +104,7 @@ RULES = (
     LegalityRule("schedule", PlanError, _schedule_reasons),
     LegalityRule("batch", BatchError, _batch_reasons),
     LegalityRule("sequence", BatchError, _sequence_reasons),
+    LegalityRule("router", NotBuiltError, _router_reasons),
     LegalityRule("experts", MeshError, _expert_reasons),
 )
 

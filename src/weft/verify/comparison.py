@@ -30,12 +30,12 @@ from weft.verify.checks import (
 )
 from weft.verify.evidence import Evidence
 from weft.verify.exercise import plan_precision
+from weft.verify.expert_checks import allowed_choices, check_biases, check_drops, check_loads
 from weft.verify.facts import check_dtypes, check_initial, check_replicas, check_rows
 from weft.verify.layouts import coordinates_of
 from weft.verify.low_update import LowUpdate, check_updates
 from weft.verify.reference import Exercise, RunTrace, Tensors, has_experts, one_update
 from weft.verify.references import References
-from weft.verify.router_reference import check_biases
 from weft.verify.tolerances import (
     CODE_ROUNDOFF,
     NOISE_SHARE,
@@ -111,10 +111,18 @@ class Comparison:
             ),
             check_buffers(truth, same, found, step=self.steps, noise_share=allowance.update),
         ]
-        if self.exercise.router.bias_rate:
-            checks.append(check_biases(truth.biases, found.biases, rate=self.exercise.router.bias_rate))
+        checks += self._experts(truth, same) if found.loads else []
         if self.references.reordered is not None:
             checks.append(self._same_precision(self.references.reordered))
+        return checks
+
+    def _experts(self, truth: RunTrace, same: RunTrace) -> list[Check]:
+        allowed, router = allowed_choices(truth, same), self.exercise.router
+        checks = [check_loads(truth, self.found, allowed)]
+        if router.capacity_factor:
+            checks.append(check_drops(truth, self.found, allowed))
+        if router.bias_rate:
+            checks.append(check_biases(truth, self.found, allowed, rate=router.bias_rate))
         return checks
 
     def _gradients(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.parts import ShardTensor
 from weft.core import axes
-from weft.core.records import DtypeRecord, ParameterRecord
+from weft.core.records import DtypeRecord, ParameterRecord, StepRecord
 from weft.core.shards import Chunk
 from weft.engine.engine import Engine
 from weft.engine.measure.meter import StepMeter
@@ -43,6 +43,7 @@ class Evidence(RunTrace):
     owners: dict[str, list[Block]] = field(default_factory=dict)  # by rank
     digests: dict[str, list[int]] = field(default_factory=dict)  # of every full tensor at the end, by rank
     buffer_digests: dict[str, list[int]] = field(default_factory=dict)  # of buffers that forwards change, by rank
+    loads: list[Tensors] = field(default_factory=list)  # by step and module of experts: choices of each expert
     updates: list[LowPrecisionStep] = field(default_factory=list)  # the first ones, if the optimizer rounds
 
 
@@ -70,10 +71,10 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
             meter = StepMeter(engine)
             with meter.measuring():
                 meter.next_step()
-                record = engine.step(batch, learning_rate=rate)
+                record = _step(engine, batch, rate, evidence)
             evidence.traffic = meter.traffic
         else:
-            record = engine.step(batch, learning_rate=rate)
+            record = _step(engine, batch, rate, evidence)
         evidence.losses.append(record.loss)
         evidence.norms.append(record.grad_norm)
         if step < min(LOW_UPDATES, last) and _rounds(engine):
@@ -95,6 +96,19 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
     evidence.buffer_digests = _owned_digests(engine)
     evidence.biases = {name: evidence.weights[name] for name in engine.routers.biases if name in evidence.weights}
     return evidence
+
+
+def _step(engine: Engine, batch: Batch, rate: float, evidence: Evidence) -> StepRecord:
+    """A step, whose loads of experts are kept."""
+    pending = engine.step_nowait(batch, learning_rate=rate)
+    record, _ = pending.resolve()
+    if pending.router is not None:
+        loads, routers = pending.router.choices(), engine.routers
+        evidence.loads.append(loads)
+        evidence.drops.append(pending.router.drops())
+        biases = {} if record.skipped else routers.biases
+        evidence.bias_loads.append({bias: loads[experts] for bias, experts in biases.items()})
+    return record
 
 
 def _rounds(engine: Engine) -> bool:

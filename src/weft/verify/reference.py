@@ -28,6 +28,7 @@ from weft.verify.eight_bit import round_moments
 from weft.verify.float8_reference import multiply_in_float8
 from weft.verify.late_division import LateDivision
 from weft.verify.low_update import round_low
+from weft.verify.plain_experts import PlainExperts
 from weft.verify.router_reference import RouterReference, compute_in_float32
 
 Tensors = dict[str, torch.Tensor]
@@ -81,6 +82,9 @@ class RunTrace:
     eval_losses: list[float] = field(default_factory=list)  # after the first step and after the last
     buffers: Tensors = field(default_factory=dict)  # those that forwards change, at the end
     biases: Tensors = field(default_factory=dict)  # of routers, at the end
+    bias_loads: list[Tensors] = field(default_factory=list)  # by step and bias: choices of experts that moved it
+    choices: list[Tensors] = field(default_factory=list)  # by step and module of experts; of references alone
+    drops: list[dict[str, int]] = field(default_factory=list)  # by step and module: choices over capacity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +123,7 @@ def run_reference(
     evaluation = [moved(batch, device) for batch in exercise.evaluation]
     trainable = {name: master for name, master in masters.items() if master.requires_grad}
     router = RouterReference(model, exercise.router)
+    experts = PlainExperts(model, capacity_factor=exercise.router.capacity_factor)
     optimizer = plain_optimizer(list(trainable.values()), exercise.train, is_fused=split.is_reordered)
     trace = RunTrace(initial=exercise.initial)
     buffers = on_host(dict(model.named_buffers()))
@@ -126,6 +131,7 @@ def run_reference(
         for group in optimizer.param_groups:
             group["lr"] = exercise.rates[step]
         copy_weights(model, masters, aliases)
+        experts.sequence_length = batch["labels"].shape[1]
         loss = _backward(
             model, trainable, moved(batch, device), exercise, precision, split, aliases, step=step, router=router
         )  # fmt: skip
@@ -142,7 +148,10 @@ def run_reference(
                     moments=precision.rounds_moments, weights=precision.rounds_weights,
                 )  # fmt: skip
         optimizer.zero_grad()
-        router.finish_step(masters, is_skipped=step in exercise.skipped)
+        trace.bias_loads.append(router.finish_step(masters, is_skipped=step in exercise.skipped))
+        choices, drops = experts.take()
+        trace.choices.append(choices)
+        trace.drops.append(drops)
         trace.losses.append(loss)
         trace.norms.append(norm)
         if step == 0:

@@ -24,6 +24,7 @@ RULES = {
     9: "coverage, traffic and memory are reported, and the measured values are the declared ones",
     11: "buffers that forwards change are those of one process, equal on every rank",
     12: "code shared by all layouts (model, loss, update, schedule, data, export) agrees with torch and transformers",
+    13: "choices of experts are counted once, over the global batch; biases follow the counts, alike on all ranks",
     10: "servers hold the rows of one process: every update once, weighted by its samples, in a known order",
 }
 

@@ -63,6 +63,35 @@ def test_a_healthy_run_raises_no_alarm(case: str, corpus: Path, tmp_path: Path) 
     )
 
 
+LIMITED, BIASED = {"capacity_factor": 0.75}, {"capacity_factor": 1.0, "bias_rate": 1e-3, "balance_loss": 0.05}
+DIVIDED = {"dp_shard": 2, "ep": 2}
+# model, [router], plan
+ROUTED: dict[str, tuple[str, Tables, Tables]] = {
+    "capacity, ZeRO-3": ("mixtral", LIMITED, plan(3, microbatches=2)),
+    "capacity, DDP": ("mixtral", LIMITED, plan(0, microbatches=4)),
+    "capacity, bf16": ("mixtral", LIMITED, plan(2, microbatches=2, preset="bf16")),
+    "bias, bf16, experts divided": ("deepseek_v3", BIASED, plan(3, preset="bf16", mesh=DIVIDED)),
+    "bias, stages, recomputed": (
+        "deepseek_v3",
+        BIASED,
+        {**plan(0, microbatches=4, mesh={"pp": 2}), "activations": {"policy": "full"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", by_default([], ROUTED, extended=["capacity, ZeRO-3"]))
+def test_a_healthy_router_raises_no_alarm(case: str, corpus: Path, tmp_path: Path) -> None:
+    model, router, tables = ROUTED[case]
+    run = small_run(str(corpus), model=model, router=router)
+    verdicts = run_ranks(verdicts_in_rank, 2, run, [tables], str(tmp_path), timeout_s=600)[0]
+    assert not wrong(verdicts)
+    details = {check["name"]: check["detail"] for check in verdicts[0]["checks"]}
+    print("expert load", details["expert load"], details["dropped choices"], details.get("router bias"))
+    assert "dropped choices" in details
+    assert not details["dropped choices"].startswith("0 ")
+    assert ("router bias" in details) == ("bias_rate" in router)
+
+
 def random_case(number: int, corpus: str) -> tuple[Tables, Tables]:
     """A run and a plan drawn from everything that is supported on two ranks."""
     draw = random.Random(number)

@@ -89,7 +89,7 @@ def test_an_encoder_is_refused_since_it_would_read_the_tokens_it_predicts() -> N
         ("lama", {}, ModelError, "'lama' is not a causal LM type", "llama"),
         ("llama", {"hiden_size": 8}, ModelError, "LlamaConfig has no 'hiden_size'", "'hidden_size'"),
         ("llama", {"hidden_size": "wide"}, ModelError, "LlamaConfig refuses these values", "model.config"),
-        ("mixtral", {"output_router_logits": True}, NotBuiltError, "auxiliary loss", "output_router_logits = false"),
+        ("mixtral", {"output_router_logits": True}, NotBuiltError, "own router loss", "balance_over = 'transformers'"),
     ],
 )
 def test_refusals(model_type: str, overrides: dict[str, Any], error: type, message: str, hint: str) -> None:

@@ -19,9 +19,10 @@ from weft.plan.rules import check_plan
 from weft.schedule import NAMES
 
 
-def run(global_batch: int, sequence_length: int = 64) -> RunSpec:
+def run(global_batch: int, sequence_length: int = 64, router: dict[str, Any] | None = None) -> RunSpec:
     return RunSpec.from_tables(
         {
+            "router": router or {},
             "data": {"sequence_length": sequence_length},
             "train": {"global_batch": global_batch},
             "model": {"type": "llama"},
@@ -81,7 +82,31 @@ def test_each_rule_has_a_plan_that_it_alone_refuses(rule: str, tables: dict[str,
 
 
 def test_each_rule_of_the_table_is_tried() -> None:
-    assert {one.name for one in RULES} == {"consistent", "executable", "schedule", "batch", "sequence", "experts"}
+    names = {"consistent", "executable", "schedule", "batch", "sequence", "router", "experts"}
+    assert {one.name for one in RULES} == names
+
+
+@pytest.mark.parametrize(
+    ("router", "tables", "words", "hint"),
+    [
+        ({"capacity_factor": 1.0}, {"mesh": {"tp": 2}}, "tokens of full sequences", "sequence_parallel = false"),
+        (
+            {"z_loss": 0.1},
+            {"mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream_2bw", "microbatches": 4}},
+            "one update per step",
+            "1f1b",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_do_what_router_asks_is_refused(
+    router: dict[str, Any], tables: dict[str, Any], words: str, hint: str
+) -> None:
+    given_plan, given_run = Plan.from_tables(tables), run(8, router=router)
+    assert [one.name for one in RULES if list(one.reasons(given_plan, given_run))] == ["router"]
+    with pytest.raises(NotBuiltError, match=words) as refused:
+        require_legal(given_plan, given_run)
+    assert hint in refused.value.hint
+    require_legal(given_plan, run(8))
 
 
 @given(

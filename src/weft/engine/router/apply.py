@@ -7,6 +7,7 @@ from torch import nn
 
 from weft.core.errors import NotBuiltError
 from weft.core.plan import Plan
+from weft.core.router_rules import check_router
 from weft.core.run_spec import RouterSpec
 from weft.engine.router.routers import Routers, require_routers
 from weft.engine.router.wide import require_wide
@@ -17,9 +18,11 @@ from weft.models.ep.routers import RouterLayout, find_routers
 
 def find_and_build(model: nn.Module, plan: Plan, spec: RouterSpec, *, device: torch.device) -> Routers:
     """Empty without experts, and for pipelines that never flush: ranks end a step at different micro-batches."""
+    for sentence, hint in check_router(plan, spec):
+        raise NotBuiltError(sentence, hint=hint)
     experts = find_expert_layout(model)
     is_wide = plan.precision.policy().has_wide_router and bool(experts.layers)
-    found = find_routers(model, experts) if spec.is_active or is_wide else RouterLayout(routers={})
+    found = find_routers(model, experts) if spec.reads_routers or is_wide else RouterLayout(routers={})
     require_routers(experts, found, spec, model_name=type(model).__name__)
     if is_wide:
         require_wide(found)
@@ -28,11 +31,6 @@ def find_and_build(model: nn.Module, plan: Plan, spec: RouterSpec, *, device: to
             raise NotBuiltError(
                 f"precision.router = 'float32' is not supported with pipeline.schedule = {plan.pipeline.schedule!r}",
                 hint="choose a pipeline.schedule that flushes, such as '1f1b', or leave precision.router out",
-            )
-        if spec.is_active:
-            raise NotBuiltError(
-                f"[router] needs one update per step, and {plan.pipeline.schedule} makes updates between micro-batches",
-                hint="choose a pipeline.schedule that flushes, such as '1f1b', or leave [router] out",
             )
         experts = ExpertLayout(layers=())
     return Routers(model, experts, found, spec, is_wide=is_wide, device=device)

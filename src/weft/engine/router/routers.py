@@ -1,6 +1,7 @@
 """`Routers`: all routers of an engine's model. Counts the load of experts, adds their losses, corrects their choice.
 
-    forward       choices are counted at the experts' module, the losses are attached to the weights that it takes
+    forward       choices are counted at the experts' module, weights of those over its capacity are set to 0, the
+                  losses are attached to the weights
     end of step   one sum over all ranks for all layers; then the biases move and the shares of the next step are set
 
 Ranks with the same tokens (tensor parallelism without sequence parallel) count once. Every rank knows all layers' sums,
@@ -23,8 +24,9 @@ from weft.core.errors import ModelError, NotBuiltError
 from weft.core.run_spec import RouterSpec
 from weft.engine.axis import Axes
 from weft.engine.objective import Batch
-from weft.engine.router.balance import attach, probabilities, squared_log_sums
+from weft.engine.router.balance import attach, attach_late, probabilities, squared_log_sums
 from weft.engine.router.bias import move_bias
+from weft.engine.router.capacity import drop
 from weft.engine.router.counted import count_in_class
 from weft.engine.router.sums import add_choices, add_scores, choices_of, row_size
 from weft.engine.router.totals import RouterTotals
@@ -55,15 +57,20 @@ class Routers:
         self._scale = torch.zeros((), dtype=torch.float64, device=device)  # of the losses' gradients, in this step
         self._num_tokens = torch.ones((), dtype=torch.float64, device=device)
         self._is_counting = True
+        most = max((layer.num_experts for layer in experts.layers), default=0)
+        self._pooled = torch.zeros(most + 1, dtype=torch.float64, device=device)  # of a micro-batch, over all layers
         self._layers = [
-            _RoutedLayer(layer, found.routers.get(layer.name), spec, row, self._scale)
+            _RoutedLayer(layer, found.routers.get(layer.name), spec, row, self._scale, self._pooled)
             for layer, row in zip(experts.layers, self._rows(self._sums), strict=True)
         ]
+        for routed in self._layers:
+            routed.num_layers = len(self._layers)
 
     @property
-    def biases(self) -> list[str]:
-        """Names of the vectors that this engine moves."""
-        return [router.bias for router in self.found.routers.values() if router.bias] if self.spec.bias_rate else []
+    def biases(self) -> dict[str, str]:
+        """The vectors that this engine moves: name to module of experts."""
+        found = self.found.routers.values() if self.spec.bias_rate else ()
+        return {router.bias: router.experts for router in found if router.bias}
 
     def wrap(self) -> None:
         """Add the outermost layers of routers and modules of experts."""
@@ -81,10 +88,17 @@ class Routers:
 
     # --- a step -------------------------------------------------------------------------------------------------
 
-    def begin_step(self, num_tokens: Tensor, *, loss_scale: float) -> None:
+    def begin_step(self, num_tokens: Tensor, *, sequence_length: int, loss_scale: float) -> None:
         """`num_tokens`: of the global batch."""
+        for routed in self._layers:
+            routed.sequence_length = sequence_length
         self._num_tokens.copy_(num_tokens)
         self._scale.copy_(loss_scale / num_tokens.clamp(min=1).double())
+
+    def begin_microbatch(self) -> None:
+        """Before its forward; no other micro-batch is in flight where the pooled choices are read."""
+        if self.spec.balance_over == "transformers":
+            self._pooled.zero_()
 
     @torch.no_grad()
     def finish_step(self, *, is_skipped: bool) -> RouterTotals | None:
@@ -131,17 +145,21 @@ class Routers:
 class _RoutedLayer:
     """The layers around one module of experts and its router."""
 
-    def __init__(self, layer: ExpertLayer, router: Router | None, spec: RouterSpec, row: Tensor, scale: Tensor) -> None:
+    def __init__(
+        self, layer: ExpertLayer, router: Router | None, spec: RouterSpec, row: Tensor, scale: Tensor, pooled: Tensor
+    ) -> None:
         self.name, self.num_experts, self.router = layer.name, layer.num_experts, router
-        self._spec, self._row, self._scale = spec, row, scale
+        self._spec, self._row, self._scale, self._pooled = spec, row, scale, pooled
         self.choices = row.new_zeros(layer.num_experts)
         self._shares = row.new_full((layer.num_experts,), 1.0 / layer.num_experts)  # f, of the last step
         self._has_loss = router is not None and spec.has_losses
+        self.sequence_length = 1  # of this step
+        self.num_layers = 1  # whose choices are pooled
         self._logits: Tensor | None = None
 
     def wrap(self, model: nn.Module) -> None:
         self._experts = model.get_submodule(self.name)
-        if not self._has_loss and not is_wrapped(self._experts):
+        if not self._has_loss and not self._spec.capacity_factor and not is_wrapped(self._experts):
             count_in_class(self._experts, self._row, self.num_experts)
             return
         self._names = list(inspect.signature(type(self._experts).forward).parameters)[1:]
@@ -170,8 +188,16 @@ class _RoutedLayer:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         index, weights = given[self._names[1]], given[self._names[2]]
         add_choices(self._row, index, self.num_experts)
-        if logits is not None:
-            given[self._names[2]] = self._with_losses(logits, index, weights)
+        if self._spec.capacity_factor:
+            weights = drop(
+                weights,
+                index,
+                self._row,
+                factor=self._spec.capacity_factor,
+                sequence_length=self.sequence_length,
+                num_experts=self.num_experts,
+            )
+        given[self._names[2]] = weights if logits is None else self._with_losses(logits, index, weights)
         first = [given.pop(name) for name in self._names[:3]]
         return forward(*first, **given)
 
@@ -179,9 +205,19 @@ class _RoutedLayer:
         shown = probabilities(logits, self.router.scoring).sum(0)  # type: ignore[union-attr]
         squares = squared_log_sums(logits).sum()
         add_scores(self._row, torch.cat([shown, squares[None]]), self.num_experts)
+        if self._spec.balance_over == "transformers":
+            weights = attach(weights, self._spec.z_loss * squares, self._scale)
+            return self._with_pooled_loss(shown, index, weights)
         shares = self._shares if self._spec.balance_over == "batch" else self._shares_of(index)
         balance = (shares.to(shown.dtype) * shown).sum() * self.num_experts
         return attach(weights, self._spec.balance_loss * balance + self._spec.z_loss * squares, self._scale)
+
+    def _with_pooled_loss(self, shown: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The loss of all layers at once, whose choices are complete in the backward."""
+        add_choices(self._pooled, index, self.num_experts)
+        rows = len(index) * self.num_layers
+        factor = self._spec.balance_loss * self.num_experts / (rows * self.num_layers)
+        return attach_late(weights, shown, lambda: self._pooled[: self.num_experts] * (factor * self._scale))
 
     def _shares_of(self, index: Tensor) -> Tensor:
         chosen = index.detach().reshape(-1).clamp(max=self.num_experts)
@@ -190,10 +226,9 @@ class _RoutedLayer:
         return counts / counts.sum().clamp(min=1)
 
 
-def num_tokens(batch: Batch) -> int:
-    """Tokens that routers see, padding included."""
-    tokens = batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()))
-    return tokens.numel()
+def tokens_of(batch: Batch) -> Tensor:
+    """Tokens that routers see, padding included: one sequence per row."""
+    return batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()))
 
 
 def require_routers(experts: ExpertLayout, found: RouterLayout, spec: RouterSpec, *, model_name: str) -> None:
@@ -203,12 +238,23 @@ def require_routers(experts: ExpertLayout, found: RouterLayout, spec: RouterSpec
     if not experts.layers:
         reason = next(iter(experts.declined.values()), "it has no experts")
         raise ModelError(f"[router] does not apply to {model_name}: {reason}", hint="leave [router] out of run.toml")
+    if spec.capacity_factor and experts.declined:
+        name, reason = next(iter(experts.declined.items()))
+        raise NotBuiltError(f"{name} has no capacity: {reason}", hint="set router.capacity_factor to 0")
     if spec.has_losses and found.declined:
         name, reason = next(iter(found.declined.items()))
         raise NotBuiltError(
             f"the router's logits of {name} were not found: {reason}",
             hint="set router.balance_loss and router.z_loss to 0; the load of experts is shown all the same",
         )
+    if spec.balance_loss and spec.balance_over == "transformers":
+        sizes = {layer.num_experts for layer in experts.layers}
+        if len(sizes) > 1 or any(router.scoring != "softmax" for router in found.routers.values()):
+            raise ModelError(
+                f"transformers' router loss is of softmax scores over equal numbers of experts, and {model_name} has "
+                "others",
+                hint="use router.balance_over = 'batch'",
+            )
     if spec.bias_rate and not any(router.bias for router in found.routers.values()):
         raise ModelError(
             f"the routers of {model_name} have no bias that corrects the choice of experts",

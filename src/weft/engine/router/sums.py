@@ -1,6 +1,6 @@
-"""Sums of a step over the tokens of a router: choices per expert, probabilities per expert, the z-loss.
+"""Sums of a step over the tokens of a router: choices per expert, probabilities per expert, the z-loss, drops.
 
-    a row per layer: choices [experts], choices beyond the experts, probabilities [experts], squared log-sum-exps
+    a row per layer: choices [experts], choices beyond the experts, probabilities [experts], squared log-sum-exps, drops
 
 A recomputed forward adds nothing. The sum is an operator of its own: a compiled block must ask at run time whether it
 is being recomputed.
@@ -15,7 +15,7 @@ from weft.engine.activations.recomputing import is_recomputing
 
 
 def row_size(num_experts: int) -> int:
-    return 2 * num_experts + 2
+    return 2 * num_experts + 3
 
 
 def choices_of(row: Tensor, num_experts: int) -> Tensor:
@@ -29,6 +29,11 @@ def probabilities_of(row: Tensor, num_experts: int) -> Tensor:
 
 def squares_of(row: Tensor, num_experts: int) -> Tensor:
     return row[..., 2 * num_experts + 1]
+
+
+def drops_of(row: Tensor, num_experts: int) -> Tensor:
+    """Choices beyond the capacity of their expert."""
+    return row[..., 2 * num_experts + 2]
 
 
 def add_choices(row: Tensor, index: Tensor, num_experts: int) -> None:
@@ -51,7 +56,7 @@ def _add_choices(row: Tensor, index: Tensor, num_experts: int) -> None:
 @torch.library.custom_op("weft::add_scores", mutates_args=("row",))
 def _add_scores(row: Tensor, scores: Tensor, num_experts: int) -> None:
     if not is_recomputing():
-        row[num_experts + 1 : row_size(num_experts)].add_(scores)
+        row[num_experts + 1 : 2 * num_experts + 2].add_(scores)
 
 
 @_add_choices.register_fake

@@ -1,4 +1,4 @@
-"""The charts of a mixture of experts: the busiest expert over steps, and a heat map of every expert's load by step.
+"""The charts of a mixture of experts: the busiest expert, dropped choices, and the load of every expert by step.
 
 Load is an expert's tokens over the mean of its layer: 1 is balanced, 0 is an expert without a token.
 """
@@ -21,7 +21,11 @@ TOP_LOAD = 3.0  # the darkest colour
 
 def draw_experts(folder: TrainingFolder) -> list[Chart]:
     """Charts of the recorded loads; none for a dense model."""
-    charts = [draw_load(folder.metrics.steps), draw_heat_map(folder.experts)]
+    charts = [
+        draw_load(folder.metrics.steps),
+        draw_drops(folder.metrics.steps, folder.experts),
+        draw_heat_map(folder.experts),
+    ]
     return [chart for chart in charts if chart is not None]
 
 
@@ -43,6 +47,26 @@ def draw_load(steps: Sequence[StepRecord]) -> Chart | None:
     )
     add_line(chart.figure, thin(worst), name="worst layer", colour="orange", opacity=0.5, width=1.2)
     return chart
+
+
+def draw_drops(steps: Sequence[StepRecord], records: Sequence[ExpertLoads]) -> Chart | None:
+    """Choices over the capacity of their expert; None without router.capacity_factor."""
+    points = points_of(steps, "dropped_share")
+    if not points:
+        return None
+    counts = next((record.dropped for record in reversed(records) if record.dropped), ())
+    last = f" The last recorded step dropped {sum(counts):,} choices in {len(counts)} layers." if counts else ""
+    return curve_chart(
+        steps,
+        points,
+        key="expert-drops",
+        title="Dropped choices",
+        unit="share of all choices of experts",
+        colour="orange",
+        caption="Choices over the capacity of their expert (router.capacity_factor), mean over the layers: "
+        f"{points[0][1]:.2%} at first, {points[-1][1]:.2%} at the end.{last}",
+        y_axis={"rangemode": "tozero"},
+    )
 
 
 def draw_heat_map(records: Sequence[ExpertLoads]) -> Chart | None:

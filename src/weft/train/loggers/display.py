@@ -74,4 +74,5 @@ def step_figures(record: StepRecord) -> str:
     speed = f"{format_count(record.tokens_per_s)} tokens/s"
     skipped = "  skipped: overflow" if record.skipped else ""
     load = f"  expert load {record.expert_load:.2f}x" if record.expert_load is not None else ""
+    load += f", {record.dropped_share:.1%} dropped" if record.dropped_share is not None else ""
     return f"{loss}  norm {record.grad_norm:.3f}{load}  {speed}  {format_bytes(record.peak_memory_bytes)}{skipped}"

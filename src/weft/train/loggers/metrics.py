@@ -51,6 +51,7 @@ def _scalars(record: StepRecord) -> dict[str, float | None]:
         "experts/load_max": record.expert_load_max,
         "experts/entropy": record.expert_entropy,
         "experts/dead": record.dead_experts,
+        "experts/dropped_share": record.dropped_share,
         "router/balance_loss": record.router_balance_loss,
         "router/z_loss": record.router_z_loss,
     }

@@ -66,6 +66,8 @@ class LossJudge:
         self.plain.put(self.facts.initial)
         if self.plain.is_random(batch):
             return ["training draws at random, judged by evaluations"]
+        if float(self.facts.loop_run["router"]["capacity_factor"]):
+            return ["training drops choices over the capacity of experts, judged by evaluations"]
         if loop.is_delayed:
             return ["micro-batches of a step read weights of several updates, judged by evaluations"]
         if len(loop.skipped) == len(loop.losses):

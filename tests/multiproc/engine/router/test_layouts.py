@@ -5,6 +5,7 @@ The process itself is checked against a plain loop, which writes the losses out 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from gloo_ranks import run_ranks
 from router_engines import (
     BOUNDS,
+    CAPACITY,
     FAMILIES,
     PLANS,
     RATE,
@@ -22,6 +24,7 @@ from router_engines import (
     check_same,
     error,
     over_ranks,
+    plans_for,
     runs,
     trained,
 )
@@ -31,15 +34,29 @@ from tiny import global_batch
 from weft.core.run_spec import RouterSpec
 
 
+def check_layouts(family: str, worlds: Sequence[int], changes: dict[str, Any]) -> list[list[float]]:
+    """Compare every layout that can train so; returns the figures of the steps."""
+    alone = run_ranks(runs, 1, family, changes, timeout_s=120.0)
+    expected = over_ranks(alone, "alone")
+    for world in worlds:
+        per_rank = alone if world == 1 else run_ranks(runs, world, family, changes, timeout_s=240.0)
+        for name in plans_for(world, changes):
+            check_same(expected, over_ranks(per_rank, name), f"{family} under {name}", bound=BOUNDS[family])
+    figures: list[list[float]] = expected["figures"]
+    return figures
+
+
 @pytest.mark.parametrize("family", by_default([], list(FAMILIES), extended=["deepseek_v3"]))
 def test_every_layout_has_the_gradients_of_one_process(family: str) -> None:
-    alone = run_ranks(runs, 1, family, timeout_s=120.0)
-    expected = over_ranks(alone, "alone")
-    for world in PLANS:
-        per_rank = alone if world == 1 else run_ranks(runs, world, family, timeout_s=240.0)
-        for name in PLANS[world]:
-            check_same(expected, over_ranks(per_rank, name), f"{family} under {name}", bound=BOUNDS[family])
-    assert any(load > 1 for load, *_ in expected["figures"])
+    figures = check_layouts(family, list(PLANS), {})
+    assert any(load > 1 for load, *_ in figures)
+    assert not any(dropped for *_, dropped in figures)
+
+
+@pytest.mark.parametrize("family", by_default([], list(FAMILIES), extended=["qwen3_moe"]))
+def test_every_layout_drops_the_same_choices(family: str) -> None:
+    figures = check_layouts(family, list(PLANS), {"capacity_factor": CAPACITY})
+    assert all(dropped > 0.05 for *_, dropped in figures)
 
 
 # --- one process against a plain loop -------------------------------------------------------------------------------

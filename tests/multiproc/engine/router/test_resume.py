@@ -70,8 +70,8 @@ def without_sum(rank: int, world: int) -> Any:
 def averaged(rank: int, world: int) -> Any:
     own = routers.Routers.begin_step
 
-    def begin_step(self: routers.Routers, num_tokens: Any, *, loss_scale: float) -> None:
-        own(self, num_tokens * world, loss_scale=loss_scale)
+    def begin_step(self: routers.Routers, num_tokens: Any, **others: Any) -> None:
+        own(self, num_tokens * world, **others)
 
     with (
         mock.patch.object(routers.Routers, "begin_step", begin_step),

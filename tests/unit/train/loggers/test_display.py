@@ -92,3 +92,8 @@ def test_figures_of_special_steps() -> None:
     assert "(held-out 1.2500)" in step_figures(record(1, eval_loss=1.25))
     assert "skipped: overflow" in step_figures(record(1, skipped=True))
     assert "skipped" not in step_figures(record(1))
+
+
+def test_a_mixture_shows_load_and_drops() -> None:
+    assert "expert load 1.50x  1" in step_figures(record(1, expert_load=1.5))
+    assert "expert load 1.50x, 12.5% dropped  1" in step_figures(record(1, expert_load=1.5, dropped_share=0.125))

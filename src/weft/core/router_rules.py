@@ -1,0 +1,47 @@
+"""Layouts that cannot train with a key of [router] in run.toml, each with a hint: for planner and engine alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.core.plan import Plan
+from weft.core.run_spec import RouterSpec
+
+
+def check_router(plan: Plan, spec: RouterSpec) -> Iterator[tuple[str, str]]:
+    """Every reason against `spec` under `plan`, as (sentence, hint)."""
+    if spec.is_active and plan.has_delayed_updates:
+        yield (
+            f"[router] needs one update per step, and {plan.pipeline.schedule} makes updates between micro-batches",
+            "choose a pipeline.schedule that flushes, such as '1f1b', or leave [router] out",
+        )
+    if spec.capacity_factor and has_sequence_slices(plan):
+        yield (
+            "router.capacity_factor counts the tokens of full sequences, and with sequence parallel a rank has a slice",
+            "set tensor_parallel.sequence_parallel = false, or router.capacity_factor = 0",
+        )
+    if spec.balance_loss and spec.balance_over == "transformers":
+        yield from _check_pooled(plan)
+
+
+def _check_pooled(plan: Plan) -> Iterator[tuple[str, str]]:
+    """One loss over the micro-batch and all layers."""
+    asked = "router.balance_over = 'transformers'"
+    if plan.mesh.pp > 1:
+        yield f"{asked} needs the choices of all layers on each rank", "use mesh.pp = 1, or balance_over = 'batch'"
+    if has_sequence_slices(plan):
+        yield (
+            f"{asked} needs the choices of full sequences, and with sequence parallel a rank has a slice",
+            "set tensor_parallel.sequence_parallel = false, or router.balance_over = 'batch'",
+        )
+    if plan.compile.enabled:
+        yield (
+            f"{asked} is not supported in compiled blocks: the gradient of a layer depends on later ones",
+            "set compile.enabled = false, or router.balance_over = 'batch'",
+        )
+
+
+def has_sequence_slices(plan: Plan) -> bool:
+    """Whether a router sees a slice of each sequence."""
+    tensor = plan.tensor_parallel
+    return plan.mesh.cp > 1 or (plan.mesh.tp > 1 and tensor.mode == "1d" and tensor.sequence_parallel)
