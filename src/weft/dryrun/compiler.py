@@ -40,7 +40,7 @@ def compiler_without_code() -> Iterator[None]:
         torch.compiler.reset()
         try:
             # these rules may not cover a graph that the real compiler does: eager blocks would be a worse estimate
-            with mock.patch.object(compiled, "BACKEND", _backend), mock.patch.object(compiled, "COMPILER_ERRORS", ()):
+            with mock.patch.multiple(compiled, BACKEND=_backend, COMPILER_ERRORS=(), HAS_SYMBOLIC_ROWS=False):
                 yield
         finally:
             torch.compiler.reset()

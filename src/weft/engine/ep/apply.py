@@ -28,7 +28,7 @@ from weft.core.shards import LocalShard, balanced_span, compose, local_shard
 from weft.engine.ep.context import EPContext
 from weft.engine.ep.dispatch import DISPATCHERS, Dispatcher, dispatch_share
 from weft.engine.ep.exchange import Group
-from weft.engine.ep.grouped import grouped_forward, has_grouped_products
+from weft.engine.ep.grouped import grouped_forward, grouped_linear, has_grouped_products
 from weft.engine.mesh import Topology
 from weft.engine.weights.local_shards import shard_parameters
 from weft.engine.wrap_forward import Forward, wrap_own_forward
@@ -121,12 +121,12 @@ class _Dispatched:
     def __init__(self, module: nn.Module, dispatcher: Dispatcher, same_rows: Group | None) -> None:
         self.dispatcher, self.same_rows = dispatcher, same_rows
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
-        self._module, self._has_grouped = module, has_grouped_products(module)
+        self._module, self._linear = module, grouped_linear() if has_grouped_products(module) else None
         self.compiled: Forward | None = None
 
     def compile_inside(self, compiled: Callable[[Forward], Forward]) -> None:
         """Compile the experts, whose number of rows changes; the exchanges around them are not compiled."""
-        self.compiled = compiled(grouped_forward) if self._has_grouped else None
+        self.compiled = compiled(grouped_forward) if self._linear is not None else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph per number of rows would be compiled
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Tensor:
@@ -147,8 +147,7 @@ class _Dispatched:
         return made if hidden.ndim == 2 else made.view(hidden.shape)  # `fully_shard` warns of a view
 
     def _compute(self, forward: Forward, rows: Tensor, numbers: Tensor) -> Tensor:
-        if self.compiled is not None:
-            return self.compiled(self._module, rows, numbers)  # type: ignore[no-any-return]
-        if self._has_grouped:
-            return grouped_forward(self._module, rows, numbers)
+        if self._linear is not None:
+            compute = self.compiled or grouped_forward
+            return compute(self._module, rows, numbers, self._linear)
         return forward(rows, numbers.unsqueeze(1), rows.new_ones(len(rows), 1))  # type: ignore[no-any-return]

@@ -26,6 +26,7 @@ from weft.engine.wrap_forward import CompiledInside, Forward, is_wrapped, layers
 from weft.models.layout import ModelLayout
 
 BACKEND = "inductor"
+HAS_SYMBOLIC_ROWS = True  # a dry run, whose sizes are known, has none
 # Inputs of matmuls (act(gate) * up, a normalised input) are cheap to recompute in the kernel that reads their operands
 # anyway. By default they are saved: 21 KB per token and block of Llama-3.2-1B, a third of all saved activations.
 SAVES_LESS = {"ban_recompute_materialized_backward": False}
@@ -84,6 +85,7 @@ class _Compiled:
     def __init__(self, own: Forward, *, limit: int | None = None, has_any_rows: bool = False) -> None:
         """`limit`: graphs per code object; torch's own number if None. `has_any_rows`: one graph for any first size."""
         self._own, self._limit = own, limit or int(dynamo.recompile_limit)
+        has_any_rows = has_any_rows and HAS_SYMBOLIC_ROWS
         options = FIXED if BACKEND == "inductor" else None
         self._call: Any = torch.compile(own, backend=BACKEND, dynamic=None if has_any_rows else False, options=options)
         self._is_off, self._has_any_rows = False, has_any_rows

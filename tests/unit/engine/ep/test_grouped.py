@@ -13,7 +13,7 @@ from thread_ranks import give_values
 from torch import nn
 
 from weft.core.run_spec import ModelSpec
-from weft.engine.ep.grouped import grouped_forward, has_grouped_products
+from weft.engine.ep.grouped import grouped_forward, grouped_linear, has_grouped_products
 from weft.models.build import build_config, build_skeleton
 from weft.models.ep.finder import find_expert_layout
 
@@ -32,7 +32,7 @@ def outcome(experts: Any, rows: torch.Tensor, numbers: torch.Tensor, *, is_sorte
     rows = rows.clone().requires_grad_()
     experts.zero_grad()
     if is_sorted:
-        out = grouped_forward(experts, rows, numbers)
+        out = grouped_forward(experts, rows, numbers, grouped_linear())
     else:
         out = experts(rows, numbers.unsqueeze(1), rows.new_ones(len(rows), 1))
     out.square().sum().backward()
