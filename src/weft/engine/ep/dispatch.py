@@ -24,6 +24,7 @@ from weft.core.experts import Routing
 from weft.core.shards import Span, balanced_span
 from weft.engine import collectives
 from weft.engine.ep.exchange import Counts, Group, exchange_counts, send_routed, send_rows
+from weft.engine.ep.rows import add_rows, unsort_rows
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # a module's own forward: hidden, experts, weights
 
@@ -81,7 +82,7 @@ class Pairs(Dispatcher):
         numbers = numbers.repeat_interleave(theirs.flatten(), output_size=len(sent))
         made = compute(experts, sent, numbers, sent.new_ones(len(sent)))
         returned = send_rows(made, counts.back, self.group)
-        by_pair = torch.zeros_like(returned).index_copy(0, order, returned).view(*index.shape, returned.shape[-1])
+        by_pair = unsort_rows(returned, order).view(*index.shape, returned.shape[-1])
         return (by_pair * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
@@ -156,13 +157,6 @@ def compute(experts: Experts, rows: Tensor, numbers: Tensor, weights: Tensor) ->
         numbers, weights = numbers.new_zeros(1), torch.cat([weights, weights.new_zeros(1)])
     made = experts(rows, numbers.unsqueeze(1), weights.unsqueeze(1))
     return made[:0] if is_empty else made
-
-
-def add_rows(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
-    """The sum of all `values` of each row, in float32 at least."""
-    wide = torch.promote_types(values.dtype, torch.float32)
-    total = torch.zeros(num_rows, values.shape[1], dtype=wide, device=values.device)
-    return total.index_add(0, row, values.to(wide)).to(values.dtype)
 
 
 def _histogram(values: Tensor, size: int) -> Tensor:
