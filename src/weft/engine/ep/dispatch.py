@@ -7,7 +7,8 @@
 | `gather` | all rows to all ranks           | the same; a reduce-scatter adds up   | do not: equal on all ranks |
 
 The module's own forward computes: one row per (token, expert), with the rank's own numbers of experts. Its kernel,
-gate, biases and norm are not known here. Gradients are plain sums; nothing is scaled.
+gate, biases and norm are not known here. Gradients are plain sums; nothing is scaled. `del` frees rows that no backward
+needs before the next tensor of their size is allocated.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ class Pairs(Dispatcher):
         numbers = torch.arange(most, device=index.device).repeat(self.degree)
         numbers = numbers.repeat_interleave(theirs.flatten(), output_size=len(sent))
         made = compute(experts, sent, numbers, sent.new_ones(len(sent)))
-        returned = send_rows(made, counts.back, self.group)
-        by_pair = unsort_rows(returned, order).view(*index.shape, returned.shape[-1])
+        del sent
+        by_pair = unsort_rows(send_rows(made, counts.back, self.group), order).view(*index.shape, hidden.shape[-1])
+        del made
         return (by_pair * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
@@ -104,8 +106,12 @@ class Tokens(Dispatcher):
         numbers = torch.where(is_theirs, self.local_numbers(index)[token], -1)
         sent, numbers, own_weights = send_routed(hidden[token], numbers, weights[token], counts, self.group)
         row, slot = torch.nonzero_static(numbers >= 0, size=sum(pair_counts)).unbind(1)
-        made = compute(experts, sent[row], numbers[row, slot], own_weights[row, slot])
-        returned = send_rows(add_rows(made, row, len(sent)), counts.back, self.group)
+        rows, num_rows = sent[row], len(sent)
+        del sent
+        made = compute(experts, rows, numbers[row, slot], own_weights[row, slot])
+        del rows
+        returned = send_rows(add_rows(made, row, num_rows), counts.back, self.group)
+        del made
         return add_rows(returned, token, len(hidden))
 
 
@@ -113,7 +119,7 @@ class Gather(Dispatcher):
     """All rows travel to all ranks, which must have the same number of them; sizes do not depend on the router."""
 
     def __call__(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        rows = collectives.gather(hidden, self.group, 0)
+        gathered = collectives.gather(hidden, self.group, 0)
         all_weights = collectives.gather(weights, self.group, 0)
         numbers = collectives.gathered(index, self.group, 0) - self.own.begin
         is_own = (numbers >= 0) & (numbers < self.own.size)
@@ -121,8 +127,11 @@ class Gather(Dispatcher):
             self.routing(index), pairs_received=is_own.view(self.degree, -1).sum(1)
         )
         row, slot = torch.nonzero_static(is_own, size=sum(pair_counts)).unbind(1)
-        made = compute(experts, rows[row], numbers[row, slot], all_weights[row, slot])
-        return collectives.scatter(add_rows(made, row, len(rows)), self.group, 0)
+        rows, num_rows = gathered[row], len(gathered)
+        del gathered
+        made = compute(experts, rows, numbers[row, slot], all_weights[row, slot])
+        del rows
+        return collectives.scatter(add_rows(made, row, num_rows), self.group, 0)
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {"pairs": Pairs, "tokens": Tokens, "gather": Gather}

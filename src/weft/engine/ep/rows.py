@@ -1,7 +1,7 @@
 """Sums and permutations of rows that keep only the order for their backward.
 
-The derivatives of torch's `index_add` and `index_copy` keep their source for its shape: per layer one more tensor of all
-rows, and that of a sum in float32.
+The derivatives of torch's `index_add` and `index_copy` keep their source for its shape: one more tensor of all rows per
+layer, for a sum in float32.
 """
 
 from __future__ import annotations
