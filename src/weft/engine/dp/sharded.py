@@ -80,8 +80,10 @@ def shard_units(
     units += [(module, mesh, mixed) for module in (*(model.get_submodule(name) for name in layout.blocks), model)]
     for module, own, policy in units:
         placement = functools.partial(_placement, num_shards=own.size(own.ndim - 1))
-        fully_shard(module, mesh=own, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement)
-        _require_sums(module, num_ranks=own.size())
+        unit = fully_shard(
+            module, mesh=own, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement
+        )
+        _require_sums(unit, num_ranks=own.size())
     # torch warns when a sharded module returns a view, since writing into it loses a hook. The objective only reads
     # the root's output; the warning stays on for blocks, whose outputs the model's own code handles.
     root = re.escape(type(model).__name__)

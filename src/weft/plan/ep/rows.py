@@ -15,7 +15,7 @@ activation, and v of a weighted output (4 with float32 weights):
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -37,27 +37,29 @@ class Rows:
     backward: Floats  # gradients of the gate's operands, less the saved tensors that are freed by then
     saved: Floats  # inside experts
 
+    def largest(self, other: Rows) -> Rows:
+        return Rows(**{one.name: np.maximum(getattr(self, one.name), getattr(other, one.name)) for one in fields(Rows)})
+
 
 def rows_of(view: View) -> Rows:
     none = np.zeros(len(view.columns))
-    found = [none, none, none, none]
-    h, c = view.shape.hidden_size, view.sizes.activation
+    found = Rows(forward=none, gradient=none, backward=none, saved=none)
     for block in view.shape.kinds:
-        moe = block.moe
-        if moe is None:
-            continue
-        weight = max(c, weight_bytes(moe, view))
-        row = float(h * c)
-        widths = _gate_width(block) * c / view.columns.expert_tp
-        pairs = per_layer(view, block, lambda _, routing: received_pairs(routing))
-        parts = [
-            per_layer(view, block, lambda kind, routing, v=weight: forward_rows(kind, routing, c=c, v=v) * h),
-            per_layer(view, block, lambda kind, routing: float(_gradient_rows(kind, routing))) * row,
-            pairs * (2 * widths - row),
-            pairs * pair_bytes(block, view),
-        ]
-        found = [np.maximum(*pair) for pair in zip(found, parts, strict=True)]
-    return Rows(forward=found[0], gradient=found[1], backward=found[2], saved=found[3])
+        found = found.largest(_rows_of_block(view, block)) if block.moe is not None else found
+    return found
+
+
+def _rows_of_block(view: View, block: BlockShape) -> Rows:
+    h, c = view.shape.hidden_size, view.sizes.activation
+    weighted = max(c, weight_bytes(block.moe, view)) if block.moe is not None else c
+    pairs = per_layer(view, block, lambda _, routing: received_pairs(routing))
+    width = block.moe.expert_width / view.columns.expert_tp if block.moe is not None else 0.0
+    return Rows(
+        forward=per_layer(view, block, lambda kind, routing: forward_rows(kind, routing, c=c, v=weighted)) * h,
+        gradient=per_layer(view, block, _gradient_rows) * h * c,
+        backward=pairs * c * (2 * width - h),
+        saved=pairs * pair_bytes(block, view),
+    )
 
 
 def forward_rows(dispatcher: str, routing: Routing, *, c: int, v: int) -> float:
@@ -81,8 +83,3 @@ def _summed(values: int, sums: int, c: int) -> int:
 
 def _gradient_rows(dispatcher: str, routing: Routing) -> int:
     return routing.ep * routing.tokens if dispatcher == "gather" else 0
-
-
-def _gate_width(block: BlockShape) -> int:
-    """Width of the input of the experts' last matrix."""
-    return block.moe.expert_width if block.moe is not None else 0

@@ -261,7 +261,7 @@ def _at_table(parts: TermParts) -> Terms:
     into_bucket = np.where(has_buckets(view), sizes.compute + sizes.gradient, 0)
     return instant(
         parts, saved=none, gathered=none, gradients=np.where(is_last, view.share.total.unsharded * sizes.gradient, 0.0),
-        logits=none, buffers=none, temporaries=table * (sizes.compute + into_bucket),
+        buffers=none, temporaries=table * (sizes.compute + into_bucket),
     )  # fmt: skip
 
 
@@ -275,7 +275,7 @@ def _at_sum(parts: TermParts) -> Terms:
     bucket = np.minimum(np.maximum(SUM_BUCKET_BYTES, largest), gradients)
     none = np.zeros(len(columns))
     return instant(
-        parts, saved=none, gathered=none, gradients=np.where(is_summed, gradients, 0.0), logits=none, buffers=none,
+        parts, saved=none, gathered=none, gradients=np.where(is_summed, gradients, 0.0), buffers=none,
         temporaries=np.where(is_summed, bucket, 0.0),
     )  # fmt: skip
 
@@ -301,7 +301,7 @@ def _at_root(parts: TermParts) -> Terms:
     return {
         term: np.where(columns.zero > 0, values, 0.0)
         for term, values in instant(
-            parts, saved=none, gathered=gathered, gradients=gradients, logits=none, buffers=wire * sizes.communication,
+            parts, saved=none, gathered=gathered, gradients=gradients, buffers=wire * sizes.communication,
             temporaries=np.where(is_alone, 0.0, share.root.unsharded * per_element),
         ).items()
     }  # fmt: skip
@@ -317,7 +317,7 @@ def _at_update(parts: TermParts) -> Terms:
     # an offloaded optimizer has its temporaries on the host
     temporaries = np.where(columns.offload_optimizer > 0, 0.0, temporaries)
     return instant(
-        parts, saved=none, gathered=none, gradients=held * sizes.gradient, logits=none, buffers=none,
+        parts, saved=none, gathered=none, gradients=held * sizes.gradient, buffers=none,
         temporaries=temporaries,
     )  # fmt: skip
 
