@@ -316,10 +316,8 @@ def _at_update(parts: TermParts) -> Terms:
         temporaries = QUANTISED_UPDATE_BYTES * _largest_tensor(parts.view) * held / np.maximum(share.total.unsharded, 1)
     # an offloaded optimizer has its temporaries on the host
     temporaries = np.where(columns.offload_optimizer > 0, 0.0, temporaries)
-    return instant(
-        parts, saved=none, gathered=none, gradients=held * sizes.gradient, buffers=none,
-        temporaries=temporaries,
-    )  # fmt: skip
+    gradients = held * sizes.gradient
+    return instant(parts, saved=none, gathered=none, gradients=gradients, buffers=none, temporaries=temporaries)
 
 
 def _largest_tensor(view: View) -> Floats:
