@@ -2,11 +2,13 @@
 
     python benchmarks/plan_vs_dryrun.py --cases 120 --out benchmarks/results/plan_vs_dryrun-DATE.md
     python benchmarks/plan_vs_dryrun.py --compiled --cases 28 --out benchmarks/results/plan_vs_dryrun-compiled-DATE.md
+    python benchmarks/plan_vs_dryrun.py --experts --cases 16 --out benchmarks/results/plan_vs_dryrun-experts-DATE.md
 
 `--compiled`: what a GPU takes by itself, compiled blocks and a fused loss in bf16.
+`--experts`: expert parallelism, three blocks of published widths, with every dispatcher and tensor parallelism.
 
 Families x ZeRO x ranks x recompute x sequence x micro-batch x micro-batches x optimizer x precision, drawn by a seed.
-No GPU and no measurement here: it tests the formulas, not the world. Six layers of each family.
+No GPU and no measurement here: it tests the formulas, not the world. Six layers of each family without `--experts`.
 """
 
 from __future__ import annotations
@@ -52,26 +54,47 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**DENSE, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
     "olmoe": {**DENSE, "intermediate_size": 512, "num_experts": 16, "num_experts_per_tok": 4},
 }  # fmt: skip
-EXPERTS = {
-    **DENSE, "moe_intermediate_size": 512, "num_experts": 16, "n_routed_experts": 16, "num_local_experts": 16,
-    "num_experts_per_tok": 4,
-}  # fmt: skip
+EXPERTS = {**DENSE, "moe_intermediate_size": 512, "num_experts_per_tok": 4}
 LATENT = {
-    **EXPERTS, "num_key_value_heads": 16, "q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32, "v_head_dim": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    **EXPERTS, "n_routed_experts": 16, "num_key_value_heads": 16, "q_lora_rank": 256, "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "first_k_dense_replace": 1, "n_group": 1,
+    "topk_group": 1,
 }  # fmt: skip
 MIXED: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
-    "gpt_oss": {**EXPERTS, "intermediate_size": 512, "head_dim": 64},
-    "glm4_moe": {**EXPERTS, "head_dim": 64, "first_k_dense_replace": 1},
-    "qwen3_moe": {**EXPERTS, "head_dim": 64},
-    "qwen3_next": {**EXPERTS, "head_dim": 64, "full_attention_interval": 3},
+    "gpt_oss": {
+        **DENSE, "intermediate_size": 512, "head_dim": 64, "num_local_experts": 16, "num_experts_per_tok": 4,
+    },
+    "glm4_moe": {**EXPERTS, "n_routed_experts": 16, "head_dim": 64, "first_k_dense_replace": 1},
+    "qwen3_moe": {**EXPERTS, "num_experts": 16, "head_dim": 64},
+    "qwen3_next": {**EXPERTS, "num_experts": 16, "head_dim": 64, "full_attention_interval": 3},
     "gemma3_text": {**DENSE, "head_dim": 64},
     "mamba2": {"hidden_size": 1024, "num_hidden_layers": 6, "vocab_size": 32000, "num_heads": 32, "head_dim": 64},
     "falcon": {"hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16, "vocab_size": 32000},
     "bloom": {"hidden_size": 1024, "n_layer": 6, "n_head": 16, "vocab_size": 32000},
-    "phimoe": {**EXPERTS, "intermediate_size": 512},
-}
+    "phimoe": {**DENSE, "intermediate_size": 512, "num_local_experts": 16, "num_experts_per_tok": 4},
+}  # fmt: skip
+PUBLISHED: dict[str, dict[str, Any]] = {  # widths of published models; DeepSeek-V3's are halved
+    "mixtral": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000, "sliding_window": None,
+    },
+    "qwen3_moe": {
+        "hidden_size": 2048, "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936,
+    },
+    "deepseek_v3": {
+        "hidden_size": 4096, "moe_intermediate_size": 1024, "intermediate_size": 8192, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "q_lora_rank": 1024, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64, "num_experts_per_tok": 8, "n_group": 8,
+        "topk_group": 4, "first_k_dense_replace": 1, "vocab_size": 129280,
+    },
+    "gpt_oss": {
+        "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088,
+    },
+}  # fmt: skip
+TENSORS = [(1, "folded", False), (1, "folded", False), (2, "folded", False), (2, "folded", True), (2, "width", False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +137,42 @@ def draw(rng: random.Random, family: str, *, is_compiled: bool) -> tuple[str, Ru
     return name, run, plan
 
 
-def try_case(rng: random.Random, family: str, *, is_compiled: bool) -> Outcome:
-    name, run, plan = draw(rng, family, is_compiled=is_compiled)
+def draw_experts(rng: random.Random, family: str) -> tuple[str, RunSpec, Plan]:
+    ep, dispatcher, zero = rng.choice([2, 4]), rng.choice(["pairs", "tokens", "gather"]), rng.choice([1, 3])
+    policy, precision = rng.choice(["none", "none", "full", "selective"]), rng.choice(["bf16", "bf16", "fp32"])
+    tp, tensor, is_sequence_parallel = rng.choice(TENSORS)
+    (rows, length), times = rng.choice([(1, 2048), (2, 2048), (1, 4096)]), rng.choice([1, 2])
+    microbatches = rng.choice([1, 1, 2])
+    if family == "gpt_oss" and policy == "selective":  # its experts write into the output of a product
+        policy = "none"
+    ranks = max(2, times * (ep // tp if tensor == "folded" else ep))
+    config = {**PUBLISHED[family], "num_hidden_layers": 3, "max_position_embeddings": 8192}
+    run = RunSpec.from_tables(
+        {
+            "model": {"type": family, "config": config},
+            "data": {"sequence_length": length},
+            "train": {"global_batch": ranks * rows * microbatches},
+        }
+    )
+    plan = Plan.from_tables(
+        {
+            "mesh": {"dp_shard": ranks, "tp": tp, "ep": ep},
+            "data_parallel": {"zero": zero},
+            "tensor_parallel": {"sequence_parallel": is_sequence_parallel},
+            "expert_parallel": {"dispatcher": dispatcher, "tensor": tensor},
+            "pipeline": {"microbatches": microbatches},
+            "precision": {"preset": precision},
+            "activations": {"policy": policy},
+            "compile": {"enabled": False},
+            "kernels": {"loss": "whole"},
+        }
+    )
+    tensors = f", tp {tp} {tensor}{' with SP' if is_sequence_parallel else ''}" if tp > 1 else ""
+    name = f"ZeRO-{zero} of {ranks}, ep {ep} by {dispatcher}{tensors}, {microbatches} x {rows}x{length}, {policy}"
+    return f"{name}, {precision}", run, plan
+
+
+def try_case(family: str, name: str, run: RunSpec, plan: Plan) -> Outcome:
     found = dry_run(run, plan)
     estimate = estimate_plan(run, plan, f"{plan.num_ranks}xH200")
     predicted = {term: nbytes for term, nbytes in estimate.memory_terms.items() if term != "framework"}
@@ -127,9 +184,9 @@ def table(outcomes: list[Outcome], refused: list[str], *, command: str, total_s:
     lines = [
         f"# The planner's memory against the dry run's, {datetime.date.today():%Y-%m-%d}",
         "",
-        "Caveats: six layers of width 1024, so embedding and head weigh more than in a whole model, and moments that",
-        "a deep model would never peak at are tried too. `temporaries` and `gathered_weights` name the flat buffer of",
-        "a gather differently; their sum is what counts.",
+        "Caveats: few layers, so embedding and head weigh more than in a whole model, and moments that a deep model",
+        "would never peak at are tried too. `temporaries` and `gathered_weights` name the flat buffer of a gather",
+        "differently; their sum is what counts.",
         "",
         f"- torch {torch.__version__}, transformers {transformers.__version__}; {total_s:.0f} s on one core.",
         f"- Command: `OMP_NUM_THREADS=1 {command}`",
@@ -172,26 +229,28 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--mixed", action="store_true", help="experts, latent attention, state spaces, other attention")
+    parser.add_argument("--experts", action="store_true", help="expert parallelism")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     rng, began_s = random.Random(given.seed), time.perf_counter()
-    families = list(MIXED if given.mixed else FAMILIES)
+    families = list(PUBLISHED if given.experts else MIXED if given.mixed else FAMILIES)
     outcomes: list[Outcome] = []
     refused: list[str] = []
     for index in range(given.cases):
         family = families[index % len(families)]
+        case = draw_experts(rng, family) if given.experts else draw(rng, family, is_compiled=given.compiled)
         try:
-            outcome = try_case(rng, family, is_compiled=given.compiled)
-        except WeftError as error:
-            refused.append(f"{family}: {error}")
+            outcome = try_case(family, *case)
+        except (WeftError, RuntimeError) as error:  # torch refuses some models with selective recompute
+            refused.append(f"{family}, {case[0]}: {error}")
             continue
         outcomes.append(outcome)
         terms = {key: outcome.predicted.get(key, 0) - value for key, value in outcome.dry.terms.items()}
         off = {key: round(value / 2**20) for key, value in terms.items() if abs(value) > 0.01 * outcome.dry.peak_bytes}
         print(f"{outcome.error:+.2%} {family} {outcome.name} {off if abs(outcome.error) > 0.01 else ''}", flush=True)
         if given.out:
-            kinds = "".join(f"--{key} " for key in ("compiled", "mixed") if getattr(given, key))
+            kinds = "".join(f"--{key} " for key in ("compiled", "mixed", "experts") if getattr(given, key))
             options = f"{kinds}--cases {given.cases} --seed {given.seed}"
             command = f"python benchmarks/plan_vs_dryrun.py {options}"
             given.out.write_text(table(outcomes, refused, command=command, total_s=time.perf_counter() - began_s))

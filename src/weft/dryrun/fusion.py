@@ -325,10 +325,11 @@ def _value(node: Node, values: dict[Node, Any]) -> Any:
 
 def _apply(node: Node, values: dict[Node, Any]) -> Any:
     function: Callable[..., Any] = node.target  # type: ignore[assignment]
+    args: Any
+    kwargs: Any
     args, kwargs = map_arg((node.args, node.kwargs), lambda one: _value(one, values))
     if function is torch.ops.higher_order.auto_functionalized_v2:
         # an operator that writes into its inputs: the compiler writes in place, so the new values are the old tensors
-        operator: torch._ops.OpOverload = args[0]
-        returned = [None] * max(1, len(operator._schema.returns))
+        returned = [None] * max(1, len(args[0]._schema.returns))
         return (*returned, *kwargs["_all_bases"])
     return function(*args, **kwargs)

@@ -39,8 +39,10 @@ class VerifyRequest:
 
 
 def every_plan(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[Plan]:
-    """Every plan of `num_ranks` that weft executes: data parallel; tensor and pipeline parallel if the run divides."""
+    """Every plan of `num_ranks` that weft executes: data parallel; tensor, pipeline and expert parallel if the run
+    divides."""
     others = [*tensor_parallel_plans(num_ranks, base), *pipeline_plans(num_ranks, base, run)]
+    others += expert_parallel_plans(num_ranks, base)
     return [*data_parallel_plans(num_ranks, base), *(plan for plan in others if is_legal(plan, run))]
 
 
@@ -88,6 +90,39 @@ def pipeline_plans(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[P
         rows = run.train.global_batch // (num_ranks // layout["mesh"]["pp"] // layout["mesh"].get("tp", 1))
         layout["pipeline"]["microbatches"] = next((count for count in (4, 2) if rows % count == 0), 1)
     return _filled(layouts, {key: value for key, value in base.items() if key != "pipeline"})
+
+
+def expert_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[Plan]:
+    """Experts over all ranks with ZeRO-1, over every divisor with ZeRO-3, and beside two tensor ranks.
+
+    Each dispatcher occurs, unless the base plan names one.
+    """
+    given = base.get("expert_parallel", {})
+    degrees = [degree for degree in range(2, num_ranks + 1) if num_ranks % degree == 0]
+    layouts: list[dict[str, Any]] = [_experts(num_ranks, ep, 1, dispatcher="pairs") for ep in degrees[-1:]]
+    layouts += [_experts(num_ranks, ep, 3, dispatcher="tokens") for ep in degrees]
+    if num_ranks % 2 == 0:
+        beside = num_ranks // 2
+        folded = _experts(beside, 2, 3 if beside > 1 else 0, dispatcher="gather", tp=2)
+        layouts += [folded, *([_with_width(folded)] if beside % 2 == 0 else [])]
+    for layout in layouts:
+        layout["expert_parallel"] |= given
+        layout["tensor_parallel"] = {
+            key: value for key, value in base.get("tensor_parallel", {}).items() if key != "mode"
+        }
+    return _filled(layouts, base)
+
+
+def _experts(dp_shard: int, ep: int, zero: int, *, dispatcher: str, tp: int = 1) -> dict[str, Any]:
+    return {
+        "mesh": {"dp_shard": dp_shard, "tp": tp, "ep": ep},
+        "data_parallel": {"zero": zero},
+        "expert_parallel": {"dispatcher": dispatcher},
+    }
+
+
+def _with_width(layout: dict[str, Any]) -> dict[str, Any]:
+    return {**layout, "expert_parallel": {**layout["expert_parallel"], "tensor": "width"}}
 
 
 def _data_layouts(num_ranks: int) -> list[dict[str, Any]]:

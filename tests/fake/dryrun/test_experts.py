@@ -78,6 +78,32 @@ def test_tensor_ranks_with_experts_are_those_of_the_planner(
         assert found.terms[term] == pytest.approx(predicted.memory_terms[MemoryTerm(term)], rel=ALLOCATED), term
 
 
+WIDE = {
+    "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 3, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 4096,
+    "sliding_window": None,
+}  # fmt: skip
+CLOSE = 0.02
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "zero", "policy"), [("pairs", 3, "none"), ("gather", 1, "full")], ids=["pairs", "gather"]
+)
+def test_memory_is_that_of_the_planner(dispatcher: str, zero: int, policy: str) -> None:
+    tables = {"model": {"type": "mixtral", "config": WIDE}, "data": {"sequence_length": 2048}}
+    run = RunSpec.from_tables({**tables, "train": {"global_batch": 8}})
+    plan = plan_of(
+        dispatcher,
+        data_parallel={"zero": zero},
+        activations={"policy": policy},
+        compile={"enabled": False},
+        kernels={"loss": "whole"},
+    )
+    found, predicted = dry_run(run, plan), estimate_plan(run, plan, "8xH200")
+    planned = sum(nbytes for term, nbytes in predicted.memory_terms.items() if term != MemoryTerm.FRAMEWORK)
+    assert planned == pytest.approx(found.peak_bytes, rel=CLOSE), predicted.peak_at
+
+
 def test_an_uneven_router_fills_the_busiest_rank() -> None:
     def measured(dispatcher: str, imbalance: float) -> DryRun:
         return dry_run(RUN, plan_of(dispatcher), on_gpu=False, imbalance=imbalance)

@@ -31,8 +31,8 @@ def _expert_gradients_times(factor: float) -> Any:
     """Of the parameters alone: those of rows and weights are right."""
 
     def make(original: Any) -> Any:
-        def compute(experts: Any, hidden: Tensor, *order: Any) -> Tensor:
-            return _with_gradient(original(experts, _with_gradient(hidden, 1 / factor), *order), factor)
+        def compute(experts: Any, rows: Tensor, numbers: Tensor) -> Tensor:
+            return _with_gradient(original(experts, _with_gradient(rows, 1 / factor), numbers), factor)
 
         return compute
 

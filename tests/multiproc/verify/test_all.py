@@ -34,3 +34,15 @@ def test_every_plan_of_two_ranks_passes(family: str, corpus: Path, tmp_path: Pat
     assert cut["replicated_parameters"] == [row["name"] for row in cut["coverage"] if row["reason"]]
     assert "model.norm.weight" in cut["replicated_parameters"]
     assert "13 of 13 plans pass" in (tmp_path / "matrix.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_every_plan_that_divides_experts_passes(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(small_run(str(corpus), model="mixtral")), encoding="utf-8")
+    options = ("--all", "--nproc", "2", "--steps", "3", "--json")
+    done = weft_command("verify", "run.toml", *options, cwd=tmp_path, cache=tmp_path / "cache", patience_s=900)
+    assert done.returncode == 0, done.stderr
+    verdicts = json.loads(done.stdout)["verdicts"]
+    divided = [verdict["plan"] for verdict in verdicts if "ep 2 by" in verdict["plan"]]
+    assert [name.partition("ep 2 by ")[2].partition(",")[0] for name in divided] == ["pairs", "tokens", "gather"]
+    assert all(verdict["ok"] for verdict in verdicts)

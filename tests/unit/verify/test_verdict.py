@@ -15,7 +15,13 @@ import weft.cli.verify
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.report.matrix import write_matrix
-from weft.verify.request import VerifyRequest, data_parallel_plans, every_plan, tensor_parallel_plans
+from weft.verify.request import (
+    VerifyRequest,
+    data_parallel_plans,
+    every_plan,
+    expert_parallel_plans,
+    tensor_parallel_plans,
+)
 from weft.verify.verdict import RULES, Check, Coverage, Finding, Verdict, VerdictTable, Worst
 
 GOOD = Verdict(
@@ -95,6 +101,47 @@ def test_tensor_parallel_plans_are_every_layout_once(num_ranks: int, count: int)
     plans = tensor_parallel_plans(num_ranks, {"precision": {"preset": "bf16"}})
     assert len(plans) == len({plan.to_toml() for plan in plans}) == count
     assert all(plan.num_ranks == num_ranks and plan.mesh.tp > 1 and plan.precision.preset == "bf16" for plan in plans)
+
+
+MIXTURE = {
+    "type": "mixtral",
+    "config": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layouts"),
+    [
+        (1, []),
+        (2, [(2, 1, 2, 1, "pairs"), (2, 1, 2, 3, "tokens"), (1, 2, 2, 0, "gather")]),
+        (
+            4,
+            [(4, 1, 4, 1, "pairs"), (4, 1, 2, 3, "tokens"), (4, 1, 4, 3, "tokens"), *[(2, 2, 2, 3, "gather")] * 2],
+        ),
+    ],
+)
+def test_models_with_experts_have_plans_that_divide_them(
+    num_ranks: int, layouts: list[tuple[int, int, int, int, str]]
+) -> None:
+    tables = RunSpec.default().model_dump(mode="json", exclude_none=True)
+    run = RunSpec.from_tables({**tables, "model": MIXTURE})
+    plans = [plan for plan in every_plan(num_ranks, {}, run) if plan.mesh.ep > 1]
+    found = [
+        (plan.mesh.dp_shard, plan.mesh.tp, plan.mesh.ep, plan.data_parallel.zero, plan.expert_parallel.dispatcher)
+        for plan in plans
+    ]
+    assert found == layouts
+    assert [plan.expert_parallel.tensor for plan in plans if plan.mesh.tp > 1] == ["folded", "width"][: num_ranks // 2]
+    assert len({plan.to_toml() for plan in plans}) == len(plans)
+
+
+def test_a_dispatcher_that_is_given_stays() -> None:
+    plans = expert_parallel_plans(4, {"expert_parallel": {"dispatcher": "tokens"}})
+    assert {plan.expert_parallel.dispatcher for plan in plans} == {"tokens"}
+
+
+def test_a_model_without_experts_has_no_plans_of_experts() -> None:
+    assert all(plan.mesh.ep == 1 for plan in every_plan(4, {}, RunSpec.default()))
 
 
 def test_a_sequence_that_does_not_divide_leaves_out_the_plans_that_cut_it() -> None:

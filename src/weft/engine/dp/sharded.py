@@ -80,11 +80,21 @@ def shard_units(
     units += [(module, mesh, mixed) for module in (*(model.get_submodule(name) for name in layout.blocks), model)]
     for module, own, policy in units:
         placement = functools.partial(_placement, num_shards=own.size(own.ndim - 1))
-        fully_shard(module, mesh=own, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement)
+        unit = fully_shard(
+            module, mesh=own, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement
+        )
+        _require_sums(unit, num_ranks=own.size())
     # torch warns when a sharded module returns a view, since writing into it loses a hook. The objective only reads
     # the root's output; the warning stays on for blocks, whose outputs the model's own code handles.
     root = re.escape(type(model).__name__)
     warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({root}\) returned a view", category=UserWarning)
+
+
+def _require_sums(unit: FSDPModule, *, num_ranks: int) -> None:
+    """Make gradients of a unit plain sums."""
+    if num_ranks > 1:  # one rank divides by 1 in any case: a factor would add a copy of all gradients of the unit
+        unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)  # Gloo has no scaled sum, and the engine needs plain sums
 
 
 def _placement(parameter: nn.Parameter, *, num_shards: int) -> Shard:
@@ -100,9 +110,6 @@ class Sharded(Strategy):
         self.stage_policy = STAGES[stage]
         self.accumulates_unsharded = not self.stage_policy.reduce_every_microbatch
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for unit in self._units:
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # Gloo has no scaled sum, and the engine needs plain sums
         # Listed now: while a unit is gathered its module shows other parameters, without gradients.
         self._shards = list(self._by_unit())
 

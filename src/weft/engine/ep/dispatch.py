@@ -7,7 +7,8 @@
 | `gather` | all rows to all ranks           | the same; a reduce-scatter adds up   | do not: equal on all ranks |
 
 The module computes one row per (token, expert), sorted by the rank's own numbers of experts and without weights. Its
-kernel, gate, biases and norm are not known here. Gradients are plain sums; nothing is scaled.
+kernel, gate, biases and norm are not known here. Gradients are plain sums; nothing is scaled. `del` frees rows that no
+backward needs before the next tensor of their size is allocated.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from weft.core.experts import Routing
 from weft.core.shards import Span, balanced_span
 from weft.engine import collectives
 from weft.engine.ep.exchange import Counts, Group, exchange_counts, send_routed, send_rows
-from weft.engine.ep.rows import RowOrder, sorted_order, sum_rows, take_rows
+from weft.engine.ep.rows import sorted_order, sum_rows, take_rows
 
 Experts = Callable[[Tensor, Tensor], Tensor]  # outputs of rows, one expert per row; the experts' numbers ascend
 
@@ -81,9 +82,10 @@ class Pairs(Dispatcher):
         numbers = torch.arange(most, device=index.device).repeat(self.degree)
         numbers = numbers.repeat_interleave(theirs.flatten(), output_size=len(received)).unsqueeze(1)
         own_order = sorted_order(numbers, len(received))
-        made = compute(experts, received, numbers, own_order)
-        returned = send_rows(sum_rows(made, own_order), counts.back, self.group)
-        return sum_rows(returned, order, weights)
+        rows = take_rows(received, own_order)
+        del received
+        by_source = sum_rows(compute(experts, rows, numbers.flatten()[own_order.slots]), own_order)
+        return sum_rows(send_rows(by_source, counts.back, self.group), order, weights)
 
 
 class Tokens(Dispatcher):
@@ -108,16 +110,17 @@ class Tokens(Dispatcher):
             take_rows(hidden, order), numbers, weights[token], counts, self.group
         )
         own_order = sorted_order(numbers, sum(pair_counts))
-        made = compute(experts, received, numbers, own_order)
-        returned = send_rows(sum_rows(made, own_order, own_weights), counts.back, self.group)
-        return sum_rows(returned, order)
+        rows = take_rows(received, own_order)
+        del received
+        sums = sum_rows(compute(experts, rows, numbers.flatten()[own_order.slots]), own_order, own_weights)
+        return sum_rows(send_rows(sums, counts.back, self.group), order)
 
 
 class Gather(Dispatcher):
     """All rows travel to all ranks, which must have the same number of them; sizes do not depend on the router."""
 
     def __call__(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        rows = collectives.gather(hidden, self.group, 0)
+        gathered = collectives.gather(hidden, self.group, 0)
         all_weights = collectives.gather(weights, self.group, 0)
         numbers = collectives.gathered(index, self.group, 0) - self.own.begin
         is_own = (numbers >= 0) & (numbers < self.own.size)
@@ -126,8 +129,10 @@ class Gather(Dispatcher):
         )
         numbers = torch.where(is_own, numbers, -1)
         order = sorted_order(numbers, sum(pair_counts))
-        made = compute(experts, rows, numbers, order)
-        return collectives.scatter(sum_rows(made, order, all_weights), self.group, 0)
+        rows = take_rows(gathered, order)
+        del gathered
+        sums = sum_rows(compute(experts, rows, numbers.flatten()[order.slots]), order, all_weights)
+        return collectives.scatter(sums, self.group, 0)
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {"pairs": Pairs, "tokens": Tokens, "gather": Gather}
@@ -150,16 +155,15 @@ def dispatch_share(
     return collectives.collect(dispatcher(experts, *own), group, 0)[: len(hidden)]
 
 
-def compute(experts: Experts, hidden: Tensor, numbers: Tensor, order: RowOrder) -> Tensor:
-    """The experts' outputs, one per row of `order`; `numbers` [rows of `hidden`, k] of experts.
+def compute(experts: Experts, rows: Tensor, numbers: Tensor) -> Tensor:
+    """The experts' outputs of `rows`, which are sorted by `numbers`.
 
     Without rows it computes one of zeros, which is dropped: every rank has the same graph, and experts without a token
     have a gradient of zero. With None an optimizer would not decay their momentum.
     """
-    rows, of_rows = take_rows(hidden, order), numbers.flatten()[order.slots]
     if len(rows):
-        return experts(rows, of_rows)
-    return experts(torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), of_rows.new_zeros(1))[:0]
+        return experts(rows, numbers)
+    return experts(torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), numbers.new_zeros(1))[:0]
 
 
 def _histogram(values: Tensor, size: int) -> Tensor:

@@ -25,11 +25,9 @@ from weft.core.model_shape import BlockShape, MoeShape
 from weft.plan.axis import SMALL_ELEMENTS, TrafficRow
 from weft.plan.columns import DISPATCHERS, Floats
 from weft.plan.ep.choice import chosen_dispatchers
+from weft.plan.ep.memory import FLOAT32_BYTES, INDEX_BYTES, dispatched_tokens, weight_bytes
 from weft.plan.time.links import gather_bytes
 from weft.plan.view import View
-
-FLOAT32_BYTES = 4
-INDEX_BYTES = 8
 
 Passed = tuple[str, float, float]  # collective, bytes of the full tensor, count
 
@@ -89,7 +87,7 @@ def traffic(view: View) -> list[TrafficRow]:
         if block.moe is None:
             continue
         # few distinct layers: formulas per layer, then columns
-        facts = np.stack([columns.ep, chosen, _tokens(view, block)], axis=1)[dispatched]
+        facts = np.stack([columns.ep, chosen, dispatched_tokens(view, block)], axis=1)[dispatched]
         keys, place = np.unique(facts, axis=0, return_inverse=True)
         for number, (ep, dispatcher, per_rank) in enumerate(keys):
             rows = dispatched[place.reshape(-1) == number]
@@ -103,17 +101,6 @@ def traffic(view: View) -> list[TrafficRow]:
                 nbytes[rows] += float(gather_bytes(np.asarray(full_bytes), np.asarray(ep))) * times[rows]
                 total[rows] += count * times[rows]
     return [TrafficRow(axes.EP, collective, phase, *both) for (collective, phase), both in totals.items()]
-
-
-def _tokens(view: View, block: BlockShape) -> Floats:
-    """Tokens that a rank dispatches per micro-batch: all that enter its experts.
-
-    Experts that are sharded over tensor ranks have gathered the slices of the sequence; other experts have not.
-    """
-    columns = view.columns
-    has_slice = (columns.sequence_parallel > 0) & (not block.shards("expert"))
-    shares = np.where(columns.folds_experts | has_slice, columns.tp, 1)
-    return np.asarray(np.ceil(view.tokens / shares), dtype=np.float64)
 
 
 def _passes(view: View, index: int, layer: Layer, dispatcher: str) -> Iterator[tuple[str, Passed, Floats]]:
@@ -138,6 +125,6 @@ def _layer(view: View, block: BlockShape, *, ep: int, tokens: float) -> Layer | 
         ep=ep,
         tokens=tokens,
         row_bytes=view.shape.hidden_size * view.sizes.activation,
-        weight_bytes=FLOAT32_BYTES if moe.weighs_in_float32 else view.sizes.activation,
+        weight_bytes=weight_bytes(moe, view),
         saves_after=block.saves_after_experts,
     )

@@ -14,6 +14,7 @@ import numpy as np
 from weft.core.model_shape import ModelShape
 from weft.core.terms import MemoryTerm as Term
 from weft.plan.columns import Floats, Ints
+from weft.plan.ep.instants import with_experts
 from weft.plan.memory import fused_loss
 from weft.plan.memory.in_flight import LOG_PROBABILITY_BYTES, edge_bytes, flight_of, waiting_bytes
 from weft.plan.memory.saved_activations import saved_blocks
@@ -78,7 +79,7 @@ def _keep_fuller(found: MemoryEstimate, rows: Ints, other: Terms, other_at: Ints
 def _estimate_stage(view: View) -> tuple[Terms, tuple[str, ...], Ints]:
     """(terms at the peak, names of the instants, index of the peak)."""
     parts = _parts(view)
-    instants = instants_of(parts)
+    instants = with_experts(parts, instants_of(parts))
     totals = np.stack([_total(terms) for terms in instants.values()])
     at = np.argmax(totals, axis=0)
     peak = {term: np.choose(at, [terms[term] for terms in instants.values()]) for term in instants["update"]}

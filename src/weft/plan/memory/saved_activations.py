@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.plan.columns import Bools, Floats
+from weft.plan.ep.memory import saved_extra
 from weft.plan.memory.block_activations import (
     bytes_of,
     saved_by_compiled,
@@ -100,7 +101,9 @@ def saved_blocks(view: View) -> SavedBlocks:
         selected_bytes = np.minimum(selected_bytes, default_bytes)
         # a compiled block saves operands and outputs of matmuls, and recomputes pointwise operators between them
         compiled_bytes = np.minimum(compiled_bytes, default_bytes)
-        own_bytes = np.where(is_compiled(view.request, columns), compiled_bytes, default_bytes)
+        own_bytes = np.where(is_compiled(view.request, columns), compiled_bytes, default_bytes) + saved_extra(
+            view, block
+        )
         count, full, selective = stage.blocks[:, index], recomputed.full[:, index], recomputed.selective[:, index]
         total = total + (count - full - selective) * own_bytes + selective * selected_bytes + full * input_bytes
         restored = (own_bytes - selected_bytes, own_bytes - input_bytes)

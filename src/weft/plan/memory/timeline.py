@@ -112,10 +112,10 @@ def _at_loss(parts: TermParts) -> Terms:
     inside = np.where(
         columns.fused_loss > 0, parts.view.gathered_bytes(root=share.root.padded, blocks=share.largest_padded), 0.0
     )
-    gathered = np.where(columns.zero == 3, inside, _held_gathered(parts.view))
+    gathered = np.where(columns.zero == 3, inside, held_gathered(parts.view))
     none = np.zeros(len(columns))
     held = _held_reduce_input(parts)
-    return _instant(
+    return instant(
         parts, saved=parts.saved_at_loss + parts.final, gathered=gathered, gradients=parts.earlier_gradients,
         logits=parts.logits, buffers=held, temporaries=none,
     )  # fmt: skip
@@ -165,7 +165,7 @@ def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
     is_first, is_last = done == 0, done >= parts.num_blocks - 1
     is_zero3 = columns.zero == 3
     unit = share.largest_padded * view.block_bytes
-    gathered = _held_gathered(parts.view) + np.where(is_zero3, unit + np.where(is_last, 0.0, unit), 0.0)
+    gathered = held_gathered(parts.view) + np.where(is_zero3, unit + np.where(is_last, 0.0, unit), 0.0)
     block_cast = np.where((columns.zero == 0) & sizes.is_mixed, share.largest_block * sizes.compute, 0.0)
     # casts are freed block by block; recompute casts the current block again
     gathered = gathered + (parts.blocks.is_recomputed(done) - parts.blocks.casts_freed(done)) * block_cast
@@ -173,19 +173,19 @@ def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
     per_block = (share.total.unsharded - share.root.unsharded) / blocks
     per_block_shard = (share.total.shard - share.root.shard) / blocks
     reduced = np.where(columns.zero >= 2, per_block_shard, per_block) * sizes.gradient * done
-    head_gradient = _head_gradient(view)
+    of_head = head_gradient(view)
     grown = np.maximum(before, np.where(parts.has_gradients, before, reduced))
     reduce_input = np.where(columns.zero == 0, 0.0, share.largest_padded * sizes.communication)
     reduce_input = np.where(is_first, _held_reduce_input(parts), reduce_input)
     own_gradient = share.largest_block * sizes.compute
     wide = 2 * view.tokens * sizes.activation * parts.widest / columns.tp
-    waiting = np.where(columns.zero > 0, head_gradient, 0.0)  # the root is reduced last
+    waiting = np.where(columns.zero > 0, of_head, 0.0)  # the root is reduced last
     temporaries = wide + own_gradient / 3 + view.stream_bytes + waiting + _entry_gradients(view) + _received(view)
-    return _instant(
+    return instant(
         parts,
         saved=np.maximum(parts.saved - parts.blocks.freed(done), 0.0) + parts.blocks.restored(done),
         gathered=np.maximum(gathered, 0.0),
-        gradients=np.where(columns.zero == 0, np.maximum(grown, head_gradient), grown),
+        gradients=np.where(columns.zero == 0, np.maximum(grown, of_head), grown),
         logits=parts.held_logits,
         buffers=reduce_input,
         temporaries=temporaries,
@@ -210,7 +210,7 @@ def _at_block_end(parts: TermParts, *, done: Floats) -> Terms:
     # gradients of input and output, and two of the norm in float32
     stream = view.stream_bytes * (2 + 8 / view.sizes.activation)
     waits = view.columns.zero > 0
-    own = np.where(waits, view.share.largest_block * view.sizes.compute + _head_gradient(view), 0.0)
+    own = np.where(waits, view.share.largest_block * view.sizes.compute + head_gradient(view), 0.0)
     return {
         **begun,
         Term.ACTIVATIONS: np.maximum(parts.saved - parts.blocks.freed(done + 1), 0.0),
@@ -225,7 +225,7 @@ def _row_sums(view: View) -> Floats:
     return np.minimum(8 * view.tokens * view.shape.hidden_size, MAX_ROW_SUM_BYTES)
 
 
-def _head_gradient(view: View) -> Floats:
+def head_gradient(view: View) -> Floats:
     """Gradient of the output head; the embedding's comes last."""
     head = _table_elements(view)
     nbytes = np.where(view.columns.zero == 0, view.sizes.gradient, view.sizes.compute)
@@ -239,11 +239,11 @@ def _at_gather(parts: TermParts, *, done: Floats) -> Terms:
     """
     view, backward = parts.view, _in_backward(parts, done=done)
     unit = view.share.largest_padded * view.block_bytes
-    arriving = unit + view.share.largest_inner * view.block_bytes + _head_gradient(view) + view.stream_bytes
+    arriving = unit + view.share.largest_inner * view.block_bytes + head_gradient(view) + view.stream_bytes
     is_zero3 = view.columns.zero == 3
     return {
         **backward,
-        Term.GATHERED: np.where(is_zero3, _held_gathered(view) + unit, 0.0),
+        Term.GATHERED: np.where(is_zero3, held_gathered(view) + unit, 0.0),
         Term.ACTIVATIONS: np.where(is_zero3, backward[Term.ACTIVATIONS] - parts.blocks.restored(done), 0.0),
         Term.TEMPORARIES: np.where(is_zero3, arriving, 0.0),
     }
@@ -259,9 +259,9 @@ def _at_table(parts: TermParts) -> Terms:
     is_last = (columns.zero == 0) & view.stage.holds_embedding & sizes.is_mixed
     table = np.where(is_last, _table_elements(view), 0.0)
     into_bucket = np.where(has_buckets(view), sizes.compute + sizes.gradient, 0)
-    return _instant(
+    return instant(
         parts, saved=none, gathered=none, gradients=np.where(is_last, view.share.total.unsharded * sizes.gradient, 0.0),
-        logits=none, buffers=none, temporaries=table * (sizes.compute + into_bucket),
+        buffers=none, temporaries=table * (sizes.compute + into_bucket),
     )  # fmt: skip
 
 
@@ -274,8 +274,8 @@ def _at_sum(parts: TermParts) -> Terms:
     largest = np.where(has_table, _table_elements(view) * view.sizes.gradient, 0.0)
     bucket = np.minimum(np.maximum(SUM_BUCKET_BYTES, largest), gradients)
     none = np.zeros(len(columns))
-    return _instant(
-        parts, saved=none, gathered=none, gradients=np.where(is_summed, gradients, 0.0), logits=none, buffers=none,
+    return instant(
+        parts, saved=none, gathered=none, gradients=np.where(is_summed, gradients, 0.0), buffers=none,
         temporaries=np.where(is_summed, bucket, 0.0),
     )  # fmt: skip
 
@@ -288,7 +288,7 @@ def _table_elements(view: View) -> Floats:
 def _at_root(parts: TermParts) -> Terms:
     """Reduce-scatter of the root, with gradients of earlier micro-batches and, before the last, gathered weights.
 
-    With one shard nothing is sent: input, output and the divided gradient exist, the unreduced gradient is freed.
+    With one shard nothing is sent: input and output exist, among replicas the divided gradient; the other is freed.
     """
     view, columns, share, sizes = parts.view, parts.view.columns, parts.view.share, parts.view.sizes
     several, none = parts.has_gradients, np.zeros(len(columns))
@@ -296,12 +296,12 @@ def _at_root(parts: TermParts) -> Terms:
     per_element = np.where((columns.zero == 1) & several, sizes.communication, sizes.compute)
     is_alone = share.total.shard >= share.total.unsharded
     wire = share.root.padded + np.where(several, share.root.shard, 0.0)
-    wire = np.where(is_alone, 3 * share.root.unsharded, wire)
-    gathered = np.where((columns.zero == 2) & several, _held_gathered(view), 0.0)
+    wire = np.where(is_alone, np.where(columns.dp_replicate > 1, 3, 2) * share.root.unsharded, wire)
+    gathered = np.where((columns.zero == 2) & several, held_gathered(view), 0.0)
     return {
         term: np.where(columns.zero > 0, values, 0.0)
-        for term, values in _instant(
-            parts, saved=none, gathered=gathered, gradients=gradients, logits=none, buffers=wire * sizes.communication,
+        for term, values in instant(
+            parts, saved=none, gathered=gathered, gradients=gradients, buffers=wire * sizes.communication,
             temporaries=np.where(is_alone, 0.0, share.root.unsharded * per_element),
         ).items()
     }  # fmt: skip
@@ -316,10 +316,8 @@ def _at_update(parts: TermParts) -> Terms:
         temporaries = QUANTISED_UPDATE_BYTES * _largest_tensor(parts.view) * held / np.maximum(share.total.unsharded, 1)
     # an offloaded optimizer has its temporaries on the host
     temporaries = np.where(columns.offload_optimizer > 0, 0.0, temporaries)
-    return _instant(
-        parts, saved=none, gathered=none, gradients=held * sizes.gradient, logits=none, buffers=none,
-        temporaries=temporaries,
-    )  # fmt: skip
+    gradients = held * sizes.gradient
+    return instant(parts, saved=none, gathered=none, gradients=gradients, buffers=none, temporaries=temporaries)
 
 
 def _largest_tensor(view: View) -> Floats:
@@ -329,16 +327,17 @@ def _largest_tensor(view: View) -> Floats:
     return np.maximum(table, matrix / view.columns.tp)
 
 
-def _instant(
+def instant(
     parts: TermParts,
     *,
     saved: Floats,
     gathered: Floats,
     gradients: Floats,
-    logits: Floats,
     buffers: Floats,
     temporaries: Floats,
+    logits: Floats | float = 0.0,
 ) -> Terms:
+    """The terms of one instant, with those that are resident."""
     view = parts.view
     # an offloaded optimizer takes each gradient at once: gradients of two blocks are on the device
     few = np.minimum(gradients, 2 * view.share.largest_block * view.sizes.gradient)
@@ -347,13 +346,13 @@ def _instant(
         Term.GRADIENTS: np.where(view.columns.offload_optimizer > 0, few, gradients),
         Term.GATHERED: gathered,
         Term.ACTIVATIONS: saved,
-        Term.LOGITS: logits,
+        Term.LOGITS: logits + np.zeros(len(view.columns)),
         Term.COMM_BUFFERS: buffers + _peer_buffers(view),
         Term.TEMPORARIES: temporaries,
     }
 
 
-def _held_gathered(view: View) -> Floats:
+def held_gathered(view: View) -> Floats:
     """Weights in the compute dtype that are held through forward and backward, beyond the current block."""
     columns, share, sizes = view.columns, view.share, view.sizes
     casts = np.zeros(len(columns))
