@@ -1,0 +1,258 @@
+"""`weft verify` at mesh.ep = 2 over every mixture-of-experts causal LM type of the installed transformers.
+
+    python benchmarks/expert_families.py --out benchmarks/results/expert_families-DATE.md
+        --docs docs/reference/expert-families.md [--only mixtral ...] [--rows FILE] [--zero 3]
+
+A tiny model of each type goes through all stages of `weft verify` on two ranks: gradients, norms, weights and states
+against one process, collectives and memory against the prediction, the same bits twice, resume and export. A type is
+`right`, `refused` (weft said why), `not built` (not even in one process) or WRONG. `replicated`: parameters that no
+axis shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import logging
+import os
+import platform
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiny_families as tiny
+import torch
+import transformers
+from gloo import preload
+from tiny_families import Facts
+from tiny_run import write_corpus
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from type_groups import keep_findings, run_groups
+
+from weft.core.errors import WeftError
+from weft.core.run_spec import RunSpec
+from weft.data import open_corpus
+from weft.models.build import build_skeleton
+from weft.models.ep.finder import find_expert_layout
+from weft.plan.resolve import resolve
+from weft.verify.request import VerifyRequest
+from weft.verify.worker import run_request
+
+DEGREE, STEPS, TYPES_A_GROUP = 2, 4, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A type with experts: the request of its verification, or the sentence that refuses it."""
+
+    layers: int
+    experts: int
+    declined: str  # why some of its experts stay replicated
+    request: str = ""
+    refused: str = ""
+
+
+def verify_types(rank: int, _world: int, model_types: list[str], requests: dict[str, str], folder: str) -> None:
+    """Each type in turn, on this rank."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    os.environ["TQDM_DISABLE"] = "1"
+    for model_type in model_types:
+        began_s = time.perf_counter()
+        try:
+            verdict = run_request(VerifyRequest.from_json(requests[model_type]))[0].as_dict()
+        except WeftError as error:  # on every rank alike, before anything trains
+            verdict = {"refused": str(error)}
+        keep_findings({**verdict, "seconds": time.perf_counter() - began_s}, folder, model_type, rank)
+
+
+def case_of(model_type: str, corpus: Path, *, zero: int) -> Case | None:
+    """The case of a type; None for a dense one. Raises WeftError if the type is not built."""
+    fields: Facts = {}
+    config = tiny.config_of(model_type, given=fields)
+    layout = find_expert_layout(build_skeleton(config))
+    if not layout.layers and not layout.declined:
+        return None
+    run = _run(model_type, fields, corpus)
+    tables = {"mesh": {"dp_shard": DEGREE, "ep": DEGREE}, "data_parallel": {"zero": zero}}
+    declined = next(iter(layout.declined.values()), "")
+    facts: Facts = {
+        "layers": len(layout.layers),
+        "experts": max((layer.num_experts for layer in layout.layers), default=0),
+        "declined": declined,
+    }
+    try:
+        plan = resolve(tables, run, on_gpu=False, num_ranks=DEGREE)
+    except WeftError as error:
+        return Case(**facts, refused=str(error))
+    return Case(**facts, request=VerifyRequest(run=run, plans=[plan], steps=STEPS).to_json())
+
+
+def _run(model_type: str, config: Facts, corpus: Path) -> RunSpec:
+    return RunSpec.from_tables(
+        {
+            "model": {"type": model_type, "config": config},
+            "data": {"source": str(corpus), "tokenizer": "bytes", "sequence_length": 32, "eval_fraction": 0.2},
+            "train": {"steps": 20, "global_batch": 8, "learning_rate": 1e-3, "warmup_steps": 2, "seed": 1},
+            "ledger": {"dry_run": False},  # it takes seconds of a run, and no check reads it
+        }
+    )
+
+
+def judge_types(model_types: list[str], corpus: Path, *, zero: int = 3) -> Iterator[Facts]:
+    """A row for each type with experts."""
+    cases: dict[str, Case] = {}
+    for name in model_types:
+        try:
+            case = case_of(name, corpus, zero=zero)
+        except WeftError as error:
+            yield {"type": name, "verdict": "not built", "why": str(error)}
+            continue
+        if case is None:
+            yield {"type": name, "verdict": "dense", "why": ""}
+        elif case.refused:
+            yield _row(name, case, verdict="refused", why=case.refused)
+        else:
+            cases[name] = case
+    requests = {name: case.request for name, case in cases.items()}
+    for name, found in run_groups(verify_types, list(cases), DEGREE, requests, size=TYPES_A_GROUP):
+        yield _row(name, cases[name], **_judged(found[0]))
+
+
+def _row(name: str, case: Case, **fields: Any) -> Facts:
+    return {"type": name, "layers": case.layers, "experts": case.experts, "declined": case.declined, **fields}
+
+
+def _judged(verdict: Facts) -> Facts:
+    if "failed" in verdict:
+        return {"verdict": "WRONG", "why": tiny.last_line(verdict["failed"])}
+    if "refused" in verdict:
+        return {"verdict": "refused", "why": verdict["refused"]}
+    checks = {check["name"]: check for check in verdict["checks"]}
+    wrong = verdict["first_wrong"]
+    return {
+        "verdict": "right" if verdict["ok"] else "WRONG",
+        "why": f"{wrong}: {checks[wrong]['detail']}" if wrong else "",
+        "margin": max(check["margin"] or 0.0 for check in verdict["checks"]),
+        "replicated": len(verdict["replicated_parameters"]),
+        "unused": verdict.get("unused_parameters", []),
+        "prediction": checks["prediction"]["detail"] if "prediction" in checks else "",
+        "seconds": verdict["seconds"],
+    }
+
+
+def result_page(rows: list[Facts], *, zero: int) -> str:
+    """The dated result, caveats first."""
+    counts = Counter(row["verdict"] for row in rows)
+    lines = [
+        f"# Expert parallelism over model families, {datetime.date.today():%Y-%m-%d}",
+        "",
+        "Caveats: models of two layers and width 64 with random weights and 4 experts, five steps, float32, CPU",
+        "processes on one machine with other work on it: the seconds are no benchmark. A group of ranks serves several",
+        "types. `margin` is the largest difference over the allowed one; above 1 would fail.",
+        "",
+        f"- torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}",
+        f"- mesh.dp_shard = {DEGREE}, mesh.ep = {DEGREE}, ZeRO-{zero}: {counts['right']} right, {counts['refused']}"
+        f" refused with a sentence, {counts['WRONG']} WRONG, {counts['not built']} not built even in one process, of"
+        f" {len(rows)} types with experts",
+        "- `no gradient`: parameters that get none in one process either, so that no layout trains them",
+        "- Command: `OMP_NUM_THREADS=1 python benchmarks/expert_families.py --out FILE --docs FILE`",
+        "",
+        "| type | verdict | layers of experts | margin | seconds | no gradient | why, or what was not judged |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        layers = f"{row['layers']} of {row['experts']}" if row.get("layers") else ""
+        numbers = f"{row['margin']:.3f} | {row['seconds']:.0f}" if "margin" in row else " | "
+        why = row["why"] or _not_judged(row)
+        unused = len(row.get("unused", [])) or ""
+        lines.append(f"| {row['type']} | {row['verdict']} | {layers} | {numbers} | {unused} | {tiny.cell(why)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _not_judged(row: Facts) -> str:
+    prediction: str = row.get("prediction", "")
+    return f"prediction {prediction}" if prediction.startswith("not judged") else ""
+
+
+def docs_page(rows: list[Facts]) -> str:
+    """What a user looks up: can my model's experts be divided, and if not, why?"""
+    tried = [row for row in rows if row["verdict"] != "not built"]
+    right = [row for row in tried if row["verdict"] == "right"]
+    unused = [row for row in right if row["unused"]]
+    lines = [
+        "# Expert parallelism by model type",
+        "",
+        f"{len(right)} of the {len(tried)} mixture-of-experts causal LM types of transformers"
+        f" {transformers.__version__} that weft builds",
+        "pass `weft verify` at `mesh.ep = 2`; the others are refused, with a reason. A tiny model of each was verified;",
+        "`benchmarks/expert_families.py` writes this page. A refused model trains with `mesh.ep = 1`: ZeRO-3 shards any",
+        "model, and tensor parallelism [most](tensor-families.md).",
+        "",
+        "## Refused",
+        "",
+        "| type | why |",
+        "| --- | --- |",
+        *(f"| {row['type']} | {tiny.cell(row['why'])} |" for row in tried if row["verdict"] != "right"),
+        "",
+        "## Right",
+        "",
+        ", ".join(row["type"] for row in right),
+        "",
+        "## Parameters without a gradient",
+        "",
+        "The forward of these types leaves some parameters without a gradient, in one process too: a choice of tokens or",
+        "experts has none. They keep their initial values in every layout; `weft verify` lists them for your model.",
+        "",
+        "| type | parameters of the tiny model |",
+        "| --- | --- |",
+        *(f"| {row['type']} | {tiny.cell(', '.join(_kinds(row['unused'])))} |" for row in unused),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _kinds(names: list[str]) -> list[str]:
+    """Names without their block's number, once each."""
+    return list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--docs", type=Path)
+    parser.add_argument(
+        "--rows", type=Path, help="a JSON line for each type as it is done; types in it are not repeated"
+    )
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--zero", type=int, default=3)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    done = tiny.read_rows(given.rows)
+    left = [name for name in given.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if name not in done]
+    with tempfile.TemporaryDirectory(prefix="expert-families-") as folder:
+        os.environ["XDG_CACHE_HOME"] = str(Path(folder, "cache"))  # of ranks too: the server forks after this
+        preload("weft.core.plan", "families_train", "weft.verify.worker")
+        corpus = write_corpus(Path(folder, "texts"))
+        open_corpus(_run("mixtral", {}, corpus).data)  # once, before ranks do it side by side
+        for row in judge_types(left, corpus, zero=given.zero):
+            done[row["type"]] = row
+            tiny.keep_row(given.rows, row)
+            if row["verdict"] != "dense":
+                print(f"{row['type']:26} {row['verdict']:9} {row.get('seconds', 0):4.0f}s {row['why'][:200]}", flush=True)
+    rows = [done[name] for name in sorted(done) if done[name]["verdict"] != "dense"]
+    if given.out:
+        given.out.write_text(result_page(rows, zero=given.zero), encoding="utf-8")
+    if given.docs:
+        given.docs.write_text(docs_page(rows), encoding="utf-8")
+    if any(row["verdict"] == "WRONG" for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
