@@ -140,7 +140,7 @@ def _judged(verdict: Facts) -> Facts:
         "why": f"{wrong}: {checks[wrong]['detail']}" if wrong else "",
         "margin": max(check["margin"] or 0.0 for check in verdict["checks"]),
         "replicated": len(verdict["replicated_parameters"]),
-        "unused": verdict.get("unused_parameters", []),
+        "untrained": verdict["untrained_parameters"],
         "prediction": checks["prediction"]["detail"] if "prediction" in checks else "",
         "seconds": verdict["seconds"],
     }
@@ -170,8 +170,8 @@ def result_page(rows: list[Facts], *, zero: int) -> str:
         layers = f"{row['layers']} of {row['experts']}" if row.get("layers") else ""
         numbers = f"{row['margin']:.3f} | {row['seconds']:.0f}" if "margin" in row else " | "
         why = row["why"] or _not_judged(row)
-        unused = len(row.get("unused", [])) or ""
-        lines.append(f"| {row['type']} | {row['verdict']} | {layers} | {numbers} | {unused} | {tiny.cell(why)} |")
+        untrained = len(row.get("untrained", [])) or ""
+        lines.append(f"| {row['type']} | {row['verdict']} | {layers} | {numbers} | {untrained} | {tiny.cell(why)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -184,15 +184,15 @@ def docs_page(rows: list[Facts]) -> str:
     """What a user looks up: can my model's experts be divided, and if not, why?"""
     tried = [row for row in rows if row["verdict"] != "not built"]
     right = [row for row in tried if row["verdict"] == "right"]
-    unused = [row for row in right if row["unused"]]
+    untrained = [row for row in right if row["untrained"]]
     lines = [
         "# Expert parallelism by model type",
         "",
         f"{len(right)} of the {len(tried)} mixture-of-experts causal LM types of transformers"
         f" {transformers.__version__} that weft builds",
-        "pass `weft verify` at `mesh.ep = 2`; the others are refused, with a reason. A tiny model of each was verified;",
-        "`benchmarks/expert_families.py` writes this page. A refused model trains with `mesh.ep = 1`: ZeRO-3 shards any",
-        "model, and tensor parallelism [most](tensor-families.md).",
+        "pass `weft verify` at `mesh.ep = 2`; the others are refused, with a reason. `benchmarks/expert_families.py`",
+        "verifies a tiny model of each and writes this page. A refused model trains with `mesh.ep = 1`: ZeRO-3 shards",
+        "any model, and tensor parallelism [most](tensor-families.md).",
         "",
         "## Refused",
         "",
@@ -206,12 +206,13 @@ def docs_page(rows: list[Facts]) -> str:
         "",
         "## Parameters without a gradient",
         "",
-        "The forward of these types leaves some parameters without a gradient, in one process too: a choice of tokens or",
-        "experts has none. They keep their initial values in every layout; `weft verify` lists them for your model.",
+        "The loss of these types does not depend on some of their parameters, in one process either: a choice of tokens",
+        "or experts has no gradient. They keep their initial values in every layout; `weft verify` names them for your",
+        "model.",
         "",
         "| type | parameters of the tiny model |",
         "| --- | --- |",
-        *(f"| {row['type']} | {tiny.cell(', '.join(_kinds(row['unused'])))} |" for row in unused),
+        *(f"| {row['type']} | {tiny.cell(', '.join(_kinds(row['untrained'])))} |" for row in untrained),
     ]
     return "\n".join(lines) + "\n"
 
@@ -244,7 +245,9 @@ def main() -> None:
             done[row["type"]] = row
             tiny.keep_row(given.rows, row)
             if row["verdict"] != "dense":
-                print(f"{row['type']:26} {row['verdict']:9} {row.get('seconds', 0):4.0f}s {row['why'][:200]}", flush=True)
+                print(
+                    f"{row['type']:26} {row['verdict']:9} {row.get('seconds', 0):4.0f}s {row['why'][:200]}", flush=True
+                )
     rows = [done[name] for name in sorted(done) if done[name]["verdict"] != "dense"]
     if given.out:
         given.out.write_text(result_page(rows, zero=given.zero), encoding="utf-8")
