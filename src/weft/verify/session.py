@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from weft.core.errors import PipelineError
 from weft.core.plan import Plan
-from weft.core.records import ParameterRecord
 from weft.core.run_spec import RunSpec
 from weft.core.tensor_grid import row_chunks
 from weft.engine.engine import Engine
@@ -135,7 +134,7 @@ class Session:
         yield "training against the reference", train
         yield "accumulation", lambda: self._accumulation(plan, kept["references"])
         yield "determinism", repeat
-        yield "prediction", lambda: [self._prediction(plan, kept["found"].coverage)]
+        yield "prediction", lambda: [self._prediction(plan, kept["found"])]
         yield "the training loop, resume and export", loop
         yield "finite data", lambda: self._whole_runs.check_finite_data(plan)
 
@@ -217,11 +216,15 @@ class Session:
         detail = f"the same first step with {names}" if names else "one row per rank: no other split"
         return [Check.passed("accumulation", detail)]
 
-    def _prediction(self, plan: Plan, coverage: Sequence[ParameterRecord]) -> Check:
+    def _prediction(self, plan: Plan, found: Evidence) -> Check:
+        trainable = {row.name for row in found.coverage if row.trainable and row.tied_to is None}
+        num_untrained = len(trainable - set(found.first_gradients))
         with self.engine(plan) as engine:
             share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
             batches = training_batches(self.subject, steps=self.steps, **share)[:MEASURED_STEPS]
-            return check_prediction(engine, batches, self.subject.run, plan, coverage)
+            return check_prediction(
+                engine, batches, self.subject.run, plan, found.coverage, num_untrained=num_untrained
+            )
 
     def _first_step(self, plan: Plan, *, is_chunked: bool) -> tuple[float, float]:
         chunks = short_chunks(self.subject.borders.vocab_size) if is_chunked else nullcontext()
