@@ -1,12 +1,12 @@
 """`weft verify` at mesh.ep = 2 over every mixture-of-experts causal LM type of the installed transformers.
 
     python benchmarks/expert_families.py --out benchmarks/results/expert_families-DATE.md
-        --docs docs/reference/expert-families.md [--only mixtral ...] [--rows FILE] [--zero 3]
+        --docs docs/reference/expert-families.md [--only mixtral ...] [--rows FILE] [--zero 3] [--all-stages]
 
-A tiny model of each type goes through all stages of `weft verify` on two ranks: gradients, norms, weights and states
-against one process, collectives and memory against the prediction, the same bits twice, resume and export. A type is
-`right`, `refused` (weft said why), `not built` (not even in one process) or WRONG. `replicated`: parameters that no
-axis shards.
+A tiny model of each type goes through two stages of `weft verify` on two ranks: losses, gradients, norms, weights,
+states and evaluations against one process; collectives, traffic and memory against the prediction. `--all-stages` adds
+the others: the same bits twice, micro-batches, resume, export, finite data. A type is `right`, `refused` (weft said
+why), `not built` (not even in one process) or WRONG.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import logging
-import os
 import platform
 import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,44 +30,50 @@ import transformers
 from gloo import preload
 from tiny_families import Facts
 from tiny_run import write_corpus
+from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from type_groups import keep_findings, run_groups
+from verify_ranks import joined, session_of
 
 from weft.core.errors import WeftError
+from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.data import open_corpus
 from weft.models.build import build_skeleton
 from weft.models.ep.finder import find_expert_layout
 from weft.plan.resolve import resolve
-from weft.verify.request import VerifyRequest
-from weft.verify.worker import run_request
+from weft.verify.session import STAGES
 
 DEGREE, STEPS, TYPES_A_GROUP = 2, 4, 8
+USUAL = ("training against the reference", "prediction")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A type with experts: the request of its verification, or the sentence that refuses it."""
+    """A type with experts: the run and the plan to verify, or the sentence that refuses them."""
 
     layers: int
     experts: int
     declined: str  # why some of its experts stay replicated
-    request: str = ""
+    run: Facts = field(default_factory=dict)
+    plan: Facts = field(default_factory=dict)
     refused: str = ""
 
 
-def verify_types(rank: int, _world: int, model_types: list[str], requests: dict[str, str], folder: str) -> None:
+def verify_types(
+    rank: int, _world: int, model_types: list[str], cases: dict[str, Case], stages: tuple[str, ...], folder: str
+) -> None:
     """Each type in turn, on this rank."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    os.environ["TQDM_DISABLE"] = "1"
-    for model_type in model_types:
-        began_s = time.perf_counter()
-        try:
-            verdict = run_request(VerifyRequest.from_json(requests[model_type]))[0].as_dict()
-        except WeftError as error:  # on every rank alike, before anything trains
-            verdict = {"refused": str(error)}
-        keep_findings({**verdict, "seconds": time.perf_counter() - began_s}, folder, model_type, rank)
+    with joined(folder) as process:
+        for model_type in model_types:
+            began_s, case = time.perf_counter(), cases[model_type]
+            try:
+                session = session_of(case.run, process, f"{folder}/{model_type}.runs", steps=STEPS)
+                verdict = session.verify(Plan.from_tables(case.plan), stages=stages).as_dict()
+            except WeftError as error:  # on every rank alike, before anything trains
+                verdict = {"refused": str(error)}
+            keep_findings({**verdict, "seconds": time.perf_counter() - began_s}, folder, model_type, rank)
 
 
 def case_of(model_type: str, corpus: Path, *, zero: int) -> Case | None:
@@ -78,7 +83,7 @@ def case_of(model_type: str, corpus: Path, *, zero: int) -> Case | None:
     layout = find_expert_layout(build_skeleton(config))
     if not layout.layers and not layout.declined:
         return None
-    run = _run(model_type, fields, corpus)
+    run = _run_tables(model_type, fields, corpus)
     tables = {"mesh": {"dp_shard": DEGREE, "ep": DEGREE}, "data_parallel": {"zero": zero}}
     declined = next(iter(layout.declined.values()), "")
     facts: Facts = {
@@ -87,31 +92,30 @@ def case_of(model_type: str, corpus: Path, *, zero: int) -> Case | None:
         "declined": declined,
     }
     try:
-        plan = resolve(tables, run, on_gpu=False, num_ranks=DEGREE)
+        plan = resolve(tables, RunSpec.from_tables(run), on_gpu=False, num_ranks=DEGREE)
     except WeftError as error:
         return Case(**facts, refused=str(error))
-    return Case(**facts, request=VerifyRequest(run=run, plans=[plan], steps=STEPS).to_json())
+    return Case(**facts, run=run, plan=plan.model_dump(mode="json", exclude_none=True))
 
 
-def _run(model_type: str, config: Facts, corpus: Path) -> RunSpec:
-    return RunSpec.from_tables(
-        {
-            "model": {"type": model_type, "config": config},
-            "data": {"source": str(corpus), "tokenizer": "bytes", "sequence_length": 32, "eval_fraction": 0.2},
-            "train": {"steps": 20, "global_batch": 8, "learning_rate": 1e-3, "warmup_steps": 2, "seed": 1},
-            "ledger": {"dry_run": False},  # it takes seconds of a run, and no check reads it
-        }
-    )
+def _run_tables(model_type: str, config: Facts, corpus: Path) -> Facts:
+    return {
+        "model": {"type": model_type, "config": config},
+        "data": {"source": str(corpus), "tokenizer": "bytes", "sequence_length": 32, "eval_fraction": 0.2},
+        "train": {"steps": 20, "global_batch": 8, "learning_rate": 1e-3, "warmup_steps": 2, "seed": 1},
+        "ledger": {"dry_run": False},  # it takes seconds of a run, and no check reads it
+    }
 
 
-def judge_types(model_types: list[str], corpus: Path, *, zero: int = 3) -> Iterator[Facts]:
+def judge_types(model_types: list[str], corpus: Path, *, zero: int, stages: tuple[str, ...]) -> Iterator[Facts]:
     """A row for each type with experts."""
     cases: dict[str, Case] = {}
     for name in model_types:
         try:
             case = case_of(name, corpus, zero=zero)
         except WeftError as error:
-            yield {"type": name, "verdict": "not built", "why": str(error)}
+            verdict = "not built" if _names_experts(name) else "dense"
+            yield {"type": name, "verdict": verdict, "why": str(error)}
             continue
         if case is None:
             yield {"type": name, "verdict": "dense", "why": ""}
@@ -119,9 +123,16 @@ def judge_types(model_types: list[str], corpus: Path, *, zero: int = 3) -> Itera
             yield _row(name, case, verdict="refused", why=case.refused)
         else:
             cases[name] = case
-    requests = {name: case.request for name, case in cases.items()}
-    for name, found in run_groups(verify_types, list(cases), DEGREE, requests, size=TYPES_A_GROUP):
+    for name, found in run_groups(verify_types, list(cases), DEGREE, cases, stages, size=TYPES_A_GROUP):
         yield _row(name, cases[name], **_judged(found[0]))
+
+
+def _names_experts(model_type: str) -> bool:
+    """Whether the config of a type that is not built has a number of experts."""
+    try:
+        return "num_experts" in str(CONFIG_MAPPING[model_type]().to_dict())
+    except Exception:  # a class without defaults
+        return False
 
 
 def _row(name: str, case: Case, **fields: Any) -> Facts:
@@ -139,22 +150,22 @@ def _judged(verdict: Facts) -> Facts:
         "verdict": "right" if verdict["ok"] else "WRONG",
         "why": f"{wrong}: {checks[wrong]['detail']}" if wrong else "",
         "margin": max(check["margin"] or 0.0 for check in verdict["checks"]),
-        "replicated": len(verdict["replicated_parameters"]),
         "untrained": verdict["untrained_parameters"],
         "prediction": checks["prediction"]["detail"] if "prediction" in checks else "",
         "seconds": verdict["seconds"],
     }
 
 
-def result_page(rows: list[Facts], *, zero: int) -> str:
+def result_page(rows: list[Facts], *, zero: int, stages: tuple[str, ...]) -> str:
     """The dated result, caveats first."""
     counts = Counter(row["verdict"] for row in rows)
     lines = [
         f"# Expert parallelism over model families, {datetime.date.today():%Y-%m-%d}",
         "",
-        "Caveats: models of two layers and width 64 with random weights and 4 experts, five steps, float32, CPU",
-        "processes on one machine with other work on it: the seconds are no benchmark. A group of ranks serves several",
-        "types. `margin` is the largest difference over the allowed one; above 1 would fail.",
+        "Caveats: models of two layers and width 64 with random weights and few experts, four steps, float32, CPU",
+        "processes on one machine with other work on it: the seconds are no benchmark. Stages of `weft verify`:",
+        f"{'; '.join(stages)}.",
+        "`margin` is the largest difference over the allowed one; above 1 would fail.",
         "",
         f"- torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}",
         f"- mesh.dp_shard = {DEGREE}, mesh.ep = {DEGREE}, ZeRO-{zero}: {counts['right']} right, {counts['refused']}"
@@ -231,17 +242,17 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--zero", type=int, default=3)
+    parser.add_argument("--all-stages", action="store_true")
     given = parser.parse_args()
+    stages = STAGES if given.all_stages else USUAL
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     done = tiny.read_rows(given.rows)
     left = [name for name in given.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if name not in done]
     with tempfile.TemporaryDirectory(prefix="expert-families-") as folder:
-        os.environ["XDG_CACHE_HOME"] = str(Path(folder, "cache"))  # of ranks too: the server forks after this
-        preload("weft.core.plan", "families_train", "weft.verify.worker")
+        preload("weft.core.plan", "families_train", "weft.verify.session")
         corpus = write_corpus(Path(folder, "texts"))
-        open_corpus(_run("mixtral", {}, corpus).data)  # once, before ranks do it side by side
-        for row in judge_types(left, corpus, zero=given.zero):
+        for row in judge_types(left, corpus, zero=given.zero, stages=stages):
             done[row["type"]] = row
             tiny.keep_row(given.rows, row)
             if row["verdict"] != "dense":
@@ -250,7 +261,7 @@ def main() -> None:
                 )
     rows = [done[name] for name in sorted(done) if done[name]["verdict"] != "dense"]
     if given.out:
-        given.out.write_text(result_page(rows, zero=given.zero), encoding="utf-8")
+        given.out.write_text(result_page(rows, zero=given.zero, stages=stages), encoding="utf-8")
     if given.docs:
         given.docs.write_text(docs_page(rows), encoding="utf-8")
     if any(row["verdict"] == "WRONG" for row in rows):

@@ -3,8 +3,8 @@
 Bytes on the wire must equal the estimate; weights and optimizer states too, but for the allocator's rounding. Tokens
 travel to experts by the router's choice, of which the planner knows the mean: there only numbers are compared
 (`planned.py`). The planner counts a gradient of every parameter: where the loss does not depend on some, sums of
-gradients and optimizer states are at most the estimate. Other memory terms are compared on full-size models (the ledger of a run): a model of a few layers does
-not represent them.
+gradients and optimizer states are at most the estimate. Other memory terms are compared on full-size models (the ledger
+of a run): a model of a few layers does not represent them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,15 @@ OTHER_SPLITS = 3
 # the first creates the optimizer states and may peak there; the second finds the peak, the third takes its terms
 MEASURED_STEPS = 3
 
+STAGES = (
+    "training against the reference",
+    "accumulation",
+    "determinism",
+    "prediction",
+    "the training loop, resume and export",
+    "finite data",
+)
+
 
 class Session:
     """State shared by the plans that are verified on one run."""
@@ -81,8 +90,10 @@ class Session:
         changes: tuple[str, ...] = (),
         progress: Callable[[str], None] = lambda _: None,
         until_wrong: bool = False,
+        stages: Collection[str] = STAGES,
     ) -> Verdict:
-        """The verdict on `plan`; `until_wrong` stops after the first stage with a failed check."""
+        """The verdict on `plan`; `until_wrong` stops after the first stage with a failed check. `stages` has the first
+        one, whose findings others read."""
         require_enough_steps(plan, steps=self.steps)
         if plan.precision.policy().has_wide_router:
             require_declared(self.subject.skeleton())
@@ -90,7 +101,9 @@ class Session:
         gc.collect()  # frees the process groups of earlier engines, which may be in reference cycles
         checks: list[Check] = []
         numbers: dict[str, Any] = {}
-        for stage, found in self._stages(plan, numbers):
+        for stage, found in zip(STAGES, self._stages(plan, numbers), strict=True):
+            if stage not in stages:
+                continue
             progress(stage)
             checks += found()
             if until_wrong and self._anyone_wrong(checks):
@@ -104,8 +117,8 @@ class Session:
             **numbers,
         )
 
-    def _stages(self, plan: Plan, numbers: dict[str, Any]) -> Iterator[tuple[str, Callable[[], list[Check]]]]:
-        """The stages in order: name and function; the function runs on every rank and returns the checks."""
+    def _stages(self, plan: Plan, numbers: dict[str, Any]) -> Sequence[Callable[[], list[Check]]]:
+        """The functions of STAGES; each runs on every rank and returns the checks."""
         kept: dict[str, Any] = {}
 
         def train() -> list[Check]:
@@ -131,12 +144,14 @@ class Session:
             with repeatable(plan, self.device) as steady:
                 return self._whole_runs.check_loop(steady)
 
-        yield "training against the reference", train
-        yield "accumulation", lambda: self._accumulation(plan, kept["references"])
-        yield "determinism", repeat
-        yield "prediction", lambda: [self._prediction(plan, kept["found"])]
-        yield "the training loop, resume and export", loop
-        yield "finite data", lambda: self._whole_runs.check_finite_data(plan)
+        return (
+            train,
+            lambda: self._accumulation(plan, kept["references"]),
+            repeat,
+            lambda: [self._prediction(plan, kept["found"])],
+            loop,
+            lambda: self._whole_runs.check_finite_data(plan),
+        )
 
     def check_oracle(self, plan: Plan) -> list[Check]:
         """The oracle's checks alone: they cover the code that plan and reference share."""
