@@ -15,6 +15,7 @@ import argparse
 import datetime
 import logging
 import platform
+import re
 import tempfile
 import time
 import warnings
@@ -44,6 +45,11 @@ from weft.plan.resolve import resolve
 from weft.verify.session import STAGES
 
 DEGREE, STEPS, TYPES_A_GROUP = 2, 4, 8
+# of types whose first two layers, or whose defaults, have no experts
+WITH_EXPERTS: Facts = {
+    "mlp_layer_types": ["dense", "sparse"], "num_dense_layers": 1, "mlp_only_layers": [], "num_expert_group": 1,
+    "enable_moe_block": True, "top_k_experts": 2, "is_moe": True,
+}  # fmt: skip
 USUAL = ("training against the reference", "prediction")
 
 
@@ -79,10 +85,12 @@ def verify_types(
 def case_of(model_type: str, corpus: Path, *, zero: int) -> Case | None:
     """The case of a type; None for a dense one. Raises WeftError if the type is not built."""
     fields: Facts = {}
-    config = tiny.config_of(model_type, given=fields)
-    layout = find_expert_layout(build_skeleton(config))
+    layout = find_expert_layout(build_skeleton(tiny.config_of(model_type, given=fields)))
     if not layout.layers and not layout.declined:
-        return None
+        if not _names_experts(model_type):
+            return None
+        config = tiny.config_of(model_type, given=fields, fields_where_known=WITH_EXPERTS)
+        layout = find_expert_layout(build_skeleton(config))
     run = _run_tables(model_type, fields, corpus)
     tables = {"mesh": {"dp_shard": DEGREE, "ep": DEGREE}, "data_parallel": {"zero": zero}}
     declined = next(iter(layout.declined.values()), "")
@@ -128,11 +136,12 @@ def judge_types(model_types: list[str], corpus: Path, *, zero: int, stages: tupl
 
 
 def _names_experts(model_type: str) -> bool:
-    """Whether the config of a type that is not built has a number of experts."""
+    """Whether the config of a type, or a part of it, has a number of experts."""
     try:
-        return "num_experts" in str(CONFIG_MAPPING[model_type]().to_dict())
+        fields = str(CONFIG_MAPPING[model_type]().to_dict())
     except Exception:  # a class without defaults
         return False
+    return re.search(r"'(moe_num|num_local|num|n_routed)_experts'", fields) is not None
 
 
 def _row(name: str, case: Case, **fields: Any) -> Facts:
