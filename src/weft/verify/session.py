@@ -142,7 +142,7 @@ class Session:
 
         def loop() -> list[Check]:
             with repeatable(plan, self.device) as steady:
-                return self._whole_runs.check_loop(steady)
+                return self._whole_runs.check_loop(steady, has_untrained=_num_untrained(kept["found"]) > 0)
 
         return (
             train,
@@ -232,13 +232,11 @@ class Session:
         return [Check.passed("accumulation", detail)]
 
     def _prediction(self, plan: Plan, found: Evidence) -> Check:
-        trainable = {row.name for row in found.coverage if row.trainable and row.tied_to is None}
-        num_untrained = len(trainable - set(found.first_gradients))
         with self.engine(plan) as engine:
             share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
             batches = training_batches(self.subject, steps=self.steps, **share)[:MEASURED_STEPS]
             return check_prediction(
-                engine, batches, self.subject.run, plan, found.coverage, num_untrained=num_untrained
+                engine, batches, self.subject.run, plan, found.coverage, num_untrained=_num_untrained(found)
             )
 
     def _first_step(self, plan: Plan, *, is_chunked: bool) -> tuple[float, float]:
@@ -271,6 +269,12 @@ def require_enough_steps(plan: Plan, *, steps: int) -> None:
             f"{steps} steps do not fill {pipeline.schedule} over {plan.mesh.pp} ranks after the first evaluation",
             hint=f"verify it with --steps {least} or more",
         )
+
+
+def _num_untrained(found: Evidence) -> int:
+    """Trainable parameters without a gradient; every rank knows."""
+    trainable = {row.name for row in found.coverage if row.trainable and row.tied_to is None}
+    return len(trainable - set(found.first_gradients))
 
 
 def _with_microbatches(plan: Plan, microbatches: int) -> Plan:

@@ -15,8 +15,10 @@ from gloo_ranks import run_ranks
 from samples import by_default
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
-from verify_ranks import Tables, mutated_verdicts_in_rank, small_run, verdicts_of_many_in_rank
+from verify_ranks import Tables, mutated_verdicts_in_rank, open_session, small_run, verdicts_of_many_in_rank
 
+from weft.core.errors import PlanError
+from weft.core.plan import Plan
 from weft.engine.updates import Updates
 
 with benchmarks_importable():
@@ -25,7 +27,7 @@ with benchmarks_importable():
 EXPERTS = {"mesh": {"dp_shard": 2, "ep": 2}, "data_parallel": {"zero": 3}, "pipeline": {"microbatches": 2}}
 REPLICAS = {"mesh": {"dp_replicate": 2}, "data_parallel": {"find_unused_parameters": True}}
 UNTRAINED = [f"model.layers.{block}.indexer" for block in range(2)]
-LIMIT_S = 300
+LIMIT_S = 600
 
 
 @contextmanager
@@ -89,6 +91,22 @@ def test_parameters_without_a_gradient_are_named_and_a_lost_gradient_is_wrong(
         assert found[name]["first_wrong"] == "gradients"
         (gradients,) = (check for check in found[name]["checks"] if check["name"] == "gradients")
         assert gradients["finding"]["parameter"] == parameter
+
+
+def refusal(rank: int, _world: int, run: Tables, scratch: str) -> str:
+    with untrained_parameters(), open_session(run, scratch, steps=2) as session:
+        try:
+            session.evidence(Plan.from_tables({"mesh": {"dp_replicate": 2}}))
+        except PlanError as error:
+            return f"{error} {error.hint}"
+    return ""
+
+
+def test_ddp_that_waits_for_such_gradients_is_refused(corpus: Path, tmp_path: Path) -> None:
+    """torch would not reduce the buckets that hold them, and fail in the second step."""
+    for text in run_ranks(refusal, 2, small_run(str(corpus), model="mixtral"), str(tmp_path)):
+        assert f"2 parameters get no gradient ({UNTRAINED[0]} for one)" in text
+        assert "find_unused_parameters = true" in text
 
 
 # afmoe, ernie4_5_moe and laguna freeze the bias of their routers; the indexers of the others only choose tokens, and
