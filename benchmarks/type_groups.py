@@ -15,7 +15,7 @@ import torch
 from gloo import RankFailureError, run_ranks
 
 Facts = dict[str, Any]
-TYPES_A_GROUP, LIMIT_S_A_TYPE = 16, 120
+TYPES_A_GROUP, LIMIT_S_A_TYPE = 16, 240
 
 
 def run_groups(
