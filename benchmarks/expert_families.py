@@ -200,7 +200,7 @@ def _not_judged(row: Facts) -> str:
     return f"prediction {prediction}" if prediction.startswith("not judged") else ""
 
 
-def docs_page(rows: list[Facts]) -> str:
+def docs_page(rows: list[Facts], *, stages: tuple[str, ...]) -> str:
     """What a user looks up: can my model's experts be divided, and if not, why?"""
     tried = [row for row in rows if row["verdict"] != "not built"]
     right = [row for row in tried if row["verdict"] == "right"]
@@ -210,15 +210,16 @@ def docs_page(rows: list[Facts]) -> str:
         "",
         f"{len(right)} of the {len(tried)} mixture-of-experts causal LM types of transformers"
         f" {transformers.__version__} that weft builds",
-        "pass `weft verify` at `mesh.ep = 2`; the others are refused, with a reason. `benchmarks/expert_families.py`",
-        "verifies a tiny model of each and writes this page. A refused model trains with `mesh.ep = 1`: ZeRO-3 shards",
+        "pass these stages of `weft verify` at `mesh.ep = 2`, as tiny models:",
+        f"{'; '.join(stages)}. The others are refused, with a reason.",
+        "`benchmarks/expert_families.py` writes this page. A refused model trains with `mesh.ep = 1`: ZeRO-3 shards",
         "any model, and tensor parallelism [most](tensor-families.md).",
         "",
-        "## Refused",
+        "## Refused, or not built",
         "",
         "| type | why |",
         "| --- | --- |",
-        *(f"| {row['type']} | {tiny.cell(row['why'])} |" for row in tried if row["verdict"] != "right"),
+        *(f"| {row['type']} | {tiny.cell(row['why'])} |" for row in rows if row["verdict"] != "right"),
         "",
         "## Right",
         "",
@@ -226,9 +227,9 @@ def docs_page(rows: list[Facts]) -> str:
         "",
         "## Parameters without a gradient",
         "",
-        "The loss of these types does not depend on some of their parameters, in one process either: choices of tokens",
-        "and experts have no gradient. They keep their initial values in every layout; `weft verify` names them for",
-        "your model.",
+        "The loss of these types does not depend on some of their parameters, in one process either: an indexer only",
+        "chooses tokens, and deepseek_v4 compresses the keys of rows longer than those here. They keep their initial",
+        "values in every layout; `weft verify` names them for your model.",
         "",
         "| type | parameters of the tiny model |",
         "| --- | --- |",
@@ -272,7 +273,7 @@ def main() -> None:
     if given.out:
         given.out.write_text(result_page(rows, zero=given.zero, stages=stages), encoding="utf-8")
     if given.docs:
-        given.docs.write_text(docs_page(rows), encoding="utf-8")
+        given.docs.write_text(docs_page(rows, stages=stages), encoding="utf-8")
     if any(row["verdict"] == "WRONG" for row in rows):
         raise SystemExit(1)
 

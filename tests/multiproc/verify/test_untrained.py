@@ -79,7 +79,7 @@ def verdicts(rank: int, _world: int, run: Tables, plan: Tables, scratch: str) ->
         return mutated_verdicts_in_rank(rank, run, plan, scratch, mutations, steps=3)
 
 
-@pytest.mark.parametrize("plan", by_default([EXPERTS], [EXPERTS, REPLICAS]))
+@pytest.mark.parametrize("plan", by_default([], [EXPERTS, REPLICAS], extended=[EXPERTS]))
 def test_parameters_without_a_gradient_are_named_and_a_lost_gradient_is_wrong(
     plan: Tables, corpus: Path, tmp_path: Path
 ) -> None:
