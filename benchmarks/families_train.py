@@ -58,6 +58,9 @@ SIZES: dict[str, Any] = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
     "qk_head_dim": 16, "rotary_dim": 8, "max_position_embeddings": 64, "n_positions": 64, "max_seq_len": 64,
     "mamba_d_state": 16, "state_size": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_head_dim": 16, "linear_num_heads": 4, "mamba_num_heads": 8, "mamba_head_dim": 16,
+    "index_n_heads": 4, "index_head_dim": 16,
     "max_length": 64, "attention_hidden_size": 64, "lru_width": 64, "is_decoder": True,
     "vocab_size_per_layer_input": 320, "moe_k": 2, "num_experts_per_token": 2, "moe_topk": 2, "moe_topk_expert": 2,
 }  # fmt: skip

@@ -6,9 +6,6 @@
 A tiny model of each type, of four layers, takes three steps under mesh.pp with 1F1B and two micro-batches, and in one
 process, in float32. Compared are the losses of every rank, the gradient norms, every gradient of the first step and an
 evaluation. A type is `right`, `refused` (weft said why), `not built` (not even in one process) or WRONG.
-
-Many types run in one group of ranks, each leaving its findings in a folder; when a rank fails, the type that was under
-way is judged by that, and the rest goes on in a new group.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import datetime
 import logging
 import platform
 import re
-import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -26,24 +22,23 @@ from pathlib import Path
 import tiny_families as tiny
 import torch
 import transformers
-from gloo import RankFailureError, preload, run_ranks
+from gloo import preload
 from tiny_families import Facts
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from type_groups import TYPES_A_GROUP, keep_findings, run_groups
 
 from weft.core.errors import WeftError
 
 NUM_LAYERS, MICROBATCHES = 4, 2
-TYPES_A_GROUP, LIMIT_S_A_TYPE = 16, 120
 REFUSAL = re.compile(r"weft\.core\.errors\.(?:PipelineError): (.*)")
 
 
 def courses(rank: int, _world: int, model_types: list[str], num_layers: int, tables: Facts, folder: str) -> None:
-    """Each type in turn; findings in `folder`, as TYPE.RANK."""
+    """Each type in turn."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     for model_type in model_types:
-        torch.save(_course(model_type, num_layers, tables), f"{folder}/{model_type}.{rank}.part")
-        Path(f"{folder}/{model_type}.{rank}.part").rename(f"{folder}/{model_type}.{rank}")
+        keep_findings(_course(model_type, num_layers, tables), folder, model_type, rank)
 
 
 def _course(model_type: str, num_layers: int, tables: Facts) -> Facts:
@@ -73,36 +68,7 @@ def _course(model_type: str, num_layers: int, tables: Facts) -> Facts:
 def run_types(model_types: list[str], *, degree: int, num_layers: int) -> dict[str, list[Facts]]:
     """What each rank found of each type."""
     tables = {"mesh": {"pp": degree}, "pipeline": {"schedule": "1f1b", "microbatches": MICROBATCHES}}
-    found: dict[str, list[Facts]] = {}
-    left = list(model_types)
-    while left:
-        group = left[:TYPES_A_GROUP]
-        with tempfile.TemporaryDirectory(prefix="pipeline-families-") as folder:
-            failure = _run_group(group, num_layers, tables, degree, folder)
-            found |= _collect(group, degree, folder)
-        failed = next((name for name in group if name not in found), None)
-        if failed is not None:
-            found[failed] = [{"failed": failure}]
-        left = [name for name in left if name not in found]
-    return found
-
-
-def _run_group(model_types: list[str], num_layers: int, tables: Facts, degree: int, folder: str) -> str:
-    limit_s = LIMIT_S_A_TYPE * len(model_types)
-    try:
-        run_ranks(courses, degree, model_types, num_layers, tables, folder, timeout_s=limit_s)
-    except RankFailureError as error:
-        return str(error)
-    return ""
-
-
-def _collect(model_types: list[str], degree: int, folder: str) -> dict[str, list[Facts]]:
-    found = {}
-    for name in model_types:
-        files = [Path(folder) / f"{name}.{rank}" for rank in range(degree)]
-        if all(file.exists() for file in files):
-            found[name] = [torch.load(file, weights_only=False) for file in files]
-    return found
+    return dict(run_groups(courses, model_types, degree, num_layers, tables))
 
 
 def judge(model_type: str, truth: list[Facts], found: list[Facts]) -> Facts:

@@ -54,13 +54,18 @@ class Jittered:
             yield name, value.__getitem__
 
 
-def config_of(model_type: str, *, num_layers: int = 2, given: Facts | None = None) -> Any:
+def config_of(
+    model_type: str, *, num_layers: int = 2, given: Facts | None = None, fields_where_known: Facts | None = None
+) -> Any:
     """Two layers or a multiple, width 64; two key-value heads where the type has them and builds so.
 
-    `given` takes the fields that were asked for.
+    `given` takes the fields that were asked for. `fields_where_known`: further ones, of configs that have them.
     """
     extra = {key: _deeper(key, value, num_layers // 2) for key, value in EXTRA.get(model_type, {}).items()}
-    overrides = shrunk(CONFIG_MAPPING[model_type], num_layers=num_layers) | extra
+    config_class = CONFIG_MAPPING[model_type]
+    overrides = shrunk(config_class, num_layers=num_layers) | extra
+    if fields_where_known:
+        overrides = _with_known(overrides, config_class().to_dict(), fields_where_known)
     is_latent = "qk_rope_head_dim" in overrides  # keys and values have the queries' heads
     grouped = {key: 2 for key in ("num_key_value_heads", "num_kv_heads") if key in overrides and not is_latent}
     for fields in ({**overrides, **grouped}, overrides):
@@ -75,6 +80,16 @@ def config_of(model_type: str, *, num_layers: int = 2, given: Facts | None = Non
             if fields is overrides:
                 raise
     raise AssertionError
+
+
+def _with_known(overrides: Facts, defaults: Facts, fields: Facts) -> Facts:
+    """`overrides` with those of `fields` that the config, or a part of it, has."""
+    parts = {
+        key: _with_known(value, defaults.get(key) or {}, fields)
+        for key, value in overrides.items()
+        if isinstance(value, dict) and key.endswith("_config")
+    }
+    return {**overrides, **parts, **{key: value for key, value in fields.items() if key in defaults}}
 
 
 def _deeper(key: str, value: Any, times: int) -> Any:

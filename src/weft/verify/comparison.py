@@ -69,6 +69,7 @@ class Comparison:
             "worst_gradient": self._gradients(truth, same)[1],
             "worst_weight": self._weights(truth, same)[1],
             "replicated_parameters": self._replicated(),
+            "untrained_parameters": self._untrained(),
             "coverage": self._coverage() if self.plan.mesh.tp > 1 else (),
         }
 
@@ -78,6 +79,11 @@ class Comparison:
             return tuple(row.name for row in self.found.coverage if axes.TP not in row.sharded_axes)
         is_sharded = self.plan.data_parallel.zero > 0
         return tuple(row.name for row in self.found.coverage if is_sharded and not row.sharded_axes)
+
+    def _untrained(self) -> tuple[str, ...]:
+        """Trainable parameters without a gradient in one process."""
+        trained = {*self.references.truth.first_gradients, *self.exercise.frozen}
+        return tuple(name for name in self.exercise.initial if name not in trained)
 
     def _coverage(self) -> tuple[Coverage, ...]:
         return tuple(
@@ -195,12 +201,14 @@ class Comparison:
         )  # fmt: skip
 
     def _states(self, right: RunTrace, near: RunTrace, *, drifts: Drifts = None) -> Check:
-        owners = {key: self.found.owners.get(key.rpartition(".")[0], []) for key in self.found.optimizer}
+        # a checkpoint has states of zeros for parameters that never had a gradient; one process has none
+        states = {key: value for key, value in self.found.optimizer.items() if key in right.optimizer or value.any()}
+        owners = {key: self.found.owners.get(key.rpartition(".")[0], []) for key in states}
         if self.references.allowance.is_at_once:  # different weights have different gradients
             share, given = self.references.allowance.update, drifts or {}
             drifts = {key: given.get(key, 0.0) + share * norm_of(value) for key, value in right.optimizer.items()}
         check, _ = check_tensors(
-            "optimizer state", right.optimizer, near.optimizer, self.found.optimizer, rule=2, dtype="float32",
+            "optimizer state", right.optimizer, near.optimizer, states, rule=2, dtype="float32",
             step=self.steps, owners=owners, describe_rank=self._describe, drifts=drifts,
         )  # fmt: skip
         return check

@@ -31,6 +31,7 @@ from weft.verify.reference import (
     clip_gradients,
     copy_weights,
     evaluate,
+    gradients_of,
     moved,
     on_host,
     plain_optimizer,
@@ -182,9 +183,7 @@ class _DelayedRun:
     def _update(self, *, by_stage: bool) -> float:
         groups = [list(self._trained)]
         if not self._trace.first_gradients:
-            self._trace.first_gradients = on_host(
-                {name: master.grad for name, master in self._trained.items() if master.grad is not None}
-            )
+            self._trace.first_gradients = on_host(gradients_of(self._trained))
         if by_stage:
             stage_of, stages = self._delay.stage_of, range(self._delay.num_stages)
             groups = [[name for name in self._trained if stage_of[name] == stage] for stage in stages]

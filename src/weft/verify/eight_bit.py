@@ -26,7 +26,7 @@ def round_moments(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> N
 
     for parameter in parameters:
         block = block_size_for(parameter.shape)
-        if block is None:
+        if block is None or parameter not in optimizer.state:
             continue
         for key, is_signed in IS_SIGNED.items():
             moment = optimizer.state[parameter][key]

@@ -211,6 +211,10 @@ def joint_split(plan: Plan, train: TrainSpec) -> BatchSplit:
 
 
 def _frozen(subject: Subject) -> frozenset[str]:
-    names = [name for name, _ in build_skeleton(subject.config).named_parameters()]
-    patterns = subject.run.train.frozen
-    return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
+    """Parameters that the run freezes, or the model itself: biases of routers are often parameters of that kind."""
+    parameters, patterns = build_skeleton(subject.config).named_parameters(), subject.run.train.frozen
+    return frozenset(
+        name
+        for name, parameter in parameters
+        if not parameter.requires_grad or any(fnmatchcase(name, pattern) for pattern in patterns)
+    )

@@ -31,8 +31,10 @@ def _expert_switches(plan: Plan) -> str:
     return f"ep {plan.mesh.ep} by {policy.dispatcher}" + (f", {policy.tensor}" if plan.mesh.tp > 1 else "")
 
 
-def other_layout(plan: Plan, *, global_batch: int) -> Plan:
+def other_layout(plan: Plan, *, global_batch: int, has_untrained: bool = False) -> Plan:
     """Another layout of the same ranks: sharded becomes replicated, replicated becomes fully sharded.
+
+    `has_untrained`: some parameters get no gradient, which DDP must be told.
 
     The tp degree is halved if it is a 1-D power of two, else it becomes 1. The pp degree becomes 1.
     """
@@ -44,7 +46,7 @@ def other_layout(plan: Plan, *, global_batch: int) -> Plan:
         dp_degree, tp = plan.mesh.dp_degree, plan.mesh.tp
     tables = plan.model_dump(mode="json", exclude_none=True)
     tables["mesh"] = {axes.DP_REPLICATE if sharded else axes.DP_SHARD: dp_degree, axes.TP: tp}
-    tables["data_parallel"] = {"zero": 0 if sharded else 3}
+    tables["data_parallel"] = {"zero": 0, "find_unused_parameters": has_untrained} if sharded else {"zero": 3}
     tables["tensor_parallel"]["mode"] = "1d" if tp != plan.mesh.tp else plan.tensor_parallel.mode
     tables["pipeline"].update(virtual_stages=1, blocks=[])
     tables["pipeline"]["microbatches"] = math.gcd(plan.pipeline.microbatches, global_batch // dp_degree)

@@ -50,6 +50,8 @@ def round_low(
 ) -> None:
     """Round moments and weights after torch's float32 AdamW, as if stored in bfloat16 and read back."""
     for name, parameter in parameters.items():
+        if parameter not in optimizer.state:  # never had a gradient
+            continue
         state = optimizer.state[parameter]
         bits = bits_of(seed, name, int(state["step"]), parameter.shape).to(parameter.device)
         if moments:

@@ -10,6 +10,7 @@ included) in the compute dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,7 +137,7 @@ def run_reference(
             model, trainable, moved(batch, device), exercise, precision, split, aliases, step=step, router=router
         )  # fmt: skip
         if step == 0:
-            trace.first_gradients = on_host({name: _gradient(master) for name, master in trainable.items()})
+            trace.first_gradients = on_host(gradients_of(trainable))
         norm = clip_gradients(list(trainable.values()), exercise.clip_norm)
         if step not in exercise.skipped:
             optimizer.step()
@@ -176,8 +177,8 @@ def one_update(exercise: Exercise, gradients: Tensors) -> Tensors:
         for name, value in exercise.initial.items()
     }
     trainable = {name: master for name, master in masters.items() if master.requires_grad}
-    for name, master in trainable.items():
-        master.grad = gradients[name].double()
+    for name, gradient in gradients.items():
+        trainable[name].grad = gradient.double()
     optimizer = plain_optimizer(list(trainable.values()), exercise.train, is_fused=False)
     for group in optimizer.param_groups:
         group["lr"] = exercise.rates[0]
@@ -197,11 +198,17 @@ def states_of(optimizer: torch.optim.Optimizer, trainable: Mapping[str, nn.Param
 
 def clip_gradients(masters: Sequence[nn.Parameter], clip_norm: float) -> float:
     """Clip to `clip_norm` if it is positive; return the 2-norm before clipping."""
-    norm = torch.stack([_gradient(master).double().square().sum() for master in masters]).sum().sqrt().item()
+    gradients = [master.grad for master in masters if master.grad is not None]
+    norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
     if clip_norm > 0:
-        for master in masters:
-            _gradient(master).mul_(min(1.0, clip_norm / (norm + 1e-6)))
+        for gradient in gradients:
+            gradient.mul_(min(1.0, clip_norm / (norm + 1e-6)))
     return norm
+
+
+def gradients_of(trainable: Mapping[str, nn.Parameter]) -> Tensors:
+    """Without parameters that the loss does not depend on: torch's optimizers leave them as they are."""
+    return {name: master.grad for name, master in trainable.items() if master.grad is not None}
 
 
 def moved(batch: Batch, device: torch.device) -> Tensors:
@@ -253,10 +260,10 @@ def _backward(
         )
         for begin in (reversed(begins) if split.is_reordered else begins)
     )  # fmt: skip
-    for master in trainable.values():
-        _gradient(master).div_(precision.loss_scale)
+    for gradient in gradients_of(trainable).values():
+        gradient.div_(precision.loss_scale)
         if precision.rounds_weights:
-            _gradient(master).copy_(_gradient(master).bfloat16())
+            gradient.copy_(gradient.bfloat16())
     return total / count
 
 
@@ -362,9 +369,3 @@ def _cast(model: nn.Module, precision: ReferencePrecision) -> nn.Module:
 def copy_weights(model: nn.Module, masters: Mapping[str, torch.Tensor], aliases: Aliases) -> None:
     for name, parameter in model.named_parameters():
         parameter.copy_(masters[aliases.get(name, name)])
-
-
-def _gradient(master: nn.Parameter) -> torch.Tensor:
-    if master.grad is None:  # a parameter that no row used
-        master.grad = torch.zeros_like(master)
-    return master.grad

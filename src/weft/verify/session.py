@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from weft.core.errors import PipelineError
 from weft.core.plan import Plan
-from weft.core.records import ParameterRecord
 from weft.core.run_spec import RunSpec
 from weft.core.tensor_grid import row_chunks
 from weft.engine.engine import Engine
@@ -58,6 +57,15 @@ OTHER_SPLITS = 3
 # the first creates the optimizer states and may peak there; the second finds the peak, the third takes its terms
 MEASURED_STEPS = 3
 
+STAGES = (
+    "training against the reference",
+    "accumulation",
+    "determinism",
+    "prediction",
+    "the training loop, resume and export",
+    "finite data",
+)
+
 
 class Session:
     """State shared by the plans that are verified on one run."""
@@ -82,8 +90,10 @@ class Session:
         changes: tuple[str, ...] = (),
         progress: Callable[[str], None] = lambda _: None,
         until_wrong: bool = False,
+        stages: Collection[str] = STAGES,
     ) -> Verdict:
-        """The verdict on `plan`; `until_wrong` stops after the first stage with a failed check."""
+        """The verdict on `plan`; `until_wrong` stops after the first stage with a failed check. `stages` has the first
+        one, whose findings others read."""
         require_enough_steps(plan, steps=self.steps)
         if plan.precision.policy().has_wide_router:
             require_declared(self.subject.skeleton())
@@ -91,7 +101,9 @@ class Session:
         gc.collect()  # frees the process groups of earlier engines, which may be in reference cycles
         checks: list[Check] = []
         numbers: dict[str, Any] = {}
-        for stage, found in self._stages(plan, numbers):
+        for stage, found in zip(STAGES, self._stages(plan, numbers), strict=True):
+            if stage not in stages:
+                continue
             progress(stage)
             checks += found()
             if until_wrong and self._anyone_wrong(checks):
@@ -105,8 +117,8 @@ class Session:
             **numbers,
         )
 
-    def _stages(self, plan: Plan, numbers: dict[str, Any]) -> Iterator[tuple[str, Callable[[], list[Check]]]]:
-        """The stages in order: name and function; the function runs on every rank and returns the checks."""
+    def _stages(self, plan: Plan, numbers: dict[str, Any]) -> Sequence[Callable[[], list[Check]]]:
+        """The functions of STAGES; each runs on every rank and returns the checks."""
         kept: dict[str, Any] = {}
 
         def train() -> list[Check]:
@@ -130,14 +142,16 @@ class Session:
 
         def loop() -> list[Check]:
             with repeatable(plan, self.device) as steady:
-                return self._whole_runs.check_loop(steady)
+                return self._whole_runs.check_loop(steady, has_untrained=_num_untrained(kept["found"]) > 0)
 
-        yield "training against the reference", train
-        yield "accumulation", lambda: self._accumulation(plan, kept["references"])
-        yield "determinism", repeat
-        yield "prediction", lambda: [self._prediction(plan, kept["found"].coverage)]
-        yield "the training loop, resume and export", loop
-        yield "finite data", lambda: self._whole_runs.check_finite_data(plan)
+        return (
+            train,
+            lambda: self._accumulation(plan, kept["references"]),
+            repeat,
+            lambda: [self._prediction(plan, kept["found"])],
+            loop,
+            lambda: self._whole_runs.check_finite_data(plan),
+        )
 
     def check_oracle(self, plan: Plan) -> list[Check]:
         """The oracle's checks alone: they cover the code that plan and reference share."""
@@ -217,11 +231,13 @@ class Session:
         detail = f"the same first step with {names}" if names else "one row per rank: no other split"
         return [Check.passed("accumulation", detail)]
 
-    def _prediction(self, plan: Plan, coverage: Sequence[ParameterRecord]) -> Check:
+    def _prediction(self, plan: Plan, found: Evidence) -> Check:
         with self.engine(plan) as engine:
             share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
             batches = training_batches(self.subject, steps=self.steps, **share)[:MEASURED_STEPS]
-            return check_prediction(engine, batches, self.subject.run, plan, coverage)
+            return check_prediction(
+                engine, batches, self.subject.run, plan, found.coverage, num_untrained=_num_untrained(found)
+            )
 
     def _first_step(self, plan: Plan, *, is_chunked: bool) -> tuple[float, float]:
         chunks = short_chunks(self.subject.borders.vocab_size) if is_chunked else nullcontext()
@@ -253,6 +269,12 @@ def require_enough_steps(plan: Plan, *, steps: int) -> None:
             f"{steps} steps do not fill {pipeline.schedule} over {plan.mesh.pp} ranks after the first evaluation",
             hint=f"verify it with --steps {least} or more",
         )
+
+
+def _num_untrained(found: Evidence) -> int:
+    """Trainable parameters without a gradient; every rank knows."""
+    trainable = {row.name for row in found.coverage if row.trainable and row.tied_to is None}
+    return len(trainable - set(found.first_gradients))
 
 
 def _with_microbatches(plan: Plan, microbatches: int) -> Plan:

@@ -28,6 +28,8 @@ RULES = {
     10: "servers hold the rows of one process: every update once, weighted by its samples, in a known order",
 }
 
+SHOWN_NAMES = 4  # of parameters, in a line of text; JSON has all
+
 # Checks that follow one run step by step: a wrong update in step 1 causes a wrong loss in step 2.
 BY_STEP = (
     "loss",
@@ -123,6 +125,13 @@ def coverage_line(coverage: Sequence[Coverage]) -> str:
     return on_tp + divided + replicated
 
 
+def untrained_line(names: Sequence[str]) -> str:
+    """'no gradient in one process either (9 parameters keep their values): a.weight, ..., and 6 more'."""
+    more = f", and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    what = "1 parameter keeps its value" if len(names) == 1 else f"{len(names)} parameters keep their values"
+    return f"no gradient in one process either ({what}): {', '.join(names[:SHOWN_NAMES])}{more}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """The answer to: does this plan compute the right thing?"""
@@ -135,6 +144,7 @@ class Verdict:
     worst_gradient: Worst = Worst()
     worst_weight: Worst = Worst()
     replicated_parameters: tuple[str, ...] = ()  # with tensor parallelism: replicated on the tp axis
+    untrained_parameters: tuple[str, ...] = ()  # trainable, but without a gradient in one process too
     coverage: tuple[Coverage, ...] = ()  # with tensor parallelism: axes of every parameter, reasons of replicated ones
     changes: tuple[str, ...] = ()  # made by shrinking
     elapsed_s: float = 0.0
@@ -168,8 +178,8 @@ class Verdict:
         values["checks"] = tuple(_check_from(check) for check in values["checks"])
         for key in ("worst_gradient", "worst_weight"):
             values[key] = Worst(parameter=values[key]["parameter"], rel_diff=_number(values[key]["rel_diff"]))
-        for key in ("replicated_parameters", "changes"):
-            values[key] = tuple(values[key])
+        for key in ("replicated_parameters", "untrained_parameters", "changes"):
+            values[key] = tuple(values.get(key, ()))
         values["coverage"] = tuple(Coverage.from_dict(row) for row in values.get("coverage", ()))
         return Verdict(**values)
 
@@ -177,6 +187,7 @@ class Verdict:
         """The printed form: the outcome, one line per check, then the first finding and its rule."""
         lines = [f"{'PASS' if self.ok else 'FAIL'}  {self.plan}"]
         lines += [f"  {coverage_line(self.coverage)}"] if self.coverage else []
+        lines += [f"  {untrained_line(self.untrained_parameters)}"] if self.untrained_parameters else []
         lines += [f"  {'ok  ' if check.ok else 'FAIL'}  {check.name:18s} {check.detail}" for check in self.checks]
         wrong = self.first_wrong
         if wrong is not None and wrong.finding is not None:

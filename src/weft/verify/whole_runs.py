@@ -52,7 +52,7 @@ class WholeRuns:
         self._num_folders = 0
         self._oracle = Oracle()
 
-    def check_loop(self, plan: Plan) -> list[Check]:
+    def check_loop(self, plan: Plan, *, has_untrained: bool) -> list[Check]:
         """Train with a checkpoint in the middle; export; resume from the middle on the same and on another layout."""
         middle = max(1, self._steps // 2)
         is_sharded, is_delayed = plan.mesh.tp * plan.mesh.pp > 1, plan.has_delayed_updates
@@ -69,7 +69,7 @@ class WholeRuns:
         self._train(run, plan, same, resume=True)
         detail = f"saved at step {middle}, resumed to step {self._steps}: equal bits"
         checks.append(check_same_bits("resume", straight, self._trace_of(same), rule=5, detail=detail))
-        elsewhere = other_layout(plan, global_batch=run.train.global_batch)
+        elsewhere = other_layout(plan, global_batch=run.train.global_batch, has_untrained=has_untrained)
         self._train(often if is_sharded else run, elsewhere, other, resume=True)
         trace = self._trace_of(other)
         if is_delayed:

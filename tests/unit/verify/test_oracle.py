@@ -40,7 +40,7 @@ def _make(kind: str, groups: list[dict[str, Any]], momentum: float) -> torch.opt
 
 
 def _loop(
-    kind: str, momentum: float = 0.9, skipped: frozenset[int] = frozenset()
+    kind: str, momentum: float = 0.9, skipped: frozenset[int] = frozenset(), untrained: tuple[str, ...] = ()
 ) -> tuple[dict[str, torch.Tensor], LoopFacts]:
     """Three steps of torch's own optimizer on random gradients; those of `skipped`, from 0, make no update."""
     torch.manual_seed(0)
@@ -52,9 +52,10 @@ def _loop(
     for step in range(1, 4):
         for group in optimizer.param_groups:
             group["lr"] = rate_of(TRAIN, step)
-        for parameter in parameters.values():
+        trained = [parameter for name, parameter in parameters.items() if name not in untrained]
+        for parameter in trained:
             parameter.grad = torch.randn_like(parameter) * 0.1
-        norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters.values())))
+        norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in trained)))
         if step - 1 not in skipped:
             optimizer.step()
         saved[step] = Saved(
@@ -84,6 +85,15 @@ def test_a_step_that_float16_skipped_is_no_update(kind: str, skipped: set[int]) 
     initial, loop = _loop(kind, skipped=frozenset(skipped))
     check = check_updates({**TRAIN, "optimizer": kind}, initial, loop)
     assert check.ok, check.detail
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
+def test_a_parameter_without_a_gradient_keeps_its_bits(kind: str) -> None:
+    initial, loop = _loop(kind, untrained=("w",))
+    train, untrained = {**TRAIN, "optimizer": kind}, frozenset({"w"})
+    check = check_updates(train, initial, loop, untrained=untrained)
+    assert check.ok, check.detail
+    assert not check_updates(train, *_loop(kind), untrained=untrained).ok
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,20 @@ def test_a_collective_too_many_or_too_large_is_named() -> None:
     assert not judge(TRAFFIC, TRAFFIC[:1], MEMORY, MEMORY, tensors=20).ok
 
 
+def test_gradients_and_states_may_be_fewer_where_parameters_get_none() -> None:
+    fewer = [TRAFFIC[0], {**TRAFFIC[1], "bytes": 1_500_000}]
+    held = {**MEMORY, "optimizer_state": 6_000_000}
+    assert not judge(TRAFFIC, fewer, MEMORY, MEMORY, tensors=20).ok
+    assert not judge(TRAFFIC, TRAFFIC, MEMORY, held, tensors=20).ok
+    check = judge(TRAFFIC, fewer, MEMORY, held, tensors=20, num_untrained=3)
+    assert check.ok
+    assert "3 parameters get no gradient" in check.detail
+    more = [TRAFFIC[0], {**TRAFFIC[1], "bytes": 2_500_000}]
+    assert "at most 2,000,000" in judge(TRAFFIC, more, MEMORY, held, tensors=20, num_untrained=3).detail
+    gathered = [{**TRAFFIC[0], "bytes": 500_000}, TRAFFIC[1]]
+    assert not judge(TRAFFIC, gathered, MEMORY, held, tensors=20, num_untrained=3).ok
+
+
 def test_states_that_are_not_sharded_are_named() -> None:
     whole = {**MEMORY, "optimizer_state": 4 * MEMORY["optimizer_state"]}
     check = judge(TRAFFIC, TRAFFIC, MEMORY, whole, tensors=20)

@@ -47,6 +47,16 @@ PROMISED = {
 INDIVISIBLE = ("--nproc", "2", "--set", "train.global_batch=7")  # shrinking must not make it legal
 
 
+def test_parameters_without_a_gradient_are_named() -> None:
+    names = tuple(f"layers.{block}.indexer.weight" for block in range(6))
+    verdict = dataclasses.replace(GOOD, untrained_parameters=names)
+    assert Verdict.from_dict(json.loads(json.dumps(verdict.as_dict()))) == verdict
+    (line,) = (line for line in verdict.text().splitlines() if "no gradient" in line)
+    assert "no gradient in one process either (6 parameters keep their values): layers.0.indexer.weight" in line
+    assert line.endswith("layers.3.indexer.weight, and 2 more")
+    assert "no gradient" not in GOOD.text()
+
+
 @pytest.mark.parametrize("verdict", [GOOD, BAD])
 def test_a_verdict_is_strict_json_and_comes_back(verdict: Verdict) -> None:
     text = json.dumps(verdict.as_dict(), allow_nan=False)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from weft.core.errors import PlanError
 from weft.engine.dp.strategy import Strategy
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # torch's own sizes
@@ -43,15 +44,29 @@ class Replicated(Strategy):
         module.reducer = _FixedBuckets(module.reducer)  # type: ignore[assignment]
         super().__init__(module)
         self._may_be_unused = find_unused_parameters
+        self._must_all_be_used = not find_unused_parameters
 
     @contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
         module = self.module
         if is_last or not isinstance(module, DistributedDataParallel):
             yield
+            if self._must_all_be_used:
+                self._require_gradients()
         else:
             with module.no_sync():
                 yield
+
+    def _require_gradients(self) -> None:
+        """Once, after the first backward: DDP does not reduce a bucket in which one gradient is missing."""
+        named = self.module.named_parameters()
+        unused = [name.removeprefix("module.") for name, value in named if value.requires_grad and value.grad is None]
+        if unused:
+            raise PlanError(
+                f"{len(unused)} parameters get no gradient ({unused[0]} for one), and DDP waits for all of them",
+                hint="set data_parallel.find_unused_parameters = true, or use data_parallel.zero = 1, 2 or 3",
+            )
+        self._must_all_be_used = False
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
         """Gradients stay in their buckets: every micro-batch that does not reduce would allocate dropped ones anew,

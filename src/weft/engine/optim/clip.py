@@ -17,6 +17,7 @@ from weft.core.shards import LocalShard
 from weft.engine.mesh import Topology
 from weft.engine.ownership import LocalShards, chunks_of, local, sharded_axes
 
+PIECE_ELEMENTS = 2**20  # torch casts a tensor to float64 before it adds: no copy of a whole gradient
 Owned = tuple[tuple[str, ...], int]  # axes that shard a chunk, and their ranks that hold it
 
 
@@ -60,11 +61,18 @@ def global_norm(
 
 
 def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """In float32 at least: torch returns the norm of a bfloat16 tensor in bfloat16, with three digits."""
-    if any(gradient.dtype == torch.bfloat16 for gradient in gradients):
+    """In float32 at least: torch returns the norm of a bfloat16 tensor in bfloat16, with three digits.
+
+    On a CPU in float64: its float32 kernel adds one square after another, and loses 0.3% of 20 million elements.
+    """
+    if any(gradient.device.type == "cpu" for gradient in gradients):
+        pieces = [piece for gradient in gradients for piece in torch.split(gradient.flatten(), PIECE_ELEMENTS)]
+        norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
+    elif any(gradient.dtype == torch.bfloat16 for gradient in gradients):
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        return torch.stack(norms).square().sum().sqrt()
-    return torch.nn.utils.get_total_norm(gradients)
+    else:
+        return torch.nn.utils.get_total_norm(gradients)
+    return torch.stack(norms).square().sum().sqrt()
 
 
 def _owned(

@@ -28,6 +28,7 @@ class Oracle:
         self._statistics: dict[str, Statistics] | None = None
         self._beginning: Beginning | str | None = None
         self._plain: PlainModel | None = None
+        self._untrained: frozenset[str] | None = None
 
     def checks(self, facts: RunFacts) -> list[Check]:
         asked, loop = asked_config(facts.run["model"], facts.config), facts.loop
@@ -46,11 +47,21 @@ class Oracle:
             checks.append(check_pretrained(str(facts.run["model"]["path"]), facts.pretrained))
         if {name for name, _ in plain.model.named_parameters()} != set(facts.initial):
             return checks  # a different model: later checks would only repeat that
-        checks.append(check_updates(facts.loop_run["train"], facts.initial, loop))
+        checks.append(self._updates(facts, plain, both[0]))
         checks.append(LossJudge(facts=facts, plain=plain, streams=both).check())
         plain.put({**facts.initial, **_last(facts).weights})
         batch = Batch.of(both[0].rows(range(min(EXPORTED_ROWS, both[0].num_rows))), both[0])
         return [*checks, check_export(loop.export, asked, facts.run["data"], plain, batch)]
+
+    def _updates(self, facts: RunFacts, plain: PlainModel, stream: Stream) -> Check:
+        """Check updates. A bias of routers that the run moves without a gradient has a check of its own."""
+        if self._untrained is None:
+            plain.put(facts.initial)
+            rows = stream.rows(range(min(int(facts.loop_run["train"]["global_batch"]), stream.num_rows)))
+            self._untrained = plain.untrained(Batch.of(rows, stream), chunk_rows=facts.loop.chunk_rows)
+        moved = plain.frozen() if facts.loop_run["router"]["bias_rate"] else frozenset()
+        initial = {name: value for name, value in facts.initial.items() if name not in moved}
+        return check_updates(facts.loop_run["train"], initial, facts.loop, untrained=self._untrained)
 
     def _read_again(self, facts: RunFacts) -> Beginning | str:
         if self._beginning is None:

@@ -95,7 +95,7 @@ class PlainModel:
         return Loss(value=value, own=own, why_not_own=why)
 
     def gradients(self, batch: Batch, *, chunk_rows: int, z_loss: float = 0.0) -> dict[str, torch.Tensor]:
-        """Gradients of the mean token loss, with the z-loss of routers."""
+        """Gradients of the mean token loss, with the z-loss of routers; of parameters that it depends on."""
         self.model.train()
         self.model.zero_grad()
         num_tokens = batch.fields["labels"].size
@@ -104,12 +104,19 @@ class PlainModel:
             if z_loss:
                 loss = loss + z_loss * self._squares(chunk) / num_tokens
             loss.backward()  # type: ignore[no-untyped-call]
-        found = {
-            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-            for name, parameter in self.model.named_parameters()
-        }
+        named = self.model.named_parameters()
+        found = {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
         self.model.zero_grad()
         return found
+
+    def untrained(self, batch: Batch, *, chunk_rows: int) -> frozenset[str]:
+        """Parameters that the loss does not depend on, or that the model's own code freezes."""
+        trained = self.gradients(batch, chunk_rows=chunk_rows)
+        return frozenset(name for name, _ in self.model.named_parameters() if name not in trained)
+
+    def frozen(self) -> frozenset[str]:
+        """Parameters that the model's own code freezes."""
+        return frozenset(name for name, parameter in self.model.named_parameters() if not parameter.requires_grad)
 
     @contextmanager
     def computing_in(self, dtype: torch.dtype) -> Iterator[None]:

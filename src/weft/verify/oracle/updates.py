@@ -7,7 +7,8 @@ The gradient g of an update follows from its moments, m' = b1 m + (1 - b1) g, so
     sgd     u' = mu u + g + wd w, w' = w - lr u'
     clip    |g| over all parameters is min(1, c / (n + 1e-6)) n, where n is the norm that was recorded
 
-Matrices decay, vectors do not; frozen parameters keep their bits.
+Matrices decay, vectors do not. Parameters without a gradient keep their bits: frozen ones, and those that the loss of
+the plain model does not depend on.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class OracleUpdate:
     count: int  # updates so far, this one included; steps that float16 skipped are not counted
     train: Tables
     norm: float
+    untrained: frozenset[str] = frozenset()  # parameters that get no gradient
 
     @property
     def rate(self) -> float:
@@ -53,14 +55,16 @@ class OracleUpdate:
         return self.norm * (min(1.0, clip / (self.norm + 1e-6)) if clip > 0 else 1.0)
 
     def is_frozen(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.train["frozen"])
+        return name in self.untrained or any(fnmatchcase(name, pattern) for pattern in self.train["frozen"])
 
     def decay(self, weight: torch.Tensor) -> float:
         return float(self.train["weight_decay"]) if weight.ndim >= 2 else 0.0
 
 
-def check_updates(train: Tables, initial: Tensors, loop: LoopFacts) -> Check:
-    """Check every update of the loop between two consecutive checkpoints."""
+def check_updates(
+    train: Tables, initial: Tensors, loop: LoopFacts, *, untrained: frozenset[str] = frozenset()
+) -> Check:
+    """Check every update of the loop between two consecutive checkpoints, of the parameters in `initial`."""
     if loop.rounded_states or loop.is_delayed:
         why = loop.rounded_states or "updates of a pipeline that never drains overlap"
         return Check.passed(NAME, f"not judged by formulas: {why}")
@@ -73,7 +77,9 @@ def check_updates(train: Tables, initial: Tensors, loop: LoopFacts) -> Check:
         if step == 1 or step - 1 in loop.saved_steps:
             count = step - sum(skipped < step for skipped in loop.skipped)  # `skipped` counts from 0
             norm = loop.norms[step - 1]
-            update = OracleUpdate(before=before, after=after, step=step, count=count, train=train, norm=norm)
+            update = OracleUpdate(
+                before=before, after=after, step=step, count=count, train=train, norm=norm, untrained=untrained
+            )
             wrong = _skipped(update, initial) if step - 1 in loop.skipped else _wrong(update, initial)
             if wrong is not None:
                 return Check.failed(NAME, wrong)
@@ -108,7 +114,7 @@ def _wrong(update: OracleUpdate, initial: Tensors) -> Finding | None:
     names = {name: weight for name, weight in initial.items() if not update.is_frozen(name)}
     for name in initial:
         if name not in names and not torch.equal(update.before.weights[name], update.after.weights[name]):
-            return _finding(update, name, "a frozen parameter keeps its bits", "other bits")
+            return _finding(update, name, "a parameter without a gradient keeps its bits", "other bits")
     gradients = recovered_gradients(update, names)
     for name in names:
         expected = _expected(update, name, gradients)
