@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.dryrun.run import FakeTraining
@@ -16,6 +18,9 @@ Tables = dict[str, Any]
 def metered_in_rank(_rank: int, _num_ranks: int, run: Tables, plan: Tables) -> Tables:
     stage = FakeTraining(RunSpec.from_tables(run), Plan.from_tables(plan))
     stage.build()
+    with torch.no_grad():
+        for parameter in stage.engine.model.parameters():
+            parameter.fill_(0.01)  # memory that nothing was written to may hold NaN, which a pipeline refuses
     stage.step()  # DDP's buckets are known once they were sent
     meter = StepMeter(stage.engine)
     for _ in range(3):

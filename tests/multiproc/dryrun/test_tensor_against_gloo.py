@@ -95,10 +95,11 @@ def require_told(dry: DryRun, run: RunSpec, plan: Plan) -> None:
 
 
 def wire(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], tuple[int, int]]:
-    """Bytes and, on the tensor axis, collectives: DDP's buckets are no business of the planner."""
+    """Bytes and, on the tensor axis, collectives: the planner knows neither DDP's buckets nor the load of experts."""
     return {
         (row["axis"], row["collective"], row["phase"]): (row["bytes"], row["count"] if row["axis"] == "tp" else 0)
         for row in rows
+        if row["phase"] != "buffer"
     }
 
 

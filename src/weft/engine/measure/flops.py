@@ -40,6 +40,12 @@ def _scores(query: torch.Tensor, key: torch.Tensor) -> int:
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2]
 
 
+def _grouped(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Rows in groups, each with a matrix of its own: every row is multiplied once."""
+    groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return 2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
+
 aten = torch.ops.aten
 _KERNELS = ("flash", "efficient", "cudnn")
 # Attention is counted here: torch's formulas refuse grouped-query attention in 2.11 and lack the CPU kernel.
@@ -49,4 +55,5 @@ _FORMULAS: dict[Any, Any] = {
     **{getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward"): _attention_backward for kernel in _KERNELS},
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten._grouped_mm: _grouped,  # torch has no formula
 }

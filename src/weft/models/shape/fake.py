@@ -35,7 +35,7 @@ def _optional(name: str) -> Any:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Shapes and saved tensors of a grouped matmul: tokens sorted by expert times [experts, in, out]."""
+    """Shapes, saved tensors and operations of a grouped matmul: tokens sorted by expert times [experts, in, out]."""
 
     @staticmethod
     def forward(context: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,8 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, weight = context.saved_tensors
-        return torch.empty_like(tokens), torch.empty_like(weight)
+        tokens.T @ gradient  # counted: every token is multiplied once, whatever its expert
+        return gradient @ weight[0].T, torch.empty_like(weight)
 
 
 def _grouped(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
