@@ -22,7 +22,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from weft.core.errors import NoBlocksError
 from weft.core.mixture import block_policies
@@ -36,11 +41,14 @@ from weft.engine.wrap_forward import Forward, wrap_forward
 from weft.models.layout import ModelLayout
 
 # Operators by packet. bmm and baddbmm are missing on purpose: they are the two products of eager attention.
-_PRODUCTS = frozenset(
-    {"aten.mm", "aten.addmm", "aten._scaled_mm", "aten._grouped_mm", "transformers.grouped_mm_fallback"}
-)
+_GROUPED = frozenset({"aten._grouped_mm", "transformers.grouped_mm_fallback"})
+_PRODUCTS = frozenset({"aten.mm", "aten.addmm", "aten._scaled_mm"}) | _GROUPED
 _ATTENTION = ("aten._scaled_dot_product_", "aten._flash_attention_forward", "aten._efficient_attention_forward")
 _COLLECTIVES = "_c10d_functional."  # sending twice costs more than saving
+# Marks of the profiler around hooks of `fully_shard`, whose number differs between the two forwards of a block.
+SAC_IGNORED_OPS.update(
+    {torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction}
+)
 
 
 def apply_recompute(
@@ -82,6 +90,7 @@ class _Recomputed:
     def __init__(self, block: nn.Module, changes: BufferChanges, *, is_selective: bool) -> None:
         self._changes, self._places = changes, changes.places_in(block)
         self._is_selective, self._chooses = is_selective, chooses(block)
+        self._adds_in_place = any(map(_adds_bias_in_place, block.modules()))
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -95,7 +104,8 @@ class _Recomputed:
         first: AbstractContextManager[Any] = nullcontext()
         second: AbstractContextManager[Any] = nullcontext()
         if self._is_selective:
-            first, second = create_selective_checkpoint_contexts(_choose)  # type: ignore[no-untyped-call]
+            choose = _choose_but_grouped if self._adds_in_place else _choose
+            first, second = create_selective_checkpoint_contexts(choose)  # type: ignore[no-untyped-call]
         if self._chooses:
             choices = Choices()
             first, second = _entered(first, choices.recorded()), _entered(second, choices.replayed())
@@ -110,6 +120,17 @@ def _entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
         for context in contexts:
             stack.enter_context(context)
         yield
+
+
+def _adds_bias_in_place(module: nn.Module) -> bool:
+    """Experts of transformers with biases add them to the output of a grouped product: it cannot be saved."""
+    return bool(getattr(module, "has_bias", False)) and hasattr(module, "is_transposed")
+
+
+def _choose_but_grouped(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if str(getattr(operator, "overloadpacket", operator)) in _GROUPED:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return _choose(context, operator, *args, **kwargs)
 
 
 def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
