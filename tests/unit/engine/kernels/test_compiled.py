@@ -211,3 +211,16 @@ def test_an_error_of_the_model_is_the_models(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(block.mlp, "forward", lambda rows: rows @ rows)
     with pytest.raises(RuntimeError, match=r"mat1 and mat2|size|shape"):
         engine.step(global_batch(0))
+
+
+def test_a_function_of_any_rows_has_one_graph() -> None:
+    """And one for a single row, which torch compiles apart."""
+    sizes = range(1, 3 * int(dynamo.recompile_limit))
+    double = compiled._Compiled(_double, has_any_rows=True)
+    for size in sizes:
+        assert double(torch.ones(size, 2)).sum().item() == 4 * size
+    assert (double.failure, counters["stats"]["unique_graphs"] <= 3) == ("", True)
+
+
+def _double(rows: torch.Tensor) -> torch.Tensor:
+    return 2 * rows
