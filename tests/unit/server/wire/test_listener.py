@@ -122,7 +122,7 @@ def test_the_oldest_stranger_goes_first(monkeypatch: pytest.MonkeyPatch) -> None
     listening = SocketListener(lambda connection, reader: served.set(), token=TOKEN, host="127.0.0.1", port=0)
     endpoint = listening.start()
     opened = [socket.create_connection((endpoint.host, endpoint.port)) for _ in range(5)]
-    wait_until(lambda: listening.num_hung_up == 2)
+    wait_until(lambda: listening.num_hung_up >= 2)  # more, where the machine is so slow that others time out
     for connection in opened[:2]:
         connection.settimeout(10)
         assert connection.recv(1) == b""
