@@ -15,7 +15,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.verify import worker
 from weft.verify.request import VerifyRequest
-from weft.verify.session import STAGES, Session
+from weft.verify.session import STAGES, Session, require_enough_steps
 from weft.verify.verdict import Check
 
 CPU = torch.device("cpu")
@@ -57,13 +57,13 @@ class Untrained(Session):
 
 
 def verified(monkeypatch: pytest.MonkeyPatch, plans: list[Plan], *, steps: int) -> tuple[list[str], list[str]]:
-    """The plans that have a verdict, and what was told."""
+    """The plans that have a verdict, and what was told beside the names of stages."""
     monkeypatch.setattr(worker, "Session", Untrained)
     process: Any = SimpleNamespace(is_main=False, world_size=1)
     request = VerifyRequest(run=RunSpec.from_tables({"model": {"type": "llama"}}), plans=plans, steps=steps, as_is=True)
     told: list[str] = []
     found = worker._verify_all(request, process, Path(), CPU, lambda plan, what: told.append(f"{plan}: {what}"))
-    return [verdict.plan for verdict in found], told
+    return [verdict.plan for verdict in found], [line for line in told if not line.endswith(STAGES)]
 
 
 def test_one_plan_of_many_is_left_out_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
