@@ -11,7 +11,6 @@ why), `not built` (not even in one process) or WRONG.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import logging
 import platform
@@ -215,15 +214,7 @@ def docs_page(rows: list[Facts], *, stages: tuple[str, ...]) -> str:
         "`benchmarks/expert_families.py` writes this page. A refused model trains with `mesh.ep = 1`: ZeRO-3 shards",
         "any model, and tensor parallelism [most](tensor-families.md).",
         "",
-        "## Refused, or not built",
-        "",
-        "| type | why |",
-        "| --- | --- |",
-        *(f"| {row['type']} | {tiny.cell(row['why'])} |" for row in rows if row["verdict"] != "right"),
-        "",
-        "## Right",
-        "",
-        ", ".join(row["type"] for row in right),
+        *tiny.refused_and_right(rows, title="Refused, or not built"),
         "",
         "## Parameters without a gradient",
         "",
@@ -244,12 +235,7 @@ def _kinds(names: list[str]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--docs", type=Path)
-    parser.add_argument(
-        "--rows", type=Path, help="a JSON line for each type as it is done; types in it are not repeated"
-    )
+    parser = tiny.page_parser(__doc__)
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--zero", type=int, default=3)
     parser.add_argument("--all-stages", action="store_true")

@@ -10,7 +10,6 @@ evaluation. A type is `right`, `refused` (weft said why), `not built` (not even 
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import logging
 import platform
@@ -146,26 +145,13 @@ def docs_page(rows: list[Facts]) -> str:
         "A tiny model of each trained at `mesh.pp = 2`; `benchmarks/pipeline_families.py` writes this page. A refused",
         "model trains with `mesh.pp = 1`: ZeRO-3 shards any model, and tensor parallelism [most](tensor-families.md).",
         "",
-        "## Refused",
-        "",
-        "| type | why |",
-        "| --- | --- |",
-        *(f"| {row['type']} | {tiny.cell(row['why'])} |" for row in tried if row["verdict"] != "right"),
-        "",
-        "## Right",
-        "",
-        ", ".join(right),
+        *tiny.refused_and_right(tried, title="Refused"),
     ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--docs", type=Path)
-    parser.add_argument(
-        "--rows", type=Path, help="a JSON line for each type as it is done; types in it are not repeated"
-    )
+    parser = tiny.page_parser(__doc__)
     parser.add_argument("--pp4-rows", type=Path, help="what --rows kept of a run with --degree 4, for the page")
     parser.add_argument("--types", nargs="*")
     parser.add_argument("--degree", type=int, default=2)

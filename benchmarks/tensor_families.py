@@ -10,7 +10,6 @@ built` (not even in one process) or WRONG. `--unvouched` also shards families th
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import logging
 import platform
@@ -280,12 +279,7 @@ def _sharded_text(row: Facts) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--docs", type=Path)
-    parser.add_argument(
-        "--rows", type=Path, help="a JSON line for each type as it is done; types in it are not repeated"
-    )
+    parser = tiny.page_parser(__doc__)
     parser.add_argument("--layout-rows", type=Path, help="as --rows, for well-known families beside data parallelism")
     parser.add_argument("--tp4-rows", type=Path, help="what --rows kept of a run with --degree 4, for the page")
     parser.add_argument("--only", nargs="*")

@@ -5,6 +5,7 @@ It runs nothing by itself. `tensor_families.py` and `pipeline_families.py` say w
 
 from __future__ import annotations
 
+import argparse
 import copy
 import hashlib
 import json
@@ -151,6 +152,32 @@ def last_line(text: str) -> str:
 
 def cell(text: str) -> str:
     return text.replace("|", "/").replace("\n", " ")[:400]
+
+
+def page_parser(description: str | None) -> argparse.ArgumentParser:
+    """Options of the benchmarks that write a result and a page of all types."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--docs", type=Path)
+    parser.add_argument(
+        "--rows", type=Path, help="a JSON line for each type as it is done; types in it are not repeated"
+    )
+    return parser
+
+
+def refused_and_right(rows: list[Facts], *, title: str) -> list[str]:
+    """The part of a page that lists types by their verdict; `title` is that of the first list."""
+    return [
+        f"## {title}",
+        "",
+        "| type | why |",
+        "| --- | --- |",
+        *(f"| {row['type']} | {cell(row['why'])} |" for row in rows if row["verdict"] != "right"),
+        "",
+        "## Right",
+        "",
+        ", ".join(row["type"] for row in rows if row["verdict"] == "right"),
+    ]
 
 
 def keep_row(path: Path | None, row: Facts) -> None:

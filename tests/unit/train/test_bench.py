@@ -25,10 +25,13 @@ MODEL = {
 }  # fmt: skip
 
 
-def bench_of(plan: dict[str, Any]) -> Bench:
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+
+
+def bench_of(plan: dict[str, Any], *, family: str = "llama", **config: int) -> Bench:
     layout = Plan.from_tables(plan)
     tables = {
-        "model": {"type": "llama", "config": MODEL},
+        "model": {"type": family, "config": {**MODEL, **config}},
         "data": {"sequence_length": 16},
         "train": {"global_batch": 2 * layout.mesh.dp_degree},
     }
@@ -46,6 +49,14 @@ def test_a_rank_of_any_number_is_measured_alone(plan: dict[str, Any]) -> None:
     assert [row.technique for row in techniques][:2] == ["compiled blocks", "fused head and loss"]
     assert notes == ()
     assert not dist.is_initialized() or dist.get_world_size() == 1, "the world that was not there is gone"
+
+
+@pytest.mark.parametrize("dispatcher", ["pairs", "tokens", "gather"])
+def test_a_rank_of_experts_gets_as_many_rows_as_it_sends(dispatcher: str) -> None:
+    plan = {"mesh": {"dp_shard": 8, "ep": 4}, "expert_parallel": {"dispatcher": dispatcher}}
+    timed, *_ = measure_engine(bench_of(plan, family="qwen3_moe", **EXPERTS))
+    assert 3.0 < timed.loss_first < 5.5
+    assert timed.loss_last != timed.loss_first
 
 
 def test_the_plain_loop_has_the_same_rows() -> None:

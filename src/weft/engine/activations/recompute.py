@@ -78,10 +78,10 @@ def apply_recompute(
             wrap_forward(block, _Recomputed(block, changes, is_selective=policy == "selective"))
 
 
-def is_saved(operator: Any) -> bool:
+def is_saved(operator: Any, products: Collection[str] = _PRODUCTS) -> bool:
     """Whether selective recompute saves the output of this operator."""
     packet = str(getattr(operator, "overloadpacket", operator))
-    return packet in _PRODUCTS or packet.startswith(_ATTENTION) or packet.startswith(_COLLECTIVES)
+    return packet in products or packet.startswith(_ATTENTION) or packet.startswith(_COLLECTIVES)
 
 
 class _Recomputed:
@@ -90,7 +90,7 @@ class _Recomputed:
     def __init__(self, block: nn.Module, changes: BufferChanges, *, is_selective: bool) -> None:
         self._changes, self._places = changes, changes.places_in(block)
         self._is_selective, self._chooses = is_selective, chooses(block)
-        self._adds_in_place = any(map(_adds_bias_in_place, block.modules()))
+        self._products = _PRODUCTS - _GROUPED if any(map(_adds_bias_in_place, block.modules())) else _PRODUCTS
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -104,7 +104,7 @@ class _Recomputed:
         first: AbstractContextManager[Any] = nullcontext()
         second: AbstractContextManager[Any] = nullcontext()
         if self._is_selective:
-            choose = _choose_but_grouped if self._adds_in_place else _choose
+            choose = functools.partial(_choose, self._products)
             first, second = create_selective_checkpoint_contexts(choose)  # type: ignore[no-untyped-call]
         if self._chooses:
             choices = Choices()
@@ -127,11 +127,5 @@ def _adds_bias_in_place(module: nn.Module) -> bool:
     return bool(getattr(module, "has_bias", False)) and hasattr(module, "is_transposed")
 
 
-def _choose_but_grouped(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if str(getattr(operator, "overloadpacket", operator)) in _GROUPED:
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    return _choose(context, operator, *args, **kwargs)
-
-
-def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_saved(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+def _choose(products: Collection[str], _context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_saved(operator, products) else CheckpointPolicy.PREFER_RECOMPUTE

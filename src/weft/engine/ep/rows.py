@@ -2,10 +2,11 @@
 
 A token has `k` slots; a row belongs to one slot of one token. `RowOrder` says which, both ways:
 
-| function      | forward                                    | backward                                          |
-| ------------- | ------------------------------------------ | ------------------------------------------------- |
-| `take_rows`   | row i = the token of slot i                | a token's gradient = the sum over its slots       |
-| `sum_rows`    | a token = the weighted sum over its slots  | row i = weight x gradient of its token; weights'  |
+| function    | forward                                   | backward                                                   |
+| ----------- | ----------------------------------------- | ---------------------------------------------------------- |
+| `take_rows` | a row = its token                         | of a token: the sum over its slots                         |
+| `sum_rows`  | a token = the weighted sum over its slots | of a row: its weight x that of its token; of a weight: the |
+|             |                                           | inner product of its row and the gradient of its token     |
 
 Every output element has one writer that adds in the order of slots, in float32 at least: the same bits in every run.
 The operators are torch's own custom ones, so a dry run sees what the GPU kernels (`rows_triton.py`) allocate.
