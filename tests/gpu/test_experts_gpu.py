@@ -11,6 +11,7 @@ from tiny import build_engine, train_steps
 from tolerances import BF16_SAME_LOSS_ABS, GPU_FP32_LOSS_ABS
 
 from weft.engine.ep.rows import sorted_order, sum_rows, take_rows
+from weft.engine.ep.wire import packed, unpacked
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +36,20 @@ def outcome(device: torch.device, keys: Any, hidden: Any, weights: Any, pull: An
     out = sum_rows(torch.tanh(take_rows(inputs[0], order)), order, *inputs[1:])
     (out * pull.to(device)).sum().backward()
     return [out.detach(), *(value.grad for value in inputs)]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("width", [7, 128, 2048, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_float8_have_the_bits_of_a_cpu(width: int, dtype: torch.dtype) -> None:
+    powers = torch.randint(-120, 100, (300, 1), generator=torch.Generator().manual_seed(1))
+    rows = (torch.randn(300, width, generator=torch.Generator().manual_seed(0)) * 2.0**powers).to(dtype)
+    rows[5, -1], rows[6, 0], rows[7] = float("inf"), float("nan"), 0.0
+    words = packed(rows, "float8")
+    on_gpu = packed(rows.cuda(), "float8")
+    assert torch.equal(on_gpu.cpu()[8:], words[8:])
+    found, wanted = unpacked(on_gpu, "float8", rows.cuda()).cpu(), unpacked(words, "float8", rows)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    assert packed(rows[:0].cuda(), "float8").shape == (0, words.shape[1])
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -18,6 +18,10 @@ from weft.core.shards import balanced_span
 
 DispatcherKind = Literal["pairs", "tokens", "gather"]
 DISPATCHERS: tuple[DispatcherKind, ...] = get_args(DispatcherKind)
+WireFormat = Literal["activations", "float8"]
+WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
+WIRE_BLOCK = 128  # elements of a row that share a scale in float8
+_SCALE_BYTES = 4
 MOST_GATHERED = 1.15  # rows of gather per row of tokens at which fixed sizes, which no host waits for, are still better
 
 
@@ -35,6 +39,11 @@ def ranks_reached(*, num_experts: int, top_k: int, ep: int) -> list[float]:
     held = (balanced_span(num_experts, degree=ep, place=place).size for place in range(ep))
     choices = math.comb(num_experts, top_k)
     return [1 - math.comb(num_experts - size, top_k) / choices for size in held]
+
+
+def float8_bytes(hidden_size: int) -> int:
+    """Bytes of a row of hidden states in float8, with its scales."""
+    return -(-hidden_size // WIRE_BLOCK) * (WIRE_BLOCK + _SCALE_BYTES)
 
 
 def choose_dispatcher(layers: Iterable[tuple[int, int | None]], *, ep: int) -> DispatcherKind:

@@ -14,6 +14,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 from weft.core import axes
 from weft.core.config import Document, Section, sections_of
 from weft.core.errors import PlanError
+from weft.core.experts import WireFormat
 from weft.core.precision import COMPONENTS, LOW_STATES, DType, PrecisionPolicy, Preset, resolve
 
 SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules that split the backward
@@ -86,6 +87,11 @@ class ExpertParallel(Section):
         default="folded",
         description="tensor-parallel ranks and experts: folded (they hold further experts: ep divides dp_shard x cp x "
         "tp) | width (they shard each expert's width: ep divides dp_shard x cp)",
+    )
+    wire: WireFormat = Field(
+        default="activations",
+        description="format in which tokens travel to their experts: activations (as computed) | float8 (e4m3, a scale "
+        "per 128 elements); outputs and gradients travel as computed",
     )
 
     @property

@@ -37,19 +37,24 @@ def leave(x: Tensor, group: Group) -> Tensor:
 
 
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    return _Moved.apply(x, group, dim, gathered, scattered)  # type: ignore[no-any-return, no-untyped-call]
+    return move(x, group, dim, gathered, scattered)
 
 
 def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
-    return _Moved.apply(x, group, dim, scattered, gathered)  # type: ignore[no-any-return, no-untyped-call]
+    return move(x, group, dim, scattered, gathered)
 
 
 def take(x: Tensor, group: Group, dim: int) -> Tensor:
-    return _Moved.apply(x, group, dim, contiguous_slice, gathered)  # type: ignore[no-any-return, no-untyped-call]
+    return move(x, group, dim, contiguous_slice, gathered)
 
 
 def collect(x: Tensor, group: Group, dim: int) -> Tensor:
-    return _Moved.apply(x, group, dim, gathered, contiguous_slice)  # type: ignore[no-any-return, no-untyped-call]
+    return move(x, group, dim, gathered, contiguous_slice)
+
+
+def move(x: Tensor, group: Group, dim: int, there: Move, back: Move) -> Tensor:
+    """`there` in the forward, `back` in the backward."""
+    return _Moved.apply(x, group, dim, there, back)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
@@ -115,8 +120,6 @@ class _Leave(torch.autograd.Function):
 
 
 class _Moved(torch.autograd.Function):
-    """`there` in the forward, `back` in the backward; each takes (tensor, group, dim)."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int, there: Move, back: Move) -> Tensor:
         ctx.group, ctx.dim, ctx.back = group, dim, back

@@ -36,6 +36,7 @@ def apply_tensor_and_expert(
         experts,
         topology,
         kind=plan.expert_parallel.dispatcher,
+        wire=plan.expert_parallel.wire,
         is_sharded=plan.data_parallel.zero > 0,
         same_rows=topology.group(axes.TP) if has_same_rows else None,
         tensor_shards=tp.shards if tp is not None else {},

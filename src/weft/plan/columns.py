@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from weft.core import axes
 from weft.core.errors import PlanError
+from weft.core.experts import WIRE_FORMATS
 from weft.core.plan import ExpertParallel, ExpertTensor, Float8Choice, Pipeline, Plan, TensorParallel
 from weft.core.tensor_grid import tensor_depth
 
@@ -55,6 +56,7 @@ class Columns:
     ep: Ints
     dispatcher: Ints  # index into DISPATCHERS
     expert_tensor: Ints  # index into EXPERT_TENSORS
+    wire: Ints  # index into WIRE_FORMATS
     zero: Ints
     microbatches: Ints
     schedule: Ints  # index into SCHEDULES
@@ -214,6 +216,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         ep=column(plan.mesh.ep for plan in plans),
         dispatcher=column(DISPATCHERS.index(plan.expert_parallel.dispatcher) for plan in plans),
         expert_tensor=column(EXPERT_TENSORS.index(plan.expert_parallel.tensor) for plan in plans),
+        wire=column(WIRE_FORMATS.index(plan.expert_parallel.wire) for plan in plans),
         zero=column(plan.data_parallel.zero for plan in plans),
         microbatches=column(plan.pipeline.microbatches for plan in plans),
         schedule=column(SCHEDULES.index(plan.pipeline.schedule) for plan in plans),
@@ -260,6 +263,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
         "expert_parallel": {
             "dispatcher": DISPATCHERS[at("dispatcher")],
             "tensor": EXPERT_TENSORS[at("expert_tensor")],
+            "wire": WIRE_FORMATS[at("wire")],
         },
         "pipeline": {
             "schedule": SCHEDULES[at("schedule")],

@@ -14,6 +14,7 @@ from typing import cast
 import numpy as np
 
 from weft.core import axes
+from weft.core.experts import WIRE_FORMATS, WireFormat
 from weft.core.plan import SPLIT, ExpertParallel, ExpertTensor, Float8Choice
 from weft.plan.columns import (
     DISPATCHERS,
@@ -54,6 +55,7 @@ SEARCHED = frozenset(
             "tensor_parallel.loss_parallel",
             "expert_parallel.dispatcher",
             "expert_parallel.tensor",
+            "expert_parallel.wire",
             "pipeline.schedule",
             "pipeline.microbatches",
             "pipeline.virtual_stages",
@@ -200,7 +202,8 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
     one_d = (table[:, 10] == 0) & (table[:, 3] > 1) & request.shape.has_straight_stream
     compiled, fused = _fast_path(table, freedom, request)
     size = len(table)
-    # float8 matmuls change results, so they are only used if fixed
+    # float8 changes results, so it is only used if fixed
+    wire = cast(WireFormat, freedom.fixed.get("expert_parallel.wire", "activations"))
     linears = cast(Float8Choice, freedom.fixed.get("float8.linears", "none"))
     gather = freedom.fixed.get("float8.gather", "float8")
 
@@ -211,6 +214,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         dp_replicate=table[:, 0], dp_shard=table[:, 1], cp=table[:, 2], tp=table[:, 3], pp=table[:, 4], ep=table[:, 5],
         dispatcher=_dispatchers(table[:, 5], freedom, request),
         expert_tensor=np.full(size, EXPERT_TENSORS.index(_expert_tensor(freedom)), dtype=np.int64),
+        wire=np.full(size, WIRE_FORMATS.index(wire), dtype=np.int64),
         zero=table[:, 6], schedule=table[:, 7], virtual_stages=table[:, 8], recompute=table[:, 9], tp_mode=table[:, 10],
         offload_optimizer=table[:, 11], microbatches=table[:, 12],
         sequence_parallel=switch("tensor_parallel.sequence_parallel", one_d.astype(np.int64)),

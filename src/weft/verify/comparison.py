@@ -305,7 +305,7 @@ class Comparison:
         precision = plan_precision(self.plan, self.train)
         compute = UNIT_ROUNDOFF[str(precision.compute).removeprefix("torch.")]
         codes = CODE_ROUNDOFF if precision.has_8bit_moments else 0.0
-        products = UNIT_ROUNDOFF["float8_e4m3fn"] if precision.float8 != "none" else 0.0
+        products = UNIT_ROUNDOFF["float8_e4m3fn"] if precision.has_float8 else 0.0
         return max(compute, codes, products)
 
     def _describe(self, rank: int) -> str:

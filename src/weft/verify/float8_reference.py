@@ -1,11 +1,13 @@
-"""Float8 matmuls of the reference: operands rounded to float8 and back, then multiplied in float32. No float8 kernel.
+"""Float8 of the reference: values rounded to float8 and back, then multiplied in float32. No float8 kernel.
 
-The engine chooses the layers (`engine.kernels.float8.chosen_linears`); the arithmetic is written here independently:
-forward operands in e4m3, output gradients in e5m2, one scale per tensor from its largest magnitude.
+Matmuls: the engine chooses the layers (`engine.kernels.float8.chosen_linears`); the arithmetic is written here
+independently: forward operands in e4m3, output gradients in e5m2, one scale per tensor from its largest magnitude.
+Tokens that travel to experts: e4m3, a power of two per 128 elements of a token; gradients pass unchanged.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -14,6 +16,10 @@ from torch import Tensor, nn
 from weft.core.plan import Float8Choice
 from weft.engine.kernels.float8 import chosen_linears
 from weft.models.layout import describe
+from weft.verify.plain_experts import plain_experts
+
+WIRE_BLOCK = 128
+LEAST_POWER = -126  # of normal float32 numbers
 
 
 def multiply_in_float8(model: nn.Module, choice: Float8Choice) -> None:
@@ -54,3 +60,39 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.zeros_like(values, dtype=torch.float32)
     scale = torch.finfo(dtype).max / largest
     return (values.float() * scale).to(dtype).float() / scale
+
+
+def round_inputs_of_experts(model: nn.Module) -> None:
+    """Make every module of experts compute with tokens as they arrive in float8."""
+    for module in plain_experts(model).values():
+        module.register_forward_pre_hook(_with_rounded_tokens, with_kwargs=True)
+
+
+def _with_rounded_tokens(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    given[names[0]] = _Arrived.apply(given[names[0]])  # type: ignore[no-untyped-call]
+    return (), given
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor) -> Tensor:
+        return arrived(tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> Tensor:
+        return gradient[0]
+
+
+def arrived(tokens: Tensor) -> Tensor:
+    """The nearest float8 numbers, at the least power of two for each block that makes its largest number fit."""
+    made = torch.zeros_like(tokens)
+    for begin in range(0, tokens.shape[-1], WIRE_BLOCK):
+        block = tokens[..., begin : begin + WIRE_BLOCK].float()
+        largest = block.abs().amax(-1, keepdim=True).double()
+        power = torch.ceil(torch.log2(largest / torch.finfo(torch.float8_e4m3fn).max))
+        scale = torch.exp2(power.clamp(min=LEAST_POWER))
+        values = (block.double() / scale).float().to(torch.float8_e4m3fn)
+        made[..., begin : begin + WIRE_BLOCK] = (values.double() * scale).to(tokens.dtype)
+    return made

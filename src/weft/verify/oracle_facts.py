@@ -112,7 +112,7 @@ def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: Refe
         least_losses=allowance.losses,
         least_norms=allowance.norms,
         compute=compute,
-        coarsest="float8_e4m3fn" if precision.float8 != "none" else compute,
+        coarsest="float8_e4m3fn" if precision.has_float8 else compute,
         starts_rounded=precision.rounds_weights,
         rounded_states=_why_rounded(run, policy.optimizer_state, policy.master_weights),
         is_delayed=plan.has_delayed_updates,

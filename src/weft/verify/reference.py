@@ -26,7 +26,7 @@ from weft.engine.activations.dropout import number_blocks, seeded_forward, uses_
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
 from weft.models.layout import describe
 from weft.verify.eight_bit import round_moments
-from weft.verify.float8_reference import multiply_in_float8
+from weft.verify.float8_reference import multiply_in_float8, round_inputs_of_experts
 from weft.verify.late_division import LateDivision
 from weft.verify.low_update import round_low
 from weft.verify.plain_experts import PlainExperts
@@ -46,14 +46,19 @@ class ReferencePrecision:
     loss_scale: float = 1.0  # multiplies the loss before a low-precision backward; gradients are divided by it
     has_8bit_moments: bool = False
     float8: Float8Choice = "none"  # linear layers that multiply in float8
+    has_float8_wire: bool = False  # tokens reach experts in float8
     divides_last: bool = False  # divide by the token count after the head's backward, as a fused loss does
     rounds_moments: bool = False  # to bfloat16, after every update
     has_wide_router: bool = False  # routers of experts compute in float32
     rounds_weights: bool = False  # the same for weights and gradients: no `master` copy outlives an update
 
     @property
+    def has_float8(self) -> bool:
+        return self.float8 != "none" or self.has_float8_wire
+
+    @property
     def is_low(self) -> bool:
-        return self.compute.itemsize < self.master.itemsize or self.has_8bit_moments
+        return self.compute.itemsize < self.master.itemsize or self.has_8bit_moments or self.has_float8_wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +334,8 @@ def prepare(model: nn.Module, precision: ReferencePrecision, split: BatchSplit) 
     model = _cast(model, precision)
     number_blocks(model, layout)
     multiply_in_float8(model, precision.float8)
+    if precision.has_float8_wire:
+        round_inputs_of_experts(model)
     if precision.divides_last:
         model.late_division = LateDivision(model)  # type: ignore[assignment]
     if not (split.unties and precision.is_low):

@@ -107,7 +107,7 @@ def _allowance(plan: Plan, precision: ReferencePrecision, *, routes: bool) -> Ro
     """The allowance of plans that round differently from one process from the first step on. bfloat16 gradients are
     summed over micro-batches in bfloat16: rounded terms, as in tensor parallelism, or as sums over experts."""
     along = ROUTED_ALONG if routes else ALONG_SHARE
-    if precision.float8 != "none":  # another order of a float32 sum makes an operand round the other way
+    if precision.has_float8:  # another order of a float32 sum makes an operand round the other way
         return rounded_terms("float8_e4m3fn", along=along)
     is_float32, compute = precision.compute == precision.master, str(precision.compute).removeprefix("torch.")
     if precision.rounds_weights or (not is_float32 and (plan.mesh.tp > 1 or plan.mesh.ep > 1 or plan.compile.enabled)):

@@ -41,10 +41,11 @@ def rows(traffic: Any) -> dict[tuple[str, ...], tuple[int, int]]:
     }
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize(("policy", "wire"), [("none", "activations"), ("full", "activations"), ("none", "float8")])
 @pytest.mark.parametrize("dispatcher", ["pairs", "tokens", "gather"])
-def test_traffic_and_states_are_those_of_the_planner(dispatcher: str, policy: str) -> None:
-    plan = plan_of(dispatcher, activations={"policy": policy})
+def test_traffic_and_states_are_those_of_the_planner(dispatcher: str, policy: str, wire: str) -> None:
+    exchange = {"dispatcher": dispatcher, "wire": wire}
+    plan = plan_of(dispatcher, expert_parallel=exchange, activations={"policy": policy})
     found, predicted = dry_run(RUN, plan, on_gpu=False), estimate_plan(RUN, plan, "8xCPU")
     sent, planned = rows(found.traffic), rows(predicted.traffic)
     assert {key: count for key, (count, _) in sent.items()} == {key: count for key, (count, _) in planned.items()}

@@ -9,7 +9,9 @@ from mutations import replaced
 from torch import Tensor
 
 import weft.engine.ep.dispatch as dispatch
+import weft.engine.ep.exchange as exchange
 import weft.engine.optim.clip
+from weft.core.experts import WireFormat
 from weft.engine.ep.dispatch import Dispatcher
 from weft.engine.ep.rows import RowOrder
 
@@ -51,12 +53,24 @@ def weights_applied_twice() -> Any:
 
 def router_without_gradient() -> Any:
     def make(original: Any) -> Any:
-        def send(rows: Tensor, experts: Tensor, weights: Tensor, *others: Any) -> Any:
-            return original(rows, experts, weights.detach(), *others)
+        def send(tokens: Tensor, order: RowOrder, experts: Tensor, weights: Tensor, *others: Any) -> Any:
+            return original(tokens, order, experts, weights.detach(), *others)
 
         return send
 
-    return replaced(dispatch, "send_routed", make)
+    return replaced(dispatch, "send_tokens_routed", make)
+
+
+def scales_off_by_one_power() -> Any:
+    """Rows that travel in float8 arrive twice as large."""
+
+    def make(original: Any) -> Any:
+        def unpacked(received: Tensor, wire: WireFormat, like: Tensor) -> Tensor:
+            return original(received, wire, like) * 2  # type: ignore[no-any-return]
+
+        return unpacked
+
+    return replaced(exchange, "unpacked", make)
 
 
 def counts_of_experts_swapped() -> Any:

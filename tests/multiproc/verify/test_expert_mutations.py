@@ -47,6 +47,11 @@ GROUPS: dict[str, Group] = {
             Bug(mutate=bugs.expert_gradients_averaged_over_ep, check="gradients", words=("experts",), step=1),
         ),
     ),
+    "float8 wire": Group(
+        plan=divided("tokens") | {"expert_parallel": {"dispatcher": "tokens", "wire": "float8"}},
+        model="mixtral",
+        bugs=(Bug(mutate=bugs.scales_off_by_one_power, check=("loss", "gradients"), step=1),),
+    ),
     "router": Group(
         plan=divided("tokens") | {"activations": {"policy": "full"}},
         model="deepseek_v3",
@@ -81,4 +86,4 @@ def test_every_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_pat
 
 def test_the_names_of_bugs_are_unique() -> None:
     names = [bug.mutate.__name__ for group in GROUPS.values() for bug in group.bugs]
-    assert len(names) == len(set(names)) >= 18
+    assert len(names) == len(set(names)) >= 19

@@ -248,6 +248,23 @@ def test_collectives_of_the_dispatchers(dispatcher: str, recompute: str) -> None
     assert rows(traffic(request, dp_shard=8, ep=1, zero=1), "ep") == {}
 
 
+@pytest.mark.parametrize(("dispatcher", "collective"), [("pairs", "all_to_all"), ("gather", "all_gather")])
+def test_float8_halves_the_way_to_experts_in_the_forward(dispatcher: str, collective: str) -> None:
+    """128 bf16 numbers are 256 bytes, in float8 132 with their scale."""
+    request = request_of(tiny_mixtral(), "8xH100-80GB", global_batch=8, sequence_length=64)
+    plain, packed = (
+        rows(traffic(request, dp_shard=8, ep=8, zero=1, dispatcher=dispatcher, wire=wire), "ep")
+        for wire in ("activations", "float8")
+    )
+    sent = 64 * (2 if dispatcher == "pairs" else 8)
+    saved = plain[collective, "forward"][0] - packed[collective, "forward"][0]
+    assert saved == pytest.approx(4 * 7 / 8 * sent * (256 - 132))
+    assert {key: count for key, (_, count) in plain.items()} == {key: count for key, (_, count) in packed.items()}
+    assert {key: value for key, value in plain.items() if key[1] == "backward"} == {
+        key: value for key, value in packed.items() if key[1] == "backward"
+    }
+
+
 def test_experts_are_reduced_over_the_ranks_that_hold_them() -> None:
     """Experts of each of 4 blocks are a unit on edp: 2 of 8 ranks have the same ones."""
     request = request_of(tiny_mixtral(), "8xH100-80GB", global_batch=8, sequence_length=64)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from weft.core import axes
 from weft.core.errors import MeshError, ModelError
-from weft.core.experts import DispatcherKind, choose_dispatcher
+from weft.core.experts import DispatcherKind, WireFormat, choose_dispatcher
 from weft.core.shards import LocalShard, balanced_span, compose, local_shard
 from weft.engine.ep.context import EPContext
 from weft.engine.ep.dispatch import DISPATCHERS, Dispatcher, dispatch_share
@@ -53,6 +53,7 @@ def apply_expert_parallel(
     topology: Topology,
     *,
     kind: DispatcherKind | Literal["auto"],
+    wire: WireFormat,
     is_sharded: bool,
     same_rows: Group | None = None,
     tensor_shards: Mapping[str, LocalShard] = MappingProxyType({}),
@@ -67,7 +68,7 @@ def apply_expert_parallel(
     if kind == "auto":
         sizes = ((layer.num_experts, layer.top_k) for layer in experts.layers)
         kind = choose_dispatcher(sizes, ep=dist.get_world_size(group))
-    own = divide_experts(model, layout, experts, group=group, kind=kind, same_rows=same_rows)
+    own = divide_experts(model, layout, experts, group=group, kind=kind, wire=wire, same_rows=same_rows)
     shards = {
         name: compose(tensor_shards[name], shard) if name in tensor_shards else shard for name, shard in own.items()
     }
@@ -82,13 +83,14 @@ def divide_experts(
     *,
     group: Group,
     kind: DispatcherKind,
+    wire: WireFormat = "activations",
     same_rows: Group | None = None,
 ) -> dict[str, LocalShard]:
     """Keep this rank's experts and dispatch to those of others. Returns the shard of every parameter of experts."""
     shards = expert_shards(model, experts, degree=dist.get_world_size(group), place=dist.get_rank(group))
     shard_parameters(model, layout, shards)
     for layer in experts.layers:
-        module, dispatcher = model.get_submodule(layer.name), DISPATCHERS[kind](layer.num_experts, group)
+        module, dispatcher = model.get_submodule(layer.name), DISPATCHERS[kind](layer.num_experts, group, wire)
         for key in layer.counts:
             setattr(module, key, dispatcher.own.size)
         wrap_own_forward(module, _Dispatched(module, dispatcher, same_rows))

@@ -21,20 +21,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import weft.engine.ep.counts as counts_of_ranks
-from weft.core.experts import Routing
+from weft.core.experts import Routing, WireFormat
 from weft.core.shards import Span, balanced_span
 from weft.engine import collectives
-from weft.engine.ep.exchange import Counts, Group, exchange_counts, send_routed, send_rows
+from weft.engine.ep.exchange import (
+    Counts,
+    Group,
+    exchange_counts,
+    gather_tokens,
+    send_rows,
+    send_tokens,
+    send_tokens_routed,
+)
 from weft.engine.ep.rows import sorted_order, sum_rows, take_rows
 
 Experts = Callable[[Tensor, Tensor], Tensor]  # outputs of rows, one expert per row; the experts' numbers ascend
 
 
 class Dispatcher:
-    """Divides the experts of one module over the ranks of a group."""
+    """Divides the experts of one module over the ranks of a group. `wire`: of the way to the experts."""
 
-    def __init__(self, num_experts: int, group: Group) -> None:
-        self.num_experts = num_experts
+    def __init__(self, num_experts: int, group: Group, wire: WireFormat = "activations") -> None:
+        self.num_experts, self.wire = num_experts, wire
         self.group, self.degree, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.spans = [balanced_span(num_experts, degree=self.degree, place=place) for place in range(self.degree)]
         self._first_experts: Tensor | None = None
@@ -78,7 +86,7 @@ class Pairs(Dispatcher):
             self.routing(index), pairs_sent=own.sum(1), pairs_received=theirs.sum(1)
         )
         counts = Counts(sent=sent_counts, received=received_counts)
-        received = send_rows(take_rows(hidden, order), counts, self.group)
+        received = send_tokens(hidden, order, counts, self.group, self.wire)
         numbers = torch.arange(most, device=index.device).repeat(self.degree)
         numbers = numbers.repeat_interleave(theirs.flatten(), output_size=len(received)).unsqueeze(1)
         own_order = sorted_order(numbers, len(received))
@@ -106,8 +114,8 @@ class Tokens(Dispatcher):
         token = order.tokens
         is_theirs = owners[token] == (order.slots % self.degree).unsqueeze(1)
         numbers = torch.where(is_theirs, self.local_numbers(index)[token], -1)
-        received, numbers, own_weights = send_routed(
-            take_rows(hidden, order), numbers, weights[token], counts, self.group
+        received, numbers, own_weights = send_tokens_routed(
+            hidden, order, numbers, weights[token], counts, self.group, self.wire
         )
         own_order = sorted_order(numbers, sum(pair_counts))
         rows = take_rows(received, own_order)
@@ -120,7 +128,7 @@ class Gather(Dispatcher):
     """All rows travel to all ranks, which must have the same number of them; sizes do not depend on the router."""
 
     def __call__(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        gathered = collectives.gather(hidden, self.group, 0)
+        gathered = gather_tokens(hidden, self.group, self.wire)
         all_weights = collectives.gather(weights, self.group, 0)
         numbers = collectives.gathered(index, self.group, 0) - self.own.begin
         is_own = (numbers >= 0) & (numbers < self.own.size)

@@ -64,7 +64,7 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (rows,) = ctx.saved_tensors
-        return _add_slots(gradient.contiguous(), rows, None), None
+        return add_slots(gradient.contiguous(), rows), None
 
 
 class _SumRows(torch.autograd.Function):
@@ -72,7 +72,7 @@ class _SumRows(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, weights: Tensor | None, order: RowOrder) -> Tensor:
         weights = weights if weights is None else weights.contiguous()
         ctx.save_for_backward(values if ctx.needs_input_grad[1] else None, weights, order.slots, order.rows)
-        return _add_slots(values.contiguous(), order.rows, weights)  # type: ignore[no-any-return]
+        return add_slots(values.contiguous(), order.rows, weights)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -89,12 +89,12 @@ def _has_kernel(values: Tensor) -> bool:
 
 
 @torch.library.custom_op("weft::add_slots", mutates_args=())
-def _add_slots(values: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
+def add_slots(values: Tensor, rows: Tensor, weights: Tensor | None = None) -> Tensor:
     """[tokens, width]: the sum over slots of weight x value."""
     if _has_kernel(values):
-        from weft.engine.ep.rows_triton import add_slots
+        from weft.engine.ep import rows_triton
 
-        return add_slots(values, rows, weights)
+        return rows_triton.add_slots(values, rows, weights)
     token, slot = torch.nonzero(rows >= 0, as_tuple=True)
     wide = torch.promote_types(values.dtype, torch.float32)
     made = values[rows[token, slot]].to(wide)
@@ -121,8 +121,8 @@ def _spread(tokens: Tensor, slots: Tensor, weights: Tensor, values: Tensor | Non
     return (given * weights.flatten()[slots].unsqueeze(1)).to(tokens.dtype), products
 
 
-@_add_slots.register_fake
-def _(values: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
+@add_slots.register_fake
+def _(values: Tensor, rows: Tensor, weights: Tensor | None = None) -> Tensor:
     return values.new_empty(len(rows), values.shape[1])
 
 

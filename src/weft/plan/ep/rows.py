@@ -8,6 +8,7 @@ With t tokens, K experts per token, r rows sent and s received, p pairs received
 | tokens     | r sent and s received; later s sums and r returned                 |          |
 | gather     | rows of all ranks, n t, or their sums; and the own sums, t         | n t      |
 
+In float8 the rows that travel to experts are about half as large; `gather` holds those of all ranks in both formats.
 `gradient`: of rows that exist before a recomputed forward begins.
 """
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from weft.core.experts import Routing
+from weft.core.experts import WIRE_FORMATS, Routing, float8_bytes
 from weft.core.model_shape import BlockShape
 from weft.plan.columns import Floats
 from weft.plan.ep.memory import pair_bytes, per_layer, received_pairs
@@ -50,7 +51,7 @@ def _rows_of_block(view: View, block: BlockShape) -> Rows:
     pairs = per_layer(view, block, lambda _, routing: received_pairs(routing))
     width = block.moe.expert_width / view.columns.expert_tp if block.moe is not None else 0.0
     return Rows(
-        forward=per_layer(view, block, forward_rows) * h * c,
+        forward=np.maximum(per_layer(view, block, forward_rows) * h * c, _unpacked_bytes(view, block)),
         gradient=per_layer(view, block, _gradient_rows) * h * c,
         backward=pairs * c * (2 * width - h),
         saved=pairs * pair_bytes(block, view),
@@ -66,6 +67,19 @@ def forward_rows(dispatcher: str, routing: Routing) -> int:
         return pairs + max(pairs, routing.tokens * routing.top_k)
     counts = routing.expected()
     return sum(counts["rows_received"]) + sum(counts["rows_sent"])
+
+
+def _unpacked_bytes(view: View, block: BlockShape) -> Floats:
+    """Bytes of rows while those that arrived in float8 are unpacked."""
+    h, c = view.shape.hidden_size, view.sizes.activation
+    received = per_layer(view, block, _received_rows)
+    return np.where(view.columns.wire == WIRE_FORMATS.index("float8"), received * (float8_bytes(h) + h * c), 0.0)
+
+
+def _received_rows(dispatcher: str, routing: Routing) -> int:
+    if dispatcher == "gather":
+        return routing.ep * routing.tokens
+    return received_pairs(routing) if dispatcher == "pairs" else sum(routing.expected()["rows_received"])
 
 
 def _gradient_rows(dispatcher: str, routing: Routing) -> int:

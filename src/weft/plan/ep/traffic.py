@@ -8,6 +8,7 @@ With t tokens per rank, hidden size h, K experts per token, r rows (`core.expert
 | tokens     | all_to_all of counts [n, 2], [r, h] twice, [r, 2K]   | all_to_all of [r, h] twice, [r, K]              |
 | gather     | all_gather of [t, h], [t, K] twice; reduce_scatter   | all_gather of [t, h]; reduce_scatter, [t, K] too |
 
+Hidden states on their way to experts may be in float8 (`expert_parallel.wire`), in the forward alone.
 Recompute, full or selective, repeats those of the forward in the backward; the last reduce-scatter only if a tensor is
 saved after it. Counts of at most 8 numbers are small, and not counted.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.core import axes
-from weft.core.experts import ranks_reached
+from weft.core.experts import WIRE_FORMATS, WireFormat, float8_bytes, ranks_reached
 from weft.core.model_shape import BlockShape, MoeShape
 from weft.plan.axis import SMALL_ELEMENTS, TrafficRow
 from weft.plan.columns import DISPATCHERS, Floats
@@ -40,13 +41,14 @@ class Layer:
     ep: int
     tokens: float  # per rank and micro-batch
     row_bytes: float  # of one token's hidden states
+    wire_bytes: float  # of the same on their way to experts
     weight_bytes: float  # of one routing weight
     saves_after: bool  # a tensor after the experts' output
 
     def forward(self, dispatcher: str, *, is_repeated: bool = False) -> Iterator[Passed]:
         if dispatcher == "gather":
             full = self.ep * self.tokens
-            yield "all_gather", full * (self.row_bytes + self.moe.top_k * (self.weight_bytes + INDEX_BYTES)), 3
+            yield "all_gather", full * (self.wire_bytes + self.moe.top_k * (self.weight_bytes + INDEX_BYTES)), 3
             if self.saves_after or not is_repeated:
                 yield "reduce_scatter", full * self.row_bytes, 1
             return
@@ -54,7 +56,7 @@ class Layer:
         counts = self.ep * (most if dispatcher == "pairs" else 2)
         yield "all_to_all", counts * INDEX_BYTES * (counts > SMALL_ELEMENTS), counts > SMALL_ELEMENTS
         rows = self.rows(dispatcher)
-        yield "all_to_all", 2 * rows * self.row_bytes, 2
+        yield "all_to_all", rows * (self.wire_bytes + self.row_bytes), 2
         if dispatcher == "tokens":
             yield "all_to_all", rows * 2 * self.moe.top_k * FLOAT32_BYTES, 1
 
@@ -87,11 +89,11 @@ def traffic(view: View) -> list[TrafficRow]:
         if block.moe is None:
             continue
         # few distinct layers: formulas per layer, then columns
-        facts = np.stack([columns.ep, chosen, dispatched_tokens(view, block)], axis=1)[dispatched]
+        facts = np.stack([columns.ep, chosen, columns.wire, dispatched_tokens(view, block)], axis=1)[dispatched]
         keys, place = np.unique(facts, axis=0, return_inverse=True)
-        for number, (ep, dispatcher, per_rank) in enumerate(keys):
+        for number, (ep, dispatcher, wire, per_rank) in enumerate(keys):
             rows = dispatched[place.reshape(-1) == number]
-            layer = _layer(view, block, ep=int(ep), tokens=float(per_rank))
+            layer = _layer(view, block, ep=int(ep), tokens=float(per_rank), wire=WIRE_FORMATS[int(wire)])
             if layer is None:
                 continue
             for phase, (collective, full_bytes, count), times in _passes(
@@ -116,15 +118,17 @@ def _passes(view: View, index: int, layer: Layer, dispatcher: str) -> Iterator[t
         yield "backward", passed, repeats
 
 
-def _layer(view: View, block: BlockShape, *, ep: int, tokens: float) -> Layer | None:
+def _layer(view: View, block: BlockShape, *, ep: int, tokens: float, wire: WireFormat) -> Layer | None:
     moe = block.moe
     if moe is None or ep > moe.num_experts:  # refused by a rule
         return None
+    row_bytes = view.shape.hidden_size * view.sizes.activation
     return Layer(
         moe=moe,
         ep=ep,
         tokens=tokens,
-        row_bytes=view.shape.hidden_size * view.sizes.activation,
+        row_bytes=row_bytes,
+        wire_bytes=float8_bytes(view.shape.hidden_size) if wire == "float8" else row_bytes,
         weight_bytes=weight_bytes(moe, view),
         saves_after=block.saves_after_experts,
     )

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from torch import Tensor, nn
 
+from weft.core.experts import WIRE_FORMATS
 from weft.engine.ep.apply import divide_experts
 from weft.engine.ep.dispatch import DISPATCHERS
 from weft.models.ep.finder import find_expert_layout
 from weft.models.layout import describe
+from weft.verify.float8_reference import round_inputs_of_experts
 
 EXACT = 1e-12  # float64: only the order of sums differs
 HIDDEN, WIDTH, TOP_K, TOKENS = 16, 24, 2, 12  # per rank
@@ -107,15 +109,18 @@ def outcome(model: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, pu
 
 def compare(rank: int, world: int, names: tuple[str, ...]) -> dict[str, float]:
     worst = {}
-    for name, kind in itertools.product(names, DISPATCHERS):
+    for name, kind, wire in itertools.product(names, DISPATCHERS, WIRE_FORMATS):
         case = CASES[name]
         model = ToyModel(case)
         layout, experts = describe(model), find_expert_layout(model)
         given = inputs(case, world)
-        expected = outcome(ToyModel(case), *given)
+        whole = ToyModel(case)
+        if wire == "float8":
+            round_inputs_of_experts(whole)
+        expected = outcome(whole, *given)
         group = dist.group.WORLD
         assert group is not None
-        shards = divide_experts(model, layout, experts, group=group, kind=kind)  # type: ignore[arg-type]
+        shards = divide_experts(model, layout, experts, group=group, kind=kind, wire=wire)  # type: ignore[arg-type]
         own = slice(rank * TOKENS, (rank + 1) * TOKENS)
         found = outcome(model, *(tensor[own] for tensor in given))
         for key, value in found.items():
@@ -127,15 +132,15 @@ def compare(rank: int, world: int, names: tuple[str, ...]) -> dict[str, float]:
                 right = right[own]
             else:
                 dist.all_reduce(value)  # used by all experts: every rank has a partial sum
-            assert value.shape == right.shape, (name, kind, key)
-            worst[f"{name}, {kind}, {key}"] = float((value - right).abs().max() / expected[key].abs().max())
+            assert value.shape == right.shape, (name, kind, wire, key)
+            worst[f"{name}, {kind}, {wire}, {key}"] = float((value - right).abs().max() / expected[key].abs().max())
     return worst
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_outputs_and_gradients_are_those_of_one_process(world: int) -> None:
     for worst in run_ranks(compare, world, tuple(CASES), timeout_s=120.0):
-        assert len(worst) > 3 * 6 * len(CASES)
+        assert len(worst) > 2 * 3 * 6 * len(CASES)
         assert {key: error for key, error in worst.items() if not error < EXACT} == {}
 
 
