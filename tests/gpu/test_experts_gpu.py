@@ -47,7 +47,7 @@ def test_rows_in_float8_have_the_bits_of_a_cpu(width: int, dtype: torch.dtype) -
     words = packed(rows, "float8")
     on_gpu = packed(rows.cuda(), "float8")
     assert torch.equal(on_gpu.cpu()[8:], words[8:])
-    found, wanted = unpacked(on_gpu, "float8", rows.cuda()).cpu(), unpacked(words, "float8", rows)
+    found, wanted = (unpacked(sent, "float8", width, dtype).cpu() for sent in (on_gpu, words))
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
     assert packed(rows[:0].cuda(), "float8").shape == (0, words.shape[1])
 

@@ -37,24 +37,19 @@ def leave(x: Tensor, group: Group) -> Tensor:
 
 
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    return move(x, group, dim, gathered, scattered)
+    return _Moved.apply(x, group, dim, gathered, scattered)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
-    return move(x, group, dim, scattered, gathered)
+    return _Moved.apply(x, group, dim, scattered, gathered)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def take(x: Tensor, group: Group, dim: int) -> Tensor:
-    return move(x, group, dim, contiguous_slice, gathered)
+    return _Moved.apply(x, group, dim, contiguous_slice, gathered)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def collect(x: Tensor, group: Group, dim: int) -> Tensor:
-    return move(x, group, dim, gathered, contiguous_slice)
-
-
-def move(x: Tensor, group: Group, dim: int, there: Move, back: Move) -> Tensor:
-    """`there` in the forward, `back` in the backward."""
-    return _Moved.apply(x, group, dim, there, back)  # type: ignore[no-any-return, no-untyped-call]
+    return _Moved.apply(x, group, dim, gathered, contiguous_slice)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
@@ -76,6 +71,20 @@ def gathered(x: Tensor, group: Group, dim: int) -> Tensor:
     if slices.numel():
         _all_gather(slices.view(-1), x.view(-1), group=group)
     return torch.cat(slices.unbind(0), dim)
+
+
+def begin_gathered(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Any]:
+    """`gathered` along dimension 0: the result, which is there once the work is waited for, what is sent, the work."""
+    x = x.contiguous()
+    full = x.new_empty((dist.get_world_size(group) * x.shape[0], *x.shape[1:]))
+    return full, x, _all_gather(full.view(-1), x.view(-1), group=group, async_op=True) if full.numel() else None
+
+
+def begin_scattered(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Any]:
+    """`scattered` along dimension 0, as `begin_gathered`."""
+    x = x.contiguous()
+    own = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
+    return own, x, _reduce_scatter(own.view(-1), x.view(-1), group=group, async_op=True) if own.numel() else None
 
 
 def scattered(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -120,6 +129,8 @@ class _Leave(torch.autograd.Function):
 
 
 class _Moved(torch.autograd.Function):
+    """`there` in the forward, `back` in the backward; each takes (tensor, group, dim)."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int, there: Move, back: Move) -> Tensor:
         ctx.group, ctx.dim, ctx.back = group, dim, back

@@ -20,11 +20,14 @@ Layer = Callable[..., Any]  # layer(forward, *args, **kwargs) calls forward, or 
 
 @runtime_checkable
 class CompiledInside(Protocol):
-    """A layer that is not compiled itself, around a function that is."""
+    """A layer that is not compiled itself, around a function that is.
+
+    `compiled(function)`, with `has_any_rows=True` if the number of its rows changes, returns the compiled one.
+    """
 
     compiled: Forward | None
 
-    def compile_inside(self, compiled: Callable[[Forward], Forward]) -> None: ...
+    def compile_inside(self, compiled: Callable[..., Forward]) -> None: ...
 
 
 class _Layered:

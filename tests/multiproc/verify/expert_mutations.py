@@ -11,7 +11,6 @@ from torch import Tensor
 import weft.engine.ep.dispatch as dispatch
 import weft.engine.ep.exchange as exchange
 import weft.engine.optim.clip
-from weft.core.experts import WireFormat
 from weft.engine.ep.dispatch import Dispatcher
 from weft.engine.ep.rows import RowOrder
 
@@ -53,20 +52,20 @@ def weights_applied_twice() -> Any:
 
 def router_without_gradient() -> Any:
     def make(original: Any) -> Any:
-        def send(tokens: Tensor, order: RowOrder, experts: Tensor, weights: Tensor, *others: Any) -> Any:
-            return original(tokens, order, experts, weights.detach(), *others)
+        def send(experts: Tensor, weights: Tensor, *others: Any) -> Any:
+            return original(experts, weights.detach(), *others)
 
         return send
 
-    return replaced(dispatch, "send_tokens_routed", make)
+    return replaced(dispatch, "send_routing", make)
 
 
 def scales_off_by_one_power() -> Any:
     """Rows that travel in float8 arrive twice as large."""
 
     def make(original: Any) -> Any:
-        def unpacked(received: Tensor, wire: WireFormat, like: Tensor) -> Tensor:
-            return original(received, wire, like) * 2  # type: ignore[no-any-return]
+        def unpacked(*args: Any) -> Tensor:
+            return original(*args) * 2  # type: ignore[no-any-return]
 
         return unpacked
 

@@ -26,9 +26,10 @@ from weft.core.errors import MeshError, ModelError
 from weft.core.experts import DispatcherKind, WireFormat, choose_dispatcher
 from weft.core.shards import LocalShard, balanced_span, compose, local_shard
 from weft.engine.ep.context import EPContext
-from weft.engine.ep.dispatch import DISPATCHERS, Dispatcher, dispatch_share
+from weft.engine.ep.dispatch import DISPATCHERS, Dispatcher, dispatch_share, nothing
 from weft.engine.ep.exchange import Group
 from weft.engine.ep.grouped import grouped_forward, grouped_linear, has_grouped_products
+from weft.engine.ep.shared import EarlyShared, overlap_shared
 from weft.engine.mesh import Topology
 from weft.engine.weights.local_shards import shard_parameters
 from weft.engine.wrap_forward import Forward, wrap_own_forward
@@ -93,7 +94,8 @@ def divide_experts(
         module, dispatcher = model.get_submodule(layer.name), DISPATCHERS[kind](layer.num_experts, group, wire)
         for key in layer.counts:
             setattr(module, key, dispatcher.own.size)
-        wrap_own_forward(module, _Dispatched(module, dispatcher, same_rows))
+        shared = overlap_shared(model, layer.name)
+        wrap_own_forward(module, _Dispatched(module, dispatcher, same_rows, shared))
     return shards
 
 
@@ -120,15 +122,17 @@ def expert_shards(model: nn.Module, experts: ExpertLayout, *, degree: int, place
 class _Dispatched:
     """The layer around a module's forward. Families name its arguments differently, so they go by position."""
 
-    def __init__(self, module: nn.Module, dispatcher: Dispatcher, same_rows: Group | None) -> None:
-        self.dispatcher, self.same_rows = dispatcher, same_rows
+    def __init__(
+        self, module: nn.Module, dispatcher: Dispatcher, same_rows: Group | None, shared: EarlyShared | None
+    ) -> None:
+        self.dispatcher, self.same_rows, self.shared = dispatcher, same_rows, shared
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
         self._module, self._linear = module, grouped_linear() if has_grouped_products(module) else None
         self.compiled: Forward | None = None
 
-    def compile_inside(self, compiled: Callable[[Forward], Forward]) -> None:
+    def compile_inside(self, compiled: Callable[..., Forward]) -> None:
         """Compile the experts, whose number of rows changes; the exchanges around them are not compiled."""
-        self.compiled = compiled(grouped_forward) if self._linear is not None else None
+        self.compiled = compiled(grouped_forward, has_any_rows=True) if self._linear is not None else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph per number of rows would be compiled
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Tensor:
@@ -142,10 +146,16 @@ class _Dispatched:
             )
         experts = functools.partial(self._compute, forward)
         rows = hidden if hidden.ndim == 2 else hidden.flatten(0, -2)
-        if self.same_rows is None:
-            made = self.dispatcher(experts, rows, index, weights)
-        else:
-            made = dispatch_share(self.dispatcher, experts, rows, index, weights, group=self.same_rows)
+        beside = nothing if self.shared is None else functools.partial(self.shared.compute, hidden)
+        try:
+            if self.same_rows is None:
+                made = self.dispatcher(experts, rows, index, weights, beside)
+            else:
+                made = dispatch_share(self.dispatcher, experts, rows, index, weights, beside, group=self.same_rows)
+        except BaseException:  # a recomputed forward ends early
+            if self.shared is not None:
+                self.shared.forget()
+            raise
         return made if hidden.ndim == 2 else made.view(hidden.shape)  # `fully_shard` warns of a view
 
     def _compute(self, forward: Forward, rows: Tensor, numbers: Tensor) -> Tensor:

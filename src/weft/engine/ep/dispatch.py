@@ -27,15 +27,21 @@ from weft.engine import collectives
 from weft.engine.ep.exchange import (
     Counts,
     Group,
+    begin_gather,
+    begin_tokens,
     exchange_counts,
-    gather_tokens,
+    finish,
+    send_routing,
     send_rows,
-    send_tokens,
-    send_tokens_routed,
 )
 from weft.engine.ep.rows import sorted_order, sum_rows, take_rows
 
 Experts = Callable[[Tensor, Tensor], Tensor]  # outputs of rows, one expert per row; the experts' numbers ascend
+Beside = Callable[[], None]  # work of the same block that is done while tokens travel
+
+
+def nothing() -> None:
+    pass
 
 
 class Dispatcher:
@@ -51,7 +57,9 @@ class Dispatcher:
     def own(self) -> Span:
         return self.spans[self.rank]
 
-    def __call__(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def __call__(
+        self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor, beside: Beside = nothing
+    ) -> Tensor:
         raise NotImplementedError
 
     def routing(self, index: Tensor) -> Routing:
@@ -76,7 +84,9 @@ class Dispatcher:
 class Pairs(Dispatcher):
     """One row per token and expert travels; the weights stay at home."""
 
-    def __call__(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def __call__(
+        self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor, beside: Beside = nothing
+    ) -> Tensor:
         most = self.spans[0].size
         keys = self.owners(index) * most + self.local_numbers(index)  # by rank, then by expert
         order = sorted_order(keys, index.numel())
@@ -86,10 +96,12 @@ class Pairs(Dispatcher):
             self.routing(index), pairs_sent=own.sum(1), pairs_received=theirs.sum(1)
         )
         counts = Counts(sent=sent_counts, received=received_counts)
-        received = send_tokens(hidden, order, counts, self.group, self.wire)
+        begun, num_received = begin_tokens(hidden, order, counts, self.group, self.wire), sum(counts.received)
+        beside()
         numbers = torch.arange(most, device=index.device).repeat(self.degree)
-        numbers = numbers.repeat_interleave(theirs.flatten(), output_size=len(received)).unsqueeze(1)
-        own_order = sorted_order(numbers, len(received))
+        numbers = numbers.repeat_interleave(theirs.flatten(), output_size=num_received).unsqueeze(1)
+        own_order = sorted_order(numbers, num_received)
+        received = finish(begun)
         rows = take_rows(received, own_order)
         del received
         by_source = sum_rows(compute(experts, rows, numbers.flatten()[own_order.slots]), own_order)
@@ -99,7 +111,9 @@ class Pairs(Dispatcher):
 class Tokens(Dispatcher):
     """One row per token and rank travels; a rank adds up its experts' outputs before the way back."""
 
-    def __call__(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def __call__(
+        self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor, beside: Beside = nothing
+    ) -> Tensor:
         owners = self.owners(index)
         places = torch.arange(self.degree, device=index.device)
         is_sent = torch.zeros(len(index), self.degree, dtype=torch.bool, device=index.device).scatter_(1, owners, True)
@@ -114,10 +128,11 @@ class Tokens(Dispatcher):
         token = order.tokens
         is_theirs = owners[token] == (order.slots % self.degree).unsqueeze(1)
         numbers = torch.where(is_theirs, self.local_numbers(index)[token], -1)
-        received, numbers, own_weights = send_tokens_routed(
-            hidden, order, numbers, weights[token], counts, self.group, self.wire
-        )
+        numbers, own_weights = send_routing(numbers, weights[token], counts, self.group)
+        begun = begin_tokens(hidden, order, counts, self.group, self.wire)
+        beside()
         own_order = sorted_order(numbers, sum(pair_counts))
+        received = finish(begun)
         rows = take_rows(received, own_order)
         del received
         sums = sum_rows(compute(experts, rows, numbers.flatten()[own_order.slots]), own_order, own_weights)
@@ -127,16 +142,20 @@ class Tokens(Dispatcher):
 class Gather(Dispatcher):
     """All rows travel to all ranks, which must have the same number of them; sizes do not depend on the router."""
 
-    def __call__(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        gathered = gather_tokens(hidden, self.group, self.wire)
+    def __call__(
+        self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor, beside: Beside = nothing
+    ) -> Tensor:
         all_weights = collectives.gather(weights, self.group, 0)
         numbers = collectives.gathered(index, self.group, 0) - self.own.begin
         is_own = (numbers >= 0) & (numbers < self.own.size)
+        begun = begin_gather(hidden, self.group, self.wire)
+        beside()
         (pair_counts,) = counts_of_ranks.read_counts(
             self.routing(index), pairs_received=is_own.view(self.degree, -1).sum(1)
         )
         numbers = torch.where(is_own, numbers, -1)
         order = sorted_order(numbers, sum(pair_counts))
+        gathered = finish(begun)
         rows = take_rows(gathered, order)
         del gathered
         sums = sum_rows(compute(experts, rows, numbers.flatten()[order.slots]), order, all_weights)
@@ -147,7 +166,14 @@ DISPATCHERS: dict[str, type[Dispatcher]] = {"pairs": Pairs, "tokens": Tokens, "g
 
 
 def dispatch_share(
-    dispatcher: Dispatcher, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor, *, group: Group
+    dispatcher: Dispatcher,
+    experts: Experts,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    beside: Beside = nothing,
+    *,
+    group: Group,
 ) -> Tensor:
     """Dispatch for ranks of `group` that are given the same rows: each sends a share of them, and all get every result.
 
@@ -160,7 +186,7 @@ def dispatch_share(
         collectives.contiguous_slice(padded[1], group, 0),
         collectives.take(padded[2], group, 0),
     )
-    return collectives.collect(dispatcher(experts, *own), group, 0)[: len(hidden)]
+    return collectives.collect(dispatcher(experts, *own, beside), group, 0)[: len(hidden)]
 
 
 def compute(experts: Experts, rows: Tensor, numbers: Tensor) -> Tensor:

@@ -1,14 +1,16 @@
-"""All-to-all exchanges of rows with gradients. The backward sends gradients the way back, with the counts swapped.
+"""Exchanges of rows with gradients. The backward sends gradients the way back, with the counts swapped.
 
-| function             | forward                                                            | backward               |
-| -------------------- | ------------------------------------------------------------------ | ---------------------- |
-| `send_rows`          | one all-to-all                                                     | one all-to-all         |
-| `send_tokens`        | of the tokens that an order takes, in the format of the wire       | of rows, as computed   |
-| `send_tokens_routed` | the same; then experts and weights of each row in one tensor       | of rows, then weights  |
-| `gather_tokens`      | one all-gather, in the format of the wire                          | one reduce-scatter     |
+| function       | forward                                           | backward                                  |
+| -------------- | ------------------------------------------------- | ----------------------------------------- |
+| `send_rows`    | all-to-all                                        | all-to-all                                |
+| `send_routing` | all-to-all of the experts and weights of each row | all-to-all of weights                     |
+| `begin_tokens` | begin an all-to-all of the tokens of an order     | wait for the gradients                    |
+| `begin_gather` | begin an all-gather of all tokens                 | wait for the gradients                    |
+| `finish`       | wait for the tokens                               | begin an all-to-all, or a reduce-scatter  |
 
-Every rank calls every exchange, with no rows too: both of `send_tokens_routed` are one autograd node, so that all ranks
-have the same collectives in the same order whatever they received.
+Tokens travel in the format of the wire, gradients as computed. Work between begin and finish overlaps the exchange, and
+so does its backward: autograd runs the operators of a backward in reverse order. Every rank calls every exchange, with
+no rows too, so all ranks have the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -40,11 +42,29 @@ class Counts:
         return Counts(sent=self.received, received=self.sent)
 
 
+class Travelling(NamedTuple):
+    """A tensor that a collective still writes."""
+
+    received: Tensor
+    sent: Tensor  # must outlive the collective
+    work: Any
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.received
+
+
 def exchange(rows: Tensor, counts: Counts, group: Group) -> Tensor:
     """The rows that all ranks of the group sent to this one, in rank order; without a gradient."""
+    return begin_exchange(rows, counts, group).wait()
+
+
+def begin_exchange(rows: Tensor, counts: Counts, group: Group) -> Travelling:
+    rows = rows.contiguous()
     received = rows.new_empty((sum(counts.received), *rows.shape[1:]))
-    dist.all_to_all_single(received, rows.contiguous(), list(counts.received), list(counts.sent), group=group)
-    return received
+    sizes = list(counts.received), list(counts.sent)
+    return Travelling(received, rows, dist.all_to_all_single(received, rows, *sizes, group=group, async_op=True))
 
 
 def exchange_counts(counts: Tensor, group: Group) -> Tensor:
@@ -58,40 +78,116 @@ def send_rows(rows: Tensor, counts: Counts, group: Group) -> Tensor:
     return _SendRows.apply(rows, counts, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def send_tokens(tokens: Tensor, order: RowOrder, counts: Counts, group: Group, wire: WireFormat) -> Tensor:
+def send_routing(experts: Tensor, weights: Tensor, counts: Counts, group: Group) -> tuple[Tensor, Tensor]:
+    """Send the `experts` [rows, k] and `weights` [rows, k] of rows."""
+    return _SendRouting.apply(weights, experts, counts, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def begin_tokens(tokens: Tensor, order: RowOrder, counts: Counts, group: Group, wire: WireFormat) -> Begun:
     """Send the tokens of `order`'s rows."""
-    return _SendTokens.apply(tokens, order, _Way(counts, group, wire))  # type: ignore[no-any-return, no-untyped-call]
+    return _begin(tokens, order, _ToRanks(group, wire, counts))
 
 
-def send_tokens_routed(
-    tokens: Tensor, order: RowOrder, experts: Tensor, weights: Tensor, counts: Counts, group: Group, wire: WireFormat
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Send the tokens of `order`'s rows with their `experts` [rows, k] and `weights` [rows, k]."""
-    way = _Way(counts, group, wire)
-    return _SendTokensRouted.apply(tokens, weights, order, experts, way)  # type: ignore[no-any-return, no-untyped-call]
+def begin_gather(tokens: Tensor, group: Group, wire: WireFormat) -> Begun:
+    """Send all tokens to all ranks."""
+    return _begin(tokens, None, _ToAll(group, wire))
 
 
-def gather_tokens(tokens: Tensor, group: Group, wire: WireFormat) -> Tensor:
-    def gathered(rows: Tensor, group: Group, dim: int) -> Tensor:
-        return unpacked(collectives.gathered(packed(rows, wire), group, dim), wire, rows)
-
-    return collectives.move(tokens, group, 0, gathered, collectives.scattered)
+def finish(begun: Begun) -> Tensor:
+    """The tokens that arrived."""
+    return _Finish.apply(*begun)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Way(NamedTuple):
-    """How tokens reach the ranks of their experts, and how the gradients of their rows return."""
+class Begun(NamedTuple):
+    """`link`: a tensor without elements, through which autograd orders the two ends of the trip."""
 
-    counts: Counts
-    group: Group
-    wire: WireFormat
+    link: Tensor
+    trip: _Trip
 
-    def there(self, tokens: Tensor, order: RowOrder) -> Tensor:
-        sent = packed(tokens, self.wire).index_select(0, order.tokens)
-        return unpacked(exchange(sent, self.counts, self.group), self.wire, tokens)
 
-    def back(self, gradient: Tensor, rows: Tensor) -> Tensor:
-        """The sum over the slots of each token; `rows` are those of the order."""
-        return add_slots(exchange(gradient, self.counts.back, self.group), rows)  # type: ignore[no-any-return]
+class _Trip:
+    """One way of tokens to experts, and of their gradients back. It holds no tensors but those that travel."""
+
+    def __init__(self, group: Group, wire: WireFormat) -> None:
+        self.group, self.wire = group, wire
+        self._width, self._dtype = 0, torch.float32
+        self._travelling: Travelling | None = None
+
+    def begin_there(self, tokens: Tensor, order: RowOrder | None) -> None:
+        self._width, self._dtype = tokens.shape[1], tokens.dtype
+        self._travelling = self._there(packed(tokens, self.wire), order)
+
+    def arrive_there(self) -> Tensor:
+        return unpacked(self._arrived(), self.wire, self._width, self._dtype)
+
+    def begin_back(self, gradient: Tensor) -> None:
+        self._travelling = self._back(gradient)
+
+    def arrive_back(self, *rows: Tensor) -> Tensor:
+        """The gradients of tokens. `rows`: of the order, if some tokens were taken."""
+        arrived = self._arrived()
+        return add_slots(arrived, *rows) if rows else arrived
+
+    def _arrived(self) -> Tensor:
+        travelling, self._travelling = self._travelling, None
+        assert travelling is not None, "nothing travels"
+        return travelling.wait()
+
+    def _there(self, tokens: Tensor, order: RowOrder | None) -> Travelling:
+        raise NotImplementedError
+
+    def _back(self, gradient: Tensor) -> Travelling:
+        raise NotImplementedError
+
+
+class _ToRanks(_Trip):
+    def __init__(self, group: Group, wire: WireFormat, counts: Counts) -> None:
+        super().__init__(group, wire)
+        self._counts = counts
+
+    def _there(self, tokens: Tensor, order: RowOrder | None) -> Travelling:
+        assert order is not None
+        return begin_exchange(tokens.index_select(0, order.tokens), self._counts, self.group)
+
+    def _back(self, gradient: Tensor) -> Travelling:
+        return begin_exchange(gradient, self._counts.back, self.group)
+
+
+class _ToAll(_Trip):
+    def _there(self, tokens: Tensor, order: RowOrder | None) -> Travelling:
+        return Travelling(*collectives.begin_gathered(tokens, self.group))
+
+    def _back(self, gradient: Tensor) -> Travelling:
+        return Travelling(*collectives.begin_scattered(gradient, self.group))
+
+
+def _begin(tokens: Tensor, order: RowOrder | None, trip: _Trip) -> Begun:
+    return Begun(_Begin.apply(tokens, order, trip), trip)  # type: ignore[no-untyped-call]
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: RowOrder | None, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        ctx.save_for_backward(*(() if order is None else (order.rows,)))
+        trip.begin_there(tokens, order)
+        return tokens.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _link: Tensor) -> Any:
+        return ctx.trip.arrive_back(*ctx.saved_tensors), None, None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.arrive_there()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.trip.begin_back(gradient)
+        return gradient.new_empty(0), None
 
 
 class _SendRows(torch.autograd.Function):
@@ -105,36 +201,18 @@ class _SendRows(torch.autograd.Function):
         return exchange(gradient, ctx.back, ctx.group), None, None
 
 
-class _SendTokens(torch.autograd.Function):
+class _SendRouting(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: RowOrder, way: _Way) -> Tensor:
-        ctx.way = way
-        ctx.save_for_backward(order.rows)
-        return way.there(tokens, order)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.way.back(gradient, *ctx.saved_tensors), None, None
-
-
-class _SendTokensRouted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weights: Tensor, order: RowOrder, experts: Tensor, way: _Way) -> Any:
-        ctx.way = way
-        ctx.save_for_backward(order.rows)
+    def forward(ctx: Any, weights: Tensor, experts: Tensor, counts: Counts, group: Group) -> Any:
+        ctx.back, ctx.group = counts.back, group
         # numbers of experts are exact in float32; in a lower dtype of weights they would not be
         wide = torch.promote_types(weights.dtype, torch.float32)
-        received = way.there(tokens, order)
-        routing = exchange(torch.cat([weights.to(wide), experts.to(wide)], dim=1), way.counts, way.group)
+        routing = exchange(torch.cat([weights.to(wide), experts.to(wide)], dim=1), counts, group)
         own_weights, own_experts = routing.chunk(2, dim=1)
         own_experts = own_experts.long()
         ctx.mark_non_differentiable(own_experts)
-        return received, own_experts, own_weights.to(weights.dtype)
+        return own_experts, own_weights.to(weights.dtype)
 
     @staticmethod
-    def backward(ctx: Any, rows: Tensor, _experts: Tensor, weights: Tensor) -> Any:
-        # needed by all ranks or by none: the same modules are trained everywhere
-        way: _Way = ctx.way
-        of_tokens = way.back(rows, *ctx.saved_tensors) if ctx.needs_input_grad[0] else None
-        of_weights = exchange(weights, way.counts.back, way.group) if ctx.needs_input_grad[1] else None
-        return of_tokens, of_weights, None, None, None
+    def backward(ctx: Any, _experts: Tensor, weights: Tensor) -> Any:
+        return exchange(weights, ctx.back, ctx.group), None, None, None

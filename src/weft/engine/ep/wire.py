@@ -31,11 +31,11 @@ def packed(rows: Tensor, wire: WireFormat) -> Tensor:
     return torch.ops.weft.pack_float8(rows.contiguous())  # type: ignore[no-any-return]
 
 
-def unpacked(received: Tensor, wire: WireFormat, like: Tensor) -> Tensor:
-    """Rows in the width and dtype of `like`."""
+def unpacked(received: Tensor, wire: WireFormat, width: int, dtype: torch.dtype) -> Tensor:
+    """The rows as they were before they were packed."""
     if wire != "float8":
         return received
-    return torch.ops.weft.unpack_float8(received, like.shape[1], like.dtype)  # type: ignore[no-any-return]
+    return torch.ops.weft.unpack_float8(received, width, dtype)  # type: ignore[no-any-return]
 
 
 def _blocks(width: int) -> int:

@@ -7,6 +7,7 @@ constants (`dynamic=False`); a batch of another shape is compiled again.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -53,7 +54,7 @@ def apply_compile(model: nn.Module, layout: ModelLayout, *, device: torch.device
         replace_own(module, lambda own: _Compiled(own, limit=limit))
     for layer in layers_inside(model):
         if isinstance(layer, CompiledInside):
-            layer.compile_inside(lambda own: _Compiled(own, limit=limit, has_any_rows=True))
+            layer.compile_inside(functools.partial(_Compiled, limit=limit))
     return ()
 
 
