@@ -120,11 +120,12 @@ class Tokens(Dispatcher):
         # rows and pairs to each rank: with both no other number is read from the device
         own = torch.stack([is_sent.sum(0), _histogram(owners.flatten(), self.degree)], dim=1)
         theirs = exchange_counts(own, self.group)
+        order = sorted_order(torch.where(is_sent, places, -1))  # by rank, then by token; before the host waits
         sent_counts, received_counts, pair_counts = counts_of_ranks.read_counts(
             self.routing(index), rows_sent=own[:, 0], rows_received=theirs[:, 0], pairs_received=theirs[:, 1]
         )
         counts = Counts(sent=sent_counts, received=received_counts)
-        order = sorted_order(torch.where(is_sent, places, -1), sum(counts.sent))  # by rank, then by token
+        order = order.first(sum(counts.sent))
         token = order.tokens
         is_theirs = owners[token] == (order.slots % self.degree).unsqueeze(1)
         numbers = torch.where(is_theirs, self.local_numbers(index)[token], -1)
@@ -150,11 +151,12 @@ class Gather(Dispatcher):
         is_own = (numbers >= 0) & (numbers < self.own.size)
         begun = begin_gather(hidden, self.group, self.wire)
         beside()
+        numbers = torch.where(is_own, numbers, -1)
+        order = sorted_order(numbers)
         (pair_counts,) = counts_of_ranks.read_counts(
             self.routing(index), pairs_received=is_own.view(self.degree, -1).sum(1)
         )
-        numbers = torch.where(is_own, numbers, -1)
-        order = sorted_order(numbers, sum(pair_counts))
+        order = order.first(sum(pair_counts))
         gathered = finish(begun)
         rows = take_rows(gathered, order)
         del gathered

@@ -35,15 +35,21 @@ class RowOrder:
         """The token of each row."""
         return self.slots // self.rows.shape[1]
 
+    def first(self, num_rows: int) -> RowOrder:
+        return RowOrder(self.slots[:num_rows], self.rows)
 
-def sorted_order(keys: Tensor, num_rows: int) -> RowOrder:
-    """Rows by ascending key, then by slot; `keys` [tokens, k] are negative for the slots without a row."""
+
+def sorted_order(keys: Tensor, num_rows: int | None = None) -> RowOrder:
+    """Rows by ascending key, then by slot; `keys` [tokens, k] are negative for the slots without a row.
+
+    Without `num_rows`, slots without a row come last: `RowOrder.first` leaves them out once their number is known.
+    """
     flat = keys.flatten().to(torch.int32)
     last = torch.where(flat < 0, torch.iinfo(torch.int32).max, flat)
-    slots = torch.argsort(last, stable=True)[:num_rows]
-    rows = torch.full_like(flat, -1, dtype=torch.int64)
-    rows.scatter_(0, slots, torch.arange(num_rows, device=flat.device))
-    return RowOrder(slots, rows.view(keys.shape))
+    slots = torch.argsort(last, stable=True)
+    rows = torch.empty_like(slots).scatter_(0, slots, torch.arange(len(slots), device=flat.device))
+    order = RowOrder(slots, torch.where(flat < 0, -1, rows).view(keys.shape))
+    return order if num_rows is None else order.first(num_rows)
 
 
 def take_rows(values: Tensor, order: RowOrder) -> Tensor:
