@@ -38,7 +38,7 @@ def test_dispatchers_save_indices_and_no_rows() -> None:
     found = {kind: saved_by_dispatch(kind, EVEN, weight=4) for kind in ("pairs", "tokens", "gather")}
     assert found == {
         "pairs": pairs * (16 + 4 + 16 - 28),
-        "tokens": 8 * TOKENS * 4 + 16 * rows + (8 + 4) * 2 * rows + pairs * (8 - 28),
+        "tokens": 8 * TOKENS * 4 + 8 * rows + (8 + 4) * 2 * rows + pairs * (8 - 28),
         "gather": (8 + 4) * 4 * pairs + pairs * (8 - 28),
     }
     assert max(found.values()) < pairs * HIDDEN * 2 / 100

@@ -129,7 +129,7 @@ class Tokens(Dispatcher):
         token = order.tokens
         is_theirs = owners[token] == (order.slots % self.degree).unsqueeze(1)
         numbers = torch.where(is_theirs, self.local_numbers(index)[token], -1)
-        numbers, own_weights = send_routing(numbers, weights[token], counts, self.group)
+        numbers, own_weights = send_routing(numbers, take_rows(weights, order), counts, self.group)
         begun = begin_tokens(hidden, order, counts, self.group, self.wire)
         beside()
         own_order = sorted_order(numbers, sum(pair_counts))

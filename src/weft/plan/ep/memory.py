@@ -6,7 +6,7 @@ that it receives and w bytes of a routing weight (`core.experts: Routing.expecte
 | dispatcher | saves                                                                                     |
 | ---------- | ----------------------------------------------------------------------------------------- |
 | pairs      | order both ways and weight of its pairs, (16 + w) t K; order both ways at experts, 16 p   |
-| tokens     | rows of its tokens, 8 t n; token and slot of sent rows, 16 r                              |
+| tokens     | rows of its tokens, 8 t n; slots of sent rows, 8 r                                        |
 |            | at experts: pairs of received rows and their weights, (8 + w) s K; slots of pairs, 8 p    |
 | gather     | pairs of all rows and their weights, (8 + w) n t K; slots of pairs, 8 p                   |
 | all        | less: the order of pairs inside experts, which are sorted already, (24 + w) p             |
@@ -82,7 +82,7 @@ def saved_by_dispatch(dispatcher: str, routing: Routing, *, weight: int) -> floa
         return float((INDEX_BYTES + weight) * routing.ep * own + slots)
     counts = routing.expected()
     there, back = sum(counts["rows_received"]), sum(counts["rows_sent"])
-    at_home = INDEX_BYTES * routing.tokens * routing.ep + 2 * INDEX_BYTES * back
+    at_home = INDEX_BYTES * (routing.tokens * routing.ep + back)
     return float(at_home + (INDEX_BYTES + weight) * there * routing.top_k + slots)
 
 
