@@ -94,6 +94,12 @@ class ExpertParallel(Section):
         "per 128 elements); outputs and gradients travel as computed",
     )
 
+    chunks: int = Field(
+        default=1,
+        ge=1,
+        description="parts of a micro-batch's tokens; one travels while the experts compute another",
+    )
+
     @property
     def axis_names(self) -> tuple[str, ...]:
         """The axes whose ranks expert parallelism takes."""

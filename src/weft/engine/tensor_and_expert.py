@@ -37,6 +37,7 @@ def apply_tensor_and_expert(
         topology,
         kind=plan.expert_parallel.dispatcher,
         wire=plan.expert_parallel.wire,
+        chunks=plan.expert_parallel.chunks,
         is_sharded=plan.data_parallel.zero > 0,
         same_rows=topology.group(axes.TP) if has_same_rows else None,
         tensor_shards=tp.shards if tp is not None else {},

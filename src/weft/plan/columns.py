@@ -57,6 +57,7 @@ class Columns:
     dispatcher: Ints  # index into DISPATCHERS
     expert_tensor: Ints  # index into EXPERT_TENSORS
     wire: Ints  # index into WIRE_FORMATS
+    expert_chunks: Ints
     zero: Ints
     microbatches: Ints
     schedule: Ints  # index into SCHEDULES
@@ -217,6 +218,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         dispatcher=column(DISPATCHERS.index(plan.expert_parallel.dispatcher) for plan in plans),
         expert_tensor=column(EXPERT_TENSORS.index(plan.expert_parallel.tensor) for plan in plans),
         wire=column(WIRE_FORMATS.index(plan.expert_parallel.wire) for plan in plans),
+        expert_chunks=column(plan.expert_parallel.chunks for plan in plans),
         zero=column(plan.data_parallel.zero for plan in plans),
         microbatches=column(plan.pipeline.microbatches for plan in plans),
         schedule=column(SCHEDULES.index(plan.pipeline.schedule) for plan in plans),
@@ -264,6 +266,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "dispatcher": DISPATCHERS[at("dispatcher")],
             "tensor": EXPERT_TENSORS[at("expert_tensor")],
             "wire": WIRE_FORMATS[at("wire")],
+            "chunks": at("expert_chunks"),
         },
         "pipeline": {
             "schedule": SCHEDULES[at("schedule")],

@@ -41,10 +41,12 @@ def rows(traffic: Any) -> dict[tuple[str, ...], tuple[int, int]]:
     }
 
 
-@pytest.mark.parametrize(("policy", "wire"), [("none", "activations"), ("full", "activations"), ("none", "float8")])
+@pytest.mark.parametrize(
+    ("policy", "wire", "chunks"), [("none", "activations", 1), ("full", "activations", 2), ("none", "float8", 1)]
+)
 @pytest.mark.parametrize("dispatcher", ["pairs", "tokens", "gather"])
-def test_traffic_and_states_are_those_of_the_planner(dispatcher: str, policy: str, wire: str) -> None:
-    exchange = {"dispatcher": dispatcher, "wire": wire}
+def test_traffic_and_states_are_those_of_the_planner(dispatcher: str, policy: str, wire: str, chunks: int) -> None:
+    exchange = {"dispatcher": dispatcher, "wire": wire, "chunks": chunks}
     plan = plan_of(dispatcher, expert_parallel=exchange, activations={"policy": policy})
     found, predicted = dry_run(RUN, plan, on_gpu=False), estimate_plan(RUN, plan, "8xCPU")
     sent, planned = rows(found.traffic), rows(predicted.traffic)

@@ -73,7 +73,7 @@ def plan_with(**keys: Any) -> Plan:
         "mesh": ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"),
         "data_parallel": ("zero", "find_unused_parameters"),
         "tensor_parallel": ("mode", "sequence_parallel", "loss_parallel"),
-        "expert_parallel": ("dispatcher", "tensor", "wire"),
+        "expert_parallel": ("dispatcher", "tensor", "wire", "chunks"),
         "pipeline": ("schedule", "microbatches", "virtual_stages", "blocks"),
         "precision": ("preset",),
         "activations": ("policy", "mixture"),

@@ -265,6 +265,19 @@ def test_float8_halves_the_way_to_experts_in_the_forward(dispatcher: str, collec
     }
 
 
+@pytest.mark.parametrize("dispatcher", ["pairs", "tokens", "gather"])
+def test_chunks_are_more_collectives_of_the_same_bytes(dispatcher: str) -> None:
+    request = request_of(tiny_mixtral(), "8xH100-80GB", global_batch=8, sequence_length=64)
+    whole, halves = (
+        rows(traffic(request, dp_shard=8, ep=8, zero=1, dispatcher=dispatcher, chunks=chunks), "ep")
+        for chunks in (1, 2)
+    )
+    assert {key: 2 * count for key, (_, count) in whole.items()} == {key: count for key, (_, count) in halves.items()}
+    counts = 4 * 7 / 8 * 16 * 8 if dispatcher == "tokens" else 0  # of rows per rank: 16 numbers, once more
+    for key, (nbytes, _) in whole.items():
+        assert halves[key][0] == pytest.approx(nbytes + (counts if key[1] == "forward" else 0)), key
+
+
 def test_experts_are_reduced_over_the_ranks_that_hold_them() -> None:
     """Experts of each of 4 blocks are a unit on edp: 2 of 8 ranks have the same ones."""
     request = request_of(tiny_mixtral(), "8xH100-80GB", global_batch=8, sequence_length=64)

@@ -55,6 +55,7 @@ def apply_expert_parallel(
     *,
     kind: DispatcherKind | Literal["auto"],
     wire: WireFormat,
+    chunks: int,
     is_sharded: bool,
     same_rows: Group | None = None,
     tensor_shards: Mapping[str, LocalShard] = MappingProxyType({}),
@@ -69,7 +70,7 @@ def apply_expert_parallel(
     if kind == "auto":
         sizes = ((layer.num_experts, layer.top_k) for layer in experts.layers)
         kind = choose_dispatcher(sizes, ep=dist.get_world_size(group))
-    own = divide_experts(model, layout, experts, group=group, kind=kind, wire=wire, same_rows=same_rows)
+    own = divide_experts(model, layout, experts, group=group, kind=kind, wire=wire, chunks=chunks, same_rows=same_rows)
     shards = {
         name: compose(tensor_shards[name], shard) if name in tensor_shards else shard for name, shard in own.items()
     }
@@ -85,13 +86,15 @@ def divide_experts(
     group: Group,
     kind: DispatcherKind,
     wire: WireFormat = "activations",
+    chunks: int = 1,
     same_rows: Group | None = None,
 ) -> dict[str, LocalShard]:
     """Keep this rank's experts and dispatch to those of others. Returns the shard of every parameter of experts."""
     shards = expert_shards(model, experts, degree=dist.get_world_size(group), place=dist.get_rank(group))
     shard_parameters(model, layout, shards)
     for layer in experts.layers:
-        module, dispatcher = model.get_submodule(layer.name), DISPATCHERS[kind](layer.num_experts, group, wire)
+        module = model.get_submodule(layer.name)
+        dispatcher = DISPATCHERS[kind](layer.num_experts, group, wire=wire, chunks=chunks)
         for key in layer.counts:
             setattr(module, key, dispatcher.own.size)
         shared = overlap_shared(model, layer.name)

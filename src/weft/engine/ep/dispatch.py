@@ -13,7 +13,7 @@ backward needs before the next tensor of their size is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,12 @@ from weft.engine.ep.exchange import (
     Counts,
     Group,
     begin_gather,
+    begin_rows,
+    begin_scatter,
     begin_tokens,
     exchange_counts,
     finish,
     send_routing,
-    send_rows,
 )
 from weft.engine.ep.rows import sorted_order, sum_rows, take_rows
 
@@ -45,10 +46,14 @@ def nothing() -> None:
 
 
 class Dispatcher:
-    """Divides the experts of one module over the ranks of a group. `wire`: of the way to the experts."""
+    """Divides the experts of one module over the ranks of a group.
 
-    def __init__(self, num_experts: int, group: Group, wire: WireFormat = "activations") -> None:
-        self.num_experts, self.wire = num_experts, wire
+    `wire`: format of the way to the experts. `chunks`: parts of the tokens, of which one travels beside the experts of
+    another; autograd's backward is the mirror image.
+    """
+
+    def __init__(self, num_experts: int, group: Group, *, wire: WireFormat = "activations", chunks: int = 1) -> None:
+        self.num_experts, self.wire, self.chunks = num_experts, wire, chunks
         self.group, self.degree, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.spans = [balanced_span(num_experts, degree=self.degree, place=place) for place in range(self.degree)]
         self._first_experts: Tensor | None = None
@@ -60,6 +65,20 @@ class Dispatcher:
     def __call__(
         self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor, beside: Beside = nothing
     ) -> Tensor:
+        given = [(hidden, index, weights)]
+        if self.chunks > 1:
+            given = list(zip(*(value.tensor_split(self.chunks) for value in (hidden, index, weights)), strict=True))
+        parts = [self.dispatch(experts, *part) for part in given]
+        for part in parts:
+            next(part)
+        beside()
+        for part in parts:
+            next(part)
+        made = [next(part) for part in parts]
+        return made[0] if len(made) == 1 else torch.cat(made)
+
+    def dispatch(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Iterator[Tensor]:
+        """Yields when tokens travel, when the outputs of experts travel, and the result. The first two are empty."""
         raise NotImplementedError
 
     def routing(self, index: Tensor) -> Routing:
@@ -84,9 +103,7 @@ class Dispatcher:
 class Pairs(Dispatcher):
     """One row per token and expert travels; the weights stay at home."""
 
-    def __call__(
-        self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor, beside: Beside = nothing
-    ) -> Tensor:
+    def dispatch(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Iterator[Tensor]:
         most = self.spans[0].size
         keys = self.owners(index) * most + self.local_numbers(index)  # by rank, then by expert
         order = sorted_order(keys, index.numel())
@@ -97,7 +114,7 @@ class Pairs(Dispatcher):
         )
         counts = Counts(sent=sent_counts, received=received_counts)
         begun, num_received = begin_tokens(hidden, order, counts, self.group, self.wire), sum(counts.received)
-        beside()
+        yield begun.link
         numbers = torch.arange(most, device=index.device).repeat(self.degree)
         numbers = numbers.repeat_interleave(theirs.flatten(), output_size=num_received).unsqueeze(1)
         own_order = sorted_order(numbers, num_received)
@@ -105,15 +122,16 @@ class Pairs(Dispatcher):
         rows = take_rows(received, own_order)
         del received
         by_source = sum_rows(compute(experts, rows, numbers.flatten()[own_order.slots]), own_order)
-        return sum_rows(send_rows(by_source, counts.back, self.group), order, weights)
+        del rows
+        begun = begin_rows(by_source, counts.back, self.group)
+        yield begun.link
+        yield sum_rows(finish(begun), order, weights)
 
 
 class Tokens(Dispatcher):
     """One row per token and rank travels; a rank adds up its experts' outputs before the way back."""
 
-    def __call__(
-        self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor, beside: Beside = nothing
-    ) -> Tensor:
+    def dispatch(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Iterator[Tensor]:
         owners = self.owners(index)
         places = torch.arange(self.degree, device=index.device)
         is_sent = torch.zeros(len(index), self.degree, dtype=torch.bool, device=index.device).scatter_(1, owners, True)
@@ -131,26 +149,27 @@ class Tokens(Dispatcher):
         numbers = torch.where(is_theirs, self.local_numbers(index)[token], -1)
         numbers, own_weights = send_routing(numbers, take_rows(weights, order), counts, self.group)
         begun = begin_tokens(hidden, order, counts, self.group, self.wire)
-        beside()
+        yield begun.link
         own_order = sorted_order(numbers, sum(pair_counts))
         received = finish(begun)
         rows = take_rows(received, own_order)
         del received
         sums = sum_rows(compute(experts, rows, numbers.flatten()[own_order.slots]), own_order, own_weights)
-        return sum_rows(send_rows(sums, counts.back, self.group), order)
+        del rows
+        begun = begin_rows(sums, counts.back, self.group)
+        yield begun.link
+        yield sum_rows(finish(begun), order)
 
 
 class Gather(Dispatcher):
     """All rows travel to all ranks, which must have the same number of them; sizes do not depend on the router."""
 
-    def __call__(
-        self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor, beside: Beside = nothing
-    ) -> Tensor:
+    def dispatch(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Iterator[Tensor]:
         all_weights = collectives.gather(weights, self.group, 0)
         numbers = collectives.gathered(index, self.group, 0) - self.own.begin
         is_own = (numbers >= 0) & (numbers < self.own.size)
         begun = begin_gather(hidden, self.group, self.wire)
-        beside()
+        yield begun.link
         numbers = torch.where(is_own, numbers, -1)
         order = sorted_order(numbers)
         (pair_counts,) = counts_of_ranks.read_counts(
@@ -161,7 +180,10 @@ class Gather(Dispatcher):
         rows = take_rows(gathered, order)
         del gathered
         sums = sum_rows(compute(experts, rows, numbers.flatten()[order.slots]), order, all_weights)
-        return collectives.scatter(sums, self.group, 0)
+        del rows
+        begun = begin_scatter(sums, self.group)
+        yield begun.link
+        yield finish(begun)
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {"pairs": Pairs, "tokens": Tokens, "gather": Gather}

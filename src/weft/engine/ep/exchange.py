@@ -1,12 +1,14 @@
 """Exchanges of rows with gradients. The backward sends gradients the way back, with the counts swapped.
 
-| function       | forward                                           | backward                                  |
-| -------------- | ------------------------------------------------- | ----------------------------------------- |
-| `send_rows`    | all-to-all                                        | all-to-all                                |
-| `send_routing` | all-to-all of the experts and weights of each row | all-to-all of weights                     |
-| `begin_tokens` | begin an all-to-all of the tokens of an order     | wait for the gradients                    |
-| `begin_gather` | begin an all-gather of all tokens                 | wait for the gradients                    |
-| `finish`       | wait for the tokens                               | begin an all-to-all, or a reduce-scatter  |
+| begin           | forward                                           | backward                            |
+| --------------- | ------------------------------------------------- | ----------------------------------- |
+| `begin_tokens`  | all-to-all of the tokens of an order              | all-to-all                          |
+| `begin_rows`    | all-to-all of rows, the way back                  | all-to-all                          |
+| `begin_gather`  | all-gather of all tokens                          | reduce-scatter                      |
+| `begin_scatter` | reduce-scatter of rows, the way back              | all-gather                          |
+| `send_routing`  | all-to-all of the experts and weights of each row | all-to-all of weights; no overlap   |
+
+`finish` waits for what was begun; in the backward it begins, and the node of `begin_*` waits.
 
 Tokens travel in the format of the wire, gradients as computed. Work between begin and finish overlaps the exchange, and
 so does its backward: autograd runs the operators of a backward in reverse order. Every rank calls every exchange, with
@@ -74,10 +76,6 @@ def exchange_counts(counts: Tensor, group: Group) -> Tensor:
     return theirs
 
 
-def send_rows(rows: Tensor, counts: Counts, group: Group) -> Tensor:
-    return _SendRows.apply(rows, counts, group)  # type: ignore[no-any-return, no-untyped-call]
-
-
 def send_routing(experts: Tensor, weights: Tensor, counts: Counts, group: Group) -> tuple[Tensor, Tensor]:
     """Send the `experts` [rows, k] and `weights` [rows, k] of rows."""
     return _SendRouting.apply(weights, experts, counts, group)  # type: ignore[no-any-return, no-untyped-call]
@@ -88,13 +86,22 @@ def begin_tokens(tokens: Tensor, order: RowOrder, counts: Counts, group: Group, 
     return _begin(tokens, order, _ToRanks(group, wire, counts))
 
 
+def begin_rows(rows: Tensor, counts: Counts, group: Group) -> Begun:
+    return _begin(rows, None, _ToRanks(group, "activations", counts))
+
+
 def begin_gather(tokens: Tensor, group: Group, wire: WireFormat) -> Begun:
     """Send all tokens to all ranks."""
     return _begin(tokens, None, _ToAll(group, wire))
 
 
+def begin_scatter(rows: Tensor, group: Group) -> Begun:
+    """Add up the rows of all ranks, and keep this rank's."""
+    return _begin(rows, None, _FromAll(group, "activations"))
+
+
 def finish(begun: Begun) -> Tensor:
-    """The tokens that arrived."""
+    """What arrived."""
     return _Finish.apply(*begun)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -106,7 +113,7 @@ class Begun(NamedTuple):
 
 
 class _Trip:
-    """One way of tokens to experts, and of their gradients back. It holds no tensors but those that travel."""
+    """One way of rows, and of their gradients back. It holds no tensors but those that travel."""
 
     def __init__(self, group: Group, wire: WireFormat) -> None:
         self.group, self.wire = group, wire
@@ -146,8 +153,8 @@ class _ToRanks(_Trip):
         self._counts = counts
 
     def _there(self, tokens: Tensor, order: RowOrder | None) -> Travelling:
-        assert order is not None
-        return begin_exchange(tokens.index_select(0, order.tokens), self._counts, self.group)
+        rows = tokens if order is None else tokens.index_select(0, order.tokens)
+        return begin_exchange(rows, self._counts, self.group)
 
     def _back(self, gradient: Tensor) -> Travelling:
         return begin_exchange(gradient, self._counts.back, self.group)
@@ -159,6 +166,14 @@ class _ToAll(_Trip):
 
     def _back(self, gradient: Tensor) -> Travelling:
         return Travelling(*collectives.begin_scattered(gradient, self.group))
+
+
+class _FromAll(_Trip):
+    def _there(self, tokens: Tensor, order: RowOrder | None) -> Travelling:
+        return Travelling(*collectives.begin_scattered(tokens, self.group))
+
+    def _back(self, gradient: Tensor) -> Travelling:
+        return Travelling(*collectives.begin_gathered(gradient, self.group))
 
 
 def _begin(tokens: Tensor, order: RowOrder | None, trip: _Trip) -> Begun:
@@ -188,17 +203,6 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.trip.begin_back(gradient)
         return gradient.new_empty(0), None
-
-
-class _SendRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: Counts, group: Group) -> Tensor:
-        ctx.back, ctx.group = counts.back, group
-        return exchange(rows, counts, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return exchange(gradient, ctx.back, ctx.group), None, None
 
 
 class _SendRouting(torch.autograd.Function):

@@ -8,7 +8,8 @@ With t tokens per rank, hidden size h, K experts per token, r rows (`core.expert
 | tokens     | all_to_all of counts [n, 2], [r, h] twice, [r, 2K]   | all_to_all of [r, h] twice, [r, K]              |
 | gather     | all_gather of [t, h], [t, K] twice; reduce_scatter   | all_gather of [t, h]; reduce_scatter, [t, K] too |
 
-Hidden states on their way to experts may be in float8 (`expert_parallel.wire`), in the forward alone.
+Hidden states on their way to experts may be in float8 (`expert_parallel.wire`), in the forward alone. With
+`expert_parallel.chunks` every collective is that many smaller ones; the counts are exchanged as often.
 Recompute, full or selective, repeats those of the forward in the backward; the last reduce-scatter only if a tensor is
 saved after it. Counts of at most 8 numbers are small, and not counted.
 """
@@ -44,17 +45,20 @@ class Layer:
     wire_bytes: float  # of the same on their way to experts
     weight_bytes: float  # of one routing weight
     saves_after: bool  # a tensor after the experts' output
+    chunks: int
 
     def forward(self, dispatcher: str, *, is_repeated: bool = False) -> Iterator[Passed]:
         if dispatcher == "gather":
             full = self.ep * self.tokens
             yield "all_gather", full * (self.wire_bytes + self.moe.top_k * (self.weight_bytes + INDEX_BYTES)), 3
-            if self.saves_after or not is_repeated:
-                yield "reduce_scatter", full * self.row_bytes, 1
+            # a recomputed forward ends with the last saved tensor, which is one of the last chunk's experts
+            share = 1 if self.saves_after or not is_repeated else 1 - 1 / self.chunks
+            yield "reduce_scatter", full * self.row_bytes * share, share
             return
         most = -(-self.moe.num_experts // self.ep)
         counts = self.ep * (most if dispatcher == "pairs" else 2)
-        yield "all_to_all", counts * INDEX_BYTES * (counts > SMALL_ELEMENTS), counts > SMALL_ELEMENTS
+        is_counted = counts > SMALL_ELEMENTS
+        yield "all_to_all", counts * INDEX_BYTES * self.chunks * is_counted, is_counted
         rows = self.rows(dispatcher)
         yield "all_to_all", rows * (self.wire_bytes + self.row_bytes), 2
         if dispatcher == "tokens":
@@ -89,11 +93,13 @@ def traffic(view: View) -> list[TrafficRow]:
         if block.moe is None:
             continue
         # few distinct layers: formulas per layer, then columns
-        facts = np.stack([columns.ep, chosen, columns.wire, dispatched_tokens(view, block)], axis=1)[dispatched]
+        tokens = dispatched_tokens(view, block)
+        facts = np.stack([columns.ep, chosen, columns.wire, columns.expert_chunks, tokens], axis=1)[dispatched]
         keys, place = np.unique(facts, axis=0, return_inverse=True)
-        for number, (ep, dispatcher, wire, per_rank) in enumerate(keys):
+        for number, (ep, dispatcher, wire, chunks, per_rank) in enumerate(keys):
             rows = dispatched[place.reshape(-1) == number]
-            layer = _layer(view, block, ep=int(ep), tokens=float(per_rank), wire=WIRE_FORMATS[int(wire)])
+            format_ = WIRE_FORMATS[int(wire)]
+            layer = _layer(view, block, ep=int(ep), tokens=float(per_rank), wire=format_, chunks=int(chunks))
             if layer is None:
                 continue
             for phase, (collective, full_bytes, count), times in _passes(
@@ -101,7 +107,7 @@ def traffic(view: View) -> list[TrafficRow]:
             ):
                 nbytes, total = totals.setdefault((collective, phase), (np.zeros(size), np.zeros(size)))
                 nbytes[rows] += float(gather_bytes(np.asarray(full_bytes), np.asarray(ep))) * times[rows]
-                total[rows] += count * times[rows]
+                total[rows] += count * layer.chunks * times[rows]
     return [TrafficRow(axes.EP, collective, phase, *both) for (collective, phase), both in totals.items()]
 
 
@@ -118,7 +124,7 @@ def _passes(view: View, index: int, layer: Layer, dispatcher: str) -> Iterator[t
         yield "backward", passed, repeats
 
 
-def _layer(view: View, block: BlockShape, *, ep: int, tokens: float, wire: WireFormat) -> Layer | None:
+def _layer(view: View, block: BlockShape, *, ep: int, tokens: float, wire: WireFormat, chunks: int) -> Layer | None:
     moe = block.moe
     if moe is None or ep > moe.num_experts:  # refused by a rule
         return None
@@ -131,4 +137,5 @@ def _layer(view: View, block: BlockShape, *, ep: int, tokens: float, wire: WireF
         wire_bytes=float8_bytes(view.shape.hidden_size) if wire == "float8" else row_bytes,
         weight_bytes=weight_bytes(moe, view),
         saves_after=block.saves_after_experts,
+        chunks=chunks,
     )

@@ -40,6 +40,7 @@ class BlockSeconds:
     """Seconds per micro-batch in the blocks and the head of a rank."""
 
     matmul_forward: Floats
+    expert_forward: Floats  # of them, in experts
     attention_forward: Floats
     pointwise_forward: Floats
     quantise_forward: Floats  # around float8 matmuls
@@ -64,12 +65,15 @@ def block_seconds(view: View) -> BlockSeconds:
     """Seconds of compute per micro-batch on the rank of `view`."""
     request, columns, stage, tokens = view.request, view.columns, view.stage, view.tokens
     device = request.cluster.device
-    matmul, attention, pointwise, quantise, quantise_backward, recompute = (np.zeros(len(columns)) for _ in range(6))
+    matmul, experts, attention, pointwise, quantise, quantise_backward, recompute = (
+        np.zeros(len(columns)) for _ in range(7)
+    )
     for index, block in enumerate(request.shape.kinds):
         count = stage.blocks[:, index]
         linears, scores = _linears_s(request, columns, block, tokens), _attention_s(request, columns, block, tokens)
         moved, recomputed_share = _pointwise_s(request, columns, block, tokens)
         matmul, attention = matmul + count * linears.matmul, attention + count * scores
+        experts = experts + count * linears.experts
         pointwise, quantise = pointwise + count * moved, quantise + count * linears.quantise_forward
         quantise_backward = quantise_backward + count * linears.quantise_backward
         forward = linears.matmul + linears.quantise_forward + scores + moved
@@ -85,9 +89,9 @@ def block_seconds(view: View) -> BlockSeconds:
     if request.is_cpu:
         launch = np.zeros(len(columns))
     return BlockSeconds(
-        matmul_forward=matmul, attention_forward=attention, pointwise_forward=pointwise, quantise_forward=quantise,
-        quantise_backward=quantise_backward, recompute=recompute, loss=loss * stage.holds_head,
-        head_forward=head * stage.holds_head, launch=launch,
+        matmul_forward=matmul, expert_forward=experts, attention_forward=attention, pointwise_forward=pointwise,
+        quantise_forward=quantise, quantise_backward=quantise_backward, recompute=recompute,
+        loss=loss * stage.holds_head, head_forward=head * stage.holds_head, launch=launch,
     )  # fmt: skip
 
 
@@ -141,12 +145,14 @@ class _LinearSeconds:
     """Seconds of forward matmuls, and of the passes that quantise operands of float8 matmuls."""
 
     matmul: Floats
+    experts: Floats  # of them
     quantise_forward: Floats
     quantise_backward: Floats
 
     def __add__(self, other: _LinearSeconds) -> _LinearSeconds:
         return _LinearSeconds(
             self.matmul + other.matmul,
+            self.experts + other.experts,
             self.quantise_forward + other.quantise_forward,
             self.quantise_backward + other.quantise_backward,
         )
@@ -154,7 +160,7 @@ class _LinearSeconds:
 
 def _linears_s(request: Request, columns: Columns, block: BlockShape, tokens: Floats) -> _LinearSeconds:
     nothing = np.zeros(len(columns))
-    total = _LinearSeconds(nothing, nothing, nothing)
+    total = _LinearSeconds(nothing, nothing, nothing, nothing)
     for linear in block.linears:
         total = total + _linear_of_block_s(request, columns, linear, tokens)
     return total
@@ -169,19 +175,19 @@ def _linear_of_block_s(request: Request, columns: Columns, linear: LinearShape, 
         rows = tokens * linear.active / here * columns.expert_tp / columns.tp
         outer = linear.out_features / columns.expert_tp
         matmul = here * linear_s(device, request, rows=rows, inner=linear.in_features, outer=outer)
-        return _LinearSeconds(matmul, nothing, nothing)
+        return _LinearSeconds(matmul, matmul, nothing, nothing)
     divisor = columns.matrix_divisor if linear.style != "replicated" else np.ones(len(columns))
     inner = linear.in_features / np.where(linear.style == "row", divisor, 1)
     outer = linear.out_features / np.where(linear.style == "column", divisor, 1)
     matmul = linear_s(device, request, rows=tokens, inner=inner, outer=outer)
     taken = _takes_float8(columns, linear)
     if not np.any(taken):
-        return _LinearSeconds(linear.copies * matmul, nothing, nothing)
+        return _LinearSeconds(linear.copies * matmul, nothing, nothing, nothing)
     short = linear_s(device, request, rows=tokens, inner=inner, outer=outer, in_float8=True)
     passes = quantise_bytes(columns, rows=tokens, inner=inner, outer=outer)
     share = linear.copies * taken / _bandwidth(device)
     return _LinearSeconds(
-        linear.copies * np.where(taken, short, matmul), share * passes.forward, share * passes.backward
+        linear.copies * np.where(taken, short, matmul), nothing, share * passes.forward, share * passes.backward
     )
 
 

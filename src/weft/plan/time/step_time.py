@@ -78,7 +78,7 @@ def _stage_terms(view: View) -> Terms:
         Term.LAUNCH: m * busy.launch,
         Term.TP_COMM: wire[axes.TP],
         Term.CP_COMM: np.maximum(wire[axes.CP] - OVERLAP * attention, 0.0),
-        Term.EP_COMM: wire[axes.EP],
+        Term.EP_COMM: wire[axes.EP] - _beside_experts(columns, wire[axes.EP], 3 * m * busy.expert_forward),
         Term.PP_COMM: EXPOSED_SENDS * wire[axes.PP],
         Term.DP_COMM: _data_parallel(request, columns, traffic, busy),
         **_update(view),
@@ -102,6 +102,11 @@ def _wire(request: Request, columns: Columns, traffic: Traffic) -> dict[str, Flo
     moved, count = traffic.of(axes.EP)
     seconds[axes.EP] = expert_link(request.cluster, columns).exchange_seconds(moved, num_calls=count)
     return seconds
+
+
+def _beside_experts(columns: Columns, exchange: Floats, experts: Floats) -> Floats:
+    """Seconds of exchanges that the experts of other chunks hide: all but one chunk's."""
+    return (1 - 1 / columns.expert_chunks) * np.minimum(exchange, OVERLAP * experts)
 
 
 def _data_parallel(request: Request, columns: Columns, traffic: Traffic, busy: BlockSeconds) -> Floats:

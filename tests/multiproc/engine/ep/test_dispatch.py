@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from torch import Tensor, nn
 
-from weft.core.experts import WIRE_FORMATS
+from weft.core.experts import WireFormat
 from weft.engine.ep.apply import divide_experts
 from weft.engine.ep.dispatch import DISPATCHERS
 from weft.models.ep.finder import find_expert_layout
@@ -109,7 +109,8 @@ def outcome(model: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, pu
 
 def compare(rank: int, world: int, names: tuple[str, ...]) -> dict[str, float]:
     worst = {}
-    for name, kind, wire in itertools.product(names, DISPATCHERS, WIRE_FORMATS):
+    ways: tuple[tuple[WireFormat, int], ...] = (("activations", 1), ("activations", 2), ("float8", 5))
+    for name, kind, (wire, chunks) in itertools.product(names, DISPATCHERS, ways):
         case = CASES[name]
         model = ToyModel(case)
         layout, experts = describe(model), find_expert_layout(model)
@@ -120,7 +121,7 @@ def compare(rank: int, world: int, names: tuple[str, ...]) -> dict[str, float]:
         expected = outcome(whole, *given)
         group = dist.group.WORLD
         assert group is not None
-        shards = divide_experts(model, layout, experts, group=group, kind=kind, wire=wire)  # type: ignore[arg-type]
+        shards = divide_experts(model, layout, experts, group=group, kind=kind, wire=wire, chunks=chunks)  # type: ignore[arg-type]
         own = slice(rank * TOKENS, (rank + 1) * TOKENS)
         found = outcome(model, *(tensor[own] for tensor in given))
         for key, value in found.items():
@@ -132,15 +133,17 @@ def compare(rank: int, world: int, names: tuple[str, ...]) -> dict[str, float]:
                 right = right[own]
             else:
                 dist.all_reduce(value)  # used by all experts: every rank has a partial sum
-            assert value.shape == right.shape, (name, kind, wire, key)
-            worst[f"{name}, {kind}, {wire}, {key}"] = float((value - right).abs().max() / expected[key].abs().max())
+            assert value.shape == right.shape, (name, kind, wire, chunks, key)
+            worst[f"{name}, {kind}, {wire}, {chunks}, {key}"] = float(
+                (value - right).abs().max() / expected[key].abs().max()
+            )
     return worst
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_outputs_and_gradients_are_those_of_one_process(world: int) -> None:
     for worst in run_ranks(compare, world, tuple(CASES), timeout_s=120.0):
-        assert len(worst) > 2 * 3 * 6 * len(CASES)
+        assert len(worst) > 3 * 3 * 6 * len(CASES)
         assert {key: error for key, error in worst.items() if not error < EXACT} == {}
 
 

@@ -19,7 +19,7 @@ from weft.core.plan import Activations
 from weft.core.run_spec import ModelSpec
 from weft.engine.activations.recompute import apply_recompute
 from weft.engine.buffers.changes import BufferChanges
-from weft.engine.ep import exchange
+from weft.engine.ep import dispatch, exchange
 from weft.engine.ep.apply import divide_experts
 from weft.engine.ep.dispatch import DISPATCHERS
 from weft.engine.ep.shared import overlap_shared
@@ -35,22 +35,24 @@ def build(family: str) -> nn.Module:
         return give_values(build_skeleton(config))
 
 
-def events(rank: int, world: int, policy: str) -> dict[str, list[str]]:
-    """Per dispatcher: begins and ends of exchanges of tokens, and work of shared experts, of one block."""
+def events(rank: int, world: int, policy: str, chunks: int) -> dict[str, list[str]]:
+    """Per dispatcher: begins and ends of exchanges, and work of experts and shared experts, of one block."""
     group, given, found = dist.group.WORLD, build("deepseek_v3"), {}
     assert group is not None
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(rank))
     for kind in DISPATCHERS:
         model, log = copy.deepcopy(given), []
         layout, experts = describe(model), find_expert_layout(model)
-        divide_experts(model, layout, experts, group=group, kind=kind)  # type: ignore[arg-type]
+        divide_experts(model, layout, experts, group=group, kind=kind, chunks=chunks)  # type: ignore[arg-type]
         apply_recompute(model, layout, Activations(policy=policy), BufferChanges(model))  # type: ignore[arg-type]
         shared = model.get_submodule(f"{experts.layers[0].name.rpartition('.')[0]}.shared_experts")
         linear = shared.get_submodule("down_proj")
         linear.register_forward_hook(lambda *_, log=log: log.append("shared"))
         linear.weight.register_post_accumulate_grad_hook(lambda _, log=log: log.append("shared gradient"))
         trips = exchange._Trip
+        compute = _logged(dispatch.compute, log, "experts")
         with (
+            mock.patch.object(dispatch, "compute", compute),
             mock.patch.object(trips, "begin_there", _logged(trips.begin_there, log, "begin")),
             mock.patch.object(trips, "arrive_there", _logged(trips.arrive_there, log, "end")),
             mock.patch.object(trips, "begin_back", _logged(trips.begin_back, log, "begin back")),
@@ -71,10 +73,26 @@ def _logged(original: Any, log: list[str], name: str) -> Any:
 
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_shared_experts_are_computed_while_tokens_travel(policy: str) -> None:
-    forward, backward = ["begin", "shared", "end"], ["begin back", "shared gradient", "end back"]
-    again = forward if policy == "full" else []
-    for found in run_ranks(events, 2, policy):
-        assert found == {kind: [*forward, *again, *backward] for kind in DISPATCHERS}
+    forward = ["begin", "shared", "end", "experts", "begin", "end"]
+    backward = ["begin back", "end back", "begin back", "shared gradient", "end back"]
+    expected = {kind: [*forward, *backward] for kind in DISPATCHERS}
+    if policy == "full":
+        expected = {kind: [*forward, *forward, *backward] for kind in DISPATCHERS}
+        # the last reduce-scatter saves nothing: its backward comes first, and it is not repeated
+        expected["gather"] = [*forward, *backward[:2], *forward[:4], *backward[2:]]
+    for found in run_ranks(events, 2, policy, 1):
+        assert found == expected
+
+
+def test_a_chunk_travels_while_the_experts_compute_another() -> None:
+    there, back = ["begin", "begin", "shared"], ["end", "end"]
+    one = ["end", "experts", "begin"]  # the other's tokens travel, then its outputs
+    backward = [
+        *("begin back", "begin back", "end back", "begin back", "end back", "begin back", "shared gradient"),
+        *("end back", "end back"),
+    ]
+    for found in run_ranks(events, 2, "none", 2):
+        assert found == {kind: [*there, *one, *one, *back, *backward] for kind in DISPATCHERS}
 
 
 def test_families_that_call_them_first_are_left_alone() -> None:
