@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from samples import by_default
 
 from weft.comm.observer import BUFFERS
 from weft.core.plan import Plan
@@ -41,10 +42,14 @@ def rows(traffic: Any) -> dict[tuple[str, ...], tuple[int, int]]:
     }
 
 
-@pytest.mark.parametrize(
-    ("policy", "wire", "chunks"), [("none", "activations", 1), ("full", "activations", 2), ("none", "float8", 1)]
-)
-@pytest.mark.parametrize("dispatcher", ["pairs", "tokens", "gather"])
+EXCHANGES = [
+    ("pairs", "none", "activations", 1), ("tokens", "none", "float8", 1), ("gather", "full", "activations", 2),
+    ("pairs", "none", "float8", 1), ("pairs", "full", "activations", 2), ("tokens", "none", "activations", 1),
+    ("tokens", "full", "activations", 2), ("gather", "none", "activations", 1), ("gather", "none", "float8", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dispatcher", "policy", "wire", "chunks"), by_default(EXCHANGES[:3], EXCHANGES))
 def test_traffic_and_states_are_those_of_the_planner(dispatcher: str, policy: str, wire: str, chunks: int) -> None:
     exchange = {"dispatcher": dispatcher, "wire": wire, "chunks": chunks}
     plan = plan_of(dispatcher, expert_parallel=exchange, activations={"policy": policy})
@@ -57,11 +62,13 @@ def test_traffic_and_states_are_those_of_the_planner(dispatcher: str, policy: st
         assert found.terms[term] == pytest.approx(predicted.memory_terms[MemoryTerm(term)], rel=ALLOCATED), term
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize(
-    ("mesh", "tensor"),
-    [({"tp": 4, "ep": 2}, "folded"), ({"dp_shard": 4, "tp": 2, "ep": 2}, "width")],
-)
+SHARED_RANKS: list[tuple[dict[str, int], str, bool]] = [
+    ({"tp": 4, "ep": 2}, "folded", True), ({"dp_shard": 4, "tp": 2, "ep": 2}, "width", False),
+    ({"tp": 4, "ep": 2}, "folded", False), ({"dp_shard": 4, "tp": 2, "ep": 2}, "width", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mesh", "tensor", "sequence_parallel"), by_default(SHARED_RANKS[:2], SHARED_RANKS))
 def test_tensor_ranks_with_experts_are_those_of_the_planner(
     mesh: dict[str, int], tensor: str, sequence_parallel: bool
 ) -> None:

@@ -305,7 +305,7 @@ def second_moment_with_a_sign() -> Any:
     return replaced(
         weft.engine.optim.adamw_8bit,
         "_zeros",
-        lambda original: lambda parameter, *, signed: original(parameter, signed=True),
+        lambda original: lambda parameter, block, *, signed: original(parameter, block, signed=True),
     )
 
 

@@ -108,7 +108,7 @@ def test_a_part_that_is_no_object_is_named(part: object, tmp_path: Path) -> None
         shape_from_path(tmp_path)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(fields=st.dictionaries(st.sampled_from(["format", "step", "world_size", "meta", "files", "tensors"]), values))
 def test_any_manifest_is_read_or_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ManifestError):

@@ -75,7 +75,7 @@ def test_experts_are_copies_of_which_a_token_meets_a_few() -> None:
     [
         ("gemma3_text", {"sliding": 22, "dense": 4}),
         ("qwen3_next", {"linear_moe": 36, "moe": 12}),
-        ("jamba", {"linear": 12, "linear_moe": 16, "dense": 4}),
+        pytest.param("jamba", {"linear": 12, "linear_moe": 16, "dense": 4}, marks=pytest.mark.slow),
         ("deepseek_v3", {"dense": 3, "moe": 58}),
         ("nemotron_h", {"linear": 1, "moe": 1, "attention": 1, "dense": 1}),
     ],
