@@ -96,7 +96,7 @@ class MoeShape:
     weighs_in_float32: bool = False  # the router's weights are not cast to the compute dtype
     num_weights: int = 1  # tensors of the router's weights that enter experts and shared experts
     num_choices: int = 1  # the same for the numbers of chosen experts
-    saves_after_experts: bool = False  # a tensor after their output: of shared experts, a norm, a scale
+    saves_after_experts: bool = False  # a tensor after their output: a norm, a scale
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", by_default(["ZeRO-2, bf16"], CASES))
+@pytest.mark.parametrize("name", by_default([], CASES, extended=["ZeRO-2, bf16"]))
 def test_real_ranks_need_and_send_what_the_dry_run_says(name: str) -> None:
     model, tables, train = CASES[name]
     settings = {"model": model, "data": {"sequence_length": 128}, "train": {"global_batch": 12, **train}}

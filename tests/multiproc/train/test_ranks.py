@@ -68,6 +68,7 @@ def straight(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory
     return out
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_and_nothing_committed_is_lost(
     straight: Path, corpus: Path, cache: Path, tmp_path: Path
 ) -> None:

@@ -41,6 +41,29 @@ HEALTHY: dict[str, tuple[str, Tables, Tables, Tables]] = {
 }
 
 
+def divided(dispatcher: str, *, wire: str, chunks: int) -> Tables:
+    exchange = {"dispatcher": dispatcher, "wire": wire, "chunks": chunks}
+    return {"mesh": {"dp_shard": 2, "ep": 2}, "data_parallel": {"zero": 3}, "expert_parallel": exchange}
+
+
+# tokens that travel in float8, in parts, beside shared experts; the plan's own tables come last
+HEALTHY |= {
+    "float8 wire, parts": ("mixtral", divided("tokens", wire="float8", chunks=2), {}, {}),
+    "float8 wire, bf16": (
+        "mixtral",
+        {**divided("pairs", wire="float8", chunks=1), "precision": {"preset": "bf16"}},
+        {},
+        {},
+    ),
+    "parts, shared experts, recomputed": (
+        "deepseek_v3",
+        {**divided("gather", wire="activations", chunks=3), "activations": {"policy": "full"}},
+        {},
+        {},
+    ),
+}
+
+
 def wrong(verdicts: list[Tables]) -> list[str]:
     return [
         f"{verdict['plan']}: {check['name']}: {check['detail']}"
@@ -59,7 +82,11 @@ def test_a_healthy_run_raises_no_alarm(case: str, corpus: Path, tmp_path: Path) 
     names = [check["name"] for check in verdicts[0]["checks"]]
     assert len(names) == len(set(names)) >= 17
     assert ("same precision" in names) == (
-        case in ("bf16, tied, no clipping", "fp16, sgd", "8-bit moments", "bf16, cut, recomputed")
+        case
+        in (
+            *("bf16, tied, no clipping", "fp16, sgd", "8-bit moments", "bf16, cut, recomputed"),
+            *("float8 wire, parts", "float8 wire, bf16"),
+        )
     )
 
 

@@ -47,6 +47,7 @@ def answer_of(*arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.extended
 def test_it_plans_and_dry_runs(corpus: Path, tmp_path: Path) -> None:
     run, plan = files(tmp_path, corpus, "ZeRO-3")
     plain = tmp_path / "plain.toml"

@@ -9,8 +9,6 @@ Families that call shared experts first (qwen2_moe) overlap nothing.
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,35 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from weft.engine.wrap_forward import Forward, replace_own, wrap_forward
+from weft.models.ep.shared import shared_after
 
 
 def overlap_shared(model: nn.Module, experts_name: str) -> EarlyShared | None:
-    """Make the shared experts beside a module of experts ready for it; None if it has none, or calls them first."""
-    parent_name, _, key = experts_name.rpartition(".")
-    parent = model.get_submodule(parent_name)
-    calls = re.findall(r"self\.(\w+)\(", inspect.getsource(type(parent).forward))
-    if key not in calls:
+    """Make the shared experts that a block calls after a module of experts ready for it; None without such."""
+    module = shared_after(model, experts_name)
+    if module is None:
         return None
-    later = [
-        name for name in calls[calls.index(key) + 1 :] if "shared" in name and name not in calls[: calls.index(key)]
-    ]
-    found = [getattr(parent, name, None) for name in dict.fromkeys(later)]
-    modules = [module for module in found if isinstance(module, nn.Module) and _computes_rows_alone(module)]
-    if len(modules) != 1:
-        return None
-    early = EarlyShared(modules[0])
-    wrap_forward(modules[0], early)
+    early = EarlyShared(module)
+    wrap_forward(module, early)
     return early
-
-
-def _computes_rows_alone(module: nn.Module) -> bool:
-    """Whether it is made of linear layers and functions of single elements: the shape of its rows does not matter."""
-    leaves = [part for part in module.modules() if next(part.children(), None) is None and part is not module]
-    has_weights = any(isinstance(part, nn.Linear) for part in leaves)
-    return has_weights and all(
-        isinstance(part, nn.Linear) or (next(part.parameters(), None) is None and not isinstance(part, nn.Dropout))
-        for part in leaves
-    )
 
 
 class _Made(NamedTuple):

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.core.model_shape import BlockShape
+from weft.models.ep.shared import shared_after
 from weft.models.tp.layout import Region, TensorLayout
 
 Spread = Literal["full", "key_value", "fused", "split"]  # how tensor parallelism would divide a tensor
@@ -202,6 +203,7 @@ def install_hooks(
         for home in homes:
             if "*" not in home:
                 handles += _expert_hooks(block.get_submodule(home), shape.moe.top_k, tracer, record)
+                handles += _shared_hooks(shared_after(block, home), record)
     try:
         yield
     finally:
@@ -254,6 +256,19 @@ def _scope_hooks(module: nn.Module, scope: str, tracer: Tracer) -> list[Any]:
         module.register_forward_pre_hook(lambda _, __: tracer.scopes.append(scope)),
         module.register_forward_hook(lambda _, __, ___: tracer.scopes.pop() and None),
     ]
+
+
+def _shared_hooks(module: nn.Module | None, record: BlockRecord) -> list[Any]:
+    """With expert parallelism these are computed before the outputs of the other experts arrive."""
+    before: list[bool] = []
+
+    def enter(*_: Any) -> None:
+        before.append(record.saves_after_experts)
+
+    def leave(*_: Any) -> None:
+        record.saves_after_experts = before.pop()
+
+    return [] if module is None else [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
 
 
 def _expert_hooks(module: nn.Module, top_k: int, tracer: Tracer, record: BlockRecord) -> list[Any]:

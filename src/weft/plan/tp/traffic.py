@@ -232,7 +232,8 @@ def _update(view: View) -> Iterator[Sent]:
         for held in tensors_of(block, view.columns):
             times = held.tensors * count
             if held.place in ("inside", "outside"):
-                is_summed = ((held.place == "inside") | (view.columns.sequence_parallel > 0)) & ~held.is_divided
+                is_summed = (held.place == "inside") | (view.columns.sequence_parallel > 0)
+                is_summed = is_summed & np.logical_not(held.is_divided)  # `~` of a Python bool is an integer
                 shared = shared + (held.shard + 1) * times * is_summed
                 large = large + times * is_summed * (held.shard > ALONE_ELEMENTS)
             elif held.repeats is not None:

@@ -85,6 +85,7 @@ def curves(rank: int, world: int) -> dict[tuple[int, str], Curve]:
     }
 
 
+@pytest.mark.slow
 def test_two_experts_on_four_ranks_have_the_curve_of_one_process() -> None:
     expected = run_ranks(curves, 1)[0]
     for (experts, name), found in run_ranks(curves, 4, timeout_s=120.0)[0].items():

@@ -99,6 +99,7 @@ def _require_no_token(commands: list[str]) -> None:
         assert not any(len(part) >= 32 and set(part) <= set("0123456789abcdef") for part in command.split("\0"))
 
 
+@pytest.mark.slow
 def test_killed_servers_and_workers_come_back_and_change_nothing(tmp_path: Path) -> None:
     hit = _Driver(tmp_path, "hit")
     run_job(ServerRun.from_tables(_tables(launcher="in_process")), tmp_path / "calm", quiet=True)

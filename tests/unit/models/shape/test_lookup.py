@@ -70,6 +70,13 @@ def test_experts_are_copies_of_which_a_token_meets_a_few() -> None:
     assert block.expert_parameters == 8 * 3 * 4096 * 14336
 
 
+@pytest.mark.parametrize(("model_type", "saves"), [("deepseek_v3", False), ("qwen2_moe", True)])
+def test_shared_experts_that_are_called_last_save_nothing_after_the_others(model_type: str, saves: bool) -> None:
+    """They are computed while tokens travel. qwen2_moe calls them first, and weighs them last."""
+    moe = next(kind.moe for kind in shape_from_type(model_type, {}).kinds if kind.moe is not None)
+    assert moe.saves_after_experts == saves
+
+
 @pytest.mark.parametrize(
     ("model_type", "kinds"),
     [
