@@ -115,6 +115,31 @@ def test_other_axes_go_along(family: str) -> None:
     assert_same_curves(family, 4, OTHERS)
 
 
+MATRIX: dict[int, dict[str, tuple[dict[str, int], int]]] = {
+    2: {"ZeRO-2": ({"dp_shard": 2, "ep": 2}, 2), "ZeRO-3": ({"dp_shard": 2, "ep": 2}, 3), "tp 2": (TWO, 0)},
+    4: {
+        "ep 2, ZeRO-2": ({"dp_shard": 4, "ep": 2}, 2),
+        "ep 4, ZeRO-2": ({"dp_shard": 4, "ep": 4}, 2),
+        "ep 4, ZeRO-3": ({"dp_shard": 4, "ep": 4}, 3),
+        "tp 2, ep 2, ZeRO-3": (FOUR, 3),
+        "tp 2, ep 4, ZeRO-2": (WIDER, 2),
+        "pp 2, ep 2, ZeRO-2": ({"pp": 2, "dp_shard": 2, "ep": 2}, 2),
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_every_family_in_every_layout_and_number_of_micro_batches(family: str, world: int) -> None:
+    plans = {
+        f"{name}, {microbatches} micro-batches": plan(mesh, zero, stream=False, microbatches=microbatches)
+        for name, (mesh, zero) in MATRIX[world].items()
+        for microbatches in (1, 4)
+    }
+    assert_same_curves(family, world, plans)
+
+
 def state_after(
     rank: int, world: int, folder: str, tables: dict[str, Any], source: str, to: str
 ) -> tuple[dict[str, str], Curve]:
