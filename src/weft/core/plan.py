@@ -93,7 +93,6 @@ class ExpertParallel(Section):
         description="format in which tokens travel to their experts: activations (as computed) | float8 (e4m3, a scale "
         "per 128 elements); outputs and gradients travel as computed",
     )
-
     chunks: int = Field(
         default=1,
         ge=1,

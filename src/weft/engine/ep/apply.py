@@ -26,7 +26,7 @@ from weft.core.errors import MeshError, ModelError
 from weft.core.experts import DispatcherKind, WireFormat, choose_dispatcher
 from weft.core.shards import LocalShard, balanced_span, compose, local_shard
 from weft.engine.ep.context import EPContext
-from weft.engine.ep.dispatch import DISPATCHERS, Dispatcher, dispatch_share, nothing
+from weft.engine.ep.dispatch import DISPATCHERS, Dispatcher, dispatch_share, no_overlap
 from weft.engine.ep.exchange import Group
 from weft.engine.ep.grouped import grouped_forward, grouped_linear, has_grouped_products
 from weft.engine.ep.shared import EarlyShared, overlap_shared
@@ -149,12 +149,12 @@ class _Dispatched:
             )
         experts = functools.partial(self._compute, forward)
         rows = hidden if hidden.ndim == 2 else hidden.flatten(0, -2)
-        beside = nothing if self.shared is None else functools.partial(self.shared.compute, hidden)
+        overlapped = no_overlap if self.shared is None else functools.partial(self.shared.compute, hidden)
         try:
             if self.same_rows is None:
-                made = self.dispatcher(experts, rows, index, weights, beside)
+                made = self.dispatcher(experts, rows, index, weights, overlapped)
             else:
-                made = dispatch_share(self.dispatcher, experts, rows, index, weights, beside, group=self.same_rows)
+                made = dispatch_share(self.dispatcher, experts, rows, index, weights, overlapped, group=self.same_rows)
         except BaseException:  # a recomputed forward ends early
             if self.shared is not None:
                 self.shared.forget()

@@ -38,18 +38,18 @@ from weft.engine.ep.exchange import (
 from weft.engine.ep.rows import sorted_order, sum_rows, take_rows
 
 Experts = Callable[[Tensor, Tensor], Tensor]  # outputs of rows, one expert per row; the experts' numbers ascend
-Beside = Callable[[], None]  # work of the same block that is done while tokens travel
+Overlapped = Callable[[], None]  # work of the same block that is done while tokens travel
 
 
-def nothing() -> None:
+def no_overlap() -> None:
     pass
 
 
 class Dispatcher:
     """Divides the experts of one module over the ranks of a group.
 
-    `wire`: format of the way to the experts. `chunks`: parts of the tokens, of which one travels beside the experts of
-    another; autograd's backward is the mirror image.
+    `wire`: format of the way to the experts. `chunks`: parts of the tokens, of which one travels while the experts
+    compute another; autograd's backward is the mirror image.
     """
 
     def __init__(self, num_experts: int, group: Group, *, wire: WireFormat = "activations", chunks: int = 1) -> None:
@@ -63,7 +63,7 @@ class Dispatcher:
         return self.spans[self.rank]
 
     def __call__(
-        self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor, beside: Beside = nothing
+        self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor, overlapped: Overlapped = no_overlap
     ) -> Tensor:
         given = [(hidden, index, weights)]
         if self.chunks > 1:
@@ -71,7 +71,7 @@ class Dispatcher:
         parts = [self.dispatch(experts, *part) for part in given]
         for part in parts:
             next(part)
-        beside()
+        overlapped()
         for part in parts:
             next(part)
         made = [next(part) for part in parts]
@@ -79,6 +79,7 @@ class Dispatcher:
 
     def dispatch(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Iterator[Tensor]:
         """Yields when tokens travel, when the outputs of experts travel, and the result. The first two are empty."""
+        raise NotImplementedError
         raise NotImplementedError
 
     def routing(self, index: Tensor) -> Routing:
@@ -195,7 +196,7 @@ def dispatch_share(
     hidden: Tensor,
     index: Tensor,
     weights: Tensor,
-    beside: Beside = nothing,
+    overlapped: Overlapped = no_overlap,
     *,
     group: Group,
 ) -> Tensor:
@@ -210,7 +211,7 @@ def dispatch_share(
         collectives.contiguous_slice(padded[1], group, 0),
         collectives.take(padded[2], group, 0),
     )
-    return collectives.collect(dispatcher(experts, *own, beside), group, 0)[: len(hidden)]
+    return collectives.collect(dispatcher(experts, *own, overlapped), group, 0)[: len(hidden)]
 
 
 def compute(experts: Experts, rows: Tensor, numbers: Tensor) -> Tensor:

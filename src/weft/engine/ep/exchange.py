@@ -44,7 +44,7 @@ class Counts:
         return Counts(sent=self.received, received=self.sent)
 
 
-class Travelling(NamedTuple):
+class PendingCollective(NamedTuple):
     """A tensor that a collective still writes."""
 
     received: Tensor
@@ -62,11 +62,11 @@ def exchange(rows: Tensor, counts: Counts, group: Group) -> Tensor:
     return begin_exchange(rows, counts, group).wait()
 
 
-def begin_exchange(rows: Tensor, counts: Counts, group: Group) -> Travelling:
+def begin_exchange(rows: Tensor, counts: Counts, group: Group) -> PendingCollective:
     rows = rows.contiguous()
     received = rows.new_empty((sum(counts.received), *rows.shape[1:]))
     sizes = list(counts.received), list(counts.sent)
-    return Travelling(received, rows, dist.all_to_all_single(received, rows, *sizes, group=group, async_op=True))
+    return PendingCollective(received, rows, dist.all_to_all_single(received, rows, *sizes, group=group, async_op=True))
 
 
 def exchange_counts(counts: Tensor, group: Group) -> Tensor:
@@ -81,127 +81,127 @@ def send_routing(experts: Tensor, weights: Tensor, counts: Counts, group: Group)
     return _SendRouting.apply(weights, experts, counts, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def begin_tokens(tokens: Tensor, order: RowOrder, counts: Counts, group: Group, wire: WireFormat) -> Begun:
+def begin_tokens(tokens: Tensor, order: RowOrder, counts: Counts, group: Group, wire: WireFormat) -> InFlight:
     """Send the tokens of `order`'s rows."""
     return _begin(tokens, order, _ToRanks(group, wire, counts))
 
 
-def begin_rows(rows: Tensor, counts: Counts, group: Group) -> Begun:
+def begin_rows(rows: Tensor, counts: Counts, group: Group) -> InFlight:
     return _begin(rows, None, _ToRanks(group, "activations", counts))
 
 
-def begin_gather(tokens: Tensor, group: Group, wire: WireFormat) -> Begun:
+def begin_gather(tokens: Tensor, group: Group, wire: WireFormat) -> InFlight:
     """Send all tokens to all ranks."""
     return _begin(tokens, None, _ToAll(group, wire))
 
 
-def begin_scatter(rows: Tensor, group: Group) -> Begun:
+def begin_scatter(rows: Tensor, group: Group) -> InFlight:
     """Add up the rows of all ranks, and keep this rank's."""
     return _begin(rows, None, _FromAll(group, "activations"))
 
 
-def finish(begun: Begun) -> Tensor:
+def finish(begun: InFlight) -> Tensor:
     """What arrived."""
     return _Finish.apply(*begun)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Begun(NamedTuple):
-    """`link`: a tensor without elements, through which autograd orders the two ends of the trip."""
+class InFlight(NamedTuple):
+    """`link`: a tensor without elements, through which autograd orders the two ends of the exchange."""
 
     link: Tensor
-    trip: _Trip
+    way: _Exchange
 
 
-class _Trip:
+class _Exchange:
     """One way of rows, and of their gradients back. It holds no tensors but those that travel."""
 
     def __init__(self, group: Group, wire: WireFormat) -> None:
         self.group, self.wire = group, wire
         self._width, self._dtype = 0, torch.float32
-        self._travelling: Travelling | None = None
+        self._pending: PendingCollective | None = None
 
-    def begin_there(self, tokens: Tensor, order: RowOrder | None) -> None:
+    def start_forward(self, tokens: Tensor, order: RowOrder | None) -> None:
         self._width, self._dtype = tokens.shape[1], tokens.dtype
-        self._travelling = self._there(packed(tokens, self.wire), order)
+        self._pending = self._forward_collective(packed(tokens, self.wire), order)
 
-    def arrive_there(self) -> Tensor:
+    def wait_forward(self) -> Tensor:
         return unpacked(self._arrived(), self.wire, self._width, self._dtype)
 
-    def begin_back(self, gradient: Tensor) -> None:
-        self._travelling = self._back(gradient)
+    def start_backward(self, gradient: Tensor) -> None:
+        self._pending = self._backward_collective(gradient)
 
-    def arrive_back(self, *rows: Tensor) -> Tensor:
+    def wait_backward(self, *rows: Tensor) -> Tensor:
         """The gradients of tokens. `rows`: of the order, if some tokens were taken."""
         arrived = self._arrived()
         return add_slots(arrived, *rows) if rows else arrived
 
     def _arrived(self) -> Tensor:
-        travelling, self._travelling = self._travelling, None
-        assert travelling is not None, "nothing travels"
-        return travelling.wait()
+        pending, self._pending = self._pending, None
+        assert pending is not None, "no collective is pending"
+        return pending.wait()
 
-    def _there(self, tokens: Tensor, order: RowOrder | None) -> Travelling:
+    def _forward_collective(self, tokens: Tensor, order: RowOrder | None) -> PendingCollective:
         raise NotImplementedError
 
-    def _back(self, gradient: Tensor) -> Travelling:
+    def _backward_collective(self, gradient: Tensor) -> PendingCollective:
         raise NotImplementedError
 
 
-class _ToRanks(_Trip):
+class _ToRanks(_Exchange):
     def __init__(self, group: Group, wire: WireFormat, counts: Counts) -> None:
         super().__init__(group, wire)
         self._counts = counts
 
-    def _there(self, tokens: Tensor, order: RowOrder | None) -> Travelling:
+    def _forward_collective(self, tokens: Tensor, order: RowOrder | None) -> PendingCollective:
         rows = tokens if order is None else tokens.index_select(0, order.tokens)
         return begin_exchange(rows, self._counts, self.group)
 
-    def _back(self, gradient: Tensor) -> Travelling:
+    def _backward_collective(self, gradient: Tensor) -> PendingCollective:
         return begin_exchange(gradient, self._counts.back, self.group)
 
 
-class _ToAll(_Trip):
-    def _there(self, tokens: Tensor, order: RowOrder | None) -> Travelling:
-        return Travelling(*collectives.begin_gathered(tokens, self.group))
+class _ToAll(_Exchange):
+    def _forward_collective(self, tokens: Tensor, order: RowOrder | None) -> PendingCollective:
+        return PendingCollective(*collectives.begin_gathered(tokens, self.group))
 
-    def _back(self, gradient: Tensor) -> Travelling:
-        return Travelling(*collectives.begin_scattered(gradient, self.group))
-
-
-class _FromAll(_Trip):
-    def _there(self, tokens: Tensor, order: RowOrder | None) -> Travelling:
-        return Travelling(*collectives.begin_scattered(tokens, self.group))
-
-    def _back(self, gradient: Tensor) -> Travelling:
-        return Travelling(*collectives.begin_gathered(gradient, self.group))
+    def _backward_collective(self, gradient: Tensor) -> PendingCollective:
+        return PendingCollective(*collectives.begin_scattered(gradient, self.group))
 
 
-def _begin(tokens: Tensor, order: RowOrder | None, trip: _Trip) -> Begun:
-    return Begun(_Begin.apply(tokens, order, trip), trip)  # type: ignore[no-untyped-call]
+class _FromAll(_Exchange):
+    def _forward_collective(self, tokens: Tensor, order: RowOrder | None) -> PendingCollective:
+        return PendingCollective(*collectives.begin_scattered(tokens, self.group))
+
+    def _backward_collective(self, gradient: Tensor) -> PendingCollective:
+        return PendingCollective(*collectives.begin_gathered(gradient, self.group))
+
+
+def _begin(tokens: Tensor, order: RowOrder | None, way: _Exchange) -> InFlight:
+    return InFlight(_Begin.apply(tokens, order, way), way)  # type: ignore[no-untyped-call]
 
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: RowOrder | None, trip: _Trip) -> Tensor:
-        ctx.trip = trip
+    def forward(ctx: Any, tokens: Tensor, order: RowOrder | None, way: _Exchange) -> Tensor:
+        ctx.way = way
         ctx.save_for_backward(*(() if order is None else (order.rows,)))
-        trip.begin_there(tokens, order)
+        way.start_forward(tokens, order)
         return tokens.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _link: Tensor) -> Any:
-        return ctx.trip.arrive_back(*ctx.saved_tensors), None, None
+        return ctx.way.wait_backward(*ctx.saved_tensors), None, None
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, link: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        return trip.arrive_there()
+    def forward(ctx: Any, link: Tensor, way: _Exchange) -> Tensor:
+        ctx.way = way
+        return way.wait_forward()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.trip.begin_back(gradient)
+        ctx.way.start_backward(gradient)
         return gradient.new_empty(0), None
 
 

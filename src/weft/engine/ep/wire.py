@@ -20,7 +20,7 @@ from weft.engine.kernels.triton_here import has_triton
 E4M3 = torch.float8_e4m3fn
 _WORD = 4  # bytes
 _WORDS = WIRE_BLOCK // _WORD + 1  # of a block with its scale
-_MANTISSA, _EXPONENT, _BIAS = 23, 0xFF, 127  # of float32
+_MANTISSA, _EXPONENT = 23, 0xFF  # of float32: bits, and the value of infinities and NaN
 _SCALE_EXPONENT = 8  # e4m3's largest number is 1.75 x 2**8
 _LARGEST_FRACTION = 0x600000  # the fraction of 1.75, as bits of float32
 
@@ -32,7 +32,7 @@ def packed(rows: Tensor, wire: WireFormat) -> Tensor:
 
 
 def unpacked(received: Tensor, wire: WireFormat, width: int, dtype: torch.dtype) -> Tensor:
-    """The rows as they were before they were packed."""
+    """Rows of `width` elements from what `packed` made of them; in float8 they are rounded."""
     if wire != "float8":
         return received
     return torch.ops.weft.unpack_float8(received, width, dtype)  # type: ignore[no-any-return]

@@ -12,7 +12,11 @@ def shared_after(model: nn.Module, experts_name: str) -> nn.Module | None:
     """The shared experts beside a module of experts; None if there are none, or if the block calls them first."""
     parent_name, _, key = experts_name.rpartition(".")
     parent = model.get_submodule(parent_name)
-    calls = re.findall(r"self\.(\w+)\(", inspect.getsource(type(parent).forward))
+    try:
+        source = inspect.getsource(type(parent).forward)
+    except (OSError, TypeError):  # a class of an interactive session has none
+        return None
+    calls = re.findall(r"self\.(\w+)\(", source)
     if key not in calls:
         return None
     earlier, later = calls[: calls.index(key)], calls[calls.index(key) + 1 :]

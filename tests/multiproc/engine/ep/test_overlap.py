@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from typing import Any
 from unittest import mock
@@ -49,14 +50,14 @@ def events(rank: int, world: int, policy: str, chunks: int) -> dict[str, list[st
         linear = shared.get_submodule("down_proj")
         linear.register_forward_hook(lambda *_, log=log: log.append("shared"))
         linear.weight.register_post_accumulate_grad_hook(lambda _, log=log: log.append("shared gradient"))
-        trips = exchange._Trip
+        exchanges = exchange._Exchange
         compute = _logged(dispatch.compute, log, "experts")
         with (
             mock.patch.object(dispatch, "compute", compute),
-            mock.patch.object(trips, "begin_there", _logged(trips.begin_there, log, "begin")),
-            mock.patch.object(trips, "arrive_there", _logged(trips.arrive_there, log, "end")),
-            mock.patch.object(trips, "begin_back", _logged(trips.begin_back, log, "begin back")),
-            mock.patch.object(trips, "arrive_back", _logged(trips.arrive_back, log, "end back")),
+            mock.patch.object(exchanges, "start_forward", _logged(exchanges.start_forward, log, "begin")),
+            mock.patch.object(exchanges, "wait_forward", _logged(exchanges.wait_forward, log, "end")),
+            mock.patch.object(exchanges, "start_backward", _logged(exchanges.start_backward, log, "begin back")),
+            mock.patch.object(exchanges, "wait_backward", _logged(exchanges.wait_backward, log, "end back")),
         ):
             model(input_ids=ids, use_cache=False).logits.sum().backward()
         found[kind] = log
@@ -93,6 +94,14 @@ def test_a_chunk_travels_while_the_experts_compute_another() -> None:
     ]
     for found in run_ranks(events, 2, "none", 2):
         assert found == {kind: [*there, *one, *one, *back, *backward] for kind in DISPATCHERS}
+
+
+def test_a_class_without_source_overlaps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("deepseek_v3")
+    (name,) = find_expert_layout(model).names
+    assert overlap_shared(model, name) is not None
+    monkeypatch.setattr(inspect, "getsource", mock.Mock(side_effect=OSError))
+    assert overlap_shared(model, name) is None
 
 
 def test_families_that_call_them_first_are_left_alone() -> None:
