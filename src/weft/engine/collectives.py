@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,19 @@ Move = Callable[[Tensor, Group, int], Tensor]
 # torch 2.13 renames them and warns about the old names; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class PendingCollective(NamedTuple):
+    """A tensor that a collective still writes."""
+
+    received: Tensor
+    sent: Tensor  # must outlive the collective
+    work: Any
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.received
 
 
 def enter(x: Tensor, group: Group) -> Tensor:
@@ -73,18 +86,20 @@ def gathered(x: Tensor, group: Group, dim: int) -> Tensor:
     return torch.cat(slices.unbind(0), dim)
 
 
-def begin_gathered(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Any]:
-    """`gathered` along dimension 0: the result, which is there once the work is waited for, what is sent, the work."""
+def begin_gathered(x: Tensor, group: Group) -> PendingCollective:
+    """`gathered` along dimension 0."""
     x = x.contiguous()
     full = x.new_empty((dist.get_world_size(group) * x.shape[0], *x.shape[1:]))
-    return full, x, _all_gather(full.view(-1), x.view(-1), group=group, async_op=True) if full.numel() else None
+    work = _all_gather(full.view(-1), x.view(-1), group=group, async_op=True) if full.numel() else None
+    return PendingCollective(full, x, work)
 
 
-def begin_scattered(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Any]:
-    """`scattered` along dimension 0, as `begin_gathered`."""
+def begin_scattered(x: Tensor, group: Group) -> PendingCollective:
+    """`scattered` along dimension 0."""
     x = x.contiguous()
     own = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
-    return own, x, _reduce_scatter(own.view(-1), x.view(-1), group=group, async_op=True) if own.numel() else None
+    work = _reduce_scatter(own.view(-1), x.view(-1), group=group, async_op=True) if own.numel() else None
+    return PendingCollective(own, x, work)
 
 
 def scattered(x: Tensor, group: Group, dim: int) -> Tensor:

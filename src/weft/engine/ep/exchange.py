@@ -26,6 +26,7 @@ from torch import Tensor
 
 from weft.core.experts import WireFormat
 from weft.engine import collectives
+from weft.engine.collectives import PendingCollective
 from weft.engine.ep.rows import RowOrder, add_slots
 from weft.engine.ep.wire import packed, unpacked
 
@@ -42,19 +43,6 @@ class Counts:
     @property
     def back(self) -> Counts:
         return Counts(sent=self.received, received=self.sent)
-
-
-class PendingCollective(NamedTuple):
-    """A tensor that a collective still writes."""
-
-    received: Tensor
-    sent: Tensor  # must outlive the collective
-    work: Any
-
-    def wait(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
-        return self.received
 
 
 def exchange(rows: Tensor, counts: Counts, group: Group) -> Tensor:
@@ -162,18 +150,18 @@ class _ToRanks(_Exchange):
 
 class _ToAll(_Exchange):
     def _forward_collective(self, tokens: Tensor, order: RowOrder | None) -> PendingCollective:
-        return PendingCollective(*collectives.begin_gathered(tokens, self.group))
+        return collectives.begin_gathered(tokens, self.group)
 
     def _backward_collective(self, gradient: Tensor) -> PendingCollective:
-        return PendingCollective(*collectives.begin_scattered(gradient, self.group))
+        return collectives.begin_scattered(gradient, self.group)
 
 
 class _FromAll(_Exchange):
     def _forward_collective(self, tokens: Tensor, order: RowOrder | None) -> PendingCollective:
-        return PendingCollective(*collectives.begin_scattered(tokens, self.group))
+        return collectives.begin_scattered(tokens, self.group)
 
     def _backward_collective(self, gradient: Tensor) -> PendingCollective:
-        return PendingCollective(*collectives.begin_gathered(gradient, self.group))
+        return collectives.begin_gathered(gradient, self.group)
 
 
 def _begin(tokens: Tensor, order: RowOrder | None, way: _Exchange) -> InFlight:
