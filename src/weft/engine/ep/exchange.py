@@ -69,31 +69,31 @@ def send_routing(experts: Tensor, weights: Tensor, counts: Counts, group: Group)
     return _SendRouting.apply(weights, experts, counts, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def begin_tokens(tokens: Tensor, order: RowOrder, counts: Counts, group: Group, wire: WireFormat) -> InFlight:
+def begin_tokens(tokens: Tensor, order: RowOrder, counts: Counts, group: Group, wire: WireFormat) -> PendingExchange:
     """Send the tokens of `order`'s rows."""
     return _begin(tokens, order, _ToRanks(group, wire, counts))
 
 
-def begin_rows(rows: Tensor, counts: Counts, group: Group) -> InFlight:
+def begin_rows(rows: Tensor, counts: Counts, group: Group) -> PendingExchange:
     return _begin(rows, None, _ToRanks(group, "activations", counts))
 
 
-def begin_gather(tokens: Tensor, group: Group, wire: WireFormat) -> InFlight:
+def begin_gather(tokens: Tensor, group: Group, wire: WireFormat) -> PendingExchange:
     """Send all tokens to all ranks."""
     return _begin(tokens, None, _ToAll(group, wire))
 
 
-def begin_scatter(rows: Tensor, group: Group) -> InFlight:
+def begin_scatter(rows: Tensor, group: Group) -> PendingExchange:
     """Add up the rows of all ranks, and keep this rank's."""
     return _begin(rows, None, _FromAll(group, "activations"))
 
 
-def finish(begun: InFlight) -> Tensor:
+def finish(begun: PendingExchange) -> Tensor:
     """What arrived."""
     return _Finish.apply(*begun)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class InFlight(NamedTuple):
+class PendingExchange(NamedTuple):
     """`link`: a tensor without elements, through which autograd orders the two ends of the exchange."""
 
     link: Tensor
@@ -164,8 +164,8 @@ class _FromAll(_Exchange):
         return collectives.begin_gathered(gradient, self.group)
 
 
-def _begin(tokens: Tensor, order: RowOrder | None, way: _Exchange) -> InFlight:
-    return InFlight(_Begin.apply(tokens, order, way), way)  # type: ignore[no-untyped-call]
+def _begin(tokens: Tensor, order: RowOrder | None, way: _Exchange) -> PendingExchange:
+    return PendingExchange(_Begin.apply(tokens, order, way), way)  # type: ignore[no-untyped-call]
 
 
 class _Begin(torch.autograd.Function):
