@@ -9,6 +9,7 @@ fits, since it never makes a plan faster.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +43,7 @@ class Answer:
     pareto: list[Estimate]
     elapsed_s: float
     smallest: Estimate | None = None  # of all plans by memory: the closest one if nothing fits
+    fixed: Mapping[str, object] = field(default_factory=dict)  # keys that the search held
     sample: Columns = field(repr=False, default_factory=lambda: columns_of([]))  # candidates of "what if" estimates
 
 
@@ -50,12 +52,12 @@ def search(
 ) -> Answer:
     """The best legal plans."""
     freedom = freedom or Freedom()
-    answer = _search_once(request, freedom, precision or {}, top)
+    answer = replace(_search_once(request, freedom, precision or {}, top), fixed=freedom.fixed)
     can_offload = request.cluster.host_memory_bytes > 0 and "offload.optimizer" not in freedom.fixed
     if answer.num_fitting or not answer.estimated or not can_offload:
         return answer
     offloaded = replace(freedom, fixed={**freedom.fixed, "offload.optimizer": "cpu"})
-    return _merged(answer, _search_once(request, offloaded, precision or {}, top))
+    return replace(_merged(answer, _search_once(request, offloaded, precision or {}, top)), fixed=freedom.fixed)
 
 
 def _merged(without: Answer, offloaded: Answer) -> Answer:

@@ -36,9 +36,10 @@ def why_not_trained(found: Estimate) -> str:
 
 
 def best_trained(answer: Answer) -> Estimate | None:
-    """The best plan that `weft train` runs, if there is one."""
+    """The best plan that `weft train` runs, if there is one, with the fixed keys that it can have."""
     plan = answer.plans[0].plan
-    freedom = built({f"float8.{key}": value for key, value in plan.float8.model_dump().items()})
+    fixed = {key: value for key, value in answer.fixed.items() if key not in BUILT}
+    freedom = built({**fixed, **{f"float8.{key}": value for key, value in plan.float8.model_dump().items()}})
     precision = plan.precision.model_dump(exclude_none=True)
     found = search(answer.request, freedom=freedom, precision=precision, top=1)
     return found.plans[0] if found.plans else None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from plan_cases import request_of, requests, tiny_llama
+from plan_cases import request_of, requests, tiny_llama, tiny_mixtral
 
 from weft.core.plan import Plan, check_consistent
 from weft.plan.columns import columns_of
@@ -15,7 +15,7 @@ from weft.plan.request import Request
 from weft.plan.rules import check_plan
 from weft.plan.search import DOES_NOT_FIT, TIE, Answer, complexity, search
 from weft.plan.space import Freedom
-from weft.plan.trained import built, why_not_trained
+from weft.plan.trained import best_trained, built, why_not_trained
 
 BF16 = {"preset": "bf16"}
 LLAMA_8B = request_of(global_batch=64, sequence_length=8192)
@@ -211,3 +211,13 @@ def test_a_search_of_trainable_plans_offers_expert_parallelism() -> None:
     assert "mesh.ep" not in built({}).fixed
     assert (found.plans[0].plan.mesh.ep, found.plans[0].plan.mesh.tp) == (4, 2)
     assert why_not_trained(found.plans[0]) == ""
+
+
+def test_what_is_offered_instead_keeps_the_fixed_keys_that_can_be_trained() -> None:
+    request = request_of(tiny_mixtral(), "8xH100-80GB", global_batch=64, sequence_length=1024)
+    fixed = {"mesh.ep": 4, "mesh.cp": 2, "expert_parallel.chunks": 2, "expert_parallel.wire": "float8"}
+    instead = best_trained(search(request, freedom=Freedom(fixed=fixed), top=1))
+    assert instead is not None
+    assert not why_not_trained(instead)
+    exchange = instead.plan.expert_parallel
+    assert (instead.plan.mesh.ep, instead.plan.mesh.cp, exchange.chunks, exchange.wire) == (4, 1, 2, "float8")
