@@ -1,10 +1,11 @@
-"""Exchanges of tokens that shared experts hide, on one GPU with an emulated link.
+"""Exchanges of tokens that shared experts and other parts of the batch hide, on one GPU with an emulated link.
 
     python benchmarks/expert_overlap.py --out benchmarks/results/expert_overlap-DATE-h200.md
 
 A rank of 8 (`weft.comm.loopback`), whose exchanges take bytes / bandwidth on a stream of their own, as NCCL's do: a
-kernel waits there for that time. Two engines take turns in one process: one overlaps shared experts with the exchange
-of tokens, the other calls them after the experts, as the model's code does.
+kernel waits there for that time. Engines take turns in one process: one calls shared experts after the experts, as the
+model's code does, one overlaps them with the exchange of tokens, and one exchanges the tokens in two parts as well
+(`expert_parallel.chunks = 2`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ SHAPE = {
     "q_lora_rank": 768, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
 }  # fmt: skip
 RANKS, ROWS, SEQUENCE = 8, 4, 4096
+# name: are shared experts overlapped; parts of the tokens
+CASES = {"after": (False, 1), "beside": (True, 1), "two parts": (True, 2)}
 
 
 class _StreamWork(dist.Work):  # type: ignore[misc]
@@ -86,10 +89,12 @@ def _cycles_per_s() -> float:
     return 1e8 / (begin.elapsed_time(end) * 1e-3)
 
 
-def measured(gigabytes_per_s: float | None, *, overlaps: bool, steps: int) -> Timed:
+def measured(gigabytes_per_s: float | None, case: str, *, steps: int) -> Timed:
+    overlaps, chunks = CASES[case]
     tables = {
         "mesh": {"dp_shard": RANKS, "ep": RANKS}, "data_parallel": {"zero": 2}, "precision": {"preset": "bf16"},
-        "compile": {"enabled": True}, "kernels": {"loss": "fused"}, "expert_parallel": {"dispatcher": "tokens"},
+        "compile": {"enabled": True}, "kernels": {"loss": "fused"},
+        "expert_parallel": {"dispatcher": "tokens", "chunks": chunks},
     }  # fmt: skip
     run = {
         "model": {"type": "deepseek_v3", "config": SHAPE},
@@ -116,26 +121,28 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for link in (None, *options.links):
-        found: dict[bool, list[Timed]] = {True: [], False: []}
+        found: dict[str, list[Timed]] = {case: [] for case in CASES}
         for _ in range(options.rounds):
-            for overlaps in (False, True):
-                found[overlaps].append(measured(link, overlaps=overlaps, steps=options.steps))
-        after, beside = (statistics.median(timed.step_s for timed in found[key]) * 1e3 for key in (False, True))
-        peaks = [max(timed.peak_allocated_bytes for timed in found[key]) / 2**30 for key in (False, True)]
-        losses = {timed.loss_last for both in found.values() for timed in both}
-        name = "none" if link is None else f"{link:g} GB/s"
-        rows.append(f"| {name} | {after:.1f} | {beside:.1f} | {after / beside:.3f} | {peaks[0]:.2f} | {peaks[1]:.2f} |")
+            for case, timed in found.items():
+                timed.append(measured(link, case, steps=options.steps))
+        step_ms = {case: statistics.median(one.step_s for one in timed) * 1e3 for case, timed in found.items()}
+        peak_gib = [max(one.peak_allocated_bytes for one in timed) / 2**30 for timed in found.values()]
+        losses = {one.loss_last for timed in found.values() for one in timed}
+        cells = ["none" if link is None else f"{link:g} GB/s", *(f"{ms:.1f}" for ms in step_ms.values())]
+        cells += [f"{step_ms['after'] / step_ms[case]:.3f}" for case in list(CASES)[1:]]
+        rows.append("| " + " | ".join([*cells, *(f"{gib:.2f}" for gib in peak_gib)]) + " |")
         print(rows[-1], "losses:", sorted(losses), flush=True)
     page = [
-        "# Shared experts beside the exchange of tokens",
+        "# Compute beside the exchange of tokens",
         "",
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today()}. Rank 0 of {RANKS}, ep",
         f"{RANKS}, DeepSeek-V2-Lite's sizes at {SHAPE['num_hidden_layers']} layers, {ROWS} x {SEQUENCE} tokens, bf16,",
         'compiled, ZeRO-2, `dispatcher = "tokens"`. The link is emulated: exchanges take bytes / bandwidth on a stream',
-        "of their own. Medians of the steps of two engines in turns.",
+        "of their own. Medians of the steps of engines in turns.",
         "",
-        "| link | after the experts, ms | beside the exchange, ms | ratio | peak GiB, after | peak GiB, beside |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| link | after the experts, ms | beside the exchange, ms | and two parts, ms | ratio, beside |"
+        " ratio, two parts | peak GiB, after | peak GiB, beside | peak GiB, two parts |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         *rows,
     ]
     if options.out:

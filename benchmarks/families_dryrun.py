@@ -128,7 +128,7 @@ def table(outcomes: list[Outcome], *, total_s: float) -> str:
         f"{RANKS}, {ROWS} rows of {LENGTH} tokens. `error` is `weft plan`'s allocated memory against the dry run's.",
         "Models with experts: a dry run has no routing, each expert gets what its code gives it with fake tokens.",
         "",
-        f"- WeightStash: torch {torch.__version__}, transformers {transformers.__version__},"
+        f"- Versions: torch {torch.__version__}, transformers {transformers.__version__},"
         f" Python {platform.python_version()}; one core of {platform.machine()}; {total_s:.0f} s in all.",
         "- Command: `OMP_NUM_THREADS=1 python benchmarks/families_dryrun.py --out FILE`",
         f"- {counts['ran']} of {len(outcomes)} ran, {counts['refused']} refused with a sentence,"

@@ -202,7 +202,7 @@ def table(outcomes: list[Outcome], *, total_s: float) -> str:
         "tokens. `trained` means finite losses and a gradient, not that the type learns well at full size. Types whose",
         "usual input is more than text are given text alone.",
         "",
-        f"- WeightStash: torch {torch.__version__}, transformers {transformers.__version__},"
+        f"- Versions: torch {torch.__version__}, transformers {transformers.__version__},"
         f" Python {platform.python_version()}; one core of {platform.machine()}; {total_s:.0f} s in all.",
         "- Command: `OMP_NUM_THREADS=1 python benchmarks/families_train.py --out FILE`",
         f"- {counts['trained']} trained, {counts['refused']} refused with a sentence, {counts['failed']} failed,"

@@ -322,7 +322,7 @@ def page_head(records: Sequence[Record], command: str) -> str:
         "ranks' shards are equal, so a loss says only that numbers are finite and moved. Both sides step AdamW and",
         "clip to 1.0 in every step.",
         "",
-        f"Machine: {_gpu() or 'no GPU'}. WeightStash: {', '.join(versions) or 'none told'}.",
+        f"Machine: {_gpu() or 'no GPU'}. Versions: {', '.join(versions) or 'unknown'}.",
         f"Command: `{command}`",
         "",
     ]

@@ -77,7 +77,7 @@ def render(*, repeat: int) -> str:
         "CPU time of the process for the searches, wall time for the command. Schedule figures are cached, and a first",
         "pass that fills the caches is not counted; `weft plan` starts with empty ones.",
         "",
-        f"- WeightStash: Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}; "
+        f"- Versions: Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}; "
         f"{os.cpu_count()} cores with a load of {os.getloadavg()[0]:.1f} when this began.",
         f"- Command: `OPENBLAS_NUM_THREADS=1 python benchmarks/plan_speed.py --repeat {repeat}`; medians of {repeat}.",
         "",

@@ -117,7 +117,7 @@ def render(rows: list[tuple[PublishedRun, float, float]], commit: str) -> str:
             f"# weft plan beside Calculon on published Megatron-LM runs, {datetime.date.today().isoformat()}",
             "",
             CAVEATS,
-            f"- WeightStash: Python {platform.python_version()}, Calculon {commit}; no torch, no device.",
+            f"- Versions: Python {platform.python_version()}, Calculon {commit}; no torch, no device.",
             "- Command: `python benchmarks/planner_peer.py --calculon CHECKOUT --out FILE`",
             "",
             "| runs | number | weft: median size of error | largest | Calculon: median size of error | largest |",

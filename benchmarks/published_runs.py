@@ -67,7 +67,7 @@ def render(comparisons: list[Comparison], in_float8: list[Comparison]) -> str:
         f"# Predicted against published step times, {datetime.date.today().isoformat()}",
         "",
         caveats(comparisons),
-        f"- WeightStash: Python {platform.python_version()}; no torch, no device.",
+        f"- Versions: Python {platform.python_version()}; no torch, no device.",
         "- Command: `python benchmarks/published_runs.py --out FILE`",
         f"- Median error over {len(comparisons)} runs: {median_size(comparisons):.1%}; "
         f"{within(comparisons, 0.15):.0%} of the runs within 15%, {within(comparisons, 0.30):.0%} within 30%.",

@@ -7,7 +7,6 @@ Tokens that travel to experts: e4m3, a power of two per 128 elements of a token;
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from weft.core.plan import Float8Choice
 from weft.engine.kernels.float8 import chosen_linears
 from weft.models.layout import describe
-from weft.verify.plain_experts import plain_experts
+from weft.verify.plain_experts import by_position, plain_experts
 
 WIRE_BLOCK = 128
 LEAST_POWER = -126  # of normal float32 numbers
@@ -69,10 +68,8 @@ def round_inputs_of_experts(model: nn.Module) -> None:
 
 
 def _with_rounded_tokens(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    given[names[0]] = _Arrived.apply(given[names[0]])  # type: ignore[no-untyped-call]
-    return (), given
+    (hidden, *routing), others = by_position(module, args, kwargs)
+    return (_Arrived.apply(hidden), *routing), others  # type: ignore[no-untyped-call]
 
 
 class _Arrived(torch.autograd.Function):

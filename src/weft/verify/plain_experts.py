@@ -39,15 +39,13 @@ class PlainExperts:
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not module.training:
             return None
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        index, weights = given[names[1]], given[names[2]]
+        (hidden, index, weights), others = by_position(module, args, kwargs)
         self._choices[name].append(index.detach().cpu())
         if self._factor:
             kept = self._kept(index.detach().cpu(), num_experts=_stacked(module)).to(index.device)
             self._drops[name] += int((~kept).sum())
-            given[names[2]] = torch.where(kept, weights, torch.zeros_like(weights))
-        return (), given
+            weights = torch.where(kept, weights, torch.zeros_like(weights))
+        return (hidden, index, weights), others
 
     def _kept(self, index: Tensor, *, num_experts: int) -> Tensor:
         """Per sequence and expert: the first tokens, as many as the capacity."""
@@ -70,6 +68,17 @@ def plain_experts(model: nn.Module) -> dict[str, nn.Module]:
         and _stacked(module)
         and len(inspect.signature(type(module).forward).parameters) > 3
     }
+
+
+def by_position(module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """Tokens, choices and weights of a call, and its other arguments.
+
+    Families name the three differently, and transformers' own kernels know one of the names: pass them by position.
+    """
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    hidden, index, weights = (given.pop(name) for name in names[:3])
+    return (hidden, index, weights), given
 
 
 def _stacked(module: nn.Module) -> int:

@@ -80,7 +80,6 @@ class Dispatcher:
     def dispatch(self, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Iterator[Tensor]:
         """Yields when tokens travel, when the outputs of experts travel, and the result. The first two are empty."""
         raise NotImplementedError
-        raise NotImplementedError
 
     def routing(self, index: Tensor) -> Routing:
         tokens, top_k = index.shape
