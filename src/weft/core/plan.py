@@ -15,6 +15,7 @@ from weft.core import axes
 from weft.core.config import Document, Section, sections_of
 from weft.core.errors import PlanError
 from weft.core.experts import WireFormat
+from weft.core.memory_sections import Activations, Offload
 from weft.core.precision import COMPONENTS, LOW_STATES, DType, PrecisionPolicy, Preset, resolve
 
 SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules that split the backward
@@ -98,6 +99,9 @@ class ExpertParallel(Section):
         ge=1,
         description="parts of a micro-batch's tokens; one travels while the experts compute another",
     )
+    capacity_factor: float = Field(
+        default=0.0, ge=0, description="router.capacity_factor of run.toml, for this plan; 0: as run.toml has it"
+    )
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -173,44 +177,6 @@ class Precision(Section):
 
     def policy(self) -> PrecisionPolicy:
         return resolve(self.preset, self.given)
-
-
-class Activations(Section):
-    policy: Literal["none", "full", "selective", "budget"] = Field(
-        default="none",
-        description="activation recompute: none | full | selective | budget (as much as memory requires)",
-    )
-    mixture: tuple[int, int] | None = Field(
-        default=None,
-        description="policy = budget: blocks recomputed [fully, selectively], as [4, 12]; absent or []: chosen for the "
-        "device",
-    )
-    offload: Literal["none", "cpu"] = Field(default="none", description="where saved activations are kept: none | cpu")
-
-    @field_validator("mixture", mode="before")
-    @classmethod
-    def _mixture_is_two_counts(cls, mixture: Any) -> Any:
-        """Check the list as one value, like `pipeline.blocks`."""
-        if not isinstance(mixture, list | tuple):
-            return mixture
-        if mixture and (len(mixture) != 2 or any(type(number) is not int or number < 0 for number in mixture)):
-            raise ValueError("a mixture is two integers, blocks recomputed [fully, selectively], each at least 0")
-        return tuple(mixture) or None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the mixture of a budget is still to be chosen for a device's memory."""
-        return self.policy == "budget" and self.mixture is None
-
-    @property
-    def is_selective(self) -> bool:
-        """Whether some block is recomputed selectively."""
-        return self.policy == "selective" or (self.mixture is not None and self.mixture[1] > 0)
-
-
-class Offload(Section):
-    optimizer: Literal["none", "cpu", "nvme"] = Field(default="none", description="none | cpu | nvme")
-    parameters: Literal["none", "cpu"] = Field(default="none", description="none | cpu")
 
 
 class Compile(Section):

@@ -8,8 +8,22 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RouterSpec
 
 
+def with_capacity(spec: RouterSpec, plan: Plan) -> RouterSpec:
+    """`spec` with the capacity that the plan gives it."""
+    factor = plan.expert_parallel.capacity_factor
+    return spec.model_copy(update={"capacity_factor": factor}) if factor else spec
+
+
 def check_router(plan: Plan, spec: RouterSpec) -> Iterator[tuple[str, str]]:
     """Every reason against `spec` under `plan`, as (sentence, hint)."""
+    planned = plan.expert_parallel.capacity_factor
+    if planned and spec.capacity_factor not in (0, planned):
+        yield (
+            f"expert_parallel.capacity_factor of the plan is {planned:g}, but router.capacity_factor of the run is "
+            f"{spec.capacity_factor:g}",
+            "leave one of the two out",
+        )
+    spec = with_capacity(spec, plan)
     if spec.is_active and plan.has_delayed_updates:
         yield (
             f"[router] needs one update per step, and {plan.pipeline.schedule} makes updates between micro-batches",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.plan import Plan
+from weft.core.router_rules import with_capacity
 from weft.core.run_spec import RunSpec
 from weft.plan.resolve import resolve, with_mixture_for
 from weft.train.devices import DeviceChoice, DeviceType, choose_device_type, local_devices
@@ -53,6 +54,8 @@ class Job:
         device_type = choose_device_type(device, local_ranks=local_ranks)
         plan = resolve(plan_tables, run, on_gpu=device_type == "cuda", num_ranks=num_ranks, source=source)
         run = with_model_files(run)  # a refused plan downloads nothing
+        # of the run from here on: a resume with another plan drops the same choices
+        run = run.model_copy(update={"router": with_capacity(run.router, plan)})
         plan = with_mixture_for(lambda count: local_devices(count, device_type=device_type), run, plan)
         folder = Path(out) if out is not None else default_folder(run)
         return Job(

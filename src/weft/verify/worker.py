@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from weft.core.errors import PipelineError, TensorParallelError
 from weft.core.plan import Plan
+from weft.core.router_rules import with_capacity
 from weft.core.run_spec import RunSpec
 from weft.data import open_corpus
 from weft.plan.legality import require_legal
@@ -63,6 +64,7 @@ def _verify_all(
     verdicts = []
     for asked in request.plans:
         run, plan, changes = _small_run(request, asked)
+        run = run.model_copy(update={"router": with_capacity(run.router, plan)})
         key = run.to_toml()
         if key not in sessions:
             sessions[key] = Session(run, process, steps=request.steps, scratch=scratch, device=device)

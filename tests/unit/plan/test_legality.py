@@ -91,6 +91,18 @@ def test_each_rule_of_the_table_is_tried() -> None:
     [
         ({"capacity_factor": 1.0}, {"mesh": {"tp": 2}}, "tokens of full sequences", "sequence_parallel = false"),
         (
+            {},
+            {"mesh": {"tp": 2}, "expert_parallel": {"capacity_factor": 1.0}},
+            "tokens of full sequences",
+            "sequence_parallel = false",
+        ),
+        (
+            {"capacity_factor": 1.0},
+            {"expert_parallel": {"capacity_factor": 1.25}},
+            "of the plan is 1.25, but router.capacity_factor of the run is 1",
+            "leave one of the two out",
+        ),
+        (
             {"z_loss": 0.1},
             {"mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream_2bw", "microbatches": 4}},
             "one update per step",
@@ -106,7 +118,7 @@ def test_a_layout_that_cannot_do_what_router_asks_is_refused(
     with pytest.raises(NotBuiltError, match=words) as refused:
         require_legal(given_plan, given_run)
     assert hint in refused.value.hint
-    require_legal(given_plan, run(8))
+    require_legal(given_plan.model_copy(update={"expert_parallel": Plan().expert_parallel}), run(8))
 
 
 @given(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.core.plan import Activations
+from weft.core.memory_sections import Activations
 from weft.core.run_spec import ModelSpec
 from weft.engine.activations.recompute import apply_recompute
 from weft.engine.buffers.changes import BufferChanges

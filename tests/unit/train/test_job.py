@@ -31,6 +31,12 @@ def test_the_plan_travels_as_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Job.from_json(sent.to_json()).plan == sent.plan
 
 
+def test_a_capacity_of_the_plan_is_recorded_in_the_run() -> None:
+    """A resume with another plan drops the same choices."""
+    made = job({"expert_parallel": {"capacity_factor": 1.25}}, device="cpu")
+    assert made.run.router.capacity_factor == 1.25
+
+
 def test_the_default_folder_names_the_model() -> None:
     assert default_folder(RunSpec.default()).parent == Path("runs")
     assert default_folder(RunSpec.default()).name.startswith("llama-")

@@ -30,8 +30,8 @@ from torch.utils.checkpoint import (
 )
 
 from weft.core.errors import NoBlocksError
+from weft.core.memory_sections import Activations
 from weft.core.mixture import block_policies
-from weft.core.plan import Activations
 from weft.engine.activations.dropout import replayed
 from weft.engine.activations.recomputing import recomputing
 from weft.engine.activations.router_replay import Choices, chooses

@@ -7,7 +7,7 @@ from torch import nn
 
 from weft.core.errors import NotBuiltError
 from weft.core.plan import Plan
-from weft.core.router_rules import check_router
+from weft.core.router_rules import check_router, with_capacity
 from weft.core.run_spec import RouterSpec
 from weft.engine.router.routers import Routers, require_routers
 from weft.engine.router.wide import require_wide
@@ -20,6 +20,7 @@ def find_and_build(model: nn.Module, plan: Plan, spec: RouterSpec, *, device: to
     """Empty without experts, and for pipelines that never flush: ranks end a step at different micro-batches."""
     for sentence, hint in check_router(plan, spec):
         raise NotBuiltError(sentence, hint=hint)
+    spec = with_capacity(spec, plan)
     experts = find_expert_layout(model)
     is_wide = plan.precision.policy().has_wide_router and bool(experts.layers)
     found = find_routers(model, experts) if spec.reads_routers or is_wide else RouterLayout(routers={})

@@ -15,7 +15,7 @@ from samples import by_default
 from thread_ranks import give_values
 from torch import Tensor, nn
 
-from weft.core.plan import Activations
+from weft.core.memory_sections import Activations
 from weft.core.run_spec import ModelSpec
 from weft.engine.activations.recompute import apply_recompute
 from weft.engine.buffers.changes import BufferChanges

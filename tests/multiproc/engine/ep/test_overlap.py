@@ -16,7 +16,7 @@ from gloo_ranks import run_ranks
 from thread_ranks import give_values
 from torch import nn
 
-from weft.core.plan import Activations
+from weft.core.memory_sections import Activations
 from weft.core.run_spec import ModelSpec
 from weft.engine.activations.recompute import apply_recompute
 from weft.engine.buffers.changes import BufferChanges

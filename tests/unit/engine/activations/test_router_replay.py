@@ -13,7 +13,7 @@ from tiny import FAMILIES
 from torch import Tensor, nn
 
 import weft.engine.activations.recompute as recompute
-from weft.core.plan import Activations
+from weft.core.memory_sections import Activations
 from weft.core.run_spec import ModelSpec
 from weft.engine.activations.recompute import apply_recompute
 from weft.engine.activations.router_replay import Choices, chooses

@@ -92,6 +92,14 @@ def test_a_step_counts_drops_and_an_evaluation_drops_none() -> None:
     assert sum(loads.dropped) == pytest.approx(record.dropped_share * len(loads.dropped) * 2 * tokens)
 
 
+def test_the_plan_may_set_it() -> None:
+    planned = build_engine(MODEL, {"expert_parallel": {"capacity_factor": 0.5}})
+    given = build_engine(MODEL, router=RouterSpec(capacity_factor=0.5))
+    one, other = planned.step(global_batch(0)), given.step(global_batch(0))
+    assert one.dropped_share
+    assert (one.loss, one.grad_norm, one.dropped_share) == (other.loss, other.grad_norm, other.dropped_share)
+
+
 def test_a_large_capacity_changes_no_bit() -> None:
     plain, limited = build_engine(MODEL), build_engine(MODEL, router=RouterSpec(capacity_factor=3.0))
     one, other = plain.step(global_batch(0)), limited.step(global_batch(0))

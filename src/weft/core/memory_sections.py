@@ -1,0 +1,71 @@
+"""Sections of plan.toml about memory: recompute of activations, offload to host and disk."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from weft.core.config import Section
+
+
+class Activations(Section):
+    policy: Literal["none", "full", "selective", "budget"] = Field(
+        default="none",
+        description="activation recompute: none | full | selective | budget (as much as memory requires)",
+    )
+    mixture: tuple[int, int] | None = Field(
+        default=None,
+        description="policy = budget: blocks recomputed [fully, selectively], as [4, 12]; absent or []: chosen for the "
+        "device",
+    )
+    offload: Literal["none", "cpu"] = Field(default="none", description="where saved activations are kept: none | cpu")
+    partition: bool = Field(
+        default=False,
+        description="each tensor-parallel rank keeps its share of the inputs of recomputed blocks, and gathers them in "
+        "the backward (ZeRO-R); for tp without sequence parallel",
+    )
+
+    @field_validator("mixture", mode="before")
+    @classmethod
+    def _mixture_is_two_counts(cls, mixture: Any) -> Any:
+        """Check the list as one value, like `pipeline.blocks`."""
+        if not isinstance(mixture, list | tuple):
+            return mixture
+        if mixture and (len(mixture) != 2 or any(type(number) is not int or number < 0 for number in mixture)):
+            raise ValueError("a mixture is two integers, blocks recomputed [fully, selectively], each at least 0")
+        return tuple(mixture) or None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the mixture of a budget is still to be chosen for a device's memory."""
+        return self.policy == "budget" and self.mixture is None
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether some block is recomputed selectively."""
+        return self.policy == "selective" or (self.mixture is not None and self.mixture[1] > 0)
+
+
+class Offload(Section):
+    optimizer: Literal["none", "cpu", "nvme"] = Field(
+        default="none",
+        description="where masters and moments are kept: none (the device) | cpu (pinned memory of the host) | nvme "
+        "(files in offload.folder)",
+    )
+    parameters: Literal["none", "cpu"] = Field(
+        default="none", description="where the shards of parameters are kept: none (the device) | cpu"
+    )
+    update: Literal["auto", "device", "host"] = Field(
+        default="auto",
+        description="where the optimizer updates offloaded states: device (they stream through it) | host | auto (the "
+        "faster one on the given machine)",
+    )
+    delayed: bool = Field(
+        default=False, description="apply the update of a step after the next step's gradients: other mathematics"
+    )
+    folder: str = Field(default="", description="nvme: a folder of a local disk; absent: offload/ of the run folder")
+    durable: Literal["checkpoint", "step"] = Field(
+        default="checkpoint",
+        description="nvme: what survives a crash: checkpoint | step (every step; twice the space of the disk)",
+    )
