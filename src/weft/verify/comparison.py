@@ -113,6 +113,7 @@ class Comparison:
                 found.eval_losses,
                 rule=1,
                 steps=[1, self.steps],
+                drifts=truth.eval_swings,
                 least=self.references.evaluation_least,
             ),
             check_buffers(truth, same, found, step=self.steps, noise_share=allowance.update),

@@ -29,6 +29,7 @@ from weft.verify.eight_bit import round_moments
 from weft.verify.float8_reference import multiply_in_float8, round_inputs_of_experts
 from weft.verify.late_division import LateDivision
 from weft.verify.low_update import round_low
+from weft.verify.near_ties import evaluation_swing
 from weft.verify.plain_experts import PlainExperts
 from weft.verify.router_reference import RouterReference, compute_in_float32
 
@@ -86,6 +87,7 @@ class RunTrace:
     weights: Tensors = field(default_factory=dict)
     optimizer: Tensors = field(default_factory=dict)
     eval_losses: list[float] = field(default_factory=list)  # after the first step and after the last
+    eval_swings: list[float] = field(default_factory=list)  # of those, by near-ties of experts; of a truth alone
     buffers: Tensors = field(default_factory=dict)  # those that forwards change, at the end
     biases: Tensors = field(default_factory=dict)  # of routers, at the end
     bias_loads: list[Tensors] = field(default_factory=list)  # by step and bias: choices of experts that moved it
@@ -133,6 +135,11 @@ def run_reference(
     optimizer = plain_optimizer(list(trainable.values()), exercise.train, is_fused=split.is_reordered)
     trace = RunTrace(initial=exercise.initial)
     buffers = on_host(dict(model.named_buffers()))
+
+    def evaluate_at(weights: Mapping[str, torch.Tensor]) -> float:
+        copy_weights(model, weights, aliases)
+        return evaluate(model, evaluation)
+
     for step, batch in enumerate(exercise.batches):
         for group in optimizer.param_groups:
             group["lr"] = exercise.rates[step]
@@ -163,8 +170,9 @@ def run_reference(
         if step == 0:
             trace.first_weights = on_host(masters)
         if step in (0, len(exercise.batches) - 1):
-            copy_weights(model, masters, aliases)
-            trace.eval_losses.append(evaluate(model, evaluation))
+            if precision == TRUTH and has_experts(exercise):
+                trace.eval_swings.append(evaluation_swing(evaluate_at, masters, exercise.initial))
+            trace.eval_losses.append(evaluate_at(masters))
     trace.weights = on_host(masters)
     trace.optimizer = on_host(states_of(optimizer, trainable))
     now = on_host(dict(model.named_buffers()))

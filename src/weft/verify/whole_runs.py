@@ -336,4 +336,5 @@ def _check_evaluations(references: References, found: list[float | None]) -> Che
     """Check the evaluations that the loop logged against held-out rows made without a loader."""
     name, truth, same = "loop evaluation", references.truth.eval_losses, references.same.eval_losses
     values = [math.nan if value is None else value for value in found]
-    return check_scalars(name, truth, same, values, rule=1, least=references.evaluation_least)
+    drifts = references.truth.eval_swings
+    return check_scalars(name, truth, same, values, rule=1, drifts=drifts, least=references.evaluation_least)
