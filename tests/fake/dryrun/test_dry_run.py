@@ -133,7 +133,7 @@ def test_the_planner_agrees_where_the_loss_is_fused(zero: int, microbatches: int
     assert found.peak_bytes < 0.95 * whole.peak_bytes
 
 
-@pytest.mark.parametrize("zero", by_default([2], [0, 2]))
+@pytest.mark.parametrize("zero", by_default([], [0, 2], extended=[2]))
 def test_compiled_blocks_keep_less_and_the_planner_says_how_much(zero: int) -> None:
     run, tables = run_of(LLAMA), {**BF16, "kernels": {"loss": "fused"}}
     plan = plan_of(zero, 8, **tables, compile={"enabled": True})
@@ -213,12 +213,14 @@ def test_a_rank_outside_the_world_is_refused() -> None:
         dry_run(run_of(LLAMA), plan_of(3, 8), rank=8)
 
 
+@pytest.mark.extended
 def test_eight_bit_states_take_a_quarter() -> None:
     plan = plan_of(3, 4, **BF16)
     whole, eight = (dry_run(run_of(GPT2, optimizer=name), plan) for name in ("adamw", "adamw8bit"))
     assert eight.terms["optimizer_state"] == pytest.approx(whole.terms["optimizer_state"] * (1 + 4 / 256) / 4, rel=0.03)
 
 
+@pytest.mark.extended
 def test_weights_without_masters_take_half_and_so_do_their_states() -> None:
     whole, low = (dry_run(run_of(LLAMA), plan_of(3, 4, **precision)) for precision in (BF16, MASTER_FREE))
     for term in ("weights", "optimizer_state"):

@@ -55,6 +55,7 @@ def same(left: DryRun, right: DryRun) -> bool:
     return replace(left, elapsed_s=0.0, notes=()) == replace(right, elapsed_s=0.0, notes=())
 
 
+@pytest.mark.extended
 def test_figures_are_those_of_one_process_in_the_order_asked(processes: ProcessPoolExecutor) -> None:
     jobs = [DryRunJob(run=RUN, plan=plan_of(3), rank=1), DryRunJob(run=RUN, plan=plan_of(0), rank=1, on_gpu=False)]
     heard: dict[int, DryRun | WeftError] = {}

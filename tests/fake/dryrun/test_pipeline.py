@@ -182,7 +182,9 @@ def compare(model: str, plan: Plan, place: Place) -> None:
     assert found.peak_bytes == sum(found.terms.values())
 
 
-@pytest.mark.parametrize("name", by_default(["zbv, by hand, first", "interleaved, GPT-2, ZeRO-3, first"], CASES))
+@pytest.mark.parametrize(
+    "name", by_default(["zbv, by hand, first"], CASES, extended=["interleaved, GPT-2, ZeRO-3, first"])
+)
 def test_the_planner_agrees_on_a_rank_of_a_pipeline(name: str) -> None:
     compare(*CASES[name])
 

@@ -65,6 +65,7 @@ def low_curves(rank: int, world: int) -> dict[tuple[str, str], tuple[list[float]
     return found
 
 
+@pytest.mark.extended
 def test_states_and_weights_in_bfloat16_are_one_run_under_every_strategy() -> None:
     """Rounded by the element's place in the whole: shards have the bits of replicas, and no other."""
     single, per_rank = run_ranks(low_curves, 1)[0], run_ranks(low_curves, 2, timeout_s=120.0)

@@ -77,10 +77,11 @@ def test_a_rank_that_leaves_without_a_word_is_the_cause(tmp_path: Path) -> None:
             r"rank 1 \(host \S+, pid \d+\) did not arrive in all_reduce 4 \(all ranks\) of step 3 within 4 s:"
             r" it is stopped \(state T\), last seen (in|after) (join|step \d) \d+ s ago",
         ),
-        (
+        pytest.param(
             "loop",
             r"rank 1 \(host \S+, pid \d+\) did not arrive in all_reduce 4 \(all ranks\) of step 3 within 4 s:"
             r" it is \w+ \(state \w\), in step 3 for \d+ s, at rank_script.py:\d+ in spin",
+            marks=pytest.mark.extended,
         ),
         pytest.param(
             "skip",

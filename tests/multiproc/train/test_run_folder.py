@@ -185,6 +185,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
         train_here(run, corpus, settings, resume=True)
 
 
+@pytest.mark.extended
 def test_a_live_run_keeps_its_folder_and_a_killed_one_gives_it_up_at_once(
     corpus: Path, cache: Path, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from gloo_ranks import run_ranks
 from torch import Tensor, nn
@@ -88,6 +89,7 @@ def checked(rank: int, _world: int, run: Tables, scratch: str) -> dict[str, dict
     return found
 
 
+@pytest.mark.extended
 def test_buffers_are_judged(corpus: Path, tmp_path: Path) -> None:
     run = small_run(str(corpus), train={"optimizer": "sgd", "learning_rate": 0.1})
     found, _ = run_ranks(checked, 2, run, str(tmp_path), timeout_s=150.0)

@@ -64,7 +64,7 @@ def test_it_plans_and_dry_runs(corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("beside", by_default([], BESIDE, extended=["ZeRO-3"]))
-def test_it_trains_and_verifies(beside: str, corpus: Path, cache: Path, tmp_path: Path) -> None:
+def test_it_trains_and_verifies(beside: str, corpus: Path, tmp_path: Path) -> None:
     run, plan = files(tmp_path, corpus, beside)
     command = [sys.executable, str(WEFT)]
     out = tmp_path / "out"

@@ -49,7 +49,7 @@ def verified(model: ModelSpec, seed: int) -> Verdict:
             marks=pytest.mark.slow,
             id="one process is at the truth by chance; other cuts are not",
         ),
-        pytest.param(COHERE, 1, id="logits that are scaled"),
+        pytest.param(COHERE, 1, marks=pytest.mark.extended, id="logits that are scaled"),
     ],
 )
 def test_a_right_gradient_does_not_seem_too_large(model: ModelSpec, seed: int) -> None:

@@ -103,7 +103,7 @@ def shards(rank: int, world: int, experts: int) -> tuple[tuple[int, ...], tuple[
     return tuple(local(parameter).shape), chunk.offsets, chunk.sizes, ",".join(row.sharded_axes)
 
 
-@pytest.mark.parametrize("experts", [2, 6])
+@pytest.mark.parametrize("experts", [2, pytest.param(6, marks=pytest.mark.extended)])
 def test_shards_are_equal_where_experts_do_not_divide(experts: int) -> None:
     shape = (experts, 24, 64)
     expected = [(shape, (0, 24 * rank, 0), shape, "dp_shard") for rank in range(4)]
@@ -147,6 +147,7 @@ def hand_on(rank: int, world: int, folder: str, source: str, to: str) -> dict[st
     return found
 
 
+@pytest.mark.extended
 def test_a_checkpoint_goes_through_all_layouts(tmp_path: Path) -> None:
     """8-bit moments, too: whether a tensor has them depends on its full shape alone."""
     names = list(CHAIN)

@@ -90,6 +90,7 @@ def require_same_as_one_process(family: str, cases: list[tuple[str, int]]) -> No
             assert collectives["all_reduce"] == sums, name
 
 
+@pytest.mark.extended
 def test_halves_of_a_backward() -> None:
     require_same_as_one_process("llama", [("zero_bubble", 2)])
 

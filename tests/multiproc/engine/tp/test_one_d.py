@@ -116,6 +116,7 @@ def load_alone(rank: int, world: int, folder: str) -> tuple[Curve, dict[str, tup
     return expected, found
 
 
+@pytest.mark.extended
 def test_a_checkpoint_goes_from_any_degree_to_any_other(tmp_path: Path) -> None:
     for wide, mixed, wide_on_mixed, mixed_on_wide in run_ranks(save_and_exchange, 4, str(tmp_path), timeout_s=240.0):
         assert wide_on_mixed == wide

@@ -58,7 +58,7 @@ def single(rank: int, world: int, family: str) -> Curve:
 @pytest.mark.parametrize(
     ("family", "plans"),
     [
-        ("qwen3-tied", FEW),
+        pytest.param("qwen3-tied", FEW, marks=pytest.mark.extended),
         pytest.param("llama", MORE, marks=pytest.mark.slow),
         pytest.param("gpt2", SQUARES, marks=pytest.mark.slow),
     ],
