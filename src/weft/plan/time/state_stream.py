@@ -72,7 +72,7 @@ def updates_on_host(view: View) -> Bools:
     if not np.any(columns.offload_optimizer):
         return np.zeros(len(columns), dtype=bool)
     is_auto = columns.offload_update == UPDATES.index("auto")
-    is_faster = update_seconds(view, on_host=True) < (1 - EQUAL) * update_seconds(view, on_host=False)
+    is_faster = _stage_seconds(view, on_host=True) < (1 - EQUAL) * _stage_seconds(view, on_host=False)
     chosen = np.where(is_auto, is_faster | view.request.is_cpu, columns.offload_update == UPDATES.index("host"))
     return (columns.offload_optimizer > 0) & chosen
 
@@ -95,22 +95,33 @@ def state_bytes(view: View, *, on_host: bool) -> StateBytes:
 
 def update_seconds(view: View, *, on_host: bool) -> Floats:
     """Seconds of the update of a rank's states, all ranks of the node at once."""
-    held, moved = held_elements(view), state_bytes(view, on_host=on_host)
+    held, moved, cluster = held_elements(view), state_bytes(view, on_host=on_host), view.request.cluster
+    before = (moved.out if on_host else moved.into) / cluster.host.bytes_per_s + moved.in_files / _disk_rate(view)
+    steady = held * _stage_seconds(view, on_host=on_host)
+    return np.asarray(steady + np.minimum(CHUNK_ELEMENTS, held) * before, dtype=np.float64)
+
+
+def _disk_rate(view: View) -> float:
+    """Bytes per second of a rank's share of its node's disks."""
+    cluster = view.request.cluster
+    return max(cluster.nvme_bytes_per_s, 1.0) / cluster.devices_per_node
+
+
+def _stage_seconds(view: View, *, on_host: bool) -> Floats:
+    """Seconds per parameter of the slowest stage."""
+    moved = state_bytes(view, on_host=on_host)
     cluster, num_ranks = view.request.cluster, view.request.cluster.devices_per_node
     rate = link_rate(view, moved.into, moved.out)
     passed = np.maximum(moved.into, moved.out) / rate / (1.0 if on_host else DEVICE_PIPELINE)
-    disk_rate = max(cluster.nvme_bytes_per_s, 1.0) / num_ranks
     in_memory = (moved.into + moved.out + 2 * moved.in_files) * num_ranks / cluster.host_memory_bytes_per_s
-    on_disk = 2 * moved.in_files / disk_rate
+    on_disk = 2 * moved.in_files / _disk_rate(view)
     if on_host:
-        touched = (_update_bytes(view) + moved.into + moved.out) * num_ranks / cluster.host_memory_bytes_per_s
+        touched = in_memory + _update_bytes(view) * num_ranks / cluster.host_memory_bytes_per_s
         computed = np.maximum(1 / host_update_rate(view), touched)
     else:
         bandwidth = cluster.device.memory_bytes_per_s * cluster.device.memory_share
-        computed = np.full(len(held), UPDATE_PASSES * _update_bytes(view) / bandwidth)
-    slowest = np.maximum.reduce([passed, in_memory, on_disk, computed])
-    before = (moved.out if on_host else moved.into) / cluster.host.bytes_per_s + moved.in_files / disk_rate
-    return np.asarray(held * slowest + np.minimum(CHUNK_ELEMENTS, held) * before, dtype=np.float64)
+        computed = np.full(len(passed), UPDATE_PASSES * _update_bytes(view) / bandwidth)
+    return np.maximum.reduce([passed, in_memory, on_disk, computed])
 
 
 def link_rate(view: View, into: Floats, out: Floats) -> Floats:
