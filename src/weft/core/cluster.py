@@ -44,6 +44,7 @@ class Link:
     name: str
     latency_s: float
     bytes_per_s: float
+    duplex_share: float = 1.0  # of bytes_per_s that each direction has while both are in use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,10 @@ class Cluster:
     between: Link  # between nodes, per device
     host: Link  # device to its host's memory
     host_memory_bytes: int = 0  # per node
-    nvme_bytes_per_s: float = 0.0  # per node, 0 without NVMe
+    nvme_bytes_per_s: float = 0.0  # per node, reads and writes together; 0 without NVMe
+    host_memory_bytes_per_s: float = 1e11  # per node, as achieved
+    host_cores_per_device: float = 8.0  # of a full node: jobs on its other devices have theirs
+    host_core_parameters_per_s: float = 7.8e8  # AdamW in float32 on one core
     calibrated: bool = False  # measured figures have replaced the catalogue's
     sources: tuple[str, ...] = field(default=())
 

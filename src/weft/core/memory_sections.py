@@ -19,7 +19,9 @@ class Activations(Section):
         description="policy = budget: blocks recomputed [fully, selectively], as [4, 12]; absent or []: chosen for the "
         "device",
     )
-    offload: Literal["none", "cpu"] = Field(default="none", description="where saved activations are kept: none | cpu")
+    offload: Literal["none", "cpu"] = Field(
+        default="none", description="where inputs of fully recomputed blocks are kept: none | cpu"
+    )
     partition: bool = Field(
         default=False,
         description="each tensor-parallel rank keeps its share of the inputs of recomputed blocks, and gathers them in "

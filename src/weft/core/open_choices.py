@@ -1,12 +1,15 @@
-"""Choices that a plan may leave open: the recompute mixture and the dispatcher of experts."""
+"""Choices that a plan may leave open: recompute mixture, dispatcher of experts, place of an offloaded update."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 from weft.core.errors import PlanError
 from weft.core.experts import choose_dispatcher
 from weft.core.plan import Plan
+
+UpdatePlace = Literal["device", "host"]
 
 
 def require_mixture(plan: Plan, *, num_blocks: int) -> None:
@@ -37,3 +40,13 @@ def with_dispatcher(plan: Plan, layers: Iterable[tuple[int, int | None]]) -> Pla
 def with_mixture(plan: Plan, mixture: tuple[int, int]) -> Plan:
     """The plan with this mixture."""
     return plan.model_copy(update={"activations": plan.activations.model_copy(update={"mixture": mixture})})
+
+
+def has_open_update(plan: Plan) -> bool:
+    """Whether the place where offloaded states are updated is still to be chosen."""
+    return plan.offload.optimizer != "none" and plan.offload.update == "auto"
+
+
+def with_update(plan: Plan, place: UpdatePlace) -> Plan:
+    """The plan with this place of its update."""
+    return plan.model_copy(update={"offload": plan.offload.model_copy(update={"update": place})})

@@ -52,6 +52,7 @@ class StepTerm(StrEnum):
     EP_COMM = "expert_communication"
     DP_COMM = "data_communication"  # not overlapped with compute
     PP_COMM = "pipeline_communication"
+    OFFLOAD_COPIES = "offload_copies"  # of weights and activations from and to the host, not overlapped with compute
     BUBBLE = "pipeline_bubble"
     OPTIMIZER = "optimizer"
-    OFFLOAD = "offload"
+    OFFLOAD = "offload"  # the update of offloaded states

@@ -1,6 +1,21 @@
-"""Formatting of bytes, seconds and counts for people. Values elsewhere are plain bytes or seconds."""
+"""Bytes, seconds and counts as people write and read them. Values elsewhere are plain bytes or seconds."""
 
 from __future__ import annotations
+
+import re
+
+from weft.core.errors import BadValueError
+
+_SIZES: dict[str, int] = {"": 1, **{f"{unit}b": 1000**power for power, unit in enumerate("kmgt", start=1)}}
+_SIZES |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", start=1)}
+
+
+def parse_bytes(text: str, *, name: str = "the size") -> int:
+    """'128GB' -> 128_000_000_000; '2TiB' -> 2_199_023_255_552; a plain number is bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _SIZES:
+        raise BadValueError(f"{name} is {text!r}, not a size", hint="write 128GB, 128GiB or 2TB")
+    return round(float(match[1]) * _SIZES[match[2]])
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -18,6 +18,7 @@ catalogue's figures, missing dtypes of peak_flops and rates too:
     [nodes.hgx-h200]
     host_memory_bytes = 1_500_000_000_000
     nvme_bytes_per_s = 2.0e10
+    host_cores_per_device = 16       # also host_memory_bytes_per_s, host_core_parameters_per_s
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Calibration:
     def overlay(self, kind: Kind, table: Table) -> Table:
         """`table` with measured figures replaced; `calibrated`: whether there were any."""
         measured = self.tables.get(kind, {}).get(table["name"].lower(), {})
-        figures = {key: _replace(table[key], value) for key, value in measured.items()}
+        figures = {key: _replace(table.get(key), value) for key, value in measured.items()}
         return table | figures | {"calibrated": bool(figures)}
 
 

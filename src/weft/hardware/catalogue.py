@@ -49,6 +49,9 @@ KEYS: Final[Mapping[Kind, Mapping[str, type]]] = {
         "host": str,
         "host_memory_bytes": int,
         "nvme_bytes_per_s": float,
+        "host_cores_per_device": float,
+        "host_memory_bytes_per_s": float,
+        "host_core_parameters_per_s": float,
         "sources": list,
     },
     "links": {
@@ -58,11 +61,15 @@ KEYS: Final[Mapping[Kind, Mapping[str, type]]] = {
         "per": str,
         "latency_s": float,
         "bytes_per_s": float,
+        "duplex_share": float,
         "sources": list,
     },
 }
 SOURCE_KEYS: Final = ("of", "document", "date")
-OPTIONAL: Final = frozenset({"aliases", "title", "per", "kind", "sources"})
+OPTIONAL: Final = frozenset(
+    {"aliases", "title", "per", "kind", "sources"}
+    | {"duplex_share", "host_cores_per_device", "host_memory_bytes_per_s", "host_core_parameters_per_s"}
+)
 MAY_BE_ZERO: Final = frozenset({"overhead_bytes", "latency_s", "host_memory_bytes", "nvme_bytes_per_s"})
 
 
@@ -168,7 +175,12 @@ def build_device(found: Mapping[str, Any]) -> Device:
 def build_link(found: Mapping[str, Any], *, devices_per_node: int) -> Link:
     """The link, per device: a bandwidth per node is divided by the node's devices."""
     sharers = devices_per_node if found.get("per", "device") == "node" else 1
-    return Link(name=found["name"], latency_s=found["latency_s"], bytes_per_s=found["bytes_per_s"] / sharers)
+    return Link(
+        name=found["name"],
+        latency_s=found["latency_s"],
+        bytes_per_s=found["bytes_per_s"] / sharers,
+        duplex_share=found.get("duplex_share", 1.0),
+    )
 
 
 def sources_of(*tables: Mapping[str, Any]) -> tuple[str, ...]:

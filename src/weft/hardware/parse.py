@@ -49,6 +49,10 @@ def cluster(text: str, *, calibration: Path | None = None) -> Cluster:
         **{role: catalogue.build_link(link, devices_per_node=devices_per_node) for role, link in links.items()},
         host_memory_bytes=node["host_memory_bytes"],
         nvme_bytes_per_s=node["nvme_bytes_per_s"],
+        # a user's file may leave out the figures of the host's CPUs
+        host_memory_bytes_per_s=node.get("host_memory_bytes_per_s", Cluster.host_memory_bytes_per_s),
+        host_cores_per_device=node.get("host_cores_per_device", Cluster.host_cores_per_device),
+        host_core_parameters_per_s=node.get("host_core_parameters_per_s", Cluster.host_core_parameters_per_s),
         calibrated=calibrated,
         sources=catalogue.sources_of(*tables) + ((measured.source,) if calibrated else ()),
     )

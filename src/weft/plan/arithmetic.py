@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.core.offload_sizes import CHUNK_ELEMENTS, SLOTS
 from weft.core.plan import Plan
 from weft.core.terms import MemoryTerm as Term
 from weft.plan.columns import columns_of
@@ -21,9 +22,12 @@ from weft.plan.memory.block_activations import (
     saved_by_selective,
 )
 from weft.plan.memory.fused_loss import num_chunks
+from weft.plan.memory.offloaded import staged_states
 from weft.plan.memory.peak import COMMUNICATOR_BYTES, FRAGMENTATION, LOSS_BYTES
+from weft.plan.memory.saved_activations import INPUTS_ON_DEVICE
 from weft.plan.pp.stages import PLACES
 from weft.plan.request import Request, byte_sizes
+from weft.plan.time.state_stream import held_elements, rest_bytes, rests_in_compute
 from weft.plan.view import View, is_compiled, view_at
 
 GB = 1e9
@@ -115,12 +119,8 @@ def _states(view: View, found: Estimate) -> list[Line]:
     )
     terms = found.memory_terms
     lines = [
-        Line(term=Term.WEIGHTS, formula=f"{how} x {sizes.master} B at rest", bytes=terms[Term.WEIGHTS]),
-        Line(
-            term=Term.OPTIMIZER_STATE,
-            formula=f"{how} x {sizes.optimizer:g} B ({view.request.workload.optimizer})",
-            bytes=terms[Term.OPTIMIZER_STATE],
-        ),
+        Line(term=Term.WEIGHTS, formula=_weights(view, found, how), bytes=terms[Term.WEIGHTS]),
+        Line(term=Term.OPTIMIZER_STATE, formula=_moments(view, found, how), bytes=terms[Term.OPTIMIZER_STATE]),
         Line(term=Term.GRADIENTS, formula=_gradients(view, found, held), bytes=terms[Term.GRADIENTS]),
         Line(term=Term.GATHERED, formula=_gathered(view, found), bytes=terms[Term.GATHERED]),
     ]
@@ -130,6 +130,21 @@ def _states(view: View, found: Estimate) -> list[Line]:
         formula = f"({versions} - 1) versions x {unsharded:,} x {sizes.master} B"
         lines.append(Line(term=Term.WEIGHT_VERSIONS, formula=formula, bytes=older))
     return lines
+
+
+def _weights(view: View, found: Estimate, how: str) -> str:
+    if found.plan.offload.parameters != "none":
+        return "on the host"
+    return f"{how} x {rest_bytes(view)[0]:g} B at rest"
+
+
+def _moments(view: View, found: Estimate, how: str) -> str:
+    if found.plan.offload.optimizer == "none":
+        return f"{how} x {view.sizes.optimizer:g} B ({view.request.workload.optimizer})"
+    if not found.memory_terms[Term.OPTIMIZER_STATE]:
+        return "none on the device: the host updates weights of its own"
+    elements = min(SLOTS * CHUNK_ELEMENTS, int(held_elements(view)[0]))
+    return f"{elements:,} x {staged_states(view)[0] / elements:g} B: chunks in flight, from and to the host"
 
 
 def _whole(unsharded: int) -> str:
@@ -158,7 +173,10 @@ def _gathered(view: View, found: Estimate) -> str:
     compute = f"{view.block_bytes[0]:.3g}"
     match found.plan.data_parallel.zero:
         case 0:
-            return f"casts to {compute} B that the backward needs" if view.sizes.is_mixed else "nothing is gathered"
+            if found.plan.offload.parameters != "none":
+                return f"the blocks in use, {int(view.share.largest_padded[0]):,} x {compute} B each, from the host"
+            is_cast = view.sizes.is_mixed and not rests_in_compute(view)[0]
+            return f"casts to {compute} B that the backward needs" if is_cast else "nothing is gathered"
         case 3:
             return (
                 f"the blocks in use, {int(view.share.largest_padded[0]):,} x {compute} B each, none while the loss runs"
@@ -173,9 +191,9 @@ def _activations(view: View, found: Estimate) -> list[Line]:
     """One line per kind of block and recompute policy, and one for bytes recomputed or already freed at the peak."""
     columns, c, hidden = view.columns, view.sizes.activation, view.shape.hidden_size
     keys = np.full(1, float(view.request.workload.sequence_length))
-    flying = float(view.stage.in_flight[0])
-    lines = []
+    lines: list[Line] = []
     for index, block in enumerate(view.shape.kinds):
+        flying = float(view.stage.in_flight[0])
         count = int(view.stage.blocks[0, index])
         if not count:
             continue
@@ -192,6 +210,8 @@ def _activations(view: View, found: Estimate) -> list[Line]:
             if not blocks:
                 continue
             per_block = float(bytes_of(saved[policy], block, columns, tokens=view.tokens, keys=keys)[0])
+            if policy == "full":
+                per_block, blocks, flying = _inputs(view, per_block, blocks, flying)
             formula = f"{tokens:,} tokens x {per_block / tokens:,.0f} B x {blocks} {block.kind} blocks"
             formula += f" ({POLICY_WORDS[policy]})" if found.plan.activations.policy == "budget" else ""
             formula += f" x {flying:g} micro-batches in flight" if flying != 1 else ""
@@ -202,6 +222,15 @@ def _activations(view: View, found: Estimate) -> list[Line]:
     if abs(rest) >= 1:
         lines.append(Line(term=Term.ACTIVATIONS, formula=what, bytes=rest))
     return lines
+
+
+def _inputs(view: View, per_block: float, blocks: int, flying: float) -> tuple[float, int, float]:
+    """(bytes per block, blocks, micro-batches) of recomputed blocks on the device: partitioned or away, if so asked."""
+    columns = view.columns
+    share = float(columns.tp[0]) if columns.partition_inputs[0] else 1.0
+    if columns.offload_activations[0]:
+        return per_block / share, min(blocks, INPUTS_ON_DEVICE), 1.0
+    return per_block / share, blocks, flying
 
 
 def _others(view: View, found: Estimate) -> list[Line]:

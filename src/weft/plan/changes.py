@@ -252,7 +252,7 @@ def _asked(group: list[tuple[Keys, Request, Plan]], now: _Now) -> list[_Found]:
     columns = columns_of([changed for _, _, changed in group])
     legal, _ = legal_rows(request, columns)
     costs = estimate_columns(request, columns)
-    host_fits = costs.memory.host <= request.cluster.host_memory_bytes
+    host_fits = costs.memory.host <= request.host_budget_bytes
     changes = [
         _change(keys, _terms_at(costs, row), float(costs.step_s[row]), now) for row, (keys, _, _) in enumerate(group)
     ]

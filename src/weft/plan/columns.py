@@ -16,6 +16,7 @@ import numpy.typing as npt
 from weft.core import axes
 from weft.core.errors import PlanError
 from weft.core.experts import WIRE_FORMATS
+from weft.core.memory_sections import Offload
 from weft.core.plan import ExpertParallel, ExpertTensor, Float8Choice, Pipeline, Plan, TensorParallel
 from weft.core.tensor_grid import tensor_depth
 
@@ -29,7 +30,10 @@ DISPATCHERS: tuple[str, ...] = get_args(ExpertParallel.model_fields["dispatcher"
 EXPERT_TENSORS: tuple[ExpertTensor, ...] = get_args(ExpertTensor)
 RECOMPUTE = ("none", "selective", "full", "budget")
 FLOAT8: tuple[Float8Choice, ...] = get_args(Float8Choice)
+HOMES: tuple[str, ...] = get_args(Offload.model_fields["optimizer"].annotation)
+UPDATES: tuple[str, ...] = get_args(Offload.model_fields["update"].annotation)
 MIXED = RECOMPUTE.index("budget")
+NVME = HOMES.index("nvme")
 LOOPED = ("interleaved_1f1b", "looped_bfs")  # a rank holds every pp-th stage
 V_SHAPED = ("zbv", "dualpipev")  # a rank holds one stage per leg of the V: rank 0 holds the first and the last
 
@@ -69,8 +73,12 @@ class Columns:
     sequence_parallel: Ints
     loss_parallel: Ints
     offload_activations: Ints
-    offload_optimizer: Ints
+    partition_inputs: Ints  # of recomputed blocks, over tensor-parallel ranks
+    offload_optimizer: Ints  # index into HOMES
     offload_parameters: Ints
+    offload_update: Ints  # index into UPDATES
+    delayed_update: Ints
+    durable_steps: Ints
     compiled: Ints
     fused_loss: Ints
     float8: Ints  # index into FLOAT8: weights that are all-gathered in float8
@@ -230,8 +238,12 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         sequence_parallel=column(int(plan.tensor_parallel.sequence_parallel) for plan in plans),
         loss_parallel=column(int(plan.tensor_parallel.loss_parallel) for plan in plans),
         offload_activations=column(int(plan.activations.offload != "none") for plan in plans),
-        offload_optimizer=column(("none", "cpu", "nvme").index(plan.offload.optimizer) for plan in plans),
+        partition_inputs=column(int(plan.activations.partition) for plan in plans),
+        offload_optimizer=column(HOMES.index(plan.offload.optimizer) for plan in plans),
         offload_parameters=column(int(plan.offload.parameters != "none") for plan in plans),
+        offload_update=column(UPDATES.index(plan.offload.update) for plan in plans),
+        delayed_update=column(int(plan.offload.delayed) for plan in plans),
+        durable_steps=column(int(plan.offload.durable == "step") for plan in plans),
         compiled=column(int(plan.compile.enabled) for plan in plans),
         fused_loss=column(int(plan.kernels.loss == "fused") for plan in plans),
         float8=column(FLOAT8.index(_in_float8(plan)) for plan in plans),
@@ -280,10 +292,14 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "policy": RECOMPUTE[at("recompute")],
             "mixture": (at("full_blocks"), at("selective_blocks")) if at("recompute") == MIXED else (),
             "offload": "cpu" if at("offload_activations") else "none",
+            "partition": bool(at("partition_inputs")),
         },
         "offload": {
-            "optimizer": ("none", "cpu", "nvme")[at("offload_optimizer")],
+            "optimizer": HOMES[at("offload_optimizer")],
             "parameters": "cpu" if at("offload_parameters") else "none",
+            "update": UPDATES[at("offload_update")],
+            "delayed": bool(at("delayed_update")),
+            "durable": "step" if at("durable_steps") else "checkpoint",
         },
         "compile": {"enabled": bool(at("compiled"))},
         "kernels": {"loss": "fused" if at("fused_loss") else "whole"},

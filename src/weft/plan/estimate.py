@@ -10,6 +10,7 @@ from weft.core.plan import Plan
 from weft.plan.columns import Bools, Columns, Floats, columns_of
 from weft.plan.memory.load_and_save import moments_of
 from weft.plan.memory.peak import MemoryEstimate, estimate_memory
+from weft.plan.offload import OffloadRecord, offload_record
 from weft.plan.pp.stages import PLACES, Place, blocks_of
 from weft.plan.request import Request
 from weft.plan.time.links import leaves_node
@@ -50,6 +51,7 @@ class Estimate:
     blocks: tuple[int, ...]  # per pipeline stage
     moments: dict[str, int]  # bytes of loading, saving, resuming
     traffic: list[dict[str, str | int]]
+    offload: OffloadRecord
     step_s: float
     time_terms: dict[str, float]
     mfu: float
@@ -68,6 +70,7 @@ class Estimate:
             },
             **({"blocks": list(self.blocks)} if self.blocks else {}),
             "traffic": self.traffic,
+            **self.offload.as_dict(),
             "time": {"step_s": self.step_s, "terms": self.time_terms},
             "mfu": self.mfu,
             "tokens_per_s": self.tokens_per_s,
@@ -76,7 +79,7 @@ class Estimate:
 
 def fitting(request: Request, memory: MemoryEstimate) -> Bools:
     """Whether plans fit the devices, and their offloaded bytes the host."""
-    return (memory.total <= request.budget_bytes) & (memory.host <= request.cluster.host_memory_bytes)
+    return (memory.total <= request.budget_bytes) & (memory.host <= request.host_budget_bytes)
 
 
 def estimate_columns(request: Request, columns: Columns) -> Costs:
@@ -103,6 +106,7 @@ def record_at(costs: Costs, row: int, plan: Plan) -> Estimate:
     """One row as a record; bytes are rounded per term, so that the total is their sum."""
     memory_terms = {str(term): round(float(values[row])) for term, values in costs.memory.terms.items()}
     time_terms = {str(term): float(values[row]) for term, values in costs.time.terms.items()}
+    step_s = sum(time_terms.values())
     place = PLACES[int(costs.memory.place[row])]
     stage = f" on the {place} stage" if plan.mesh.pp > 1 else ""
     return Estimate(
@@ -115,7 +119,8 @@ def record_at(costs: Costs, row: int, plan: Plan) -> Estimate:
         blocks=blocks_of(costs.request.shape, plan),
         moments=moments_of(costs.request, plan),
         traffic=_traffic_at(costs, row),
-        step_s=sum(time_terms.values()),
+        offload=offload_record(costs.request, costs.columns.take([row]), costs.memory.offloaded, row, step_s=step_s),
+        step_s=step_s,
         time_terms=time_terms,
         mfu=float(costs.time.mfu[row]),
         tokens_per_s=float(costs.time.tokens_per_s[row]),

@@ -44,6 +44,7 @@ class Request:
     workload: Workload
     precision: PrecisionPolicy
     memory_share: float = 0.97  # of device memory that a plan may use; the rest is a margin for prediction errors
+    host_share: float = 0.9  # of host memory that offload may pin; the rest is for the system and the processes
     tp_may_leave_node: bool = False  # only for plans that the user gives
 
     @property
@@ -60,6 +61,11 @@ class Request:
     @property
     def budget_bytes(self) -> float:
         return self.cluster.device.memory_bytes * self.memory_share
+
+    @property
+    def host_budget_bytes(self) -> float:
+        """Per node."""
+        return self.cluster.host_memory_bytes * self.host_share
 
 
 @dataclass(frozen=True, kw_only=True)

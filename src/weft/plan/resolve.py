@@ -13,7 +13,7 @@ from typing import Any
 from weft.core import axes
 from weft.core.errors import MeshError, PlanError, WeftError
 from weft.core.executable import why_not_compiled, why_not_fused
-from weft.core.open_choices import with_dispatcher
+from weft.core.open_choices import UpdatePlace, has_open_update, with_dispatcher, with_mixture, with_update
 from weft.core.plan import Compile, Plan
 from weft.core.run_spec import RunSpec
 from weft.plan.legality import known_shape, require_legal
@@ -28,13 +28,15 @@ def resolve(
     on_gpu: bool,
     num_ranks: int | None = None,
     devices: Callable[[int], str] | None = None,
+    machine: Callable[[int], str] | None = None,
     source: str = "the plan",
 ) -> Plan:
     """The legal plan of `tables` for `run`.
 
     `num_ranks`: the ranks that will run, if known; a plan without a mesh gets one of data parallelism. `devices` names
     so many devices in the notation of `hardware`, for whose memory the recompute mixture of a budget is chosen; without
-    it the mixture stays open.
+    it the mixture stays open. `machine` names them for choices that need no memory: the place of an offloaded update;
+    default: `devices`, and without both the kind of device decides.
     """
     plan = with_choices(with_mesh(tables, num_ranks=num_ranks), on_gpu=on_gpu, source=source)
     if num_ranks is not None and plan.num_ranks != num_ranks:
@@ -45,6 +47,7 @@ def resolve(
         )
     require_legal(plan, run)
     plan = with_dispatcher_for(run, plan)
+    plan = with_update_for(machine or devices, run, plan, on_gpu=on_gpu)
     return plan if devices is None else with_mixture_for(devices, run, plan)
 
 
@@ -88,6 +91,26 @@ def with_dispatcher_for(run: RunSpec, plan: Plan) -> Plan:
     if not plan.has_open_dispatcher or (shape := known_shape(run)) is None:
         return plan
     return with_dispatcher(plan, shape.expert_layers)
+
+
+def with_update_for(devices: Callable[[int], str] | None, run: RunSpec, plan: Plan, *, on_gpu: bool) -> Plan:
+    """The plan with the place where its offloaded states are updated; any other plan as it is.
+
+    The faster place on `devices`; if they or the model are unknown to the planner, the device on a GPU, else the host.
+    """
+    if not has_open_update(plan):
+        return plan
+    place: UpdatePlace = "device" if on_gpu else "host"
+    if devices is not None and on_gpu:
+        from weft.plan.ask import ask  # numpy: only an offloaded update needs it
+        from weft.plan.offload import choose_update
+
+        try:
+            question = ask(run, devices(plan.num_ranks), precision=plan.precision.model_dump(exclude_none=True))
+            place = choose_update(question.request, with_mixture(plan, (0, 0)) if plan.activations.is_open else plan)
+        except WeftError:
+            pass  # no entry in the catalogue: the plan trains all the same
+    return with_update(plan, place)
 
 
 def with_mixture_for(devices: Callable[[int], str], run: RunSpec, plan: Plan) -> Plan:

@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.plan.axes import AXES
 from weft.plan.axis import Rule, common, divisors, head_counts
-from weft.plan.columns import TP_MODES, Bools, Columns
+from weft.plan.columns import NVME, TP_MODES, Bools, Columns
 from weft.plan.request import Request
 from weft.plan.time.float8 import has_float8
 
@@ -41,6 +41,27 @@ def _mixture_is_of_the_model(request: Request, columns: Columns) -> Bools:
 def _offload_makes_sense(request: Request, columns: Columns) -> Bools:
     needs_host = (columns.offload_optimizer + columns.offload_activations + columns.offload_parameters) > 0
     return needs_host & (request.cluster.host_memory_bytes == 0)
+
+
+def _files_need_a_disk(request: Request, columns: Columns) -> Bools:
+    return (columns.offload_optimizer == NVME) & (request.cluster.nvme_bytes_per_s == 0)
+
+
+def _inputs_are_recomputed(request: Request, columns: Columns) -> Bools:
+    """Only inputs of fully recomputed blocks leave the device."""
+    is_full = columns.recomputes("full") | (columns.recomputes("budget") & (columns.full_blocks > 0))
+    return (columns.offload_activations > 0) & ~is_full
+
+
+def _inputs_are_whole(request: Request, columns: Columns) -> Bools:
+    """Inputs are partitioned if all tensor-parallel ranks have the same ones: 1-D without sequence parallel."""
+    is_whole = (columns.tp > 1) & ~columns.is_grid & (columns.sequence_parallel == 0)
+    is_full = columns.recomputes("full") | (columns.recomputes("budget") & (columns.full_blocks > 0))
+    return (columns.partition_inputs > 0) & ~(is_whole & is_full)
+
+
+def _delay_needs_offload(request: Request, columns: Columns) -> Bools:
+    return (columns.delayed_update > 0) & (columns.offload_optimizer == 0)
 
 
 def _has_float8_matmul(request: Request, columns: Columns) -> Bools:
@@ -88,6 +109,30 @@ _LAST: tuple[Rule, ...] = (
         lambda request, columns: "set precision.preset = 'bf16', or float8.linears = 'none'",
     ),
     Rule("host", "offload needs a host with memory", _offload_makes_sense),
+    Rule(
+        "disk",
+        "offload.optimizer = 'nvme' needs nodes with a disk",
+        _files_need_a_disk,
+        lambda request, columns: "set offload.optimizer = 'cpu', or nvme_bytes_per_s of the node in a calibration",
+    ),
+    Rule(
+        "offloaded_activations",
+        "activations.offload moves inputs of fully recomputed blocks, and the plan recomputes none",
+        _inputs_are_recomputed,
+        lambda request, columns: "set activations.policy = 'full', or a budget's mixture with fully recomputed blocks",
+    ),
+    Rule(
+        "partition",
+        "activations.partition needs full recompute and tensor parallelism of mode 1d without sequence parallel",
+        _inputs_are_whole,
+        lambda request, columns: _why_not_partitioned(columns),
+    ),
+    Rule(
+        "delayed",
+        "offload.delayed delays the update of offloaded states, and offload.optimizer is 'none'",
+        _delay_needs_offload,
+        lambda request, columns: "set offload.optimizer = 'cpu', or offload.delayed = false",
+    ),
 )
 RULES: tuple[Rule, ...] = (*_FIRST, *(rule for axis in AXES for rule in axis.rules), *_LAST)
 
@@ -138,6 +183,14 @@ def no_float8(request: Request) -> str:
     """A hint for devices without float8 matmuls."""
     name = request.cluster.device.name
     return f"{name} supports {', '.join(request.cluster.device.rates)}; set float8.linears = 'none'"
+
+
+def _why_not_partitioned(columns: Columns) -> str:
+    if columns.tp[0] == 1:
+        return "set activations.partition = false: one rank has the input alone"
+    if columns.is_grid[0] or columns.sequence_parallel[0]:
+        return "set activations.partition = false: with sequence parallel and in grids inputs are sharded already"
+    return "set activations.policy = 'full', or activations.partition = false"
 
 
 def _nearest_batch(request: Request, columns: Columns) -> str:

@@ -20,10 +20,12 @@ from weft.plan.columns import (
     DISPATCHERS,
     EXPERT_TENSORS,
     FLOAT8,
+    HOMES,
     LOOPED,
     RECOMPUTE,
     SCHEDULES,
     TP_MODES,
+    UPDATES,
     V_SHAPED,
     Columns,
     Ints,
@@ -61,7 +63,8 @@ SEARCHED = frozenset(
             "pipeline.microbatches",
             "pipeline.virtual_stages",
         ),
-        *("activations.policy", "activations.offload", "offload.optimizer", "offload.parameters", "compile.enabled"),
+        *("activations.policy", "activations.offload", "activations.partition", "compile.enabled"),
+        *(f"offload.{key}" for key in ("optimizer", "parameters", "update", "delayed", "durable")),
         *("kernels.loss", "float8.linears", "float8.gather"),
     )
 )
@@ -160,7 +163,7 @@ def _ways(freedom: Freedom, *, has_pipeline: bool) -> Iterator[tuple[int, int, i
                 for mode in freedom.tp_modes:
                     if mode != freedom.fixed.get("tensor_parallel.mode", mode):
                         continue
-                    offload = ("none", "cpu", "nvme").index(str(freedom.fixed.get("offload.optimizer", "none")))
+                    offload = HOMES.index(str(freedom.fixed.get("offload.optimizer", "none")))
                     yield SCHEDULES.index(schedule), v, RECOMPUTE.index(recompute), TP_MODES.index(mode), offload
 
 
@@ -223,6 +226,10 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         loss_parallel=switch("tensor_parallel.loss_parallel", (table[:, 3] > 1).astype(np.int64)),
         offload_activations=np.full(size, int(_is_away("activations.offload", freedom)), dtype=np.int64),
         offload_parameters=np.full(size, int(_is_away("offload.parameters", freedom)), dtype=np.int64),
+        offload_update=np.full(size, UPDATES.index(str(freedom.fixed.get("offload.update", "auto"))), dtype=np.int64),
+        durable_steps=np.full(size, int(freedom.fixed.get("offload.durable") == "step"), dtype=np.int64),
+        delayed_update=switch("offload.delayed", np.zeros(size, dtype=np.int64)),
+        partition_inputs=switch("activations.partition", np.zeros(size, dtype=np.int64)),
         compiled=switch("compile.enabled", compiled),
         fused_loss=fused,
         float8=np.full(size, FLOAT8.index(linears if gather == "float8" else "none"), dtype=np.int64),

@@ -21,9 +21,14 @@ def describe(plan: Plan) -> str:
     if plan.float8.linears != "none":
         rest.append("float8 linears" + ("" if plan.float8.linears == "all" else f" ({plan.float8.linears})"))
     if plan.offload.optimizer != "none":
-        rest.append(f"optimizer on {plan.offload.optimizer}")
+        late = ", one step late" if plan.offload.delayed else ""
+        rest.append(f"optimizer on {plan.offload.optimizer}{late}")
     if plan.offload.parameters != "none":
         rest.append("weights on the host")
+    if plan.activations.offload != "none":
+        rest.append("block inputs on the host")
+    if plan.activations.partition:
+        rest.append("block inputs partitioned over TP")
     return ", ".join([" x ".join(parts) or "one device", *rest])
 
 

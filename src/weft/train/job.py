@@ -52,11 +52,17 @@ class Job:
         planned_ranks = num_ranks or Plan.from_tables(plan_tables, source=source).num_ranks
         local_ranks = read_local_size(os.environ) if is_rank else planned_ranks
         device_type = choose_device_type(device, local_ranks=local_ranks)
-        plan = resolve(plan_tables, run, on_gpu=device_type == "cuda", num_ranks=num_ranks, source=source)
+
+        def devices(count: int) -> str:
+            return local_devices(count, device_type=device_type)
+
+        plan = resolve(
+            plan_tables, run, on_gpu=device_type == "cuda", num_ranks=num_ranks, machine=devices, source=source
+        )
         run = with_model_files(run)  # a refused plan downloads nothing
         # of the run from here on: a resume with another plan drops the same choices
         run = run.model_copy(update={"router": with_capacity(run.router, plan)})
-        plan = with_mixture_for(lambda count: local_devices(count, device_type=device_type), run, plan)
+        plan = with_mixture_for(devices, run, plan)
         folder = Path(out) if out is not None else default_folder(run)
         return Job(
             run=run,

@@ -346,3 +346,34 @@ def test_a_mixture_for_another_model_is_refused(tmp_path: Path) -> None:
     assert found.code == 2
     assert "error [W201]" in found.err
     assert "at most 32" in found.err
+
+
+def test_an_offloaded_plan_says_host_memory_copies_and_wear() -> None:
+    offload = ("--set", "offload.optimizer=nvme", "--set", "data_parallel.zero=3", "--set", "mesh.tp=1")
+    found = answer(*ASKED, *offload, "--top", "1")["plans"][0]
+    assert found["disk"]["bytes_per_node"] == 12 * 8_030_261_248
+    assert found["disk"]["written_bytes_per_step"] == 12 * 8_030_261_248
+    assert found["host"]["terms"] == {"staging": found["host"]["bytes_per_rank"]}
+    text = " ".join(told(*ASKED, *offload, "--top", "1").out.split())
+    assert "wear: 89.7 GiB written per step and node" in text
+    assert "per day of training" in text
+    assert re.search(r"update on the (device|host): \d+.* not hidden", text)
+    assert "host and disk" not in told(*ASKED, "--top", "1").out
+
+
+def test_host_memory_can_be_given() -> None:
+    offload = ("--set", "offload.optimizer=cpu", "--top", "1")
+    assert answer(*ASKED, *offload)["num_fitting"] > 0
+    assert answer(*ASKED, *offload, "--host-memory", "8GB", code=1)["num_fitting"] == 0
+    assert "not a size" in told(*ASKED, "--host-memory", "much").err
+
+
+def test_the_largest_model_of_a_family() -> None:
+    asked = ("plan", "--largest", "llama", "--devices", "1xH200", "--host-memory", "128GB", "--sequence-length", "2048")
+    found = answer(*asked)
+    assert found["devices"]["host_memory_bytes"] == 128 * 10**9
+    sizes = [one["parameters"] for one in found["largest"]]
+    assert sizes[0] > 8e9
+    assert sizes[1] > sizes[0]
+    assert "optimizer states on the host" in " ".join(told(*asked).out.split())
+    assert told("plan", "llama-3-8b", *asked[1:]).code == 2

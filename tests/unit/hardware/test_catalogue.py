@@ -152,3 +152,27 @@ def test_mistakes_in_an_own_file_are_named(
 def test_a_missing_own_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigFileError, match=r"nothing\.toml"):
         cluster(f"8x{tmp_path}/nothing.toml")
+
+
+@pytest.mark.parametrize("path", _of("nodes"), ids=lambda path: path.stem)
+def test_figures_of_hosts_are_within_reason(path: Path) -> None:
+    table = _load(path)
+    assert 2 <= table["host_cores_per_device"] <= 64
+    # one core updates 28 bytes per parameter: a node's memory is faster than that, and a device's share not by far
+    assert table["host_memory_bytes_per_s"] > 28 * table["host_core_parameters_per_s"]
+    assert table["host_memory_bytes_per_s"] / table["devices_per_node"] < 5e11
+
+
+def test_a_user_s_node_may_leave_out_the_host_s_cpus(tmp_path: Path) -> None:
+    own = {key: value for key, value in _load(catalogue.DATA / "nodes" / "hgx-h200.toml").items() if key != "sources"}
+    kept = {key: value for key, value in own.items() if not key.startswith(("host_c", "host_memory_bytes_per_s"))}
+    lines = [f"{key} = {value!r}".replace("'", '"') for key, value in kept.items()]
+    (tmp_path / "node.toml").write_text("\n".join(lines), encoding="utf-8")
+    device = (catalogue.DATA / "devices" / "h200.toml").read_text(encoding="utf-8")
+    device = device.replace('node = "hgx-h200"', 'node = "node.toml"')
+    (tmp_path / "gpu.toml").write_text(device, encoding="utf-8")
+    found = cluster(f"2x{tmp_path / 'gpu.toml'}")
+    assert (found.host_cores_per_device, found.host_memory_bytes_per_s) == (8.0, 1e11)
+    measured = tmp_path / "measured.toml"
+    measured.write_text("[nodes.hgx-h200]\nhost_cores_per_device = 16\n", encoding="utf-8")
+    assert cluster(f"2x{tmp_path / 'gpu.toml'}", calibration=measured).host_cores_per_device == 16

@@ -76,8 +76,8 @@ def plan_with(**keys: Any) -> Plan:
         "expert_parallel": ("dispatcher", "tensor", "wire", "chunks"),
         "pipeline": ("schedule", "microbatches", "virtual_stages", "blocks"),
         "precision": ("preset",),
-        "activations": ("policy", "mixture"),
-        "offload": ("optimizer", "parameters"),
+        "activations": ("policy", "mixture", "partition"),
+        "offload": ("optimizer", "parameters", "update", "delayed", "durable"),
         "compile": ("enabled",),
         "float8": ("linears", "gather"),
     }

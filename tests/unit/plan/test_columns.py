@@ -31,6 +31,7 @@ def test_every_schedule_and_mode_of_a_plan_file_has_its_index() -> None:
         {"tp": 8, "mode": "2.5d", "sequence_parallel": False, "loss_parallel": False},
         {"pp": 4, "schedule": "zbv", "virtual_stages": 2, "microbatches": 16, "policy": "full"},
         {"policy": "selective", "offload_activations": "cpu", "optimizer": "nvme", "parameters": "cpu"},
+        {"policy": "full", "partition": True, "update": "host", "delayed": True, "durable": "step"},
         {"enabled": True, "pp": 2, "schedule": "pipedream_2bw"},
         {"pp": 4, "blocks": [5, 5, 5, 1]},
         {"policy": "budget", "mixture": [3, 8]},

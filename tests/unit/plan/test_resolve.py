@@ -10,7 +10,7 @@ from weft.core.errors import BatchError, MeshError, NotBuiltError, PlanError, Un
 from weft.core.executable import require_executable
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.plan.resolve import resolve, with_choices, with_mesh
+from weft.plan.resolve import resolve, with_choices, with_mesh, with_update_for
 
 
 def test_a_gpu_computes_in_bf16_compiled_with_a_fused_loss() -> None:
@@ -125,3 +125,31 @@ def test_a_mixture_for_an_unknown_model_is_an_error() -> None:
     with pytest.raises(PlanError, match="cannot choose the recompute mixture") as caught:
         resolve({"activations": {"policy": "budget"}}, run, on_gpu=False, devices=lambda count: "CPU")
     assert "activations.mixture" in caught.value.hint
+
+
+def offloaded(**keys: Any) -> Plan:
+    return Plan.from_tables({"precision": {"preset": "bf16"}, "offload": {"optimizer": "cpu", **keys}})
+
+
+def test_the_place_of_an_offloaded_update_is_chosen_for_the_machine() -> None:
+    """PCIe 5 streams the states; PCIe 3 leaves them to the host."""
+    places = {
+        device: with_update_for(lambda count, name=device: f"{count}x{name}", RUN, offloaded(), on_gpu=True)
+        for device in ("H200", "T4")
+    }
+    assert {name: plan.offload.update for name, plan in places.items()} == {"H200": "device", "T4": "host"}
+
+
+@pytest.mark.parametrize(("on_gpu", "place"), [(True, "device"), (False, "host")])
+def test_without_a_known_machine_the_kind_of_device_decides(on_gpu: bool, place: str) -> None:
+    assert with_update_for(None, RUN, offloaded(), on_gpu=on_gpu).offload.update == place
+    unknown = with_update_for(lambda count: f"{count}xNobodysGPU", RUN, offloaded(), on_gpu=on_gpu)
+    assert unknown.offload.update == place
+
+
+def test_a_given_place_and_states_on_the_device_stay() -> None:
+    def refuse(count: int) -> str:
+        raise AssertionError("nothing is open")
+
+    for plan in (offloaded(update="host"), Plan()):
+        assert with_update_for(refuse, RUN, plan, on_gpu=True) == plan

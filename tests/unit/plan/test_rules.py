@@ -25,6 +25,7 @@ TWELVE_KV = request_of(tiny_llama(hidden_size=384, num_attention_heads=24, num_k
 TWO_NODES = request_of(devices="2x8xH100-80GB", global_batch=64, sequence_length=4096)
 CROOKED = replace(LLAMA, shape=replace(LLAMA.shape, has_straight_stream=False))
 NO_HOST = replace(LLAMA, cluster=replace(LLAMA.cluster, host_memory_bytes=0))
+NO_DISK = replace(LLAMA, cluster=replace(LLAMA.cluster, nvme_bytes_per_s=0.0))
 
 BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("ranks", LLAMA, {"dp_replicate": 4}),
@@ -69,7 +70,20 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("float8", request_of(devices="8xA100-80GB"), {"dp_replicate": 8, "linears": "all"}),
     ("float8_weights", request_of(preset="fp32"), {"dp_replicate": 8, "linears": "auto"}),
     ("host", NO_HOST, {"dp_replicate": 8, "optimizer": "cpu"}),
-    ("host", NO_HOST, {"dp_replicate": 8, "offload_activations": "cpu"}),
+    ("host", NO_HOST, {"dp_replicate": 8, "offload_activations": "cpu", "policy": "full"}),
+    ("disk", NO_DISK, {"dp_replicate": 8, "optimizer": "nvme"}),
+    ("offloaded_activations", LLAMA, {"dp_replicate": 8, "offload_activations": "cpu"}),
+    ("offloaded_activations", LLAMA, {"dp_replicate": 8, "offload_activations": "cpu", "policy": "selective"}),
+    (
+        "offloaded_activations",
+        LLAMA,
+        {"dp_replicate": 8, "offload_activations": "cpu", "policy": "budget", "mixture": [0, 9]},
+    ),
+    ("partition", LLAMA, {"dp_replicate": 8, "partition": True, "policy": "full"}),
+    ("partition", LLAMA, {"tp": 8, "partition": True, "policy": "full"}),
+    ("partition", LLAMA, {"tp": 8, "partition": True, "sequence_parallel": False}),
+    ("partition", LLAMA, {"tp": 8, "mode": "3d", "partition": True, "policy": "full", "sequence_parallel": False}),
+    ("delayed", LLAMA, {"dp_replicate": 8, "delayed": True}),
     ("host", NO_HOST, {"dp_replicate": 8, "parameters": "cpu"}),
 ]
 
@@ -101,6 +115,9 @@ def test_every_rule_is_broken_by_some_plan_above() -> None:
         (MOE, {"dp_shard": 8, "ep": 8, "zero": 1}),
         (request_of(tiny_mixtral(num_local_experts=6), global_batch=64), {"dp_shard": 8, "zero": 1, "ep": 4}),
         (MOE, {"dp_shard": 2, "tp": 4, "ep": 8, "zero": 1}),
+        (LLAMA, {"tp": 8, "partition": True, "policy": "full", "sequence_parallel": False}),
+        (LLAMA, {"dp_shard": 8, "zero": 3, "offload_activations": "cpu", "policy": "budget", "mixture": [1, 9]}),
+        (LLAMA, {"dp_shard": 8, "zero": 3, "optimizer": "nvme", "parameters": "cpu", "delayed": True}),
         (request_of("qwen2.5-7b", "4xH100-80GB", global_batch=4), {"tp": 4}),  # 28 heads, 4 key-value heads
     ],
 )

@@ -93,6 +93,8 @@ FIXED: list[tuple[str, Any]] = [
     ("activations.offload", "cpu"),
     ("offload.optimizer", "cpu"),
     ("offload.parameters", "cpu"),
+    ("offload.update", "host"),
+    ("offload.durable", "step"),
     ("compile.enabled", True),
 ]
 

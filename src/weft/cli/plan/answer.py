@@ -39,6 +39,7 @@ def find_plans(
     precision: str | None,
     only_trained: bool,
     top: int,
+    host_memory_bytes: int | None = None,
     **workload: Any,
 ) -> tuple[Question, Answer]:
     """The plan of `plan_path` estimated, or the best plans of the search.
@@ -49,6 +50,9 @@ def find_plans(
     fixed = fixed_keys(settings)
     tables = _precision(plan_path, fixed, precision, devices)
     question = ask(model, devices, precision=tables, attention=attention, **workload)
+    if host_memory_bytes is not None:
+        cluster = replace(question.request.cluster, host_memory_bytes=host_memory_bytes)
+        question = replace(question, request=replace(question.request, cluster=cluster))
     if plan_path is not None or "mesh.tp" in fixed:
         question = replace(question, request=replace(question.request, tp_may_leave_node=True))
     if plan_path is not None:

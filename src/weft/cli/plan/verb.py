@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -38,6 +38,10 @@ def plan(
     trains: Annotated[bool, typer.Option("--trains", help="Only layouts that this version of weft trains.")] = False,
     dryrun: Annotated[bool, typer.Option("--dryrun", help="Confirm the listed plans by dry run.")] = False,
     top: Annotated[int, typer.Option(min=1, help="Number of plans to list.")] = 5,
+    largest: Annotated[
+        str | None, typer.Option(help="Instead of a model: the largest of this type (llama) that the devices train.")
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Memory of each node's host: 128GB, 2TiB.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the best plan to this file.")] = None,
     explain: Annotated[Explained | None, typer.Option(help="Print the arithmetic of the best plan.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON on stdout.")] = False,
@@ -53,9 +57,28 @@ def plan(
 ) -> None:
     """Search every legal layout of a model on devices: memory, traffic, time, and why. Needs neither torch nor GPUs."""
     from weft.core.errors import InputError
+    from weft.core.units import parse_bytes
 
     if draw_schedule is not None:
         schedule(draw_schedule, stages=stages, microbatches=microbatches, out=out, as_json=as_json)
+        return
+    host_memory_bytes = parse_bytes(host_memory, name="--host-memory") if host_memory is not None else None
+    if largest is not None:
+        _largest(
+            largest,
+            devices,
+            settings=settings or [],
+            refused={
+                **{"a model": model, "--plan": plan_path, "--out": out, "--explain": explain},
+                **{"--trains": trains, "--dryrun": dryrun},
+            },
+            as_json=as_json,
+            host_memory_bytes=host_memory_bytes,
+            global_batch=global_batch,
+            sequence_length=sequence_length,
+            optimizer=optimizer,
+            precision=precision,
+        )
         return
     if model is None:
         raise InputError("no model was given", hint="weft plan llama-3-8b --devices 8xH100-80GB")
@@ -74,6 +97,7 @@ def plan(
         settings=settings or [],
         precision=precision,
         only_trained=trains,
+        host_memory_bytes=host_memory_bytes,
         top=top,
         global_batch=global_batch,
         sequence_length=sequence_length,
@@ -85,3 +109,13 @@ def plan(
         write_plan(question, answer, out, command=f"weft plan {model} --devices {devices}")
     is_refuted = confirmed is not None and confirmed[0].fits is False
     raise typer.Exit(code=0 if answer.plans[0].fits and not is_refuted else 1)
+
+
+def _largest(family: str, devices: str | None, **asked: Any) -> None:
+    """Exit 1 if no model of the family fits."""
+    from weft.cli.plan.largest import print_largest
+    from weft.core.errors import InputError
+
+    if devices is None:
+        raise InputError("no devices were given", hint=f"weft plan --largest {family} --devices 1xH200")
+    raise typer.Exit(code=0 if print_largest(family, devices, **asked) else 1)

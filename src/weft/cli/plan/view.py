@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weft.plan.ask import Question
     from weft.plan.estimate import Estimate
     from weft.plan.inference import InferenceEstimate
+    from weft.plan.offload import OffloadRecord
     from weft.plan.search import Answer
 
 BAR_WIDTH = 20
@@ -146,6 +147,8 @@ def _sections(answer: Answer) -> list[tuple[str, list[str]]]:
 
     best = answer.plans[0]
     sections = [("why", why_best(answer).split("; "))]
+    if lines := offload_lines(best.offload, host_memory_bytes=answer.request.cluster.host_memory_bytes):
+        sections.append(("host and disk", lines))
     if not best.fits:
         sections.append(("nothing fits; it would fit with", smallest_changes(answer)))
     elif len(answer.plans) > 1:
@@ -161,6 +164,34 @@ def _sections(answer: Answer) -> list[tuple[str, list[str]]]:
     ]
     sections.append((f"{counts}, {answer.elapsed_s:.2f} s", rejected))
     return sections
+
+
+def offload_lines(offload: OffloadRecord, *, host_memory_bytes: int) -> list[str]:
+    """Host memory, files, wear and copies of a plan with offload; nothing for others."""
+    lines = []
+    if offload.host_terms:
+        lines.append(
+            f"host memory: {format_bytes(sum(offload.host_terms.values()))} per rank ({_listed(offload.host_terms)}), "
+            f"{format_bytes(offload.host_bytes_per_node)} of {format_bytes(host_memory_bytes)} per node"
+        )
+    if offload.disk_terms:
+        lines.append(
+            f"files: {format_bytes(sum(offload.disk_terms.values()))} per rank ({_listed(offload.disk_terms)})"
+        )
+        step, day = offload.file_bytes * offload.ranks_per_node, offload.written_bytes_per_day
+        lines.append(f"wear: {format_bytes(step)} written per step and node, {format_bytes(day)} per day of training")
+    place = f" on the {offload.update}" if offload.update else ""
+    for row in offload.transfers:
+        where = f"update{place}" if row["phase"] == "update" else row["phase"]
+        lines.append(
+            f"{where}: {format_bytes(row['in_bytes'])} to the device, {format_bytes(row['out_bytes'])} back, "
+            f"{format_seconds(row['seconds'])}, {format_seconds(row['exposed_s'])} not hidden"
+        )
+    return lines
+
+
+def _listed(terms: dict[str, int]) -> str:
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in terms.items())
 
 
 def _trained_instead(answer: Answer) -> str:

@@ -26,7 +26,15 @@ from weft.plan.columns import Bools, Floats
 from weft.plan.ep.rows import Rows, rows_of
 from weft.plan.memory.block_activations import saved_by_default
 from weft.plan.memory.parameters import Elements, expert_elements
-from weft.plan.memory.timeline import TermParts, Terms, gradients_of_earlier, head_gradient, held_gathered, instant
+from weft.plan.memory.timeline import (
+    TermParts,
+    Terms,
+    gradients_of_earlier,
+    head_gradient,
+    held_gathered,
+    instant,
+    streams_units,
+)
 from weft.plan.view import View
 
 SCORE_GRADIENTS = 3  # of the probabilities, of the scores, and the probabilities themselves
@@ -190,7 +198,7 @@ class Units:
 
     @cached_property
     def _is_zero3(self) -> Bools:
-        return (self.view.columns.zero == 3) | (self.view.columns.offload_parameters > 0)
+        return streams_units(self.view)
 
     @property
     def _arrived(self) -> Floats:

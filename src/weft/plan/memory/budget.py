@@ -67,7 +67,7 @@ def _columns(plan: Plan, mixtures: Ints) -> Columns:
 
 def _fits(request: Request, columns: Columns, budget_bytes: float) -> Bools:
     memory = estimate_memory(views_of(request, columns))
-    return (memory.total <= budget_bytes) & (memory.host <= request.cluster.host_memory_bytes)
+    return (memory.total <= budget_bytes) & (memory.host <= request.host_budget_bytes)
 
 
 def _chunks(rows: Ints) -> list[Ints]:

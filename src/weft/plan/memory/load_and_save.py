@@ -12,6 +12,7 @@ import numpy as np
 from weft.core.plan import Plan
 from weft.plan.columns import columns_of
 from weft.plan.request import Request
+from weft.plan.time.state_stream import rest_bytes
 from weft.plan.view import view_at
 
 
@@ -22,8 +23,10 @@ def moments_of(request: Request, plan: Plan) -> dict[str, int]:
     held = float((share.total.shard if plan.data_parallel.zero else share.total.unsharded)[0])
     largest = max(float(request.shape.embedding_parameters), float(share.largest_block[0]))
     copied = held * (sizes.master + sizes.optimizer)
+    weights = 0.0 if plan.offload.parameters != "none" else float(rest_bytes(view)[0])
+    states = sizes.optimizer if plan.offload.optimizer == "none" else 0.0  # offloaded states are read where they stay
     return {
-        "loading_bytes": round(held * sizes.master + largest * sizes.master),
-        "resuming_bytes": round(held * (sizes.master + sizes.optimizer + sizes.gradient)),
+        "loading_bytes": round(held * weights + largest * sizes.master),
+        "resuming_bytes": round(held * (weights + states + sizes.gradient)),
         "saving_host_bytes_per_node": round(copied * request.cluster.devices_per_node),
     }

@@ -17,8 +17,10 @@ from weft.plan.columns import Floats, Ints
 from weft.plan.ep.instants import with_experts
 from weft.plan.memory import fused_loss
 from weft.plan.memory.in_flight import LOG_PROBABILITY_BYTES, edge_bytes, flight_of, waiting_bytes
+from weft.plan.memory.offloaded import Offloaded, offloaded_bytes, staged_states
 from weft.plan.memory.saved_activations import saved_blocks
 from weft.plan.memory.timeline import MIB, TermParts, Terms, gradients_of_earlier, has_buckets, instants_of
+from weft.plan.time.state_stream import held_elements, rest_bytes, updates_on_host
 from weft.plan.view import View
 
 MATMUL_WORKSPACE_BYTES = 64 * MIB  # 32 MiB per thread that runs matmuls, two threads (measured on Hopper)
@@ -36,34 +38,27 @@ class MemoryEstimate:
     instant: tuple[str, ...]  # names; `at` has an index into it for each plan
     at: Ints
     place: Ints  # the fullest pipeline rank: index into PLACES
-    host: Floats  # offloaded bytes per node
+    offloaded: Offloaded
 
     @property
     def total(self) -> Floats:
         return _total(self.terms)
+
+    @property
+    def host(self) -> Floats:
+        """Offloaded bytes in the memory of a node: all its ranks."""
+        return self.offloaded.host_per_node
 
 
 def estimate_memory(views: Sequence[View]) -> MemoryEstimate:
     """Peak memory of the fullest rank of each plan."""
     terms, names, at = _estimate_stage(views[0])
     place = np.full(len(at), views[0].place, dtype=np.int64)
-    found = MemoryEstimate(terms, names, at, place, _host_bytes(views[0]))
+    found = MemoryEstimate(terms, names, at, place, offloaded_bytes(views))
     for view in views[1:]:
         other, _, other_at = _estimate_stage(view)
         _keep_fuller(found, view.rows, other, other_at, view.place)
     return found
-
-
-def _host_bytes(view: View) -> Floats:
-    """Offloaded bytes per node: optimizer (states, masters, gradients), weights and activations."""
-    columns, share, sizes = view.columns, view.share.total, view.sizes
-    held = np.where(columns.zero > 0, share.shard, share.unsharded)
-    optimizer = np.where(columns.offload_optimizer == 1, held * (sizes.optimizer + sizes.master + sizes.gradient), 0.0)
-    weights = np.where(columns.offload_parameters > 0, held * sizes.master, 0.0)
-    saved = np.zeros(len(columns))
-    if np.any(columns.offload_activations):
-        saved = saved_blocks(view).total * view.stage.in_flight * columns.offload_activations
-    return (optimizer + weights + saved) * view.request.cluster.devices_per_node
 
 
 def _keep_fuller(found: MemoryEstimate, rows: Ints, other: Terms, other_at: Ints, place: int) -> None:
@@ -110,9 +105,8 @@ def _parts(view: View) -> TermParts:
     flight = flight_of(view, one_bytes=one, loss_bytes=loss_bytes, gradient_bytes=earlier)
     others = np.maximum(flight.on_last_stage - 1, 0.0)
     saved = one * flight.microbatches + edge_bytes(view, flight) + waiting_bytes(view) + others * final
-    # with offloaded activations two blocks are on the device: the one in use and the one being fetched
-    saved = np.where(view.columns.offload_activations > 0, 2 * blocks.largest, saved)
-    elsewhere = np.where(view.columns.offload_activations > 0, 0.0, one * (stage.in_flight - stage.at_loss))
+    saved = saved + blocks.arrived
+    elsewhere = one * (stage.in_flight - stage.at_loss)
     saved_logit_bytes = np.where(is_sharded, view.sizes.activation, LOG_PROBABILITY_BYTES)
     held = numbers * (others * saved_logit_bytes + stage.waiting * view.sizes.activation)
     held = np.where(is_fused, 0.0, held)  # gradients of the head and its input are in `final`
@@ -130,6 +124,7 @@ def _parts(view: View) -> TermParts:
         has_gradients=flight.has_gradients,
         num_blocks=stage.blocks.sum(axis=1),
         widest=_widest(shape),
+        delayed_gradients=_delayed_gradients(view),
     )
 
 
@@ -141,10 +136,16 @@ def _resident(view: View) -> Terms:
     # with vertical sync every stage keeps as many versions as the first
     versions = np.where((columns.vertical_sync > 0) & (columns.pp > 1), columns.pp, stage.versions)
     return {
-        Term.WEIGHTS: np.where(on_device, held * sizes.master, 0.0),
-        Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, 0.0, held * sizes.optimizer),
+        Term.WEIGHTS: np.where(on_device, held * rest_bytes(view), 0.0),
+        Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, staged_states(view), held * sizes.optimizer),
         Term.WEIGHT_VERSIONS: (versions - 1) * share.total.unsharded * sizes.master,
     }
+
+
+def _delayed_gradients(view: View) -> Floats:
+    """Gradients of the step before, if its update is delayed and runs on the device."""
+    is_delayed = (view.columns.offload_optimizer > 0) & (view.columns.delayed_update > 0) & ~updates_on_host(view)
+    return np.where(is_delayed, held_elements(view) * view.sizes.gradient, 0.0)
 
 
 def _widest(shape: ModelShape) -> int:

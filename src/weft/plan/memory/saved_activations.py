@@ -6,6 +6,8 @@
 | compiled               | operands and outputs of matmuls          | nothing                  |
 | selectively recomputed | its input, outputs of linears, attention | the rest                 |
 | fully recomputed       | its input                                | all but its input        |
+| … input partitioned    | 1 / tp of its input                      | all                      |
+| … input on the host    | nothing but two inputs in all            | all but its input        |
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from weft.plan.memory.block_activations import (
 from weft.plan.memory.recompute import Recomputed
 from weft.plan.view import View, is_compiled
 
+INPUTS_ON_DEVICE = 2  # of recomputed blocks whose inputs are on the host: the one in use and the next
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockBytes:
@@ -43,14 +47,17 @@ class SavedBlocks:
     """Saved activations of one micro-batch. `done`: number of blocks whose backward is finished, last blocks first."""
 
     recomputed: Recomputed
-    total: Floats  # of all blocks on the rank
+    total: Floats  # of all blocks on the rank, on the device
     block: BlockBytes
+    away: Floats  # inputs of recomputed blocks on the host
+    arrived: Floats  # inputs on the device if the others are away: the one in use and the next
 
     def freed(self, done: Floats) -> Floats:
         """Bytes freed by the last `done` blocks."""
         full, selective = self.recomputed.finished(done)
         block = self.block
-        return (done - full - selective) * block.none + selective * block.selective + full * block.full
+        inputs = np.where(self.arrived > 0, 0.0, block.full)
+        return (done - full - selective) * block.none + selective * block.selective + full * inputs
 
     def restored(self, done: Floats) -> Floats:
         """Bytes that recompute restores for the current block."""
@@ -67,15 +74,6 @@ class SavedBlocks:
         full, selective = self.recomputed.finished(done)
         return done - full - selective
 
-    @property
-    def largest(self) -> Floats:
-        """Bytes of the largest block."""
-        recomputed, block = self.recomputed, self.block
-        is_left = recomputed.num_full + recomputed.num_selective < recomputed.held
-        found = np.where(is_left, block.none, 0.0)
-        found = np.maximum(found, np.where(recomputed.num_selective > 0, block.selective, 0.0))
-        return np.maximum(found, np.where(recomputed.num_full > 0, block.full, 0.0))
-
     def _current(self, done: Floats) -> tuple[Floats, Floats]:
         before, after = self.recomputed.finished(done), self.recomputed.finished(done + 1)
         return after[0] - before[0], after[1] - before[1]
@@ -86,7 +84,8 @@ def saved_blocks(view: View) -> SavedBlocks:
     columns, stage, tokens = view.columns, view.stage, view.tokens
     shape, c, recomputed = view.shape, view.sizes.activation, view.stage.recomputed
     keys = np.full(len(columns), float(view.request.workload.sequence_length))
-    total = np.zeros(len(columns))
+    total, away = np.zeros(len(columns)), np.zeros(len(columns))
+    is_away = columns.offload_activations > 0
     largest = [np.zeros(len(columns)) for _ in range(5)]
     for index, block in enumerate(shape.kinds):
         writes_scores = block.attention is not None and view.request.writes_scores(block.attention)
@@ -98,6 +97,8 @@ def saved_blocks(view: View) -> SavedBlocks:
         default_bytes, selected_bytes, compiled_bytes, input_bytes = (
             bytes_of(saved, block, columns, tokens=tokens, keys=keys) for saved in (default, selected, compiled, inputs)
         )
+        # each tensor-parallel rank keeps its share of an input that all of them have
+        input_bytes = input_bytes / np.where(columns.partition_inputs > 0, columns.tp, 1)
         selected_bytes = np.minimum(selected_bytes, default_bytes)
         # a compiled block saves operands and outputs of matmuls, and recomputes pointwise operators between them
         compiled_bytes = np.minimum(compiled_bytes, default_bytes)
@@ -105,12 +106,17 @@ def saved_blocks(view: View) -> SavedBlocks:
             view, block
         )
         count, full, selective = stage.blocks[:, index], recomputed.full[:, index], recomputed.selective[:, index]
-        total = total + (count - full - selective) * own_bytes + selective * selected_bytes + full * input_bytes
-        restored = (own_bytes - selected_bytes, own_bytes - input_bytes)
+        total = total + (count - full - selective) * own_bytes + selective * selected_bytes
+        total = total + full * np.where(is_away, 0.0, input_bytes)
+        away = away + full * np.where(is_away, input_bytes, 0.0)
+        # a gathered input is beside the rank's share of it
+        kept_bytes = np.where(columns.partition_inputs > 0, 0.0, input_bytes)
+        restored = (own_bytes - selected_bytes, own_bytes - kept_bytes)
         per_block = (own_bytes, selected_bytes, input_bytes, *restored)
         largest = [np.where(count > 0, np.maximum(*pair), pair[0]) for pair in zip(largest, per_block, strict=True)]
     none, selective, full, restored_selective, restored_full = largest
     block_bytes = BlockBytes(
         none=none, selective=selective, full=full, restored_selective=restored_selective, restored_full=restored_full
     )
-    return SavedBlocks(recomputed=recomputed, total=total, block=block_bytes)
+    arrived = np.where(is_away, np.minimum(recomputed.num_full, INPUTS_ON_DEVICE) * full, 0.0)
+    return SavedBlocks(recomputed=recomputed, total=total, block=block_bytes, away=away, arrived=arrived)

@@ -30,6 +30,7 @@ import numpy as np
 from weft.core.terms import MemoryTerm as Term
 from weft.plan.columns import Bools, Floats
 from weft.plan.memory.saved_activations import SavedBlocks
+from weft.plan.time.state_stream import rest_bytes, rests_in_compute
 from weft.plan.view import View
 
 MIB = 2**20
@@ -57,6 +58,7 @@ class TermParts:
     has_gradients: Bools  # of earlier micro-batches; DDP's buckets do not count
     num_blocks: Floats
     widest: int  # elements per token inside the widest MLP
+    delayed_gradients: Floats  # of the step before, whose update is delayed and on the device
 
 
 def instants_of(parts: TermParts) -> dict[str, Terms]:
@@ -163,10 +165,11 @@ def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
     view, columns, share, sizes = parts.view, parts.view.columns, parts.view.share, parts.view.sizes
     blocks = np.maximum(parts.num_blocks, 1)
     is_first, is_last = done == 0, done >= parts.num_blocks - 1
-    is_zero3 = columns.zero == 3
+    streams = streams_units(view)
     unit = share.largest_padded * view.block_bytes
-    gathered = held_gathered(parts.view) + np.where(is_zero3, unit + np.where(is_last, 0.0, unit), 0.0)
-    block_cast = np.where((columns.zero == 0) & sizes.is_mixed, share.largest_block * sizes.compute, 0.0)
+    gathered = held_gathered(parts.view) + np.where(streams, unit + np.where(is_last, 0.0, unit), 0.0)
+    is_cast = (columns.zero == 0) & sizes.is_mixed & ~rests_in_compute(view) & ~streams
+    block_cast = np.where(is_cast, share.largest_block * sizes.compute, 0.0)
     # casts are freed block by block; recompute casts the current block again
     gathered = gathered + (parts.blocks.is_recomputed(done) - parts.blocks.casts_freed(done)) * block_cast
     before = parts.earlier_gradients
@@ -314,7 +317,7 @@ def _at_update(parts: TermParts) -> Terms:
     temporaries = held * sizes.update
     if parts.view.request.workload.optimizer == "adamw8bit":
         temporaries = QUANTISED_UPDATE_BYTES * _largest_tensor(parts.view) * held / np.maximum(share.total.unsharded, 1)
-    # an offloaded optimizer has its temporaries on the host
+    # an offloaded optimizer updates chunk by chunk
     temporaries = np.where(columns.offload_optimizer > 0, 0.0, temporaries)
     gradients = held * sizes.gradient
     return instant(parts, saved=none, gathered=none, gradients=gradients, buffers=none, temporaries=temporaries)
@@ -339,15 +342,13 @@ def instant(
 ) -> Terms:
     """The terms of one instant, with those that are resident."""
     view = parts.view
-    # an offloaded optimizer takes each gradient at once: gradients of two blocks are on the device
-    few = np.minimum(gradients, 2 * view.share.largest_block * view.sizes.gradient)
     return {
         **parts.rest,
-        Term.GRADIENTS: np.where(view.columns.offload_optimizer > 0, few, gradients),
+        Term.GRADIENTS: gradients + parts.delayed_gradients,
         Term.GATHERED: gathered,
         Term.ACTIVATIONS: saved,
         Term.LOGITS: logits + np.zeros(len(view.columns)),
-        Term.COMM_BUFFERS: buffers + _peer_buffers(view),
+        Term.COMM_BUFFERS: buffers + _peer_buffers(view) + staged_weights(view),
         Term.TEMPORARIES: temporaries,
     }
 
@@ -361,14 +362,27 @@ def held_gathered(view: View) -> Floats:
         recomputed = view.stage.recomputed
         cast_share = 1 - (recomputed.num_full + recomputed.num_selective) / np.maximum(recomputed.held, 1)
         held = share.root.unsharded + cast_share * (share.total.unsharded - share.root.unsharded)
-        casts = (held - _unused_cast(view)) * sizes.compute
+        # weights at rest in the compute dtype need no cast
+        casts = np.where(rests_in_compute(view), 0.0, (held - _unused_cast(view)) * sizes.compute)
     nbytes = np.select(
         [columns.zero == 0, columns.zero == 3],
         [casts, share.root.padded * sizes.compute],
         view.gathered_bytes(root=share.root.padded, blocks=share.total.padded - share.root.padded),
     )
-    # offloaded weights are fetched unit by unit in every ZeRO stage
-    return np.where(columns.offload_parameters > 0, share.root.padded * sizes.compute, nbytes)
+    # without ZeRO offloaded weights are fetched unit by unit, as ZeRO-3 gathers them; ZeRO-1 and 2 gather once
+    return np.where(streams_units(view), share.root.padded * sizes.compute, nbytes)
+
+
+def streams_units(view: View) -> Bools:
+    """Whether a block's weights are on the device only while it computes."""
+    return (view.columns.zero == 3) | ((view.columns.offload_parameters > 0) & (view.columns.zero == 0))
+
+
+def staged_weights(view: View) -> Floats:
+    """Shards on their way from the host, before they are gathered: of the unit in use and of the next one."""
+    is_staged = (view.columns.offload_parameters > 0) & (view.columns.zero > 0)
+    unit = view.share.largest_padded / view.columns.shards * rest_bytes(view)
+    return np.where(is_staged, 2 * unit, 0.0)
 
 
 def _unused_cast(view: View) -> Floats:

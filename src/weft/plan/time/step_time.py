@@ -20,14 +20,13 @@ from weft.plan.pp.stages import bubble_of
 from weft.plan.request import Request
 from weft.plan.time.compute import ATTENTION_BACKWARD, BlockSeconds, block_seconds, model_flops
 from weft.plan.time.links import AxisLink, axis_link, expert_link, link_of
+from weft.plan.time.state_stream import UPDATE_PASSES
+from weft.plan.time.transfers import OVERLAP, transfers_of
 from weft.plan.traffic import Traffic, estimate_traffic
 from weft.plan.view import View, busiest_view
 
-OVERLAP = 0.9  # share of compute that hides communication: both need memory bandwidth and SMs
-UPDATE_PASSES = 1.15  # norm and clipping read the gradients once more
 EXPOSED_SENDS = 0.1  # a stage sends while it computes the next micro-batch
 CONTENTION = 0.1  # share of hidden communication that slows down the compute beside it
-HOST_LINKS = 4  # host memory bandwidth in device links, shared by the devices of a node
 
 Terms = dict[Term, Floats]
 
@@ -81,7 +80,7 @@ def _stage_terms(view: View) -> Terms:
         Term.EP_COMM: wire[axes.EP] - _beside_experts(columns, wire[axes.EP], 3 * m * busy.expert_forward),
         Term.PP_COMM: EXPOSED_SENDS * wire[axes.PP],
         Term.DP_COMM: _data_parallel(request, columns, traffic, busy),
-        **_update(view),
+        **_update(view, busy),
     }
 
 
@@ -136,21 +135,17 @@ def _between_replicas(request: Request, columns: Columns, traffic: Traffic, busy
     return np.where(moved[0] > 0, np.maximum(seconds - busy.backward * OVERLAP, 0.0) + tail, 0.0)
 
 
-def _update(view: View) -> Terms:
-    """Weights, gradients and states are read and written once; with offload, over the host link and in host memory."""
+def _update(view: View, busy: BlockSeconds) -> Terms:
+    """Weights, gradients and states are read and written once; offloaded ones stream (state_stream.py)."""
     columns, share, sizes, cluster = view.columns, view.share, view.sizes, view.request.cluster
     held = np.where(columns.zero > 0, share.total.shard, share.total.unsharded)
     per_parameter = 2 * sizes.master + sizes.gradient + 2 * sizes.optimizer
     on_device = UPDATE_PASSES * held * per_parameter / (cluster.device.memory_bytes_per_s * cluster.device.memory_share)
-    over_link = held * (sizes.gradient + sizes.compute) / cluster.host.bytes_per_s
-    in_host = held * per_parameter * cluster.devices_per_node / (HOST_LINKS * cluster.host.bytes_per_s)
-    from_disk = 2 * held * sizes.optimizer * cluster.devices_per_node / max(cluster.nvme_bytes_per_s, 1e9)
-    is_off, is_on_disk = columns.offload_optimizer > 0, columns.offload_optimizer == 2
-    weights = 2 * share.total.unsharded * sizes.compute / cluster.host.bytes_per_s * columns.microbatches
+    moved = transfers_of(view, busy)
     return {
-        Term.OPTIMIZER: np.where(is_off, 0.0, on_device),
-        Term.OFFLOAD: np.where(is_off, over_link + in_host + np.where(is_on_disk, from_disk, 0.0), 0.0)
-        + np.where(columns.offload_parameters > 0, weights, 0.0),
+        Term.OPTIMIZER: np.where(columns.offload_optimizer > 0, 0.0, on_device),
+        Term.OFFLOAD: moved.update.exposed_s,
+        Term.OFFLOAD_COPIES: moved.forward.exposed_s + moved.backward.exposed_s,
     }
 
 

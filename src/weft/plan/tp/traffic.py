@@ -15,6 +15,7 @@ Per micro-batch of t tokens with hidden size h, for each region (attention, an M
 | head                 | backward all_reduce [t, h]   | the same                                           |
 | loss                 | forward all_reduce [t], [2, t] float32; or all_gather of logits | the same        |
 | … fused              | forward all_reduce [t], [2, t] float32, per chunk               | the same        |
+| partitioned input    | backward all_gather [t, h] of each fully recomputed block       | not needed      |
 
 With folded expert parallelism tensor ranks hold full experts, which have no entry and no exit: a rank dispatches its
 slice of the sequence, or else its share of s tokens: t, padded to a multiple of tp.
@@ -133,6 +134,7 @@ def _sent(view: View) -> Iterator[Sent]:
             yield from _among(_blocks(view, sequence=True, is_folded=is_folded), among & sequence)
             yield from _among(_blocks(view, sequence=False, is_folded=is_folded), among & ~sequence)
     yield from _among(_between_blocks(view), is_line & sequence)
+    yield from _among(_partitioned_inputs(view), is_line & ~sequence & (columns.partition_inputs > 0))
     yield from _among([*_ends(view), *_update(view)], is_line)
 
 
@@ -196,6 +198,12 @@ def _between_blocks(view: View) -> Iterator[Sent]:
     for phase, is_here in (("forward", view.stage.holds_head), ("backward", view.stage.holds_embedding)):
         times = view.columns.microbatches * is_here
         yield "all_gather", phase, nbytes * times, times.astype(np.float64)
+
+
+def _partitioned_inputs(view: View) -> Iterator[Sent]:
+    """All-gathers of inputs of recomputed blocks, of which each rank keeps its share."""
+    times = view.stage.recomputed.num_full * view.columns.microbatches
+    yield "all_gather", "backward", _gathered(view, _stream(view)) * times, times
 
 
 def _ends(view: View) -> Iterator[Sent]:

@@ -1,4 +1,4 @@
-"""A rank's peak, term by term: textbook states, the loss, pipelines, offload; what holds for every legal plan."""
+"""A rank's peak, term by term: textbook states, the loss, pipelines; what holds for every legal plan."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -199,44 +199,6 @@ def test_older_weight_versions_are_counted() -> None:
     held = views_of(request, columns_with({"pp": 4, "microbatches": 8}))[0].share.total.unsharded
     assert one(stash) == 3 * one(held) * 4  # kept as the masters are: float32
     assert terms(request, pp=4, microbatches=8)[Term.WEIGHT_VERSIONS] == 0
-
-
-def test_an_offloaded_optimizer_leaves_two_blocks_of_gradients() -> None:
-    request = request_of(global_batch=16, sequence_length=16)
-    found = terms(request, dp_replicate=8, optimizer="cpu")
-    assert found[Term.OPTIMIZER_STATE] == 0
-    assert found[Term.GRADIENTS] == 2 * request.shape.kinds[0].num_parameters * 4
-
-
-def test_what_is_offloaded_fills_the_node_s_host() -> None:
-    """8B on 8 devices: moments, masters and gradients of the whole model, 16 bytes a parameter, once a node; weights
-    another 4. Replicas each bring their own copy, and disk is not the host's memory."""
-    request = request_of(global_batch=8, sequence_length=64)
-    size = request.shape.num_parameters
-    assert one(memory(request, dp_shard=8, zero=3).host) == 0
-    assert one(memory(request, dp_shard=8, zero=3, optimizer="cpu").host) == 16 * size
-    assert one(memory(request, dp_shard=8, zero=3, optimizer="cpu", parameters="cpu").host) == 20 * size
-    assert one(memory(request, dp_replicate=8, optimizer="cpu").host) == 8 * 16 * size
-    assert one(memory(request, dp_shard=8, zero=3, optimizer="nvme").host) == 0
-    kept = 32 * 64 * (200_832 + 8)
-    assert one(memory(request, dp_shard=8, zero=3, offload_activations="cpu").host) == 8 * kept
-
-
-def test_offloaded_weights_and_activations() -> None:
-    request = request_of(global_batch=8, sequence_length=8192)
-    plain, away = (
-        terms(request, dp_shard=8, zero=3, **keys) for keys in ({}, {"parameters": "cpu", "offload_activations": "cpu"})
-    )
-    assert away[Term.WEIGHTS] == 0
-    assert plain[Term.WEIGHTS] > 0
-    assert away[Term.ACTIVATIONS] < plain[Term.ACTIVATIONS] / 8
-
-
-def test_offloaded_activations_leave_two_blocks_on_the_device() -> None:
-    request = request_of(global_batch=8, sequence_length=8192)
-    plan: dict[str, Any] = {"dp_shard": 8, "zero": 3, "offload_activations": "cpu"}
-    assert peak_at(request, **plan) == "loss"
-    assert terms(request, **plan)[Term.ACTIVATIONS] == 8192 * (2 * (200_832 + 8) + 4096 * 8)
 
 
 @pytest.mark.parametrize(("layers", "units"), [(1, 1), (6, 2)])

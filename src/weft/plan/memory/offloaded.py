@@ -1,0 +1,117 @@
+"""Bytes that offload keeps in host memory and in files, term by term, and its buffers on the device, for every plan.
+
+| term        | host memory                                    | files (`offload.optimizer = "nvme"`) |
+| ----------- | ---------------------------------------------- | ------------------------------------ |
+| masters     | optimizer = "cpu", with a master of its own    | the same                             |
+| moments     | optimizer = "cpu"                              | the same                             |
+| staging     | chunks in flight: of gradients, of file states |                                      |
+| gradients   | of the step before, if the host updates late   |                                      |
+| weights     | parameters = "cpu", as they rest               |                                      |
+| activations | inputs of recomputed blocks, all in flight     |                                      |
+
+A host update has masters of its own also where weights rest in the master dtype. All ranks of a node share its memory;
+of a pipeline the rank with the most bytes counts for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.core.offload_sizes import CHUNK_ELEMENTS, SLOTS
+from weft.plan.columns import HOMES, NVME, Floats
+from weft.plan.memory.saved_activations import saved_blocks
+from weft.plan.time.state_stream import has_master, held_elements, rest_bytes, updates_on_host
+from weft.plan.view import View
+
+HostTerms = dict[str, Floats]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offloaded:
+    """Bytes per rank outside the device, of the rank with the most."""
+
+    host: HostTerms
+    disk: HostTerms
+    ranks_per_node: int
+
+    @property
+    def host_per_rank(self) -> Floats:
+        return _sum(self.host)
+
+    @property
+    def host_per_node(self) -> Floats:
+        return self.host_per_rank * self.ranks_per_node
+
+    @property
+    def disk_per_rank(self) -> Floats:
+        return _sum(self.disk)
+
+
+def offloaded_bytes(views: Sequence[View]) -> Offloaded:
+    """Offloaded bytes of each plan's fullest rank."""
+    host, disk = _host_terms(views[0]), _disk_terms(views[0])
+    for view in views[1:]:
+        _keep_larger(host, view, _host_terms(view))
+        _keep_larger(disk, view, _disk_terms(view))
+    return Offloaded(host=host, disk=disk, ranks_per_node=views[0].request.cluster.devices_per_node)
+
+
+def staged_states(view: View) -> Floats:
+    """Chunks on the device: states and masters that are updated there, or weights that return from the host."""
+    sizes = view.sizes
+    returned = np.where(view.columns.offload_parameters > 0, 0.0, sizes.master)
+    states = sizes.optimizer + (sizes.master if has_master(sizes) else 0)
+    return _in_flight(view) * np.where(updates_on_host(view), returned, states)
+
+
+def _in_flight(view: View) -> Floats:
+    """Elements of the chunks in flight; a small shard has fewer."""
+    return np.minimum(SLOTS * CHUNK_ELEMENTS, held_elements(view))
+
+
+def _host_terms(view: View) -> HostTerms:
+    columns, sizes, held = view.columns, view.sizes, held_elements(view)
+    nothing = np.zeros(len(columns))
+    is_here, on_host = columns.offload_optimizer == HOMES.index("cpu"), updates_on_host(view)
+    states = sizes.optimizer + _master_bytes(view)
+    from_disk = np.where(columns.offload_optimizer == NVME, states, 0.0)
+    staged = _in_flight(view) * (from_disk + np.where(on_host, sizes.gradient, 0.0))
+    is_late = on_host & (columns.delayed_update > 0)
+    away = nothing
+    if np.any(columns.offload_activations):
+        away = saved_blocks(view).away * view.stage.in_flight
+    return {
+        "masters": np.where(is_here, held * _master_bytes(view), 0.0),
+        "moments": np.where(is_here, held * sizes.optimizer, 0.0),
+        "staging": np.where(columns.offload_optimizer > 0, staged, 0.0),
+        "gradients": np.where(is_late, held * sizes.gradient, 0.0),
+        "weights": np.where(columns.offload_parameters > 0, held * rest_bytes(view), 0.0),
+        "activations": away,
+    }
+
+
+def _disk_terms(view: View) -> HostTerms:
+    """States in files; a state that survives every step is written to two files in turn."""
+    columns, held = view.columns, held_elements(view)
+    copies = np.where(columns.offload_optimizer == NVME, np.where(columns.durable_steps > 0, 2.0, 1.0), 0.0)
+    return {"masters": copies * held * _master_bytes(view), "moments": copies * held * view.sizes.optimizer}
+
+
+def _master_bytes(view: View) -> Floats:
+    sizes = view.sizes
+    return np.where(updates_on_host(view) | has_master(sizes), float(sizes.master), 0.0)
+
+
+def _keep_larger(terms: HostTerms, view: View, other: HostTerms) -> None:
+    """Replace these rows of `terms` where the rank of `view` has more."""
+    larger = _sum(other) > _sum(terms)[view.rows]
+    for name, values in terms.items():
+        values[view.rows[larger]] = other[name][larger]
+
+
+def _sum(terms: HostTerms) -> Floats:
+    values = list(terms.values())
+    return np.asarray(sum(values[1:], start=values[0]), dtype=np.float64)

@@ -1,0 +1,432 @@
+"""Offload in the planner: bytes on device, host and disk, seconds of a pipeline of copies, where the update runs.
+
+Each defect that the formulas had is a test here: its docstring names the wrong figure.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import columns_with, legal_plans, one, plan_with, request_of, requests, tiny_llama, view_with
+
+from weft.core.offload_sizes import CHUNK_ELEMENTS, SLOTS
+from weft.core.terms import MemoryTerm, StepTerm
+from weft.plan.arithmetic import explain_memory
+from weft.plan.estimate import Estimate, estimate, fitting
+from weft.plan.memory.peak import MemoryEstimate, estimate_memory
+from weft.plan.offload import DAY_S, choose_update
+from weft.plan.request import Request
+from weft.plan.space import Freedom
+from weft.plan.time.compute import block_seconds
+from weft.plan.time.state_stream import DEVICE_PIPELINE, HOST_PIPELINE, host_update_rate, update_seconds
+from weft.plan.time.step_time import estimate_time
+from weft.plan.time.transfers import OVERLAP
+from weft.plan.view import views_of
+
+LLAMA_8B = 8_030_261_248
+SHARD = LLAMA_8B // 8
+SHARDED: dict[str, Any] = {"dp_shard": 8, "zero": 3}
+H200 = request_of("llama-3-8b", "1xH200", global_batch=8)
+EIGHT = request_of("llama-3-8b", "8xH200", global_batch=64)
+BIG = request_of("llama-3-70b", "8xH200", global_batch=8)
+
+
+def on_host(request: Request, **cluster: Any) -> Request:
+    """The request on a host with these figures."""
+    return replace(request, cluster=replace(request.cluster, **cluster))
+
+
+# The host of one H200 that was measured: 16 cores, 55 GB/s to the device.
+MEASURED = on_host(H200, host_cores_per_device=16.0)
+
+
+def found(request: Request, **plan: Any) -> Estimate:
+    return estimate(request, plan_with(preset="bf16", **plan))
+
+
+def memory(request: Request, **plan: Any) -> MemoryEstimate:
+    return estimate_memory(views_of(request, columns_with(plan)))
+
+
+def seconds(request: Request, **plan: Any) -> dict[StepTerm, float]:
+    return {term: one(values) for term, values in estimate_time(views_of(request, columns_with(plan))).terms.items()}
+
+
+def terms(request: Request, **plan: Any) -> dict[MemoryTerm, float]:
+    return {term: one(values) for term, values in memory(request, **plan).terms.items()}
+
+
+# Memory of the device
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_gradients_of_an_offloaded_optimizer_stay_on_the_device(home: str) -> None:
+    """With nvme they were counted nowhere: off the device, and not on the host."""
+    request = request_of(global_batch=16, sequence_length=16)
+    plain, away = (terms(request, microbatches=2, **SHARDED, **keys) for keys in ({}, {"optimizer": home}))
+    assert away[MemoryTerm.GRADIENTS] == plain[MemoryTerm.GRADIENTS] == SHARD * 4
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_weights_rest_in_the_compute_dtype_where_masters_are_away(home: str) -> None:
+    """They kept 4 bytes per parameter on the device, beside a master on the host."""
+    assert terms(EIGHT, **SHARDED, optimizer=home)[MemoryTerm.WEIGHTS] == SHARD * 2
+    assert terms(EIGHT, **SHARDED)[MemoryTerm.WEIGHTS] == SHARD * 4
+
+
+def test_without_a_master_only_moments_leave() -> None:
+    request = request_of(global_batch=8, sequence_length=64, preset="fp32")
+    assert terms(request, **SHARDED, optimizer="cpu", update="device")[MemoryTerm.WEIGHTS] == SHARD * 4
+    assert one(memory(request, **SHARDED, optimizer="cpu", update="device").host) == LLAMA_8B * 8
+
+
+def test_replicas_with_weights_in_the_compute_dtype_hold_no_cast() -> None:
+    request = request_of(global_batch=16, sequence_length=1)
+    assert terms(request, dp_replicate=8, microbatches=2)[MemoryTerm.GATHERED] > 0
+    assert terms(request, dp_replicate=8, microbatches=2, optimizer="cpu")[MemoryTerm.GATHERED] == 0
+
+
+@pytest.mark.parametrize(("update", "per_element"), [("device", 12), ("host", 4)])
+def test_chunks_in_flight_are_on_the_device(update: str, per_element: int) -> None:
+    """States and masters of three chunks, or the weights that return; a small shard has less than that."""
+    staged = terms(EIGHT, **SHARDED, optimizer="cpu", update=update)[MemoryTerm.OPTIMIZER_STATE]
+    assert staged == SLOTS * CHUNK_ELEMENTS * per_element
+    small = request_of(tiny_llama(), "1xH200", global_batch=8, sequence_length=16)
+    few = terms(small, optimizer="cpu", update=update)[MemoryTerm.OPTIMIZER_STATE]
+    assert few == small.shape.num_parameters * per_element
+
+
+def test_a_delayed_update_keeps_the_gradients_of_two_steps_where_it_runs() -> None:
+    plans = {
+        (update, delayed): memory(EIGHT, **SHARDED, optimizer="cpu", update=update, delayed=delayed)
+        for update in ("device", "host")
+        for delayed in (False, True)
+    }
+    more = {
+        update: one(plans[update, True].terms[MemoryTerm.GRADIENTS] - plans[update, False].terms[MemoryTerm.GRADIENTS])
+        for update in ("device", "host")
+    }
+    assert more == {"device": SHARD * 4, "host": 0}
+    assert one(plans["host", True].host - plans["host", False].host) == LLAMA_8B * 4
+    assert one(plans["device", True].host - plans["device", False].host) == 0
+
+
+def test_weights_on_the_host_leave_units_in_use_and_staged_shards() -> None:
+    request = request_of(global_batch=64, sequence_length=16)
+    plain, away = (terms(request, microbatches=8, **SHARDED, **keys) for keys in ({}, {"parameters": "cpu"}))
+    block = request.shape.kinds[0].num_parameters
+    assert away[MemoryTerm.WEIGHTS] == 0
+    assert away[MemoryTerm.GATHERED] == plain[MemoryTerm.GATHERED]
+    more = away[MemoryTerm.COMM_BUFFERS] - plain[MemoryTerm.COMM_BUFFERS]
+    assert more == pytest.approx(2 * block / 8 * 4)  # as they rest: float32, since the optimizer is on the device
+
+
+def test_one_device_streams_units_of_weights_on_the_host() -> None:
+    """Two blocks and the root are there at a time; the block in use was counted nowhere."""
+    shape = tiny_llama(hidden_size=1024, intermediate_size=4096)
+    peak = memory(request_of(shape, "1xH200", sequence_length=512), parameters="cpu", optimizer="cpu")
+    assert peak.instant[int(one(peak.at))] == "backward of the last block"
+    assert one(peak.terms[MemoryTerm.WEIGHTS]) == 0
+    root = 2 * 512 * 1024 + 1024
+    assert one(peak.terms[MemoryTerm.GATHERED]) == 2 * (root + 2 * shape.kinds[0].num_parameters)
+
+
+# Activations
+
+INPUT = 4096 * 4096 * 2  # of one block of 8B: 4,096 tokens in bfloat16
+
+
+def test_two_inputs_of_recomputed_blocks_stay_on_the_device() -> None:
+    plain, away = (
+        memory(EIGHT, **SHARDED, microbatches=8, policy="full", offload_activations=where) for where in ("none", "cpu")
+    )
+    saved = one(plain.terms[MemoryTerm.ACTIVATIONS] - away.terms[MemoryTerm.ACTIVATIONS])
+    done = {"loss": 0, "backward of the last block but one": 1}[plain.instant[int(one(plain.at))]]
+    assert saved == (32 - done - 2) * INPUT
+    assert one(away.host) == 8 * 32 * INPUT
+    assert one(plain.host) == 0
+
+
+def test_inputs_of_a_mixture_leave_and_other_blocks_stay() -> None:
+    keys: dict[str, Any] = {**SHARDED, "microbatches": 8, "policy": "budget", "mixture": [10, 0]}
+    away = memory(EIGHT, **keys, offload_activations="cpu")
+    assert one(away.host) == 8 * 10 * INPUT
+    assert terms(EIGHT, **keys)[MemoryTerm.ACTIVATIONS] - one(away.terms[MemoryTerm.ACTIVATIONS]) == 8 * INPUT
+
+
+def test_tensor_ranks_keep_their_share_of_an_input() -> None:
+    keys: dict[str, Any] = {"tp": 8, "microbatches": 64, "policy": "full", "sequence_parallel": False}
+    plain, shared = (memory(EIGHT, **keys, partition=is_shared) for is_shared in (False, True))
+    assert one(plain.terms[MemoryTerm.ACTIVATIONS] - shared.terms[MemoryTerm.ACTIVATIONS]) >= 24 * INPUT * 7 / 8
+    both = memory(EIGHT, **keys, partition=True, offload_activations="cpu")
+    assert one(both.host) == 8 * 32 * INPUT / 8
+
+
+def test_a_partitioned_input_is_gathered_once_per_block_and_backward() -> None:
+    keys: dict[str, Any] = {"tp": 8, "microbatches": 64, "policy": "full", "sequence_parallel": False}
+    rows = [
+        {(row["collective"], row["phase"]): row for row in found(EIGHT, **keys, partition=is_shared).traffic}
+        for is_shared in (False, True)
+    ]
+    assert ("all_gather", "backward") not in rows[0]
+    gathers = rows[1]["all_gather", "backward"]
+    assert (gathers["bytes"], gathers["count"]) == (64 * 32 * INPUT * 7 // 8, 64 * 32)
+
+
+def test_inputs_that_a_block_cannot_hide_cost_time() -> None:
+    """Offloaded activations cost none: their seconds were in no term."""
+    keys: dict[str, Any] = {**SHARDED, "policy": "full", "microbatches": 8, "offload_activations": "cpu"}
+    assert seconds(EIGHT, **keys)[StepTerm.OFFLOAD_COPIES] == 0  # 33 MB at 55 GB/s behind a block's forward
+    slow = on_host(EIGHT, host=replace(EIGHT.cluster.host, bytes_per_s=1e9))
+    busy = block_seconds(view_with(slow, **keys))
+    copied = 32 * INPUT / 1e9
+    forward = copied - OVERLAP * one(busy.forward - busy.head_forward)
+    backward = copied - OVERLAP * one(busy.backward - 2 * busy.head_forward)
+    assert forward > backward > 0
+    assert seconds(slow, **keys)[StepTerm.OFFLOAD_COPIES] == pytest.approx(8 * (forward + backward))
+
+
+# Time of weights and states
+
+
+def test_weights_on_the_host_copy_the_shard_not_the_model() -> None:
+    """70B on 8 H200 was charged 5.1 s, that of all weights: a rank copies its shard in, for forward and backward."""
+    copies = {
+        row["phase"]: row
+        for row in found(BIG, **SHARDED, policy="full", parameters="cpu", optimizer="cpu").offload.transfers
+    }
+    shard = views_of(BIG, columns_with(SHARDED))[0].share.total.shard
+    assert copies["forward"]["in_bytes"] == copies["backward"]["in_bytes"] == one(shard) * 2
+    assert copies["forward"]["seconds"] + copies["backward"]["seconds"] == pytest.approx(0.64, rel=0.01)
+    exposed = copies["forward"]["exposed_s"] + copies["backward"]["exposed_s"]
+    assert exposed == pytest.approx(2 * one(shard) * 2 / 81 / BIG.cluster.host.bytes_per_s)  # of each, the first unit
+
+
+@pytest.mark.parametrize(("zero", "copies"), [(3, 2 * 4), (2, 1), (1, 1)])
+def test_weights_are_copied_before_every_gather(zero: int, copies: int) -> None:
+    rows = found(EIGHT, dp_shard=8, zero=zero, microbatches=4, parameters="cpu", optimizer="cpu").offload.transfers
+    weights = sum(row["in_bytes"] for row in rows if row["phase"] != "update")
+    assert weights == copies * SHARD * 2
+
+
+def test_link_disk_and_host_work_at_once() -> None:
+    """Their seconds were added: a pipeline costs the slowest, and the first chunk."""
+    slow_link = on_host(EIGHT, host=replace(EIGHT.cluster.host, bytes_per_s=1e8, duplex_share=1.0))
+    assert seconds(slow_link, **SHARDED, optimizer="nvme", update="device")[StepTerm.OFFLOAD] == pytest.approx(
+        12 * SHARD / 1e8 / DEVICE_PIPELINE, rel=0.03
+    )
+    slow_disk = on_host(EIGHT, nvme_bytes_per_s=8e8)
+    assert seconds(slow_disk, **SHARDED, optimizer="nvme", update="device")[StepTerm.OFFLOAD] == pytest.approx(
+        24 * SHARD / 1e8, rel=0.03
+    )
+
+
+@given(
+    link=st.floats(1e8, 1e12),
+    disk=st.floats(1e8, 1e12),
+    memory_rate=st.floats(1e9, 1e13),
+    cores=st.floats(1, 128),
+    is_host=st.booleans(),
+    home=st.sampled_from(["cpu", "nvme"]),
+)
+@settings(max_examples=60)
+def test_an_update_takes_as_long_as_its_slowest_stage(
+    link: float, disk: float, memory_rate: float, cores: float, is_host: bool, home: str
+) -> None:
+    """At least each stage alone, at most their sum and the first chunk; a faster machine is never slower."""
+    host = replace(EIGHT.cluster.host, bytes_per_s=link)
+    request = on_host(
+        EIGHT, host=host, nvme_bytes_per_s=disk, host_memory_bytes_per_s=memory_rate, host_cores_per_device=cores
+    )
+    view = view_with(request, **SHARDED, optimizer=home)
+    taken = one(update_seconds(view, on_host=is_host))
+    stages = [
+        (4 if is_host else 12) * SHARD / link,
+        *([24 * SHARD * 8 / disk] if home == "nvme" else []),
+        *([SHARD / host_update_rate(view)] if is_host else []),
+    ]
+    assert taken >= max(stages) * (1 - 1e-9)
+    fast = {
+        "nvme_bytes_per_s": 2 * disk,
+        "host_memory_bytes_per_s": 2 * memory_rate,
+        "host_cores_per_device": 2 * cores,
+    }
+    faster = on_host(request, host=replace(host, bytes_per_s=2 * link), **fast)
+    assert one(update_seconds(view_with(faster, **SHARDED, optimizer=home), on_host=is_host)) <= taken
+
+
+def test_the_host_updates_as_fast_as_was_measured() -> None:
+    """Host speed was a guess: four links. Measured with torch's AdamW: 0.78 G parameters/s on one core, 5.6 on 16."""
+    rates = [
+        host_update_rate(view_with(on_host(H200, host_cores_per_device=cores), optimizer="cpu")) / HOST_PIPELINE
+        for cores in (1.0, 16.0)
+    ]
+    assert rates == pytest.approx([0.78e9, 5.6e9], rel=0.01)
+    view = view_with(MEASURED, optimizer="cpu")
+    assert LLAMA_8B / one(update_seconds(view, on_host=True)) == pytest.approx(2.95e9, rel=0.03)
+
+
+def test_streamed_moments_are_as_fast_as_was_measured() -> None:
+    """6.0 G parameters/s for 8 bytes each way."""
+    request = replace(MEASURED, precision=request_of(preset="fp32").precision)
+    view = view_with(request, optimizer="cpu", preset="fp32")
+    assert LLAMA_8B / one(update_seconds(view, on_host=False)) == pytest.approx(6.0e9, rel=0.03)
+
+
+def test_all_ranks_of_a_node_share_disk_and_host_memory() -> None:
+    alone, together = (request_of("llama-3-8b", devices, global_batch=64) for devices in ("1xH200", "8xH200"))
+    keys: dict[str, Any] = {"optimizer": "nvme", "update": "device"}
+    one_rank = seconds(alone, **keys)[StepTerm.OFFLOAD]
+    assert seconds(together, dp_replicate=8, **keys)[StepTerm.OFFLOAD] == pytest.approx(8 * one_rank, rel=0.01)
+
+
+def test_a_delayed_update_hides_behind_the_next_step() -> None:
+    now, late = (seconds(EIGHT, **SHARDED, optimizer="cpu", delayed=delayed) for delayed in (False, True))
+    assert now[StepTerm.OFFLOAD] > 0
+    assert late[StepTerm.OFFLOAD] == 0
+    slow = on_host(EIGHT, host=replace(EIGHT.cluster.host, bytes_per_s=1e8))
+    now, late = (seconds(slow, **SHARDED, optimizer="cpu", delayed=delayed) for delayed in (False, True))
+    busy = block_seconds(view_with(slow, **SHARDED))
+    assert now[StepTerm.OFFLOAD] - late[StepTerm.OFFLOAD] == pytest.approx(OVERLAP * one(busy.forward + busy.backward))
+
+
+# Where the update runs
+
+
+def test_the_faster_place_updates() -> None:
+    """A fast link streams the states through the device; a slow one leaves them to the host."""
+    plan = plan_with(preset="bf16", optimizer="cpu")
+    assert choose_update(MEASURED, plan) == "device"
+    slow = on_host(MEASURED, host=replace(MEASURED.cluster.host, bytes_per_s=1e10))
+    assert choose_update(slow, plan) == "host"
+    assert choose_update(slow, plan_with(preset="bf16", optimizer="cpu", update="device")) == "device"
+    assert choose_update(request_of(devices="1xCPU"), plan) == "host"
+
+
+@pytest.mark.parametrize("link", [1e9, 1e10, 5e10, 1e12])
+def test_auto_costs_the_lesser_of_the_two_places(link: float) -> None:
+    request = on_host(EIGHT, host=replace(EIGHT.cluster.host, bytes_per_s=link))
+    taken = {
+        update: seconds(request, **SHARDED, optimizer="cpu", update=update)[StepTerm.OFFLOAD]
+        for update in ("auto", "device", "host")
+    }
+    assert min(taken["device"], taken["host"]) <= taken["auto"] <= min(taken["device"], taken["host"]) / 0.95
+
+
+# Host memory and disk
+
+
+def test_states_weights_and_inputs_fill_the_host_of_all_ranks() -> None:
+    """8B on 8 devices: 12 bytes per parameter of states and masters, once per node; weights another 2."""
+    request = request_of(global_batch=8, sequence_length=64)
+    assert one(memory(request, **SHARDED).host) == 0
+    assert one(memory(request, **SHARDED, optimizer="cpu", update="device").host) == 12 * LLAMA_8B
+    both = memory(request, **SHARDED, optimizer="cpu", update="device", parameters="cpu")
+    assert one(both.host) == 14 * LLAMA_8B
+    assert one(memory(request, dp_replicate=8, optimizer="cpu", update="device").host) == 8 * 12 * LLAMA_8B
+
+
+def test_files_leave_three_chunks_in_host_memory() -> None:
+    record = found(EIGHT, **SHARDED, optimizer="nvme", update="device").offload
+    assert record.host_terms == {"staging": SLOTS * CHUNK_ELEMENTS * 12}
+    assert record.disk_terms == {"masters": SHARD * 4, "moments": SHARD * 8}
+    durable = found(EIGHT, **SHARDED, optimizer="nvme", durable="step").offload
+    assert durable.disk_terms == {"masters": 2 * SHARD * 4, "moments": 2 * SHARD * 8}
+    assert durable.file_bytes == record.file_bytes == SHARD * 12
+
+
+def test_json_has_host_disk_and_copies() -> None:
+    """It had no byte of the host."""
+    answer: dict[str, Any] = found(EIGHT, **SHARDED, optimizer="nvme", update="device").as_dict()
+    staged = SLOTS * CHUNK_ELEMENTS * 12
+    assert answer["host"] == {"bytes_per_rank": staged, "bytes_per_node": 8 * staged, "terms": {"staging": staged}}
+    disk = answer["disk"]
+    assert (disk["bytes_per_rank"], disk["bytes_per_node"]) == (SHARD * 12, LLAMA_8B * 12)
+    assert disk["written_bytes_per_step"] == disk["read_bytes_per_step"] == LLAMA_8B * 12
+    per_day = LLAMA_8B * 12 * DAY_S / answer["time"]["step_s"]
+    assert disk["written_bytes_per_day"] == pytest.approx(per_day)
+    assert [row["phase"] for row in answer["transfers"]] == ["update"]
+    assert answer["update"] == "device"
+    plain: dict[str, Any] = found(EIGHT, **SHARDED).as_dict()
+    assert plain["host"] == {"bytes_per_rank": 0, "bytes_per_node": 0, "terms": {}}
+    assert plain["transfers"] == []
+    assert "update" not in plain
+
+
+def test_a_pipeline_s_fullest_rank_counts_on_the_host() -> None:
+    """The last stage has the head: more states than the first here, whose blocks are fewer."""
+    keys: dict[str, Any] = {"pp": 8, "microbatches": 64, "optimizer": "cpu", "update": "device"}
+    views = views_of(EIGHT, columns_with({**keys, "blocks": [1, 1, 1, 1, 1, 1, 1, 25]}))
+    most = max(one(view.share.total.unsharded) for view in views)
+    assert one(estimate_memory(views).host) == 8 * 12 * most
+    assert most > one(views[0].share.total.unsharded)
+
+
+def test_a_host_that_does_not_hold_all_ranks_does_not_fit() -> None:
+    roomy = on_host(EIGHT, host_memory_bytes=round(8 * 12 * LLAMA_8B / 0.9) + 1)
+    tight = on_host(EIGHT, host_memory_bytes=round(4 * 12 * LLAMA_8B / 0.9))
+    keys: dict[str, Any] = {
+        "dp_replicate": 8,
+        "optimizer": "cpu",
+        "update": "device",
+        "policy": "full",
+        "microbatches": 8,
+    }
+    assert one(fitting(roomy, memory(roomy, **keys))) == 1
+    assert one(fitting(tight, memory(tight, **keys))) == 0
+
+
+# All plans
+
+
+@given(request=requests(), home=st.sampled_from(["cpu", "nvme"]), is_away=st.booleans(), is_late=st.booleans())
+@settings(max_examples=15)
+def test_offload_never_needs_more_than_it_takes_away(request: Request, home: str, is_away: bool, is_late: bool) -> None:
+    """Of every legal plan: terms are finite, states leave the device, and no plan without offload has host bytes."""
+    columns = legal_plans(request)
+    if not len(columns):
+        return
+    columns = columns.take(np.arange(0, len(columns), max(1, len(columns) // 50)))
+    away = replace(
+        columns,
+        offload_optimizer=np.full(len(columns), 1 + (home == "nvme"), dtype=np.int64),
+        offload_parameters=np.full(len(columns), int(is_away), dtype=np.int64),
+        delayed_update=np.full(len(columns), int(is_late), dtype=np.int64),
+    )
+    plain, moved = (estimate_memory(views_of(request, one)) for one in (columns, away))
+    assert not np.any(plain.host)
+    assert not np.any(plain.offloaded.disk_per_rank)
+    for values in (*moved.terms.values(), *moved.offloaded.host.values(), *moved.offloaded.disk.values()):
+        assert np.isfinite(values).all()
+        assert (values >= 0).all()
+    staged = SLOTS * CHUNK_ELEMENTS * 12
+    assert (moved.terms[MemoryTerm.OPTIMIZER_STATE] <= staged).all()
+    assert (moved.terms[MemoryTerm.WEIGHTS] <= plain.terms[MemoryTerm.WEIGHTS]).all()
+    taken = estimate_time(views_of(request, away))
+    assert np.isfinite(taken.total).all()
+    assert (taken.terms[StepTerm.OFFLOAD_COPIES] >= 0).all()
+    assert (taken.terms[StepTerm.OFFLOAD] >= 0).all()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"optimizer": "cpu"},
+        {"optimizer": "cpu", "update": "host", "parameters": "cpu"},
+        {"optimizer": "nvme", "policy": "full", "offload_activations": "cpu"},
+    ],
+)
+@pytest.mark.parametrize("layout", [{"dp_replicate": 8}, {"dp_shard": 8, "zero": 2}, SHARDED])
+def test_the_arithmetic_of_an_offloaded_plan_adds_up(keys: dict[str, Any], layout: dict[str, Any]) -> None:
+    estimated, lines = explain_memory(EIGHT, plan_with(preset="bf16", **layout, **keys))
+    for term, size in estimated.memory_terms.items():
+        if term != "weight_versions" or size:
+            assert sum(line.bytes for line in lines if line.term == term) == pytest.approx(size, abs=2)
+
+
+def test_offloaded_activations_are_searched_with_full_recompute_only() -> None:
+    columns = legal_plans(EIGHT, Freedom(fixed={"activations.offload": "cpu"}))
+    assert columns.recomputes("full").all()
