@@ -1,8 +1,9 @@
-"""Choices that a plan may leave open: the recompute mixture and the dispatcher of experts."""
+"""Choices that a plan may leave open: the recompute mixture, the dispatcher of experts, the place of an update."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 from weft.core.errors import PlanError
 from weft.core.experts import choose_dispatcher
@@ -37,3 +38,20 @@ def with_dispatcher(plan: Plan, layers: Iterable[tuple[int, int | None]]) -> Pla
 def with_mixture(plan: Plan, mixture: tuple[int, int]) -> Plan:
     """The plan with this mixture."""
     return plan.model_copy(update={"activations": plan.activations.model_copy(update={"mixture": mixture})})
+
+
+def update_place(plan: Plan, *, device_type: str) -> Literal["device", "host"] | None:
+    """Where offloaded states are updated; None without offload. A GPU has a faster link than the host has cores."""
+    if plan.offload.optimizer == "none":
+        return None
+    if plan.offload.update != "auto":
+        return plan.offload.update
+    return "host" if device_type == "cpu" else "device"
+
+
+def with_update_place(plan: Plan, *, device_type: str) -> Plan:
+    """The plan with a chosen place of the update."""
+    place = update_place(plan, device_type=device_type)
+    if place is None:
+        return plan
+    return plan.model_copy(update={"offload": plan.offload.model_copy(update={"update": place})})

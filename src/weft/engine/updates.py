@@ -89,7 +89,7 @@ class Updates:
                 engine.optimizer.gradient_factor = factor  # its kernel multiplies as it reads: no separate pass
             else:
                 scale_gradients(engine.parameters, factor)
-        engine.optimizer.step()
+        engine.update_parameters()
         return norm, False
 
 
