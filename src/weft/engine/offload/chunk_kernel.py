@@ -64,6 +64,10 @@ class ChunkKernel:
             self._own.states = replace(self._own.states, places=places)
             self._own.gradient_factor = factor
         self._own.step()
+        # else the last chunk's gradients and memory would live until the next step
+        self._own.param_groups, self._own.state = [], defaultdict(dict)
+        if self._places:
+            self._own.states = replace(self._own.states, places={})
 
     def _place(self, piece: StatePiece) -> Place:
         place = self._places[piece.parameter]
