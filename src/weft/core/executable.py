@@ -62,6 +62,8 @@ def _not_offloaded(plan: Plan) -> list[tuple[bool, str]]:
     return [
         (offload.optimizer == "nvme", "optimizer states in files (offload.optimizer = 'nvme')"),
         (offload.parameters != "none", "parameter offload (offload.parameters)"),
+        (bool(offload.folder) or offload.durable != "checkpoint", "files of states (offload.folder, offload.durable)"),
+        (not is_on and offload.update != "auto", "offload.update without offload.optimizer"),
         (offload.delayed, "delayed updates of offloaded states (offload.delayed)"),
         (is_on and plan.has_delayed_updates, f"optimizer offload (offload.optimizer) with {plan.pipeline.schedule}"),
         (is_on and _is_threaded(plan), "optimizer offload (offload.optimizer) with dataparallel"),

@@ -33,9 +33,10 @@ def require_room(nbytes: int, *, device: torch.device, root: Path = Path("/")) -
         left[machine] = min(left.get(machine, _UNKNOWN), free)
     for machine, of_ranks in needed.items():
         if sum(of_ranks) > left[machine]:
+            ranks = "1 rank" if len(of_ranks) == 1 else f"{len(of_ranks)} ranks of one machine"
             raise DeviceError(
-                f"the offloaded optimizer states of {len(of_ranks)} ranks need {format_bytes(sum(of_ranks))} of host "
-                f"memory, and {format_bytes(left[machine])} are available",
+                f"the offloaded optimizer states of {ranks} need {format_bytes(sum(of_ranks))} of host memory, and "
+                f"{format_bytes(left[machine])} are available",
                 hint="shard them over more machines (data_parallel.zero), set precision.optimizer_state = 'bfloat16', "
                 "or raise the memory limit of the container",
             )
