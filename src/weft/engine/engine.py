@@ -37,7 +37,7 @@ from weft.engine.measure.timer import StepTimer
 from weft.engine.mesh import build_topology, default_device
 from weft.engine.microbatches import SequentialRunner
 from weft.engine.objective import Batch, Objective, objective_for
-from weft.engine.offload.offloaded import OffloadedStates
+from weft.engine.offload.offloaded import offload_states
 from weft.engine.optim.adamw_low import LowStates
 from weft.engine.optim.clip import global_norm
 from weft.engine.optim.group_rates import GroupRates, require_one_base
@@ -100,11 +100,8 @@ class Engine:
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.parameters = list(self.trained.values())
         self._seed = seed
-        self._update_place = update_place(plan, device_type=self.device.type)
         self.optimizer = self._build_optimizer(optimizer)
-        self.offload: OffloadedStates | None = None
-        if self._update_place is not None:
-            self.offload = OffloadedStates(self.optimizer, place=self._update_place, device=self.device)
+        self.offload = offload_states(self.optimizer, plan, device=self.device)
         self.rates = GroupRates(self.optimizer)
         if callable(optimizer) and dist.get_world_size() > 1:
             require_one_base(self.rates, device=self.device)
@@ -225,10 +222,6 @@ class Engine:
             device=self.device,
         )
 
-    def update_parameters(self) -> None:
-        """The optimizer's step, where its states are."""
-        (self.offload or self.optimizer).step()
-
     def look_at_dtypes(self) -> None:
         """After an update, before its gradients are freed; the first time only."""
         if self._dtypes.is_incomplete:
@@ -252,8 +245,6 @@ class Engine:
         """Every tensor of model and optimizer under its logical name, sharing memory with the live ones. A pipeline
         that never flushes restarts from here, as it does after loading this state."""
         self.updates.restart()
-        if self.offload is not None:
-            self.offload.wait()
         create_state(self.optimizer, self.parameters)
         state = state_tensors(self.model, self.optimizer, self.shards)
         state = {key: value for key, value in state.items() if not self.buffer_sync.is_foreign(key.removeprefix(MODEL))}
@@ -332,7 +323,7 @@ class Engine:
     def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:
         policy, copies = self.plan.precision.policy(), self.layout.copies
         low = LowStates.of(self.trained, policy, seed=self._seed, shards=self.shards, copies=copies)
-        if low is not None and not low.rounds and self._update_place == "host":
+        if low is not None and not low.rounds and update_place(self.plan, device_type=self.device.type) == "host":
             low = None  # its float32 form is a GPU's kernel; a host has torch's fused one
         return make_optimizer(self.trained, given, low=low, shards=self.shards)
 

@@ -19,6 +19,8 @@ from torch._guards import active_fake_mode
 from torch.optim import Optimizer
 
 from weft.core import offload_sizes
+from weft.core.open_choices import update_place
+from weft.core.plan import Plan
 from weft.engine.offload.chunk_kernel import ChunkKernel, State, new_counter, require_known, state_dtype, state_keys
 from weft.engine.offload.chunks import StateBank, divide
 from weft.engine.offload.copy_streams import streams_for
@@ -27,6 +29,12 @@ from weft.engine.offload.slab import HostSlab, slab_bytes
 from weft.engine.offload.updates import ChunkUpdate, DeviceUpdate, HostUpdate, staging_bytes
 from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import local
+
+
+def offload_states(optimizer: Optimizer, plan: Plan, *, device: torch.device) -> OffloadedStates | None:
+    """Move the optimizer's states to the host if the plan says so. Collective."""
+    place = update_place(plan, device_type=device.type)
+    return OffloadedStates(optimizer, place=place, device=device) if place is not None else None
 
 
 class OffloadedStates:
