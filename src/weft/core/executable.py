@@ -44,7 +44,7 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
             plan.activations != default.activations and plan.data_parallel.strategy == "dataparallel",
             "activation recompute under dataparallel",
         ),
-        (plan.offload != default.offload, "offload ([offload])"),
+        *_not_offloaded(plan),
     ]
     unbuilt = not_executed(plan.precision.preset, plan.precision.given)
     refused += [(True, f"precision.{name} = {getattr(policy, name)!r}") for name in unbuilt]
@@ -53,6 +53,21 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
     for is_refused, what, hint in [*((is_refused, what, general) for is_refused, what in refused), *_switched_on(plan)]:
         if is_refused:
             yield f"this version of weft does not execute {what}", hint
+
+
+def _not_offloaded(plan: Plan) -> list[tuple[bool, str]]:
+    """Forms of offload, and features that optimizer offload does not support yet."""
+    offload = plan.offload
+    is_on = offload.optimizer != "none"
+    return [
+        (offload.optimizer == "nvme", "optimizer states in files (offload.optimizer = 'nvme')"),
+        (offload.parameters != "none", "parameter offload (offload.parameters)"),
+        (bool(offload.folder) or offload.durable != "checkpoint", "files of states (offload.folder, offload.durable)"),
+        (not is_on and offload.update != "auto", "offload.update without offload.optimizer"),
+        (offload.delayed, "delayed updates of offloaded states (offload.delayed)"),
+        (is_on and plan.has_delayed_updates, f"optimizer offload (offload.optimizer) with {plan.pipeline.schedule}"),
+        (is_on and _is_threaded(plan), "optimizer offload (offload.optimizer) with dataparallel"),
+    ]
 
 
 def _switched_on(plan: Plan) -> Iterator[tuple[bool, str, str]]:

@@ -47,6 +47,21 @@ def has_open_update(plan: Plan) -> bool:
     return plan.offload.optimizer != "none" and plan.offload.update == "auto"
 
 
+def update_place(plan: Plan, *, device_type: str) -> UpdatePlace | None:
+    """Where offloaded states are updated; None without offload. A GPU has a faster link than the host has cores."""
+    if plan.offload.optimizer == "none":
+        return None
+    if plan.offload.update != "auto":
+        return plan.offload.update
+    return "host" if device_type == "cpu" else "device"
+
+
+def with_update_place(plan: Plan, *, device_type: str) -> Plan:
+    """The plan with a chosen place of the update."""
+    place = update_place(plan, device_type=device_type)
+    return plan if place is None else with_update(plan, place)
+
+
 def with_update(plan: Plan, place: UpdatePlace) -> Plan:
     """The plan with this place of its update."""
     return plan.model_copy(update={"offload": plan.offload.model_copy(update={"update": place})})

@@ -15,8 +15,10 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from weft.checkpoint.parts import ShardTensor
 from weft.core import vocabulary
 from weft.core.errors import MeshError, NotBuiltError, PipelineError
+from weft.core.open_choices import with_update_place
 from weft.core.plan import Compile, Plan
 from weft.core.records import PeakRecord
 from weft.core.run_spec import RunSpec
@@ -57,6 +59,7 @@ def dry_run(
     """
     began_s = time.perf_counter()
     require_legal(plan, run)
+    plan = with_update_place(plan, device_type="cuda" if on_gpu else "cpu")
     if not 0 <= rank < plan.num_ranks:
         raise MeshError(f"there is no rank {rank} among {plan.num_ranks}", hint=f"ranks are 0 to {plan.num_ranks - 1}")
     kernel = attention if on_gpu else None
@@ -144,9 +147,11 @@ def _other_moments(stage: FakeTraining) -> dict[str, int]:
     """Peaks of evaluation and of resuming, which allocates states before it reads them; host memory of saving."""
     engine = stage.engine
     found = {"evaluation_bytes": measure_peak(stage.evaluate, device_type=CPU.type, at_rest=tensors_at_rest(engine))}
-    engine.optimizer.state.clear()
+    if engine.offload is None:  # offloaded states exist from the start, on the host
+        engine.optimizer.state.clear()
     found["resuming_bytes"] = measure_peak(engine.state, device_type=CPU.type, at_rest=tensors_at_rest(engine))
-    parts = [part for tensor in engine.state().values() for part in plain_tensors(tensor)]
+    shards = [tensor.local if isinstance(tensor, ShardTensor) else tensor for tensor in engine.state().values()]
+    parts = [part for shard in shards for part in plain_tensors(shard)]
     return {**found, "saving_host_bytes": sum(part.nbytes for part in parts)}
 
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from weft.comm.groups import ensure_group, sum_over
 from weft.core.executable import require_executable
+from weft.core.open_choices import update_place
 from weft.core.plan import Plan, require_consistent
 from weft.core.records import BufferRecord, DtypeRecord, EvalRecord, ParameterRecord, StepRecord
 from weft.core.run_spec import RouterSpec
@@ -36,6 +37,7 @@ from weft.engine.measure.timer import StepTimer
 from weft.engine.mesh import build_topology, default_device
 from weft.engine.microbatches import SequentialRunner
 from weft.engine.objective import Batch, Objective, objective_for
+from weft.engine.offload.offloaded import offload_states
 from weft.engine.optim.adamw_low import LowStates
 from weft.engine.optim.clip import global_norm
 from weft.engine.optim.group_rates import GroupRates, require_one_base
@@ -99,6 +101,7 @@ class Engine:
         self.parameters = list(self.trained.values())
         self._seed = seed
         self.optimizer = self._build_optimizer(optimizer)
+        self.offload = offload_states(self.optimizer, plan, device=self.device)
         self.rates = GroupRates(self.optimizer)
         if callable(optimizer) and dist.get_world_size() > 1:
             require_one_base(self.rates, device=self.device)
@@ -320,6 +323,8 @@ class Engine:
     def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:
         policy, copies = self.plan.precision.policy(), self.layout.copies
         low = LowStates.of(self.trained, policy, seed=self._seed, shards=self.shards, copies=copies)
+        if low is not None and not low.rounds and update_place(self.plan, device_type=self.device.type) == "host":
+            low = None  # its float32 form is a GPU's kernel; a host has torch's fused one
         return make_optimizer(self.trained, given, low=low, shards=self.shards)
 
     def split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:

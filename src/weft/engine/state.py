@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from weft.checkpoint.parts import ShardTensor
 from weft.core.errors import CheckpointError
 from weft.core.shards import LocalShard
+from weft.engine.offload.slab import is_host_memory
 from weft.engine.optim.adamw_8bit import block_size_for, quantised_parts
 from weft.engine.ownership import LocalShards, chunks_of, local
 
@@ -47,6 +48,11 @@ def state_tensors(model: nn.Module, optimizer: Optimizer, shards: LocalShards) -
             if isinstance(value, torch.Tensor):
                 shard = shards.get(name)
                 shape = shard.shape if shard is not None else parameter.shape
+                if value.ndim > 0 and is_host_memory(value):
+                    # a DTensor would move it to the device
+                    chunks = chunks_of(parameter, shard)
+                    state[f"{OPTIMIZER}{name}.{key}"] = ShardTensor.of(value, shape=shape, chunks=chunks)
+                    continue
                 of_key = _logical(f"{OPTIMIZER}{name}.{key}", value, parameter, full_shape=torch.Size(shape))
                 state.update({known: as_shard(tensor, shard) for known, tensor in of_key.items()})
     return state

@@ -61,7 +61,9 @@ class Updates:
         """Finish the micro-batches in flight. Collective."""
 
     def restart(self) -> None:
-        """Drain, and begin again from the newest weights. Collective."""
+        """Drain, and begin again from the newest weights; the host may read all states. Collective."""
+        if self.engine.offload is not None:
+            self.engine.offload.wait()
 
     def scalars(self) -> dict[str, float]:
         return {}
@@ -89,7 +91,7 @@ class Updates:
                 engine.optimizer.gradient_factor = factor  # its kernel multiplies as it reads: no separate pass
             else:
                 scale_gradients(engine.parameters, factor)
-        engine.optimizer.step()
+        (engine.offload or engine.optimizer).step()
         return norm, False
 
 

@@ -41,6 +41,22 @@ HEALTHY: dict[str, tuple[str, Tables, Tables, Tables]] = {
 }
 
 
+HEALTHY |= {
+    "moments on the host, updated on the device": (
+        "qwen3-tied",
+        {**plan(3, microbatches=2), "offload": {"optimizer": "cpu", "update": "device"}},
+        {},
+        {},
+    ),
+    "moments on the host, updated there": (
+        "llama",
+        {**plan(0, microbatches=2), "offload": {"optimizer": "cpu", "update": "host"}},
+        {"optimizer": "sgd", "learning_rate": 0.1},
+        {},
+    ),
+}
+
+
 def divided(dispatcher: str, *, wire: str, chunks: int) -> Tables:
     exchange = {"dispatcher": dispatcher, "wire": wire, "chunks": chunks}
     return {"mesh": {"dp_shard": 2, "ep": 2}, "data_parallel": {"zero": 3}, "expert_parallel": exchange}

@@ -93,7 +93,13 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
         {"activations": {"policy": "budget", "mixture": [1, 1]}, "compile": {"enabled": True}},
         {"activations": {"policy": "budget"}, "data_parallel": {"strategy": "dataparallel"}},
         {"activations": {"policy": "full"}, "data_parallel": {"strategy": "dataparallel"}},
-        {"offload": {"optimizer": "cpu"}},
+        {"offload": {"optimizer": "nvme"}},
+        {"offload": {"optimizer": "cpu", "parameters": "cpu"}},
+        {"offload": {"optimizer": "cpu", "delayed": True}},
+        {"offload": {"optimizer": "cpu", "folder": "states"}},
+        {"offload": {"update": "host"}},
+        {"offload": {"optimizer": "cpu"}, "data_parallel": {"strategy": "dataparallel"}},
+        {"offload": {"optimizer": "cpu"}, "mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream"}},
         {"compile": {"enabled": True}, "mesh": {"tp": 2}},
         {"compile": {"enabled": True}, "mesh": {"pp": 2}, "pipeline": {"schedule": "zero_bubble"}},
         {"float8": {"linears": "auto"}, "mesh": {"pp": 2}, "pipeline": {"schedule": "dualpipev"}},
@@ -121,6 +127,7 @@ def test_what_is_not_built_is_refused_by_name(tables: dict[str, dict[str, object
 def test_everything_the_engine_has_is_executable() -> None:
     recomputed = [{"activations": {"policy": policy}} for policy in ("full", "selective", "budget")]
     recomputed += [{"activations": {"policy": "budget", "mixture": [2, 0]}, "compile": {"enabled": True}}]
+    recomputed += [{"offload": {"optimizer": "cpu", "update": update}} for update in ("auto", "device", "host")]
     hsdp = {"dp_shard": 2, "dp_replicate": 2}
     meshes = [{"mesh": hsdp}, {"mesh": {"tp": 2}}, {"mesh": {"pp": 2, **hsdp}}]
     fused = [{"kernels": {"loss": "fused"}, "mesh": mesh} for mesh in ({"pp": 2, "tp": 2}, hsdp)]

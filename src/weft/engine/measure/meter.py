@@ -156,6 +156,9 @@ class StepMeter:
         """Set the phases forward and update by hooks of the optimizer; the tracker detects the backward itself."""
         tracker, optimizer = self._tracker, self._engine.optimizer
         tracker.phase = "forward"
+        offload = self._engine.offload
+        if offload is not None:
+            offload.on_step = lambda is_begin: setattr(tracker, "phase", "update" if is_begin else "forward")
         hooks = [
             optimizer.register_step_pre_hook(lambda *_: setattr(tracker, "phase", "update")),
             optimizer.register_step_post_hook(lambda *_: setattr(tracker, "phase", "forward")),
@@ -165,6 +168,8 @@ class StepMeter:
         finally:
             for hook in hooks:
                 hook.remove()
+            if offload is not None:
+                offload.on_step = None
 
 
 def measure_peak(

@@ -20,6 +20,8 @@ from torch._guards import active_fake_mode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from weft.engine.offload.slab import is_host_memory
+
 ROUNDING_BYTES = 512
 BEFORE = "before the step"
 
@@ -150,6 +152,8 @@ class MemoryTracker:
     def _add(self, tensor: torch.Tensor, phase: str, module: str | None, operator: str) -> None:
         # `device` of a fake tensor runs an operator itself: twice as many operators as the step has
         if (getattr(tensor, "fake_device", None) or tensor.device).type != self._device_type:
+            return
+        if is_host_memory(tensor):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -99,7 +99,7 @@ class AdamWLow(Optimizer):
         eps: float,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._states = states
+        self.states = states
         self.rounds = states.rounds
         self.gradient_factor: Tensor | None = None
 
@@ -115,7 +115,7 @@ class AdamWLow(Optimizer):
         tensors: list[list[Tensor]] = [[], [], [], []]
         steps, keys, firsts, row_steps = [], [], [], []
         for parameter in parameters:
-            state, place = self._state_of(parameter), self._states.places[parameter]
+            state, place = self._state_of(parameter), self.states.places[parameter]
             state["step"] += 1
             inputs = [parameter, _contiguous_gradient(parameter), state["exp_avg"], state["exp_avg_sq"]]
             for span in place.spans:
@@ -136,8 +136,8 @@ class AdamWLow(Optimizer):
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=self._states.dtype)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self._states.dtype)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.states.dtype)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.states.dtype)
         return state
 
 

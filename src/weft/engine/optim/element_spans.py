@@ -30,6 +30,18 @@ class ElementSpan:
         """That block of a contiguous `tensor`, sharing its memory."""
         return tensor[self.local_index].view(self.rows, self.columns)
 
+    def cut(self, begin: int, end: int) -> ElementSpan:
+        """The elements `begin` to `end` of this block, which is all of a local tensor, as a flat tensor of their own.
+
+        Several rows are cut between rows."""
+        if self.rows == 1:
+            rows, columns, first = 1, end - begin, self.first + begin
+        else:
+            rows, columns = (end - begin) // self.columns, self.columns
+            first = self.first + begin // self.columns * self.row_step
+        local_index = (slice(0, end - begin),)
+        return ElementSpan(local_index=local_index, rows=rows, columns=columns, first=first, row_step=self.row_step)
+
 
 def spans_of(chunks: Sequence[Chunk], shape: Sequence[int]) -> list[ElementSpan]:
     """The spans of all chunks of a shard of a tensor of `shape`; empty if the rank holds no element."""

@@ -21,6 +21,7 @@ from weft.core.records import StepRecord
 from weft.core.terms import MemoryTerm, TimeTerm
 from weft.engine.engine import Engine
 from weft.engine.kernels.fast_path import fast_path
+from weft.engine.offload.slab import is_host_memory
 from weft.engine.optim.adamw_8bit import quantised_parts
 from weft.engine.ownership import local
 from weft.train.ledger.measuring import Measured
@@ -41,11 +42,12 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def memory_terms(engine: Engine) -> dict[MemoryTerm, int]:
     """This rank's bytes by term, counted on live tensors."""
-    states = [value for state in engine.optimizer.state.values() for value in state.values()]
+    states = (value for state in engine.optimizer.state.values() for value in state.values())
+    held = [value for value in states if isinstance(value, torch.Tensor) and not is_host_memory(local(value))]
     counted = {
         MemoryTerm.WEIGHTS: sum(_bytes(parameter) for parameter in engine.model.parameters()),
         MemoryTerm.GRADIENTS: sum(_bytes(parameter) for parameter in engine.parameters),
-        MemoryTerm.OPTIMIZER_STATE: sum(_bytes(value) for value in states if isinstance(value, torch.Tensor)),
+        MemoryTerm.OPTIMIZER_STATE: sum(map(_bytes, held)),
         MemoryTerm.BUFFERS: sum(_bytes(buffer) for buffer in engine.model.buffers()),
     }
     rest = peak_memory_bytes(engine.device) - sum(counted.values())

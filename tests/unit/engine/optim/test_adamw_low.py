@@ -273,7 +273,7 @@ def test_all_in_float32_it_stands_for_torchs_adamw_alone() -> None:
     """Where it pays (on a GPU); a kernel that was named, another optimizer or one of the user's own is as asked."""
     parameters = given(F32)
     values = list(parameters.values())
-    low = dataclasses.replace(low_optimizer(parameters, F32)._states, rounds=False)
+    low = dataclasses.replace(low_optimizer(parameters, F32).states, rounds=False)
     own = build_optimizer(values, OptimizerPolicy(), low=low)
     assert isinstance(own, AdamWLow)
     assert not own.rounds

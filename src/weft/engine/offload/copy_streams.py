@@ -1,0 +1,96 @@
+"""Two streams of copies beside the computation, to the device and from it, and the events between them.
+
+The streams are made once: each new stream would be a new pool of the allocator. On a CPU copies are plain calls in
+program order, and nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class NoStreams:
+    """Of a CPU."""
+
+    def begin(self) -> None:
+        """The copies of an update may begin after the work issued so far."""
+
+    @contextmanager
+    def to_device(self, slot: int) -> Iterator[None]:
+        """Around copies to the device that use a slot, after its last copies from the device."""
+        yield
+
+    @contextmanager
+    def from_device(self, slot: int) -> Iterator[None]:
+        """Around copies from the device that use a slot, after its last copies to the device."""
+        yield
+
+    def computation_waits(self, slot: int) -> None:
+        """The computation continues after the slot's copies to the device."""
+
+    def copies_wait(self) -> None:
+        """Copies from the device that are issued next begin after the computation issued so far."""
+
+    def host_waits(self, slot: int) -> None:
+        """Return after the slot's copies from the device."""
+
+    def end(self) -> None:
+        """The computation continues after all copies."""
+
+    def wait(self) -> None:
+        """Return after all copies."""
+
+
+class CopyStreams(NoStreams):
+    """Of a GPU."""
+
+    def __init__(self, device: torch.device, *, num_slots: int) -> None:
+        self._device = device
+        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._came: list[torch.cuda.Event] = [torch.cuda.Event() for _ in range(num_slots)]  # type: ignore[no-untyped-call]
+        self._left: list[torch.cuda.Event] = [torch.cuda.Event() for _ in range(num_slots)]  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        self._up.wait_stream(current)
+        self._down.wait_stream(current)
+
+    @contextmanager
+    def to_device(self, slot: int) -> Iterator[None]:
+        self._up.wait_event(self._left[slot])
+        with torch.cuda.stream(self._up):
+            yield
+        self._came[slot].record(self._up)
+
+    @contextmanager
+    def from_device(self, slot: int) -> Iterator[None]:
+        self._down.wait_event(self._came[slot])
+        with torch.cuda.stream(self._down):
+            yield
+        self._left[slot].record(self._down)
+
+    def computation_waits(self, slot: int) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._came[slot])
+
+    def copies_wait(self) -> None:
+        self._down.wait_stream(torch.cuda.current_stream(self._device))
+
+    def host_waits(self, slot: int) -> None:
+        self._left[slot].synchronize()
+
+    def end(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._up)
+        current.wait_stream(self._down)
+
+    def wait(self) -> None:
+        self._up.synchronize()
+        self._down.synchronize()
+
+
+def streams_for(device: torch.device, *, num_slots: int) -> NoStreams:
+    return CopyStreams(device, num_slots=num_slots) if device.type == "cuda" else NoStreams()

@@ -1,0 +1,127 @@
+"""`OffloadedStates`: an optimizer's moments in the host's memory, and the step that updates them.
+
+    kept on the device   weights (float32 shards, which are the masters), gradients
+    kept on the host     moments, in one slab; `optimizer.state` holds views of it, so checkpoints need no other code
+
+A step is one pass over the chunks after the gradient norm is known: clipping has the bits of a step without offload,
+and a step that float16 skips never begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import nn
+from torch._guards import active_fake_mode
+from torch.optim import Optimizer
+
+from weft.core import offload_sizes
+from weft.core.open_choices import update_place
+from weft.core.plan import Plan
+from weft.engine.offload.chunk_kernel import ChunkKernel, State, new_counter, require_known, state_dtype, state_keys
+from weft.engine.offload.chunks import StateBank, divide
+from weft.engine.offload.copy_streams import streams_for
+from weft.engine.offload.host_room import require_room
+from weft.engine.offload.slab import HostSlab, slab_bytes
+from weft.engine.offload.updates import ChunkUpdate, DeviceUpdate, HostUpdate, staging_bytes
+from weft.engine.optim.adamw_low import AdamWLow
+from weft.engine.ownership import local
+
+
+def offload_states(optimizer: Optimizer, plan: Plan, *, device: torch.device) -> OffloadedStates | None:
+    """Move the optimizer's states to the host if the plan says so. Collective."""
+    place = update_place(plan, device_type=device.type)
+    return OffloadedStates(optimizer, place=place, device=device) if place is not None else None
+
+
+class OffloadedStates:
+    """See the module. `optimizer` keeps groups, constants and state; `step` of this object replaces its own."""
+
+    def __init__(self, optimizer: Optimizer, *, place: Literal["device", "host"], device: torch.device) -> None:
+        require_known(optimizer)
+        self._optimizer = optimizer
+        self.place = place
+        kernel = ChunkKernel(optimizer)
+        self._banks, self._chunks = divide(
+            optimizer.param_groups, chunk_elements=offload_sizes.CHUNK_ELEMENTS, unit_of=kernel.unit_of
+        )
+        num_slots = offload_sizes.SLOTS
+        staged_bytes = max(map(staging_bytes, self._chunks), default=0) if place == "host" else 0
+        self.host_bytes = self._moment_bytes() + num_slots * staged_bytes
+        if active_fake_mode() is None:
+            require_room(self.host_bytes, device=device)
+        self._slab = HostSlab(self.host_bytes, device=device)
+        self._create_states(device if place == "device" else torch.device("cpu"))
+        self._streams = streams_for(device, num_slots=num_slots)
+        self._update: DeviceUpdate | HostUpdate
+        if place == "device":
+            self._update = DeviceUpdate(kernel, self._streams, device=device, num_slots=num_slots)
+        else:
+            staging = [self._slab.take(staged_bytes, torch.uint8) for _ in range(num_slots)]
+            self._update = HostUpdate(kernel, self._streams, staging=staging)
+        self.on_step: Callable[[bool], None] | None = None  # called before (True) and after (False) a step
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update of every parameter that has a gradient."""
+        factor = None
+        if isinstance(self._optimizer, AdamWLow):
+            factor, self._optimizer.gradient_factor = self._optimizer.gradient_factor, None
+        with self._reported():
+            self._update.run(list(self._with_gradients()), factor)
+
+    def wait(self) -> None:
+        """Return when the host may read and write the states."""
+        self._streams.wait()
+
+    def _with_gradients(self) -> Iterator[ChunkUpdate]:
+        """The chunks of a step, and one count of it for each parameter."""
+        for parameter in (one for group in self._optimizer.param_groups for one in group["params"]):
+            if parameter.grad is not None and local(parameter).numel() == 0 and "step" in self._state(parameter):
+                self._state(parameter)["step"] += 1
+        for chunk in self._chunks:
+            pieces = [piece for piece in chunk.pieces if piece.parameter.grad is not None]
+            if pieces:
+                counters = [self._counter(piece.parameter, is_last=piece.is_last) for piece in pieces]
+                yield ChunkUpdate(chunk=chunk, pieces=pieces, counters=counters)
+
+    def _counter(self, parameter: nn.Parameter, *, is_last: bool) -> State:
+        """The kernel adds 1 to the counter that it gets: copies for all pieces of a parameter but the last."""
+        state = self._state(parameter)
+        if "step" not in state:
+            return {}
+        return {"step": state["step"] if is_last else state["step"].clone()}
+
+    def _state(self, parameter: nn.Parameter) -> State:
+        return self._optimizer.state[parameter]  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        if self.on_step is not None:
+            self.on_step(True)
+        yield
+        if self.on_step is not None:
+            self.on_step(False)
+
+    # --- memory -------------------------------------------------------------------------------------------------
+
+    def _moment_bytes(self) -> int:
+        sizes = (slab_bytes(bank.num_elements, self._dtype(bank)) * len(self._keys(bank)) for bank in self._banks)
+        return sum(sizes)
+
+    def _keys(self, bank: StateBank) -> tuple[str, ...]:
+        return state_keys(self._optimizer, bank.group)
+
+    def _dtype(self, bank: StateBank) -> torch.dtype:
+        return state_dtype(self._optimizer, bank.dtype)
+
+    def _create_states(self, device: torch.device) -> None:
+        """States of zero for every parameter, as views of the slab; counters on `device`."""
+        for bank in self._banks:
+            bank.states = {key: self._slab.take(bank.num_elements, self._dtype(bank)) for key in self._keys(bank)}
+            for parameter in bank.offsets:
+                counter = new_counter(self._optimizer, bank.group, device)
+                self._optimizer.state[parameter] = {**counter, **bank.views_of(parameter)}

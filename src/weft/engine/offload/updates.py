@@ -1,0 +1,145 @@
+"""The two places of an update of offloaded states, chunk by chunk, with `SLOTS` chunks in flight.
+
+device   states come in, the device's kernel updates weights and states, states leave: 8 bytes per float32 parameter and
+         direction with two moments. Same kernel as without offload: same bits
+host     weights and gradients leave, the host's kernel updates weights and states, weights return. Same bits as the
+         optimizer on a CPU
+
+A slot of the device form is memory of the device that exists during the update only, when activations are freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.engine.offload.chunk_kernel import ChunkKernel, State
+from weft.engine.offload.chunks import StateChunk, StatePiece
+from weft.engine.offload.copy_streams import NoStreams
+from weft.engine.offload.slab import slab_bytes
+from weft.engine.ownership import local
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkUpdate:
+    """The pieces of a chunk that have a gradient, with their step counters."""
+
+    chunk: StateChunk
+    pieces: Sequence[StatePiece]
+    counters: Sequence[State]
+
+
+class DeviceUpdate:
+    """Streams the states through the device."""
+
+    def __init__(self, kernel: ChunkKernel, streams: NoStreams, *, device: torch.device, num_slots: int) -> None:
+        self._kernel, self._streams, self._device, self._num_slots = kernel, streams, device, num_slots
+
+    @torch.no_grad()
+    def run(self, updates: Sequence[ChunkUpdate], factor: torch.Tensor | None) -> None:
+        size = max((_state_bytes(update.chunk) for update in updates), default=0)
+        count = min(self._num_slots, len(updates))
+        slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
+        self._streams.begin()
+        for index, update in enumerate(updates):
+            self._update(update, slots[index % count], index % count, factor)
+        # after this the slots' memory is free for the computation
+        self._streams.end()
+
+    def _update(self, update: ChunkUpdate, memory: torch.Tensor, slot: int, factor: torch.Tensor | None) -> None:
+        chunk, streams = update.chunk, self._streams
+        at_host = {key: flat[chunk.begin : chunk.end] for key, flat in chunk.bank.states.items()}
+        here = _carve(memory, at_host)
+        with streams.to_device(slot):
+            for key, values in at_host.items():
+                here[key].copy_(values, non_blocking=True)
+        streams.computation_waits(slot)
+        states = [
+            {**counter, **{key: piece.within(flat, chunk.begin) for key, flat in here.items()}}
+            for piece, counter in zip(update.pieces, update.counters, strict=True)
+        ]
+        weights = [piece.of(piece.parameter.detach()) for piece in update.pieces]
+        self._kernel.update(chunk.bank.group, update.pieces, weights, _gradients(update.pieces), states, factor)
+        streams.copies_wait()
+        with streams.from_device(slot):
+            for key, values in at_host.items():
+                values.copy_(here[key], non_blocking=True)
+
+
+class HostUpdate:
+    """Brings weights and gradients to the states. `staging`: page-locked host memory of each slot."""
+
+    def __init__(self, kernel: ChunkKernel, streams: NoStreams, *, staging: Sequence[torch.Tensor]) -> None:
+        self._kernel, self._streams, self._staging = kernel, streams, staging
+
+    @torch.no_grad()
+    def run(self, updates: Sequence[ChunkUpdate], factor: torch.Tensor | None) -> None:
+        count = len(self._staging)
+        factor = factor.cpu() if factor is not None else None
+        self._streams.begin()
+        sent: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        for index, update in enumerate(updates):
+            while len(sent) < min(index + count, len(updates)):
+                sent.append(self._send(updates[len(sent)], len(sent) % count))
+            self._streams.host_waits(index % count)
+            weights, gradients = sent[index]
+            self._update(update, weights, gradients, factor)
+            with self._streams.to_device(index % count):
+                for piece, weight in zip(update.pieces, weights, strict=True):
+                    piece.of(piece.parameter.detach()).copy_(weight, non_blocking=True)
+        self._streams.end()
+
+    def _send(self, update: ChunkUpdate, slot: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Host copies of the weights and gradients of a chunk, on their way."""
+        gradients, dtype = _gradients(update.pieces), update.chunk.bank.dtype
+        size = slab_bytes(update.chunk.num_elements, dtype)
+        flats = [self._staging[slot][begin : begin + size].view(dtype) for begin in (0, size)]
+        held = [[piece.within(flat, update.chunk.begin) for piece in update.pieces] for flat in flats]
+        with self._streams.from_device(slot):
+            for piece, gradient, weight, copied in zip(update.pieces, gradients, *held, strict=True):
+                weight.copy_(piece.of(piece.parameter.detach()), non_blocking=True)
+                copied.copy_(gradient, non_blocking=True)
+        return held[0], held[1]
+
+    def _update(
+        self,
+        update: ChunkUpdate,
+        weights: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        factor: torch.Tensor | None,
+    ) -> None:
+        states = [
+            {**counter, **{key: piece.within(flat, 0) for key, flat in update.chunk.bank.states.items()}}
+            for piece, counter in zip(update.pieces, update.counters, strict=True)
+        ]
+        self._kernel.update(update.chunk.bank.group, update.pieces, weights, gradients, states, factor)
+
+
+def _gradients(pieces: Sequence[StatePiece]) -> list[torch.Tensor]:
+    found = []
+    for piece in pieces:
+        if piece.parameter.grad is None:
+            raise RuntimeError("a piece of a parameter without a gradient is updated")
+        own = local(piece.parameter.grad)
+        found.append(piece.of(own if own.is_contiguous() else own.contiguous()))
+    return found
+
+
+def staging_bytes(chunk: StateChunk) -> int:
+    """Host memory of a chunk's weights and gradients."""
+    return 2 * slab_bytes(chunk.num_elements, chunk.bank.dtype)
+
+
+def _state_bytes(chunk: StateChunk) -> int:
+    return sum(slab_bytes(chunk.num_elements, flat.dtype) for flat in chunk.bank.states.values())
+
+
+def _carve(memory: torch.Tensor, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the sizes and dtypes of `like`, one behind the other in `memory`."""
+    found, begin = {}, 0
+    for key, flat in like.items():
+        found[key] = memory[begin : begin + flat.nbytes].view(flat.dtype)
+        begin += slab_bytes(flat.numel(), flat.dtype)
+    return found

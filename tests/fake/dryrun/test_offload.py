@@ -1,0 +1,42 @@
+"""Offloaded states in a dry run: host memory is no memory of the device, and nothing of it is pinned or allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.core.terms import MemoryTerm as Term
+from weft.dryrun.run import DryRun, dry_run
+
+LLAMA = {
+    "type": "llama",
+    "config": {
+        "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 8000,
+    },
+}  # fmt: skip
+RUN = RunSpec.from_tables({"model": LLAMA, "data": {"sequence_length": 256}, "train": {"global_batch": 8}})
+SHARDED: dict[str, Any] = {"mesh": {"dp_shard": 4}, "data_parallel": {"zero": 3}}
+
+
+def of(tables: dict[str, Any], **offload: str) -> DryRun:
+    given = {**tables, "precision": {"preset": "bf16"}}
+    return dry_run(RUN, Plan.from_tables({**given, "offload": offload} if offload else given))
+
+
+@pytest.mark.parametrize("update", ["auto", "host"])
+@pytest.mark.parametrize("tables", [{}, SHARDED], ids=["one rank", "ZeRO-3"])
+def test_the_peak_falls_by_the_moments_and_by_nothing_else(tables: dict[str, Any], update: str) -> None:
+    without, found = of(tables), of(tables, optimizer="cpu", update=update)
+    state = str(Term.OPTIMIZER_STATE)
+    counters = found.peak.terms.get(state, 0)
+    assert counters < 2**15  # a rounded number per parameter
+    moments = without.peak.terms[state] - counters
+    assert moments >= 8 * without.num_parameters / (4 if tables else 1) * 0.99
+    assert {**without.peak.terms, state: counters} == found.peak.terms
+    assert found.peak_bytes == without.peak_bytes - moments
+    assert found.moments["saving_host_bytes"] == without.moments["saving_host_bytes"]
+    assert found.moments["resuming_bytes"] < without.moments["resuming_bytes"]
