@@ -74,7 +74,11 @@ MORE: dict[str, tuple[int, str, Tables, Tables]] = {
     "pipedream": (2, "llama", plan({"pp": 2}), OFFLOAD),
     "pp x tp, partition, ZeRO-2": (4, "qwen3-four", plan({"pp": 2, "tp": 2}, stream=False), BOTH),
 }
-for _name, _schedule in (("zero-bubble", "zero_bubble"), ("pipedream", "pipedream"), ("pp x tp, partition, ZeRO-2", "1f1b")):
+for _name, _schedule in (
+    ("zero-bubble", "zero_bubble"),
+    ("pipedream", "pipedream"),
+    ("pp x tp, partition, ZeRO-2", "1f1b"),
+):
     MORE[_name][2]["pipeline"] = {"microbatches": 4, "schedule": _schedule}
 
 
