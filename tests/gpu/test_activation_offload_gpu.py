@@ -115,7 +115,7 @@ def losses_and_peak(offload: str, **more: Any) -> tuple[list[float], int, list[i
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
         values.append(trained.step())
-        pool.append(trained.engine.inputs.slots.nbytes if trained.engine.inputs is not None else 0)
+        pool.append(trained.engine.inputs.slots.nbytes)
     torch.cuda.synchronize()
     peak_bytes = torch.cuda.max_memory_allocated()
     assert failures(trained.engine.model) == []
@@ -174,7 +174,7 @@ def test_slots_are_pinned_after_the_first_step() -> None:
     trained = Trained("cpu")
     trained.step()
     inputs = trained.engine.inputs
-    assert inputs is not None
+    assert inputs.is_on
     assert all(slot.memory.is_pinned() and not slot.is_ordinary for slot in inputs.slots.all_slots())
     assert len({slot.memory.untyped_storage().data_ptr() for slot in inputs.slots.all_slots()}) == 1
     trained.close()
@@ -198,7 +198,7 @@ def test_a_missing_wait_is_noticed() -> None:
     for link in (kept_inputs.HostLink, _Impatient):
         trained = Trained("cpu")
         inputs = trained.engine.inputs
-        assert inputs is not None
+        assert inputs.is_on
         inputs._link = link(CUDA)
         norms = []
         trained.engine.on_gradients = lambda named, norms=norms: norms.append(

@@ -29,7 +29,7 @@ from weft.core.open_choices import require_mixture
 from weft.core.plan import Plan
 from weft.core.run_spec import RouterSpec
 from weft.engine.activations.dropout import number_blocks
-from weft.engine.activations.kept_inputs import KeptInputs
+from weft.engine.activations.kept_inputs import KeptInputs, build_kept_inputs
 from weft.engine.activations.recompute import apply_recompute
 from weft.engine.axis import Axes
 from weft.engine.buffers.batch_norms import BatchNorms, apply_batch_norms
@@ -50,8 +50,6 @@ from weft.engine.precision import apply_compute_dtype, store_weights, torch_dtyp
 from weft.engine.router.apply import find_and_build
 from weft.engine.router.routers import Routers
 from weft.engine.tensor_and_expert import apply_tensor_and_expert
-from weft.engine.tp.context import TPContext
-from weft.engine.tp.grid import TP_GROUP
 from weft.engine.weights.freeze import freeze
 from weft.engine.weights.materialise import materialise, place_real_model
 from weft.models.initial import WeightSource
@@ -71,7 +69,7 @@ class Applied:
     batch_norms: BatchNorms
     changes: BufferChanges  # of buffers, in forwards
     routers: Routers  # of a mixture of experts; empty in other models
-    inputs: KeptInputs | None  # of recomputed blocks, if they are offloaded or partitioned
+    inputs: KeptInputs  # of recomputed blocks
     notes: tuple[str, ...] = ()  # settings of the plan that do not apply to this model
 
 
@@ -121,7 +119,7 @@ def apply_plan(
         model, is_asked=is_fused, own=tp.head if tp else None, token_loss=tp.token_loss if tp else None
     )
     changes = BufferChanges(model, without=routers.biases)
-    inputs = _kept_inputs(plan, tp, device=device)
+    inputs = build_kept_inputs(plan.activations, tp.groups if tp is not None else (), device=device)
     apply_recompute(model, layout, plan.activations, changes, own=own.blocks, inputs=inputs)
     number_blocks(model, layout)
     strategy = choose_strategy(model, plan, topology)
@@ -144,10 +142,3 @@ def apply_plan(
         inputs=inputs,
         notes=(*notes, *why_not, *batch_norms.notes),
     )
-
-
-def _kept_inputs(plan: Plan, tp: TPContext | None, *, device: torch.device) -> KeptInputs | None:
-    offloads, group = plan.activations.offload == "cpu", None
-    if plan.activations.partition and tp is not None:
-        group = tp.grid.group(TP_GROUP)
-    return KeptInputs(device=device, offloads=offloads, group=group) if offloads or group is not None else None

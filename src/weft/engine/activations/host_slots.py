@@ -99,7 +99,7 @@ def _slots_of_slab(sizes: list[int], *, pinned: bool) -> list[HostSlot]:
     spans = [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
     total_bytes = sum(spans)
     slab = pinned_bytes(total_bytes) if pinned else torch.empty(total_bytes, dtype=torch.uint8, device=HOST)
-    parts = slab.split(spans)
+    parts = torch.split(slab, spans)
     return [HostSlot(part[:size], is_ordinary=False) for part, size in zip(parts, sizes, strict=True)]
 
 

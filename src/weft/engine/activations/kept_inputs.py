@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.core.errors import NotBuiltError
+from weft.core.memory_sections import Activations
 from weft.engine.activations.host_link import HostLink
 from weft.engine.activations.host_slots import HostSlot, HostSlots
 from weft.engine.activations.input_partition import InputPartition
@@ -138,6 +139,14 @@ class BlockInputs:
         return [value(one) for one in self._args], {key: value(one) for key, one in self._kwargs.items()}
 
 
+def build_kept_inputs(
+    activations: Activations, groups: Sequence[dist.ProcessGroup], *, device: torch.device
+) -> KeptInputs:
+    """`groups`: those of tensor parallelism, the one of all its ranks first."""
+    group = groups[0] if activations.partition else None
+    return KeptInputs(device=device, offloads=activations.offload == "cpu", group=group)
+
+
 class KeptInputs:
     """The inputs that a rank keeps. `begin_forward` before each forward, `finish_step` after each step."""
 
@@ -152,6 +161,11 @@ class KeptInputs:
         self._newest: weakref.ref[BlockInputs] | None = None
         self._alive: weakref.WeakSet[KeptInput] = weakref.WeakSet()
         self._seen: dict[Any, tuple[weakref.ref[Any], weakref.ref[KeptInput]]] = {}
+
+    @property
+    def is_on(self) -> bool:
+        """Whether inputs are kept here; otherwise autograd keeps them, on the device."""
+        return self._link is not None or self._partition is not None
 
     def begin_forward(self) -> None:
         """Another micro-batch: its first block has no predecessor."""

@@ -66,7 +66,7 @@ def apply_recompute(
 
     `own`: this rank's blocks in a pipeline. A block's index in the full model decides, not its index on the rank.
     `changes`: buffers change once per forward; the recomputed forward reads the values that the first one read.
-    `inputs` keeps the inputs of fully recomputed blocks; None leaves them with autograd, on the device.
+    `inputs` keeps the inputs of fully recomputed blocks if it is on; otherwise autograd does, on the device.
     """
     if activations.policy == "none":
         return
@@ -79,7 +79,7 @@ def apply_recompute(
     for name, policy in zip(layout.blocks, policies, strict=True):
         if policy != "none" and (own is None or name in own):
             block = model.get_submodule(name)
-            kept = inputs if policy == "full" else None
+            kept = inputs if inputs is not None and inputs.is_on and policy == "full" else None
             wrap_forward(block, _Recomputed(block, changes, is_selective=policy == "selective", inputs=kept))
 
 

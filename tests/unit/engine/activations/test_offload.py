@@ -46,7 +46,7 @@ def engine_of(family: str | ModelSpec, activations: dict[str, Any], **tables: An
 
 
 def kept_by(engine: Engine) -> KeptInputs:
-    assert engine.inputs is not None
+    assert engine.inputs.is_on
     return engine.inputs
 
 
@@ -293,7 +293,10 @@ def test_evaluation_keeps_nothing() -> None:
 
 
 def test_without_the_key_there_is_nothing() -> None:
-    assert engine_of("llama", FULL).inputs is None
+    engine = engine_of("llama", FULL)
+    trained(engine, steps=1)
+    assert not engine.inputs.is_on
+    assert (engine.inputs.num_kept, engine.inputs.slots.num_slots) == (0, 0)
 
 
 # --- compiled blocks ---------------------------------------------------------------------------------------------
