@@ -39,7 +39,6 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
             f"expert parallelism (mesh.ep > 1) with {plan.pipeline.schedule}",
         ),
         (plan.pipeline.virtual_stages > 1 and plan.mesh.pp == 1, "virtual pipeline stages without a pipeline"),
-        (plan.activations.offload != default.activations.offload, "activation offload (activations.offload)"),
         (
             plan.activations != default.activations and plan.data_parallel.strategy == "dataparallel",
             "activation recompute under dataparallel",
@@ -77,8 +76,27 @@ def _switched_on(plan: Plan) -> Iterator[tuple[bool, str, str]]:
     for has, what in _not_fused(plan):
         is_refused = plan.kernels.loss == "fused" and has
         yield is_refused, f"a fused loss (kernels.loss) with {what}", "set kernels.loss = 'whole'"
+    yield from _not_kept(plan)
     for has, what in _not_float8(plan):
         yield plan.float8.linears != "none" and has, f"float8 with {what}", "set float8.linears = 'none'"
+
+
+def _not_kept(plan: Plan) -> Iterator[tuple[bool, str, str]]:
+    """Inputs of fully recomputed blocks can leave the device, or be divided over tensor-parallel ranks; no others."""
+    activations, tensor = plan.activations, plan.tensor_parallel
+    has_no_full = activations.policy in ("none", "selective")
+    which = f"activations.policy = {activations.policy!r}: only inputs of fully recomputed blocks"
+    full = "set activations.policy = 'full'"
+    yield activations.offload != "none" and has_no_full, f"activations.offload with {which} leave the device", full
+    whole = "set activations.partition = false"
+    has_slices = tensor.mode == "1d" and tensor.sequence_parallel
+    for is_refused, what, hint in (
+        (has_no_full, f"{which} are divided", full),
+        (plan.mesh.tp == 1, "mesh.tp = 1: there are no tensor-parallel ranks to divide inputs over", whole),
+        (tensor.mode != "1d", f"tensor_parallel.mode = {tensor.mode!r}, where inputs are local shards already", whole),
+        (has_slices, "sequence parallel, where inputs of blocks are slices of the sequence already", whole),
+    ):
+        yield activations.partition and is_refused, f"activations.partition with {what}", hint
 
 
 def why_not_compiled(plan: Plan) -> str:

@@ -25,6 +25,7 @@ class StepRecord:
     step_s: float = 0.0
     tokens_per_s: float = 0.0
     peak_memory_bytes: int = 0
+    reserved_memory_bytes: int | None = None  # GPUs only: the allocator's peak, with memory that no tensor uses
     skipped: bool = False  # fp16 only: the scaled gradients overflowed, no update was made
     loss_scale: float | None = None
     eval_loss: float | None = None

@@ -24,6 +24,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import weft.engine.activations.dropout as randomness
+import weft.engine.activations.host_slots as host_slots
 import weft.engine.buffers.changes as buffers
 import weft.engine.buffers.sync as buffer_sync
 import weft.engine.dp.choose as choose
@@ -106,6 +107,8 @@ def _gpu_patches(kernel: Kernel) -> list[Any]:
     # a CPU fuses attention where a GPU writes the scores, and vice versa
     attend = gpu_attention(kernel)
     return [
+        # the device is a fake CPU, whose memory the host's would be
+        mock.patch.object(host_slots, "HOST", torch.device("meta")),
         # a GPU's matmul accumulates in place; a CPU's allocates a tensor
         mock.patch.object(head_loss, "_add_product", _sum_inside_product),
         # a CPU multiplies float8 in float32, on copies

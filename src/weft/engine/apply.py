@@ -29,6 +29,7 @@ from weft.core.open_choices import require_mixture
 from weft.core.plan import Plan
 from weft.core.run_spec import RouterSpec
 from weft.engine.activations.dropout import number_blocks
+from weft.engine.activations.kept_inputs import KeptInputs, build_kept_inputs
 from weft.engine.activations.recompute import apply_recompute
 from weft.engine.axis import Axes
 from weft.engine.buffers.batch_norms import BatchNorms, apply_batch_norms
@@ -68,6 +69,7 @@ class Applied:
     batch_norms: BatchNorms
     changes: BufferChanges  # of buffers, in forwards
     routers: Routers  # of a mixture of experts; empty in other models
+    inputs: KeptInputs  # of recomputed blocks
     notes: tuple[str, ...] = ()  # settings of the plan that do not apply to this model
 
 
@@ -117,7 +119,8 @@ def apply_plan(
         model, is_asked=is_fused, own=tp.head if tp else None, token_loss=tp.token_loss if tp else None
     )
     changes = BufferChanges(model, without=routers.biases)
-    apply_recompute(model, layout, plan.activations, changes, own=own.blocks)
+    inputs = build_kept_inputs(plan.activations, tp.groups if tp is not None else (), device=device)
+    apply_recompute(model, layout, plan.activations, changes, own=own.blocks, inputs=inputs)
     number_blocks(model, layout)
     strategy = choose_strategy(model, plan, topology)
     pp: PipelineRuntime | None = None
@@ -136,5 +139,6 @@ def apply_plan(
         batch_norms=batch_norms,
         changes=changes,
         routers=routers,
+        inputs=inputs,
         notes=(*notes, *why_not, *batch_norms.notes),
     )

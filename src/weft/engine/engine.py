@@ -90,10 +90,10 @@ class Engine:
             has_own_objective=objective is not None,
             router=router,
         )
-        self.layout, self.strategy = applied.layout, applied.strategy
+        self.layout, self.strategy, self.head_loss = applied.layout, applied.strategy, applied.head_loss
         self.all_blocks = applied.stages.split.blocks if applied.stages is not None else applied.layout.blocks
         self.axes, self.runner = applied.axes, applied.axes.runner() or SequentialRunner()
-        self.head_loss, self.float8, self.routers = applied.head_loss, applied.float8, applied.routers
+        self.float8, self.routers, self.inputs = applied.float8, applied.routers, applied.inputs
         self._notes = (*applied.layout.notes, *applied.notes)
         self.shards: LocalShards = self.axes.shards
         self.objective = objective or objective_for(model, self.axes.token_loss, applied.head_loss)
@@ -141,6 +141,7 @@ class Engine:
             loss_sum, weight = self._forward_backward(to_device(batch, self.device), timer)
             norm, skipped = self.updates.finish_step()
         self.buffer_sync.after_step()
+        self.inputs.finish_step()
         router = self.routers.finish_step(is_skipped=skipped)
         timer.mark(TimeTerm.OPTIMIZER)
         self.steps_done += 1
@@ -173,6 +174,7 @@ class Engine:
 
         def forward(stage: int, index: int) -> torch.Tensor:
             self.routers.begin_microbatch()
+            self.inputs.begin_forward()
             seeded = seeded_forward(
                 seed=self._seed,
                 step=self.steps_done,

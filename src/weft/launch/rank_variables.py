@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from weft.core.processes import num_cores
-from weft.train.ranks.environment import LAUNCHER_VARIABLE, SCRATCH_VARIABLE
+from weft.train.ranks.environment import LAUNCHER_VARIABLE, SCRATCH_VARIABLE, allocator_defaults
 
 
 def rank_variables(*, scratch: Path, num_ranks: int, given: Mapping[str, str], platform: str) -> dict[str, str]:
@@ -16,5 +16,6 @@ def rank_variables(*, scratch: Path, num_ranks: int, given: Mapping[str, str], p
     if platform == "linux":
         # All ranks are on this machine, so their sockets need not be reachable from another.
         defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    defaults |= allocator_defaults(given)
     wanted = {name: value for name, value in defaults.items() if name not in given}
     return {**wanted, SCRATCH_VARIABLE: str(scratch), LAUNCHER_VARIABLE: str(os.getpid())}

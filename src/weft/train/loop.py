@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from weft.core.run_spec import RunSpec
 from weft.core.terms import TimeTerm
 from weft.engine.kernels.compiled import RecompileWatch, failures
 from weft.engine.pending import PendingStep
+from weft.train.allocator_gap import GapWatch, read_allocator
 from weft.train.build import Workbench
 from weft.train.ledger.ledger import peak_memory_bytes
 from weft.train.ledger.measuring import Measuring
@@ -78,6 +80,7 @@ class TrainingLoop:
         self._last_saved = self.engine.steps_done
         self._clock_s = time.perf_counter()
         self._last_measured = 0
+        self._gap = GapWatch(os.environ)
         self._recompiles = RecompileWatch() if self.engine.plan.compile.enabled else None
 
     def run(self) -> LoopOutcome:
@@ -145,12 +148,16 @@ class TrainingLoop:
             record, wants_stop = pending.resolve()
         now_s = time.perf_counter()
         seconds, self._clock_s = now_s - self._clock_s, now_s
+        peaks = read_allocator(self.engine.device)
         record = dataclasses.replace(
             record,
             step_s=seconds,
             tokens_per_s=record.tokens / seconds,
-            peak_memory_bytes=peak_memory_bytes(self.engine.device),
+            peak_memory_bytes=peak_memory_bytes(self.engine.device) if peaks is None else peaks.allocated_bytes,
+            reserved_memory_bytes=peaks.reserved_bytes if peaks is not None else None,
         )
+        if warning := self._gap.warning(peaks):
+            self.display.line(warning)
         self._count_seconds(pending)
         self.outcome.steps += 1
         self._require_finite(record)

@@ -28,6 +28,10 @@ def test_defaults_fill_gaps_and_never_replace(tmp_path: Path) -> None:
     assert bare["WEFT_LAUNCHER_PID"] == str(os.getpid())
     given = {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
     assert rank_variables(scratch=tmp_path, num_ranks=2, given=given, platform="linux").keys().isdisjoint(given)
+    assert bare["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        found = rank_variables(scratch=tmp_path, num_ranks=2, given={name: "max_split_size_mb:64"}, platform="linux")
+        assert not any("ALLOC_CONF" in key for key in found)  # torch reads one of them: none is added to the user's
     assert "GLOO_SOCKET_IFNAME" not in rank_variables(scratch=tmp_path, num_ranks=2, given={}, platform="darwin")
 
 

@@ -8,6 +8,7 @@
 | budget    | each block as one of the three: `activations.mixture` has the counts, core/mixture.py the choice |
 
 The scores of eager attention are not saved: selective recompute exists to drop them.
+Inputs of fully recomputed blocks may wait on the host or in shares (`kept_inputs.py`).
 Gathering (ZeRO-3) and reducing are hooks, outside of the recomputed forward; casts and dropout are inside. Routers do
 not choose again (`router_replay.py`).
 The numbers are those without recompute, bit for bit where the kernels are deterministic.
@@ -16,7 +17,7 @@ The numbers are those without recompute, bit for bit where the kernels are deter
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -33,6 +34,7 @@ from weft.core.errors import NoBlocksError
 from weft.core.memory_sections import Activations
 from weft.core.mixture import block_policies
 from weft.engine.activations.dropout import replayed
+from weft.engine.activations.kept_inputs import KeptInputs
 from weft.engine.activations.recomputing import recomputing
 from weft.engine.activations.router_replay import Choices, chooses
 from weft.engine.activations.split_backward import splitting_again
@@ -58,11 +60,13 @@ def apply_recompute(
     changes: BufferChanges,
     *,
     own: Collection[str] | None = None,
+    inputs: KeptInputs | None = None,
 ) -> None:
     """Wrap the blocks of the full model's `layout` by the policy of `activations`, as outermost layer so far.
 
     `own`: this rank's blocks in a pipeline. A block's index in the full model decides, not its index on the rank.
     `changes`: buffers change once per forward; the recomputed forward reads the values that the first one read.
+    `inputs` keeps the inputs of fully recomputed blocks if it is on; otherwise autograd does, on the device.
     """
     if activations.policy == "none":
         return
@@ -75,7 +79,8 @@ def apply_recompute(
     for name, policy in zip(layout.blocks, policies, strict=True):
         if policy != "none" and (own is None or name in own):
             block = model.get_submodule(name)
-            wrap_forward(block, _Recomputed(block, changes, is_selective=policy == "selective"))
+            kept = inputs if inputs is not None and inputs.is_on and policy == "full" else None
+            wrap_forward(block, _Recomputed(block, changes, is_selective=policy == "selective", inputs=kept))
 
 
 def is_saved(operator: Any, products: Collection[str] = _PRODUCTS) -> bool:
@@ -87,17 +92,34 @@ def is_saved(operator: Any, products: Collection[str] = _PRODUCTS) -> bool:
 class _Recomputed:
     """The layer around one block's forward."""
 
-    def __init__(self, block: nn.Module, changes: BufferChanges, *, is_selective: bool) -> None:
+    def __init__(
+        self, block: nn.Module, changes: BufferChanges, *, is_selective: bool, inputs: KeptInputs | None
+    ) -> None:
         self._changes, self._places = changes, changes.places_in(block)
-        self._is_selective, self._chooses = is_selective, chooses(block)
+        self._is_selective, self._chooses, self._inputs = is_selective, chooses(block), inputs
         self._products = _PRODUCTS - _GROUPED if any(map(_adds_bias_in_place, block.modules())) else _PRODUCTS
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if self._inputs is not None:
+            return self._call_kept(self._inputs, forward, args, kwargs)
         # a keyword of the block may have the name of one of checkpoint's
         call = functools.partial(forward, **kwargs)
         return checkpoint(call, *args, use_reentrant=False, context_fn=self._contexts)
+
+    def _call_kept(self, inputs: KeptInputs, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Checkpoint saves no tensor: `own` has the arguments of both forwards."""
+        own = inputs.of_block(args, kwargs)
+
+        def call(_: torch.Tensor) -> Any:
+            taken, named = own.take()
+            return forward(*taken, **named)
+
+        # an empty tensor: checkpoint saves the random state of the devices of its arguments
+        output = checkpoint(call, own.device_mark(), use_reentrant=False, context_fn=self._contexts)
+        inputs.after_block(own)
+        return output
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The contexts of the first forward and of the recomputed one."""

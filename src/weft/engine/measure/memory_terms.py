@@ -89,6 +89,7 @@ def _owners(engine: Engine, weights: Sequence[torch.Tensor]) -> dict[int, Term]:
     _claim(found, [*gradients, *engine.strategy.gradient_buckets()], Term.GRADIENTS)
     for term, tensors in engine.updates.held_tensors():
         _claim(found, tensors, term)
+    _claim(found, [*engine.inputs.device_tensors(), *engine.inputs.host_tensors()], Term.ACTIVATIONS)
     _claim(found, engine.model.buffers(), Term.BUFFERS)
     _claim(found, weights, Term.WEIGHTS)
     _claim(found, (value for value in states if isinstance(value, torch.Tensor)), Term.OPTIMIZER_STATE)

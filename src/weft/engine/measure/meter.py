@@ -186,5 +186,6 @@ def measure_peak(
 def tensors_at_rest(engine: Engine) -> list[torch.Tensor]:
     """The tensors that an engine holds between two steps."""
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
-    found = (*engine.model.parameters(), *engine.model.buffers(), *states, *engine.strategy.gradient_buckets())
+    host = engine.inputs.host_tensors()  # of a CPU: the device's own memory
+    found = (*engine.model.parameters(), *engine.model.buffers(), *states, *engine.strategy.gradient_buckets(), *host)
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]

@@ -45,6 +45,7 @@ def _scalars(record: StepRecord) -> dict[str, float | None]:
         "speed/tokens_per_s": record.tokens_per_s,
         "speed/step_s": record.step_s,
         "memory/peak_bytes": float(record.peak_memory_bytes),
+        "memory/reserved_bytes": record.reserved_memory_bytes,
         "train/loss_scale": record.loss_scale,
         "evaluation/loss": record.eval_loss,
         "experts/load": record.expert_load,

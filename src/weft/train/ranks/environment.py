@@ -20,6 +20,15 @@ LAUNCHER_VARIABLE = "WEFT_LAUNCHER_PID"
 
 Environment = Mapping[str, str]
 
+# Settings of torch's allocator for GPUs, in the order in which torch 2.13 reads them; the first two are older names.
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def allocator_defaults(environment: Environment) -> dict[str, str]:
+    """Segments that grow, against fragmentation; the dry run assumes them. Nothing if the user has set any of them."""
+    is_set = any(name in environment for name in ALLOCATOR_VARIABLES)
+    return {} if is_set else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Process:

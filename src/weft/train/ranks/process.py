@@ -24,7 +24,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from weft.core.errors import DeviceError, WeftError
-from weft.train.ranks.environment import SCRATCH_VARIABLE, Process, Rendezvous, read_process, read_rendezvous
+from weft.train.ranks.environment import (
+    SCRATCH_VARIABLE,
+    Process,
+    Rendezvous,
+    allocator_defaults,
+    read_process,
+    read_rendezvous,
+)
 from weft.train.ranks.failures import FailureRecord, is_debugging, phase, record_failure, write_record
 from weft.train.ranks.launcher_death import end_with_launcher
 from weft.train.ranks.preparation import prepare_together
@@ -169,6 +176,7 @@ def _take_device(process: Process, *, device_type: str) -> torch.device | None:
             hint="start at most one rank per GPU, or train on the CPU",
         )
     device = torch.device("cuda", process.local_rank)
+    os.environ.update(allocator_defaults(os.environ))  # of ranks that torchrun or Slurm started; read at first use
     torch.cuda.set_device(device)
     return device
 

@@ -1,0 +1,125 @@
+"""The price of inputs of recomputed blocks on the host: step time and peak memory on one GPU.
+
+    python benchmarks/activation_offload.py --out benchmarks/results/activation_offload-DATE-h200.md
+
+1B Llama, 4 x 4096 tokens, bf16, compiled blocks, fused loss, one rank. Engines take turns in one process: plain full
+recompute, and full recompute with `activations.offload = "cpu"`. Bars: at most 1.03 of the step, and a peak that is
+lower by the inputs' size (two inputs stay on the device at a time).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from shapes import LLAMA_1B
+
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.train.bench import Bench, Timed, measure_engine
+
+ROWS, SEQUENCE = 4, 4096
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 256}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "recompute": {"policy": "full"},
+    "recompute, inputs on the host": {"policy": "full", "offload": "cpu"},
+}
+STEP_BAR, SAVED_BAR = 1.03, 0.98
+
+
+def shape_of(*, tiny: bool) -> dict[str, Any]:
+    return TINY if tiny else {**LLAMA_1B, "head_dim": 64, "tie_word_embeddings": False}
+
+
+def measured(case: str, *, steps: int, microbatches: int, tiny: bool) -> Timed:
+    rows, sequence = (2 * microbatches, 32) if tiny else (ROWS * microbatches, SEQUENCE)
+    fast = {} if tiny else {"compile": {"enabled": True}, "kernels": {"loss": "fused"}}
+    tables = {
+        "precision": {"preset": "bf16"},
+        "pipeline": {"microbatches": microbatches},
+        "activations": CASES[case],
+        **fast,
+    }
+    run = {
+        "model": {"type": "llama", "config": shape_of(tiny=tiny)},
+        "data": {"sequence_length": sequence},
+        "train": {"global_batch": rows},
+    }
+    device = torch.device("cpu") if tiny else torch.device("cuda", 0)
+    bench = Bench(run=RunSpec.from_tables(run), plan=Plan.from_tables(tables), device=device, steps=steps)
+    timed, *_ = measure_engine(bench)
+    gc.collect()
+    if not tiny:
+        torch.cuda.empty_cache()
+    return timed
+
+
+def row_of(microbatches: int, found: dict[str, list[Timed]]) -> str:
+    plain, away = found.values()
+    step_ms = [statistics.median(one.step_s for one in timed) * 1e3 for timed in (plain, away)]
+    peaks = [max(one.peak_allocated_bytes for one in timed) for timed in (plain, away)]
+    # two inputs are on the device at a time, so all but two can leave
+    inputs = (LLAMA_1B["num_hidden_layers"] - 2) * ROWS * SEQUENCE * LLAMA_1B["hidden_size"] * 2
+    saved = peaks[0] - peaks[1]
+    ratio = step_ms[1] / step_ms[0]
+    verdict = "pass" if ratio <= STEP_BAR and saved >= SAVED_BAR * inputs else "MISS"
+    same = {one.loss_last for one in (*plain, *away)}
+    cells = [
+        str(microbatches),
+        *(f"{ms:.1f}" for ms in step_ms),
+        f"{ratio:.3f}",
+        *(f"{peak / 2**30:.2f}" for peak in peaks),
+        f"{saved / 2**30:.2f} of {inputs / 2**30:.2f}",
+        "equal" if len(same) == 1 else "DIFFER",
+        verdict,
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--microbatches", nargs="*", type=int, default=[1, 4])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="small and on a CPU: tries the code, measures nothing")
+    options = parser.parse_args()
+    rows = []
+    for microbatches in options.microbatches:
+        found: dict[str, list[Timed]] = {case: [] for case in CASES}
+        for _ in range(options.rounds):
+            for case, timed in found.items():
+                timed.append(measured(case, steps=options.steps, microbatches=microbatches, tiny=options.tiny))
+                one = timed[-1]
+                print(
+                    f"{microbatches} micro-batches, {case}: {one.step_s * 1e3:.1f} ms,"
+                    f" {one.peak_allocated_bytes / 2**30:.2f} GiB, loss {one.loss_last:.6f}",
+                    flush=True,
+                )
+        rows.append(row_of(microbatches, found))
+        print(rows[-1], flush=True)
+    name = "a CPU" if options.tiny else torch.cuda.get_device_name()
+    page = [
+        "# Inputs of recomputed blocks on the host",
+        "",
+        f"{name}, torch {torch.__version__}, {datetime.date.today()}. 1B Llama, {ROWS} x {SEQUENCE} tokens per",
+        "micro-batch, bf16, compiled blocks, fused loss, one rank. Medians of the steps of engines in turns.",
+        f"Bars: {STEP_BAR} of the step, {SAVED_BAR} of the inputs off the device (two of them stay at a time).",
+        "",
+        "| micro-batches | recompute, ms | inputs on the host, ms | ratio | peak GiB, recompute |"
+        " peak GiB, on the host | GiB saved | losses | verdict |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        *rows,
+    ]
+    if options.out:
+        options.out.write_text("\n".join(page) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
