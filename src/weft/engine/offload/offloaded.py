@@ -20,6 +20,7 @@ from torch._guards import active_fake_mode
 from torch.optim import Optimizer
 
 from weft.core import offload_sizes
+from weft.core.errors import NotBuiltError
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan
 from weft.engine.offload.ahead import AheadOfUpdate
@@ -54,6 +55,7 @@ class OffloadedStates:
         require_known(optimizer)
         self._optimizer = optimizer
         self.place = place
+        self._num_groups = len(optimizer.param_groups)
         kernel = ChunkKernel(optimizer)
         self._banks, self._chunks = divide(
             optimizer.param_groups, chunk_elements=offload_sizes.CHUNK_ELEMENTS, unit_of=kernel.unit_of
@@ -78,6 +80,7 @@ class OffloadedStates:
     @torch.no_grad()
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
+        self._require_no_new_groups()
         factor = None
         if isinstance(self._optimizer, AdamWLow):
             factor, self._optimizer.gradient_factor = self._optimizer.gradient_factor, None
@@ -118,6 +121,14 @@ class OffloadedStates:
 
     def _state(self, parameter: nn.Parameter) -> State:
         return self._optimizer.state[parameter]  # type: ignore[no-any-return]
+
+    def _require_no_new_groups(self) -> None:
+        """A group that was added later has no states here, and would keep its values without a word."""
+        if len(self._optimizer.param_groups) != self._num_groups:
+            raise NotBuiltError(
+                "a parameter group was added to an optimizer whose states are offloaded",
+                hint="give the optimizer all groups when it is built, or set offload.optimizer = 'none'",
+            )
 
     @contextmanager
     def _reported(self) -> Iterator[None]:

@@ -143,6 +143,13 @@ def test_optimizers_without_a_layout_of_states_are_refused_by_name() -> None:
         build_engine("llama", plan, optimizer=lambda groups: torch.optim.AdamW(groups, amsgrad=True))  # type: ignore[arg-type]
 
 
+def test_a_group_that_is_added_later_is_refused() -> None:
+    engine = build_engine("qwen3-tied", offloaded({}, "host"))
+    engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(NotBuiltError, match="a parameter group was added"):
+        train_steps(engine, 1)
+
+
 # --- chunks ahead of the update --------------------------------------------------------------------------------------
 
 
