@@ -52,8 +52,8 @@ class Activations(Section):
 class Offload(Section):
     optimizer: Literal["none", "cpu", "nvme"] = Field(
         default="none",
-        description="where masters and moments are kept: none (the device) | cpu (pinned memory of the host) | nvme "
-        "(files in offload.folder)",
+        description="where the optimizer's moments are kept: none (the device) | cpu (pinned memory of the host) | "
+        "nvme (files in offload.folder)",
     )
     parameters: Literal["none", "cpu"] = Field(
         default="none", description="where the shards of parameters are kept: none (the device) | cpu"

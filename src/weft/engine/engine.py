@@ -101,7 +101,8 @@ class Engine:
         self.parameters = list(self.trained.values())
         self._seed = seed
         self.optimizer = self._build_optimizer(optimizer)
-        self.offload = offload_states(self.optimizer, plan, device=self.device)
+        own_blocks = [model.get_submodule(name) for name in self.layout.blocks]
+        self.offload = offload_states(self.optimizer, plan, device=self.device, blocks=own_blocks)
         self.rates = GroupRates(self.optimizer)
         if callable(optimizer) and dist.get_world_size() > 1:
             require_one_base(self.rates, device=self.device)

@@ -1,11 +1,12 @@
 """Two streams of copies beside the computation, to the device and from it, and the events between them.
 
-The streams are made once: each new stream would be a new pool of the allocator. On a CPU copies are plain calls in
-program order, and nothing waits.
+Copies belong to a slot, which has one piece of memory at a time. The streams are made once: each new stream would be a
+new pool of the allocator. On a CPU copies are plain calls in program order, and nothing waits.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,7 +17,7 @@ class NoStreams:
     """Of a CPU."""
 
     def begin(self) -> None:
-        """The copies of an update may begin after the work issued so far."""
+        """Copies that are issued next begin after the computation issued so far."""
 
     @contextmanager
     def to_device(self, slot: int) -> Iterator[None]:
@@ -28,8 +29,8 @@ class NoStreams:
         """Around copies from the device that use a slot, after its last copies to the device."""
         yield
 
-    def computation_waits(self, slot: int) -> None:
-        """The computation continues after the slot's copies to the device."""
+    def computation_waits(self, slot: int, *, stored: bool = False) -> None:
+        """The computation continues after the slot's copies to the device, or `stored`: from it."""
 
     def copies_wait(self) -> None:
         """Copies from the device that are issued next begin after the computation issued so far."""
@@ -38,7 +39,7 @@ class NoStreams:
         """Return after the slot's copies from the device."""
 
     def end(self) -> None:
-        """The computation continues after all copies."""
+        """The computation continues after all copies to the device."""
 
     def wait(self) -> None:
         """Return after all copies."""
@@ -47,12 +48,12 @@ class NoStreams:
 class CopyStreams(NoStreams):
     """Of a GPU."""
 
-    def __init__(self, device: torch.device, *, num_slots: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._came: list[torch.cuda.Event] = [torch.cuda.Event() for _ in range(num_slots)]  # type: ignore[no-untyped-call]
-        self._left: list[torch.cuda.Event] = [torch.cuda.Event() for _ in range(num_slots)]  # type: ignore[no-untyped-call]
+        self._came: dict[int, torch.cuda.Event] = defaultdict(torch.cuda.Event)
+        self._left: dict[int, torch.cuda.Event] = defaultdict(torch.cuda.Event)
 
     def begin(self) -> None:
         current = torch.cuda.current_stream(self._device)
@@ -73,8 +74,9 @@ class CopyStreams(NoStreams):
             yield
         self._left[slot].record(self._down)
 
-    def computation_waits(self, slot: int) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._came[slot])
+    def computation_waits(self, slot: int, *, stored: bool = False) -> None:
+        event = (self._left if stored else self._came)[slot]
+        torch.cuda.current_stream(self._device).wait_event(event)
 
     def copies_wait(self) -> None:
         self._down.wait_stream(torch.cuda.current_stream(self._device))
@@ -83,14 +85,12 @@ class CopyStreams(NoStreams):
         self._left[slot].synchronize()
 
     def end(self) -> None:
-        current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self._up)
-        current.wait_stream(self._down)
+        torch.cuda.current_stream(self._device).wait_stream(self._up)
 
     def wait(self) -> None:
         self._up.synchronize()
         self._down.synchronize()
 
 
-def streams_for(device: torch.device, *, num_slots: int) -> NoStreams:
-    return CopyStreams(device, num_slots=num_slots) if device.type == "cuda" else NoStreams()
+def streams_for(device: torch.device) -> NoStreams:
+    return CopyStreams(device) if device.type == "cuda" else NoStreams()

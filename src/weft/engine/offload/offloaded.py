@@ -9,7 +9,8 @@ and a step that float16 skips never begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -19,8 +20,10 @@ from torch._guards import active_fake_mode
 from torch.optim import Optimizer
 
 from weft.core import offload_sizes
+from weft.core.errors import NotBuiltError
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan
+from weft.engine.offload.ahead import AheadOfUpdate
 from weft.engine.offload.chunk_kernel import ChunkKernel, State, new_counter, require_known, state_dtype, state_keys
 from weft.engine.offload.chunks import StateBank, divide
 from weft.engine.offload.copy_streams import streams_for
@@ -31,10 +34,18 @@ from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import local
 
 
-def offload_states(optimizer: Optimizer, plan: Plan, *, device: torch.device) -> OffloadedStates | None:
-    """Move the optimizer's states to the host if the plan says so. Collective."""
+def offload_states(
+    optimizer: Optimizer, plan: Plan, *, device: torch.device, blocks: Sequence[nn.Module]
+) -> OffloadedStates | None:
+    """Move the optimizer's states to the host if the plan says so. Collective. `blocks`: of this rank, in order."""
     place = update_place(plan, device_type=device.type)
-    return OffloadedStates(optimizer, place=place, device=device) if place is not None else None
+    if place is None:
+        return None
+    found = OffloadedStates(optimizer, place=place, device=device)
+    if device.type == "cuda" and plan.mesh.pp == 1:  # a pipeline's backwards do not free activations block by block
+        allocated = functools.partial(torch.cuda.memory_allocated, device)
+        found.hide_behind(blocks, num_microbatches=plan.pipeline.microbatches, allocated=allocated)
+    return found
 
 
 class OffloadedStates:
@@ -44,6 +55,7 @@ class OffloadedStates:
         require_known(optimizer)
         self._optimizer = optimizer
         self.place = place
+        self._num_groups = len(optimizer.param_groups)
         kernel = ChunkKernel(optimizer)
         self._banks, self._chunks = divide(
             optimizer.param_groups, chunk_elements=offload_sizes.CHUNK_ELEMENTS, unit_of=kernel.unit_of
@@ -55,26 +67,38 @@ class OffloadedStates:
             require_room(self.host_bytes, device=device)
         self._slab = HostSlab(self.host_bytes, device=device)
         self._create_states(device if place == "device" else torch.device("cpu"))
-        self._streams = streams_for(device, num_slots=num_slots)
+        self._streams = streams_for(device)
         self._update: DeviceUpdate | HostUpdate
         if place == "device":
-            self._update = DeviceUpdate(kernel, self._streams, device=device, num_slots=num_slots)
+            self._update = DeviceUpdate(kernel, self._streams, chunks=self._chunks, device=device, num_slots=num_slots)
         else:
             staging = [self._slab.take(staged_bytes, torch.uint8) for _ in range(num_slots)]
             self._update = HostUpdate(kernel, self._streams, staging=staging)
+        self._ahead: AheadOfUpdate | None = None
         self.on_step: Callable[[bool], None] | None = None  # called before (True) and after (False) a step
 
     @torch.no_grad()
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
+        self._require_no_new_groups()
         factor = None
         if isinstance(self._optimizer, AdamWLow):
             factor, self._optimizer.gradient_factor = self._optimizer.gradient_factor, None
         with self._reported():
             self._update.run(list(self._with_gradients()), factor)
+        if self._ahead is not None:
+            self._ahead.step_done()
+
+    def hide_behind(self, blocks: Sequence[nn.Module], *, num_microbatches: int, allocated: Callable[[], int]) -> None:
+        """Hide copies of the device update behind `blocks`; `allocated`: bytes of the device that tensors hold now."""
+        if isinstance(self._update, DeviceUpdate) and blocks:
+            self._ahead = AheadOfUpdate(self._update, blocks, num_microbatches=num_microbatches, allocated=allocated)
 
     def wait(self) -> None:
-        """Return when the host may read and write the states."""
+        """Return when the host may read and write the states, and the device holds no copy of them."""
+        if isinstance(self._update, DeviceUpdate):
+            self._update.forget()
+            self._update.release(keep=0)
         self._streams.wait()
 
     def _with_gradients(self) -> Iterator[ChunkUpdate]:
@@ -97,6 +121,14 @@ class OffloadedStates:
 
     def _state(self, parameter: nn.Parameter) -> State:
         return self._optimizer.state[parameter]  # type: ignore[no-any-return]
+
+    def _require_no_new_groups(self) -> None:
+        """A group that was added later has no states here, and would keep its values without a word."""
+        if len(self._optimizer.param_groups) != self._num_groups:
+            raise NotBuiltError(
+                "a parameter group was added to an optimizer whose states are offloaded",
+                hint="give the optimizer all groups when it is built, or set offload.optimizer = 'none'",
+            )
 
     @contextmanager
     def _reported(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ device   states come in, the device's kernel updates weights and states, states 
 host     weights and gradients leave, the host's kernel updates weights and states, weights return. Same bits as the
          optimizer on a CPU
 
-A slot of the device form is memory of the device that exists during the update only, when activations are freed.
+Slots of the device form are memory of the device that exists during the update only, when activations are freed.
 """
 
 from __future__ import annotations
@@ -32,29 +32,94 @@ class ChunkUpdate:
 
 
 class DeviceUpdate:
-    """Streams the states through the device."""
+    """Streams the states through the device.
 
-    def __init__(self, kernel: ChunkKernel, streams: NoStreams, *, device: torch.device, num_slots: int) -> None:
+    `load_ahead` brings chunks to the device before the update; these leave after it, and their memory is held until
+    `release`. All other chunks pass through the slots.
+    """
+
+    def __init__(
+        self,
+        kernel: ChunkKernel,
+        streams: NoStreams,
+        *,
+        chunks: Sequence[StateChunk],
+        device: torch.device,
+        num_slots: int,
+    ) -> None:
         self._kernel, self._streams, self._device, self._num_slots = kernel, streams, device, num_slots
+        # slots of chunks ahead: events of their copies are not those of the slots that all other chunks share
+        self._own_slot = {chunk: num_slots + number for number, chunk in enumerate(chunks)}
+        self._ahead: dict[StateChunk, torch.Tensor] = {}
+        self._leaving: list[tuple[int, torch.Tensor]] = []  # slot and memory, oldest first
 
     @torch.no_grad()
     def run(self, updates: Sequence[ChunkUpdate], factor: torch.Tensor | None) -> None:
+        self.release(keep=0)
+        others = [update for update in updates if update.chunk not in self._ahead]
+        # others first: their stores free slots, and would wait for those of the chunks ahead
+        self._through_slots(others, factor)
+        for update in updates:
+            if update.chunk in self._ahead:
+                slot, memory = self._own_slot[update.chunk], self._ahead.pop(update.chunk)
+                self._update(update, memory, slot, factor)
+                self._leaving.append((slot, memory))
+        self.forget()
+
+    @torch.no_grad()
+    def load_ahead(self, room_bytes: int) -> None:
+        """Begin to load chunks, as many as fit into `room_bytes` of the device."""
+        self._streams.begin()
+        for chunk, slot in self._own_slot.items():
+            size = _state_bytes(chunk)
+            if chunk in self._ahead or size == 0:
+                continue
+            if size > room_bytes:
+                return
+            room_bytes -= size
+            self._ahead[chunk] = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._load(chunk, self._ahead[chunk], slot)
+
+    @property
+    def num_leaving(self) -> int:
+        return len(self._leaving)
+
+    def release(self, *, keep: int) -> None:
+        """Free the memory of updated chunks but the last `keep`; the computation waits until they are stored."""
+        while len(self._leaving) > keep:
+            slot, memory = self._leaving.pop(0)
+            self._streams.computation_waits(slot, stored=True)
+            del memory
+
+    def forget(self) -> None:
+        """Free chunks that were loaded ahead and not updated."""
+        for chunk in list(self._ahead):
+            self._streams.computation_waits(self._own_slot[chunk])
+            del self._ahead[chunk]
+
+    def _through_slots(self, updates: Sequence[ChunkUpdate], factor: torch.Tensor | None) -> None:
         size = max((_state_bytes(update.chunk) for update in updates), default=0)
         count = min(self._num_slots, len(updates))
         slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
         self._streams.begin()
         for index, update in enumerate(updates):
+            self._load(update.chunk, slots[index % count], index % count)
             self._update(update, slots[index % count], index % count, factor)
-        # after this the slots' memory is free for the computation
-        self._streams.end()
+        for slot in range(count):  # after this the slots' memory is free for the computation
+            self._streams.computation_waits(slot, stored=True)
 
-    def _update(self, update: ChunkUpdate, memory: torch.Tensor, slot: int, factor: torch.Tensor | None) -> None:
-        chunk, streams = update.chunk, self._streams
-        at_host = {key: flat[chunk.begin : chunk.end] for key, flat in chunk.bank.states.items()}
+    def _load(self, chunk: StateChunk, memory: torch.Tensor, slot: int) -> None:
+        at_host = _at_host(chunk)
         here = _carve(memory, at_host)
-        with streams.to_device(slot):
+        with self._streams.to_device(slot):
             for key, values in at_host.items():
                 here[key].copy_(values, non_blocking=True)
+
+    def _update(self, update: ChunkUpdate, memory: torch.Tensor, slot: int, factor: torch.Tensor | None) -> None:
+        """Update a chunk that was loaded into `memory`, and begin to store it."""
+        chunk, streams = update.chunk, self._streams
+        at_host = _at_host(chunk)
+        here = _carve(memory, at_host)
         streams.computation_waits(slot)
         states = [
             {**counter, **{key: piece.within(flat, chunk.begin) for key, flat in here.items()}}
@@ -130,6 +195,10 @@ def _gradients(pieces: Sequence[StatePiece]) -> list[torch.Tensor]:
 def staging_bytes(chunk: StateChunk) -> int:
     """Host memory of a chunk's weights and gradients."""
     return 2 * slab_bytes(chunk.num_elements, chunk.bank.dtype)
+
+
+def _at_host(chunk: StateChunk) -> dict[str, torch.Tensor]:
+    return {key: flat[chunk.begin : chunk.end] for key, flat in chunk.bank.states.items()}
 
 
 def _state_bytes(chunk: StateChunk) -> int:

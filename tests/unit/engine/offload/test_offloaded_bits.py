@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from offloaded import digests, offloaded, small_chunks, trained
-from tiny import build_engine, train_steps
+from tiny import build_engine, global_batch, train_steps
 
 import weft.engine.updates as engine_updates
 from weft.core.errors import NotBuiltError
+from weft.engine.engine import Engine
 from weft.engine.offload.chunk_kernel import ChunkKernel
 from weft.engine.offload.updates import HostUpdate
 from weft.engine.optim.clip import clip_factor
@@ -140,3 +141,60 @@ def test_optimizers_without_a_layout_of_states_are_refused_by_name() -> None:
     assert "offload.optimizer" in caught.value.hint
     with pytest.raises(NotBuiltError, match="amsgrad"):
         build_engine("llama", plan, optimizer=lambda groups: torch.optim.AdamW(groups, amsgrad=True))  # type: ignore[arg-type]
+
+
+def test_a_group_that_is_added_later_is_refused() -> None:
+    engine = build_engine("qwen3-tied", offloaded({}, "host"))
+    engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(NotBuiltError, match="a parameter group was added"):
+        train_steps(engine, 1)
+
+
+# --- chunks ahead of the update --------------------------------------------------------------------------------------
+
+
+def ahead(plan: dict[str, Any], freed: list[int]) -> tuple[Engine, list[int]]:
+    """An engine that hides copies behind blocks; `freed`: the bytes that each block frees, used in rotation."""
+    with small_chunks():
+        engine = build_engine("qwen3-four", offloaded(plan, "device"))
+    asked = [2**40]
+
+    def allocated() -> int:
+        asked.append(asked[-1] - freed[len(asked) % len(freed)])
+        return asked[-1]
+
+    assert engine.offload is not None
+    blocks = [engine.model.get_submodule(name) for name in engine.layout.blocks]
+    microbatches = engine.plan.pipeline.microbatches
+    engine.offload.hide_behind(blocks, num_microbatches=microbatches, allocated=allocated)
+    return engine, asked
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("freed", [[0], [20000], [2**30], [0, 50000, -1000]])
+def test_chunks_ahead_of_the_update_change_no_bit(freed: list[int], microbatches: int) -> None:
+    plan = {"pipeline": {"microbatches": microbatches}, "data_parallel": {"zero": 3}, **BF16}
+    expected = trained("qwen3-four", plan, "", steps=4)
+    engine, asked = ahead(plan, freed)
+    found = train_steps(engine, 2)
+    assert engine.evaluate(global_batch(7)).loss > 0
+    found += train_steps(engine, 2, first=2)
+    assert (found, digests(engine)) == expected
+    assert len(asked) == 1 + 4 * 4  # after each block of the last micro-batch of each step
+
+
+def test_a_skipped_step_forgets_what_was_loaded_ahead(tmp_path: Path) -> None:
+    plan = {"precision": {"preset": "fp16"}}
+    engines = [build_engine("qwen3-four", plan), ahead(plan, [2**30])[0]]
+    found = []
+    for engine in engines:
+        train_steps(engine, 1)
+        engine.loss_scale.value = 2.0**120
+        train_steps(engine, 1, first=1)
+        engine.loss_scale.value = 2.0**10
+        found.append((train_steps(engine, 2, first=2), digests(engine)))
+    assert found[0] == found[1]
+    engines[0].save(tmp_path)
+    assert engines[1].load(tmp_path) == 4  # states that were loaded ahead of a load would be stale
+    again = [(train_steps(engine, 1, first=4), digests(engine)) for engine in engines]
+    assert again[0] == again[1]
