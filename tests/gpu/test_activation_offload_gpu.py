@@ -28,12 +28,13 @@ pytestmark = [
 MODEL: dict[str, Any] = {
     "type": "llama",
     "config": {
-        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 16,
-        "num_key_value_heads": 4, "vocab_size": 1024, "max_position_embeddings": 4096,
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 4096,
     },
 }  # fmt: skip
-RUN = RunSpec.from_tables({"model": MODEL, "data": {"sequence_length": 2048}, "train": {"global_batch": 8}})
-INPUT_BYTES = 8 * 2048 * 1024 * 2  # of a block, in bfloat16
+ROWS, LENGTH, WIDTH = 16, 4096, 256  # inputs are larger than gradients, so they decide where the peak is
+RUN = RunSpec.from_tables({"model": MODEL, "data": {"sequence_length": LENGTH}, "train": {"global_batch": ROWS}})
+INPUT_BYTES = ROWS * LENGTH * WIDTH * 2  # of a block, in bfloat16
 NUM_BLOCKS = 8
 
 
@@ -85,7 +86,7 @@ class Trained:
         self.stage = FakeTraining(RUN, Plan.from_tables(tables_of(offload, **more)), device=CUDA)
         self.stage.build()
         generator = torch.Generator(device=CUDA).manual_seed(3)
-        self.tokens = torch.randint(0, 1024, (8, 2049), device=CUDA, generator=generator)
+        self.tokens = torch.randint(0, 256, (ROWS, LENGTH + 1), device=CUDA, generator=generator)
         with torch.no_grad():
             for parameter in self.engine.model.parameters():
                 local = parameter.to_local() if hasattr(parameter, "to_local") else parameter

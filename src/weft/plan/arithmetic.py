@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.core.offload_sizes import CHUNK_ELEMENTS, SLOTS
 from weft.core.plan import Plan
 from weft.core.terms import MemoryTerm as Term
 from weft.plan.columns import columns_of
@@ -22,12 +21,11 @@ from weft.plan.memory.block_activations import (
     saved_by_selective,
 )
 from weft.plan.memory.fused_loss import num_chunks
-from weft.plan.memory.offloaded import staged_states
 from weft.plan.memory.peak import COMMUNICATOR_BYTES, FRAGMENTATION, LOSS_BYTES
 from weft.plan.memory.saved_activations import INPUTS_ON_DEVICE
 from weft.plan.pp.stages import PLACES
 from weft.plan.request import Request, byte_sizes
-from weft.plan.time.state_stream import held_elements, rest_bytes, rests_in_compute
+from weft.plan.time.state_stream import rest_bytes, rests_in_compute
 from weft.plan.view import View, is_compiled, view_at
 
 GB = 1e9
@@ -141,10 +139,7 @@ def _weights(view: View, found: Estimate, how: str) -> str:
 def _moments(view: View, found: Estimate, how: str) -> str:
     if found.plan.offload.optimizer == "none":
         return f"{how} x {view.sizes.optimizer:g} B ({view.request.workload.optimizer})"
-    if not found.memory_terms[Term.OPTIMIZER_STATE]:
-        return "none on the device: the host updates weights of its own"
-    elements = min(SLOTS * CHUNK_ELEMENTS, int(held_elements(view)[0]))
-    return f"{elements:,} x {staged_states(view)[0] / elements:g} B: chunks in flight, from and to the host"
+    return f"on {found.plan.offload.optimizer}"
 
 
 def _whole(unsharded: int) -> str:

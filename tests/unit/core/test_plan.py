@@ -89,7 +89,8 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
         {"mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream"}, "precision": {"preset": "fp16"}},
         {"mesh": {"pp": 2, "tp": 4}, "tensor_parallel": {"mode": "2d"}},
         {"mesh": {"cp": 2}},
-        {"activations": {"policy": "full", "offload": "cpu"}},
+        {"activations": {"offload": "cpu"}},
+        {"activations": {"policy": "full", "partition": True}},
         {"activations": {"policy": "budget", "mixture": [1, 1]}, "compile": {"enabled": True}},
         {"activations": {"policy": "budget"}, "data_parallel": {"strategy": "dataparallel"}},
         {"activations": {"policy": "full"}, "data_parallel": {"strategy": "dataparallel"}},
@@ -128,6 +129,9 @@ def test_everything_the_engine_has_is_executable() -> None:
     recomputed = [{"activations": {"policy": policy}} for policy in ("full", "selective", "budget")]
     recomputed += [{"activations": {"policy": "budget", "mixture": [2, 0]}, "compile": {"enabled": True}}]
     recomputed += [{"offload": {"optimizer": "cpu", "update": update}} for update in ("auto", "device", "host")]
+    recomputed += [{"activations": {"policy": policy, "offload": "cpu"}} for policy in ("full", "budget")]
+    whole = {"mesh": {"tp": 2}, "tensor_parallel": {"sequence_parallel": False}}
+    recomputed += [{"activations": {"policy": "full", "partition": True}, **whole}]
     hsdp = {"dp_shard": 2, "dp_replicate": 2}
     meshes = [{"mesh": hsdp}, {"mesh": {"tp": 2}}, {"mesh": {"pp": 2, **hsdp}}]
     fused = [{"kernels": {"loss": "fused"}, "mesh": mesh} for mesh in ({"pp": 2, "tp": 2}, hsdp)]

@@ -139,7 +139,9 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
         found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
         group = root / "sys/fs/cgroup"
         limit, used = ((group / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
-        found += [int(limit) - int(used)] if limit != "max" else []
+        counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+        free_pages = int(counts.get("inactive_file", 0))  # files in the page cache count as used, and give way
+        found += [int(limit) - int(used) + free_pages] if limit != "max" else []
     except OSError:
         pass  # another system, or no control group: what was found before counts
     return min(found) if found else None

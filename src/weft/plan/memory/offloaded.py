@@ -23,7 +23,7 @@ import numpy as np
 from weft.core.offload_sizes import CHUNK_ELEMENTS, SLOTS
 from weft.plan.columns import HOMES, NVME, Floats
 from weft.plan.memory.saved_activations import saved_blocks
-from weft.plan.time.state_stream import has_master, held_elements, rest_bytes, updates_on_host
+from weft.plan.time.state_stream import held_elements, keeps_masters, rest_bytes, rests_in_compute, updates_on_host
 from weft.plan.view import View
 
 HostTerms = dict[str, Floats]
@@ -60,10 +60,11 @@ def offloaded_bytes(views: Sequence[View]) -> Offloaded:
 
 
 def staged_states(view: View) -> Floats:
-    """Chunks on the device: states and masters that are updated there, or weights that return from the host."""
+    """Chunks on the device during an update: states and masters that are updated there, or weights that return from the
+    host and are cast."""
     sizes = view.sizes
-    returned = np.where(view.columns.offload_parameters > 0, 0.0, sizes.master)
-    states = sizes.optimizer + (sizes.master if has_master(sizes) else 0)
+    returned = np.where(rests_in_compute(view) & (view.columns.offload_parameters == 0), sizes.master, 0.0)
+    states = sizes.optimizer + np.where(rests_in_compute(view), sizes.master, 0)
     return _in_flight(view) * np.where(updates_on_host(view), returned, states)
 
 
@@ -78,7 +79,8 @@ def _host_terms(view: View) -> HostTerms:
     is_here, on_host = columns.offload_optimizer == HOMES.index("cpu"), updates_on_host(view)
     states = sizes.optimizer + _master_bytes(view)
     from_disk = np.where(columns.offload_optimizer == NVME, states, 0.0)
-    staged = _in_flight(view) * (from_disk + np.where(on_host, sizes.gradient, 0.0))
+    brought = sizes.gradient + np.where(keeps_masters(view), sizes.master, 0.0)
+    staged = _in_flight(view) * (from_disk + np.where(on_host, brought, 0.0))
     is_late = on_host & (columns.delayed_update > 0)
     away = nothing
     if np.any(columns.offload_activations):
@@ -101,8 +103,8 @@ def _disk_terms(view: View) -> HostTerms:
 
 
 def _master_bytes(view: View) -> Floats:
-    sizes = view.sizes
-    return np.where(updates_on_host(view) | has_master(sizes), float(sizes.master), 0.0)
+    has_masters = rests_in_compute(view) | (updates_on_host(view) & ~keeps_masters(view))
+    return np.where(has_masters, float(view.sizes.master), 0.0)
 
 
 def _keep_larger(terms: HostTerms, view: View, other: HostTerms) -> None:

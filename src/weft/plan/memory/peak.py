@@ -17,7 +17,7 @@ from weft.plan.columns import Floats, Ints
 from weft.plan.ep.instants import with_experts
 from weft.plan.memory import fused_loss
 from weft.plan.memory.in_flight import LOG_PROBABILITY_BYTES, edge_bytes, flight_of, waiting_bytes
-from weft.plan.memory.offloaded import Offloaded, offloaded_bytes, staged_states
+from weft.plan.memory.offloaded import Offloaded, offloaded_bytes
 from weft.plan.memory.saved_activations import saved_blocks
 from weft.plan.memory.timeline import MIB, TermParts, Terms, gradients_of_earlier, has_buckets, instants_of
 from weft.plan.time.state_stream import held_elements, rest_bytes, updates_on_host
@@ -137,7 +137,7 @@ def _resident(view: View) -> Terms:
     versions = np.where((columns.vertical_sync > 0) & (columns.pp > 1), columns.pp, stage.versions)
     return {
         Term.WEIGHTS: np.where(on_device, held * rest_bytes(view), 0.0),
-        Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, staged_states(view), held * sizes.optimizer),
+        Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, 0.0, held * sizes.optimizer),
         Term.WEIGHT_VERSIONS: (versions - 1) * share.total.unsharded * sizes.master,
     }
 

@@ -29,6 +29,7 @@ import numpy as np
 
 from weft.core.terms import MemoryTerm as Term
 from weft.plan.columns import Bools, Floats
+from weft.plan.memory.offloaded import staged_states
 from weft.plan.memory.saved_activations import SavedBlocks
 from weft.plan.time.state_stream import rest_bytes, rests_in_compute
 from weft.plan.view import View
@@ -318,7 +319,7 @@ def _at_update(parts: TermParts) -> Terms:
     if parts.view.request.workload.optimizer == "adamw8bit":
         temporaries = QUANTISED_UPDATE_BYTES * _largest_tensor(parts.view) * held / np.maximum(share.total.unsharded, 1)
     # an offloaded optimizer updates chunk by chunk
-    temporaries = np.where(columns.offload_optimizer > 0, 0.0, temporaries)
+    temporaries = np.where(columns.offload_optimizer > 0, staged_states(parts.view), temporaries)
     gradients = held * sizes.gradient
     return instant(parts, saved=none, gathered=none, gradients=gradients, buffers=none, temporaries=temporaries)
 

@@ -1,18 +1,19 @@
 """Update of offloaded optimizer states: bytes per parameter on each way, and seconds, for every plan.
 
-| update | to the device              | from the device      | computes            |
-| ------ | -------------------------- | -------------------- | ------------------- |
-| device | states, masters            | states, masters      | the device          |
-| host   | weights in the master dtype | gradients           | the host's cores    |
-| files  | the same, and the disk reads and writes states and masters                |
+| update | to the device               | from the device     | computes         |
+| ------ | --------------------------- | ------------------- | ---------------- |
+| device | states                      | states              | the device       |
+| host   | weights in the master dtype | weights, gradients  | the host's cores |
+| files  | the same and masters, and the disk reads and writes both            |
 
 Chunks stream: copies in, copies out, update and disk work on different chunks at once, so the slowest of them sets the
 pace and the first chunk's copy comes before it:
 
     update = max(in, out, update, host memory, disk) + first chunk
 
-With a separate master (compute dtype below the master's) masters move with the states. Weights that rest on the host
-(`offload.parameters`) return there after an update on the device, and need no copy after one on the host.
+Masters stay on the device as the weights' shards, unless states are in files or weights rest on the host: then a master
+that is wider than the compute dtype moves with the states. Weights that rest on the host (`offload.parameters`) return
+there after an update on the device, and need no copy after one on the host.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.core.offload_sizes import CHUNK_ELEMENTS
-from weft.plan.columns import NVME, UPDATES, Bools, Floats
-from weft.plan.request import ByteSizes
+from weft.plan.columns import HOMES, NVME, UPDATES, Bools, Floats
 from weft.plan.view import View
 
 UPDATE_PASSES = 1.15  # norm and clipping read the gradients once more
@@ -43,14 +43,15 @@ class StateBytes:
     in_files: Floats  # read and written
 
 
-def has_master(sizes: ByteSizes) -> bool:
-    """Whether weights rest in the compute dtype beside a master, if states are offloaded."""
-    return sizes.master > sizes.compute
-
-
 def rests_in_compute(view: View) -> Bools:
-    """Whether weights rest in the compute dtype because the offloaded optimizer has their masters."""
-    return (view.columns.offload_optimizer > 0) & has_master(view.sizes)
+    """Whether weights rest in the compute dtype because their masters are with the offloaded states."""
+    is_away = (view.columns.offload_optimizer == NVME) | (view.columns.offload_parameters > 0)
+    return (view.columns.offload_optimizer > 0) & is_away & (view.sizes.master > view.sizes.compute)
+
+
+def keeps_masters(view: View) -> Bools:
+    """Whether the weights on the device are the masters of offloaded states."""
+    return (view.columns.offload_optimizer == HOMES.index("cpu")) & (view.columns.offload_parameters == 0)
 
 
 def rest_bytes(view: View) -> Floats:
@@ -80,12 +81,12 @@ def updates_on_host(view: View) -> Bools:
 def state_bytes(view: View, *, on_host: bool) -> StateBytes:
     """Bytes per parameter, if the host updates or if the device does."""
     columns, sizes = view.columns, view.sizes
-    master = sizes.master if has_master(sizes) else 0
+    master = np.where(rests_in_compute(view), sizes.master, 0)
     states = sizes.optimizer + master
     is_away = columns.offload_parameters > 0
-    nothing = np.zeros(len(columns))
     if on_host:
-        into, out = np.where(is_away, 0.0, sizes.master), nothing + sizes.gradient
+        into = np.where(is_away, 0.0, sizes.master)
+        out = sizes.gradient + np.where(keeps_masters(view), sizes.master, 0.0)
     else:
         into = states + np.where(is_away, sizes.master - master, 0.0)  # weights without a master come along
         out = states + np.where(is_away, sizes.compute, 0.0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gloo_ranks import run_ranks
+from samples import by_default
 from tiny import build_engine, global_batch
 
 from weft.engine.activations.input_partition import InputPartition
@@ -58,36 +59,36 @@ def plain_and_kept(_rank: int, _world: int, family: str, tables: Tables, kept: T
     return found
 
 
-LAYOUTS: dict[str, tuple[int, str, Tables, Tables]] = {
-    "DDP": (2, "gpt2", plan({"dp_replicate": 2}), OFFLOAD),
-    "ZeRO-1": (2, "llama", plan({"dp_shard": 2}, zero=1), OFFLOAD),
+def staged(schedule: str, **mesh: int) -> Tables:
+    return plan({"pp": 2, **mesh}, stream=False, pipeline={"microbatches": 4, "schedule": schedule})
+
+
+Layout = tuple[int, str, Tables, Tables]  # ranks, family, plan, keys of [activations]
+LAYOUTS: dict[str, Layout] = {
     "ZeRO-3": (2, "mixtral", plan({"dp_shard": 2}, zero=3), OFFLOAD),
     "tp, sequence parallel": (2, "llama", plan({"tp": 2}), OFFLOAD),
-    "tp, experts": (2, "mixtral", plan({"tp": 2, "ep": 2}), OFFLOAD),
     "partition": (2, "llama", plan({"tp": 2}, stream=False), PARTITION),
     "partition, dropout, offload": (2, "gpt2", plan({"tp": 2}, stream=False), BOTH),
+    "1f1b, dropout": (2, "gpt2-four", staged("1f1b"), OFFLOAD),
+    "pipedream": (2, "llama", staged("pipedream"), OFFLOAD),
+}
+MORE: dict[str, Layout] = {
+    "DDP, dropout": (2, "gpt2", plan({"dp_replicate": 2}), OFFLOAD),
+    "ZeRO-1": (2, "llama", plan({"dp_shard": 2}, zero=1), OFFLOAD),
+    "experts": (2, "mixtral", plan({"tp": 2, "ep": 2}), OFFLOAD),
     "partition, experts, offload": (2, "mixtral", plan({"tp": 2, "ep": 2}, stream=False), BOTH),
-    "1f1b": (2, "gpt2-four", plan({"pp": 2}, zero=0), OFFLOAD),
+    "zero bubble": (2, "qwen3-four", staged("zero_bubble"), OFFLOAD),
+    "interleaved": (2, "qwen3-four", staged("interleaved_1f1b"), OFFLOAD),
+    "pipeline x partition": (4, "qwen3-four", staged("1f1b", tp=2), BOTH),
 }
-MORE: dict[str, tuple[int, str, Tables, Tables]] = {
-    "zero-bubble": (2, "qwen3-four", plan({"pp": 2}), OFFLOAD),
-    "pipedream": (2, "llama", plan({"pp": 2}), OFFLOAD),
-    "pp x tp, partition, ZeRO-2": (4, "qwen3-four", plan({"pp": 2, "tp": 2}, stream=False), BOTH),
-}
-for _name, _schedule in (
-    ("zero-bubble", "zero_bubble"),
-    ("pipedream", "pipedream"),
-    ("pp x tp, partition, ZeRO-2", "1f1b"),
-):
-    MORE[_name][2]["pipeline"] = {"microbatches": 4, "schedule": _schedule}
+MORE["interleaved"][2]["pipeline"]["virtual_stages"] = 2
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *MORE])
+@pytest.mark.parametrize("layout", by_default(list(LAYOUTS), [*LAYOUTS, *MORE]))
 def test_the_bits_are_those_of_plain_recompute(layout: str) -> None:
     num_ranks, family, tables, kept = {**LAYOUTS, **MORE}[layout]
-    for plain, found, (num_kept, num_blocks) in run_ranks(
-        plain_and_kept, num_ranks, family, tables, kept, timeout_s=120
-    ):
+    results = run_ranks(plain_and_kept, num_ranks, family, tables, kept, timeout_s=120)
+    for plain, found, (num_kept, num_blocks) in results:
         assert found == plain
         assert num_kept == STEPS * 4 * num_blocks
 

@@ -276,7 +276,8 @@ def test_too_little_host_memory_is_one_sentence(tmp_path: Path, monkeypatch: pyt
     assert host_slots.available_host_bytes(tmp_path) == 64 * 1024
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("40000\n")
     (tmp_path / "sys/fs/cgroup/memory.current").write_text("10000\n")
-    assert host_slots.available_host_bytes(tmp_path) == 30000
+    (tmp_path / "sys/fs/cgroup/memory.stat").write_text("anon 4000\ninactive_file 6000\n")
+    assert host_slots.available_host_bytes(tmp_path) == 36000
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
     assert host_slots.available_host_bytes(tmp_path) == 64 * 1024
     assert host_slots.available_host_bytes(tmp_path / "none") is None
