@@ -274,10 +274,11 @@ def _chosen(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
     """The ids of the inputs to keep: hidden states, and others that need a gradient, as an encoder's output.
 
     The first floating-point argument is the hidden states, also without a gradient (frozen embeddings). Masks and
-    rotary tables belong to all blocks: they stay where they are.
+    rotary tables belong to all blocks: they stay where they are, and so do expanded tensors.
     """
-    floating = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point()]
-    return {id(value) for index, value in enumerate(floating) if index == 0 or value.requires_grad}
+    given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point())
+    wanted = [value for index, value in enumerate(given) if index == 0 or value.requires_grad]
+    return {id(value) for value in wanted if not InputForm.of(value).overlaps}
 
 
 def _flat(tensor: Tensor) -> Tensor:

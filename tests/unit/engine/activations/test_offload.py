@@ -107,6 +107,8 @@ class Attended(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
         side = self.side(x).tanh()
+        if self.kind == "expanded":
+            side = side[:, :1].expand_as(x)
         if self.kind == "transposed":
             x = x.transpose(0, 1)
             side = side.transpose(0, 1)
@@ -139,7 +141,8 @@ def attended_engine(kind: str, offload: str) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"), [("side", 3 + 1), ("twice", 3), ("keywords", 3 + 1), ("transposed", 3 + 1), ("strided", 3 + 1)]
+    ("kind", "count"),
+    [("side", 3 + 1), ("twice", 3), ("keywords", 3 + 1), ("transposed", 3 + 1), ("strided", 3 + 1), ("expanded", 3)],
 )
 def test_a_tensor_given_twice_is_kept_once(kind: str, count: int) -> None:
     """An encoder's output is an input of every block: one slot, one copy each way."""
