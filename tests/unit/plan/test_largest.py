@@ -34,15 +34,15 @@ def test_the_answer_fits_and_one_block_more_does_not() -> None:
 
 
 def test_a_host_s_memory_bounds_the_states_that_it_keeps() -> None:
-    """12 bytes per parameter in nine tenths of the memory; files lift the bound."""
+    """8 bytes per parameter in nine tenths of the memory; files lift the bound."""
     _, found = answers()
     sizes = [one.shape.num_parameters if one.shape else 0 for one in found]
-    assert sizes[1] == pytest.approx(0.9 * HOST / 12, rel=0.05)
+    assert sizes[1] == pytest.approx(0.9 * HOST / 8, rel=0.05)
     assert sizes[3] > 2 * sizes[1]
     _, roomy = answers(host=2 * HOST)
     assert (roomy[0].shape, roomy[0].way) == (found[0].shape, "all on the device")
     assert roomy[1].shape is not None
-    assert roomy[1].shape.num_parameters > 1.5 * sizes[1]
+    assert roomy[1].shape.num_parameters > 1.1 * sizes[1]
 
 
 def test_fixed_keys_hold_for_every_way() -> None:

@@ -16,6 +16,7 @@ from weft.core.offload_sizes import CHUNK_ELEMENTS, SLOTS
 from weft.core.terms import MemoryTerm, StepTerm
 from weft.plan.arithmetic import explain_memory
 from weft.plan.estimate import Estimate, estimate, fitting
+from weft.plan.memory.offloaded import staged_states
 from weft.plan.memory.peak import MemoryEstimate, estimate_memory
 from weft.plan.offload import DAY_S, choose_update
 from weft.plan.request import Request
@@ -70,11 +71,10 @@ def test_gradients_of_an_offloaded_optimizer_stay_on_the_device(home: str) -> No
     assert away[MemoryTerm.GRADIENTS] == plain[MemoryTerm.GRADIENTS] == SHARD * 4
 
 
-@pytest.mark.parametrize("home", ["cpu", "nvme"])
-def test_weights_rest_in_the_compute_dtype_where_masters_are_away(home: str) -> None:
-    """They kept 4 bytes per parameter on the device, beside a master on the host."""
-    assert terms(EIGHT, **SHARDED, optimizer=home)[MemoryTerm.WEIGHTS] == SHARD * 2
-    assert terms(EIGHT, **SHARDED)[MemoryTerm.WEIGHTS] == SHARD * 4
+@pytest.mark.parametrize(("home", "per_element"), [("none", 4), ("cpu", 4), ("nvme", 2)])
+def test_weights_rest_in_the_compute_dtype_where_masters_are_away(home: str, per_element: int) -> None:
+    """With moments on the host the weights on the device are the masters; no master is counted twice."""
+    assert terms(EIGHT, **SHARDED, optimizer=home)[MemoryTerm.WEIGHTS] == SHARD * per_element
 
 
 def test_without_a_master_only_moments_leave() -> None:
@@ -86,16 +86,19 @@ def test_without_a_master_only_moments_leave() -> None:
 def test_replicas_with_weights_in_the_compute_dtype_hold_no_cast() -> None:
     request = request_of(global_batch=16, sequence_length=1)
     assert terms(request, dp_replicate=8, microbatches=2)[MemoryTerm.GATHERED] > 0
-    assert terms(request, dp_replicate=8, microbatches=2, optimizer="cpu")[MemoryTerm.GATHERED] == 0
+    assert terms(request, dp_replicate=8, microbatches=2, optimizer="nvme")[MemoryTerm.GATHERED] == 0
 
 
-@pytest.mark.parametrize(("update", "per_element"), [("device", 12), ("host", 4)])
-def test_chunks_in_flight_are_on_the_device(update: str, per_element: int) -> None:
-    """States and masters of three chunks, or the weights that return; a small shard has less than that."""
-    staged = terms(EIGHT, **SHARDED, optimizer="cpu", update=update)[MemoryTerm.OPTIMIZER_STATE]
+@pytest.mark.parametrize(
+    ("home", "update", "per_element"), [("cpu", "device", 8), ("cpu", "host", 0), ("nvme", "device", 12)]
+)
+def test_chunks_are_on_the_device_during_an_update(home: str, update: str, per_element: int) -> None:
+    """States of three chunks, and masters that left the device; a small shard has less than that."""
+    assert terms(EIGHT, **SHARDED, optimizer=home, update=update)[MemoryTerm.OPTIMIZER_STATE] == 0
+    staged = one(staged_states(view_with(EIGHT, **SHARDED, optimizer=home, update=update)))
     assert staged == SLOTS * CHUNK_ELEMENTS * per_element
     small = request_of(tiny_llama(), "1xH200", global_batch=8, sequence_length=16)
-    few = terms(small, optimizer="cpu", update=update)[MemoryTerm.OPTIMIZER_STATE]
+    few = one(staged_states(view_with(small, optimizer=home, update=update)))
     assert few == small.shape.num_parameters * per_element
 
 
@@ -244,7 +247,7 @@ def test_an_update_takes_as_long_as_its_slowest_stage(
     view = view_with(request, **SHARDED, optimizer=home)
     taken = one(update_seconds(view, on_host=is_host))
     stages = [
-        (4 if is_host else 12) * SHARD / link,
+        {("cpu", False): 8, ("cpu", True): 8, ("nvme", False): 12, ("nvme", True): 4}[home, is_host] * SHARD / link,
         *([24 * SHARD * 8 / disk] if home == "nvme" else []),
         *([SHARD / host_update_rate(view)] if is_host else []),
     ]
@@ -297,12 +300,13 @@ def test_a_delayed_update_hides_behind_the_next_step() -> None:
 
 
 def test_the_faster_place_updates() -> None:
-    """A fast link streams the states through the device; a slow one leaves them to the host."""
-    plan = plan_with(preset="bf16", optimizer="cpu")
-    assert choose_update(MEASURED, plan) == "device"
-    slow = on_host(MEASURED, host=replace(MEASURED.cluster.host, bytes_per_s=1e10))
-    assert choose_update(slow, plan) == "host"
-    assert choose_update(slow, plan_with(preset="bf16", optimizer="cpu", update="device")) == "device"
+    """Moments alone are 8 bytes each way, gradients and weights 8 and 4: the device. With masters in files a slow link
+    leaves the update to the host."""
+    plan, in_files = (plan_with(preset="bf16", optimizer=home) for home in ("cpu", "nvme"))
+    slow = on_host(MEASURED, host=replace(MEASURED.cluster.host, bytes_per_s=1e10), nvme_bytes_per_s=1e12)
+    assert [choose_update(machine, plan) for machine in (MEASURED, slow)] == ["device", "device"]
+    assert choose_update(slow, in_files) == "host"
+    assert choose_update(slow, plan_with(preset="bf16", optimizer="nvme", update="device")) == "device"
     assert choose_update(request_of(devices="1xCPU"), plan) == "host"
 
 
@@ -320,13 +324,13 @@ def test_auto_costs_the_lesser_of_the_two_places(link: float) -> None:
 
 
 def test_states_weights_and_inputs_fill_the_host_of_all_ranks() -> None:
-    """8B on 8 devices: 12 bytes per parameter of states and masters, once per node; weights another 2."""
+    """8B on 8 devices, once per node: 8 bytes per parameter of moments; with weights on the host masters and 2 more."""
     request = request_of(global_batch=8, sequence_length=64)
     assert one(memory(request, **SHARDED).host) == 0
-    assert one(memory(request, **SHARDED, optimizer="cpu", update="device").host) == 12 * LLAMA_8B
+    assert one(memory(request, **SHARDED, optimizer="cpu", update="device").host) == 8 * LLAMA_8B
     both = memory(request, **SHARDED, optimizer="cpu", update="device", parameters="cpu")
     assert one(both.host) == 14 * LLAMA_8B
-    assert one(memory(request, dp_replicate=8, optimizer="cpu", update="device").host) == 8 * 12 * LLAMA_8B
+    assert one(memory(request, dp_replicate=8, optimizer="cpu", update="device").host) == 8 * 8 * LLAMA_8B
 
 
 def test_files_leave_three_chunks_in_host_memory() -> None:
@@ -361,7 +365,7 @@ def test_a_pipeline_s_fullest_rank_counts_on_the_host() -> None:
     keys: dict[str, Any] = {"pp": 8, "microbatches": 64, "optimizer": "cpu", "update": "device"}
     views = views_of(EIGHT, columns_with({**keys, "blocks": [1, 1, 1, 1, 1, 1, 1, 25]}))
     most = max(one(view.share.total.unsharded) for view in views)
-    assert one(estimate_memory(views).host) == 8 * 12 * most
+    assert one(estimate_memory(views).host) == 8 * 8 * most
     assert most > one(views[0].share.total.unsharded)
 
 
