@@ -48,6 +48,7 @@ def other_layout(plan: Plan, *, global_batch: int, has_untrained: bool = False) 
     tables["mesh"] = {axes.DP_REPLICATE if sharded else axes.DP_SHARD: dp_degree, axes.TP: tp}
     tables["data_parallel"] = {"zero": 0, "find_unused_parameters": has_untrained} if sharded else {"zero": 3}
     tables["tensor_parallel"]["mode"] = "1d" if tp != plan.mesh.tp else plan.tensor_parallel.mode
+    tables["activations"]["partition"] = plan.activations.partition and tp > 1
     tables["pipeline"].update(virtual_stages=1, blocks=[])
     tables["pipeline"]["microbatches"] = math.gcd(plan.pipeline.microbatches, global_batch // dp_degree)
     return Plan.from_tables(tables)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from weft.core.executable import require_executable
 from weft.core.plan import Plan
 from weft.core.records import DtypeRecord
 from weft.verify.checks import check_same_bits, check_scalars, check_tensors, worst_scalars
@@ -197,6 +198,18 @@ def test_tensor_parallelism_resumes_at_another_degree(case: str) -> None:
     other = other_layout(plan, global_batch=rows)
     assert (other.mesh.dp_replicate, other.mesh.dp_shard, other.mesh.tp, other.data_parallel.zero) == expected
     assert rows % (other.mesh.dp_degree * other.pipeline.microbatches) == 0
+
+
+@pytest.mark.parametrize(("tp", "is_partitioned"), [(2, False), (4, True)])
+def test_partitioned_inputs_need_tensor_parallel_ranks_elsewhere_too(tp: int, is_partitioned: bool) -> None:
+    tables = {
+        "mesh": {"tp": tp},
+        "tensor_parallel": {"sequence_parallel": False},
+        "activations": {"policy": "full", "partition": True},
+    }
+    other = other_layout(Plan.from_tables(tables), global_batch=8)
+    require_executable(other)
+    assert other.activations.partition == is_partitioned
 
 
 def test_the_name_of_a_tensor_parallel_plan_tells_its_switches() -> None:
