@@ -101,8 +101,7 @@ class Engine:
         self.parameters = list(self.trained.values())
         self._seed = seed
         self.optimizer = self._build_optimizer(optimizer)
-        own_blocks = [model.get_submodule(name) for name in self.layout.blocks]
-        self.offload = offload_states(self.optimizer, plan, device=self.device, blocks=own_blocks)
+        self.offload = offload_states(self.optimizer, plan, model, self.layout, device=self.device)
         self.rates = GroupRates(self.optimizer)
         if callable(optimizer) and dist.get_world_size() > 1:
             require_one_base(self.rates, device=self.device)
@@ -115,14 +114,11 @@ class Engine:
         self._is_random = uses_randomness(model)
         self.attention = AttentionKernel(model, plan, self.device)
         self.updates = self.axes.updates(self) or Updates(self)
+        norms, stages = applied.batch_norms, applied.stages
         self.buffer_sync = BufferSync(
-            applied.changes,
-            self.topology,
-            device=self.device,
-            batch_norms=applied.batch_norms.names,
-            stages=applied.stages,
+            applied.changes, self.topology, device=self.device, batch_norms=norms.names, stages=stages
         )
-        groups = [*self.axes.activation_groups, *([applied.batch_norms.group] if applied.batch_norms.group else [])]
+        groups = [*self.axes.activation_groups, *([norms.group] if norms.group else [])]
         names = {str(group.group_name) for group in groups}
         self._dtypes = DtypeWatch(model, self.layout, plan.precision.policy(), activation_groups=names)
         model.train()
@@ -302,8 +298,7 @@ class Engine:
 
     def coverage(self) -> list[ParameterRecord]:
         """Which parameters are sharded on which axes and which stayed replicated."""
-        reasons = self.axes.replicated_reasons
-        names_of = self.topology.axis_names_of
+        names_of, reasons = self.topology.axis_names_of, self.axes.replicated_reasons
         return parameter_records(self.model, self.layout, names_of, shards=self.shards, reasons=reasons)
 
     @property
@@ -324,10 +319,9 @@ class Engine:
         return share_of_rows(global_batch, rank=self.topology.dp_rank, degree=self.topology.dp_degree)
 
     def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:
-        policy, copies = self.plan.precision.policy(), self.layout.copies
-        low = LowStates.of(self.trained, policy, seed=self._seed, shards=self.shards, copies=copies)
-        if low is not None and not low.rounds and update_place(self.plan, device_type=self.device.type) == "host":
-            low = None  # its float32 form is a GPU's kernel; a host has torch's fused one
+        place, policy = update_place(self.plan, device_type=self.device.type), self.plan.precision.policy()
+        found = LowStates.of(self.trained, policy, seed=self._seed, shards=self.shards, copies=self.layout.copies)
+        low = None if place == "host" and found and not found.rounds else found  # its float32 form is a GPU's kernel
         return make_optimizer(self.trained, given, low=low, shards=self.shards)
 
     def split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:

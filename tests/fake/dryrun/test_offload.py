@@ -10,6 +10,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.terms import MemoryTerm as Term
 from weft.dryrun.run import DryRun, dry_run
+from weft.plan.ask import estimate_plan
 
 LLAMA = {
     "type": "llama",
@@ -19,6 +20,7 @@ LLAMA = {
     },
 }  # fmt: skip
 RUN = RunSpec.from_tables({"model": LLAMA, "data": {"sequence_length": 256}, "train": {"global_batch": 8}})
+REPLICATED: dict[str, Any] = {"mesh": {"dp_replicate": 4}, "pipeline": {"microbatches": 2}}
 SHARDED: dict[str, Any] = {"mesh": {"dp_shard": 4}, "data_parallel": {"zero": 3}}
 
 
@@ -40,3 +42,23 @@ def test_the_peak_falls_by_the_moments_and_by_nothing_else(tables: dict[str, Any
     assert found.peak_bytes == without.peak_bytes - moments
     assert found.moments["saving_host_bytes"] == without.moments["saving_host_bytes"]
     assert found.moments["resuming_bytes"] < without.moments["resuming_bytes"]
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {
+            "mesh": {"dp_replicate": 4},
+            "pipeline": {"microbatches": 2},
+            "offload": {"optimizer": "cpu", "update": "device"},
+        },
+        {**SHARDED, "offload": {"optimizer": "cpu", "update": "host"}},
+        {**SHARDED, "activations": {"policy": "full", "offload": "cpu"}},
+    ],
+    ids=["DDP, device", "ZeRO-3, host", "inputs on the host"],
+)
+def test_the_planner_agrees(tables: dict[str, Any]) -> None:
+    plan = Plan.from_tables({**tables, "precision": {"preset": "bf16"}})
+    found, predicted = dry_run(RUN, plan), estimate_plan(RUN, plan, "4xH100-80GB")
+    inside = predicted.memory_bytes - predicted.memory_terms["framework"]
+    assert inside == pytest.approx(found.peak_bytes, rel=0.02)

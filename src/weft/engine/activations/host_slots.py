@@ -13,7 +13,6 @@ from __future__ import annotations
 import mmap
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from weft.core.errors import MemoryLimitError
 from weft.core.units import format_bytes
+from weft.engine.offload.host_room import available_bytes
 
 HOST = torch.device("cpu")  # a dry run of a GPU replaces it, where a host's memory is not the device's
 ALIGNMENT_BYTES = 512
@@ -105,9 +105,9 @@ def _slots_of_slab(sizes: list[int], *, pinned: bool) -> list[HostSlot]:
 
 def pinned_bytes(nbytes: int) -> Tensor:
     """`nbytes` of page-locked memory, freed with its last view."""
-    available_bytes = available_host_bytes()
-    if available_bytes is not None and nbytes > available_bytes:
-        raise _too_large(nbytes, f"{format_bytes(available_bytes)} of host memory are available")
+    available = available_bytes()
+    if available is not None and nbytes > available:
+        raise _too_large(nbytes, f"{format_bytes(available)} of host memory are available")
     mapping = mmap.mmap(-1, nbytes)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -129,19 +129,3 @@ def _too_large(nbytes: int, why: str) -> MemoryLimitError:
         f"the inputs of recomputed blocks need {format_bytes(nbytes)} of pinned host memory per rank, but {why}",
         hint="set activations.offload = 'none', or use fewer rows per micro-batch",
     )
-
-
-def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """Free host memory, at most what the control group still allows; None where the system does not say."""
-    found = []
-    try:
-        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-        group = root / "sys/fs/cgroup"
-        limit, used = ((group / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
-        counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-        free_pages = int(counts.get("inactive_file", 0))  # files in the page cache count as used, and give way
-        found += [int(limit) - int(used) + free_pages] if limit != "max" else []
-    except OSError:
-        pass  # another system, or no control group: what was found before counts
-    return min(found) if found else None

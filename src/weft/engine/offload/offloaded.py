@@ -32,18 +32,20 @@ from weft.engine.offload.slab import HostSlab, slab_bytes
 from weft.engine.offload.updates import ChunkUpdate, DeviceUpdate, HostUpdate, staging_bytes
 from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import local
+from weft.models.layout import ModelLayout
 
 
 def offload_states(
-    optimizer: Optimizer, plan: Plan, *, device: torch.device, blocks: Sequence[nn.Module]
+    optimizer: Optimizer, plan: Plan, model: nn.Module, layout: ModelLayout, *, device: torch.device
 ) -> OffloadedStates | None:
-    """Move the optimizer's states to the host if the plan says so. Collective. `blocks`: of this rank, in order."""
+    """Move the optimizer's states to the host if the plan says so. Collective."""
     place = update_place(plan, device_type=device.type)
     if place is None:
         return None
     found = OffloadedStates(optimizer, place=place, device=device)
     if device.type == "cuda" and plan.mesh.pp == 1:  # a pipeline's backwards do not free activations block by block
         allocated = functools.partial(torch.cuda.memory_allocated, device)
+        blocks = [model.get_submodule(name) for name in layout.blocks]
         found.hide_behind(blocks, num_microbatches=plan.pipeline.microbatches, allocated=allocated)
     return found
 

@@ -98,9 +98,9 @@ class DeviceUpdate:
             del self._ahead[chunk]
 
     def _through_slots(self, updates: Sequence[ChunkUpdate], factor: torch.Tensor | None) -> None:
-        size = max((_state_bytes(update.chunk) for update in updates), default=0)
         count = min(self._num_slots, len(updates))
-        slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
+        sizes = [max(_state_bytes(update.chunk) for update in updates[slot::count]) for slot in range(count)]
+        slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
         self._streams.begin()
         for index, update in enumerate(updates):
             self._load(update.chunk, slots[index % count], index % count)
