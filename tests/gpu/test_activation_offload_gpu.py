@@ -23,13 +23,14 @@ pytestmark = [
     pytest.mark.gpu,
     # torch's own tracing asks non-leaf tensors for gradients, and hides that warning only where warnings are no errors
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),  # the compiler's own
 ]
 
 MODEL: dict[str, Any] = {
     "type": "llama",
     "config": {
         "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 4096,
+        "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096,
     },
 }  # fmt: skip
 ROWS, LENGTH, WIDTH = 16, 4096, 256  # inputs are larger than gradients, so they decide where the peak is

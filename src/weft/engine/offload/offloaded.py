@@ -43,7 +43,8 @@ def offload_states(
     if place is None:
         return None
     found = OffloadedStates(optimizer, place=place, device=device)
-    if device.type == "cuda" and plan.mesh.pp == 1:  # a pipeline's backwards do not free activations block by block
+    # a pipeline's backwards do not free activations block by block, and one of several forwards is too short for stores
+    if device.type == "cuda" and plan.mesh.pp == 1 and plan.pipeline.microbatches == 1:
         allocated = functools.partial(torch.cuda.memory_allocated, device)
         blocks = [model.get_submodule(name) for name in layout.blocks]
         found.hide_behind(blocks, num_microbatches=plan.pipeline.microbatches, allocated=allocated)

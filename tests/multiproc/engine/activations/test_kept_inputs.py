@@ -84,7 +84,7 @@ MORE: dict[str, Layout] = {
 MORE["interleaved"][2]["pipeline"]["virtual_stages"] = 2
 
 
-@pytest.mark.parametrize("layout", by_default(list(LAYOUTS), [*LAYOUTS, *MORE]))
+@pytest.mark.parametrize("layout", by_default(["partition"], [*LAYOUTS, *MORE], extended=LAYOUTS))
 def test_the_bits_are_those_of_plain_recompute(layout: str) -> None:
     num_ranks, family, tables, kept = {**LAYOUTS, **MORE}[layout]
     results = run_ranks(plain_and_kept, num_ranks, family, tables, kept, timeout_s=120)
@@ -159,5 +159,6 @@ def with_wrong_shares(_rank: int, _world: int) -> bool:
     return digest(right)[1] == digest(wrong)[1]
 
 
+@pytest.mark.extended
 def test_shares_of_another_rank_are_noticed() -> None:
     assert run_ranks(with_wrong_shares, 2) == [False, False]

@@ -56,7 +56,7 @@ def both(rank: int, world: int, names: tuple[str, ...]) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_every_bit_is_that_of_the_layout_without_offload(world: int) -> None:
     names = tuple(name for name, (ranks, _, _) in LAYOUTS.items() if ranks == world)
     for found in run_ranks(both, world, names, timeout_s=240.0):
