@@ -132,12 +132,13 @@ def offloaded(**keys: Any) -> Plan:
 
 
 def test_the_place_of_an_offloaded_update_is_chosen_for_the_machine() -> None:
-    """PCIe 5 streams the states; PCIe 3 leaves them to the host."""
+    """Moments stream through a GPU, on any link; a CPU updates where they are."""
     places = {
-        device: with_update_for(lambda count, name=device: f"{count}x{name}", RUN, offloaded(), on_gpu=True)
-        for device in ("H200", "T4")
+        device: with_update_for(lambda count, name=device: f"{count}x{name}", RUN, offloaded(), on_gpu=device != "CPU")
+        for device in ("H200", "T4", "CPU")
     }
-    assert {name: plan.offload.update for name, plan in places.items()} == {"H200": "device", "T4": "host"}
+    found = {name: plan.offload.update for name, plan in places.items()}
+    assert found == {"H200": "device", "T4": "device", "CPU": "host"}
 
 
 @pytest.mark.parametrize(("on_gpu", "place"), [(True, "device"), (False, "host")])

@@ -159,8 +159,8 @@ def test_a_contradictory_wish_gets_its_reasons_and_no_plan() -> None:
 
 
 def test_offload_is_tried_where_nothing_fits_without() -> None:
-    """7B with 108 GB of states on two cards of 24 GB: the host takes the moments, or it does not fit."""
-    request = request_of("llama-2-7b", "2xRTX4090", global_batch=2, sequence_length=512)
+    """7B with 108 GB of states on four cards of 24 GB: the host takes the moments, or it does not fit."""
+    request = request_of("llama-2-7b", "4xRTX4090", global_batch=4, sequence_length=512)
     answer = search(request, precision=BF16)
     accounted(answer)
     without = search(request, freedom=Freedom(fixed={"offload.optimizer": "none"}), precision=BF16)
@@ -172,7 +172,7 @@ def test_offload_is_tried_where_nothing_fits_without() -> None:
 
 def test_offload_needs_room_on_the_host() -> None:
     """The same cards beside a host of 8 GB: its memory is asked too."""
-    request = request_of("llama-2-7b", "2xRTX4090", global_batch=2, sequence_length=512)
+    request = request_of("llama-2-7b", "4xRTX4090", global_batch=4, sequence_length=512)
     fitting = search(request, precision=BF16)
     small = search(replace(request, cluster=replace(request.cluster, host_memory_bytes=8 * 10**9)), precision=BF16)
     accounted(small)

@@ -40,7 +40,7 @@ def offloaded(**tables: object) -> Columns:
 
 def test_an_offloaded_optimizer_fills_the_host() -> None:
     found = estimate_memory(views_of(request_of(), offloaded()))
-    assert one(found.host) == LLAMA_8B * (8 + 4)
+    assert one(found.host) == LLAMA_8B * 8
     assert one(found.terms[MemoryTerm.OPTIMIZER_STATE]) < LLAMA_8B // 8
     assert one(estimate_memory(views_of(request_of(), columns_of([Plan.from_tables(SHARDED)]))).host) == 0
 
@@ -48,13 +48,13 @@ def test_an_offloaded_optimizer_fills_the_host() -> None:
 def test_offloaded_states_do_not_pass_through_the_device() -> None:
     plan = Plan.from_tables({**SHARDED, "offload": {"optimizer": "cpu"}})
     found = moments_of(request_of(), plan)
-    assert found["resuming_bytes"] == LLAMA_8B // 8 * (2 + 4)
-    assert found["loading_bytes"] == LLAMA_8B // 8 * 2 + 128256 * 4096 * 4
+    assert found["resuming_bytes"] == LLAMA_8B // 8 * (4 + 4)
+    assert found["loading_bytes"] == LLAMA_8B // 8 * 4 + 128256 * 4096 * 4
 
 
 def test_a_host_that_is_too_small_refuses_it() -> None:
     request, columns = request_of(sequence_length=1024), offloaded(activations={"policy": "full"})
     assert one(fitting(request, estimate_memory(views_of(request, columns)))) == 1
-    # 96.4 GB of states: a host of 106 GB leaves a tenth to the system and the processes
-    small = replace(request, cluster=replace(request.cluster, host_memory_bytes=106 * 10**9))
+    # 64.2 GB of moments: a host of 71 GB leaves a tenth to the system and the processes
+    small = replace(request, cluster=replace(request.cluster, host_memory_bytes=71 * 10**9))
     assert one(fitting(small, estimate_memory(views_of(small, columns)))) == 0
