@@ -49,7 +49,7 @@ def test_the_setup_commands_are_the_two_that_are_run_in_a_clean_clone() -> None:
 def test_ci_calls_the_test_command() -> None:
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     commands = [line for line in lines if line.strip() and not line.startswith(("#", "set ", "cd "))]
-    assert commands == [SECOND, f"{SECOND} -q -m extended tests"]
+    assert commands == [SECOND, f"{SECOND} -q -m extended -n 2 --dist worksteal tests"]
     assert "-m 'not gpu and not slow and not extended'" in (ROOT / "scripts" / "test").read_text(encoding="utf-8")
 
 
