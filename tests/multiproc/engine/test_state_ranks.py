@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gloo_ranks import run_ranks
+from narrow import Narrow
 from tiny import CPU, build_engine, train_steps
 from tolerances import LOWBIT_SAME_LOSS_ABS, SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL
 from torch import nn
@@ -20,23 +21,6 @@ from weft.engine.engine import Engine
 from weft.engine.optim.optimizers import Kind, OptimizerPolicy
 
 KINDS: tuple[Kind, ...] = ("adamw", "sgd", "adamw8bit")
-
-
-class Narrow(nn.Module):
-    """A matrix of 3 long rows: over 4 ranks one rank has none; and one of 67, which no number of ranks divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(256, 64)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 67), nn.GELU(), nn.Linear(67, 64)) for _ in range(2))
-        self.long = nn.Parameter(torch.randn(3, 2048) * 0.02)
-        self.head = nn.Linear(64, 256)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x) * (1 + self.long.mean())
 
 
 def narrow(world: int, kind: Kind, *, microbatches: int = 1) -> Engine:

@@ -82,7 +82,7 @@ def test_each_rule_has_a_plan_that_it_alone_refuses(rule: str, tables: dict[str,
 
 
 def test_each_rule_of_the_table_is_tried() -> None:
-    names = {"consistent", "executable", "schedule", "batch", "sequence", "router", "experts"}
+    names = {"consistent", "executable", "schedule", "batch", "sequence", "router", "experts", "offload"}
     assert {one.name for one in RULES} == names
 
 
@@ -119,6 +119,16 @@ def test_a_layout_that_cannot_do_what_router_asks_is_refused(
         require_legal(given_plan, given_run)
     assert hint in refused.value.hint
     require_legal(given_plan.model_copy(update={"expert_parallel": Plan().expert_parallel}), run(8))
+
+
+def test_8_bit_states_on_the_host_are_refused_before_ranks_start() -> None:
+    offloaded = Plan.from_tables({"offload": {"optimizer": "cpu"}})
+    eight_bit = RunSpec.from_tables({"model": {"type": "llama"}, "train": {"optimizer": "adamw8bit"}})
+    with pytest.raises(NotBuiltError, match="adamw8bit") as refused:
+        require_legal(offloaded, eight_bit)
+    assert "bfloat16" in refused.value.hint
+    require_legal(offloaded, RunSpec.from_tables({"model": {"type": "llama"}}))
+    require_legal(Plan(), eight_bit)
 
 
 @given(

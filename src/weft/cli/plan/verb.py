@@ -62,23 +62,14 @@ def plan(
     if draw_schedule is not None:
         schedule(draw_schedule, stages=stages, microbatches=microbatches, out=out, as_json=as_json)
         return
-    host_memory_bytes = parse_bytes(host_memory, name="--host-memory") if host_memory is not None else None
+    asked: dict[str, Any] = {
+        "settings": settings or [], "precision": precision, "optimizer": optimizer, "global_batch": global_batch,
+        "sequence_length": sequence_length,
+        "host_memory_bytes": parse_bytes(host_memory, name="--host-memory") if host_memory is not None else None,
+    }  # fmt: skip
     if largest is not None:
-        _largest(
-            largest,
-            devices,
-            settings=settings or [],
-            refused={
-                **{"a model": model, "--plan": plan_path, "--out": out, "--explain": explain},
-                **{"--trains": trains, "--dryrun": dryrun},
-            },
-            as_json=as_json,
-            host_memory_bytes=host_memory_bytes,
-            global_batch=global_batch,
-            sequence_length=sequence_length,
-            optimizer=optimizer,
-            precision=precision,
-        )
+        given = {"a model": model, "--plan": plan_path, "--out": out, "--explain": explain}
+        _largest(largest, devices, refused={**given, "--trains": trains, "--dryrun": dryrun}, as_json=as_json, **asked)
         return
     if model is None:
         raise InputError("no model was given", hint="weft plan llama-3-8b --devices 8xH100-80GB")
@@ -90,19 +81,7 @@ def plan(
     from weft.cli.plan.answer import find_plans, print_answer, write_plan
     from weft.cli.plan.confirm import confirm
 
-    question, answer = find_plans(
-        model,
-        devices,
-        plan_path=plan_path,
-        settings=settings or [],
-        precision=precision,
-        only_trained=trains,
-        host_memory_bytes=host_memory_bytes,
-        top=top,
-        global_batch=global_batch,
-        sequence_length=sequence_length,
-        optimizer=optimizer,
-    )
+    question, answer = find_plans(model, devices, plan_path=plan_path, only_trained=trains, top=top, **asked)
     confirmed = confirm(question, answer, model=model) if dryrun else None
     print_answer(question, answer, confirmed, explain=explain.value if explain else None, as_json=as_json)
     if out is not None:

@@ -25,6 +25,7 @@ import numpy as np
 from weft.plan.columns import Bools, Floats
 from weft.plan.ep.rows import Rows, rows_of
 from weft.plan.memory.block_activations import saved_by_default
+from weft.plan.memory.offloaded import streams_units
 from weft.plan.memory.parameters import Elements, expert_elements
 from weft.plan.memory.timeline import (
     TermParts,
@@ -33,7 +34,6 @@ from weft.plan.memory.timeline import (
     head_gradient,
     held_gathered,
     instant,
-    streams_units,
 )
 from weft.plan.view import View
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.core.offload_sizes import CHUNK_ELEMENTS, SLOTS
-from weft.plan.columns import HOMES, NVME, Floats
+from weft.plan.columns import HOMES, NVME, Bools, Floats
 from weft.plan.memory.saved_activations import saved_blocks
 from weft.plan.time.state_stream import held_elements, keeps_masters, rest_bytes, rests_in_compute, updates_on_host
 from weft.plan.view import View
@@ -57,6 +57,18 @@ def offloaded_bytes(views: Sequence[View]) -> Offloaded:
         _keep_larger(host, view, _host_terms(view))
         _keep_larger(disk, view, _disk_terms(view))
     return Offloaded(host=host, disk=disk, ranks_per_node=views[0].request.cluster.devices_per_node)
+
+
+def streams_units(view: View) -> Bools:
+    """Whether a block's weights are on the device only while it computes."""
+    return (view.columns.zero == 3) | ((view.columns.offload_parameters > 0) & (view.columns.zero == 0))
+
+
+def staged_weights(view: View) -> Floats:
+    """Shards on their way from the host, before they are gathered: of the unit in use and of the next one."""
+    is_staged = (view.columns.offload_parameters > 0) & (view.columns.zero > 0)
+    unit = view.share.largest_padded / view.columns.shards * rest_bytes(view)
+    return np.where(is_staged, 2 * unit, 0.0)
 
 
 def staged_states(view: View) -> Floats:

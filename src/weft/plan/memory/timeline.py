@@ -29,9 +29,9 @@ import numpy as np
 
 from weft.core.terms import MemoryTerm as Term
 from weft.plan.columns import Bools, Floats
-from weft.plan.memory.offloaded import staged_states
+from weft.plan.memory.offloaded import staged_states, staged_weights, streams_units
 from weft.plan.memory.saved_activations import SavedBlocks
-from weft.plan.time.state_stream import rest_bytes, rests_in_compute
+from weft.plan.time.state_stream import rests_in_compute
 from weft.plan.view import View
 
 MIB = 2**20
@@ -343,13 +343,14 @@ def instant(
 ) -> Terms:
     """The terms of one instant, with those that are resident."""
     view = parts.view
+    received = np.where(view.columns.cp > 1, 2 * view.stream_bytes, 0.0)  # by the context-parallel ring
     return {
         **parts.rest,
         Term.GRADIENTS: gradients + parts.delayed_gradients,
         Term.GATHERED: gathered,
         Term.ACTIVATIONS: saved,
         Term.LOGITS: logits + np.zeros(len(view.columns)),
-        Term.COMM_BUFFERS: buffers + _peer_buffers(view) + staged_weights(view),
+        Term.COMM_BUFFERS: buffers + received + staged_weights(view),
         Term.TEMPORARIES: temporaries,
     }
 
@@ -374,18 +375,6 @@ def held_gathered(view: View) -> Floats:
     return np.where(streams_units(view), share.root.padded * sizes.compute, nbytes)
 
 
-def streams_units(view: View) -> Bools:
-    """Whether a block's weights are on the device only while it computes."""
-    return (view.columns.zero == 3) | ((view.columns.offload_parameters > 0) & (view.columns.zero == 0))
-
-
-def staged_weights(view: View) -> Floats:
-    """Shards on their way from the host, before they are gathered: of the unit in use and of the next one."""
-    is_staged = (view.columns.offload_parameters > 0) & (view.columns.zero > 0)
-    unit = view.share.largest_padded / view.columns.shards * rest_bytes(view)
-    return np.where(is_staged, 2 * unit, 0.0)
-
-
 def _unused_cast(view: View) -> Floats:
     """Elements of the embedding's cast: its backward needs no weight, so it is freed unless the head is tied."""
     table = _table_elements(view)
@@ -407,8 +396,3 @@ def has_buckets(view: View) -> Bools:
     """Whether DDP's buckets hold all gradients throughout; replicas of a pipeline have none."""
     columns = view.columns
     return (columns.zero == 0) & (columns.dp * columns.cp > 1) & (columns.pp == 1)
-
-
-def _peer_buffers(view: View) -> Floats:
-    """Receive buffers of the context-parallel ring; inputs of a stage are saved activations."""
-    return np.where(view.columns.cp > 1, 2 * view.stream_bytes, 0.0)

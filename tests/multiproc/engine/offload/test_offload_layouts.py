@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from gloo_ranks import run_ranks
+from narrow import Narrow
 from offloaded import digests, offloaded, small_chunks, trained
 from tiny import CPU, train_steps
-from torch import nn
 
 from weft.core.plan import Plan
 from weft.engine.engine import Engine
@@ -64,23 +64,6 @@ def test_every_bit_is_that_of_the_layout_without_offload(world: int) -> None:
         assert len(found) == 2 * len(names)
 
 
-class Uneven(nn.Module):
-    """A matrix of 3 long rows: of 4 ranks one has none; and one of 67, which no number of ranks divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(256, 64)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 67), nn.GELU(), nn.Linear(67, 64)) for _ in range(2))
-        self.long = nn.Parameter(torch.randn(3, 2048) * 0.02)
-        self.head = nn.Linear(64, 256)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x) * (1 + self.long.mean())
-
-
 def uneven(world: int, update: str) -> Engine:
     torch.manual_seed(0)
     tables: dict[str, Any] = {}
@@ -88,7 +71,7 @@ def uneven(world: int, update: str) -> Engine:
         tables = {"mesh": {"dp_shard": world}, "data_parallel": {"zero": 3}}
     with small_chunks():
         plan = Plan.from_tables(offloaded(tables, update))
-        return Engine(Uneven(), plan, optimizer=OptimizerPolicy(learning_rate=1e-3), device=CPU)
+        return Engine(Narrow(), plan, optimizer=OptimizerPolicy(learning_rate=1e-3), device=CPU)
 
 
 def save(rank: int, world: int, folder: str) -> bool:
