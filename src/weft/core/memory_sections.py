@@ -63,6 +63,11 @@ class Offload(Section):
         description="where the optimizer updates offloaded states: device (they stream through it) | host | auto (the "
         "faster one on the given machine)",
     )
+    staging_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="device memory for states on their way, so that their copies hide behind several micro-batches",
+    )
     delayed: bool = Field(
         default=False, description="apply the update of a step after the next step's gradients: other mathematics"
     )

@@ -44,6 +44,10 @@ class NoStreams:
     def wait(self) -> None:
         """Return after all copies."""
 
+    def stamp(self, *, of_loads: bool) -> torch.cuda.Event | None:
+        """The time when the copies to the device, or the computation, come this far; None: not measured."""
+        return None
+
 
 class CopyStreams(NoStreams):
     """Of a GPU."""
@@ -90,6 +94,11 @@ class CopyStreams(NoStreams):
     def wait(self) -> None:
         self._up.synchronize()
         self._down.synchronize()
+
+    def stamp(self, *, of_loads: bool) -> torch.cuda.Event | None:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._up if of_loads else torch.cuda.current_stream(self._device))
+        return event
 
 
 def streams_for(device: torch.device) -> NoStreams:

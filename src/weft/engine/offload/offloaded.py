@@ -43,11 +43,13 @@ def offload_states(
     if place is None:
         return None
     found = OffloadedStates(optimizer, place=place, device=device)
-    # a pipeline's backwards do not free activations block by block, and one of several forwards is too short for stores
-    if device.type == "cuda" and plan.mesh.pp == 1 and plan.pipeline.microbatches == 1:
-        allocated = functools.partial(torch.cuda.memory_allocated, device)
-        blocks = [model.get_submodule(name) for name in layout.blocks]
-        found.hide_behind(blocks, num_microbatches=plan.pipeline.microbatches, allocated=allocated)
+    if device.type == "cuda" and plan.mesh.pp == 1:  # a pipeline's backwards do not free activations block by block
+        found.hide_behind(
+            [model.get_submodule(name) for name in layout.blocks],
+            num_microbatches=plan.pipeline.microbatches,
+            staging_bytes=plan.offload.staging_bytes,
+            allocated=functools.partial(torch.cuda.memory_allocated, device),
+        )
     return found
 
 
@@ -92,16 +94,24 @@ class OffloadedStates:
         if self._ahead is not None:
             self._ahead.step_done()
 
-    def hide_behind(self, blocks: Sequence[nn.Module], *, num_microbatches: int, allocated: Callable[[], int]) -> None:
+    def hide_behind(
+        self, blocks: Sequence[nn.Module], *, num_microbatches: int, staging_bytes: int, allocated: Callable[[], int]
+    ) -> None:
         """Hide copies of the device update behind `blocks`; `allocated`: bytes of the device that tensors hold now."""
         if isinstance(self._update, DeviceUpdate) and blocks:
-            self._ahead = AheadOfUpdate(self._update, blocks, num_microbatches=num_microbatches, allocated=allocated)
+            self._ahead = AheadOfUpdate(
+                self._update,
+                blocks,
+                num_microbatches=num_microbatches,
+                staging_bytes=staging_bytes,
+                allocated=allocated,
+            )
 
     def wait(self) -> None:
         """Return when the host may read and write the states, and the device holds no copy of them."""
         if isinstance(self._update, DeviceUpdate):
             self._update.forget()
-            self._update.release(keep=0)
+            self._update.release(keep_bytes=0)
         self._streams.wait()
 
     def _with_gradients(self) -> Iterator[ChunkUpdate]:

@@ -18,6 +18,7 @@ import torch
 from weft.engine.offload.chunk_kernel import ChunkKernel, State
 from weft.engine.offload.chunks import StateChunk, StatePiece
 from weft.engine.offload.copy_streams import NoStreams
+from weft.engine.offload.load_window import LoadWindow
 from weft.engine.offload.slab import slab_bytes
 from weft.engine.ownership import local
 
@@ -52,10 +53,13 @@ class DeviceUpdate:
         self._own_slot = {chunk: num_slots + number for number, chunk in enumerate(chunks)}
         self._ahead: dict[StateChunk, torch.Tensor] = {}
         self._leaving: list[tuple[int, torch.Tensor]] = []  # slot and memory, oldest first
+        first_bytes = num_slots * max(map(_state_bytes, chunks), default=0)
+        self._window = LoadWindow(streams, first_bytes=first_bytes)
 
     @torch.no_grad()
     def run(self, updates: Sequence[ChunkUpdate], factor: torch.Tensor | None) -> None:
-        self.release(keep=0)
+        self.release(keep_bytes=0)
+        self._window.end(self._ahead_bytes)
         others = [update for update in updates if update.chunk not in self._ahead]
         # others first: their stores free slots, and would wait for those of the chunks ahead
         self._through_slots(others, factor)
@@ -68,8 +72,8 @@ class DeviceUpdate:
 
     @torch.no_grad()
     def load_ahead(self, room_bytes: int) -> None:
-        """Begin to load chunks, as many as fit into `room_bytes` of the device."""
-        self._streams.begin()
+        """Begin to load chunks, as many as fit into `room_bytes` of the device and arrive before the update."""
+        room_bytes = self._window.limit(room_bytes, loaded_bytes=self._ahead_bytes)
         for chunk, slot in self._own_slot.items():
             size = _state_bytes(chunk)
             if chunk in self._ahead or size == 0:
@@ -77,17 +81,27 @@ class DeviceUpdate:
             if size > room_bytes:
                 return
             room_bytes -= size
+            self._streams.begin()
+            self._window.begin_load()
             self._ahead[chunk] = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._load(chunk, self._ahead[chunk], slot)
+            self._window.end_load()
 
     @property
-    def num_leaving(self) -> int:
-        return len(self._leaving)
+    def held_bytes(self) -> int:
+        """Memory of chunks that were loaded ahead, and of updated ones that leave."""
+        return self._ahead_bytes + sum(memory.nbytes for _, memory in self._leaving)
 
-    def release(self, *, keep: int) -> None:
-        """Free the memory of updated chunks but the last `keep`; the computation waits until they are stored."""
-        while len(self._leaving) > keep:
+    @property
+    def _ahead_bytes(self) -> int:
+        return sum(memory.nbytes for memory in self._ahead.values())
+
+    def release(self, *, keep_bytes: int) -> None:
+        """Free the memory of updated chunks but the last `keep_bytes`; the computation waits until they are stored."""
+        leaving = sum(memory.nbytes for _, memory in self._leaving)
+        while leaving > keep_bytes:
             slot, memory = self._leaving.pop(0)
+            leaving -= memory.nbytes
             self._streams.computation_waits(slot, stored=True)
             del memory
 

@@ -153,7 +153,7 @@ def test_a_group_that_is_added_later_is_refused() -> None:
 # --- chunks ahead of the update --------------------------------------------------------------------------------------
 
 
-def ahead(plan: dict[str, Any], freed: list[int]) -> tuple[Engine, list[int]]:
+def ahead(plan: dict[str, Any], freed: list[int], *, staging_bytes: int = 0) -> tuple[Engine, list[int]]:
     """An engine that hides copies behind blocks; `freed`: the bytes that each block frees, used in rotation."""
     with small_chunks():
         engine = build_engine("qwen3-four", offloaded(plan, "device"))
@@ -161,21 +161,24 @@ def ahead(plan: dict[str, Any], freed: list[int]) -> tuple[Engine, list[int]]:
 
     def allocated() -> int:
         asked.append(asked[-1] - freed[len(asked) % len(freed)])
-        return asked[-1]
+        return asked[-1] + update.held_bytes
 
     assert engine.offload is not None
+    update: Any = engine.offload._update
     blocks = [engine.model.get_submodule(name) for name in engine.layout.blocks]
     microbatches = engine.plan.pipeline.microbatches
-    engine.offload.hide_behind(blocks, num_microbatches=microbatches, allocated=allocated)
+    engine.offload.hide_behind(blocks, num_microbatches=microbatches, staging_bytes=staging_bytes, allocated=allocated)
     return engine, asked
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("freed", [[0], [20000], [2**30], [0, 50000, -1000]])
-def test_chunks_ahead_of_the_update_change_no_bit(freed: list[int], microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("freed", "staging_bytes"), [([0], 0), ([20000], 0), ([2**30], 60_000), ([0, 50000, -1000], 2**30), ([0], 60_000)]
+)
+def test_chunks_ahead_of_the_update_change_no_bit(freed: list[int], staging_bytes: int, microbatches: int) -> None:
     plan = {"pipeline": {"microbatches": microbatches}, "data_parallel": {"zero": 3}, **BF16}
     expected = trained("qwen3-four", plan, "", steps=4)
-    engine, asked = ahead(plan, freed)
+    engine, asked = ahead(plan, freed, staging_bytes=staging_bytes)
     found = train_steps(engine, 2)
     assert engine.evaluate(global_batch(7)).loss > 0
     found += train_steps(engine, 2, first=2)
@@ -198,3 +201,28 @@ def test_a_skipped_step_forgets_what_was_loaded_ahead(tmp_path: Path) -> None:
     assert engines[1].load(tmp_path) == 4  # states that were loaded ahead of a load would be stale
     again = [(train_steps(engine, 1, first=4), digests(engine)) for engine in engines]
     assert again[0] == again[1]
+
+
+def test_staged_chunks_leave_in_the_first_half_of_a_step_and_come_in_the_second() -> None:
+    staging_bytes = 60_000
+    plan = {"pipeline": {"microbatches": 4}}
+    engine, _ = ahead(plan, [0], staging_bytes=staging_bytes)
+    assert engine.offload is not None
+    update: Any = engine.offload._update
+    held: list[tuple[int, int]] = []  # bytes that leave, bytes that were loaded, after each call of a block
+    for name in engine.layout.blocks:
+
+        def look(_module: Any, _args: Any) -> None:
+            held.append((update.held_bytes - update._ahead_bytes, update._ahead_bytes))
+
+        engine.model.get_submodule(name).register_forward_pre_hook(look)
+    train_steps(engine, 1)
+    held.clear()
+    train_steps(engine, 1, first=1)
+    leaving, coming = zip(*held, strict=True)
+    assert max(sum(one) for one in held) <= staging_bytes
+    assert leaving[0] > 0
+    assert leaving == tuple(sorted(leaving, reverse=True))
+    assert leaving[8:] == coming[:8] == (0,) * 8
+    assert coming == tuple(sorted(coming))
+    assert coming[-1] > 0
