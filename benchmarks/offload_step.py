@@ -5,9 +5,10 @@
     python benchmarks/offload_step.py --tiny                    # small and on a CPU: tries the code, measures nothing
 
 Llama of 1.24 B parameters, 4 rows of 4096 tokens, bf16 compute, float32 weights and moments, AdamW, clipping to 1.0 in
-every case. `fsdp2` is fully_shard on one rank, `fsdp2-offload` the same with CPUOffloadPolicy. Weft's steps are timed
-by device events without a wait between steps; FSDP2's by the clock around steps that end with a wait for the device, as
-its host update waits anyway. Cases run one after the other in this process; each frees the memory of the last.
+every case. `staged` is the update on the device with `offload.staging_bytes`. `fsdp2` is fully_shard on one rank,
+`fsdp2-offload` the same with CPUOffloadPolicy. Weft's steps are timed by device events without a wait between steps;
+FSDP2's by the clock around steps that end with a wait for the device, as its host update waits anyway. Cases run one
+after the other in this process, in turns with `--rounds`; each frees the memory of the last.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 SMALL = {**LLAMA, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
-CASES = ("none", "device", "host", "fsdp2", "fsdp2-offload")
+CASES = ("none", "device", "staged", "host", "fsdp2", "fsdp2-offload")
 # step / step of weft without offload at most; step of FSDP2's offload / step at least: by micro-batches
 MOST = {1: 1.4, 4: 1.15}
 LEAST = {1: 1.7, 4: 20.0}
@@ -53,14 +54,14 @@ def main() -> int:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     records: list[Record] = []
     for microbatches in given.microbatches:
-        for case in given.only:
+        for case in given.only * given.rounds:
             began_s = time.perf_counter()
             record = {"case": case, "microbatches": microbatches, **_measured(case, microbatches, given, device)}
             record["elapsed_s"] = round(time.perf_counter() - began_s, 1)
             records.append(record)
             print(json.dumps(record), flush=True)
             _free(device)
-    page = head(device) + table(records)
+    page = head(device) + table(medians(records))
     print("\n" + page)
     if given.json:
         given.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
@@ -73,6 +74,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(CASES), help=", ".join(CASES))
     parser.add_argument("--microbatches", type=lambda text: [int(one) for one in text.split(",")], default=[1, 4])
+    parser.add_argument("--rounds", type=int, default=1, help="all cases in turns, so often")
+    parser.add_argument("--staging-gb", type=float, default=8.0, help="of the case `staged`, in 1e9 bytes")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--slow-steps", type=int, default=2, help="timed steps of fsdp2-offload")
@@ -98,7 +101,10 @@ def _measured(case: str, microbatches: int, given: argparse.Namespace, device: t
 
 def weft(update: str, microbatches: int, given: argparse.Namespace, device: torch.device) -> Record:
     tables: dict[str, Any] = {"precision": {"preset": "bf16"}, "pipeline": {"microbatches": microbatches}}
-    if update != "none":
+    if update == "staged":
+        staging = {"staging_bytes": int(given.staging_gb * 1e9)}
+        tables["offload"] = {"optimizer": "cpu", "update": "device", **staging}
+    elif update != "none":
         tables["offload"] = {"optimizer": "cpu", "update": update}
     for change in given.set:
         name, _, value = change.partition("=")
@@ -202,6 +208,19 @@ def head(device: torch.device) -> str:
     )
 
 
+def medians(records: list[Record]) -> list[Record]:
+    """One record per case and number of micro-batches: the median step of its rounds."""
+    found: dict[tuple[str, int], list[Record]] = {}
+    for record in records:
+        found.setdefault((record["case"], record["microbatches"]), []).append(record)
+    merged = []
+    for rounds in found.values():
+        done = [record for record in rounds if "error" not in record] or rounds[:1]
+        step_s = [statistics.median(record["step_s"] for record in done)] if "step_s" in done[0] else []
+        merged.append({**done[0], **({"step_s": step_s[0]} if step_s else {})})
+    return merged
+
+
 def table(records: list[Record]) -> str:
     lines = [
         "| case | micro-batches | step, ms | of weft without offload | FSDP2's offload / it | peak, GiB | bars |",
@@ -226,7 +245,7 @@ def table(records: list[Record]) -> str:
 
 
 def _bars(case: str, microbatches: int, over: float | None, under: float | None) -> str:
-    if case not in ("device", "host") or microbatches not in MOST:
+    if case not in ("device", "staged", "host") or microbatches not in MOST:
         return ""
     found = []
     if over:

@@ -59,9 +59,12 @@ def test_bfloat16_moments_round_alike() -> None:
     assert trained("llama", plan, "device", device=CUDA) == trained("llama", plan, "", device=CUDA)
 
 
-def large(update: str, *, zero: int = 0) -> Engine:
+def large(update: str, *, zero: int = 0, microbatches: int = 1, staging_bytes: int = 0) -> Engine:
     torch.manual_seed(0)
-    plan = Plan.from_tables(offloaded({**BF16, "data_parallel": {"zero": zero}}, update))
+    tables = offloaded({**BF16, "data_parallel": {"zero": zero}, "pipeline": {"microbatches": microbatches}}, update)
+    if update:
+        tables["offload"]["staging_bytes"] = staging_bytes
+    plan = Plan.from_tables(tables)
     stage = FakeTraining(RUN, plan, device=CUDA)
     stage.build()
     generator = torch.Generator(CUDA).manual_seed(1)
@@ -89,11 +92,15 @@ def test_large_tensors_in_many_chunks_have_the_same_bits(zero: int, monkeypatch:
     assert found[0] == found[1]
 
 
-def test_steps_without_waiting_have_the_same_bits() -> None:
+@pytest.mark.parametrize(("microbatches", "staging_bytes"), [(1, 0), (4, 0), (4, 10**8), (4, 10**9)])
+def test_steps_without_waiting_have_the_same_bits(
+    microbatches: int, staging_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host is ahead of the device by several steps: no copy may overtake another."""
+    monkeypatch.setattr(offload_sizes, "CHUNK_ELEMENTS", 1 << 21)
     found = []
     for update in ("", "device"):
-        engine = large(update)
+        engine = large(update, microbatches=microbatches, staging_bytes=staging_bytes)
         pending = [engine.step_nowait(batch(step)) for step in range(6)]
         losses = [one.resolve()[0].loss for one in pending]
         found.append((losses, digests(engine)))
