@@ -220,6 +220,18 @@ def test_a_step_is_told_to_the_gpu_without_waiting_for_it(zero: int) -> None:
     pending.resolve()
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_numbers_of_a_step_come_before_the_end_of_the_next(family: str) -> None:
+    engine = engine_on(CUDA, family, {"precision": {"preset": "bf16"}, **FAST})
+    engine.step(global_batch(0))
+    pending = engine.step_nowait(global_batch(1))
+    torch.cuda._sleep(4_000_000_000)  # two seconds: the next step
+    slept = torch.cuda.Event()
+    slept.record()
+    pending.resolve()
+    assert not slept.query(), "reading a step waits for what was issued after it"
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_attention_kernels_are_timed(head_dim: int) -> None:
     shape = Shape(rows=1, heads=16, kv_heads=4, length=2048, head_dim=head_dim, dtype="bfloat16")

@@ -34,7 +34,7 @@ from weft.engine.kernels.attention import AttentionKernel
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
 from weft.engine.measure.dtypes import DtypeWatch
 from weft.engine.measure.timer import StepTimer
-from weft.engine.mesh import build_topology, default_device
+from weft.engine.mesh import build_topology, select_device
 from weft.engine.microbatches import SequentialRunner
 from weft.engine.objective import Batch, Objective, objective_for
 from weft.engine.offload.offloaded import offload_states
@@ -73,7 +73,7 @@ class Engine:
         require_consistent(plan)
         require_executable(plan)
         self.plan = plan
-        self.device = torch.device(device) if device is not None else default_device()
+        self.device = select_device(device)
         if self.device.type == "cpu":
             patch_low_precision_matmul(torch_dtype(plan.precision.policy().weights))
         ensure_group(device_type=self.device.type)

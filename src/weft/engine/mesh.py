@@ -233,6 +233,15 @@ def describe_mesh(plan: Plan) -> str:
     return " x ".join(parts) or "one rank"
 
 
+def select_device(given: torch.device | str | None) -> torch.device:
+    """The device of an engine. A GPU becomes the process's current one: meshes and NCCL would choose theirs by rank."""
+    device = torch.device(given) if given is not None else default_device()
+    if device.type == "cuda" and torch.cuda.is_available():  # else a dry run of a GPU
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    return device
+
+
 def default_device() -> torch.device:
     """The GPU of this process if there is one, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

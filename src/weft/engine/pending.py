@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from weft.core.records import StepRecord
+from weft.engine.measure.host_copy import HostCopy
 from weft.engine.measure.timer import StepTimer
 from weft.engine.router.totals import RouterTotals
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class PendingStep:
     """A step whose numbers may not be computed yet; `resolve` waits for them."""
 
@@ -26,11 +27,15 @@ class PendingStep:
     loss_scale: float | None
     router: RouterTotals | None = None  # of a mixture of experts
 
+    def __post_init__(self) -> None:
+        self._copied = HostCopy(self.values) if self.work is None else None
+
     def resolve(self) -> tuple[StepRecord, bool]:
         """The record, and whether any rank voted to stop."""
         if self.work is not None:
             self.work.wait()
-        loss, norm, tokens, votes = self.values.tolist()
+        numbers = self._copied.wait() if self._copied is not None else self.values
+        loss, norm, tokens, votes = numbers.tolist()
         seconds = sum(self.timer.seconds().values())
         record = StepRecord(
             step=self.step,

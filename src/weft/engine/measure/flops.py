@@ -40,6 +40,14 @@ def _scores(query: torch.Tensor, key: torch.Tensor) -> int:
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2]
 
 
+def _product(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * left.numel() * int(right.shape[-1])
+
+
+def _sum_with_product(_added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
+    return _product(left, right)
+
+
 def _grouped(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
     """Rows in groups, each with a matrix of its own: every row is multiplied once."""
     groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
@@ -55,5 +63,8 @@ _FORMULAS: dict[Any, Any] = {
     **{getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward"): _attention_backward for kernel in _KERNELS},
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    # torch's formulas of 2.11 refuse the overloads with the dtype of the output
+    **dict.fromkeys((aten.mm, aten.bmm), _product),
+    **dict.fromkeys((aten.addmm, aten.baddbmm), _sum_with_product),
     aten._grouped_mm: _grouped,  # torch has no formula
 }

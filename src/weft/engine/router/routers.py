@@ -23,6 +23,7 @@ from weft.core import axes
 from weft.core.errors import ModelError, NotBuiltError
 from weft.core.run_spec import RouterSpec
 from weft.engine.axis import Axes
+from weft.engine.measure.host_copy import HostCopy
 from weft.engine.objective import Batch
 from weft.engine.router.balance import attach, attach_late, probabilities, squared_log_sums
 from weft.engine.router.bias import move_bias
@@ -116,8 +117,9 @@ class Routers:
                 routed.set_shares(choices)
             if routed.router is not None and routed.router.bias and self.spec.bias_rate and not is_skipped:
                 move_bias(self.model, routed.router.bias, choices, rate=self.spec.bias_rate)
-        routed_tokens = self._num_tokens.clone()  # the next step may begin before the figures are read
-        return RouterTotals(layers=self.experts.layers, spec=self.spec, values=total, num_tokens=routed_tokens)
+        # clone: the next step may begin before the figures are read
+        values, routed_tokens = HostCopy(total), HostCopy(self._num_tokens.clone())
+        return RouterTotals(layers=self.experts.layers, spec=self.spec, values=values, num_tokens=routed_tokens)
 
     @property
     def _has_next_shares(self) -> bool:

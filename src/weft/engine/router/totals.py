@@ -17,18 +17,19 @@ from torch import Tensor
 
 from weft.core.records import ExpertLoads
 from weft.core.run_spec import RouterSpec
+from weft.engine.measure.host_copy import HostCopy
 from weft.engine.router.sums import choices_of, drops_of, probabilities_of, row_size, squares_of
 from weft.models.ep.layout import ExpertLayer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RouterTotals:
-    """`values` may still be on the device; the methods wait for them."""
+    """`values` and `num_tokens` may still be on the device; the methods wait for them."""
 
     layers: tuple[ExpertLayer, ...]
     spec: RouterSpec
-    values: Tensor
-    num_tokens: Tensor
+    values: HostCopy
+    num_tokens: HostCopy
 
     def figures(self) -> dict[str, Any]:
         """Fields of a `StepRecord`."""
@@ -66,11 +67,11 @@ class RouterTotals:
 
     @property
     def _tokens(self) -> float:
-        return max(1.0, float(self.num_tokens))
+        return max(1.0, float(self.num_tokens.wait()))
 
     def _rows(self) -> list[tuple[ExpertLayer, Tensor]]:
         sizes = [row_size(layer.num_experts) for layer in self.layers]
-        return list(zip(self.layers, torch.split(self.values.cpu(), sizes), strict=True))
+        return list(zip(self.layers, torch.split(self.values.wait(), sizes), strict=True))
 
     def _balance(self, row: Tensor, num_experts: int) -> Tensor:
         """With this step's own shares: 1 is balanced."""
