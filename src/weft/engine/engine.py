@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from weft.comm.groups import ensure_group, sum_over
 from weft.core.executable import require_executable
+from weft.core.masters import resting_dtype
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan, require_consistent
 from weft.core.records import BufferRecord, DtypeRecord, EvalRecord, ParameterRecord, StepRecord
@@ -46,8 +47,9 @@ from weft.engine.ownership import LocalShards, parameter_records
 from weft.engine.pending import PendingStep
 from weft.engine.precision import LossScale, torch_dtype
 from weft.engine.router.routers import tokens_of
-from weft.engine.state import MODEL, OPTIMIZER, meta_read, state_tensors
+from weft.engine.state import MODEL, OPTIMIZER, master_tensors, meta_read, state_tensors
 from weft.engine.updates import Updates, divisor
+from weft.engine.weights.materialise import fill_parameters
 from weft.models.initial import WeightSource
 from weft.models.layout import describe
 
@@ -102,6 +104,9 @@ class Engine:
         self._seed = seed
         self.optimizer = self._build_optimizer(optimizer)
         self.offload = offload_states(self.optimizer, plan, model, self.layout, device=self.device)
+        if self.offload is not None and applied.masters is not None:
+            store = self.offload.store_weight
+            fill_parameters(model, self.layout, applied.masters, shards=self.shards, store=store)
         self.rates = GroupRates(self.optimizer)
         if callable(optimizer) and dist.get_world_size() > 1:
             require_one_base(self.rates, device=self.device)
@@ -224,7 +229,7 @@ class Engine:
     def look_at_dtypes(self) -> None:
         """After an update, before its gradients are freed; the first time only."""
         if self._dtypes.is_incomplete:
-            self._dtypes.look_at(self.parameters, self.optimizer)
+            self._dtypes.look_at(self.parameters, self.optimizer, self.masters)
 
     # --- evaluation ---------------------------------------------------------------------------------------------
 
@@ -240,12 +245,21 @@ class Engine:
 
     # --- state --------------------------------------------------------------------------------------------------
 
+    @property
+    def masters(self) -> Mapping[nn.Parameter, torch.Tensor]:
+        """Masters that are offloaded states; all other parameters are their own."""
+        return self.offload.masters if self.offload is not None else {}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What the optimizer updates, by parameter name, as checkpoints hold it."""
+        return master_tensors(self.model, self.shards, self.masters)
+
     def state(self) -> dict[str, torch.Tensor]:
-        """Every tensor of model and optimizer under its logical name, sharing memory with the live ones. A pipeline
-        that never flushes restarts from here, as it does after loading this state."""
+        """Every tensor of model and optimizer under its logical name, sharing memory with the live ones. After they are
+        written, `restore_scalars` is what makes training continue from them."""
         self.updates.restart()
         create_state(self.optimizer, self.parameters)
-        state = state_tensors(self.model, self.optimizer, self.shards)
+        state = state_tensors(self.model, self.optimizer, self.shards, self.masters)
         state = {key: value for key, value in state.items() if not self.buffer_sync.is_foreign(key.removeprefix(MODEL))}
         copied = tuple(f"{prefix}{name}" for prefix in (MODEL, OPTIMIZER) for name in self.layout.copies)
         return {key: value for key, value in state.items() if not key.startswith(copied)} if copied else state
@@ -260,7 +274,9 @@ class Engine:
         self.loss_scale.restore(scalars["loss_scale"])
         self.updates.restore(scalars.get("late_norms", {}))
         self.routers.restore(scalars.get("router", {}))
-        self.axes.after_load(self.trained, self.optimizer)
+        self.axes.after_load(self.trained, self.optimizer, self.masters)
+        if self.offload is not None:
+            self.offload.refresh_weights()
         self.buffer_sync.restart()
 
     def restore_meta(self, meta: Mapping[str, Any]) -> None:
@@ -320,7 +336,14 @@ class Engine:
 
     def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:
         place, policy = update_place(self.plan, device_type=self.device.type), self.plan.precision.policy()
-        found = LowStates.of(self.trained, policy, seed=self._seed, shards=self.shards, copies=self.layout.copies)
+        found = LowStates.of(
+            self.trained,
+            policy,
+            seed=self._seed,
+            shards=self.shards,
+            copies=self.layout.copies,
+            at_rest=torch_dtype(resting_dtype(self.plan)),
+        )
         low = None if place == "host" and found and not found.rounds else found  # its float32 form is a GPU's kernel
         return make_optimizer(self.trained, given, low=low, shards=self.shards)
 

@@ -18,6 +18,7 @@ from weft.engine.ownership import local
 
 UNIT = 1024  # elements: whole vectors of any CPU, whole pages of float32
 ALIGNMENT = 64  # elements between the begins of parameters
+MASTER = "master"  # the key of float32 masters among the states
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,7 +48,7 @@ class StateBank:
     """The flat range of one parameter group and dtype; `states`: host memory by key."""
 
     group: dict[str, Any]
-    dtype: torch.dtype  # of the parameters
+    dtype: torch.dtype  # of the values that updates change: masters, or parameters
     offsets: dict[nn.Parameter, int] = field(default_factory=dict)
     num_elements: int = 0
     states: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -73,14 +74,20 @@ class StateChunk:
 
 
 def divide(
-    groups: Sequence[dict[str, Any]], *, chunk_elements: int, unit_of: Callable[[nn.Parameter], int]
+    groups: Sequence[dict[str, Any]],
+    *,
+    chunk_elements: int,
+    unit_of: Callable[[nn.Parameter], int],
+    masters: torch.dtype | None = None,
 ) -> tuple[list[StateBank], list[StateChunk]]:
-    """Banks and chunks of an optimizer's groups. A parameter whose unit exceeds `chunk_elements` is cut at units."""
+    """Banks and chunks of an optimizer's groups. A parameter whose unit exceeds `chunk_elements` is cut at units.
+
+    `masters`: the dtype of masters that are states; None: parameters are their own masters."""
     banks: list[StateBank] = []
     chunks: list[StateChunk] = []
     for group in groups:
         for dtype in dict.fromkeys(parameter.dtype for parameter in group["params"]):
-            bank = StateBank(group=group, dtype=dtype)
+            bank = StateBank(group=group, dtype=masters or dtype)
             own = [parameter for parameter in group["params"] if parameter.dtype == dtype]
             chunks += _fill(bank, own, chunk_elements, unit_of)
             banks.append(bank)

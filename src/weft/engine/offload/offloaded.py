@@ -3,6 +3,9 @@
     kept on the device   weights (float32 shards, which are the masters), gradients
     kept on the host     moments, in one slab; `optimizer.state` holds views of it, so checkpoints need no other code
 
+Where `core.masters` says that masters leave the device, weights rest there in the compute dtype, and the float32 master
+is one more state in the slab: it is what updates change and what checkpoints hold as the model.
+
 A step is one pass over the chunks after the gradient norm is known: clipping has the bits of a step without offload,
 and a step that float16 skips never begins.
 """
@@ -21,17 +24,19 @@ from torch.optim import Optimizer
 
 from weft.core import offload_sizes
 from weft.core.errors import NotBuiltError
+from weft.core.masters import has_masters_away
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan
 from weft.engine.offload.ahead import AheadOfUpdate
 from weft.engine.offload.chunk_kernel import ChunkKernel, State, new_counter, require_known, state_dtype, state_keys
-from weft.engine.offload.chunks import StateBank, divide
+from weft.engine.offload.chunks import MASTER, StateBank, divide
 from weft.engine.offload.copy_streams import streams_for
 from weft.engine.offload.host_room import require_room
 from weft.engine.offload.slab import HostSlab, slab_bytes
 from weft.engine.offload.updates import ChunkUpdate, DeviceUpdate, HostUpdate, staging_bytes
 from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import local
+from weft.engine.precision import torch_dtype
 from weft.models.layout import ModelLayout
 
 
@@ -42,7 +47,8 @@ def offload_states(
     place = update_place(plan, device_type=device.type)
     if place is None:
         return None
-    found = OffloadedStates(optimizer, place=place, device=device)
+    masters = torch_dtype(plan.precision.policy().master_weights) if has_masters_away(plan) else None
+    found = OffloadedStates(optimizer, place=place, device=device, masters=masters)
     if device.type == "cuda" and plan.mesh.pp == 1:  # a pipeline's backwards do not free activations block by block
         found.hide_behind(
             [model.get_submodule(name) for name in layout.blocks],
@@ -56,18 +62,31 @@ def offload_states(
 class OffloadedStates:
     """See the module. `optimizer` keeps groups, constants and state; `step` of this object replaces its own."""
 
-    def __init__(self, optimizer: Optimizer, *, place: Literal["device", "host"], device: torch.device) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        place: Literal["device", "host"],
+        device: torch.device,
+        masters: torch.dtype | None = None,
+    ) -> None:
+        """`masters`: their dtype, if they are states; None: parameters are their own masters."""
         require_known(optimizer)
+        self._master_dtype = masters
+        self.masters: dict[nn.Parameter, torch.Tensor] = {}  # by parameter; empty where weights are their own masters
         self._optimizer = optimizer
         self.place = place
         self._num_groups = len(optimizer.param_groups)
         kernel = ChunkKernel(optimizer)
         self._banks, self._chunks = divide(
-            optimizer.param_groups, chunk_elements=offload_sizes.CHUNK_ELEMENTS, unit_of=kernel.unit_of
+            optimizer.param_groups,
+            chunk_elements=offload_sizes.CHUNK_ELEMENTS,
+            unit_of=kernel.unit_of,
+            masters=masters,
         )
         num_slots = offload_sizes.SLOTS
-        staged_bytes = max(map(staging_bytes, self._chunks), default=0) if place == "host" else 0
-        self.host_bytes = self._moment_bytes() + num_slots * staged_bytes
+        staged_bytes = self._staged_bytes() if place == "host" else 0
+        self.host_bytes = self._state_bytes() + num_slots * staged_bytes
         if active_fake_mode() is None:
             require_room(self.host_bytes, device=device)
         self._slab = HostSlab(self.host_bytes, device=device)
@@ -78,7 +97,7 @@ class OffloadedStates:
             self._update = DeviceUpdate(kernel, self._streams, chunks=self._chunks, device=device, num_slots=num_slots)
         else:
             staging = [self._slab.take(staged_bytes, torch.uint8) for _ in range(num_slots)]
-            self._update = HostUpdate(kernel, self._streams, staging=staging)
+            self._update = HostUpdate(kernel, self._streams, staging=staging, device=device)
         self._ahead: AheadOfUpdate | None = None
         self.on_step: Callable[[bool], None] | None = None  # called before (True) and after (False) a step
 
@@ -151,22 +170,45 @@ class OffloadedStates:
         if self.on_step is not None:
             self.on_step(False)
 
+    # --- masters ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def store_weight(self, parameter: nn.Parameter, write: Callable[[torch.Tensor], None]) -> None:
+        """Set a weight and its master by `write`, which fills a tensor of the local shard's shape."""
+        master = self.masters.get(parameter)
+        values = local(parameter.detach())
+        write(values if master is None else master)
+        if master is not None:
+            values.copy_(master)
+
+    @torch.no_grad()
+    def refresh_weights(self) -> None:
+        """Set weights to their masters, which were loaded."""
+        for parameter, master in self.masters.items():
+            local(parameter.detach()).copy_(master)
+
     # --- memory -------------------------------------------------------------------------------------------------
 
-    def _moment_bytes(self) -> int:
-        sizes = (slab_bytes(bank.num_elements, self._dtype(bank)) * len(self._keys(bank)) for bank in self._banks)
+    def _state_bytes(self) -> int:
+        sizes = (slab_bytes(bank.num_elements, dtype) for bank in self._banks for dtype in self._dtypes(bank).values())
         return sum(sizes)
 
-    def _keys(self, bank: StateBank) -> tuple[str, ...]:
-        return state_keys(self._optimizer, bank.group)
+    def _staged_bytes(self) -> int:
+        has_masters = self._master_dtype is not None
+        return max((staging_bytes(chunk, has_masters=has_masters) for chunk in self._chunks), default=0)
 
-    def _dtype(self, bank: StateBank) -> torch.dtype:
-        return state_dtype(self._optimizer, bank.dtype)
+    def _dtypes(self, bank: StateBank) -> dict[str, torch.dtype]:
+        """Of the states by key."""
+        moments = dict.fromkeys(state_keys(self._optimizer, bank.group), state_dtype(self._optimizer, bank.dtype))
+        return {**({MASTER: self._master_dtype} if self._master_dtype is not None else {}), **moments}
 
     def _create_states(self, device: torch.device) -> None:
         """States of zero for every parameter, as views of the slab; counters on `device`."""
         for bank in self._banks:
-            bank.states = {key: self._slab.take(bank.num_elements, self._dtype(bank)) for key in self._keys(bank)}
+            bank.states = {key: self._slab.take(bank.num_elements, dtype) for key, dtype in self._dtypes(bank).items()}
             for parameter in bank.offsets:
                 counter = new_counter(self._optimizer, bank.group, device)
-                self._optimizer.state[parameter] = {**counter, **bank.views_of(parameter)}
+                states = bank.views_of(parameter)
+                if MASTER in states:
+                    self.masters[parameter] = states.pop(MASTER)
+                self._optimizer.state[parameter] = {**counter, **states}
