@@ -63,6 +63,11 @@ class Offload(Section):
         description="where the optimizer updates offloaded states: device (they stream through it) | host | auto (the "
         "faster one on the given machine)",
     )
+    chunk_elements: int | None = Field(
+        default=None,
+        ge=1024,
+        description="elements of a chunk of states, of which three are in flight; absent: 2^24",
+    )
     staging_bytes: int = Field(
         default=0,
         ge=0,

@@ -17,6 +17,7 @@ from weft.core import axes
 from weft.core.errors import PlanError
 from weft.core.experts import WIRE_FORMATS
 from weft.core.memory_sections import Offload
+from weft.core.offload_sizes import CHUNK_ELEMENTS
 from weft.core.plan import ExpertParallel, ExpertTensor, Float8Choice, Pipeline, Plan, TensorParallel
 from weft.core.tensor_grid import tensor_depth
 
@@ -77,6 +78,8 @@ class Columns:
     offload_optimizer: Ints  # index into HOMES
     offload_parameters: Ints
     offload_update: Ints  # index into UPDATES
+    staging_bytes: Ints
+    chunk_elements: Ints
     delayed_update: Ints
     durable_steps: Ints
     compiled: Ints
@@ -242,6 +245,8 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         offload_optimizer=column(HOMES.index(plan.offload.optimizer) for plan in plans),
         offload_parameters=column(int(plan.offload.parameters != "none") for plan in plans),
         offload_update=column(UPDATES.index(plan.offload.update) for plan in plans),
+        staging_bytes=column(plan.offload.staging_bytes for plan in plans),
+        chunk_elements=column(plan.offload.chunk_elements or CHUNK_ELEMENTS for plan in plans),
         delayed_update=column(int(plan.offload.delayed) for plan in plans),
         durable_steps=column(int(plan.offload.durable == "step") for plan in plans),
         compiled=column(int(plan.compile.enabled) for plan in plans),
@@ -298,6 +303,8 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "optimizer": HOMES[at("offload_optimizer")],
             "parameters": "cpu" if at("offload_parameters") else "none",
             "update": UPDATES[at("offload_update")],
+            "staging_bytes": at("staging_bytes"),
+            **({"chunk_elements": at("chunk_elements")} if at("chunk_elements") != CHUNK_ELEMENTS else {}),
             "delayed": bool(at("delayed_update")),
             "durable": "step" if at("durable_steps") else "checkpoint",
         },

@@ -23,6 +23,7 @@ from weft.core import offload_sizes
 from weft.core.errors import NotBuiltError
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan
+from weft.engine.offload import ahead
 from weft.engine.offload.ahead import AheadOfUpdate
 from weft.engine.offload.chunk_kernel import ChunkKernel, State, new_counter, require_known, state_dtype, state_keys
 from weft.engine.offload.chunks import StateBank, divide
@@ -42,13 +43,15 @@ def offload_states(
     place = update_place(plan, device_type=device.type)
     if place is None:
         return None
-    found = OffloadedStates(optimizer, place=place, device=device)
-    if device.type == "cuda" and plan.mesh.pp == 1:  # a pipeline's backwards do not free activations block by block
+    found = OffloadedStates(optimizer, place=place, device=device, chunk_elements=plan.offload.chunk_elements)
+    if (
+        ahead.hides_copies(device) and plan.mesh.pp == 1
+    ):  # a pipeline's backwards do not free activations block by block
         found.hide_behind(
             [model.get_submodule(name) for name in layout.blocks],
             num_microbatches=plan.pipeline.microbatches,
             staging_bytes=plan.offload.staging_bytes,
-            allocated=functools.partial(torch.cuda.memory_allocated, device),
+            allocated=functools.partial(ahead.allocated_bytes, device),
         )
     return found
 
@@ -56,14 +59,23 @@ def offload_states(
 class OffloadedStates:
     """See the module. `optimizer` keeps groups, constants and state; `step` of this object replaces its own."""
 
-    def __init__(self, optimizer: Optimizer, *, place: Literal["device", "host"], device: torch.device) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        place: Literal["device", "host"],
+        device: torch.device,
+        chunk_elements: int | None = None,
+    ) -> None:
         require_known(optimizer)
         self._optimizer = optimizer
         self.place = place
         self._num_groups = len(optimizer.param_groups)
         kernel = ChunkKernel(optimizer)
         self._banks, self._chunks = divide(
-            optimizer.param_groups, chunk_elements=offload_sizes.CHUNK_ELEMENTS, unit_of=kernel.unit_of
+            optimizer.param_groups,
+            chunk_elements=chunk_elements or offload_sizes.CHUNK_ELEMENTS,
+            unit_of=kernel.unit_of,
         )
         num_slots = offload_sizes.SLOTS
         staged_bytes = max(map(staging_bytes, self._chunks), default=0) if place == "host" else 0
@@ -113,6 +125,10 @@ class OffloadedStates:
             self._update.forget()
             self._update.release(keep_bytes=0)
         self._streams.wait()
+
+    def device_tensors(self) -> list[torch.Tensor]:
+        """Copies of states that are on the device now."""
+        return self._update.chunks_on_device() if isinstance(self._update, DeviceUpdate) else []
 
     def _with_gradients(self) -> Iterator[ChunkUpdate]:
         """The chunks of a step, and one count of it for each parameter."""
