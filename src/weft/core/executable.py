@@ -69,6 +69,7 @@ def _not_offloaded(plan: Plan) -> list[tuple[bool, str]]:
             offload.masters == "host" and not has_wide_masters(plan),
             "offload.masters = 'host' with weights that are their own masters (precision)",
         ),
+        (not is_on and offload.chunk_elements is not None, "offload.chunk_elements without offload.optimizer"),
         (offload.delayed, "delayed updates of offloaded states (offload.delayed)"),
         (is_on and plan.has_delayed_updates, f"optimizer offload (offload.optimizer) with {plan.pipeline.schedule}"),
         (is_on and _is_threaded(plan), "optimizer offload (offload.optimizer) with dataparallel"),
@@ -83,6 +84,7 @@ def _switched_on(plan: Plan) -> Iterator[tuple[bool, str, str]]:
         is_refused = plan.kernels.loss == "fused" and has
         yield is_refused, f"a fused loss (kernels.loss) with {what}", "set kernels.loss = 'whole'"
     yield from _not_kept(plan)
+    yield from _not_staged(plan)
     for has, what in _not_float8(plan):
         yield plan.float8.linears != "none" and has, f"float8 with {what}", "set float8.linears = 'none'"
 
@@ -103,6 +105,21 @@ def _not_kept(plan: Plan) -> Iterator[tuple[bool, str, str]]:
         (has_slices, "sequence parallel, where inputs of blocks are slices of the sequence already", whole),
     ):
         yield activations.partition and is_refused, f"activations.partition with {what}", hint
+
+
+def _not_staged(plan: Plan) -> Iterator[tuple[bool, str, str]]:
+    """Copies hide behind micro-batches if the device updates, and no pipeline interleaves them."""
+    offload = plan.offload
+    for does_nothing, what in (
+        (offload.optimizer == "none", "without offload.optimizer: no states are on their way"),
+        (offload.update == "host", "with offload.update = 'host': the host updates, and no states leave it"),
+        (plan.mesh.pp > 1, "with a pipeline (mesh.pp > 1), whose backwards do not free activations block by block"),
+    ):
+        yield (
+            offload.staging_bytes > 0 and does_nothing,
+            f"offload.staging_bytes {what}",
+            "set offload.staging_bytes = 0",
+        )
 
 
 def why_not_compiled(plan: Plan) -> str:

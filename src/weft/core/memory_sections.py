@@ -68,6 +68,11 @@ class Offload(Section):
         description="where float32 masters of 16-bit weights are kept: device (the weights at rest) | host (with the "
         "moments; weights rest in 16 bits). Masters are never on the device with optimizer = nvme or parameters = cpu",
     )
+    chunk_elements: int | None = Field(
+        default=None,
+        ge=1024,
+        description="elements of a chunk of states, of which three are in flight; absent: 2^24",
+    )
     staging_bytes: int = Field(
         default=0,
         ge=0,

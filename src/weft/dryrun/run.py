@@ -120,6 +120,7 @@ def _measure(stage: FakeTraining, world: FakeWorld, began_s: float, *, rank: int
         workspace=workspace_bytes if world.on_gpu else None,
         allocated=recorder.allocated if world.on_gpu else None,
     )
+    world.live.count = lambda: meter.live_bytes
     with meter.measuring():
         for _ in range(MAX_STEPS):
             meter.next_step()

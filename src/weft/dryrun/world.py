@@ -32,6 +32,7 @@ import weft.engine.ep.counts as expert_counts
 import weft.engine.kernels.float8 as float8
 import weft.engine.kernels.head_loss as head_loss
 import weft.engine.mesh as mesh
+import weft.engine.offload.ahead as ahead
 import weft.engine.ownership as ownership
 import weft.engine.pp.apply as pipeline
 import weft.engine.pp.p2p as p2p
@@ -52,11 +53,22 @@ _MESH_METHODS = ("__init__", "__getitem__", "_flatten", "_unflatten", "_create_s
 
 @dataclass(frozen=True, kw_only=True)
 class FakeWorld:
-    """Inside `mode` nothing is allocated; `stream` is the current stream."""
+    """Inside `mode` nothing is allocated; `stream` is the current stream, `live` counts what would be."""
 
     mode: FakeTensorMode
     stream: CurrentStream
     on_gpu: bool
+    live: LiveBytes
+
+
+class LiveBytes:
+    """Bytes of the fake device that tensors hold now, as `count` finds them."""
+
+    def __init__(self) -> None:
+        self.count: Callable[[], int] = int
+
+    def __call__(self, _device: torch.device) -> int:
+        return self.count()
 
 
 @contextmanager
@@ -67,13 +79,13 @@ def fake_world(*, num_ranks: int, rank: int, attention: Kernel | None, imbalance
     """
     if dist.is_initialized():
         raise RuntimeError("a dry run needs a process without a process group, and one exists already")
-    stream = CurrentStream()
+    stream, live = CurrentStream(), LiveBytes()
     with ExitStack() as stack:
         for patch in [
             *_patches(),
             _expected_counts(imbalance),
             *stream.patches(),
-            *(_gpu_patches(attention) if attention else []),
+            *(_gpu_patches(attention, live) if attention else []),
         ]:
             stack.enter_context(patch)
         # DTensor caches results by mesh, and the meshes of two ranks compare equal
@@ -82,7 +94,8 @@ def fake_world(*, num_ranks: int, rank: int, attention: Kernel | None, imbalance
         _fill_tables()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
         stack.callback(dist.destroy_process_group)
-        yield FakeWorld(mode=FakeTensorMode(allow_non_fake_inputs=True), stream=stream, on_gpu=attention is not None)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        yield FakeWorld(mode=mode, stream=stream, on_gpu=attention is not None, live=live)
 
 
 def _fill_tables() -> None:
@@ -103,12 +116,15 @@ def _sum_inside_product(
     return total if total is not None else left.new_empty(left.shape[1], right.shape[1], dtype=torch.float32)
 
 
-def _gpu_patches(kernel: Kernel) -> list[Any]:
+def _gpu_patches(kernel: Kernel, live: LiveBytes) -> list[Any]:
     # a CPU fuses attention where a GPU writes the scores, and vice versa
     attend = gpu_attention(kernel)
     return [
         # the device is a fake CPU, whose memory the host's would be
         mock.patch.object(host_slots, "HOST", torch.device("meta")),
+        # chunks of offloaded states come and go beside the blocks of a GPU
+        mock.patch.object(ahead, "hides_copies", _returns(True)),
+        mock.patch.object(ahead, "allocated_bytes", live),
         # a GPU's matmul accumulates in place; a CPU's allocates a tensor
         mock.patch.object(head_loss, "_add_product", _sum_inside_product),
         # a CPU multiplies float8 in float32, on copies

@@ -17,6 +17,7 @@ from weft.core import axes
 from weft.core.errors import PlanError
 from weft.core.experts import WIRE_FORMATS
 from weft.core.memory_sections import Offload
+from weft.core.offload_sizes import CHUNK_ELEMENTS
 from weft.core.plan import ExpertParallel, ExpertTensor, Float8Choice, Pipeline, Plan, TensorParallel
 from weft.core.tensor_grid import tensor_depth
 
@@ -78,6 +79,8 @@ class Columns:
     offload_parameters: Ints
     offload_masters: Ints
     offload_update: Ints  # index into UPDATES
+    staging_bytes: Ints
+    chunk_elements: Ints
     delayed_update: Ints
     durable_steps: Ints
     compiled: Ints
@@ -244,6 +247,8 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         offload_parameters=column(int(plan.offload.parameters != "none") for plan in plans),
         offload_masters=column(int(plan.offload.masters == "host") for plan in plans),
         offload_update=column(UPDATES.index(plan.offload.update) for plan in plans),
+        staging_bytes=column(plan.offload.staging_bytes for plan in plans),
+        chunk_elements=column(plan.offload.chunk_elements or CHUNK_ELEMENTS for plan in plans),
         delayed_update=column(int(plan.offload.delayed) for plan in plans),
         durable_steps=column(int(plan.offload.durable == "step") for plan in plans),
         compiled=column(int(plan.compile.enabled) for plan in plans),
@@ -301,6 +306,8 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "parameters": "cpu" if at("offload_parameters") else "none",
             "masters": "host" if at("offload_masters") else "device",
             "update": UPDATES[at("offload_update")],
+            "staging_bytes": at("staging_bytes"),
+            **({"chunk_elements": at("chunk_elements")} if at("chunk_elements") != CHUNK_ELEMENTS else {}),
             "delayed": bool(at("delayed_update")),
             "durable": "step" if at("durable_steps") else "checkpoint",
         },

@@ -47,7 +47,9 @@ def resolve(
         )
     require_legal(plan, run)
     plan = with_dispatcher_for(run, plan)
-    plan = with_update_for(machine or devices, run, plan, on_gpu=on_gpu)
+    if has_open_update(plan):
+        plan = with_update_for(machine or devices, run, plan, on_gpu=on_gpu)
+        require_legal(plan, run)  # keys that the chosen place does not execute
     return plan if devices is None else with_mixture_for(devices, run, plan)
 
 

@@ -21,6 +21,7 @@ from weft.plan.memory.peak import estimate_memory
 from weft.plan.request import Request
 from weft.plan.rules import legal_rows
 from weft.plan.space import Freedom, enumerate_plans
+from weft.plan.staging import with_staging
 from weft.plan.time.step_time import estimate_time
 from weft.plan.view import views_of
 
@@ -89,16 +90,23 @@ def _search_once(request: Request, freedom: Freedom, precision: dict[str, Any], 
         rejected = {**rejected, DOES_NOT_FIT: int((~fits).sum())}
     best = _one_of_each_layout(columns, order, top=top)
     front = _pareto(memory, step_s)
+
+    def records(rows: Ints) -> list[Estimate]:
+        chosen = columns.take(rows)
+        if len(rows) and "offload.staging_bytes" not in freedom.fixed:
+            chosen = with_staging(request, chosen)
+        return _records(request, chosen, precision)
+
     return Answer(
         request=request,
-        plans=_records(request, columns, best, precision),
+        plans=records(best),
         considered=len(candidates),
         estimated=len(columns),
         rejected=rejected,
         num_fitting=int(fits.sum()),
-        pareto=_records(request, columns, front[:12], precision),
+        pareto=records(front[:12]),
         elapsed_s=time.perf_counter() - began_s,
-        smallest=_records(request, columns, np.asarray([int(np.argmin(memory))]), precision)[0],
+        smallest=records(np.asarray([int(np.argmin(memory))]))[0],
         sample=columns.take(_sample(order, memory, fits)),
     )
 
@@ -177,8 +185,8 @@ def _pareto(memory: Floats, step_s: Floats) -> Ints:
     return order[is_first]
 
 
-def _records(request: Request, columns: Columns, rows: Ints, precision: dict[str, Any]) -> list[Estimate]:
-    if not len(rows):
+def _records(request: Request, columns: Columns, precision: dict[str, Any]) -> list[Estimate]:
+    if not len(columns):
         return []
-    costs: Costs = estimate_columns(request, columns.take(rows))
-    return [record_at(costs, index, plan_at(costs.columns, index, precision=precision)) for index in range(len(rows))]
+    costs: Costs = estimate_columns(request, columns)
+    return [record_at(costs, row, plan_at(costs.columns, row, precision=precision)) for row in range(len(columns))]

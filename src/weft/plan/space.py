@@ -15,6 +15,7 @@ import numpy as np
 
 from weft.core import axes
 from weft.core.experts import WIRE_FORMATS, WireFormat
+from weft.core.offload_sizes import CHUNK_ELEMENTS
 from weft.core.plan import SPLIT, ExpertParallel, ExpertTensor, Float8Choice
 from weft.plan.columns import (
     DISPATCHERS,
@@ -65,6 +66,7 @@ SEARCHED = frozenset(
         ),
         *("activations.policy", "activations.offload", "activations.partition", "compile.enabled"),
         *(f"offload.{key}" for key in ("optimizer", "parameters", "masters", "update", "delayed", "durable")),
+        *("offload.staging_bytes", "offload.chunk_elements"),
         *("kernels.loss", "float8.linears", "float8.gather"),
     )
 )
@@ -211,6 +213,9 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
     linears = cast(Float8Choice, freedom.fixed.get("float8.linears", "none"))
     gather = freedom.fixed.get("float8.gather", "float8")
 
+    def number(key: str, default: int) -> Ints:
+        return np.full(size, int(str(freedom.fixed.get(key, default))), dtype=np.int64)
+
     def switch(key: str, default: Ints) -> Ints:
         return default if key not in freedom.fixed else np.full(size, int(bool(freedom.fixed[key])), dtype=np.int64)
 
@@ -219,7 +224,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         dispatcher=_dispatchers(table[:, 5], freedom, request),
         expert_tensor=np.full(size, EXPERT_TENSORS.index(_expert_tensor(freedom)), dtype=np.int64),
         wire=np.full(size, WIRE_FORMATS.index(wire), dtype=np.int64),
-        expert_chunks=np.full(size, int(str(freedom.fixed.get("expert_parallel.chunks", 1))), dtype=np.int64),
+        expert_chunks=number("expert_parallel.chunks", 1),
         zero=table[:, 6], schedule=table[:, 7], virtual_stages=table[:, 8], recompute=table[:, 9], tp_mode=table[:, 10],
         offload_optimizer=table[:, 11], microbatches=table[:, 12],
         sequence_parallel=switch("tensor_parallel.sequence_parallel", one_d.astype(np.int64)),
@@ -228,6 +233,8 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         offload_parameters=np.full(size, int(_is_away("offload.parameters", freedom)), dtype=np.int64),
         offload_masters=np.full(size, int(freedom.fixed.get("offload.masters") == "host"), dtype=np.int64),
         offload_update=np.full(size, UPDATES.index(str(freedom.fixed.get("offload.update", "auto"))), dtype=np.int64),
+        staging_bytes=number("offload.staging_bytes", 0),
+        chunk_elements=number("offload.chunk_elements", CHUNK_ELEMENTS),
         durable_steps=np.full(size, int(freedom.fixed.get("offload.durable") == "step"), dtype=np.int64),
         delayed_update=switch("offload.delayed", np.zeros(size, dtype=np.int64)),
         partition_inputs=switch("activations.partition", np.zeros(size, dtype=np.int64)),

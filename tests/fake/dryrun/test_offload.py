@@ -70,10 +70,15 @@ def test_the_peak_falls_by_the_moments_and_by_nothing_else(tables: dict[str, Any
             marks=pytest.mark.extended,
         ),
         {**SHARDED, "offload": {"optimizer": "cpu", "update": "device", "masters": "host"}},
+        {
+            "mesh": {"dp_replicate": 4},
+            "pipeline": {"microbatches": 2},
+            "offload": {"optimizer": "cpu", "update": "device", "staging_bytes": 2**26, "chunk_elements": 2**17},
+        },
     ],
     ids=[
         *("DDP, device", "ZeRO-3, host", "inputs on the host"),
-        *("masters from one device", "masters, DDP, host", "masters, ZeRO-3"),
+        *("masters from one device", "masters, DDP, host", "masters, ZeRO-3", "staging"),
     ],
 )
 def test_the_planner_agrees(tables: dict[str, Any]) -> None:

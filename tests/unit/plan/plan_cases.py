@@ -77,7 +77,7 @@ def plan_with(**keys: Any) -> Plan:
         "pipeline": ("schedule", "microbatches", "virtual_stages", "blocks"),
         "precision": ("preset",),
         "activations": ("policy", "mixture", "partition"),
-        "offload": ("optimizer", "parameters", "update", "delayed", "durable"),
+        "offload": ("optimizer", "parameters", "update", "staging_bytes", "chunk_elements", "delayed", "durable"),
         "compile": ("enabled",),
         "float8": ("linears", "gather"),
     }

@@ -20,9 +20,16 @@ from weft.plan.memory.offloaded import staged_states
 from weft.plan.memory.peak import MemoryEstimate, estimate_memory
 from weft.plan.offload import DAY_S, choose_update
 from weft.plan.request import Request
+from weft.plan.search import search
 from weft.plan.space import Freedom
 from weft.plan.time.compute import block_seconds
-from weft.plan.time.state_stream import DEVICE_PIPELINE, HOST_PIPELINE, host_update_rate, update_seconds
+from weft.plan.time.state_stream import (
+    DEVICE_PIPELINE,
+    HOST_PIPELINE,
+    UPDATE_PASSES,
+    host_update_rate,
+    update_seconds,
+)
 from weft.plan.time.step_time import estimate_time
 from weft.plan.time.transfers import OVERLAP
 from weft.plan.view import views_of
@@ -434,3 +441,46 @@ def test_the_arithmetic_of_an_offloaded_plan_adds_up(keys: dict[str, Any], layou
 def test_offloaded_activations_are_searched_with_full_recompute_only() -> None:
     columns = legal_plans(EIGHT, Freedom(fixed={"activations.offload": "cpu"}))
     assert columns.recomputes("full").all()
+
+
+# Staging of states
+
+
+STAGED: dict[str, Any] = {"optimizer": "cpu", "update": "device", "microbatches": 8}
+CHUNK_BYTES = CHUNK_ELEMENTS * 8
+
+
+def test_staged_chunks_are_on_the_device_while_activations_are() -> None:
+    """Seven of eight micro-batches are done when the last one peaks: 7/8 of the staging, in whole chunks."""
+    plain, staged = (terms(H200, **STAGED, staging_bytes=size) for size in (0, 10 * CHUNK_BYTES))
+    more = {term: staged[term] - plain[term] for term in plain if staged[term] != plain[term]}
+    assert more[MemoryTerm.TEMPORARIES] == 8 * CHUNK_BYTES
+    assert set(more) <= {MemoryTerm.TEMPORARIES, MemoryTerm.FRAMEWORK}
+    on_host = terms(H200, **{**STAGED, "update": "host"}, staging_bytes=10 * CHUNK_BYTES)
+    assert on_host == terms(H200, **{**STAGED, "update": "host"})
+
+
+def test_staging_hides_copies_behind_several_micro_batches() -> None:
+    sizes = [0, 4 * CHUNK_BYTES, 2**35, 2**40]
+    exposed = [seconds(H200, **STAGED, staging_bytes=size)[StepTerm.OFFLOAD] for size in sizes]
+    assert exposed == sorted(exposed, reverse=True)
+    assert exposed[0] > exposed[1] > exposed[2]
+    row = found(H200, **STAGED, staging_bytes=2**40).offload.transfers[-1]
+    assert row["seconds"] == found(H200, **STAGED).offload.transfers[-1]["seconds"]
+    device = H200.cluster.device
+    update_s = UPDATE_PASSES * 28 * LLAMA_8B / (device.memory_bytes_per_s * device.memory_share)
+    assert row["exposed_s"] >= update_s  # the update itself hides behind nothing
+
+
+def test_the_search_stages_what_is_free() -> None:
+    fixed = {"offload.optimizer": "cpu", "offload.update": "device", "pipeline.microbatches": 8}
+    best = search(H200, freedom=Freedom(fixed=fixed), top=1).plans[0]
+    assert best.fits
+    staged = best.plan.offload.staging_bytes
+    assert staged > 0
+    assert staged % CHUNK_BYTES == 0
+    kept = search(H200, freedom=Freedom(fixed={**fixed, "offload.staging_bytes": 0}), top=1).plans[0]
+    assert kept.plan.offload.staging_bytes == 0
+    assert kept.step_s > best.step_s
+    one_batch = search(H200, freedom=Freedom(fixed={**fixed, "pipeline.microbatches": 1}), top=1).plans[0]
+    assert one_batch.plan.offload.staging_bytes == 0

@@ -131,6 +131,14 @@ def offloaded(**keys: Any) -> Plan:
     return Plan.from_tables({"precision": {"preset": "bf16"}, "offload": {"optimizer": "cpu", **keys}})
 
 
+def test_staging_is_refused_where_the_host_was_chosen_to_update() -> None:
+    tables = {"offload": {"optimizer": "cpu", "staging_bytes": 2**20}}
+    assert resolve(tables, RUN, on_gpu=True).offload.update == "device"
+    with pytest.raises(NotBuiltError, match=r"offload\.staging_bytes with offload.update = 'host'") as caught:
+        resolve(tables, RUN, on_gpu=False)
+    assert "staging_bytes = 0" in caught.value.hint
+
+
 def test_the_place_of_an_offloaded_update_is_chosen_for_the_machine() -> None:
     """Moments stream through a GPU, on any link; a CPU updates where they are."""
     places = {

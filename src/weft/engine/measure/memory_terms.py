@@ -90,6 +90,8 @@ def _owners(engine: Engine, weights: Sequence[torch.Tensor]) -> dict[int, Term]:
     for term, tensors in engine.updates.held_tensors():
         _claim(found, tensors, term)
     _claim(found, [*engine.inputs.device_tensors(), *engine.inputs.host_tensors()], Term.ACTIVATIONS)
+    if engine.offload is not None:
+        _claim(found, engine.offload.device_tensors(), Term.TEMPORARIES)
     _claim(found, engine.model.buffers(), Term.BUFFERS)
     _claim(found, weights, Term.WEIGHTS)
     _claim(found, (value for value in states if isinstance(value, torch.Tensor)), Term.OPTIMIZER_STATE)

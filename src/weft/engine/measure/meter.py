@@ -109,6 +109,11 @@ class StepMeter:
         return self.is_exact or looked_bytes >= NEAR * self._tracker.peak.nbytes > 0
 
     @property
+    def live_bytes(self) -> int:
+        """Bytes that are live now."""
+        return self._tracker.current_bytes
+
+    @property
     def traffic(self) -> list[dict[str, Any]]:
         return self._ledger.rows()
 

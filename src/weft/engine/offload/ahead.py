@@ -22,6 +22,16 @@ from torch import nn
 from weft.engine.offload.updates import DeviceUpdate
 
 
+def hides_copies(device: torch.device) -> bool:
+    """Whether copies run beside the computation; a dry run of a GPU says so too."""
+    return device.type == "cuda"
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes of the device that tensors hold now; a dry run has its own count."""
+    return torch.cuda.memory_allocated(device)
+
+
 class AheadOfUpdate:
     """Hooks on the blocks of one rank, whose micro-batches run one after the other."""
 

@@ -27,6 +27,7 @@ from weft.core.errors import NotBuiltError
 from weft.core.masters import has_masters_away
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan
+from weft.engine.offload import ahead
 from weft.engine.offload.ahead import AheadOfUpdate
 from weft.engine.offload.chunk_kernel import ChunkKernel, State, new_counter, require_known, state_dtype, state_keys
 from weft.engine.offload.chunks import MASTER, StateBank, divide
@@ -48,13 +49,15 @@ def offload_states(
     if place is None:
         return None
     masters = torch_dtype(plan.precision.policy().master_weights) if has_masters_away(plan) else None
-    found = OffloadedStates(optimizer, place=place, device=device, masters=masters)
-    if device.type == "cuda" and plan.mesh.pp == 1:  # a pipeline's backwards do not free activations block by block
+    chunk_elements = plan.offload.chunk_elements
+    found = OffloadedStates(optimizer, place=place, device=device, chunk_elements=chunk_elements, masters=masters)
+    # a pipeline's backwards do not free activations block by block
+    if ahead.hides_copies(device) and plan.mesh.pp == 1:
         found.hide_behind(
             [model.get_submodule(name) for name in layout.blocks],
             num_microbatches=plan.pipeline.microbatches,
             staging_bytes=plan.offload.staging_bytes,
-            allocated=functools.partial(torch.cuda.memory_allocated, device),
+            allocated=functools.partial(ahead.allocated_bytes, device),
         )
     return found
 
@@ -68,6 +71,7 @@ class OffloadedStates:
         *,
         place: Literal["device", "host"],
         device: torch.device,
+        chunk_elements: int | None = None,
         masters: torch.dtype | None = None,
     ) -> None:
         """`masters`: their dtype, if they are states; None: parameters are their own masters."""
@@ -80,7 +84,7 @@ class OffloadedStates:
         kernel = ChunkKernel(optimizer)
         self._banks, self._chunks = divide(
             optimizer.param_groups,
-            chunk_elements=offload_sizes.CHUNK_ELEMENTS,
+            chunk_elements=chunk_elements or offload_sizes.CHUNK_ELEMENTS,
             unit_of=kernel.unit_of,
             masters=masters,
         )
@@ -132,6 +136,10 @@ class OffloadedStates:
             self._update.forget()
             self._update.release(keep_bytes=0)
         self._streams.wait()
+
+    def device_tensors(self) -> list[torch.Tensor]:
+        """Copies of states that are on the device now."""
+        return self._update.chunks_on_device() if isinstance(self._update, DeviceUpdate) else []
 
     def _with_gradients(self) -> Iterator[ChunkUpdate]:
         """The chunks of a step, and one count of it for each parameter."""

@@ -99,6 +99,10 @@ class DeviceUpdate:
     def _ahead_bytes(self) -> int:
         return sum(memory.nbytes for memory in self._ahead.values())
 
+    def chunks_on_device(self) -> list[torch.Tensor]:
+        """Memory of these chunks."""
+        return [*self._ahead.values(), *(memory for _, memory in self._leaving)]
+
     def release(self, *, keep_bytes: int) -> None:
         """Free the memory of updated chunks but the last `keep_bytes`; the computation waits until they are stored."""
         leaving = sum(memory.nbytes for _, memory in self._leaving)

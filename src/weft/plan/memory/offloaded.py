@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.core.offload_sizes import CHUNK_ELEMENTS, SLOTS
+from weft.core.offload_sizes import SLOTS
 from weft.plan.columns import HOMES, NVME, Bools, Floats
 from weft.plan.memory.saved_activations import saved_blocks
 from weft.plan.time.state_stream import held_elements, keeps_masters, rest_bytes, rests_in_compute, updates_on_host
@@ -82,7 +82,7 @@ def staged_states(view: View) -> Floats:
 
 def _in_flight(view: View) -> Floats:
     """Elements of the chunks in flight; a small shard has fewer."""
-    return np.minimum(SLOTS * CHUNK_ELEMENTS, held_elements(view))
+    return np.minimum(SLOTS * view.columns.chunk_elements, held_elements(view))
 
 
 def _host_terms(view: View) -> HostTerms:

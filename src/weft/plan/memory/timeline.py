@@ -31,6 +31,7 @@ from weft.core.terms import MemoryTerm as Term
 from weft.plan.columns import Bools, Floats
 from weft.plan.memory.offloaded import staged_states, staged_weights, streams_units
 from weft.plan.memory.saved_activations import SavedBlocks
+from weft.plan.memory.staging import chunks_within, staged_in_step
 from weft.plan.time.state_stream import rests_in_compute
 from weft.plan.view import View
 
@@ -116,11 +117,11 @@ def _at_loss(parts: TermParts) -> Terms:
         columns.fused_loss > 0, parts.view.gathered_bytes(root=share.root.padded, blocks=share.largest_padded), 0.0
     )
     gathered = np.where(columns.zero == 3, inside, held_gathered(parts.view))
-    none = np.zeros(len(columns))
+    staged = staged_in_step(parts.view, done=np.zeros(len(columns)))
     held = _held_reduce_input(parts)
     return instant(
         parts, saved=parts.saved_at_loss + parts.final, gathered=gathered, gradients=parts.earlier_gradients,
-        logits=parts.logits, buffers=held, temporaries=none,
+        logits=parts.logits, buffers=held, temporaries=staged,
     )  # fmt: skip
 
 
@@ -138,12 +139,13 @@ def _at_head(parts: TermParts) -> Terms:
     view, sizes = parts.view, parts.view.sizes
     gathers = (view.columns.zero == 3) & view.stage.holds_head
     root = np.where(gathers, view.share.root.padded * sizes.compute, 0.0)
+    staged = staged_in_step(view, done=np.zeros(len(root)))
     gradient = parts.num_logits * sizes.activation
     return {
         **_at_loss(parts),
         Term.GATHERED: root,
         Term.LOGITS: np.where(gathers, gradient + parts.held_logits, 0.0),
-        Term.TEMPORARIES: root,  # all-gather output before it is copied out
+        Term.TEMPORARIES: root + staged,  # all-gather output before it is copied out
     }
 
 
@@ -185,6 +187,7 @@ def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
     wide = 2 * view.tokens * sizes.activation * parts.widest / columns.tp
     waiting = np.where(columns.zero > 0, of_head, 0.0)  # the root is reduced last
     temporaries = wide + own_gradient / 3 + view.stream_bytes + waiting + _entry_gradients(view) + _received(view)
+    temporaries = temporaries + staged_in_step(view, done=done)
     return instant(
         parts,
         saved=np.maximum(parts.saved - parts.blocks.freed(done), 0.0) + parts.blocks.restored(done),
@@ -218,7 +221,7 @@ def _at_block_end(parts: TermParts, *, done: Floats) -> Terms:
     return {
         **begun,
         Term.ACTIVATIONS: np.maximum(parts.saved - parts.blocks.freed(done + 1), 0.0),
-        Term.TEMPORARIES: own + stream + _row_sums(view),
+        Term.TEMPORARIES: own + stream + _row_sums(view) + staged_in_step(view, done=done + 1),
     }
 
 
@@ -249,7 +252,7 @@ def _at_gather(parts: TermParts, *, done: Floats) -> Terms:
         **backward,
         Term.GATHERED: np.where(is_zero3, held_gathered(view) + unit, 0.0),
         Term.ACTIVATIONS: np.where(is_zero3, backward[Term.ACTIVATIONS] - parts.blocks.restored(done), 0.0),
-        Term.TEMPORARIES: np.where(is_zero3, arriving, 0.0),
+        Term.TEMPORARIES: np.where(is_zero3, arriving + staged_in_step(view, done=done), 0.0),
     }
 
 
@@ -265,7 +268,7 @@ def _at_table(parts: TermParts) -> Terms:
     into_bucket = np.where(has_buckets(view), sizes.compute + sizes.gradient, 0)
     return instant(
         parts, saved=none, gathered=none, gradients=np.where(is_last, view.share.total.unsharded * sizes.gradient, 0.0),
-        buffers=none, temporaries=table * (sizes.compute + into_bucket),
+        buffers=none, temporaries=table * (sizes.compute + into_bucket) + np.where(is_last, _ahead(parts), 0.0),
     )  # fmt: skip
 
 
@@ -306,7 +309,7 @@ def _at_root(parts: TermParts) -> Terms:
         term: np.where(columns.zero > 0, values, 0.0)
         for term, values in instant(
             parts, saved=none, gathered=gathered, gradients=gradients, buffers=wire * sizes.communication,
-            temporaries=np.where(is_alone, 0.0, share.root.unsharded * per_element),
+            temporaries=np.where(is_alone, 0.0, share.root.unsharded * per_element) + _ahead(parts),
         ).items()
     }  # fmt: skip
 
@@ -319,9 +322,24 @@ def _at_update(parts: TermParts) -> Terms:
     if parts.view.request.workload.optimizer == "adamw8bit":
         temporaries = QUANTISED_UPDATE_BYTES * _largest_tensor(parts.view) * held / np.maximum(share.total.unsharded, 1)
     # an offloaded optimizer updates chunk by chunk
-    temporaries = np.where(columns.offload_optimizer > 0, staged_states(parts.view), temporaries)
+    states = np.minimum(
+        staged_states(parts.view) + _ahead(parts), np.maximum(held * sizes.optimizer, staged_states(parts.view))
+    )
+    temporaries = np.where(columns.offload_optimizer > 0, states, temporaries)
     gradients = held * sizes.gradient
     return instant(parts, saved=none, gathered=none, gradients=gradients, buffers=none, temporaries=temporaries)
+
+
+def _ahead(parts: TermParts) -> Floats:
+    """Chunks of states that are loaded when the last backward ends: the staging, and as much as it has freed since its
+    first block's end."""
+    view, columns = parts.view, parts.view.columns
+    done = np.minimum(1.0, parts.num_blocks)
+    freed = np.maximum(parts.saved - parts.blocks.freed(done), 0.0)
+    begun = np.where(parts.has_gradients | has_buckets(view), 1.0, 0.0)
+    share = view.share.total.unsharded * np.where(columns.zero >= 2, 1.0 / columns.shards, 1.0)
+    grown = (1 - begun) * share * view.sizes.gradient * (1 - done / np.maximum(parts.num_blocks, 1))
+    return chunks_within(view, columns.staging_bytes.astype(np.float64) + np.maximum(freed - grown, 0.0))
 
 
 def _largest_tensor(view: View) -> Floats:

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.core.masters import masters_leave
-from weft.core.offload_sizes import CHUNK_ELEMENTS
-from weft.plan.columns import NVME, UPDATES, Bools, Floats
+from weft.plan.columns import HOMES, NVME, UPDATES, Bools, Floats
 from weft.plan.view import View
 
 UPDATE_PASSES = 1.15  # norm and clipping read the gradients once more
@@ -110,7 +109,7 @@ def update_seconds(view: View, *, on_host: bool) -> Floats:
     held, moved, cluster = held_elements(view), state_bytes(view, on_host=on_host), view.request.cluster
     before = (moved.out if on_host else moved.into) / cluster.host.bytes_per_s + moved.in_files / _disk_rate(view)
     steady = held * _stage_seconds(view, on_host=on_host)
-    return np.asarray(steady + np.minimum(CHUNK_ELEMENTS, held) * before, dtype=np.float64)
+    return np.asarray(steady + np.minimum(view.columns.chunk_elements, held) * before, dtype=np.float64)
 
 
 def _disk_rate(view: View) -> float:
@@ -131,9 +130,25 @@ def _stage_seconds(view: View, *, on_host: bool) -> Floats:
         touched = in_memory + _update_bytes(view) * num_ranks / cluster.host_memory_bytes_per_s
         computed = np.maximum(1 / host_update_rate(view), touched)
     else:
-        bandwidth = cluster.device.memory_bytes_per_s * cluster.device.memory_share
-        computed = np.full(len(passed), UPDATE_PASSES * _update_bytes(view) / bandwidth)
+        computed = np.full(len(passed), _device_seconds(view))
     return np.maximum.reduce([passed, in_memory, on_disk, computed])
+
+
+def update_share(view: View) -> Floats:
+    """Share of a device update's seconds in which the device computes."""
+    return _device_seconds(view) / _stage_seconds(view, on_host=False)
+
+
+def _device_seconds(view: View) -> float:
+    """Seconds per parameter of the update itself, on the device."""
+    device = view.request.cluster.device
+    return UPDATE_PASSES * _update_bytes(view) / (device.memory_bytes_per_s * device.memory_share)
+
+
+def hides_copies(view: View) -> Bools:
+    """Whether states of a device update come and go beside the blocks (engine/offload/ahead.py)."""
+    in_memory = view.columns.offload_optimizer == HOMES.index("cpu")
+    return in_memory & ~updates_on_host(view) & (view.columns.pp == 1) & (not view.request.is_cpu)
 
 
 def link_rate(view: View, into: Floats, out: Floats) -> Floats:

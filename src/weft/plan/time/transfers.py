@@ -5,8 +5,9 @@ backward   weights in again (ZeRO-3, or no ZeRO), inputs in, one block ahead
 update     optimizer states, see state_stream.py
 
 Weights are copied before every gather: the rank's shard, for every micro-batch in ZeRO-3 and without ZeRO, once per
-step in ZeRO-1 and 2. They hide behind the whole phase except the first unit; an input hides behind its own block. An
-update hides behind nothing, or behind the next step's compute if it is delayed.
+step in ZeRO-1 and 2. They hide behind the whole phase except the first unit; an input hides behind its own block. A
+delayed update hides behind the next step's compute; of one on the device the copies hide behind the blocks, as far as
+there is memory for chunks that come early and leave late (plan/memory/staging.py).
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import numpy as np
 
 from weft.plan.columns import Floats
 from weft.plan.memory.saved_activations import saved_blocks
+from weft.plan.memory.staging import chunks_within
 from weft.plan.time.compute import BlockSeconds
 from weft.plan.time.state_stream import (
     held_elements,
+    hides_copies,
     link_rate,
     rest_bytes,
     state_bytes,
     update_seconds,
+    update_share,
     updates_on_host,
 )
 from weft.plan.view import View
@@ -97,6 +101,23 @@ def _phases(view: View, busy: BlockSeconds) -> tuple[Transfer, Transfer]:
     return forward, backward
 
 
+def _beside_blocks(view: View, busy: BlockSeconds) -> Floats:
+    """Share of a device update's copies that hide behind the blocks: bytes that there is room for and the link carries.
+
+    Room that activations leave is filled in the last backward and emptied in the first forward, which is shorter; the
+    staging is filled in half a step and emptied in half a step."""
+    columns, states = view.columns, held_elements(view) * view.sizes.optimizer
+    if not np.any(hides_copies(view)):
+        return np.zeros(len(columns))
+    rate = OVERLAP * link_rate(view, states, states)
+    blocks = saved_blocks(view)
+    left = np.minimum(np.maximum(blocks.total - blocks.block.none, 0.0), rate * busy.forward)
+    half_step = rate * columns.microbatches * (busy.forward + busy.backward) / 2
+    moved = np.minimum(left + np.minimum(columns.staging_bytes, half_step), half_step)
+    most = 1 - update_share(view)  # the update itself hides behind nothing
+    return np.where(hides_copies(view), np.minimum(chunks_within(view, moved) / np.maximum(states, 1.0), most), 0.0)
+
+
 def _update(view: View, busy: BlockSeconds) -> tuple[Transfer, Floats]:
     """(the update, bytes of files that it reads and writes)."""
     columns, held, on_host = view.columns, held_elements(view), updates_on_host(view)
@@ -110,6 +131,6 @@ def _update(view: View, busy: BlockSeconds) -> tuple[Transfer, Floats]:
     streamed = np.where(on_host, update_seconds(view, on_host=True), update_seconds(view, on_host=False))
     seconds = np.where(is_off, streamed, np.maximum(into, out) / link_rate(view, into, out))
     compute = columns.microbatches * (busy.forward + busy.backward)
-    hidden = np.where(is_off & (columns.delayed_update > 0), OVERLAP * compute, 0.0)
+    hidden = np.where(is_off & (columns.delayed_update > 0), OVERLAP * compute, _beside_blocks(view, busy) * seconds)
     exposed = np.maximum(seconds - hidden, 0.0)
     return Transfer(into_bytes=into, out_bytes=out, seconds=seconds, exposed_s=exposed), files
