@@ -101,7 +101,10 @@ class Engine:
         self.parameters = list(self.trained.values())
         self._seed = seed
         self.optimizer = self._build_optimizer(optimizer)
-        self.offload = offload_states(self.optimizer, plan, model, self.layout, device=self.device)
+        self.offload = offload_states(
+            self.optimizer, plan, model, self.layout, device=self.device,
+            keeps_gradients=self.strategy.keeps_gradients,
+        )  # fmt: skip
         self.rates = GroupRates(self.optimizer)
         if callable(optimizer) and dist.get_world_size() > 1:
             require_one_base(self.rates, device=self.device)
@@ -155,7 +158,9 @@ class Engine:
         )
 
     def drain(self) -> None:
-        """Finish the micro-batches in flight of a pipeline that never flushes. Collective; a no-op in other layouts."""
+        """Finish the micro-batches in flight of a pipeline that never flushes. Collective; a no-op in other layouts.
+
+        Like an evaluation it changes no later step: a delayed update of offloaded states stays in flight."""
         self.updates.drain()
 
     def _forward_backward(self, batch: Batch, timer: StepTimer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,7 +247,7 @@ class Engine:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Every tensor of model and optimizer under its logical name, sharing memory with the live ones. A pipeline
-        that never flushes restarts from here, as it does after loading this state."""
+        that never flushes restarts from here, as it does after loading this state; a delayed update is applied."""
         self.updates.restart()
         create_state(self.optimizer, self.parameters)
         state = state_tensors(self.model, self.optimizer, self.shards)
@@ -283,6 +288,8 @@ class Engine:
     def close(self) -> None:
         """Destroy this engine's process groups; it cannot train any more. Collective; the second call is a no-op."""
         self.drain()
+        if self.offload is not None:
+            self.offload.wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # collectives in flight need their groups
         self.topology.close()

@@ -53,9 +53,12 @@ def test_the_peak_falls_by_the_moments_and_by_nothing_else(tables: dict[str, Any
             "offload": {"optimizer": "cpu", "update": "device"},
         },
         {**SHARDED, "offload": {"optimizer": "cpu", "update": "host"}},
+        {**REPLICATED, "offload": {"optimizer": "cpu", "update": "device", "delayed": True}},
+        {**SHARDED, "offload": {"optimizer": "cpu", "update": "device", "delayed": True}},
+        {**SHARDED, "offload": {"optimizer": "cpu", "update": "host", "delayed": True}},
         {**SHARDED, "activations": {"policy": "full", "offload": "cpu"}},
     ],
-    ids=["DDP, device", "ZeRO-3, host", "inputs on the host"],
+    ids=["DDP, device", "ZeRO-3, host", "DDP, late", "ZeRO-3, late", "ZeRO-3, late on the host", "inputs on the host"],
 )
 def test_the_planner_agrees(tables: dict[str, Any]) -> None:
     plan = Plan.from_tables({**tables, "precision": {"preset": "bf16"}})

@@ -29,7 +29,7 @@ import numpy as np
 
 from weft.core.terms import MemoryTerm as Term
 from weft.plan.columns import Bools, Floats
-from weft.plan.memory.offloaded import staged_states, staged_weights, streams_units
+from weft.plan.memory.offloaded import staged_states, staged_weights, streams_units, updates_beside_compute
 from weft.plan.memory.saved_activations import SavedBlocks
 from weft.plan.time.state_stream import rests_in_compute
 from weft.plan.view import View
@@ -60,6 +60,7 @@ class TermParts:
     num_blocks: Floats
     widest: int  # elements per token inside the widest MLP
     delayed_gradients: Floats  # of the step before, whose update is delayed and on the device
+    delayed_chunks: Floats  # chunks of that update, which exist throughout
 
 
 def instants_of(parts: TermParts) -> dict[str, Terms]:
@@ -319,7 +320,8 @@ def _at_update(parts: TermParts) -> Terms:
     if parts.view.request.workload.optimizer == "adamw8bit":
         temporaries = QUANTISED_UPDATE_BYTES * _largest_tensor(parts.view) * held / np.maximum(share.total.unsharded, 1)
     # an offloaded optimizer updates chunk by chunk
-    temporaries = np.where(columns.offload_optimizer > 0, staged_states(parts.view), temporaries)
+    passing = np.where(updates_beside_compute(parts.view), 0.0, staged_states(parts.view))
+    temporaries = np.where(columns.offload_optimizer > 0, passing, temporaries)
     gradients = held * sizes.gradient
     return instant(parts, saved=none, gathered=none, gradients=gradients, buffers=none, temporaries=temporaries)
 
@@ -350,7 +352,7 @@ def instant(
         Term.GATHERED: gathered,
         Term.ACTIVATIONS: saved,
         Term.LOGITS: logits + np.zeros(len(view.columns)),
-        Term.COMM_BUFFERS: buffers + received + staged_weights(view),
+        Term.COMM_BUFFERS: buffers + received + staged_weights(view) + parts.delayed_chunks,
         Term.TEMPORARIES: temporaries,
     }
 

@@ -102,6 +102,15 @@ def update_seconds(view: View, *, on_host: bool) -> Floats:
     return np.asarray(steady + np.minimum(CHUNK_ELEMENTS, held) * before, dtype=np.float64)
 
 
+def landing_seconds(view: View) -> Floats:
+    """Seconds per parameter between two steps of a delayed update: new weights land; a host gets the gradients."""
+    device, sizes = view.request.cluster.device, view.sizes
+    copied = 2 * sizes.master / (device.memory_bytes_per_s * device.memory_share)
+    weights, gradients = np.full((2, len(view.columns)), [[sizes.master], [sizes.gradient]], dtype=np.float64)
+    passed = np.maximum(weights, gradients) / link_rate(view, weights, gradients)
+    return np.where(updates_on_host(view), passed, copied)
+
+
 def _disk_rate(view: View) -> float:
     """Bytes per second of a rank's share of its node's disks."""
     cluster = view.request.cluster

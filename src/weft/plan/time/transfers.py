@@ -6,7 +6,8 @@ update     optimizer states, see state_stream.py
 
 Weights are copied before every gather: the rank's shard, for every micro-batch in ZeRO-3 and without ZeRO, once per
 step in ZeRO-1 and 2. They hide behind the whole phase except the first unit; an input hides behind its own block. An
-update hides behind nothing, or behind the next step's compute if it is delayed.
+update hides behind nothing, or if it is delayed behind the next step's compute, except for its end: new weights replace
+those of the model, and gradients leave for the host if it updates.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from weft.plan.memory.saved_activations import saved_blocks
 from weft.plan.time.compute import BlockSeconds
 from weft.plan.time.state_stream import (
     held_elements,
+    landing_seconds,
     link_rate,
     rest_bytes,
     state_bytes,
@@ -110,6 +112,7 @@ def _update(view: View, busy: BlockSeconds) -> tuple[Transfer, Floats]:
     streamed = np.where(on_host, update_seconds(view, on_host=True), update_seconds(view, on_host=False))
     seconds = np.where(is_off, streamed, np.maximum(into, out) / link_rate(view, into, out))
     compute = columns.microbatches * (busy.forward + busy.backward)
-    hidden = np.where(is_off & (columns.delayed_update > 0), OVERLAP * compute, 0.0)
-    exposed = np.maximum(seconds - hidden, 0.0)
+    is_late = is_off & (columns.delayed_update > 0)
+    exposed = np.maximum(seconds - np.where(is_late, OVERLAP * compute, 0.0), 0.0)
+    exposed += np.where(is_late, held * landing_seconds(view), 0.0)
     return Transfer(into_bytes=into, out_bytes=out, seconds=seconds, exposed_s=exposed), files
