@@ -165,3 +165,32 @@ def test_a_checkpoint_crosses_between_device_and_host(tmp_path: Path) -> None:
     assert digests(reader) == digests(writer)
     assert reader.step(batch(2)).loss == writer.step(batch(2)).loss
     assert digests(reader) == digests(writer)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_delayed_updates_land_the_bits_of_updates_in_place(update: str, kind: str) -> None:
+    """Drained after every step, a delayed run on the device is the run without offload; steps without waiting and
+    evaluations between them change no bit: no copy overtakes another."""
+    policy = OptimizerPolicy(kind=kind, learning_rate=1e-3)  # type: ignore[arg-type]
+    plan = {**offloaded({**BF16, "data_parallel": {"zero": 2}}, update)}
+    plan["offload"] = {**plan["offload"], "delayed": True}
+    with small_chunks():
+        plain, drained, waits, runs = (
+            build_engine("llama", tables, device=CUDA, optimizer=policy)
+            for tables in ({**BF16, "data_parallel": {"zero": 2}}, plan, plan, plan)
+        )
+    for step in range(4):
+        drained.step(global_batch(step))
+        plain.step(global_batch(step))
+        if update == "device":
+            assert digests(drained) == digests(plain)
+        drained.state()
+    losses = []
+    for step in range(6):
+        losses.append(waits.step(global_batch(step)).loss)
+        torch.cuda.synchronize()
+        waits.evaluate(global_batch(9))
+    pending = [runs.step_nowait(global_batch(step)) for step in range(6)]
+    assert [one.resolve()[0].loss for one in pending] == losses
+    assert digests(runs) == digests(waits)

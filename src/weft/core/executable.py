@@ -22,12 +22,12 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
     policy = plan.precision.policy()
     refused: list[tuple[bool, str]] = [
         (
-            plan.has_delayed_updates and plan.data_parallel.zero > 0,
+            plan.never_flushes and plan.data_parallel.zero > 0,
             f"{plan.pipeline.schedule} with sharded weights (data_parallel.zero > 0)",
         ),
         (
             plan.has_delayed_updates and policy.loss_scaling,
-            f"{plan.pipeline.schedule} with a loss scale (precision fp16)",
+            f"{plan.delayed_by} with a loss scale (precision fp16)",
         ),
         (plan.mesh.pp > 1 and plan.tensor_parallel.mode != "1d" and plan.mesh.tp > 1, "a pipeline of grids"),
         (plan.mesh.cp > 1, "context parallelism (mesh.cp > 1)"),
@@ -37,7 +37,7 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
         ),
         (
             plan.mesh.ep > 1 and plan.has_delayed_updates,
-            f"expert parallelism (mesh.ep > 1) with {plan.pipeline.schedule}",
+            f"expert parallelism (mesh.ep > 1) with {plan.delayed_by}",
         ),
         (plan.pipeline.virtual_stages > 1 and plan.mesh.pp == 1, "virtual pipeline stages without a pipeline"),
         (
@@ -70,9 +70,21 @@ def _not_offloaded(plan: Plan) -> list[tuple[bool, str]]:
             "offload.masters = 'host' with weights that are their own masters (precision)",
         ),
         (not is_on and offload.chunk_elements is not None, "offload.chunk_elements without offload.optimizer"),
-        (offload.delayed, "delayed updates of offloaded states (offload.delayed)"),
-        (is_on and plan.has_delayed_updates, f"optimizer offload (offload.optimizer) with {plan.pipeline.schedule}"),
+        (is_on and plan.never_flushes, f"optimizer offload (offload.optimizer) with {plan.pipeline.schedule}"),
+        *((offload.delayed and has, f"offload.delayed {what}") for has, what in _not_delayed(plan)),
         (is_on and _is_threaded(plan), "optimizer offload (offload.optimizer) with dataparallel"),
+    ]
+
+
+def _not_delayed(plan: Plan) -> list[tuple[bool, str]]:
+    """Keys of offload that make no sense beside a delayed update, or are not supported with it yet."""
+    offload = plan.offload
+    return [
+        (offload.optimizer == "none", "without offload.optimizer"),
+        (offload.optimizer == "nvme", "with states in files (offload.optimizer = 'nvme')"),
+        (offload.parameters != "none", "with offload.parameters"),
+        (offload.masters == "host", "with offload.masters = 'host'"),
+        (offload.staging_bytes > 0, "with offload.staging_bytes: all copies of the update are beside the next step"),
     ]
 
 
@@ -168,7 +180,7 @@ def _not_low(plan: Plan) -> list[tuple[bool, str, str]]:
         (
             policy.has_low_states and plan.has_delayed_updates,
             "master_weights" if is_master_free else "optimizer_state",
-            plan.pipeline.schedule,
+            plan.delayed_by,
         ),
         (is_master_free and plan.mesh.tp > 1, "master_weights", "tensor parallelism"),
         (is_master_free and plan.mesh.pp > 1, "master_weights", "a pipeline"),

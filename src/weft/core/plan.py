@@ -272,8 +272,19 @@ class Plan(Document):
         return self.mesh.num_ranks
 
     @property
-    def has_delayed_updates(self) -> bool:
+    def never_flushes(self) -> bool:
+        """Whether micro-batches of several steps are in the pipeline at a time."""
         return self.mesh.pp > 1 and self.pipeline.never_drains
+
+    @property
+    def has_delayed_updates(self) -> bool:
+        """Whether steps read weights without the newest updates: other mathematics, on purpose."""
+        return self.never_flushes or self.offload.delayed
+
+    @property
+    def delayed_by(self) -> str:
+        """What delays updates, for messages."""
+        return "offload.delayed" if self.offload.delayed else self.pipeline.schedule
 
     @property
     def has_open_dispatcher(self) -> bool:

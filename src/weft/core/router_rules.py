@@ -26,8 +26,8 @@ def check_router(plan: Plan, spec: RouterSpec) -> Iterator[tuple[str, str]]:
     spec = with_capacity(spec, plan)
     if spec.is_active and plan.has_delayed_updates:
         yield (
-            f"[router] needs one update per step, and {plan.pipeline.schedule} makes updates between micro-batches",
-            "choose a pipeline.schedule that flushes, such as '1f1b', or leave [router] out",
+            f"[router] needs an update at the end of its step, and {plan.delayed_by} delays updates",
+            "choose a pipeline.schedule that flushes, such as '1f1b', without offload.delayed, or leave [router] out",
         )
     if spec.capacity_factor and has_sequence_slices(plan):
         yield (

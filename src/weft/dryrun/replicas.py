@@ -22,6 +22,8 @@ from weft.engine.precision import gradient_dtype
 class FakeReplicated(Strategy):
     """The dry run's replacement of `engine.dp.ddp.Replicated`."""
 
+    keeps_gradients = True  # in its buckets
+
     def __init__(
         self, model: nn.Module, *, group: dist.ProcessGroup, find_unused_parameters: bool, wire: torch.dtype
     ) -> None:

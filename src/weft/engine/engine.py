@@ -103,7 +103,10 @@ class Engine:
         self.parameters = list(self.trained.values())
         self._seed = seed
         self.optimizer = self._build_optimizer(optimizer)
-        self.offload = offload_states(self.optimizer, plan, model, self.layout, device=self.device)
+        self.offload = offload_states(
+            self.optimizer, plan, model, self.layout, device=self.device,
+            keeps_gradients=self.strategy.keeps_gradients,
+        )  # fmt: skip
         if self.offload is not None and applied.masters is not None:
             store = self.offload.store_weight
             fill_parameters(model, self.layout, applied.masters, shards=self.shards, store=store)
@@ -160,7 +163,9 @@ class Engine:
         )
 
     def drain(self) -> None:
-        """Finish the micro-batches in flight of a pipeline that never flushes. Collective; a no-op in other layouts."""
+        """Finish the micro-batches in flight of a pipeline that never flushes. Collective; a no-op in other layouts.
+
+        Like an evaluation it changes no later step: a delayed update of offloaded states stays in flight."""
         self.updates.drain()
 
     def _forward_backward(self, batch: Batch, timer: StepTimer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -256,7 +261,7 @@ class Engine:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Every tensor of model and optimizer under its logical name, sharing memory with the live ones. After they are
-        written, `restore_scalars` is what makes training continue from them."""
+        written, `restore_scalars` is what makes training continue from them. A delayed update is applied first."""
         self.updates.restart()
         create_state(self.optimizer, self.parameters)
         state = state_tensors(self.model, self.optimizer, self.shards, self.masters)
@@ -299,6 +304,8 @@ class Engine:
     def close(self) -> None:
         """Destroy this engine's process groups; it cannot train any more. Collective; the second call is a no-op."""
         self.drain()
+        if self.offload is not None:
+            self.offload.wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # collectives in flight need their groups
         self.topology.close()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Updates:
     """One update per step: sum partial gradients, norm, clip, optimizer."""
 
-    is_delayed = False  # whether updates of a step may be made in later steps
+    is_delayed = False  # whether micro-batches and updates of a step may be in calls of later steps
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -61,7 +61,8 @@ class Updates:
         """Finish the micro-batches in flight. Collective."""
 
     def restart(self) -> None:
-        """Drain, and begin again from the newest weights; the host may read all states. Collective."""
+        """Drain, and begin again from the newest weights, delayed updates of offloaded states included; the host may
+        read all states. Collective."""
         if self.engine.offload is not None:
             self.engine.offload.wait()
 
@@ -73,7 +74,10 @@ class Updates:
 
     def held_tensors(self) -> Iterator[tuple[MemoryTerm, Sequence[torch.Tensor]]]:
         """Tensors that updates hold between steps, by memory term."""
-        yield from ()
+        if self.engine.offload is not None:
+            gradients, buffers = self.engine.offload.delayed_tensors
+            yield MemoryTerm.GRADIENTS, gradients
+            yield MemoryTerm.COMM_BUFFERS, buffers
 
     def _update(self) -> tuple[torch.Tensor, bool]:
         engine = self.engine

@@ -162,6 +162,8 @@ class TrainingLoop:
         self.outcome.steps += 1
         self._require_finite(record)
         if self._is_evaluation(record.step) and not wants_stop:
+            if record.step == self.run_spec.train.steps:  # of the weights that are saved
+                self.engine.updates.restart()
             record = dataclasses.replace(record, eval_loss=self._evaluate())
         self.metrics.write(record)
         if pending.router is not None and self._is_logged(record.step):

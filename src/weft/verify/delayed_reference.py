@@ -1,8 +1,9 @@
-"""The reference of a pipeline without flushes: one process that makes the same delayed updates one after another.
+"""The reference of delayed updates: one process that makes them one after another.
 
     pipedream       each micro-batch is one update; stage s of p reads the weights of p-1-s updates before, and
                     clips its own gradient. With vertical sync every stage reads those of p-1 updates before
     pipedream_2bw   a step is one update; it reads the weights of the step before
+    offload         the same (`offload.delayed`); evaluations read the weights that the next step reads
 
 Delays are counted from the last restart; no older weights are read. Weight versions are full copies in a list: the
 engine's weight stash is not used.
@@ -39,6 +40,8 @@ from weft.verify.reference import (
     states_of,
 )
 
+OFFLOAD = "offload"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Delay:
@@ -56,6 +59,15 @@ class Delay:
         """None for a plan that updates once at the end of a step."""
         if not plan.has_delayed_updates:
             return None
+        if plan.offload.delayed:
+            return Delay(
+                schedule=OFFLOAD,
+                vertical_sync=False,
+                num_stages=1,
+                num_microbatches=plan.pipeline.microbatches,
+                dp_degree=plan.mesh.dp_degree,
+                stage_of={},
+            )
         layout = describe(model)
         split = split_model(model, layout, num_stages=plan.mesh.pp, sizes=plan.pipeline.blocks)
         stages = {block: stage for stage, blocks in enumerate(split.stages) for block in blocks}
@@ -73,6 +85,11 @@ class Delay:
     def is_each(self) -> bool:
         """Whether every micro-batch is an update and every stage clips its own gradients."""
         return self.schedule == "pipedream"
+
+    @property
+    def evaluates_newest(self) -> bool:
+        """Whether an evaluation reads all updates so far, which the next step need not do."""
+        return self.schedule != OFFLOAD
 
     @property
     def norm_delay_steps(self) -> int:
@@ -136,7 +153,10 @@ class _DelayedRun:
             if step == 0:
                 trace.first_weights = on_host(self._masters)
             if step in (0, len(exercise.batches) - 1):
-                copy_weights(self._model, self._masters, self._aliases)
+                if self._delay.evaluates_newest:
+                    copy_weights(self._model, self._masters, self._aliases)
+                else:
+                    self._read(is_undelayed=step in exercise.undelayed)
                 trace.eval_losses.append(evaluate(self._model, evaluation))
             if step in exercise.restarts:
                 self._versions = [self._snapshot()]

@@ -79,7 +79,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
         evidence.norms.append(record.grad_norm)
         if step < min(LOW_UPDATES, last) and _rounds(engine):
             _keep_update(evidence.updates[step], engine, record.grad_norm)
-        if step == 0:
+        if step == (1 if engine.plan.offload.delayed else 0):  # the update of the first step has landed
             engine.drain()
             evidence.first_weights = _full_weights(engine)
         if step in (0, last):  # after the first: state left by an evaluation must not change later steps

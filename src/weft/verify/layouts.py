@@ -14,6 +14,7 @@ def plan_name(plan: Plan) -> str:
     tensors = f"{_tensor_switches(plan)}, " if plan.mesh.tp > 1 else ""
     tensors += f"{_expert_switches(plan)}, " if plan.mesh.ep > 1 else ""
     tensors += f"{plan.pipeline.schedule}, " if plan.mesh.pp > 1 else ""
+    tensors += "delayed updates, " if plan.offload.delayed else ""
     batches = f"{microbatches} micro-batch{'es' if microbatches > 1 else ''}"
     return f"{plan.strategy_name}, {mesh}, {tensors}{batches}, {plan.precision.preset}"
 
@@ -51,6 +52,7 @@ def other_layout(plan: Plan, *, global_batch: int, has_untrained: bool = False) 
     tables["activations"]["partition"] = plan.activations.partition and tp > 1
     tables["pipeline"].update(virtual_stages=1, blocks=[])
     tables["pipeline"]["microbatches"] = math.gcd(plan.pipeline.microbatches, global_batch // dp_degree)
+    tables["offload"]["delayed"] = False
     return Plan.from_tables(tables)
 
 
@@ -59,6 +61,7 @@ def _other_schedule(plan: Plan) -> Plan:
     tables = plan.model_dump(mode="json", exclude_none=True)
     tables["pipeline"].update(schedule="gpipe" if plan.pipeline.schedule == "1f1b" else "1f1b", virtual_stages=1)
     tables["pipeline"]["blocks"] = []
+    tables["offload"]["delayed"] = False
     return Plan.from_tables(tables)
 
 

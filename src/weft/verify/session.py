@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.core.errors import PipelineError
+from weft.core.errors import PipelineError, PlanError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.tensor_grid import row_chunks
@@ -54,6 +54,7 @@ from weft.verify.whole_runs import WholeRuns
 
 ACTIVE_CLIP = 0.25  # well below the first gradient norms of fresh models, so that clipping is verified too
 OTHER_SPLITS = 3
+LEAST_DELAYED = 4  # steps of a plan with offload.delayed; the training loop restarts in the middle
 # the first creates the optimizer states and may peak there; the second finds the peak, the third takes its terms
 MEASURED_STEPS = 3
 
@@ -260,7 +261,13 @@ def require_enough_steps(plan: Plan, *, steps: int) -> None:
 
     Called before anything trains, so that every rank refuses."""
     pipeline = plan.pipeline
-    if not plan.has_delayed_updates:
+    if plan.offload.delayed and steps < LEAST_DELAYED:
+        raise PlanError(
+            f"{steps} steps do not show that offload.delayed delays updates by one step: the third is the first to "
+            "read an update",
+            hint=f"verify it with --steps {LEAST_DELAYED} or more",
+        )
+    if not plan.never_flushes:
         return
     calls = Calls(name=pipeline.schedule, num_ranks=plan.mesh.pp, num_microbatches=pipeline.microbatches)
     least = 2 + calls.delay

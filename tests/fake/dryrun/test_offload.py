@@ -53,6 +53,9 @@ def test_the_peak_falls_by_the_moments_and_by_nothing_else(tables: dict[str, Any
             "offload": {"optimizer": "cpu", "update": "device"},
         },
         {**SHARDED, "offload": {"optimizer": "cpu", "update": "host"}},
+        {**REPLICATED, "offload": {"optimizer": "cpu", "update": "device", "delayed": True}},
+        {**SHARDED, "offload": {"optimizer": "cpu", "update": "device", "delayed": True}},
+        {**SHARDED, "offload": {"optimizer": "cpu", "update": "host", "delayed": True}},
         {**SHARDED, "activations": {"policy": "full", "offload": "cpu"}},
         pytest.param(
             {
@@ -77,7 +80,7 @@ def test_the_peak_falls_by_the_moments_and_by_nothing_else(tables: dict[str, Any
         },
     ],
     ids=[
-        *("DDP, device", "ZeRO-3, host", "inputs on the host"),
+        *("DDP, device", "ZeRO-3, host", "DDP, late", "ZeRO-3, late", "ZeRO-3, late on the host", "inputs on the host"),
         *("masters from one device", "masters, DDP, host", "masters, ZeRO-3", "staging"),
     ],
 )

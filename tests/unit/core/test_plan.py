@@ -96,7 +96,7 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
         {"activations": {"policy": "full"}, "data_parallel": {"strategy": "dataparallel"}},
         {"offload": {"optimizer": "nvme"}},
         {"offload": {"optimizer": "cpu", "parameters": "cpu"}},
-        {"offload": {"optimizer": "cpu", "delayed": True}},
+        {"offload": {"optimizer": "cpu", "delayed": True}, "precision": {"preset": "fp16"}},
         {"offload": {"optimizer": "cpu", "folder": "states"}},
         {"offload": {"update": "host"}},
         {"offload": {"chunk_elements": 4096}},

@@ -28,6 +28,7 @@ from weft.plan.time.state_stream import (
     HOST_PIPELINE,
     UPDATE_PASSES,
     host_update_rate,
+    landing_seconds,
     update_seconds,
 )
 from weft.plan.time.step_time import estimate_time
@@ -120,8 +121,16 @@ def test_a_delayed_update_keeps_the_gradients_of_two_steps_where_it_runs() -> No
         for update in ("device", "host")
     }
     assert more == {"device": SHARD * 4, "host": 0}
-    assert one(plans["host", True].host - plans["host", False].host) == LLAMA_8B * 4
+    passing = SLOTS * CHUNK_ELEMENTS * 4 * 8  # gradients no longer pass through staging
+    assert one(plans["host", True].host - plans["host", False].host) == LLAMA_8B * 4 - passing
     assert one(plans["device", True].host - plans["device", False].host) == 0
+    buffers = {
+        update: one(
+            plans[update, True].terms[MemoryTerm.COMM_BUFFERS] - plans[update, False].terms[MemoryTerm.COMM_BUFFERS]
+        )
+        for update in ("device", "host")
+    }
+    assert buffers == {"device": CHUNK_ELEMENTS * (SLOTS * 8 + 4), "host": 0}  # moments of three chunks, new weights
 
 
 def test_weights_on_the_host_leave_units_in_use_and_staged_shards() -> None:
@@ -293,14 +302,27 @@ def test_all_ranks_of_a_node_share_disk_and_host_memory() -> None:
     assert seconds(together, dp_replicate=8, **keys)[StepTerm.OFFLOAD] == pytest.approx(8 * one_rank, rel=0.01)
 
 
-def test_a_delayed_update_hides_behind_the_next_step() -> None:
-    now, late = (seconds(EIGHT, **SHARDED, optimizer="cpu", delayed=delayed) for delayed in (False, True))
+def landing(request: Request, update: str) -> float:
+    return SHARD * one(landing_seconds(view_with(request, **SHARDED, optimizer="cpu", update=update)))
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_a_delayed_update_hides_behind_the_next_step(update: str) -> None:
+    keys: dict[str, Any] = {**SHARDED, "optimizer": "cpu", "update": update}
+    now, late = (seconds(EIGHT, **keys, delayed=delayed) for delayed in (False, True))
     assert now[StepTerm.OFFLOAD] > 0
-    assert late[StepTerm.OFFLOAD] == 0
+    assert late[StepTerm.OFFLOAD] == pytest.approx(landing(EIGHT, update))  # the rest is hidden
     slow = on_host(EIGHT, host=replace(EIGHT.cluster.host, bytes_per_s=1e8))
-    now, late = (seconds(slow, **SHARDED, optimizer="cpu", delayed=delayed) for delayed in (False, True))
+    now, late = (seconds(slow, **keys, delayed=delayed) for delayed in (False, True))
     busy = block_seconds(view_with(slow, **SHARDED))
-    assert now[StepTerm.OFFLOAD] - late[StepTerm.OFFLOAD] == pytest.approx(OVERLAP * one(busy.forward + busy.backward))
+    hidden = now[StepTerm.OFFLOAD] - late[StepTerm.OFFLOAD] + landing(slow, update)
+    assert hidden == pytest.approx(OVERLAP * one(busy.forward + busy.backward))
+
+
+def test_new_weights_land_through_the_link_only_from_a_host() -> None:
+    link = EIGHT.cluster.host
+    assert landing(EIGHT, "host") == pytest.approx(SHARD * 4 / (link.bytes_per_s * link.duplex_share))
+    assert landing(EIGHT, "device") < landing(EIGHT, "host") / 20
 
 
 # Where the update runs

@@ -7,7 +7,7 @@ Where `core.masters` says that masters leave the device, weights rest there in t
 is one more state in the slab: it is what updates change and what checkpoints hold as the model.
 
 A step is one pass over the chunks after the gradient norm is known: clipping has the bits of a step without offload,
-and a step that float16 skips never begins.
+and a step that float16 skips never begins. A delayed step (`delayed.py`) ends after the next step's gradients.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from weft.engine.offload.ahead import AheadOfUpdate
 from weft.engine.offload.chunk_kernel import ChunkKernel, State, new_counter, require_known, state_dtype, state_keys
 from weft.engine.offload.chunks import MASTER, StateBank, divide
 from weft.engine.offload.copy_streams import streams_for
+from weft.engine.offload.delayed import DelayedOnDevice, DelayedOnHost, IntoGradients, pending_bytes, weight_bytes
 from weft.engine.offload.host_room import require_room
 from weft.engine.offload.slab import HostSlab, slab_bytes
 from weft.engine.offload.updates import ChunkUpdate, DeviceUpdate, HostUpdate, staging_bytes
@@ -42,17 +43,32 @@ from weft.models.layout import ModelLayout
 
 
 def offload_states(
-    optimizer: Optimizer, plan: Plan, model: nn.Module, layout: ModelLayout, *, device: torch.device
+    optimizer: Optimizer,
+    plan: Plan,
+    model: nn.Module,
+    layout: ModelLayout,
+    *,
+    device: torch.device,
+    keeps_gradients: bool,
 ) -> OffloadedStates | None:
-    """Move the optimizer's states to the host if the plan says so. Collective."""
+    """Move the optimizer's states to the host if the plan says so. Collective.
+
+    `keeps_gradients`: the next step writes to the memory of this step's gradients."""
     place = update_place(plan, device_type=device.type)
     if place is None:
         return None
     masters = torch_dtype(plan.precision.policy().master_weights) if has_masters_away(plan) else None
-    chunk_elements = plan.offload.chunk_elements
-    found = OffloadedStates(optimizer, place=place, device=device, chunk_elements=chunk_elements, masters=masters)
+    found = OffloadedStates(
+        optimizer,
+        place=place,
+        device=device,
+        chunk_elements=plan.offload.chunk_elements,
+        masters=masters,
+        is_delayed=plan.offload.delayed,
+        keeps_gradients=keeps_gradients,
+    )
     # a pipeline's backwards do not free activations block by block
-    if ahead.hides_copies(device) and plan.mesh.pp == 1:
+    if ahead.hides_copies(device) and plan.mesh.pp == 1 and not plan.offload.delayed:
         found.hide_behind(
             [model.get_submodule(name) for name in layout.blocks],
             num_microbatches=plan.pipeline.microbatches,
@@ -73,6 +89,8 @@ class OffloadedStates:
         device: torch.device,
         chunk_elements: int | None = None,
         masters: torch.dtype | None = None,
+        is_delayed: bool = False,
+        keeps_gradients: bool = False,
     ) -> None:
         """`masters`: their dtype, if they are states; None: parameters are their own masters."""
         require_known(optimizer)
@@ -81,7 +99,7 @@ class OffloadedStates:
         self._optimizer = optimizer
         self.place = place
         self._num_groups = len(optimizer.param_groups)
-        kernel = ChunkKernel(optimizer)
+        kernel = ChunkKernel(optimizer) if place == "host" or not is_delayed else IntoGradients(optimizer)
         self._banks, self._chunks = divide(
             optimizer.param_groups,
             chunk_elements=chunk_elements or offload_sizes.CHUNK_ELEMENTS,
@@ -89,19 +107,38 @@ class OffloadedStates:
             masters=masters,
         )
         num_slots = offload_sizes.SLOTS
-        staged_bytes = self._staged_bytes() if place == "host" else 0
-        self.host_bytes = self._state_bytes() + num_slots * staged_bytes
+        is_late_on_host = is_delayed and place == "host"
+        staged_bytes = 0
+        if place == "host":
+            staged_bytes = max(map(weight_bytes, self._chunks), default=0) if is_delayed else self._staged_bytes()
+        late_bytes = pending_bytes(self._banks) if is_late_on_host else 0
+        self.host_bytes = self._state_bytes() + num_slots * staged_bytes + late_bytes
         if active_fake_mode() is None:
             require_room(self.host_bytes, device=device)
         self._slab = HostSlab(self.host_bytes, device=device)
         self._create_states(device if place == "device" else torch.device("cpu"))
         self._streams = streams_for(device)
-        self._update: DeviceUpdate | HostUpdate
+        self._update: DeviceUpdate | HostUpdate | DelayedOnHost
+        self._late: DelayedOnDevice | DelayedOnHost | None = None
         if place == "device":
-            self._update = DeviceUpdate(kernel, self._streams, chunks=self._chunks, device=device, num_slots=num_slots)
+            self._update = DeviceUpdate(
+                kernel, self._streams, chunks=self._chunks, device=device, num_slots=num_slots, keeps_slots=is_delayed
+            )
+            if isinstance(kernel, IntoGradients):
+                self._late = DelayedOnDevice(
+                    self._update, kernel, chunks=self._chunks, device=device, copies_gradients=keeps_gradients
+                )
         else:
             staging = [self._slab.take(staged_bytes, torch.uint8) for _ in range(num_slots)]
-            self._update = HostUpdate(kernel, self._streams, staging=staging, device=device)
+            if is_delayed:
+                pending = {id(bank): self._slab.take(bank.num_elements, bank.dtype) for bank in self._banks}
+                factor = self._slab.take(1, torch.float32)[0]
+                self._update = self._late = DelayedOnHost(
+                    kernel, self._streams, chunks=self._chunks, pending=pending, staging=staging, factor=factor,
+                    device=device,
+                )  # fmt: skip
+            else:
+                self._update = HostUpdate(kernel, self._streams, staging=staging, device=device)
         self._ahead: AheadOfUpdate | None = None
         self.on_step: Callable[[bool], None] | None = None  # called before (True) and after (False) a step
 
@@ -113,7 +150,7 @@ class OffloadedStates:
         if isinstance(self._optimizer, AdamWLow):
             factor, self._optimizer.gradient_factor = self._optimizer.gradient_factor, None
         with self._reported():
-            self._update.run(list(self._with_gradients()), factor)
+            (self._late or self._update).run(list(self._with_gradients()), factor)
         if self._ahead is not None:
             self._ahead.step_done()
 
@@ -131,7 +168,10 @@ class OffloadedStates:
             )
 
     def wait(self) -> None:
-        """Return when the host may read and write the states, and the device holds no copy of them."""
+        """Return when the host may read and write the states, and the device holds no copy of them. A delayed update
+        lands."""
+        if self._late is not None:
+            self._late.land()
         if isinstance(self._update, DeviceUpdate):
             self._update.forget()
             self._update.release(keep_bytes=0)
@@ -140,6 +180,11 @@ class OffloadedStates:
     def device_tensors(self) -> list[torch.Tensor]:
         """Copies of states that are on the device now."""
         return self._update.chunks_on_device() if isinstance(self._update, DeviceUpdate) else []
+
+    @property
+    def delayed_tensors(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Device memory of a delayed update: gradients, and buffers that exist between updates too."""
+        return (self._late.gradients, self._late.buffers) if self._late is not None else ((), ())
 
     def _with_gradients(self) -> Iterator[ChunkUpdate]:
         """The chunks of a step, and one count of it for each parameter."""

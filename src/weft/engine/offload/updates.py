@@ -50,8 +50,11 @@ class DeviceUpdate:
         chunks: Sequence[StateChunk],
         device: torch.device,
         num_slots: int,
+        keeps_slots: bool = False,
     ) -> None:
+        """`keeps_slots`: their memory exists between updates too, since these run beside the computation."""
         self._kernel, self._streams, self._device, self._num_slots = kernel, streams, device, num_slots
+        self._keeps_slots, self.kept_slots = keeps_slots, list[torch.Tensor]()
         # slots of chunks ahead: events of their copies are not those of the slots that all other chunks share
         self._own_slot = {chunk: num_slots + number for number, chunk in enumerate(chunks)}
         self._ahead: dict[StateChunk, torch.Tensor] = {}
@@ -121,7 +124,8 @@ class DeviceUpdate:
     def _through_slots(self, updates: Sequence[ChunkUpdate], factor: torch.Tensor | None) -> None:
         count = min(self._num_slots, len(updates))
         sizes = [max(_state_bytes(update.chunk) for update in updates[slot::count]) for slot in range(count)]
-        slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+        slots = self.kept_slots or [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+        self.kept_slots = slots if self._keeps_slots else []
         self._streams.begin()
         for index, update in enumerate(updates):
             self._load(update.chunk, slots[index % count], index % count)

@@ -30,8 +30,8 @@ def find_and_build(model: nn.Module, plan: Plan, spec: RouterSpec, *, device: to
     if plan.has_delayed_updates:
         if is_wide:
             raise NotBuiltError(
-                f"precision.router = 'float32' is not supported with pipeline.schedule = {plan.pipeline.schedule!r}",
-                hint="choose a pipeline.schedule that flushes, such as '1f1b', or leave precision.router out",
+                f"precision.router = 'float32' is not supported with {plan.delayed_by}",
+                hint="use updates without a delay, or leave precision.router out",
             )
         experts = ExpertLayout(layers=())
     return Routers(model, experts, found, spec, is_wide=is_wide, device=device)

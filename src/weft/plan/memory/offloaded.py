@@ -23,7 +23,14 @@ import numpy as np
 from weft.core.offload_sizes import SLOTS
 from weft.plan.columns import HOMES, NVME, Bools, Floats
 from weft.plan.memory.saved_activations import saved_blocks
-from weft.plan.time.state_stream import held_elements, keeps_masters, rest_bytes, rests_in_compute, updates_on_host
+from weft.plan.time.state_stream import (
+    held_elements,
+    keeps_masters,
+    rest_bytes,
+    rests_in_compute,
+    streamed_bytes,
+    updates_on_host,
+)
 from weft.plan.view import View
 
 HostTerms = dict[str, Floats]
@@ -76,8 +83,18 @@ def staged_states(view: View) -> Floats:
     host and are cast."""
     sizes = view.sizes
     returned = np.where(rests_in_compute(view) & (view.columns.offload_parameters == 0), sizes.master, 0.0)
-    states = sizes.optimizer + np.where(rests_in_compute(view), sizes.master, 0)
-    return _in_flight(view) * np.where(updates_on_host(view), returned, states)
+    return _in_flight(view) * np.where(updates_on_host(view), returned, streamed_bytes(view))
+
+
+def updates_beside_compute(view: View) -> Bools:
+    """Whether the device makes a delayed update: beside the next step, with chunks that exist throughout."""
+    return (view.columns.offload_optimizer > 0) & (view.columns.delayed_update > 0) & ~updates_on_host(view)
+
+
+def delayed_chunks(view: View) -> Floats:
+    """Chunks of states of such an update, and one chunk of new weights."""
+    fresh = np.minimum(view.columns.chunk_elements, held_elements(view)) * view.sizes.master
+    return np.where(updates_beside_compute(view), staged_states(view) + fresh, 0.0)
 
 
 def _in_flight(view: View) -> Floats:
@@ -91,9 +108,9 @@ def _host_terms(view: View) -> HostTerms:
     is_here, on_host = columns.offload_optimizer == HOMES.index("cpu"), updates_on_host(view)
     states = sizes.optimizer + _master_bytes(view)
     from_disk = np.where(columns.offload_optimizer == NVME, states, 0.0)
-    brought = sizes.gradient + np.where(keeps_masters(view), sizes.master, 0.0)
-    staged = _in_flight(view) * (from_disk + np.where(on_host, brought, 0.0))
     is_late = on_host & (columns.delayed_update > 0)
+    brought = np.where(is_late, 0.0, sizes.gradient) + np.where(keeps_masters(view), sizes.master, 0.0)
+    staged = _in_flight(view) * (from_disk + np.where(on_host, brought, 0.0))
     away = nothing
     if np.any(columns.offload_activations):
         away = saved_blocks(view).away * view.stage.in_flight

@@ -17,10 +17,10 @@ from weft.plan.columns import Floats, Ints
 from weft.plan.ep.instants import with_experts
 from weft.plan.memory import fused_loss
 from weft.plan.memory.in_flight import LOG_PROBABILITY_BYTES, edge_bytes, flight_of, waiting_bytes
-from weft.plan.memory.offloaded import Offloaded, offloaded_bytes
+from weft.plan.memory.offloaded import Offloaded, delayed_chunks, offloaded_bytes, updates_beside_compute
 from weft.plan.memory.saved_activations import saved_blocks
 from weft.plan.memory.timeline import MIB, TermParts, Terms, gradients_of_earlier, has_buckets, instants_of
-from weft.plan.time.state_stream import held_elements, rest_bytes, updates_on_host
+from weft.plan.time.state_stream import held_elements, rest_bytes
 from weft.plan.view import View
 
 MATMUL_WORKSPACE_BYTES = 64 * MIB  # 32 MiB per thread that runs matmuls, two threads (measured on Hopper)
@@ -125,6 +125,7 @@ def _parts(view: View) -> TermParts:
         num_blocks=stage.blocks.sum(axis=1),
         widest=_widest(shape),
         delayed_gradients=_delayed_gradients(view),
+        delayed_chunks=delayed_chunks(view),
     )
 
 
@@ -144,8 +145,7 @@ def _resident(view: View) -> Terms:
 
 def _delayed_gradients(view: View) -> Floats:
     """Gradients of the step before, if its update is delayed and runs on the device."""
-    is_delayed = (view.columns.offload_optimizer > 0) & (view.columns.delayed_update > 0) & ~updates_on_host(view)
-    return np.where(is_delayed, held_elements(view) * view.sizes.gradient, 0.0)
+    return np.where(updates_beside_compute(view), held_elements(view) * view.sizes.gradient, 0.0)
 
 
 def _widest(shape: ModelShape) -> int:

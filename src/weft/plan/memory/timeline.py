@@ -29,10 +29,10 @@ import numpy as np
 
 from weft.core.terms import MemoryTerm as Term
 from weft.plan.columns import Bools, Floats
-from weft.plan.memory.offloaded import staged_states, staged_weights, streams_units
+from weft.plan.memory.offloaded import staged_states, staged_weights, streams_units, updates_beside_compute
 from weft.plan.memory.saved_activations import SavedBlocks
 from weft.plan.memory.staging import chunks_within, staged_in_step
-from weft.plan.time.state_stream import rests_in_compute
+from weft.plan.time.state_stream import rests_in_compute, streamed_bytes
 from weft.plan.view import View
 
 MIB = 2**20
@@ -61,6 +61,7 @@ class TermParts:
     num_blocks: Floats
     widest: int  # elements per token inside the widest MLP
     delayed_gradients: Floats  # of the step before, whose update is delayed and on the device
+    delayed_chunks: Floats  # chunks of that update, which exist throughout
 
 
 def instants_of(parts: TermParts) -> dict[str, Terms]:
@@ -323,9 +324,11 @@ def _at_update(parts: TermParts) -> Terms:
         temporaries = QUANTISED_UPDATE_BYTES * _largest_tensor(parts.view) * held / np.maximum(share.total.unsharded, 1)
     # an offloaded optimizer updates chunk by chunk
     states = np.minimum(
-        staged_states(parts.view) + _ahead(parts), np.maximum(held * sizes.optimizer, staged_states(parts.view))
+        staged_states(parts.view) + _ahead(parts),
+        np.maximum(held * streamed_bytes(parts.view), staged_states(parts.view)),
     )
-    temporaries = np.where(columns.offload_optimizer > 0, states, temporaries)
+    passing = np.where(updates_beside_compute(parts.view), 0.0, states)
+    temporaries = np.where(columns.offload_optimizer > 0, passing, temporaries)
     gradients = held * sizes.gradient
     return instant(parts, saved=none, gathered=none, gradients=gradients, buffers=none, temporaries=temporaries)
 
@@ -368,7 +371,7 @@ def instant(
         Term.GATHERED: gathered,
         Term.ACTIVATIONS: saved,
         Term.LOGITS: logits + np.zeros(len(view.columns)),
-        Term.COMM_BUFFERS: buffers + received + staged_weights(view),
+        Term.COMM_BUFFERS: buffers + received + staged_weights(view) + parts.delayed_chunks,
         Term.TEMPORARIES: temporaries,
     }
 

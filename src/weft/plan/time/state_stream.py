@@ -74,6 +74,11 @@ def held_elements(view: View) -> Floats:
     return np.where(view.columns.zero > 0, view.share.total.shard, view.share.total.unsharded)
 
 
+def streamed_bytes(view: View) -> Floats:
+    """Bytes per parameter of the states that stream through the device: moments, and masters that are not there."""
+    return np.asarray(view.sizes.optimizer + np.where(rests_in_compute(view), view.sizes.master, 0), dtype=np.float64)
+
+
 def updates_on_host(view: View) -> Bools:
     """Plans whose host updates the offloaded states: as asked, or because it is faster.
 
@@ -92,7 +97,7 @@ def state_bytes(view: View, *, on_host: bool) -> StateBytes:
     """Bytes per parameter, if the host updates or if the device does."""
     columns, sizes = view.columns, view.sizes
     master = np.where(rests_in_compute(view), sizes.master, 0)
-    states = sizes.optimizer + master
+    states = streamed_bytes(view)
     is_away = columns.offload_parameters > 0
     if on_host:
         into = np.where(is_away, 0.0, sizes.master)
@@ -110,6 +115,15 @@ def update_seconds(view: View, *, on_host: bool) -> Floats:
     before = (moved.out if on_host else moved.into) / cluster.host.bytes_per_s + moved.in_files / _disk_rate(view)
     steady = held * _stage_seconds(view, on_host=on_host)
     return np.asarray(steady + np.minimum(view.columns.chunk_elements, held) * before, dtype=np.float64)
+
+
+def landing_seconds(view: View) -> Floats:
+    """Seconds per parameter between two steps of a delayed update: new weights land; a host gets the gradients."""
+    device, sizes = view.request.cluster.device, view.sizes
+    copied = 2 * sizes.master / (device.memory_bytes_per_s * device.memory_share)
+    weights, gradients = np.full((2, len(view.columns)), [[sizes.master], [sizes.gradient]], dtype=np.float64)
+    passed = np.maximum(weights, gradients) / link_rate(view, weights, gradients)
+    return np.where(updates_on_host(view), passed, copied)
 
 
 def _disk_rate(view: View) -> float:
@@ -148,7 +162,8 @@ def _device_seconds(view: View) -> float:
 def hides_copies(view: View) -> Bools:
     """Whether states of a device update come and go beside the blocks (engine/offload/ahead.py)."""
     in_memory = view.columns.offload_optimizer == HOMES.index("cpu")
-    return in_memory & ~updates_on_host(view) & (view.columns.pp == 1) & (not view.request.is_cpu)
+    is_exact = in_memory & (view.columns.delayed_update == 0)
+    return is_exact & ~updates_on_host(view) & (view.columns.pp == 1) & (not view.request.is_cpu)
 
 
 def link_rate(view: View, into: Floats, out: Floats) -> Floats:

@@ -5,9 +5,10 @@ backward   weights in again (ZeRO-3, or no ZeRO), inputs in, one block ahead
 update     optimizer states, see state_stream.py
 
 Weights are copied before every gather: the rank's shard, for every micro-batch in ZeRO-3 and without ZeRO, once per
-step in ZeRO-1 and 2. They hide behind the whole phase except the first unit; an input hides behind its own block. A
-delayed update hides behind the next step's compute; of one on the device the copies hide behind the blocks, as far as
-there is memory for chunks that come early and leave late (plan/memory/staging.py).
+step in ZeRO-1 and 2. They hide behind the whole phase except the first unit; an input hides behind its own block. Of an
+update on the device the copies hide behind the blocks, as far as there is memory for chunks that come early and leave
+late (plan/memory/staging.py). A delayed update hides behind the next step's compute, except for its end: new weights
+replace those of the model, and gradients leave for the host if it updates.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from weft.plan.time.compute import BlockSeconds
 from weft.plan.time.state_stream import (
     held_elements,
     hides_copies,
+    landing_seconds,
     link_rate,
     rest_bytes,
     state_bytes,
+    streamed_bytes,
     update_seconds,
     update_share,
     updates_on_host,
@@ -106,7 +109,7 @@ def _beside_blocks(view: View, busy: BlockSeconds) -> Floats:
 
     Room that activations leave is filled in the last backward and emptied in the first forward, which is shorter; the
     staging is filled in half a step and emptied in half a step."""
-    columns, states = view.columns, held_elements(view) * view.sizes.optimizer
+    columns, states = view.columns, held_elements(view) * streamed_bytes(view)
     if not np.any(hides_copies(view)):
         return np.zeros(len(columns))
     rate = OVERLAP * link_rate(view, states, states)
@@ -131,6 +134,8 @@ def _update(view: View, busy: BlockSeconds) -> tuple[Transfer, Floats]:
     streamed = np.where(on_host, update_seconds(view, on_host=True), update_seconds(view, on_host=False))
     seconds = np.where(is_off, streamed, np.maximum(into, out) / link_rate(view, into, out))
     compute = columns.microbatches * (busy.forward + busy.backward)
-    hidden = np.where(is_off & (columns.delayed_update > 0), OVERLAP * compute, _beside_blocks(view, busy) * seconds)
+    is_late = is_off & (columns.delayed_update > 0)
+    hidden = np.where(is_late, OVERLAP * compute, _beside_blocks(view, busy) * seconds)
     exposed = np.maximum(seconds - hidden, 0.0)
+    exposed += np.where(is_late, held * landing_seconds(view), 0.0)
     return Transfer(into_bytes=into, out_bytes=out, seconds=seconds, exposed_s=exposed), files

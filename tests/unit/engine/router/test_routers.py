@@ -34,7 +34,7 @@ PIPEDREAM = {"mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream_2bw", "micro
     ("family", "spec", "plan", "kind", "says"),
     [
         ("qwen3_moe", RouterSpec(bias_rate=0.1), {}, ModelError, "have no bias"),
-        ("qwen3_moe", RouterSpec(z_loss=0.1), PIPEDREAM, NotBuiltError, "needs one update per step"),
+        ("qwen3_moe", RouterSpec(z_loss=0.1), PIPEDREAM, NotBuiltError, "needs an update at the end of its step"),
     ],
 )
 def test_keys_that_do_not_apply_are_refused(
