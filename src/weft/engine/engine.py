@@ -23,6 +23,7 @@ from weft.core.open_choices import update_place
 from weft.core.plan import Plan, require_consistent
 from weft.core.records import BufferRecord, DtypeRecord, EvalRecord, ParameterRecord, StepRecord
 from weft.core.run_spec import RouterSpec
+from weft.core.state_folder import StateFolder
 from weft.core.terms import TimeTerm
 from weft.engine.activations.dropout import seeded_forward, uses_randomness
 from weft.engine.apply import apply_plan
@@ -69,6 +70,7 @@ class Engine:
         weights: WeightSource | None = None,
         router: RouterSpec | None = None,
         device: torch.device | str | None = None,
+        state_folder: StateFolder | None = None,
     ) -> None:
         require_consistent(plan)
         require_executable(plan)
@@ -101,7 +103,8 @@ class Engine:
         self.parameters = list(self.trained.values())
         self._seed = seed
         self.optimizer = self._build_optimizer(optimizer)
-        self.offload = offload_states(self.optimizer, plan, model, self.layout, device=self.device)
+        self.offload = offload_states(self.optimizer, plan, model, self.layout, device=self.device, folder=state_folder)
+        self.commit_meta: Callable[[], dict[str, Any]] = dict  # what commits of states in files add to the scalars
         self.rates = GroupRates(self.optimizer)
         if callable(optimizer) and dist.get_world_size() > 1:
             require_one_base(self.rates, device=self.device)
@@ -122,6 +125,9 @@ class Engine:
         names = {str(group.group_name) for group in groups}
         self._dtypes = DtypeWatch(model, self.layout, plan.precision.policy(), activation_groups=names)
         model.train()
+        if self.offload is not None and self.offload.restored is not None:
+            with meta_read():
+                self.restore_scalars(self.offload.restored["engine"])
 
     # --- training -----------------------------------------------------------------------------------------------
 
@@ -142,6 +148,8 @@ class Engine:
         router = self.routers.finish_step(is_skipped=skipped)
         timer.mark(TimeTerm.OPTIMIZER)
         self.steps_done += 1
+        if self.offload is not None:
+            self.offload.commit(self.steps_done, lambda: {"engine": self.scalars(), **self.commit_meta()})
         values, work = self.updates.gather_values(loss_sum, weight, norm, vote_stop=vote_stop)
         return PendingStep(
             step=self.steps_done,
@@ -267,6 +275,8 @@ class Engine:
         """`restore_scalars` from the key "engine" of a checkpoint's `meta`."""
         with meta_read():
             self.restore_scalars(meta["engine"])
+        if self.offload is not None:
+            self.offload.after_load()
 
     def save(self, directory: str | Path) -> None:
         """Commit a checkpoint under `directory`; returns when it is safe on disk."""
@@ -283,6 +293,8 @@ class Engine:
     def close(self) -> None:
         """Destroy this engine's process groups; it cannot train any more. Collective; the second call is a no-op."""
         self.drain()
+        if self.offload is not None:
+            self.offload.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # collectives in flight need their groups
         self.topology.close()

@@ -1,7 +1,8 @@
-"""`OffloadedStates`: an optimizer's moments in the host's memory, and the step that updates them.
+"""`OffloadedStates`: an optimizer's moments in the host's memory or in files, and the step that updates them.
 
     kept on the device   weights (float32 shards, which are the masters), gradients
     kept on the host     moments, in one slab; `optimizer.state` holds views of it, so checkpoints need no other code
+    or in files          moments; the slab has slots for those on their way, `optimizer.state` has views of the file
 
 A step is one pass over the chunks after the gradient norm is known: clipping has the bits of a step without offload,
 and a step that float16 skips never begins.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,12 +24,19 @@ from weft.core import offload_sizes
 from weft.core.errors import NotBuiltError
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan
+from weft.core.state_folder import StateFolder
 from weft.engine.offload.ahead import AheadOfUpdate
 from weft.engine.offload.chunk_kernel import ChunkKernel, State, new_counter, require_known, state_dtype, state_keys
-from weft.engine.offload.chunks import StateBank, divide
+from weft.engine.offload.chunks import ALIGNMENT, FILE_ALIGNMENT, StateBank, divide
 from weft.engine.offload.copy_streams import streams_for
+from weft.engine.offload.direct_file import PAGE_BYTES
+from weft.engine.offload.durable import DurableStates
+from weft.engine.offload.file_layout import Dtypes, FileLayout
+from weft.engine.offload.file_store import FileStore
 from weft.engine.offload.host_room import require_room
 from weft.engine.offload.slab import HostSlab, slab_bytes
+from weft.engine.offload.state_files import StateFiles
+from weft.engine.offload.state_store import HostStore
 from weft.engine.offload.updates import ChunkUpdate, DeviceUpdate, HostUpdate, staging_bytes
 from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import local
@@ -36,14 +44,25 @@ from weft.models.layout import ModelLayout
 
 
 def offload_states(
-    optimizer: Optimizer, plan: Plan, model: nn.Module, layout: ModelLayout, *, device: torch.device
+    optimizer: Optimizer,
+    plan: Plan,
+    model: nn.Module,
+    layout: ModelLayout,
+    *,
+    device: torch.device,
+    folder: StateFolder | None = None,
 ) -> OffloadedStates | None:
-    """Move the optimizer's states to the host if the plan says so. Collective."""
+    """Move the optimizer's states to the host or to files if the plan says so. Collective.
+
+    `folder`: of the files, unless the plan names another."""
     place = update_place(plan, device_type=device.type)
     if place is None:
         return None
-    found = OffloadedStates(optimizer, place=place, device=device)
-    if device.type == "cuda" and plan.mesh.pp == 1:  # a pipeline's backwards do not free activations block by block
+    is_in_files = plan.offload.optimizer == "nvme"
+    files = StateFiles.of(plan, model, folder) if is_in_files and active_fake_mode() is None else None
+    found = OffloadedStates(optimizer, place=place, device=device, files=files)
+    # a pipeline's backwards do not free activations block by block
+    if device.type == "cuda" and plan.mesh.pp == 1 and not is_in_files:
         found.hide_behind(
             [model.get_submodule(name) for name in layout.blocks],
             num_microbatches=plan.pipeline.microbatches,
@@ -56,29 +75,57 @@ def offload_states(
 class OffloadedStates:
     """See the module. `optimizer` keeps groups, constants and state; `step` of this object replaces its own."""
 
-    def __init__(self, optimizer: Optimizer, *, place: Literal["device", "host"], device: torch.device) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        place: Literal["device", "host"],
+        device: torch.device,
+        files: StateFiles | None = None,
+    ) -> None:
+        """`files`: where states are kept; None: in host memory."""
         require_known(optimizer)
         self._optimizer = optimizer
         self.place = place
         self._num_groups = len(optimizer.param_groups)
         kernel = ChunkKernel(optimizer)
+        self._files = files
         self._banks, self._chunks = divide(
-            optimizer.param_groups, chunk_elements=offload_sizes.CHUNK_ELEMENTS, unit_of=kernel.unit_of
+            optimizer.param_groups,
+            chunk_elements=offload_sizes.CHUNK_ELEMENTS,
+            unit_of=kernel.unit_of,
+            alignment=ALIGNMENT if files is None else FILE_ALIGNMENT,
         )
         num_slots = offload_sizes.SLOTS
         staged_bytes = max(map(staging_bytes, self._chunks), default=0) if place == "host" else 0
-        self.host_bytes = self._moment_bytes() + num_slots * staged_bytes
+        layout = self._file_layout(files) if files is not None else None
+        kept_bytes = self._moment_bytes() if layout is None else num_slots * layout.slot_bytes
+        self.host_bytes = kept_bytes + num_slots * staged_bytes
         if active_fake_mode() is None:
             require_room(self.host_bytes, device=device)
-        self._slab = HostSlab(self.host_bytes, device=device)
+        self._slab = HostSlab(self.host_bytes, device=device, alignment_bytes=1 if layout is None else PAGE_BYTES)
+        self._store: HostStore = HostStore()
+        self._file_store: FileStore | None = None
+        self.durable: DurableStates | None = None
+        if files is not None and layout is not None:
+            slots = [self._slab.take(layout.slot_bytes, torch.uint8) for _ in range(num_slots)]
+            self._store = self._file_store = files.open(layout, slots=slots)
         self._create_states(device if place == "device" else torch.device("cpu"))
         self._streams = streams_for(device)
         self._update: DeviceUpdate | HostUpdate
         if place == "device":
-            self._update = DeviceUpdate(kernel, self._streams, chunks=self._chunks, device=device, num_slots=num_slots)
+            self._update = DeviceUpdate(
+                kernel, self._streams, store=self._store, chunks=self._chunks, device=device, num_slots=num_slots
+            )
         else:
             staging = [self._slab.take(staged_bytes, torch.uint8) for _ in range(num_slots)]
-            self._update = HostUpdate(kernel, self._streams, staging=staging)
+            self._update = HostUpdate(kernel, self._streams, store=self._store, staging=staging)
+        self.restored: dict[str, Any] | None = None  # `meta` of the step that was restored from files
+        if files is not None and self._file_store is not None:
+            self.durable = files.durable(self._file_store, optimizer, banks=self._banks, device=device)
+            if self.durable is not None:
+                self.restored = self.durable.restore(files.after_step)
+                self._point_to_current()
         self._ahead: AheadOfUpdate | None = None
         self.on_step: Callable[[bool], None] | None = None  # called before (True) and after (False) a step
 
@@ -91,6 +138,8 @@ class OffloadedStates:
             factor, self._optimizer.gradient_factor = self._optimizer.gradient_factor, None
         with self._reported():
             self._update.run(list(self._with_gradients()), factor)
+        if self.durable is not None:
+            self.durable.updated()
         if self._ahead is not None:
             self._ahead.step_done()
 
@@ -113,6 +162,72 @@ class OffloadedStates:
             self._update.forget()
             self._update.release(keep_bytes=0)
         self._streams.wait()
+        if self._file_store is not None:
+            self._file_store.settle()
+            self._file_store.each()  # a damaged file must not become a checkpoint
+            self._point_to_current()
+
+    # --- files --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_in_files(self) -> bool:
+        return self._file_store is not None
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Why states in files were not used."""
+        return self.durable.notes if self.durable is not None else ()
+
+    def begin_update(self) -> None:
+        """Before the gradient norm: the step before is stored, and committed if the plan asks for it. Collective."""
+        if self._file_store is None:
+            return
+        self._file_store.settle()
+        self._file_store.drop_maps()
+        if self.durable is not None:
+            self.durable.join()
+
+    def after_load(self) -> None:
+        """The states were replaced by those of a checkpoint."""
+        if self._file_store is None:
+            return
+        if self.durable is not None:
+            self.durable.replaced()
+        self._file_store.drop_maps()
+        self._file_store.sum_up()
+
+    def commit(self, step: int, meta: Callable[[], dict[str, Any]]) -> None:
+        """The step is done: begin to commit it, if every step is committed."""
+        if self.durable is not None:
+            self.durable.commit(step, meta())
+
+    def close(self) -> None:
+        """Store what is on its way, and close the files."""
+        if self._file_store is None or self._files is None:
+            return
+        try:
+            if self.durable is not None:
+                self.durable.join()
+            self._file_store.settle()
+        finally:
+            self._file_store.close()
+            if self.durable is None:
+                self._files.remove_folder()
+
+    def _file_layout(self, files: StateFiles) -> FileLayout:
+        def dtypes_of(bank: StateBank) -> Dtypes:
+            return files.with_kept(dict.fromkeys(self._keys(bank), self._dtype(bank)), bank)
+
+        return FileLayout(self._banks, self._chunks, dtypes_of=dtypes_of)
+
+    def _point_to_current(self) -> None:
+        """Let `optimizer.state` show the file with the newest states."""
+        if self._file_store is not None:
+            for bank in self._banks:
+                for parameter in bank.offsets:
+                    self._state(parameter).update(self._file_store.views_of(bank, parameter))
+
+    # --- a step -------------------------------------------------------------------------------------------------
 
     def _with_gradients(self) -> Iterator[ChunkUpdate]:
         """The chunks of a step, and one count of it for each parameter."""
@@ -121,7 +236,7 @@ class OffloadedStates:
                 self._state(parameter)["step"] += 1
         for chunk in self._chunks:
             pieces = [piece for piece in chunk.pieces if piece.parameter.grad is not None]
-            if pieces:
+            if pieces or self.durable is not None:  # the file of this step needs the other chunks too
                 counters = [self._counter(piece.parameter, is_last=piece.is_last) for piece in pieces]
                 yield ChunkUpdate(chunk=chunk, pieces=pieces, counters=counters)
 
@@ -166,7 +281,15 @@ class OffloadedStates:
     def _create_states(self, device: torch.device) -> None:
         """States of zero for every parameter, as views of the slab; counters on `device`."""
         for bank in self._banks:
-            bank.states = {key: self._slab.take(bank.num_elements, self._dtype(bank)) for key in self._keys(bank)}
+            bank.states = {key: self._flat(bank, key) for key in self._keys(bank)}
             for parameter in bank.offsets:
                 counter = new_counter(self._optimizer, bank.group, device)
-                self._optimizer.state[parameter] = {**counter, **bank.views_of(parameter)}
+                views_of = (
+                    bank.views_of if self._file_store is None else functools.partial(self._file_store.views_of, bank)
+                )
+                self._optimizer.state[parameter] = {**counter, **views_of(parameter)}
+
+    def _flat(self, bank: StateBank, key: str) -> torch.Tensor:
+        if self._file_store is not None:
+            return self._file_store.mapped(bank, key, begin=0, count=bank.num_elements)
+        return self._slab.take(bank.num_elements, self._dtype(bank))

@@ -10,6 +10,7 @@ Slots of the device form are memory of the device that exists during the update 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,10 @@ from weft.engine.offload.chunks import StateChunk, StatePiece
 from weft.engine.offload.copy_streams import NoStreams
 from weft.engine.offload.load_window import LoadWindow
 from weft.engine.offload.slab import slab_bytes
+from weft.engine.offload.state_store import HostStore
 from weft.engine.ownership import local
+
+HostState = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +48,13 @@ class DeviceUpdate:
         kernel: ChunkKernel,
         streams: NoStreams,
         *,
+        store: HostStore,
         chunks: Sequence[StateChunk],
         device: torch.device,
         num_slots: int,
     ) -> None:
         self._kernel, self._streams, self._device, self._num_slots = kernel, streams, device, num_slots
+        self._store = store
         # slots of chunks ahead: events of their copies are not those of the slots that all other chunks share
         self._own_slot = {chunk: num_slots + number for number, chunk in enumerate(chunks)}
         self._ahead: dict[StateChunk, torch.Tensor] = {}
@@ -66,7 +72,7 @@ class DeviceUpdate:
         for update in updates:
             if update.chunk in self._ahead:
                 slot, memory = self._own_slot[update.chunk], self._ahead.pop(update.chunk)
-                self._update(update, memory, slot, factor)
+                self._update(update, memory, slot, factor, self._store.fetch(update.chunk))
                 self._leaving.append((slot, memory))
         self.forget()
 
@@ -116,23 +122,27 @@ class DeviceUpdate:
         sizes = [max(_state_bytes(update.chunk) for update in updates[slot::count]) for slot in range(count)]
         slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
         self._streams.begin()
+        self._store.begin([update.chunk for update in updates])
         for index, update in enumerate(updates):
-            self._load(update.chunk, slots[index % count], index % count)
-            self._update(update, slots[index % count], index % count, factor)
+            at_host = self._load(update.chunk, slots[index % count], index % count)
+            self._update(update, slots[index % count], index % count, factor, at_host)
+        self._store.end()
         for slot in range(count):  # after this the slots' memory is free for the computation
             self._streams.computation_waits(slot, stored=True)
 
-    def _load(self, chunk: StateChunk, memory: torch.Tensor, slot: int) -> None:
-        at_host = _at_host(chunk)
+    def _load(self, chunk: StateChunk, memory: torch.Tensor, slot: int) -> HostState:
+        at_host = self._store.fetch(chunk)
         here = _carve(memory, at_host)
         with self._streams.to_device(slot):
             for key, values in at_host.items():
                 here[key].copy_(values, non_blocking=True)
+        return at_host
 
-    def _update(self, update: ChunkUpdate, memory: torch.Tensor, slot: int, factor: torch.Tensor | None) -> None:
-        """Update a chunk that was loaded into `memory`, and begin to store it."""
+    def _update(
+        self, update: ChunkUpdate, memory: torch.Tensor, slot: int, factor: torch.Tensor | None, at_host: HostState
+    ) -> None:
+        """Update a chunk that was loaded into `memory` from `at_host`, and begin to store it there."""
         chunk, streams = update.chunk, self._streams
-        at_host = _at_host(chunk)
         here = _carve(memory, at_host)
         streams.computation_waits(slot)
         states = [
@@ -145,19 +155,31 @@ class DeviceUpdate:
         with streams.from_device(slot):
             for key, values in at_host.items():
                 values.copy_(here[key], non_blocking=True)
+            self._keep_weights(chunk)
+        self._store.put(chunk, functools.partial(streams.host_waits, slot))
+
+    def _keep_weights(self, chunk: StateChunk) -> None:
+        kept = self._store.weights_of(chunk)
+        if kept is None:
+            return
+        for piece in chunk.pieces:
+            piece.within(kept, chunk.begin).copy_(piece.of(piece.parameter.detach()), non_blocking=True)
 
 
 class HostUpdate:
     """Brings weights and gradients to the states. `staging`: page-locked host memory of each slot."""
 
-    def __init__(self, kernel: ChunkKernel, streams: NoStreams, *, staging: Sequence[torch.Tensor]) -> None:
-        self._kernel, self._streams, self._staging = kernel, streams, staging
+    def __init__(
+        self, kernel: ChunkKernel, streams: NoStreams, *, store: HostStore, staging: Sequence[torch.Tensor]
+    ) -> None:
+        self._kernel, self._streams, self._store, self._staging = kernel, streams, store, staging
 
     @torch.no_grad()
     def run(self, updates: Sequence[ChunkUpdate], factor: torch.Tensor | None) -> None:
         count = len(self._staging)
         factor = factor.cpu() if factor is not None else None
         self._streams.begin()
+        self._store.begin([update.chunk for update in updates])
         sent: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         for index, update in enumerate(updates):
             while len(sent) < min(index + count, len(updates)):
@@ -168,6 +190,7 @@ class HostUpdate:
             with self._streams.to_device(index % count):
                 for piece, weight in zip(update.pieces, weights, strict=True):
                     piece.of(piece.parameter.detach()).copy_(weight, non_blocking=True)
+        self._store.end()
         self._streams.end()
 
     def _send(self, update: ChunkUpdate, slot: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -189,11 +212,22 @@ class HostUpdate:
         gradients: Sequence[torch.Tensor],
         factor: torch.Tensor | None,
     ) -> None:
+        chunk, flats = update.chunk, self._store.fetch(update.chunk)
         states = [
-            {**counter, **{key: piece.within(flat, 0) for key, flat in update.chunk.bank.states.items()}}
+            {**counter, **{key: piece.within(flat, chunk.begin) for key, flat in flats.items()}}
             for piece, counter in zip(update.pieces, update.counters, strict=True)
         ]
-        self._kernel.update(update.chunk.bank.group, update.pieces, weights, gradients, states, factor)
+        self._kernel.update(chunk.bank.group, update.pieces, weights, gradients, states, factor)
+        self._keep_weights(update, weights)
+        self._store.put(chunk, _at_once)
+
+    def _keep_weights(self, update: ChunkUpdate, weights: Sequence[torch.Tensor]) -> None:
+        kept, updated = self._store.weights_of(update.chunk), dict(zip(update.pieces, weights, strict=True))
+        if kept is None:
+            return
+        for piece in update.chunk.pieces:
+            value = updated.get(piece, piece.of(piece.parameter.detach()))
+            piece.within(kept, update.chunk.begin).copy_(value)
 
 
 def _gradients(pieces: Sequence[StatePiece]) -> list[torch.Tensor]:
@@ -211,8 +245,8 @@ def staging_bytes(chunk: StateChunk) -> int:
     return 2 * slab_bytes(chunk.num_elements, chunk.bank.dtype)
 
 
-def _at_host(chunk: StateChunk) -> dict[str, torch.Tensor]:
-    return {key: flat[chunk.begin : chunk.end] for key, flat in chunk.bank.states.items()}
+def _at_once() -> None:
+    """States that a CPU has updated where they are."""
 
 
 def _state_bytes(chunk: StateChunk) -> int:
