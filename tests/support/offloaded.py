@@ -25,8 +25,12 @@ def small_chunks() -> Iterator[None]:
 
 
 def offloaded(plan: dict[str, Any], update: str) -> dict[str, Any]:
-    """The plan with its states on the host; `update` "" leaves it as it is."""
-    return {**plan, "offload": {"optimizer": "cpu", "update": update}} if update else plan
+    """The plan with its states on the host, `update` "device, masters" with masters too; "" leaves it as it is."""
+    if not update:
+        return plan
+    place, _, masters = update.partition(", ")
+    offload = {"optimizer": "cpu", "update": place, **({"masters": "host"} if masters else {})}
+    return {**plan, "offload": offload}
 
 
 def digests(engine: Engine) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.core.errors import NotBuiltError
+from weft.core.masters import has_wide_masters
 from weft.core.plan import Plan
 from weft.core.precision import not_executed
 
@@ -63,6 +64,11 @@ def _not_offloaded(plan: Plan) -> list[tuple[bool, str]]:
         (offload.parameters != "none", "parameter offload (offload.parameters)"),
         (has_files and offload.optimizer != "nvme", "offload.folder and offload.durable without states in files"),
         (not is_on and offload.update != "auto", "offload.update without offload.optimizer"),
+        (not is_on and offload.masters == "host", "offload.masters without offload.optimizer"),
+        (
+            offload.masters == "host" and not has_wide_masters(plan),
+            "offload.masters = 'host' with weights that are their own masters (precision)",
+        ),
         (offload.delayed, "delayed updates of offloaded states (offload.delayed)"),
         (is_on and plan.has_delayed_updates, f"optimizer offload (offload.optimizer) with {plan.pipeline.schedule}"),
         (is_on and _is_threaded(plan), "optimizer offload (offload.optimizer) with dataparallel"),

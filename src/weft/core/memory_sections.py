@@ -63,6 +63,11 @@ class Offload(Section):
         description="where the optimizer updates offloaded states: device (they stream through it) | host | auto (the "
         "faster one on the given machine)",
     )
+    masters: Literal["device", "host"] = Field(
+        default="device",
+        description="where float32 masters of 16-bit weights are kept: device (the weights at rest) | host (with the "
+        "moments; weights rest in 16 bits). Masters are never on the device with optimizer = nvme or parameters = cpu",
+    )
     staging_bytes: int = Field(
         default=0,
         ge=0,

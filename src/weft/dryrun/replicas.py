@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from weft.engine.dp.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from weft.engine.dp.strategy import Strategy
+from weft.engine.precision import gradient_dtype
 
 
 class FakeReplicated(Strategy):
@@ -71,9 +72,13 @@ def _buckets(parameters: list[nn.Parameter]) -> list[tuple[torch.Tensor, dict[in
     for parameter in parameters:
         places[id(parameter)] = size
         size += parameter.numel()
-        if size * parameter.element_size() >= limit:
-            found.append((torch.empty(size, dtype=parameter.dtype, device=parameter.device), places))
+        if size * gradient_dtype(parameter).itemsize >= limit:
+            found.append((_bucket(size, parameter), places))
             places, size, limit = {}, 0, BUCKET_BYTES
     if places:
-        found.append((torch.empty(size, dtype=parameters[-1].dtype, device=parameters[-1].device), places))
+        found.append((_bucket(size, parameters[-1]), places))
     return found
+
+
+def _bucket(size: int, parameter: nn.Parameter) -> torch.Tensor:
+    return torch.empty(size, dtype=gradient_dtype(parameter), device=parameter.device)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from weft.core.masters import has_masters_away, resting_dtype
 from weft.core.open_choices import require_mixture
 from weft.core.plan import Plan
 from weft.core.run_spec import RouterSpec
@@ -52,6 +53,7 @@ from weft.engine.router.routers import Routers
 from weft.engine.tensor_and_expert import apply_tensor_and_expert
 from weft.engine.weights.freeze import freeze
 from weft.engine.weights.materialise import materialise, place_real_model
+from weft.engine.weights.resting import keep_wide_gradients, source_of
 from weft.models.initial import WeightSource
 from weft.models.layout import ModelLayout, require_blocks
 
@@ -70,6 +72,7 @@ class Applied:
     changes: BufferChanges  # of buffers, in forwards
     routers: Routers  # of a mixture of experts; empty in other models
     inputs: KeptInputs  # of recomputed blocks
+    masters: WeightSource | None = None  # values of masters that are offloaded states, which do not exist yet
     notes: tuple[str, ...] = ()  # settings of the plan that do not apply to this model
 
 
@@ -92,7 +95,8 @@ def apply_plan(
         require_gpus(precision)
     freeze(model, frozen)
     place_real_model(model, device=device)
-    store_weights(model, precision)
+    masters = source_of(model, weights) if has_masters_away(plan) else None
+    store_weights(model, torch_dtype(resting_dtype(plan)), only_trained=masters is not None)
     routers = find_and_build(model, plan, router or RouterSpec(), device=device)
     split_plan = split_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
     tp, ep = apply_tensor_and_expert(model, plan, topology, layout=layout, keep_logits_full=has_own_objective)
@@ -109,7 +113,9 @@ def apply_plan(
         experts = ep.units if ep is not None else {}
         shard_units(model, own, mesh=topology.dp_mesh, stage=dp.zero, precision=precision, experts=experts)
     sharding = Axes(context for context in (tp, ep) if context is not None)
-    materialise(model, own, weights, device=device, shards=sharding.shards)
+    materialise(model, own, weights, device=device, shards=sharding.shards, fills=masters is None)
+    if masters is not None:
+        keep_wide_gradients(model)
     if dp.zero == 0:
         apply_compute_dtype(model, own, precision)
     float8 = apply_float8(model, own, plan.float8.linears, device=device)
@@ -140,5 +146,6 @@ def apply_plan(
         changes=changes,
         routers=routers,
         inputs=inputs,
+        masters=masters,
         notes=(*notes, *why_not, *batch_norms.notes),
     )

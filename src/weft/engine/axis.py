@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -73,8 +74,13 @@ class AxisContext:
     def sum_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Sum the gradients that ranks of the axis hold as partial sums."""
 
-    def after_load(self, trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
-        """Copy loaded values to parameters that a checkpoint does not hold."""
+    def after_load(
+        self,
+        trained: Mapping[str, nn.Parameter],
+        optimizer: Optimizer,
+        masters: Mapping[nn.Parameter, torch.Tensor],
+    ) -> None:
+        """Copy loaded values to parameters that a checkpoint does not hold, or to their masters."""
 
     def explain_errors(self, model: nn.Module) -> AbstractContextManager[None]:
         """Turn errors that this axis causes in model code into one sentence."""
@@ -151,9 +157,14 @@ class Axes(tuple[AxisContext, ...]):
         for context in self:
             context.sum_gradients(trained)
 
-    def after_load(self, trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+    def after_load(
+        self,
+        trained: Mapping[str, nn.Parameter],
+        optimizer: Optimizer,
+        masters: Mapping[nn.Parameter, torch.Tensor],
+    ) -> None:
         for context in self:
-            context.after_load(trained, optimizer)
+            context.after_load(trained, optimizer, masters)
 
     @contextmanager
     def explain_errors(self, model: nn.Module) -> Iterator[None]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from weft.comm.groups import ensure_group, sum_over
 from weft.core.executable import require_executable
+from weft.core.masters import resting_dtype
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan, require_consistent
 from weft.core.records import BufferRecord, DtypeRecord, EvalRecord, ParameterRecord, StepRecord
@@ -43,12 +44,13 @@ from weft.engine.optim.adamw_low import LowStates
 from weft.engine.optim.clip import global_norm
 from weft.engine.optim.group_rates import GroupRates, require_one_base
 from weft.engine.optim.optimizers import OptimizerFactory, OptimizerPolicy, create_state, make_optimizer
-from weft.engine.ownership import LocalShards, parameter_records
+from weft.engine.ownership import LocalShards, local, parameter_records
 from weft.engine.pending import PendingStep
 from weft.engine.precision import LossScale, torch_dtype
 from weft.engine.router.routers import tokens_of
-from weft.engine.state import MODEL, OPTIMIZER, meta_read, state_tensors
+from weft.engine.state import MODEL, OPTIMIZER, master_tensors, meta_read, state_tensors
 from weft.engine.updates import Updates, divisor
+from weft.engine.weights.materialise import fill_parameters
 from weft.models.initial import WeightSource
 from weft.models.layout import describe
 
@@ -103,7 +105,12 @@ class Engine:
         self.parameters = list(self.trained.values())
         self._seed = seed
         self.optimizer = self._build_optimizer(optimizer)
+        if applied.masters is not None:
+            self._fill(applied.masters, is_trained=False)
         self.offload = offload_states(self.optimizer, plan, model, self.layout, device=self.device, folder=state_folder)
+        if applied.masters is not None and self.offload is not None and self.offload.restored is None:
+            self._fill(applied.masters, is_trained=True)
+            self.offload.after_load()
         self.commit_meta: Callable[[], dict[str, Any]] = dict  # what commits of states in files add to the scalars
         self.rates = GroupRates(self.optimizer)
         if callable(optimizer) and dist.get_world_size() > 1:
@@ -232,7 +239,7 @@ class Engine:
     def look_at_dtypes(self) -> None:
         """After an update, before its gradients are freed; the first time only."""
         if self._dtypes.is_incomplete:
-            self._dtypes.look_at(self.parameters, self.optimizer)
+            self._dtypes.look_at(self.parameters, self.optimizer, self.masters)
 
     # --- evaluation ---------------------------------------------------------------------------------------------
 
@@ -248,12 +255,21 @@ class Engine:
 
     # --- state --------------------------------------------------------------------------------------------------
 
+    @property
+    def masters(self) -> Mapping[nn.Parameter, torch.Tensor]:
+        """Masters that are offloaded states; all other parameters are their own."""
+        return self.offload.masters if self.offload is not None else {}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What the optimizer updates, by parameter name, as checkpoints hold it."""
+        return master_tensors(self.model, self.shards, self.masters)
+
     def state(self) -> dict[str, torch.Tensor]:
-        """Every tensor of model and optimizer under its logical name, sharing memory with the live ones. A pipeline
-        that never flushes restarts from here, as it does after loading this state."""
+        """Every tensor of model and optimizer under its logical name, sharing memory with the live ones. After they are
+        written, `restore_scalars` is what makes training continue from them."""
         self.updates.restart()
         create_state(self.optimizer, self.parameters)
-        state = state_tensors(self.model, self.optimizer, self.shards)
+        state = state_tensors(self.model, self.optimizer, self.shards, self.masters)
         state = {key: value for key, value in state.items() if not self.buffer_sync.is_foreign(key.removeprefix(MODEL))}
         copied = tuple(f"{prefix}{name}" for prefix in (MODEL, OPTIMIZER) for name in self.layout.copies)
         return {key: value for key, value in state.items() if not key.startswith(copied)} if copied else state
@@ -268,7 +284,9 @@ class Engine:
         self.loss_scale.restore(scalars["loss_scale"])
         self.updates.restore(scalars.get("late_norms", {}))
         self.routers.restore(scalars.get("router", {}))
-        self.axes.after_load(self.trained, self.optimizer)
+        self.axes.after_load(self.trained, self.optimizer, self.masters)
+        if self.offload is not None:
+            self.offload.refresh_weights()
         self.buffer_sync.restart()
 
     def restore_meta(self, meta: Mapping[str, Any]) -> None:
@@ -330,9 +348,29 @@ class Engine:
         """This rank's rows of a batch that every rank holds in full."""
         return share_of_rows(global_batch, rank=self.topology.dp_rank, degree=self.topology.dp_degree)
 
+    def _fill(self, source: WeightSource, *, is_trained: bool) -> None:
+        """Fill weights that have masters, or all others, which need no offloaded states."""
+
+        def store(parameter: nn.Parameter, write: Callable[[torch.Tensor], None]) -> None:
+            if parameter.requires_grad != is_trained:
+                return
+            if is_trained and self.offload is not None:
+                self.offload.store_weight(parameter, write)
+            else:
+                write(local(parameter.detach()))
+
+        fill_parameters(self.model, self.layout, source, shards=self.shards, store=store)
+
     def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:
         place, policy = update_place(self.plan, device_type=self.device.type), self.plan.precision.policy()
-        found = LowStates.of(self.trained, policy, seed=self._seed, shards=self.shards, copies=self.layout.copies)
+        found = LowStates.of(
+            self.trained,
+            policy,
+            seed=self._seed,
+            shards=self.shards,
+            copies=self.layout.copies,
+            at_rest=torch_dtype(resting_dtype(self.plan)),
+        )
         low = None if place == "host" and found and not found.rounds else found  # its float32 form is a GPU's kernel
         return make_optimizer(self.trained, given, low=low, shards=self.shards)
 

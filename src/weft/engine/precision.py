@@ -26,17 +26,28 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def store_weights(model: nn.Module, policy: PrecisionPolicy) -> None:
-    """Store parameters in `policy.master_weights`, tied ones still tied; buffers keep their dtype."""
-    dtype = torch_dtype(policy.master_weights)
+def store_weights(model: nn.Module, dtype: torch.dtype, *, only_trained: bool = False) -> None:
+    """Store parameters in `dtype`, tied ones still tied; buffers keep their dtype."""
     stored: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is None or not parameter.is_floating_point() or dtype == torch.float32:
                 continue
+            if only_trained and not parameter.requires_grad:
+                continue
             if parameter not in stored:
                 stored[parameter] = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
             module._parameters[key] = stored[parameter]
+
+
+def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros in the dtype of the parameter's gradients, which may be wider than its own."""
+    return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    found: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return found or parameter.dtype
 
 
 def apply_compute_dtype(model: nn.Module, layout: ModelLayout, policy: PrecisionPolicy) -> None:
@@ -78,7 +89,9 @@ class _CastUnit:
         cast = its_cast() if its_cast is not None else None
         is_same = its_master is not None and its_master() is master and version == master._version
         if cast is None or not is_same or cast.requires_grad != (master.requires_grad and torch.is_grad_enabled()):
-            cast = master.to(self.dtype)
+            # a weight that rests in this dtype: a view, whose gradients are summed before they are cast
+            is_wide = gradient_dtype(master) != master.dtype
+            cast = _with_wide_gradient(master) if is_wide else master.to(self.dtype)
             self.known[id(master)] = (ref(master), master._version, ref(cast))
         return cast
 
@@ -88,6 +101,28 @@ class _CastUnit:
             if not isinstance(master, nn.Parameter):
                 raise RuntimeError(f"{key} is already cast: the unit's forward was entered twice")
         return [master for master in masters if master is not None]
+
+
+def connect_gradient_leaf(weight: nn.Parameter, leaf: nn.Parameter) -> None:
+    """Gradients of `weight` go to `leaf` from now on."""
+    weight.gradient_leaf = leaf  # type: ignore[attr-defined]
+
+
+def _with_wide_gradient(weight: nn.Parameter) -> torch.Tensor:
+    leaf: nn.Parameter | None = getattr(weight, "gradient_leaf", None)
+    return weight.view_as(weight) if leaf is None else _OfLeaf.apply(leaf, weight.detach())  # type: ignore[no-untyped-call]
+
+
+class _OfLeaf(torch.autograd.Function):
+    """The values of a weight, whose gradient is a leaf's; autograd casts it to the leaf's dtype."""
+
+    @staticmethod
+    def forward(_context: Any, leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(_context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
 
 
 def _cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -8,7 +8,7 @@ Tied parameters appear once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -39,23 +39,42 @@ def meta_read() -> Iterator[None]:
         ) from None
 
 
-def state_tensors(model: nn.Module, optimizer: Optimizer, shards: LocalShards) -> dict[str, torch.Tensor]:
+Masters = Mapping[nn.Parameter, torch.Tensor]  # local shards of masters that are offloaded states
+
+
+def master_tensors(model: nn.Module, shards: LocalShards, masters: Masters) -> dict[str, torch.Tensor]:
+    """What updates change, by parameter name: masters, and parameters that are their own."""
+    return {
+        name: as_shard(value.detach(), shards.get(name))
+        if value not in masters
+        else _at_host(masters[value], value, shards.get(name))
+        for name, value in model.named_parameters()
+    }
+
+
+def state_tensors(
+    model: nn.Module, optimizer: Optimizer, shards: LocalShards, masters: Masters
+) -> dict[str, torch.Tensor]:
     """Every tensor that training continues from, by its logical name. They share memory with the live ones."""
-    state = {f"{MODEL}{name}": as_shard(value.detach(), shards.get(name)) for name, value in model.named_parameters()}
+    state = {f"{MODEL}{name}": value for name, value in master_tensors(model, shards, masters).items()}
     state.update({f"{MODEL}{name}": buffer for name, buffer in persistent_buffers(model)})
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 shard = shards.get(name)
-                shape = shard.shape if shard is not None else parameter.shape
                 if value.ndim > 0 and is_host_memory(value):
-                    # a DTensor would move it to the device
-                    chunks = chunks_of(parameter, shard)
-                    state[f"{OPTIMIZER}{name}.{key}"] = ShardTensor.of(value, shape=shape, chunks=chunks)
+                    state[f"{OPTIMIZER}{name}.{key}"] = _at_host(value, parameter, shard)
                     continue
+                shape = shard.shape if shard is not None else parameter.shape
                 of_key = _logical(f"{OPTIMIZER}{name}.{key}", value, parameter, full_shape=torch.Size(shape))
                 state.update({known: as_shard(tensor, shard) for known, tensor in of_key.items()})
     return state
+
+
+def _at_host(own: torch.Tensor, parameter: nn.Parameter, shard: LocalShard | None) -> ShardTensor:
+    """A local shard in host memory, laid out as the parameter's: a DTensor would move it to the device."""
+    shape = shard.shape if shard is not None else parameter.shape
+    return ShardTensor.of(own, shape=shape, chunks=chunks_of(parameter, shard))
 
 
 def as_shard(tensor: torch.Tensor, shard: LocalShard | None) -> torch.Tensor:

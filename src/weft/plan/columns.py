@@ -76,6 +76,7 @@ class Columns:
     partition_inputs: Ints  # of recomputed blocks, over tensor-parallel ranks
     offload_optimizer: Ints  # index into HOMES
     offload_parameters: Ints
+    offload_masters: Ints
     offload_update: Ints  # index into UPDATES
     delayed_update: Ints
     durable_steps: Ints
@@ -241,6 +242,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         partition_inputs=column(int(plan.activations.partition) for plan in plans),
         offload_optimizer=column(HOMES.index(plan.offload.optimizer) for plan in plans),
         offload_parameters=column(int(plan.offload.parameters != "none") for plan in plans),
+        offload_masters=column(int(plan.offload.masters == "host") for plan in plans),
         offload_update=column(UPDATES.index(plan.offload.update) for plan in plans),
         delayed_update=column(int(plan.offload.delayed) for plan in plans),
         durable_steps=column(int(plan.offload.durable == "step") for plan in plans),
@@ -297,6 +299,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
         "offload": {
             "optimizer": HOMES[at("offload_optimizer")],
             "parameters": "cpu" if at("offload_parameters") else "none",
+            "masters": "host" if at("offload_masters") else "device",
             "update": UPDATES[at("offload_update")],
             "delayed": bool(at("delayed_update")),
             "durable": "step" if at("durable_steps") else "checkpoint",

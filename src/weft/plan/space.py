@@ -64,7 +64,7 @@ SEARCHED = frozenset(
             "pipeline.virtual_stages",
         ),
         *("activations.policy", "activations.offload", "activations.partition", "compile.enabled"),
-        *(f"offload.{key}" for key in ("optimizer", "parameters", "update", "delayed", "durable")),
+        *(f"offload.{key}" for key in ("optimizer", "parameters", "masters", "update", "delayed", "durable")),
         *("kernels.loss", "float8.linears", "float8.gather"),
     )
 )
@@ -226,6 +226,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         loss_parallel=switch("tensor_parallel.loss_parallel", (table[:, 3] > 1).astype(np.int64)),
         offload_activations=np.full(size, int(_is_away("activations.offload", freedom)), dtype=np.int64),
         offload_parameters=np.full(size, int(_is_away("offload.parameters", freedom)), dtype=np.int64),
+        offload_masters=np.full(size, int(freedom.fixed.get("offload.masters") == "host"), dtype=np.int64),
         offload_update=np.full(size, UPDATES.index(str(freedom.fixed.get("offload.update", "auto"))), dtype=np.int64),
         durable_steps=np.full(size, int(freedom.fixed.get("offload.durable") == "step"), dtype=np.int64),
         delayed_update=switch("offload.delayed", np.zeros(size, dtype=np.int64)),

@@ -22,7 +22,8 @@ def describe(plan: Plan) -> str:
         rest.append("float8 linears" + ("" if plan.float8.linears == "all" else f" ({plan.float8.linears})"))
     if plan.offload.optimizer != "none":
         late = ", one step late" if plan.offload.delayed else ""
-        rest.append(f"optimizer on {plan.offload.optimizer}{late}")
+        masters = ", masters too" if plan.offload.masters == "host" else ""
+        rest.append(f"optimizer on {plan.offload.optimizer}{late}{masters}")
     if plan.offload.parameters != "none":
         rest.append("weights on the host")
     if plan.activations.offload != "none":

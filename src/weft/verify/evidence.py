@@ -51,7 +51,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
     """Train on this rank's batches and gather everything that the checks read."""
     evidence = Evidence(
         batches=_global_batches(batches, engine),
-        initial=_full_tensors(engine, dict(engine.model.named_parameters())),
+        initial=_full_weights(engine),
         coverage=_coverage(engine),
         owners=_owners(engine),
     )
@@ -81,7 +81,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
             _keep_update(evidence.updates[step], engine, record.grad_norm)
         if step == 0:
             engine.drain()
-            evidence.first_weights = _full_tensors(engine, dict(engine.model.named_parameters()))
+            evidence.first_weights = _full_weights(engine)
         if step in (0, last):  # after the first: state left by an evaluation must not change later steps
             evidence.eval_losses.append(engine.evaluate(evaluation).loss)
     engine.on_gradients = None
@@ -128,12 +128,19 @@ def full_tensor(tensor: torch.Tensor, engine: Engine | None = None) -> torch.Ten
     return full.detach().to("cpu", copy=True)
 
 
+def _full_weights(engine: Engine) -> Tensors:
+    """Full masters, or parameters that are their own, of all stages, by name."""
+    return _of_all_stages(engine, engine.weights())
+
+
 def _full_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Full parameters or gradients of all stages, by name."""
-    found = {
-        name: full_tensor(as_shard(tensor.detach(), engine.shards.get(name)), engine)
-        for name, tensor in tensors.items()
-    }
+    """Full gradients of all stages, by name."""
+    shards = {name: as_shard(tensor.detach(), engine.shards.get(name)) for name, tensor in tensors.items()}
+    return _of_all_stages(engine, shards)
+
+
+def _of_all_stages(engine: Engine, shards: Mapping[str, torch.Tensor]) -> Tensors:
+    found = {name: full_tensor(shard, engine) for name, shard in shards.items()}
     return _over_stages(engine, {name: value for name, value in found.items() if name not in engine.layout.copies})
 
 

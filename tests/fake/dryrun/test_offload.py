@@ -54,11 +54,30 @@ def test_the_peak_falls_by_the_moments_and_by_nothing_else(tables: dict[str, Any
         },
         {**SHARDED, "offload": {"optimizer": "cpu", "update": "host"}},
         {**SHARDED, "activations": {"policy": "full", "offload": "cpu"}},
+        pytest.param(
+            {
+                "pipeline": {"microbatches": 2},
+                "offload": {"optimizer": "cpu", "update": "device", "masters": "host"},
+            },
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            {
+                "mesh": {"dp_replicate": 4},
+                "pipeline": {"microbatches": 2},
+                "offload": {"optimizer": "cpu", "update": "host", "masters": "host"},
+            },
+            marks=pytest.mark.extended,
+        ),
+        {**SHARDED, "offload": {"optimizer": "cpu", "update": "device", "masters": "host"}},
     ],
-    ids=["DDP, device", "ZeRO-3, host", "inputs on the host"],
+    ids=[
+        *("DDP, device", "ZeRO-3, host", "inputs on the host"),
+        *("masters from one device", "masters, DDP, host", "masters, ZeRO-3"),
+    ],
 )
 def test_the_planner_agrees(tables: dict[str, Any]) -> None:
     plan = Plan.from_tables({**tables, "precision": {"preset": "bf16"}})
-    found, predicted = dry_run(RUN, plan), estimate_plan(RUN, plan, "4xH100-80GB")
+    found, predicted = dry_run(RUN, plan), estimate_plan(RUN, plan, f"{plan.num_ranks}xH100-80GB")
     inside = predicted.memory_bytes - predicted.memory_terms["framework"]
     assert inside == pytest.approx(found.peak_bytes, rel=0.02)

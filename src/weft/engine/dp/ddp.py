@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from weft.core.errors import PlanError
+from weft.engine.dp.gradient_leaves import GradientLeaves, has_wide_gradients
 from weft.engine.dp.strategy import Strategy
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # torch's own sizes
@@ -30,10 +31,12 @@ class Replicated(Strategy):
     def __init__(
         self, model: nn.Module, *, group: dist.ProcessGroup, find_unused_parameters: bool, wire: torch.dtype
     ) -> None:
+        self._leaves = GradientLeaves(model) if has_wide_gradients(model) else None
         with _buckets_from_the_start():
             module = DistributedDataParallel(
-                model,
+                self._leaves or model,
                 process_group=group,
+                init_sync=self._leaves is None,  # ranks have the same weights in any case
                 **_without_buffer_traffic(),
                 gradient_as_bucket_view=True,  # else every gradient exists twice
                 find_unused_parameters=find_unused_parameters,
@@ -53,14 +56,17 @@ class Replicated(Strategy):
             yield
             if self._must_all_be_used:
                 self._require_gradients()
+            if self._leaves is not None:
+                self._leaves.show_gradients()
         else:
             with module.no_sync():
                 yield
 
     def _require_gradients(self) -> None:
         """Once, after the first backward: DDP does not reduce a bucket in which one gradient is missing."""
-        named = self.module.named_parameters()
-        unused = [name.removeprefix("module.") for name, value in named if value.requires_grad and value.grad is None]
+        trained = [(name, value) for name, value in self.module.named_parameters() if value.requires_grad]
+        names = self._leaves.names if self._leaves else [name.removeprefix("module.") for name, _ in trained]
+        unused = [name for name, (_, value) in zip(names, trained, strict=True) if value.grad is None]
         if unused:
             raise PlanError(
                 f"{len(unused)} parameters get no gradient ({unused[0]} for one), and DDP waits for all of them",
@@ -72,6 +78,8 @@ class Replicated(Strategy):
         """Gradients stay in their buckets: every micro-batch that does not reduce would allocate dropped ones anew,
         beside the buckets. With unused parameters, zero is not the same as None: the optimizer would update them."""
         optimizer.zero_grad(set_to_none=self._may_be_unused)
+        if self._leaves is not None and self._may_be_unused:
+            self._leaves.forget_gradients()
 
     def gradient_buckets(self) -> list[torch.Tensor]:
         """The reducer's buffers, known once the first step has reduced them."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from weft.engine.dp.ddp import BUCKET_BYTES
 from weft.engine.dp.strategy import Strategy
+from weft.engine.precision import zero_gradient
 
 
 class Summed(Strategy):
@@ -30,7 +31,7 @@ class Summed(Strategy):
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
             if parameter.grad is None:  # every rank must reduce the same tensors
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = zero_gradient(parameter)
         for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
             sum_bucket(bucket, self._group)
 

@@ -7,7 +7,7 @@ collectives of gradients (activations are sent in their own dtype), the rest aft
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -63,10 +63,15 @@ class DtypeWatch:
                 if dtype.is_floating_point:  # DDP also all-reduces the set of used parameters
                     self._add("communication", dtype)
 
-    def look_at(self, parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
-        """After the update, before gradients are freed."""
+    def look_at(
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizer: Optimizer,
+        masters: Mapping[nn.Parameter, torch.Tensor],
+    ) -> None:
+        """After the update, before gradients are freed. `masters`: of parameters that are not their own."""
         for parameter in parameters:
-            self._add("master_weights", parameter.dtype)
+            self._add("master_weights", masters.get(parameter, parameter).dtype)
             if parameter.grad is not None:
                 self._add("gradients", parameter.grad.dtype)
             for value in optimizer.state.get(parameter, {}).values():

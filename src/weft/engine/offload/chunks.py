@@ -50,7 +50,7 @@ class StateBank:
     """The flat range of one parameter group and dtype; `states`: host memory by key."""
 
     group: dict[str, Any]
-    dtype: torch.dtype  # of the parameters
+    dtype: torch.dtype  # of the values that updates change: masters, or parameters
     offsets: dict[nn.Parameter, int] = field(default_factory=dict)
     num_elements: int = 0
     states: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -81,16 +81,18 @@ def divide(
     chunk_elements: int,
     unit_of: Callable[[nn.Parameter], int],
     alignment: int = ALIGNMENT,
+    masters: torch.dtype | None = None,
 ) -> tuple[list[StateBank], list[StateChunk]]:
     """Banks and chunks of an optimizer's groups. A parameter whose unit exceeds `chunk_elements` is cut at units.
 
-    `alignment`: elements; parameters and pieces begin at its multiples, so chunks do too.
+    `alignment`: elements; parameters and pieces begin at its multiples, so chunks do too. `masters`: the dtype of
+    masters that are states; None: parameters are their own masters.
     """
     banks: list[StateBank] = []
     chunks: list[StateChunk] = []
     for group in groups:
         for dtype in dict.fromkeys(parameter.dtype for parameter in group["params"]):
-            bank = StateBank(group=group, dtype=dtype)
+            bank = StateBank(group=group, dtype=masters or dtype)
             own = [parameter for parameter in group["params"] if parameter.dtype == dtype]
             chunks += _fill(bank, own, chunk_elements, unit_of, alignment)
             banks.append(bank)

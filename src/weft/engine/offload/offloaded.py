@@ -4,6 +4,9 @@
     kept on the host     moments, in one slab; `optimizer.state` holds views of it, so checkpoints need no other code
     or in files          moments; the slab has slots for those on their way, `optimizer.state` has views of the file
 
+Where `core.masters` says that masters leave the device, weights rest there in the compute dtype, and the float32 master
+is one more state in the slab: it is what updates change and what checkpoints hold as the model.
+
 A step is one pass over the chunks after the gradient norm is known: clipping has the bits of a step without offload,
 and a step that float16 skips never begins.
 """
@@ -22,16 +25,17 @@ from torch.optim import Optimizer
 
 from weft.core import offload_sizes
 from weft.core.errors import NotBuiltError
+from weft.core.masters import has_masters_away
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan
 from weft.core.state_folder import StateFolder
 from weft.engine.offload.ahead import AheadOfUpdate
 from weft.engine.offload.chunk_kernel import ChunkKernel, State, new_counter, require_known, state_dtype, state_keys
-from weft.engine.offload.chunks import ALIGNMENT, FILE_ALIGNMENT, StateBank, divide
+from weft.engine.offload.chunks import ALIGNMENT, FILE_ALIGNMENT, MASTER, StateBank, divide
 from weft.engine.offload.copy_streams import streams_for
 from weft.engine.offload.direct_file import PAGE_BYTES
 from weft.engine.offload.durable import DurableStates
-from weft.engine.offload.file_layout import Dtypes, FileLayout
+from weft.engine.offload.file_layout import FileLayout
 from weft.engine.offload.file_store import FileStore
 from weft.engine.offload.host_room import require_room
 from weft.engine.offload.slab import HostSlab, slab_bytes
@@ -40,6 +44,7 @@ from weft.engine.offload.state_store import HostStore
 from weft.engine.offload.updates import ChunkUpdate, DeviceUpdate, HostUpdate, staging_bytes
 from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import local
+from weft.engine.precision import torch_dtype
 from weft.models.layout import ModelLayout
 
 
@@ -58,9 +63,10 @@ def offload_states(
     place = update_place(plan, device_type=device.type)
     if place is None:
         return None
+    masters = torch_dtype(plan.precision.policy().master_weights) if has_masters_away(plan) else None
     is_in_files = plan.offload.optimizer == "nvme"
     files = StateFiles.of(plan, model, folder) if is_in_files and active_fake_mode() is None else None
-    found = OffloadedStates(optimizer, place=place, device=device, files=files)
+    found = OffloadedStates(optimizer, place=place, device=device, masters=masters, files=files)
     # a pipeline's backwards do not free activations block by block
     if device.type == "cuda" and plan.mesh.pp == 1 and not is_in_files:
         found.hide_behind(
@@ -81,10 +87,14 @@ class OffloadedStates:
         *,
         place: Literal["device", "host"],
         device: torch.device,
+        masters: torch.dtype | None = None,
         files: StateFiles | None = None,
     ) -> None:
-        """`files`: where states are kept; None: in host memory."""
+        """`masters`: their dtype, if they are states; None: parameters are their own masters. `files`: where states are
+        kept; None: in host memory."""
         require_known(optimizer)
+        self._master_dtype = masters
+        self.masters: dict[nn.Parameter, torch.Tensor] = {}  # by parameter; empty where weights are their own masters
         self._optimizer = optimizer
         self.place = place
         self._num_groups = len(optimizer.param_groups)
@@ -95,11 +105,12 @@ class OffloadedStates:
             chunk_elements=offload_sizes.CHUNK_ELEMENTS,
             unit_of=kernel.unit_of,
             alignment=ALIGNMENT if files is None else FILE_ALIGNMENT,
+            masters=masters,
         )
         num_slots = offload_sizes.SLOTS
-        staged_bytes = max(map(staging_bytes, self._chunks), default=0) if place == "host" else 0
+        staged_bytes = self._staged_bytes() if place == "host" else 0
         layout = self._file_layout(files) if files is not None else None
-        kept_bytes = self._moment_bytes() if layout is None else num_slots * layout.slot_bytes
+        kept_bytes = self._state_bytes() if layout is None else num_slots * layout.slot_bytes
         self.host_bytes = kept_bytes + num_slots * staged_bytes
         if active_fake_mode() is None:
             require_room(self.host_bytes, device=device)
@@ -119,7 +130,7 @@ class OffloadedStates:
             )
         else:
             staging = [self._slab.take(staged_bytes, torch.uint8) for _ in range(num_slots)]
-            self._update = HostUpdate(kernel, self._streams, store=self._store, staging=staging)
+            self._update = HostUpdate(kernel, self._streams, store=self._store, staging=staging, device=device)
         self.restored: dict[str, Any] | None = None  # `meta` of the step that was restored from files
         if files is not None and self._file_store is not None:
             self.durable = files.durable(self._file_store, optimizer, banks=self._banks, device=device)
@@ -215,17 +226,17 @@ class OffloadedStates:
                 self._files.remove_folder()
 
     def _file_layout(self, files: StateFiles) -> FileLayout:
-        def dtypes_of(bank: StateBank) -> Dtypes:
-            return files.with_kept(dict.fromkeys(self._keys(bank), self._dtype(bank)), bank)
-
-        return FileLayout(self._banks, self._chunks, dtypes_of=dtypes_of)
+        return FileLayout(self._banks, self._chunks, dtypes_of=lambda bank: files.with_kept(self._dtypes(bank), bank))
 
     def _point_to_current(self) -> None:
-        """Let `optimizer.state` show the file with the newest states."""
-        if self._file_store is not None:
-            for bank in self._banks:
-                for parameter in bank.offsets:
-                    self._state(parameter).update(self._file_store.views_of(bank, parameter))
+        """Let `optimizer.state` and `masters` show the slab, or the file with the newest states."""
+        for bank in self._banks:
+            for parameter in bank.offsets:
+                store = self._file_store
+                states = bank.views_of(parameter) if store is None else store.views_of(bank, parameter)
+                if MASTER in states:
+                    self.masters[parameter] = states.pop(MASTER)
+                self._state(parameter).update(states)
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -266,30 +277,47 @@ class OffloadedStates:
         if self.on_step is not None:
             self.on_step(False)
 
+    # --- masters ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def store_weight(self, parameter: nn.Parameter, write: Callable[[torch.Tensor], None]) -> None:
+        """Set a weight and its master by `write`, which fills a tensor of the local shard's shape."""
+        master = self.masters.get(parameter)
+        values = local(parameter.detach())
+        write(values if master is None else master)
+        if master is not None:
+            values.copy_(master)
+
+    @torch.no_grad()
+    def refresh_weights(self) -> None:
+        """Set weights to their masters, which were loaded."""
+        for parameter, master in self.masters.items():
+            local(parameter.detach()).copy_(master)
+
     # --- memory -------------------------------------------------------------------------------------------------
 
-    def _moment_bytes(self) -> int:
-        sizes = (slab_bytes(bank.num_elements, self._dtype(bank)) * len(self._keys(bank)) for bank in self._banks)
+    def _state_bytes(self) -> int:
+        sizes = (slab_bytes(bank.num_elements, dtype) for bank in self._banks for dtype in self._dtypes(bank).values())
         return sum(sizes)
 
-    def _keys(self, bank: StateBank) -> tuple[str, ...]:
-        return state_keys(self._optimizer, bank.group)
+    def _staged_bytes(self) -> int:
+        has_masters = self._master_dtype is not None
+        return max((staging_bytes(chunk, has_masters=has_masters) for chunk in self._chunks), default=0)
 
-    def _dtype(self, bank: StateBank) -> torch.dtype:
-        return state_dtype(self._optimizer, bank.dtype)
+    def _dtypes(self, bank: StateBank) -> dict[str, torch.dtype]:
+        """Of the states by key."""
+        moments = dict.fromkeys(state_keys(self._optimizer, bank.group), state_dtype(self._optimizer, bank.dtype))
+        return {**({MASTER: self._master_dtype} if self._master_dtype is not None else {}), **moments}
 
     def _create_states(self, device: torch.device) -> None:
         """States of zero for every parameter, as views of the slab; counters on `device`."""
         for bank in self._banks:
-            bank.states = {key: self._flat(bank, key) for key in self._keys(bank)}
+            bank.states = {key: self._flat(bank, key, dtype) for key, dtype in self._dtypes(bank).items()}
             for parameter in bank.offsets:
-                counter = new_counter(self._optimizer, bank.group, device)
-                views_of = (
-                    bank.views_of if self._file_store is None else functools.partial(self._file_store.views_of, bank)
-                )
-                self._optimizer.state[parameter] = {**counter, **views_of(parameter)}
+                self._optimizer.state[parameter] = new_counter(self._optimizer, bank.group, device)
+        self._point_to_current()
 
-    def _flat(self, bank: StateBank, key: str) -> torch.Tensor:
+    def _flat(self, bank: StateBank, key: str, dtype: torch.dtype) -> torch.Tensor:
         if self._file_store is not None:
             return self._file_store.mapped(bank, key, begin=0, count=bank.num_elements)
-        return self._slab.take(bank.num_elements, self._dtype(bank))
+        return self._slab.take(bank.num_elements, dtype)

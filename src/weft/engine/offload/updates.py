@@ -5,19 +5,22 @@ device   states come in, the device's kernel updates weights and states, states 
 host     weights and gradients leave, the host's kernel updates weights and states, weights return. Same bits as the
          optimizer on a CPU
 
+With masters among the states the kernel updates these, and weights are their rounded copies: only gradients leave for
+the host, and masters that return are rounded on the device.
+
 Slots of the device form are memory of the device that exists during the update only, when activations are freed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weft.engine.offload.chunk_kernel import ChunkKernel, State
-from weft.engine.offload.chunks import StateChunk, StatePiece
+from weft.engine.offload.chunks import MASTER, StateChunk, StatePiece
 from weft.engine.offload.copy_streams import NoStreams
 from weft.engine.offload.load_window import LoadWindow
 from weft.engine.offload.slab import slab_bytes
@@ -145,12 +148,13 @@ class DeviceUpdate:
         chunk, streams = update.chunk, self._streams
         here = _carve(memory, at_host)
         streams.computation_waits(slot)
-        states = [
-            {**counter, **{key: piece.within(flat, chunk.begin) for key, flat in here.items()}}
-            for piece, counter in zip(update.pieces, update.counters, strict=True)
-        ]
-        weights = [piece.of(piece.parameter.detach()) for piece in update.pieces]
-        self._kernel.update(chunk.bank.group, update.pieces, weights, _gradients(update.pieces), states, factor)
+        states = _states(update, here, first=chunk.begin)
+        weights = masters = _masters(update, here, first=chunk.begin)
+        if masters is None:
+            weights = [piece.of(piece.parameter.detach()) for piece in update.pieces]
+        self._kernel.update(chunk.bank.group, update.pieces, weights or [], _gradients(update.pieces), states, factor)
+        if masters is not None:
+            round_into(update.pieces, masters)
         streams.copies_wait()
         with streams.from_device(slot):
             for key, values in at_host.items():
@@ -167,43 +171,74 @@ class DeviceUpdate:
 
 
 class HostUpdate:
-    """Brings weights and gradients to the states. `staging`: page-locked host memory of each slot."""
+    """Brings gradients, and weights without masters, to the states. `staging`: page-locked host memory of each slot."""
 
     def __init__(
-        self, kernel: ChunkKernel, streams: NoStreams, *, store: HostStore, staging: Sequence[torch.Tensor]
+        self,
+        kernel: ChunkKernel,
+        streams: NoStreams,
+        *,
+        store: HostStore,
+        staging: Sequence[torch.Tensor],
+        device: torch.device,
     ) -> None:
-        self._kernel, self._streams, self._store, self._staging = kernel, streams, store, staging
+        self._kernel, self._streams, self._store = kernel, streams, store
+        self._staging, self._device = staging, device
 
     @torch.no_grad()
     def run(self, updates: Sequence[ChunkUpdate], factor: torch.Tensor | None) -> None:
         count = len(self._staging)
         factor = factor.cpu() if factor is not None else None
+        arriving = [
+            torch.empty(size, dtype=torch.uint8, device=self._device) for size in _arriving_bytes(updates, count)
+        ]
         self._streams.begin()
         self._store.begin([update.chunk for update in updates])
-        sent: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        sent: list[tuple[list[torch.Tensor] | None, list[torch.Tensor]]] = []
         for index, update in enumerate(updates):
             while len(sent) < min(index + count, len(updates)):
                 sent.append(self._send(updates[len(sent)], len(sent) % count))
             self._streams.host_waits(index % count)
+            flats = self._store.fetch(update.chunk)
             weights, gradients = sent[index]
-            self._update(update, weights, gradients, factor)
+            if weights is None:
+                weights = _masters(update, flats, first=update.chunk.begin) or []
+            self._update(update, weights, gradients, factor, flats)
             with self._streams.to_device(index % count):
-                for piece, weight in zip(update.pieces, weights, strict=True):
-                    piece.of(piece.parameter.detach()).copy_(weight, non_blocking=True)
+                self._return(update, weights, arriving[index % count] if arriving else None)
+            self._keep_weights(update, weights)
+            self._store.put(update.chunk, functools.partial(self._streams.host_waits, index % count, loaded=True))
         self._store.end()
         self._streams.end()
 
-    def _send(self, update: ChunkUpdate, slot: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Host copies of the weights and gradients of a chunk, on their way."""
-        gradients, dtype = _gradients(update.pieces), update.chunk.bank.dtype
-        size = slab_bytes(update.chunk.num_elements, dtype)
-        flats = [self._staging[slot][begin : begin + size].view(dtype) for begin in (0, size)]
-        held = [[piece.within(flat, update.chunk.begin) for piece in update.pieces] for flat in flats]
+    def _return(self, update: ChunkUpdate, weights: Sequence[torch.Tensor], arriving: torch.Tensor | None) -> None:
+        """Copy updated values to the device: weights themselves, or masters, which are rounded there."""
+        if arriving is None:
+            for piece, weight in zip(update.pieces, weights, strict=True):
+                piece.of(piece.parameter.detach()).copy_(weight, non_blocking=True)
+            return
+        chunk = update.chunk
+        here = arriving[: chunk.num_elements * chunk.bank.dtype.itemsize].view(chunk.bank.dtype)
+        masters = [piece.within(here, chunk.begin) for piece in update.pieces]
+        for master, weight in zip(masters, weights, strict=True):
+            master.copy_(weight, non_blocking=True)
+        round_into(update.pieces, masters)
+
+    def _send(self, update: ChunkUpdate, slot: int) -> tuple[list[torch.Tensor] | None, list[torch.Tensor]]:
+        """Host copies of the weights and gradients of a chunk, on their way; no weights where masters are states."""
+        chunk, gradients, dtype = update.chunk, _gradients(update.pieces), update.chunk.bank.dtype
+        size = slab_bytes(chunk.num_elements, dtype)
+        has_masters = MASTER in chunk.bank.states
+        end = staging_bytes(chunk, has_masters=has_masters)
+        flats = [self._staging[slot][begin : begin + size].view(dtype) for begin in range(0, end, size)]
+        held = [[piece.within(flat, chunk.begin) for piece in update.pieces] for flat in flats]
         with self._streams.from_device(slot):
-            for piece, gradient, weight, copied in zip(update.pieces, gradients, *held, strict=True):
-                weight.copy_(piece.of(piece.parameter.detach()), non_blocking=True)
+            for copied, gradient in zip(held[0], gradients, strict=True):
                 copied.copy_(gradient, non_blocking=True)
-        return held[0], held[1]
+            if not has_masters:
+                for piece, weight in zip(update.pieces, held[1], strict=True):
+                    weight.copy_(piece.of(piece.parameter.detach()), non_blocking=True)
+        return None if has_masters else held[1], held[0]
 
     def _update(
         self,
@@ -211,15 +246,10 @@ class HostUpdate:
         weights: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
         factor: torch.Tensor | None,
+        flats: HostState,
     ) -> None:
-        chunk, flats = update.chunk, self._store.fetch(update.chunk)
-        states = [
-            {**counter, **{key: piece.within(flat, chunk.begin) for key, flat in flats.items()}}
-            for piece, counter in zip(update.pieces, update.counters, strict=True)
-        ]
-        self._kernel.update(chunk.bank.group, update.pieces, weights, gradients, states, factor)
-        self._keep_weights(update, weights)
-        self._store.put(chunk, _at_once)
+        states = _states(update, flats, first=update.chunk.begin)
+        self._kernel.update(update.chunk.bank.group, update.pieces, weights, gradients, states, factor)
 
     def _keep_weights(self, update: ChunkUpdate, weights: Sequence[torch.Tensor]) -> None:
         kept, updated = self._store.weights_of(update.chunk), dict(zip(update.pieces, weights, strict=True))
@@ -240,13 +270,37 @@ def _gradients(pieces: Sequence[StatePiece]) -> list[torch.Tensor]:
     return found
 
 
-def staging_bytes(chunk: StateChunk) -> int:
-    """Host memory of a chunk's weights and gradients."""
-    return 2 * slab_bytes(chunk.num_elements, chunk.bank.dtype)
+def _states(update: ChunkUpdate, flats: Mapping[str, torch.Tensor], *, first: int) -> list[State]:
+    """What the kernel knows as states, piece by piece: counters and moments. `flats` begin at element `first`."""
+    moments = {key: flat for key, flat in flats.items() if key != MASTER}
+    return [
+        {**counter, **{key: piece.within(flat, first) for key, flat in moments.items()}}
+        for piece, counter in zip(update.pieces, update.counters, strict=True)
+    ]
 
 
-def _at_once() -> None:
-    """States that a CPU has updated where they are."""
+def _masters(update: ChunkUpdate, flats: Mapping[str, torch.Tensor], *, first: int) -> list[torch.Tensor] | None:
+    """Masters, piece by piece; None if the weights on the device are the masters."""
+    return [piece.within(flats[MASTER], first) for piece in update.pieces] if MASTER in flats else None
+
+
+def round_into(pieces: Sequence[StatePiece], masters: Sequence[torch.Tensor]) -> None:
+    """Set resting weights to their masters, rounded."""
+    if pieces:
+        torch._foreach_copy_([piece.of(piece.parameter.detach()) for piece in pieces], list(masters))
+
+
+def staging_bytes(chunk: StateChunk, *, has_masters: bool) -> int:
+    """Host memory of a chunk's gradients, and of weights that are their own masters."""
+    return (1 if has_masters else 2) * slab_bytes(chunk.num_elements, chunk.bank.dtype)
+
+
+def _arriving_bytes(updates: Sequence[ChunkUpdate], count: int) -> list[int]:
+    """Memory of the device for masters that return from the host, by slot; empty without masters."""
+    sizes = [
+        slab_bytes(one.chunk.num_elements, one.chunk.bank.dtype) for one in updates if MASTER in one.chunk.bank.states
+    ]
+    return [max(sizes[slot::count]) for slot in range(min(count, len(sizes)))]
 
 
 def _state_bytes(chunk: StateChunk) -> int:

@@ -53,10 +53,12 @@ class LowStates:
         seed: int,
         shards: LocalShards,
         copies: Mapping[str, str],
+        at_rest: torch.dtype = torch.float32,
     ) -> LowStates | None:
         """None if the policy keeps all of it in float32, unless this is faster there too. `copies`: names of tied
-        weights that another stage also holds and must round alike."""
-        if not policy.has_low_states and not _pays(list(parameters.values())):
+        weights that another stage also holds and must round alike. `at_rest`: the dtype of parameters, whose masters
+        may be elsewhere."""
+        if not policy.has_low_states and not _pays(list(parameters.values()), at_rest):
             return None
         return LowStates(
             dtype=torch_dtype(policy.optimizer_state),
@@ -68,10 +70,10 @@ class LowStates:
         )
 
 
-def _pays(parameters: Sequence[nn.Parameter]) -> bool:
+def _pays(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> bool:
     """On a GPU with large tensors: it launches one kernel per tensor, torch's one for many."""
     shards = [local(parameter.detach()) for parameter in parameters]
-    is_fit = all(shard.is_cuda and shard.dtype == torch.float32 and shard.is_contiguous() for shard in shards)
+    is_fit = all(shard.is_cuda and shard.dtype == dtype and shard.is_contiguous() for shard in shards)
     return is_fit and has_triton() and sum(shard.numel() for shard in shards) >= LARGE_ELEMENTS * len(shards) > 0
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -53,8 +54,13 @@ class PipelineRuntime(AxisContext):
     def sum_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
         self.shared.sum_gradients(trained)
 
-    def after_load(self, trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
-        self.shared.broadcast(trained, optimizer)
+    def after_load(
+        self,
+        trained: Mapping[str, nn.Parameter],
+        optimizer: Optimizer,
+        masters: Mapping[nn.Parameter, torch.Tensor],
+    ) -> None:
+        self.shared.broadcast(trained, optimizer, masters)
 
     def runner(self) -> MicrobatchRunner:
         return self

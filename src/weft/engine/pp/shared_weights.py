@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from weft.engine.mesh import Topology
 from weft.engine.ownership import local
+from weft.engine.precision import zero_gradient
 
 
 class SharedWeights:
@@ -33,18 +34,27 @@ class SharedWeights:
         works = []
         for parameter in (parameters[name] for name in self.names if name in parameters):
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = zero_gradient(parameter)
             works.append(dist.all_reduce(local(parameter.grad), group=self.group, async_op=True))
         return works
 
     @torch.no_grad()
-    def broadcast(self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+    def broadcast(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: Optimizer,
+        masters: Mapping[nn.Parameter, torch.Tensor],
+    ) -> None:
         """Broadcast the first stage's values and moments to the other."""
         for name in self.names:
-            state = optimizer.state.get(parameters[name], {})
-            values = [parameters[name].detach(), *(state[key] for key in sorted(state))]
-            for value in (value for value in values if isinstance(value, torch.Tensor)):
-                dist.broadcast(local(value), group=self.group, group_src=0)
+            parameter = parameters[name]
+            state = optimizer.state.get(parameter, {})
+            values = [masters.get(parameter, parameter.detach()), *(state[key] for key in sorted(state))]
+            for value in (local(value) for value in values if isinstance(value, torch.Tensor)):
+                here = value.to(parameter.device)  # offloaded values are sent from the device
+                dist.broadcast(here, group=self.group, group_src=0)
+                if here is not value:
+                    value.copy_(here)
 
 
 def pair_group(topology: Topology, first_place: int, last_place: int) -> dist.ProcessGroup | None:

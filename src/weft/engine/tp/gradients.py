@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engine.ownership import LocalShards, chunks_of, local
+from weft.engine.precision import zero_gradient
 from weft.engine.tp.grid import Grid
 
 ALONE_ELEMENTS = 2**22  # a copy of more than this costs more memory than a collective costs time
@@ -32,7 +33,7 @@ def sum_partial_gradients(parameters: Mapping[str, nn.Parameter], shards: LocalS
         groups = sorted({chunk.summed_over for chunk in shards[name].chunks if chunk.summed_over is not None})
         if not groups:
             continue
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = zero_gradient(parameter) if parameter.grad is None else parameter.grad
         if parameter.grad is None:
             absent.append((parameter, gradient, groups[0], len(marks[groups[0]])))
         own = local(gradient)

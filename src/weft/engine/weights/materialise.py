@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,9 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from weft.core.errors import ModelError
+from weft.core.shards import Chunk
 from weft.engine.ownership import LocalShards, chunks_of, local
-from weft.models.initial import StoresBuffers, WeightSource
+from weft.models.initial import Reader, StoresBuffers, WeightSource
 from weft.models.layout import ModelLayout
+
+Write = Callable[[torch.Tensor], None]
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -22,9 +26,17 @@ def is_on_meta(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def materialise(
-    model: nn.Module, layout: ModelLayout, source: WeightSource | None, *, device: torch.device, shards: LocalShards
+    model: nn.Module,
+    layout: ModelLayout,
+    source: WeightSource | None,
+    *,
+    device: torch.device,
+    shards: LocalShards,
+    fills: bool = True,
 ) -> None:
-    """Allocate this rank's shards on `device` and fill them from `source`; of a real model only buffers move."""
+    """Allocate this rank's shards on `device` and fill them from `source`; of a real model only buffers move.
+
+    Without `fills` parameters get their values later, by `fill_parameters`: with masters that do not exist yet."""
     if is_on_meta(model):
         if source is None:
             raise ModelError(
@@ -32,7 +44,8 @@ def materialise(
                 hint="pass weights=, or a model with values",
             )
         _allocate(model, layout, device)
-        _fill(model, layout, source, shards)
+        if fills:
+            fill_parameters(model, layout, source, shards=shards)
         if isinstance(source, StoresBuffers):
             _fill_buffers(model, source, source.buffer_names())
     _move_buffers(model, device)
@@ -70,20 +83,37 @@ def replace_parameter(model: nn.Module, layout: ModelLayout, name: str, value: n
         model.get_submodule(owner)._parameters[key] = value
 
 
-def _fill(model: nn.Module, layout: ModelLayout, source: WeightSource, shards: LocalShards) -> None:
+def _into_parameter(parameter: nn.Parameter, write: Write) -> None:
+    write(local(parameter.detach()))
+
+
+@torch.no_grad()
+def fill_parameters(
+    model: nn.Module,
+    layout: ModelLayout,
+    source: WeightSource,
+    *,
+    shards: LocalShards,
+    store: Callable[[nn.Parameter, Write], None] = _into_parameter,
+) -> None:
+    """Fill this rank's shards from `source`; `store` calls a function that writes a tensor of the shard's shape."""
     missing = set(layout.unit_of)
     here = {layout.copies.get(name, name): name for name in layout.unit_of}
     for first, read in source.readers(list(here)):
         name = here[first]
         parameter = model.get_parameter(name)
-        for chunk in chunks_of(parameter, shards.get(name)):
-            if chunk.num_elements:
-                local(parameter)[chunk.local_index].copy_(read(chunk.global_index))
+        store(parameter, functools.partial(_write, chunks_of(parameter, shards.get(name)), read))
         missing.discard(name)
     if missing:
         raise ModelError(
             f"{len(missing)} parameters got no value, the first is {min(missing)}", hint="check the weights"
         )
+
+
+def _write(chunks: Sequence[Chunk], read: Reader, values: torch.Tensor) -> None:
+    for chunk in chunks:
+        if chunk.num_elements:
+            values[chunk.local_index].copy_(read(chunk.global_index))
 
 
 def _fill_buffers(model: nn.Module, source: WeightSource, names: Sequence[str]) -> None:

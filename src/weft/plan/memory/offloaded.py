@@ -2,15 +2,15 @@
 
 | term        | host memory                                    | files (`offload.optimizer = "nvme"`) |
 | ----------- | ---------------------------------------------- | ------------------------------------ |
-| masters     | optimizer = "cpu", with a master of its own    | the same                             |
+| masters     | optimizer = "cpu", where they leave the device | the same                             |
 | moments     | optimizer = "cpu"                              | the same                             |
 | staging     | chunks in flight: of gradients, of file states |                                      |
 | gradients   | of the step before, if the host updates late   |                                      |
 | weights     | parameters = "cpu", as they rest               |                                      |
 | activations | inputs of recomputed blocks, all in flight     |                                      |
 
-A host update has masters of its own also where weights rest in the master dtype. All ranks of a node share its memory;
-of a pipeline the rank with the most bytes counts for all.
+Weights that rest in the master dtype are their own masters. All ranks of a node share its memory; of a pipeline the
+rank with the most bytes counts for all.
 """
 
 from __future__ import annotations
@@ -115,8 +115,7 @@ def _disk_terms(view: View) -> HostTerms:
 
 
 def _master_bytes(view: View) -> Floats:
-    has_masters = rests_in_compute(view) | (updates_on_host(view) & ~keeps_masters(view))
-    return np.where(has_masters, float(view.sizes.master), 0.0)
+    return np.where(rests_in_compute(view), float(view.sizes.master), 0.0)
 
 
 def _keep_larger(terms: HostTerms, view: View, other: HostTerms) -> None:

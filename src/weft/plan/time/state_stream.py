@@ -11,8 +11,8 @@ pace and the first chunk's copy comes before it:
 
     update = max(in, out, update, host memory, disk) + first chunk
 
-Masters stay on the device as the weights' shards, unless states are in files or weights rest on the host: then a master
-that is wider than the compute dtype moves with the states. Weights that rest on the host (`offload.parameters`) return
+Masters stay on the device as the weights' shards, unless `core.masters` says that they leave: then a master that is
+wider than the compute dtype moves with the states. Weights that rest on the host (`offload.parameters`) return
 there after an update on the device, and need no copy after one on the host.
 """
 
@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.core.masters import masters_leave
 from weft.core.offload_sizes import CHUNK_ELEMENTS
-from weft.plan.columns import HOMES, NVME, UPDATES, Bools, Floats
+from weft.plan.columns import NVME, UPDATES, Bools, Floats
 from weft.plan.view import View
 
 UPDATE_PASSES = 1.15  # norm and clipping read the gradients once more
@@ -45,13 +46,23 @@ class StateBytes:
 
 def rests_in_compute(view: View) -> Bools:
     """Whether weights rest in the compute dtype because their masters are with the offloaded states."""
-    is_away = (view.columns.offload_optimizer == NVME) | (view.columns.offload_parameters > 0)
-    return (view.columns.offload_optimizer > 0) & is_away & (view.sizes.master > view.sizes.compute)
+    columns, sizes = view.columns, view.sizes
+    return np.asarray(
+        masters_leave(
+            has_offloaded_states=columns.offload_optimizer > 0,
+            are_in_files=columns.offload_optimizer == NVME,
+            weights_leave=columns.offload_parameters > 0,
+            is_asked=columns.offload_masters > 0,
+            is_wider=sizes.master > sizes.compute,
+        ),
+        dtype=bool,
+    )
 
 
 def keeps_masters(view: View) -> Bools:
     """Whether the weights on the device are the masters of offloaded states."""
-    return (view.columns.offload_optimizer == HOMES.index("cpu")) & (view.columns.offload_parameters == 0)
+    is_here = (view.columns.offload_optimizer > 0) & (view.columns.offload_parameters == 0)
+    return is_here & ~rests_in_compute(view)
 
 
 def rest_bytes(view: View) -> Floats:
@@ -90,7 +101,7 @@ def state_bytes(view: View, *, on_host: bool) -> StateBytes:
     else:
         into = states + np.where(is_away, sizes.master - master, 0.0)  # weights without a master come along
         out = states + np.where(is_away, sizes.compute, 0.0)
-    in_files = sizes.optimizer + (sizes.master if on_host else master)
+    in_files = sizes.optimizer + master
     return StateBytes(into=into, out=out, in_files=np.where(columns.offload_optimizer == NVME, in_files, 0.0))
 
 

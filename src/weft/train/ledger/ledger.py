@@ -24,6 +24,7 @@ from weft.engine.kernels.fast_path import fast_path
 from weft.engine.offload.slab import is_host_memory
 from weft.engine.optim.adamw_8bit import quantised_parts
 from weft.engine.ownership import local
+from weft.engine.precision import gradient_dtype
 from weft.train.ledger.measuring import Measured
 from weft.train.ledger.predicted import Prediction
 from weft.train.ledger.rows import collective_rows, memory_rows, row, time_rows, total_row, traffic_rows
@@ -46,7 +47,7 @@ def memory_terms(engine: Engine) -> dict[MemoryTerm, int]:
     held = [value for value in states if isinstance(value, torch.Tensor) and not is_host_memory(local(value))]
     counted = {
         MemoryTerm.WEIGHTS: sum(_bytes(parameter) for parameter in engine.model.parameters()),
-        MemoryTerm.GRADIENTS: sum(_bytes(parameter) for parameter in engine.parameters),
+        MemoryTerm.GRADIENTS: sum(_gradient_bytes(parameter) for parameter in engine.parameters),
         MemoryTerm.OPTIMIZER_STATE: sum(map(_bytes, held)),
         MemoryTerm.BUFFERS: sum(_bytes(buffer) for buffer in engine.model.buffers()),
     }
@@ -225,6 +226,10 @@ def versions() -> dict[str, str]:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def _gradient_bytes(parameter: torch.nn.Parameter) -> int:
+    return local(parameter).numel() * gradient_dtype(parameter).itemsize
 
 
 def _bytes(tensor: torch.Tensor) -> int:
