@@ -29,6 +29,7 @@ Programming errors do not belong here: they stay ordinary Python exceptions with
     ├── RunError                 exit 3: something broke while running
     │   ├── SaveError         W602   a checkpoint could not be written
     │   ├── DiskFullError     W603   a file of the run could not be written: no space is left
+    │   ├── StateFileError    W604   a file of offloaded states was not read or written, or has other contents
     │   ├── RankError         W701   a rank died; the message is that rank's own
     │   ├── NumbersError      W702   the loss or the gradient norm is not finite
     │   ├── MemoryLimitError  W703   a device ran out of memory
@@ -227,6 +228,12 @@ class DiskFullError(RunError):
     """A file of the run could not be written: no space is left."""
 
     code = "W603"
+
+
+class StateFileError(RunError):
+    """A file of offloaded states could not be read or written, or does not hold what was written."""
+
+    code = "W604"
 
 
 class RankError(RunError):

@@ -59,10 +59,10 @@ def _not_offloaded(plan: Plan) -> list[tuple[bool, str]]:
     """Forms of offload, and features that optimizer offload does not support yet."""
     offload = plan.offload
     is_on = offload.optimizer != "none"
+    has_files = bool(offload.folder) or offload.durable != "checkpoint"
     return [
-        (offload.optimizer == "nvme", "optimizer states in files (offload.optimizer = 'nvme')"),
         (offload.parameters != "none", "parameter offload (offload.parameters)"),
-        (bool(offload.folder) or offload.durable != "checkpoint", "files of states (offload.folder, offload.durable)"),
+        (has_files and offload.optimizer != "nvme", "offload.folder and offload.durable without states in files"),
         (not is_on and offload.update != "auto", "offload.update without offload.optimizer"),
         (not is_on and offload.masters == "host", "offload.masters without offload.optimizer"),
         (

@@ -24,6 +24,7 @@ from weft.core.open_choices import update_place
 from weft.core.plan import Plan, require_consistent
 from weft.core.records import BufferRecord, DtypeRecord, EvalRecord, ParameterRecord, StepRecord
 from weft.core.run_spec import RouterSpec
+from weft.core.state_folder import StateFolder
 from weft.core.terms import TimeTerm
 from weft.engine.activations.dropout import seeded_forward, uses_randomness
 from weft.engine.apply import apply_plan
@@ -43,7 +44,7 @@ from weft.engine.optim.adamw_low import LowStates
 from weft.engine.optim.clip import global_norm
 from weft.engine.optim.group_rates import GroupRates, require_one_base
 from weft.engine.optim.optimizers import OptimizerFactory, OptimizerPolicy, create_state, make_optimizer
-from weft.engine.ownership import LocalShards, parameter_records
+from weft.engine.ownership import LocalShards, local, parameter_records
 from weft.engine.pending import PendingStep
 from weft.engine.precision import LossScale, torch_dtype
 from weft.engine.router.routers import tokens_of
@@ -71,6 +72,7 @@ class Engine:
         weights: WeightSource | None = None,
         router: RouterSpec | None = None,
         device: torch.device | str | None = None,
+        state_folder: StateFolder | None = None,
     ) -> None:
         require_consistent(plan)
         require_executable(plan)
@@ -103,13 +105,16 @@ class Engine:
         self.parameters = list(self.trained.values())
         self._seed = seed
         self.optimizer = self._build_optimizer(optimizer)
+        if applied.masters is not None:
+            self._fill(applied.masters, is_trained=False)
         self.offload = offload_states(
-            self.optimizer, plan, model, self.layout, device=self.device,
+            self.optimizer, plan, model, self.layout, device=self.device, folder=state_folder,
             keeps_gradients=self.strategy.keeps_gradients,
         )  # fmt: skip
-        if self.offload is not None and applied.masters is not None:
-            store = self.offload.store_weight
-            fill_parameters(model, self.layout, applied.masters, shards=self.shards, store=store)
+        if applied.masters is not None and self.offload is not None and self.offload.restored is None:
+            self._fill(applied.masters, is_trained=True)
+            self.offload.after_load()
+        self.commit_meta: Callable[[], dict[str, Any]] = dict  # what commits of states in files add to the scalars
         self.rates = GroupRates(self.optimizer)
         if callable(optimizer) and dist.get_world_size() > 1:
             require_one_base(self.rates, device=self.device)
@@ -130,6 +135,9 @@ class Engine:
         names = {str(group.group_name) for group in groups}
         self._dtypes = DtypeWatch(model, self.layout, plan.precision.policy(), activation_groups=names)
         model.train()
+        if self.offload is not None and self.offload.restored is not None:
+            with meta_read():
+                self.restore_scalars(self.offload.restored["engine"])
 
     # --- training -----------------------------------------------------------------------------------------------
 
@@ -150,6 +158,8 @@ class Engine:
         router = self.routers.finish_step(is_skipped=skipped)
         timer.mark(TimeTerm.OPTIMIZER)
         self.steps_done += 1
+        if self.offload is not None:
+            self.offload.commit(self.steps_done, lambda: {"engine": self.scalars(), **self.commit_meta()})
         values, work = self.updates.gather_values(loss_sum, weight, norm, vote_stop=vote_stop)
         return PendingStep(
             step=self.steps_done,
@@ -288,6 +298,8 @@ class Engine:
         """`restore_scalars` from the key "engine" of a checkpoint's `meta`."""
         with meta_read():
             self.restore_scalars(meta["engine"])
+        if self.offload is not None:
+            self.offload.after_load()
 
     def save(self, directory: str | Path) -> None:
         """Commit a checkpoint under `directory`; returns when it is safe on disk."""
@@ -305,7 +317,7 @@ class Engine:
         """Destroy this engine's process groups; it cannot train any more. Collective; the second call is a no-op."""
         self.drain()
         if self.offload is not None:
-            self.offload.wait()
+            self.offload.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # collectives in flight need their groups
         self.topology.close()
@@ -340,6 +352,19 @@ class Engine:
     def share_of(self, global_batch: Batch) -> dict[str, torch.Tensor]:
         """This rank's rows of a batch that every rank holds in full."""
         return share_of_rows(global_batch, rank=self.topology.dp_rank, degree=self.topology.dp_degree)
+
+    def _fill(self, source: WeightSource, *, is_trained: bool) -> None:
+        """Fill weights that have masters, or all others, which need no offloaded states."""
+
+        def store(parameter: nn.Parameter, write: Callable[[torch.Tensor], None]) -> None:
+            if parameter.requires_grad != is_trained:
+                return
+            if is_trained and self.offload is not None:
+                self.offload.store_weight(parameter, write)
+            else:
+                write(local(parameter.detach()))
+
+        fill_parameters(self.model, self.layout, source, shards=self.shards, store=store)
 
     def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:
         place, policy = update_place(self.plan, device_type=self.device.type), self.plan.precision.policy()

@@ -16,7 +16,7 @@ from weft.plan.space import SYNCHRONOUS, Freedom
 
 # Keys that restrict a search to layouts that the engine runs; it runs all schedules of a search.
 BUILT = {"tensor_parallel.mode": "1d", "mesh.cp": 1}
-NOT_BUILT = {"offload.optimizer": "nvme", "offload.parameters": "cpu"}
+NOT_BUILT = {"offload.parameters": "cpu"}
 
 
 def built(fixed: Mapping[str, Any]) -> Freedom:

@@ -12,6 +12,7 @@ import torch
 
 from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec, RunSpec
+from weft.core.state_folder import StateFolder
 from weft.core.vocabulary import padded
 from weft.data import Corpus, Loader, find_tokenizer, open_corpus, open_tokenizer
 from weft.engine.engine import Engine
@@ -49,7 +50,13 @@ class Workbench:
 
 
 def build_workbench(
-    run: RunSpec, plan: Plan, process: Process, *, device: torch.device, scene: OutOfMemoryScene | None = None
+    run: RunSpec,
+    plan: Plan,
+    process: Process,
+    *,
+    device: torch.device,
+    scene: OutOfMemoryScene | None = None,
+    state_folder: StateFolder | None = None,
 ) -> Workbench:
     """The engine and the loaders of `run` under `plan`, on every rank; `scene` records config and engine when built."""
     require_legal(plan, run)
@@ -73,6 +80,7 @@ def build_workbench(
             router=run.router,
             weights=weights,
             device=device,
+            state_folder=state_folder,
         )
     if scene is not None:
         scene.engine = engine

@@ -82,6 +82,8 @@ class TrainingLoop:
         self._last_measured = 0
         self._gap = GapWatch(os.environ)
         self._recompiles = RecompileWatch() if self.engine.plan.compile.enabled else None
+        self._described = {"run": run.model_dump(mode="json", exclude_none=True), "data": bench.contents}
+        self.engine.commit_meta = lambda: {"samples": self.samples + run.train.global_batch, **self._described}
 
     def run(self) -> LoopOutcome:
         try:
@@ -206,13 +208,10 @@ class TrainingLoop:
 
     def _save(self, *, asynchronous: bool) -> None:
         state = self.engine.state()  # first: it drains the pipeline, which changes the scalars
-        meta = {
-            "engine": self.engine.scalars(),
-            "samples": self.samples,
-            "run": self.run_spec.model_dump(mode="json", exclude_none=True),
-            "data": self.bench.contents,
-        }
-        self.store.save(state, meta, step=self.engine.steps_done, asynchronous=asynchronous)
+        meta = {"engine": self.engine.scalars(), "samples": self.samples, **self._described}
+        # states in files are saved from there, without a copy: the next step must not change them meanwhile
+        is_copied = self.engine.offload is None or not self.engine.offload.is_in_files
+        self.store.save(state, meta, step=self.engine.steps_done, asynchronous=asynchronous and is_copied)
         self._last_saved = self.engine.steps_done
 
     def _evaluate(self) -> float | None:

@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 from weft.checkpoint import CheckpointStore, peek_newest
+from weft.checkpoint.layout import list_steps
 from weft.core.disk import is_full, no_space
 from weft.core.errors import CheckpointError
 from weft.core.open_choices import with_mixture
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
+from weft.core.state_folder import ANY_STEP
 from weft.engine.state import meta_read
 from weft.report import write_report
 from weft.train.account import Account
@@ -74,20 +76,24 @@ def _train(job: Job, process: Process, stop: StopFlag, lock: FolderLock, *, star
     device = torch.device(job.device, process.local_rank) if job.device == "cuda" else torch.device("cpu")
     is_speaking = process.is_main and not job.quiet
     display = Display(is_speaking=is_speaking, total_steps=job.run.train.steps, every=job.run.logging.every)
-    folder, is_resumed = _agree_on_folder(job, process, lock, display, device=device)
+    folder, after_step = _agree_on_folder(job, process, lock, display, device=device)
     # Before rank 0 writes there: every rank must read the same.
     history = RunHistory(folder.path)
-    before, asked_before = (folder.read_run() if is_resumed else None), history.asked_for()
+    before, asked_before = (folder.read_run() if after_step is not None else None), history.asked_for()
     plan = _same_mixture(job.plan, device=device)
     scene = OutOfMemoryScene(run=job.run, plan=plan, device=device, local_ranks=read_local_size(os.environ))
     with explained(scene):
-        bench = build_workbench(job.run, plan, process, device=device, scene=scene)
+        states = folder.states(after_step=after_step)
+        bench = build_workbench(job.run, plan, process, device=device, scene=scene, state_folder=states)
     store = CheckpointStore(
         folder.checkpoints_path,
         process_group=bench.engine.topology.checkpoint_group(),
         keep=job.run.checkpoint.keep,
     )
-    resumed = _resume(job, bench, store, before, asked_before, display) if before is not None else Resumed()
+    resumed = Resumed()
+    if before is not None:
+        has_checkpoint = after_step != ANY_STEP
+        resumed = _resume(job, bench, store if has_checkpoint else None, before, asked_before, display)
     resumed_from = bench.engine.steps_done or None
     if process.is_main:  # only now: a refused request must leave the folder unchanged
         if resumed.run is not None:
@@ -139,17 +145,28 @@ def _train(job: Job, process: Process, stop: StopFlag, lock: FolderLock, *, star
 
 def _agree_on_folder(
     job: Job, process: Process, lock: FolderLock, display: Display, *, device: torch.device
-) -> tuple[RunFolder, bool]:
-    """Rank 0's folder, and whether it has a checkpoint to load, on every rank.
+) -> tuple[RunFolder, int | None]:
+    """Rank 0's folder, and the step of its newest checkpoint, on every rank; `ANY_STEP`: a resume without a checkpoint.
 
     A default name contains the time, and ranks start seconds apart."""
     with phase("opening the run folder"):
-        is_resumed = process.is_main and _open_folder(job, process, lock, display).has_checkpoint
+        look = _open_folder(job, process, lock, display) if process.is_main else None
+        step = _after_step(job, process, look) if look is not None else None
         name = os.fsencode(job.out).ljust(_PATH_BYTES, b"\0") if process.is_main else bytes(_PATH_BYTES)
-        letters = torch.frombuffer(bytearray(name + bytes([is_resumed])), dtype=torch.uint8).to(device)
+        code = (0 if step is None else step + 2).to_bytes(8, "little")
+        letters = torch.frombuffer(bytearray(name + code), dtype=torch.uint8).to(device)
         dist.broadcast(letters, src=0)
     agreed_on = bytes(letters.tolist())
-    return RunFolder(Path(os.fsdecode(agreed_on[:-1].rstrip(b"\0")))), bool(agreed_on[-1])
+    found = int.from_bytes(agreed_on[-8:], "little")
+    return RunFolder(Path(os.fsdecode(agreed_on[:-8].rstrip(b"\0")))), found - 2 if found else None
+
+
+def _after_step(job: Job, process: Process, look: FolderLook) -> int | None:
+    """The newest step that a resume continues from without states in files; None: a new run."""
+    if look.has_checkpoint:
+        return next(iter(list_steps(RunFolder(look.path).checkpoints_path)))
+    may_continue = job.resume or process.restart_count > 0
+    return ANY_STEP if may_continue and look.has_states else None
 
 
 def _open_folder(job: Job, process: Process, lock: FolderLock, display: Display) -> FolderLook:
@@ -175,27 +192,43 @@ def _require_named_early(job: Job) -> None:
 
 
 def _resume(
-    job: Job, bench: Workbench, store: CheckpointStore, before: RunSpec, asked_before: list[RunChange], display: Display
+    job: Job,
+    bench: Workbench,
+    store: CheckpointStore | None,
+    before: RunSpec,
+    asked_before: list[RunChange],
+    display: Display,
 ) -> Resumed:
-    """Load the newest good checkpoint, and check the changes of the requested run against it."""
+    """Continue from states in files, which the engine has loaded, or load the newest good checkpoint; check the changes
+    of the requested run against it."""
+    offload = bench.engine.offload
+    meta = offload.restored if offload is not None else None
+    for note in offload.notes if offload is not None else ():
+        display.line(f"note: {note}")
+    if meta is None and store is None:
+        display.line("note: the run starts at step 0")
+        return Resumed()
     with phase("loading the checkpoint"):
-        loaded = store.load(bench.engine.state())
-        recorded = recorded_run(loaded.meta, otherwise=before)
+        loaded = store.load(bench.engine.state()) if meta is None and store is not None else None
+        meta = loaded.meta if loaded is not None else meta or {}
+        recorded = recorded_run(meta, otherwise=before)
         changes = changes_between(recorded, job.run)
         if not any(change.restarts_data for change in changes):
-            changes += change_of_content(loaded.meta.get("data"), bench.contents, job.run)
+            changes += change_of_content(meta.get("data"), bench.contents, job.run)
         require_named(changes, job.may_change, asked_before)
-    bench.engine.restore_meta(loaded.meta)
-    for name, reason in loaded.rejected:
+    if loaded is not None:
+        bench.engine.restore_meta(meta)
+    for name, reason in loaded.rejected if loaded is not None else ():
         display.line(f"checkpoint {name} is damaged ({reason}); it was set aside")
-    display.line(f"resuming from step {loaded.step} ({loaded.path})")
+    where = loaded.path if loaded is not None else "optimizer states in files"
+    display.line(f"resuming from step {bench.engine.steps_done} ({where})")
     for change in changes:
         display.line(f"changed: {change}")
     is_fresh = any(change.restarts_data for change in changes)
     if is_fresh:
         display.line("note: the order of the data changed: the data restarts from its beginning")
     with meta_read():
-        return Resumed(samples=0 if is_fresh else int(loaded.meta["samples"]), run=recorded, changes=changes)
+        return Resumed(samples=0 if is_fresh else int(meta["samples"]), run=recorded, changes=changes)
 
 
 def _same_mixture(plan: Plan, *, device: torch.device) -> Plan:

@@ -55,6 +55,8 @@ class ChunkKernel:
         factor: torch.Tensor | None,
     ) -> None:
         """One update of `pieces`, all tensors on one device; the constants are those of `group` now."""
+        if not pieces:
+            return
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient
         self._own.param_groups = [{**group, "params": list(weights)}]

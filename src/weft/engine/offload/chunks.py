@@ -7,6 +7,7 @@ the elements after its last full vector in another way, so any other cut would c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from weft.engine.ownership import local
 UNIT = 1024  # elements: whole vectors of any CPU, whole pages of float32
 ALIGNMENT = 64  # elements between the begins of parameters
 MASTER = "master"  # the key of float32 masters among the states
+FILE_ALIGNMENT = 2048  # the same in files, whose transfers are whole pages, also of two bytes per element
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,35 +80,42 @@ def divide(
     *,
     chunk_elements: int,
     unit_of: Callable[[nn.Parameter], int],
+    alignment: int = ALIGNMENT,
     masters: torch.dtype | None = None,
 ) -> tuple[list[StateBank], list[StateChunk]]:
     """Banks and chunks of an optimizer's groups. A parameter whose unit exceeds `chunk_elements` is cut at units.
 
-    `masters`: the dtype of masters that are states; None: parameters are their own masters."""
+    `alignment`: elements; parameters and pieces begin at its multiples, so chunks do too. `masters`: the dtype of
+    masters that are states; None: parameters are their own masters.
+    """
     banks: list[StateBank] = []
     chunks: list[StateChunk] = []
     for group in groups:
         for dtype in dict.fromkeys(parameter.dtype for parameter in group["params"]):
             bank = StateBank(group=group, dtype=masters or dtype)
             own = [parameter for parameter in group["params"] if parameter.dtype == dtype]
-            chunks += _fill(bank, own, chunk_elements, unit_of)
+            chunks += _fill(bank, own, chunk_elements, unit_of, alignment)
             banks.append(bank)
     return banks, chunks
 
 
 def _fill(
-    bank: StateBank, parameters: Sequence[nn.Parameter], chunk_elements: int, unit_of: Callable[[nn.Parameter], int]
+    bank: StateBank,
+    parameters: Sequence[nn.Parameter],
+    chunk_elements: int,
+    unit_of: Callable[[nn.Parameter], int],
+    alignment: int,
 ) -> list[StateChunk]:
     chunks: list[StateChunk] = []
     for parameter in parameters:
         bank.offsets[parameter] = bank.num_elements
-        for piece in _pieces(parameter, bank.num_elements, chunk_elements, unit_of(parameter)):
+        for piece in _pieces(parameter, bank.num_elements, chunk_elements, math.lcm(unit_of(parameter), alignment)):
             end = piece.offset + piece.end - piece.begin
             if not chunks or end - chunks[-1].begin > chunk_elements:
                 chunks.append(StateChunk(bank=bank, begin=piece.offset, end=end))
             chunks[-1].pieces.append(piece)
             chunks[-1].end = end
-        bank.num_elements += -(-local(parameter).numel() // ALIGNMENT) * ALIGNMENT
+        bank.num_elements += -(-local(parameter).numel() // alignment) * alignment
     return chunks
 
 

@@ -35,8 +35,8 @@ class NoStreams:
     def copies_wait(self) -> None:
         """Copies from the device that are issued next begin after the computation issued so far."""
 
-    def host_waits(self, slot: int) -> None:
-        """Return after the slot's copies from the device."""
+    def host_waits(self, slot: int, *, loaded: bool = False) -> None:
+        """Return after the slot's copies from the device, or `loaded`: to it."""
 
     def end(self) -> None:
         """The computation continues after all copies to the device."""
@@ -85,8 +85,8 @@ class CopyStreams(NoStreams):
     def copies_wait(self) -> None:
         self._down.wait_stream(torch.cuda.current_stream(self._device))
 
-    def host_waits(self, slot: int) -> None:
-        self._left[slot].synchronize()
+    def host_waits(self, slot: int, *, loaded: bool = False) -> None:
+        (self._came if loaded else self._left)[slot].synchronize()
 
     def end(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._up)

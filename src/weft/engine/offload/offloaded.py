@@ -1,7 +1,8 @@
-"""`OffloadedStates`: an optimizer's moments in the host's memory, and the step that updates them.
+"""`OffloadedStates`: an optimizer's moments in the host's memory or in files, and the step that updates them.
 
     kept on the device   weights (float32 shards, which are the masters), gradients
     kept on the host     moments, in one slab; `optimizer.state` holds views of it, so checkpoints need no other code
+    or in files          moments; the slab has slots for those on their way, `optimizer.state` has views of the file
 
 Where `core.masters` says that masters leave the device, weights rest there in the compute dtype, and the float32 master
 is one more state in the slab: it is what updates change and what checkpoints hold as the model.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,15 +28,22 @@ from weft.core.errors import NotBuiltError
 from weft.core.masters import has_masters_away
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan
+from weft.core.state_folder import StateFolder
 from weft.engine.offload import ahead
 from weft.engine.offload.ahead import AheadOfUpdate
-from weft.engine.offload.chunk_kernel import ChunkKernel, State, new_counter, require_known, state_dtype, state_keys
-from weft.engine.offload.chunks import MASTER, StateBank, divide
+from weft.engine.offload.chunk_kernel import State, new_counter, require_known, state_dtype, state_keys
+from weft.engine.offload.chunks import ALIGNMENT, FILE_ALIGNMENT, MASTER, StateBank, divide
 from weft.engine.offload.copy_streams import streams_for
-from weft.engine.offload.delayed import DelayedOnDevice, DelayedOnHost, IntoGradients, pending_bytes, weight_bytes
+from weft.engine.offload.direct_file import PAGE_BYTES
+from weft.engine.offload.durable import DurableStates
+from weft.engine.offload.file_layout import FileLayout
+from weft.engine.offload.file_store import FileStore
 from weft.engine.offload.host_room import require_room
 from weft.engine.offload.slab import HostSlab, slab_bytes
-from weft.engine.offload.updates import ChunkUpdate, DeviceUpdate, HostUpdate, staging_bytes
+from weft.engine.offload.state_files import StateFiles
+from weft.engine.offload.state_store import HostStore
+from weft.engine.offload.update_form import UpdateForm
+from weft.engine.offload.updates import ChunkUpdate, DeviceUpdate
 from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import local
 from weft.engine.precision import torch_dtype
@@ -50,25 +58,28 @@ def offload_states(
     *,
     device: torch.device,
     keeps_gradients: bool,
+    folder: StateFolder | None = None,
 ) -> OffloadedStates | None:
-    """Move the optimizer's states to the host if the plan says so. Collective.
+    """Move the optimizer's states to the host or to files if the plan says so. Collective.
 
-    `keeps_gradients`: the next step writes to the memory of this step's gradients."""
+    `keeps_gradients`: the next step writes to the memory of this step's gradients. `folder`: of the files, unless the
+    plan names another."""
     place = update_place(plan, device_type=device.type)
     if place is None:
         return None
     masters = torch_dtype(plan.precision.policy().master_weights) if has_masters_away(plan) else None
+    is_in_files = plan.offload.optimizer == "nvme"
+    files = StateFiles.of(plan, model, folder) if is_in_files and active_fake_mode() is None else None
     found = OffloadedStates(
         optimizer,
-        place=place,
+        form=UpdateForm(place=place, is_delayed=plan.offload.delayed, keeps_gradients=keeps_gradients),
         device=device,
         chunk_elements=plan.offload.chunk_elements,
         masters=masters,
-        is_delayed=plan.offload.delayed,
-        keeps_gradients=keeps_gradients,
+        files=files,
     )
     # a pipeline's backwards do not free activations block by block
-    if ahead.hides_copies(device) and plan.mesh.pp == 1 and not plan.offload.delayed:
+    if ahead.hides_copies(device) and plan.mesh.pp == 1 and not plan.offload.delayed and not is_in_files:
         found.hide_behind(
             [model.get_submodule(name) for name in layout.blocks],
             num_microbatches=plan.pipeline.microbatches,
@@ -85,60 +96,55 @@ class OffloadedStates:
         self,
         optimizer: Optimizer,
         *,
-        place: Literal["device", "host"],
+        form: UpdateForm,
         device: torch.device,
         chunk_elements: int | None = None,
         masters: torch.dtype | None = None,
-        is_delayed: bool = False,
-        keeps_gradients: bool = False,
+        files: StateFiles | None = None,
     ) -> None:
-        """`masters`: their dtype, if they are states; None: parameters are their own masters."""
+        """`masters`: their dtype, if they are states; None: parameters are their own masters. `files`: where states are
+        kept; None: in host memory."""
         require_known(optimizer)
         self._master_dtype = masters
         self.masters: dict[nn.Parameter, torch.Tensor] = {}  # by parameter; empty where weights are their own masters
         self._optimizer = optimizer
-        self.place = place
+        self.place = form.place
         self._num_groups = len(optimizer.param_groups)
-        kernel = ChunkKernel(optimizer) if place == "host" or not is_delayed else IntoGradients(optimizer)
+        kernel = form.kernel_of(optimizer)
+        self._files = files
         self._banks, self._chunks = divide(
             optimizer.param_groups,
             chunk_elements=chunk_elements or offload_sizes.CHUNK_ELEMENTS,
             unit_of=kernel.unit_of,
+            alignment=ALIGNMENT if files is None else FILE_ALIGNMENT,
             masters=masters,
         )
         num_slots = offload_sizes.SLOTS
-        is_late_on_host = is_delayed and place == "host"
-        staged_bytes = 0
-        if place == "host":
-            staged_bytes = max(map(weight_bytes, self._chunks), default=0) if is_delayed else self._staged_bytes()
-        late_bytes = pending_bytes(self._banks) if is_late_on_host else 0
-        self.host_bytes = self._state_bytes() + num_slots * staged_bytes + late_bytes
+        slot_bytes = form.slot_bytes(self._chunks, has_masters=masters is not None)
+        layout = self._file_layout(files) if files is not None else None
+        kept_bytes = self._state_bytes() if layout is None else num_slots * layout.slot_bytes
+        self.host_bytes = kept_bytes + num_slots * slot_bytes + form.pending_bytes(self._banks)
         if active_fake_mode() is None:
             require_room(self.host_bytes, device=device)
-        self._slab = HostSlab(self.host_bytes, device=device)
-        self._create_states(device if place == "device" else torch.device("cpu"))
+        self._slab = HostSlab(self.host_bytes, device=device, alignment_bytes=1 if layout is None else PAGE_BYTES)
+        self._store: HostStore = HostStore()
+        self._file_store: FileStore | None = None
+        self.durable: DurableStates | None = None
+        if files is not None and layout is not None:
+            slots = [self._slab.take(layout.slot_bytes, torch.uint8) for _ in range(num_slots)]
+            self._store = self._file_store = files.open(layout, slots=slots)
+        self._create_states(device if form.place == "device" else torch.device("cpu"))
         self._streams = streams_for(device)
-        self._update: DeviceUpdate | HostUpdate | DelayedOnHost
-        self._late: DelayedOnDevice | DelayedOnHost | None = None
-        if place == "device":
-            self._update = DeviceUpdate(
-                kernel, self._streams, chunks=self._chunks, device=device, num_slots=num_slots, keeps_slots=is_delayed
-            )
-            if isinstance(kernel, IntoGradients):
-                self._late = DelayedOnDevice(
-                    self._update, kernel, chunks=self._chunks, device=device, copies_gradients=keeps_gradients
-                )
-        else:
-            staging = [self._slab.take(staged_bytes, torch.uint8) for _ in range(num_slots)]
-            if is_delayed:
-                pending = {id(bank): self._slab.take(bank.num_elements, bank.dtype) for bank in self._banks}
-                factor = self._slab.take(1, torch.float32)[0]
-                self._update = self._late = DelayedOnHost(
-                    kernel, self._streams, chunks=self._chunks, pending=pending, staging=staging, factor=factor,
-                    device=device,
-                )  # fmt: skip
-            else:
-                self._update = HostUpdate(kernel, self._streams, staging=staging, device=device)
+        self._update, self._late = form.build(
+            kernel, self._streams, store=self._store, slab=self._slab, banks=self._banks, chunks=self._chunks,
+            slot_bytes=slot_bytes, device=device,
+        )  # fmt: skip
+        self.restored: dict[str, Any] | None = None  # `meta` of the step that was restored from files
+        if files is not None and self._file_store is not None:
+            self.durable = files.durable(self._file_store, optimizer, banks=self._banks, device=device)
+            if self.durable is not None:
+                self.restored = self.durable.restore(files.after_step)
+                self._point_to_current()
         self._ahead: AheadOfUpdate | None = None
         self.on_step: Callable[[bool], None] | None = None  # called before (True) and after (False) a step
 
@@ -151,6 +157,8 @@ class OffloadedStates:
             factor, self._optimizer.gradient_factor = self._optimizer.gradient_factor, None
         with self._reported():
             (self._late or self._update).run(list(self._with_gradients()), factor)
+        if self.durable is not None:
+            self.durable.updated()
         if self._ahead is not None:
             self._ahead.step_done()
 
@@ -170,12 +178,82 @@ class OffloadedStates:
     def wait(self) -> None:
         """Return when the host may read and write the states, and the device holds no copy of them. A delayed update
         lands."""
+        self._finish_copies()
+        if self._file_store is not None:
+            self._file_store.settle()
+            self._file_store.each()  # a damaged file must not become a checkpoint
+            self._point_to_current()
+
+    def _finish_copies(self) -> None:
         if self._late is not None:
             self._late.land()
         if isinstance(self._update, DeviceUpdate):
             self._update.forget()
             self._update.release(keep_bytes=0)
         self._streams.wait()
+
+    # --- files --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_in_files(self) -> bool:
+        return self._file_store is not None
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Why states in files were not used."""
+        return self.durable.notes if self.durable is not None else ()
+
+    def begin_update(self) -> None:
+        """Before the gradient norm: the step before is stored, and committed if the plan asks for it. Collective."""
+        if self._file_store is None:
+            return
+        self._file_store.settle()
+        self._file_store.drop_maps()
+        if self.durable is not None:
+            self.durable.join()
+
+    def after_load(self) -> None:
+        """The states were replaced by those of a checkpoint."""
+        if self._file_store is None:
+            return
+        if self.durable is not None:
+            self.durable.replaced()
+        self._file_store.drop_maps()
+        self._file_store.sum_up()
+
+    def commit(self, step: int, meta: Callable[[], dict[str, Any]]) -> None:
+        """The step is done: begin to commit it, if every step is committed."""
+        if self.durable is not None:
+            self.durable.commit(step, meta())
+
+    def close(self) -> None:
+        """Store what is on its way, and close the files."""
+        self._finish_copies()
+        if self._file_store is None or self._files is None:
+            return
+        try:
+            if self.durable is not None:
+                self.durable.join()
+            self._file_store.settle()
+        finally:
+            self._file_store.close()
+            if self.durable is None:
+                self._files.remove_folder()
+
+    def _file_layout(self, files: StateFiles) -> FileLayout:
+        return FileLayout(self._banks, self._chunks, dtypes_of=lambda bank: files.with_kept(self._dtypes(bank), bank))
+
+    def _point_to_current(self) -> None:
+        """Let `optimizer.state` and `masters` show the slab, or the file with the newest states."""
+        for bank in self._banks:
+            for parameter in bank.offsets:
+                store = self._file_store
+                states = bank.views_of(parameter) if store is None else store.views_of(bank, parameter)
+                if MASTER in states:
+                    self.masters[parameter] = states.pop(MASTER)
+                self._state(parameter).update(states)
+
+    # --- a step -------------------------------------------------------------------------------------------------
 
     def device_tensors(self) -> list[torch.Tensor]:
         """Copies of states that are on the device now."""
@@ -193,7 +271,7 @@ class OffloadedStates:
                 self._state(parameter)["step"] += 1
         for chunk in self._chunks:
             pieces = [piece for piece in chunk.pieces if piece.parameter.grad is not None]
-            if pieces:
+            if pieces or self.durable is not None:  # the file of this step needs the other chunks too
                 counters = [self._counter(piece.parameter, is_last=piece.is_last) for piece in pieces]
                 yield ChunkUpdate(chunk=chunk, pieces=pieces, counters=counters)
 
@@ -246,10 +324,6 @@ class OffloadedStates:
         sizes = (slab_bytes(bank.num_elements, dtype) for bank in self._banks for dtype in self._dtypes(bank).values())
         return sum(sizes)
 
-    def _staged_bytes(self) -> int:
-        has_masters = self._master_dtype is not None
-        return max((staging_bytes(chunk, has_masters=has_masters) for chunk in self._chunks), default=0)
-
     def _dtypes(self, bank: StateBank) -> dict[str, torch.dtype]:
         """Of the states by key."""
         moments = dict.fromkeys(state_keys(self._optimizer, bank.group), state_dtype(self._optimizer, bank.dtype))
@@ -258,10 +332,12 @@ class OffloadedStates:
     def _create_states(self, device: torch.device) -> None:
         """States of zero for every parameter, as views of the slab; counters on `device`."""
         for bank in self._banks:
-            bank.states = {key: self._slab.take(bank.num_elements, dtype) for key, dtype in self._dtypes(bank).items()}
+            bank.states = {key: self._flat(bank, key, dtype) for key, dtype in self._dtypes(bank).items()}
             for parameter in bank.offsets:
-                counter = new_counter(self._optimizer, bank.group, device)
-                states = bank.views_of(parameter)
-                if MASTER in states:
-                    self.masters[parameter] = states.pop(MASTER)
-                self._optimizer.state[parameter] = {**counter, **states}
+                self._optimizer.state[parameter] = new_counter(self._optimizer, bank.group, device)
+        self._point_to_current()
+
+    def _flat(self, bank: StateBank, key: str, dtype: torch.dtype) -> torch.Tensor:
+        if self._file_store is not None:
+            return self._file_store.mapped(bank, key, begin=0, count=bank.num_elements)
+        return self._slab.take(bank.num_elements, dtype)

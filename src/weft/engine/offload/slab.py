@@ -33,12 +33,29 @@ def is_host_memory(tensor: torch.Tensor) -> bool:
     return not is_traceable_wrapper_subclass(given) and tensor.untyped_storage()._cdata in _storages
 
 
+class HostMemory:
+    """Tensors besides slabs that are host memory, for as long as this object lives."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, torch.Tensor] = {}
+        weakref.finalize(self, _forget, self._keys)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        key = tensor.untyped_storage()._cdata
+        self._keys[key] = tensor  # alive: the key of a freed storage may be given to another
+        _storages.add(key)
+
+
 class HostSlab:
     """`nbytes` of zeros; `take` gives them away from the beginning."""
 
-    def __init__(self, nbytes: int, *, device: torch.device) -> None:
+    def __init__(self, nbytes: int, *, device: torch.device, alignment_bytes: int = 1) -> None:
+        """`alignment_bytes`: the memory begins at a multiple of it."""
         with _allocating():
-            self._memory = torch.zeros(nbytes, dtype=torch.uint8)
+            self._memory = torch.zeros(nbytes + alignment_bytes - 1, dtype=torch.uint8)
+            if alignment_bytes > 1:
+                skipped = -self._memory.data_ptr() % alignment_bytes
+                self._memory = self._memory[skipped : skipped + nbytes]
         self._taken = 0
         key = self._memory.untyped_storage()._cdata
         _storages.add(key)
@@ -76,6 +93,11 @@ def _pin(memory: torch.Tensor) -> int:
             hint="raise the limit of locked memory (ulimit -l unlimited), or set offload.optimizer = 'none'",
         )
     return pointer
+
+
+def _forget(keys: dict[int, torch.Tensor]) -> None:
+    _storages.difference_update(keys)
+    keys.clear()
 
 
 def _release(key: int, pointer: int | None) -> None:

@@ -13,6 +13,7 @@ Slots of the device form are memory of the device that exists during the update 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,10 @@ from weft.engine.offload.chunks import MASTER, StateChunk, StatePiece
 from weft.engine.offload.copy_streams import NoStreams
 from weft.engine.offload.load_window import LoadWindow
 from weft.engine.offload.slab import slab_bytes
+from weft.engine.offload.state_store import HostStore
 from weft.engine.ownership import local
+
+HostState = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,7 @@ class DeviceUpdate:
         kernel: ChunkKernel,
         streams: NoStreams,
         *,
+        store: HostStore,
         chunks: Sequence[StateChunk],
         device: torch.device,
         num_slots: int,
@@ -54,6 +59,7 @@ class DeviceUpdate:
     ) -> None:
         """`keeps_slots`: their memory exists between updates too, since these run beside the computation."""
         self._kernel, self._streams, self._device, self._num_slots = kernel, streams, device, num_slots
+        self._store = store
         self._keeps_slots, self.kept_slots = keeps_slots, list[torch.Tensor]()
         # slots of chunks ahead: events of their copies are not those of the slots that all other chunks share
         self._own_slot = {chunk: num_slots + number for number, chunk in enumerate(chunks)}
@@ -72,7 +78,7 @@ class DeviceUpdate:
         for update in updates:
             if update.chunk in self._ahead:
                 slot, memory = self._own_slot[update.chunk], self._ahead.pop(update.chunk)
-                self._update(update, memory, slot, factor)
+                self._update(update, memory, slot, factor, self._store.fetch(update.chunk))
                 self._leaving.append((slot, memory))
         self.forget()
 
@@ -127,23 +133,27 @@ class DeviceUpdate:
         slots = self.kept_slots or [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
         self.kept_slots = slots if self._keeps_slots else []
         self._streams.begin()
+        self._store.begin([update.chunk for update in updates])
         for index, update in enumerate(updates):
-            self._load(update.chunk, slots[index % count], index % count)
-            self._update(update, slots[index % count], index % count, factor)
+            at_host = self._load(update.chunk, slots[index % count], index % count)
+            self._update(update, slots[index % count], index % count, factor, at_host)
+        self._store.end()
         for slot in range(count):  # after this the slots' memory is free for the computation
             self._streams.computation_waits(slot, stored=True)
 
-    def _load(self, chunk: StateChunk, memory: torch.Tensor, slot: int) -> None:
-        at_host = _at_host(chunk)
+    def _load(self, chunk: StateChunk, memory: torch.Tensor, slot: int) -> HostState:
+        at_host = self._store.fetch(chunk)
         here = _carve(memory, at_host)
         with self._streams.to_device(slot):
             for key, values in at_host.items():
                 here[key].copy_(values, non_blocking=True)
+        return at_host
 
-    def _update(self, update: ChunkUpdate, memory: torch.Tensor, slot: int, factor: torch.Tensor | None) -> None:
-        """Update a chunk that was loaded into `memory`, and begin to store it."""
+    def _update(
+        self, update: ChunkUpdate, memory: torch.Tensor, slot: int, factor: torch.Tensor | None, at_host: HostState
+    ) -> None:
+        """Update a chunk that was loaded into `memory` from `at_host`, and begin to store it there."""
         chunk, streams = update.chunk, self._streams
-        at_host = _at_host(chunk)
         here = _carve(memory, at_host)
         streams.computation_waits(slot)
         states = _states(update, here, first=chunk.begin)
@@ -157,15 +167,31 @@ class DeviceUpdate:
         with streams.from_device(slot):
             for key, values in at_host.items():
                 values.copy_(here[key], non_blocking=True)
+            self._keep_weights(chunk)
+        self._store.put(chunk, functools.partial(streams.host_waits, slot))
+
+    def _keep_weights(self, chunk: StateChunk) -> None:
+        kept = self._store.weights_of(chunk)
+        if kept is None:
+            return
+        for piece in chunk.pieces:
+            piece.within(kept, chunk.begin).copy_(piece.of(piece.parameter.detach()), non_blocking=True)
 
 
 class HostUpdate:
     """Brings gradients, and weights without masters, to the states. `staging`: page-locked host memory of each slot."""
 
     def __init__(
-        self, kernel: ChunkKernel, streams: NoStreams, *, staging: Sequence[torch.Tensor], device: torch.device
+        self,
+        kernel: ChunkKernel,
+        streams: NoStreams,
+        *,
+        store: HostStore,
+        staging: Sequence[torch.Tensor],
+        device: torch.device,
     ) -> None:
-        self._kernel, self._streams, self._staging, self._device = kernel, streams, staging, device
+        self._kernel, self._streams, self._store = kernel, streams, store
+        self._staging, self._device = staging, device
 
     @torch.no_grad()
     def run(self, updates: Sequence[ChunkUpdate], factor: torch.Tensor | None) -> None:
@@ -175,15 +201,22 @@ class HostUpdate:
             torch.empty(size, dtype=torch.uint8, device=self._device) for size in _arriving_bytes(updates, count)
         ]
         self._streams.begin()
-        sent: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self._store.begin([update.chunk for update in updates])
+        sent: list[tuple[list[torch.Tensor] | None, list[torch.Tensor]]] = []
         for index, update in enumerate(updates):
             while len(sent) < min(index + count, len(updates)):
                 sent.append(self._send(updates[len(sent)], len(sent) % count))
             self._streams.host_waits(index % count)
+            flats = self._store.fetch(update.chunk)
             weights, gradients = sent[index]
-            self._update(update, weights, gradients, factor)
+            if weights is None:
+                weights = _masters(update, flats, first=update.chunk.begin) or []
+            self._update(update, weights, gradients, factor, flats)
             with self._streams.to_device(index % count):
                 self._return(update, weights, arriving[index % count] if arriving else None)
+            self._keep_weights(update, weights)
+            self._store.put(update.chunk, functools.partial(self._streams.host_waits, index % count, loaded=True))
+        self._store.end()
         self._streams.end()
 
     def _return(self, update: ChunkUpdate, weights: Sequence[torch.Tensor], arriving: torch.Tensor | None) -> None:
@@ -199,21 +232,21 @@ class HostUpdate:
             master.copy_(weight, non_blocking=True)
         round_into(update.pieces, masters)
 
-    def _send(self, update: ChunkUpdate, slot: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Host memory of the values and gradients of a chunk: masters, and copies on their way of all others."""
+    def _send(self, update: ChunkUpdate, slot: int) -> tuple[list[torch.Tensor] | None, list[torch.Tensor]]:
+        """Host copies of the weights and gradients of a chunk, on their way; no weights where masters are states."""
         chunk, gradients, dtype = update.chunk, _gradients(update.pieces), update.chunk.bank.dtype
         size = slab_bytes(chunk.num_elements, dtype)
-        masters = _masters(update, chunk.bank.states, first=0)
-        end = staging_bytes(chunk, has_masters=masters is not None)
+        has_masters = MASTER in chunk.bank.states
+        end = staging_bytes(chunk, has_masters=has_masters)
         flats = [self._staging[slot][begin : begin + size].view(dtype) for begin in range(0, end, size)]
         held = [[piece.within(flat, chunk.begin) for piece in update.pieces] for flat in flats]
         with self._streams.from_device(slot):
             for copied, gradient in zip(held[0], gradients, strict=True):
                 copied.copy_(gradient, non_blocking=True)
-            if masters is None:
+            if not has_masters:
                 for piece, weight in zip(update.pieces, held[1], strict=True):
                     weight.copy_(piece.of(piece.parameter.detach()), non_blocking=True)
-        return held[1] if masters is None else masters, held[0]
+        return None if has_masters else held[1], held[0]
 
     def _update(
         self,
@@ -221,9 +254,18 @@ class HostUpdate:
         weights: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
         factor: torch.Tensor | None,
+        flats: HostState,
     ) -> None:
-        states = _states(update, update.chunk.bank.states, first=0)
+        states = _states(update, flats, first=update.chunk.begin)
         self._kernel.update(update.chunk.bank.group, update.pieces, weights, gradients, states, factor)
+
+    def _keep_weights(self, update: ChunkUpdate, weights: Sequence[torch.Tensor]) -> None:
+        kept, updated = self._store.weights_of(update.chunk), dict(zip(update.pieces, weights, strict=True))
+        if kept is None:
+            return
+        for piece in update.chunk.pieces:
+            value = updated.get(piece, piece.of(piece.parameter.detach()))
+            piece.within(kept, update.chunk.begin).copy_(value)
 
 
 def _gradients(pieces: Sequence[StatePiece]) -> list[torch.Tensor]:
@@ -252,7 +294,8 @@ def _masters(update: ChunkUpdate, flats: Mapping[str, torch.Tensor], *, first: i
 
 def round_into(pieces: Sequence[StatePiece], masters: Sequence[torch.Tensor]) -> None:
     """Set resting weights to their masters, rounded."""
-    torch._foreach_copy_([piece.of(piece.parameter.detach()) for piece in pieces], list(masters))
+    if pieces:
+        torch._foreach_copy_([piece.of(piece.parameter.detach()) for piece in pieces], list(masters))
 
 
 def staging_bytes(chunk: StateChunk, *, has_masters: bool) -> int:
@@ -266,10 +309,6 @@ def _arriving_bytes(updates: Sequence[ChunkUpdate], count: int) -> list[int]:
         slab_bytes(one.chunk.num_elements, one.chunk.bank.dtype) for one in updates if MASTER in one.chunk.bank.states
     ]
     return [max(sizes[slot::count]) for slot in range(min(count, len(sizes)))]
-
-
-def _at_host(chunk: StateChunk) -> dict[str, torch.Tensor]:
-    return {key: flat[chunk.begin : chunk.end] for key, flat in chunk.bank.states.items()}
 
 
 def _state_bytes(chunk: StateChunk) -> int:

@@ -1,22 +1,25 @@
-"""The folder of a run: run.toml, plan.toml, metrics.jsonl, ledger.json, report.html, checkpoints/, tensorboard/.
+"""The folder of a run: run.toml, plan.toml, metrics.jsonl, ledger.json, report.html, checkpoints/, tensorboard/, and
+offload/ with the optimizer states of a plan that keeps them in files.
 
 A mixture of experts also has experts.jsonl: the load of every expert, every `logging.every` steps.
 
-Only rank 0 writes here, except for checkpoints.
+Only rank 0 writes here, except for checkpoints and states.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
 from weft.core.disk import writing
-from weft.core.errors import RunFolderError
+from weft.core.errors import InputError, RunFolderError
 from weft.core.json_files import read_json_table
 from weft.core.plan import Plan
 from weft.core.records import ExpertLoads, StepRecord
 from weft.core.run_spec import RunSpec
+from weft.core.state_folder import StateFolder
 from weft.train.folder.metrics_file import MetricsFile
 
 
@@ -31,6 +34,21 @@ class RunFolder:
         self.checkpoints_path = path / "checkpoints"
         self.tensorboard_path = path / "tensorboard"
         self.model_path = path / "model"  # the Hugging Face config, for export
+
+    def states(self, *, after_step: int | None = None) -> StateFolder:
+        """Optimizer states in files; `after_step` as in StateFolder."""
+        own = f"{self.path.name}-{zlib.crc32(str(self.path.absolute()).encode()):08x}"
+        return StateFolder(path=self.path / "offload", run=own, after_step=after_step)
+
+    def has_committed_states(self) -> bool:
+        """Whether files of optimizer states have a commit record, by name only."""
+        try:
+            named = Plan.from_file(self.path / "plan.toml").offload.folder
+        except (InputError, OSError):
+            return False
+        states = self.states()
+        folder = Path(named) / states.run if named else states.path
+        return any(folder.glob("rank-*.json"))
 
     def create(self, run: RunSpec, plan: Plan) -> None:
         """Create the folder and write the two resolved documents."""

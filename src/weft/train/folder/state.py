@@ -8,7 +8,8 @@
     damaged    checkpoints that failed verification, no other  start: W501    resume: W601
     saved      a checkpoint                                    start: W501    resume: from the checkpoint
 
-The checkpoint store verifies a checkpoint when it loads one.
+Committed optimizer states in files (`offload.durable = "step"`) can be resumed from too, whatever the state. The
+checkpoint store verifies a checkpoint when it loads one, as the engine does with files.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from weft.train.folder.run_folder import RunFolder, require_run
 
 _DOCUMENTS: dict[str, type[Document]] = {"run.toml": RunSpec, "plan.toml": Plan}
 _NAMES = frozenset(
-    {"metrics.jsonl", "checkpoints", "tensorboard", "model", "history"}
+    {"metrics.jsonl", "checkpoints", "tensorboard", "model", "history", "offload"}
 )  # of a run without a finished step
 _DRAFTS = frozenset({"run.tmp", "plan.tmp", "metrics.tmp"})
 
@@ -50,6 +51,7 @@ class FolderLook:
     state: FolderState
     num_steps: int = 0  # finished, according to the metrics
     num_damaged: int = 0
+    has_states: bool = False  # committed, in files
 
     @property
     def has_checkpoint(self) -> bool:
@@ -66,6 +68,8 @@ class FolderLook:
     def require_resumable(self) -> str:
         """Require a run to resume; return a note if it restarts at step 0."""
         require_run(self.path)
+        if self.has_states:
+            return ""
         if self.state is FolderState.UNSAVED:
             raise CheckpointError(
                 f"the run in {self.path} ended after step {self.num_steps} without a checkpoint",
@@ -85,16 +89,17 @@ class FolderLook:
 
 def look_at(path: Path) -> FolderLook:
     """The current state of the folder."""
-    state, num_steps, num_damaged = FolderState.NEW, 0, 0
+    state, num_steps, num_damaged, has_states = FolderState.NEW, 0, 0, False
     if path.is_dir():
         names = {entry.name for entry in path.iterdir() if not _is_lock(entry.name)}
         folder = RunFolder(path)
         num_steps = max((record.step for record in folder.metrics.read()), default=0)
         num_damaged = len(list_damaged(folder.checkpoints_path))
+        has_states = folder.has_committed_states()
         state = _state(folder, names, num_steps=num_steps, num_damaged=num_damaged)
     elif path.exists():
         state = FolderState.FOREIGN
-    return FolderLook(path=path, state=state, num_steps=num_steps, num_damaged=num_damaged)
+    return FolderLook(path=path, state=state, num_steps=num_steps, num_damaged=num_damaged, has_states=has_states)
 
 
 def require_free(path: Path) -> None:
