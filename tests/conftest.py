@@ -1,5 +1,6 @@
 """Puts the tests' own modules on the path: `from gloo_ranks import run_ranks`, `from tiny import FAMILIES`."""
 
+import gc
 import os
 import signal
 import sys
@@ -24,6 +25,13 @@ settings.load_profile("weft")
 # to themselves or to a launcher would wait for ever when the suite itself runs in the background.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _garbage_of_this_file_only() -> None:
+    """Keep what is alive when a file begins (torch, tests collected) out of collections: half a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

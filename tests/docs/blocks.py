@@ -111,7 +111,8 @@ class Story:
                 self._run_python(block)
             elif block.info == "bash":
                 for line in command_lines(block):
-                    self.run(line, where=block.where)
+                    for part in line.split(" && weft "):
+                        self.run(part if line.startswith(part) else f"weft {part}", where=block.where)
 
     def run(self, line: str, *, where: str) -> None:
         words = shlex.split(line, comments=True)

@@ -1,8 +1,10 @@
 """Runs commands given as JSON lists on stdin, each in a fork of this process: importing torch a dozen times is slow.
 
-["weft", ...] is what the `weft` command does; ["python", FILE] runs a script. Answers {"code", "output"} on stdout.
+["weft", ...] is what the `weft` command does; ["python", FILE] runs a script. Ranks, dry runs and servers that a
+command starts are forks too. Answers {"code", "output"} on stdout.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -11,7 +13,11 @@ import tempfile
 import threading
 import traceback
 from importlib import import_module
+from pathlib import Path
 from typing import TextIO
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from warm_processes import fork_modules
 
 from weft.cli.main import main
 from weft.core.quiet import quiet_libraries
@@ -22,6 +28,8 @@ WARM = (
     "torch.utils.tensorboard",
     "transformers.models.llama.modeling_llama",
     "weft.train.worker",
+    "weft.verify.session",
+    "weft.dryrun.run",
     "weft.server.job.driver",
 )
 
@@ -35,6 +43,7 @@ def run(words: list[str], output: TextIO) -> int:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number in (1, 2):
             os.dup2(output.fileno(), number)
+        fork_modules()
         sys.argv = words if words[0] == "weft" else words[1:]
         if words[0] == "weft":
             main()
@@ -55,6 +64,7 @@ def serve() -> None:
     quiet_libraries()
     for name in WARM:
         import_module(name)
+    gc.freeze()  # all of torch: forks neither look through it nor copy it
     if threading.active_count() > 1:
         raise RuntimeError("a fork would lose the threads that imports have started")
     for line in sys.stdin:

@@ -10,6 +10,7 @@ fraction of a second. They see the environment of that server, not later changes
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import inspect
 import multiprocessing as mp
@@ -30,7 +31,9 @@ _CONTEXT = mp.get_context("forkserver")
 _PRELOADED = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp")
 # transformers and the engine: a rank that imports them by itself takes seconds of a core, and there may be eight.
 _OURS = ("transformers.models.auto.modeling_auto", "weft.engine.engine", "pytest")
-_CONTEXT.set_forkserver_preload([*_PRELOADED, *_OURS])
+# Every model's code imports torchao and all of transformers' generation: a second of each rank.
+_MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "gpt2", "mixtral"))
+_CONTEXT.set_forkserver_preload([*_PRELOADED, *_OURS, *_MODELS])
 
 
 class RankFailureError(AssertionError):
@@ -47,7 +50,6 @@ class RankJob:
     """Ranks that are running. Leaving the `with` block ends whatever is still alive."""
 
     def __init__(self, function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0) -> None:
-        self._deadline = time.monotonic() + timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="gloo-ranks-")
         where = (inspect.getfile(function), function.__qualname__)
         store = str(Path(self._folder.name) / "store")
@@ -61,6 +63,7 @@ class RankJob:
             theirs.close()
             self.processes.append(process)
             self._pipes.append(ours)
+        self._deadline = time.monotonic() + timeout_s  # from here: the first rank of all waits for the server's imports
 
     def __enter__(self) -> RankJob:
         return self
@@ -109,6 +112,7 @@ def _rank_main(settings: tuple[Any, ...], args: tuple[Any, ...]) -> None:
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    gc.freeze()  # what was preloaded: collections of a rank neither look through it nor copy it
     try:
         dist.init_process_group(
             "gloo",

@@ -30,7 +30,7 @@ from weft.dryrun.kernels import LIBRARY_WORKSPACES_BYTES, Kernel, workspace_byte
 from weft.dryrun.record import DryRun
 from weft.dryrun.world import FakeWorld, fake_world
 from weft.engine.engine import Engine
-from weft.engine.measure.meter import StepMeter, measure_peak, tensors_at_rest
+from weft.engine.measure.meter import StepMeter, collecting_new_objects, measure_peak, tensors_at_rest
 from weft.engine.measure.tracker import plain_tensors
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.engine.pp.runtime import PipelineRuntime
@@ -78,7 +78,8 @@ def dry_run(
 
 def _of_rank(run: RunSpec, plan: Plan, kernel: Kernel | None, began_s: float, *, rank: int, imbalance: float) -> DryRun:
     compiler = compiler_without_code() if plan.compile.enabled else nullcontext()
-    with compiler, fake_world(num_ranks=plan.num_ranks, rank=rank, attention=kernel, imbalance=imbalance) as world:
+    world_of_rank = fake_world(num_ranks=plan.num_ranks, rank=rank, attention=kernel, imbalance=imbalance)
+    with collecting_new_objects(), compiler, world_of_rank as world:
         stage = FakeTraining(run, plan)
         try:
             with world.mode:

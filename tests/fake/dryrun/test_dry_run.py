@@ -48,12 +48,12 @@ def counts(found: DryRun) -> dict[tuple[str, str], int]:
     ("zero", "expected"),
     [
         (1, {("all_gather", "forward"): 3, ("reduce_scatter", "backward"): 3}),
-        (2, {("all_gather", "forward"): 3, ("reduce_scatter", "backward"): 12}),
-        (3, {("all_gather", "forward"): 12, ("all_gather", "backward"): 12, ("reduce_scatter", "backward"): 12}),
+        (2, {("all_gather", "forward"): 3, ("reduce_scatter", "backward"): 6}),
+        (3, {("all_gather", "forward"): 6, ("all_gather", "backward"): 6, ("reduce_scatter", "backward"): 6}),
     ],
 )
 def test_collectives_are_those_of_the_stage(zero: int, expected: dict[tuple[str, str], int]) -> None:
-    assert counts(dry_run(run_of(LLAMA), plan_of(zero, 8, microbatches=4))) == expected
+    assert counts(dry_run(run_of(LLAMA), plan_of(zero, 8, microbatches=2))) == expected
 
 
 TERMS: list[tuple[int, int, dict[str, Any]]] = [
@@ -251,7 +251,7 @@ def test_reserved_is_at_least_allocated_and_moments_are_told() -> None:
     assert found.moments["saving_host_bytes"] == pytest.approx(held, rel=0.01)
 
 
-@pytest.mark.parametrize("preset", by_default(["fp16", "bf16"], ["fp32", "fp16", "bf16"]))
+@pytest.mark.parametrize("preset", by_default(["fp16"], ["fp32", "fp16", "bf16"]))
 def test_experts_run_in_every_precision(preset: str) -> None:
     experts = {"type": "mixtral", "config": {**LLAMA["config"], "num_hidden_layers": 2, "num_local_experts": 4}}  # type: ignore[dict-item]
     found = dry_run(run_of(experts), plan_of(3, 4, precision={"preset": preset}))

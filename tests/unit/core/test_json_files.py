@@ -91,7 +91,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_config_with_any_value_anywhere_has_a_shape_or_an_error(data: st.DataObject, tmp_path: Path) -> None:
     model_type = data.draw(st.sampled_from(TYPES))

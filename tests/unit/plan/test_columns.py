@@ -55,7 +55,7 @@ def test_any_candidate_comes_back_from_its_columns(request: Request, data: st.Da
 
 
 @given(request=requests(), data=st.data())
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_one_plan_alone_costs_what_it_costs_among_many(request: Request, data: st.DataObject) -> None:
     columns = legal_plans(request)
     if not len(columns):

@@ -6,7 +6,6 @@ the first finds the position of the peak, the second classifies every live byte 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 
 from weft.core.records import HolderRecord, PeakRecord
 from weft.engine.engine import Engine
-from weft.engine.measure.meter import StepMeter
+from weft.engine.measure.meter import StepMeter, collecting_new_objects
 
 MAX_STEPS = 4
 
@@ -55,6 +54,7 @@ class Measuring:
         self.num_measured = 0  # measured steps, which are slower
         self._engine, self._on_found = engine, on_found
         self._meter: StepMeter | None = None
+        self._collections = ExitStack()
         self._steps_left = MAX_STEPS if is_on else 0
         self._before_bytes = 0
 
@@ -83,14 +83,13 @@ class Measuring:
 
     def finish(self) -> None:
         """End the measurement and restore the garbage collector."""
-        if self._meter is not None:
-            gc.unfreeze()
+        self._collections.close()
         self._meter, self._steps_left = None, 0
 
     def _open(self, stack: ExitStack) -> None:
         if self._meter is None:
             self._meter = StepMeter(self._engine, on_error=self._give_up)
-            gc.freeze()  # the meter collects cycles between steps: a fifth of a second each with all of torch in it
+            self._collections.enter_context(collecting_new_objects())
         if self._engine.device.type == "cuda":
             self._before_bytes = max(self._before_bytes, torch.cuda.max_memory_allocated(self._engine.device))
             torch.cuda.reset_peak_memory_stats(self._engine.device)

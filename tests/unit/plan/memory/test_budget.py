@@ -42,7 +42,7 @@ def costs(request: Request, plan: Plan, mixture: tuple[int, int]) -> tuple[int, 
     return found.memory_bytes, found.step_s
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.sampled_from([tiny_llama(num_hidden_layers=3), tiny_llama(num_hidden_layers=5), tiny_mixtral()]),
     st.sampled_from(LAYOUTS),

@@ -280,7 +280,7 @@ def by_degree(shape: ModelShape, plan: dict[str, Any], *, tokens: int, preset: s
 
 
 @given(plan=sharded_plans(), tokens=st.sampled_from([16, 512, 8192]), preset=st.sampled_from(["fp32", "bf16"]))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_memory_never_rises_with_the_shard_degree(plan: dict[str, Any], tokens: int, preset: str) -> None:
     """Where rows divide: sharding further can only take bytes away."""
     shape = tiny_llama(hidden_size=1024, intermediate_size=2048, vocab_size=4096, num_key_value_heads=8)
@@ -294,7 +294,7 @@ def test_memory_never_rises_with_the_shard_degree(plan: dict[str, Any], tokens: 
     width=st.integers(1, 300).map(lambda n: 4 * n),
     vocab=st.integers(10, 5000),
 )
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_states_never_rise_with_the_shard_degree_even_where_rows_do_not_divide(
     plan: dict[str, Any], hidden: int, width: int, vocab: int
 ) -> None:

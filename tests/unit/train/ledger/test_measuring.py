@@ -16,6 +16,12 @@ from weft.engine.measure.meter import StepMeter
 from weft.train.ledger.measuring import MAX_STEPS, Measured, Measuring
 
 
+@pytest.fixture(autouse=True)
+def _nothing_frozen() -> None:
+    """As in a training; the tests' own process has frozen what it imported."""
+    gc.unfreeze()
+
+
 def train(engine: Engine, measuring: Measuring, steps: int) -> list[float]:
     losses = []
     for step in range(steps):
@@ -28,6 +34,7 @@ def test_two_steps_are_measured_and_no_third() -> None:
     engine, heard = build_engine("llama"), list[Measured]()
     measuring = Measuring(engine, on_found=heard.append)
     train(engine, measuring, 1)
+    assert gc.get_freeze_count() > 0
     assert measuring.is_active
     assert measuring.found is not None
     assert measuring.found.peak is None
