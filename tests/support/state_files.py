@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from narrow import Narrow
 from offloaded import digests, small_chunks
-from tiny import build_engine, train_steps
+from tiny import CPU, build_engine, train_steps
 
+from weft.core.plan import Plan
 from weft.core.state_folder import StateFolder
 from weft.engine.engine import Engine
+from weft.engine.optim.optimizers import OptimizerPolicy
 
 
 def filed(plan: dict[str, Any], update: str = "device", *, durable: str = "checkpoint") -> dict[str, Any]:
@@ -49,5 +53,15 @@ def committed_steps(folder: Path, *, rank: int = 0) -> list[int]:
     found = []
     for path in folder.glob(f"rank-{rank}-?.json"):
         record = json.loads(json.loads(path.read_text(encoding="utf-8"))["record"])
-        found += [entry["step"] for entry in record["entries"]]
+        found += [entry["step"] for entry in record["steps"]]
     return sorted(found)
+
+
+def narrow_engine(folder: Path, *, resume: int | None = None, durable: str = "step", **tables: Any) -> Engine:
+    """A small engine that is built in milliseconds, with several chunks."""
+    torch.manual_seed(0)
+    with small_chunks():
+        plan = Plan.from_tables(filed(tables, "host", durable=durable))
+        states = StateFolder(path=folder, after_step=resume)
+        policy = OptimizerPolicy(learning_rate=1e-3)
+        return Engine(Narrow(), plan, optimizer=policy, device=CPU, state_folder=states)

@@ -39,7 +39,7 @@ class CommittedStep:
 class Record:
     layout: str  # of the rank's states: a digest
     sums: list[int]
-    entries: list[CommittedStep]
+    steps: list[CommittedStep]
 
 
 class CommitLog:
@@ -58,8 +58,8 @@ class CommitLog:
             fields = json.loads(outer["record"])
             if outer["sha256"] != _digest(outer["record"].encode()) or fields["format"] != FORMAT:
                 return None
-            entries = [CommittedStep(**entry) for entry in fields["entries"]]
-            return Record(layout=fields["layout"], sums=fields["sums"], entries=entries)
+            steps = [CommittedStep(**step) for step in fields["steps"]]
+            return Record(layout=fields["layout"], sums=fields["sums"], steps=steps)
         except (OSError, ValueError, LookupError, TypeError):
             return None
 
@@ -81,10 +81,14 @@ class CommitLog:
             return data if _digest(data) == entry.rest else None
         return None
 
+    def remove(self, number: int) -> None:
+        """Before the file is written."""
+        self._record_path(number).unlink(missing_ok=True)
+
     def forget(self) -> None:
         """Remove all records, before the files get contents that were not trained."""
         for number in range(2):
-            self._record_path(number).unlink(missing_ok=True)
+            self.remove(number)
         self.keep_rests(())
         if self.folder.is_dir():
             sync_path(self.folder)

@@ -74,20 +74,26 @@ class DurableStates:
             entry = CommittedStep(step=step, meta=meta, counters=packed.tolist(), rest=self._write_rest(step, buffers))
             entries = self._entries[number] = [*earlier, entry]
             sums = [int(one) for one in self._store.sums[number]]
-            self._log.write(number, Record(layout=self._layout, sums=sums, entries=entries))
+            self._log.write(number, Record(layout=self._layout, sums=sums, steps=entries))
 
         self._commit = self._store.after_writes(finish)
 
-    def join(self) -> None:
-        """Return when every rank has committed its last step. Collective."""
-        if self._commit is not None:
-            self._commit.result()
-            self._commit = None
+    def begin_update(self) -> None:
+        """Return when every rank has committed its last step: the older file may be written. Collective."""
+        self.join()
         if dist.get_world_size() > 1:
             arrived = torch.ones((), device=self._device)
             dist.all_reduce(arrived)
             arrived.item()
+        self._log.remove(1 - self._store.current)
+        self._entries.pop(1 - self._store.current, None)
         self._log.keep_rests(tuple(entry.step for entries in self._entries.values() for entry in entries))
+
+    def join(self) -> None:
+        """Return when this rank has committed its last step."""
+        if self._commit is not None:
+            self._commit.result()
+            self._commit = None
 
     def replaced(self) -> None:
         """The current file got other contents, from a checkpoint: its records are those of another run of steps."""
@@ -122,7 +128,7 @@ class DurableStates:
             if record.layout != self._layout:
                 self.notes.append(f"{self._log.state_path(number)} is not used: it is of another layout or model")
                 continue
-            found.update({entry.step: (number, record, entry) for entry in record.entries})
+            found.update({entry.step: (number, record, entry) for entry in record.steps})
         return found
 
     def _common(self, own: set[int], after_step: int) -> set[int]:
@@ -151,10 +157,10 @@ class DurableStates:
         saved = torch.load(io.BytesIO(data), weights_only=True) if data is not None else {}
         for name, buffer in _buffers(self._model):
             buffer.copy_(saved[name])
-        self._entries, self._is_written = {number: record.entries}, True
+        self._entries, self._is_written = {number: record.steps}, True
         other = self._log.read(1 - number)
         if other is not None:
-            self._entries[1 - number] = other.entries
+            self._entries[1 - number] = other.steps
         return entry.meta
 
     @torch.no_grad()

@@ -210,7 +210,7 @@ class OffloadedStates:
         self._file_store.settle()
         self._file_store.drop_maps()
         if self.durable is not None:
-            self.durable.join()
+            self.durable.begin_update()
 
     def after_load(self) -> None:
         """The states were replaced by those of a checkpoint."""
