@@ -88,15 +88,6 @@ def _expert_reasons(plan: Plan, run: RunSpec | None) -> list[Reason]:
     return check_experts(shape, plan.mesh.ep) if shape is not None else []
 
 
-def _offload_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
-    """States in 8 bits stay on the device."""
-    if run is not None and plan.offload.optimizer != "none" and run.train.optimizer == "adamw8bit":
-        yield (
-            "optimizer offload (offload.optimizer) does not execute train.optimizer = 'adamw8bit'",
-            "set train.optimizer = 'adamw' with precision.optimizer_state = 'bfloat16', or offload.optimizer = 'none'",
-        )
-
-
 def known_shape(run: RunSpec) -> ModelShape | None:
     """The shape of the run's model; None if the planner has none: the engine then judges the model itself."""
     from weft.plan.ask import resolve_model
@@ -115,7 +106,6 @@ RULES = (
     LegalityRule("sequence", BatchError, _sequence_reasons),
     LegalityRule("router", NotBuiltError, _router_reasons),
     LegalityRule("experts", MeshError, _expert_reasons),
-    LegalityRule("offload", NotBuiltError, _offload_reasons),
 )
 
 

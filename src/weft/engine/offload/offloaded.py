@@ -24,13 +24,14 @@ from weft.core.errors import NotBuiltError
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan
 from weft.engine.offload.ahead import AheadOfUpdate
-from weft.engine.offload.chunk_kernel import ChunkKernel, State, new_counter, require_known, state_dtype, state_keys
+from weft.engine.offload.chunk_kernel import ChunkKernel, State, block_of, new_counter, require_known, state_dtypes
 from weft.engine.offload.chunks import StateBank, divide
 from weft.engine.offload.copy_streams import streams_for
 from weft.engine.offload.delayed import DelayedOnDevice, DelayedOnHost, IntoGradients, pending_bytes, weight_bytes
 from weft.engine.offload.host_room import require_room
 from weft.engine.offload.slab import HostSlab, slab_bytes
 from weft.engine.offload.updates import ChunkUpdate, DeviceUpdate, HostUpdate, staging_bytes
+from weft.engine.optim.adamw_8bit import joined
 from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import local
 from weft.models.layout import ModelLayout
@@ -85,8 +86,9 @@ class OffloadedStates:
         self._num_groups = len(optimizer.param_groups)
         kernel = ChunkKernel(optimizer) if place == "host" or not is_delayed else IntoGradients(optimizer)
         self._banks, self._chunks = divide(
-            optimizer.param_groups, chunk_elements=offload_sizes.CHUNK_ELEMENTS, unit_of=kernel.unit_of
-        )
+            optimizer.param_groups, chunk_elements=offload_sizes.CHUNK_ELEMENTS, unit_of=kernel.unit_of,
+            block_of=functools.partial(block_of, optimizer),
+        )  # fmt: skip
         num_slots = offload_sizes.SLOTS
         is_late_on_host = is_delayed and place == "host"
         staged = weight_bytes if is_late_on_host else staging_bytes
@@ -130,6 +132,8 @@ class OffloadedStates:
         if isinstance(self._optimizer, AdamWLow):
             factor, self._optimizer.gradient_factor = self._optimizer.gradient_factor, None
         with self._reported():
+            if self._late is not None:
+                self._late.land()  # first: the update in flight adds to the counters that are copied next
             (self._late or self._update).run(list(self._with_gradients()), factor)
         if self._ahead is not None:
             self._ahead.step_done()
@@ -202,19 +206,17 @@ class OffloadedStates:
     # --- memory -------------------------------------------------------------------------------------------------
 
     def _moment_bytes(self) -> int:
-        sizes = (slab_bytes(bank.num_elements, self._dtype(bank)) * len(self._keys(bank)) for bank in self._banks)
-        return sum(sizes)
+        return sum(slab_bytes(count, dtype) for bank in self._banks for _, count, dtype in self._states_of(bank))
 
-    def _keys(self, bank: StateBank) -> tuple[str, ...]:
-        return state_keys(self._optimizer, bank.group)
-
-    def _dtype(self, bank: StateBank) -> torch.dtype:
-        return state_dtype(self._optimizer, bank.dtype)
+    def _states_of(self, bank: StateBank) -> Iterator[tuple[str, int, torch.dtype]]:
+        """Name, entries and dtype of each state of a bank."""
+        for key, dtype in state_dtypes(self._optimizer, bank).items():
+            yield key, bank.num_entries(key, bank.num_elements), dtype
 
     def _create_states(self, device: torch.device) -> None:
         """States of zero for every parameter, as views of the slab; counters on `device`."""
         for bank in self._banks:
-            bank.states = {key: self._slab.take(bank.num_elements, self._dtype(bank)) for key in self._keys(bank)}
+            bank.states = {key: self._slab.take(count, dtype) for key, count, dtype in self._states_of(bank)}
             for parameter in bank.offsets:
                 counter = new_counter(self._optimizer, bank.group, device)
-                self._optimizer.state[parameter] = {**counter, **bank.views_of(parameter)}
+                self._optimizer.state[parameter] = {**counter, **joined(bank.views_of(parameter))}

@@ -140,7 +140,7 @@ class DeviceUpdate:
         here = _carve(memory, at_host)
         streams.computation_waits(slot)
         states = [
-            {**counter, **{key: piece.within(flat, chunk.begin) for key, flat in here.items()}}
+            {**counter, **chunk.bank.states_of(piece, here, first=chunk.begin)}
             for piece, counter in zip(update.pieces, update.counters, strict=True)
         ]
         weights = [piece.of(piece.parameter.detach()) for piece in update.pieces]
@@ -193,11 +193,12 @@ class HostUpdate:
         gradients: Sequence[torch.Tensor],
         factor: torch.Tensor | None,
     ) -> None:
+        bank = update.chunk.bank
         states = [
-            {**counter, **{key: piece.within(flat, 0) for key, flat in update.chunk.bank.states.items()}}
+            {**counter, **bank.states_of(piece, bank.states, first=0)}
             for piece, counter in zip(update.pieces, update.counters, strict=True)
         ]
-        self._kernel.update(update.chunk.bank.group, update.pieces, weights, gradients, states, factor)
+        self._kernel.update(bank.group, update.pieces, weights, gradients, states, factor)
 
 
 def _gradients(pieces: Sequence[StatePiece]) -> list[torch.Tensor]:
@@ -216,11 +217,12 @@ def staging_bytes(chunk: StateChunk) -> int:
 
 
 def _at_host(chunk: StateChunk) -> dict[str, torch.Tensor]:
-    return {key: flat[chunk.begin : chunk.end] for key, flat in chunk.bank.states.items()}
+    return {key: chunk.bank.part(key, flat, chunk.begin, chunk.end) for key, flat in chunk.bank.states.items()}
 
 
 def _state_bytes(chunk: StateChunk) -> int:
-    return sum(slab_bytes(chunk.num_elements, flat.dtype) for flat in chunk.bank.states.values())
+    sizes = ((chunk.bank.num_entries(key, chunk.num_elements), flat.dtype) for key, flat in chunk.bank.states.items())
+    return sum(slab_bytes(count, dtype) for count, dtype in sizes)
 
 
 def _carve(memory: torch.Tensor, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -321,6 +321,8 @@ def _at_update(parts: TermParts) -> Terms:
         temporaries = QUANTISED_UPDATE_BYTES * _largest_tensor(parts.view) * held / np.maximum(share.total.unsharded, 1)
     # an offloaded optimizer updates chunk by chunk
     passing = np.where(updates_beside_compute(parts.view), 0.0, staged_states(parts.view))
+    is_quantised = parts.view.request.workload.optimizer == "adamw8bit"
+    passing = passing + (temporaries if is_quantised else 0.0)  # its kernel takes whole tensors, offloaded or not
     temporaries = np.where(columns.offload_optimizer > 0, passing, temporaries)
     gradients = held * sizes.gradient
     return instant(parts, saved=none, gathered=none, gradients=gradients, buffers=none, temporaries=temporaries)
