@@ -79,7 +79,8 @@ class Offload(Section):
         description="device memory for states on their way, so that their copies hide behind several micro-batches",
     )
     delayed: bool = Field(
-        default=False, description="apply the update of a step after the next step's gradients: other mathematics"
+        default=False,
+        description="the update of a step runs beside the next step and lands after it: other mathematics",
     )
     folder: str = Field(default="", description="nvme: a folder of a local disk; absent: offload/ of the run folder")
     durable: Literal["checkpoint", "step"] = Field(

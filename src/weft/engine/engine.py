@@ -249,7 +249,8 @@ class Engine:
     # --- evaluation ---------------------------------------------------------------------------------------------
 
     def evaluate(self, batches: Batch | Sequence[Batch]) -> EvalRecord:
-        """The mean token loss over one batch or several, by the same objective and division as training."""
+        """The mean token loss over one batch or several, by the same objective and division as training; of the
+        weights that the next step reads, or in a pipeline that never flushes of the newest."""
         loss_sum, weight = self.evaluate_nowait(batches)
         return EvalRecord(loss=float(loss_sum / divisor(weight)), tokens=int(weight))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from weft.checkpoint.parts import ShardTensor
 from weft.core.errors import CheckpointError
 from weft.core.shards import LocalShard
 from weft.engine.offload.slab import is_host_memory
-from weft.engine.optim.adamw_8bit import block_size_for, quantised_parts
+from weft.engine.optim.adamw_8bit import CODES, SCALES, QuantisedParts, block_size_for, quantised_parts
 from weft.engine.ownership import LocalShards, chunks_of, local
 
 MODEL = "model."
@@ -62,8 +63,8 @@ def state_tensors(
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 shard = shards.get(name)
-                if value.ndim > 0 and is_host_memory(value):
-                    state[f"{OPTIMIZER}{name}.{key}"] = _at_host(value, parameter, shard)
+                if is_on_host(value):
+                    state.update(_chunked(f"{OPTIMIZER}{name}.{key}", value, parameter, shard))
                     continue
                 shape = shard.shape if shard is not None else parameter.shape
                 of_key = _logical(f"{OPTIMIZER}{name}.{key}", value, parameter, full_shape=torch.Size(shape))
@@ -71,10 +72,40 @@ def state_tensors(
     return state
 
 
+def is_on_host(value: torch.Tensor) -> bool:
+    """Whether a state is offloaded."""
+    parts = quantised_parts(value)
+    return value.ndim > 0 and is_host_memory(parts.codes if parts is not None else value)
+
+
 def _at_host(own: torch.Tensor, parameter: nn.Parameter, shard: LocalShard | None) -> ShardTensor:
     """A local shard in host memory, laid out as the parameter's: a DTensor would move it to the device."""
     shape = shard.shape if shard is not None else parameter.shape
     return ShardTensor.of(own, shape=shape, chunks=chunks_of(parameter, shard))
+
+
+def _chunked(
+    name: str, value: torch.Tensor, parameter: nn.Parameter, shard: LocalShard | None
+) -> dict[str, torch.Tensor]:
+    """An offloaded state as chunks of the full tensor; an 8-bit one as codes and scales."""
+    chunks, shape = chunks_of(parameter, shard), tuple(parameter.shape if shard is None else shard.shape)
+    parts = _parts(value, parameter, full_shape=torch.Size(shape))
+    if parts is None:
+        return {name: _at_host(value, parameter, shard)}
+    width = parts.scales.shape[-1]
+    of_scales = [replace(chunk, sizes=(*chunk.sizes[:-1], width)) for chunk in chunks]
+    return {
+        f"{name}{CODES}": ShardTensor.of(parts.codes, shape=shape, chunks=chunks),
+        f"{name}{SCALES}": ShardTensor.of(parts.scales, shape=(*shape[:-1], width), chunks=of_scales),
+    }
+
+
+def _parts(value: torch.Tensor, parameter: torch.Tensor, *, full_shape: torch.Size) -> QuantisedParts | None:
+    """Codes and scales of an 8-bit moment; None for any other tensor."""
+    if value.dtype == torch.uint8:  # of a rank without rows: no values, but its keys must exist
+        blocks = parameter.shape[-1] // (block_size_for(full_shape) or 1)
+        return QuantisedParts(codes=value, scales=torch.zeros((*value.shape[:-1], blocks), device=value.device))
+    return quantised_parts(value)
 
 
 def as_shard(tensor: torch.Tensor, shard: LocalShard | None) -> torch.Tensor:
@@ -99,18 +130,13 @@ def _logical(
     """A state tensor as tensors that can be resharded: 8-bit moments become codes and scales, sharded alike."""
     if value.ndim == 0 or isinstance(value, DTensor):
         return {name: value}
-    parts = quantised_parts(value)
-    if parts is not None:
-        codes, scales = parts.codes, parts.scales
-    elif value.dtype == torch.uint8:  # an 8-bit moment of a rank without rows: no values, but its keys must exist
-        blocks = parameter.shape[-1] // (block_size_for(full_shape) or 1)
-        codes, scales = value, torch.zeros((*value.shape[:-1], blocks), device=value.device)
-    else:
+    parts = _parts(value, parameter, full_shape=full_shape)
+    if parts is None:
         return {name: _placed(value, parameter, parameter.shape)}
-    of_scales = torch.Size((*parameter.shape[:-1], scales.shape[-1]))
+    of_scales = torch.Size((*parameter.shape[:-1], parts.scales.shape[-1]))
     return {
-        f"{name}.codes": _placed(codes, parameter, parameter.shape),
-        f"{name}.scales": _placed(scales, parameter, of_scales),
+        f"{name}{CODES}": _placed(parts.codes, parameter, parameter.shape),
+        f"{name}{SCALES}": _placed(parts.scales, parameter, of_scales),
     }
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from weft.core.errors import BatchError, MeshError, NotBuiltError, PlanError, WeftError
 from weft.core.executable import not_executed_reasons
+from weft.core.masters import has_masters_away
 from weft.core.model_shape import ModelShape
 from weft.core.plan import Plan, check_consistent
 from weft.core.router_rules import check_router
@@ -89,11 +90,12 @@ def _expert_reasons(plan: Plan, run: RunSpec | None) -> list[Reason]:
 
 
 def _offload_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
-    """States in 8 bits stay on the device."""
-    if run is not None and plan.offload.optimizer != "none" and run.train.optimizer == "adamw8bit":
+    """8-bit moments leave alone, for host memory."""
+    is_eight = run is not None and run.train.optimizer == "adamw8bit" and plan.offload.optimizer != "none"
+    if is_eight and (plan.offload.optimizer == "nvme" or has_masters_away(plan)):
         yield (
-            "optimizer offload (offload.optimizer) does not execute train.optimizer = 'adamw8bit'",
-            "set train.optimizer = 'adamw' with precision.optimizer_state = 'bfloat16', or offload.optimizer = 'none'",
+            "train.optimizer = 'adamw8bit' is not executed with states in files, nor with masters or weights on the host",
+            "set offload.optimizer = 'cpu' alone, or train.optimizer = 'adamw' with precision.optimizer_state = 'bfloat16'",
         )
 
 

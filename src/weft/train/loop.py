@@ -164,8 +164,8 @@ class TrainingLoop:
         self.outcome.steps += 1
         self._require_finite(record)
         if self._is_evaluation(record.step) and not wants_stop:
-            if record.step == self.run_spec.train.steps:  # of the weights that are saved
-                self.engine.updates.restart()
+            if record.step == self.run_spec.train.steps and self.engine.plan.offload.delayed:
+                self.engine.updates.restart()  # the last evaluation is of the weights that are saved
             record = dataclasses.replace(record, eval_loss=self._evaluate())
         self.metrics.write(record)
         if pending.router is not None and self._is_logged(record.step):

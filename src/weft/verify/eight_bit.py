@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from weft.engine.optim.adamw_8bit import block_size_for
+from weft.engine.optim.adamw_8bit import CODES, SCALES, block_size_for
 
 IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
-CODES, SCALES = ".codes", ".scales"
 
 
 @torch.no_grad()

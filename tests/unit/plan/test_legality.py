@@ -105,7 +105,7 @@ def test_each_rule_of_the_table_is_tried() -> None:
         (
             {"z_loss": 0.1},
             {"mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream_2bw", "microbatches": 4}},
-            "one update per step",
+            "an update at the end of its step",
             "1f1b",
         ),
     ],
@@ -121,14 +121,20 @@ def test_a_layout_that_cannot_do_what_router_asks_is_refused(
     require_legal(given_plan.model_copy(update={"expert_parallel": Plan().expert_parallel}), run(8))
 
 
-def test_8_bit_states_on_the_host_are_refused_before_ranks_start() -> None:
-    offloaded = Plan.from_tables({"offload": {"optimizer": "cpu"}})
+def test_8_bit_states_on_the_host_are_legal() -> None:
     eight_bit = RunSpec.from_tables({"model": {"type": "llama"}, "train": {"optimizer": "adamw8bit"}})
-    with pytest.raises(NotBuiltError, match="adamw8bit") as refused:
-        require_legal(offloaded, eight_bit)
-    assert "bfloat16" in refused.value.hint
-    require_legal(offloaded, RunSpec.from_tables({"model": {"type": "llama"}}))
-    require_legal(Plan(), eight_bit)
+    require_legal(Plan.from_tables({"offload": {"optimizer": "cpu", "update": "device"}}), eight_bit)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"optimizer": "nvme"}, {"optimizer": "cpu", "masters": "host"}, {"optimizer": "cpu", "parameters": "cpu"}]
+)
+def test_8_bit_states_leave_alone(keys: dict[str, Any]) -> None:
+    eight_bit = RunSpec.from_tables({"model": {"type": "llama"}, "train": {"optimizer": "adamw8bit"}})
+    plan = Plan.from_tables({"precision": {"preset": "bf16"}, "offload": keys})
+    rule = next(one for one in RULES if one.name == "offload")
+    assert [hint for _, hint in rule.reasons(plan, eight_bit) if "offload.optimizer = 'cpu' alone" in hint]
+    assert not list(rule.reasons(plan, RunSpec.from_tables({"model": {"type": "llama"}})))
 
 
 @given(

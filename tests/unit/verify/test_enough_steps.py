@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.core.errors import PipelineError
+from weft.core.errors import PipelineError, PlanError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.verify import worker
@@ -44,6 +44,14 @@ def test_too_few_steps_are_refused_with_the_number_that_suffices(
 def test_what_drains_in_every_step_needs_no_more_than_two() -> None:
     require_enough_steps(plan_of("1f1b", pp=4, microbatches=1), steps=2)
     require_enough_steps(plan_of("pipedream", pp=1, microbatches=1), steps=2)
+
+
+def test_a_delayed_update_needs_a_step_that_reads_one_and_a_restart() -> None:
+    plan = Plan.from_tables({"offload": {"optimizer": "cpu", "delayed": True}})
+    with pytest.raises(PlanError, match=r"3 steps do not show that offload\.delayed delays") as refused:
+        require_enough_steps(plan, steps=3)
+    assert "--steps 4 " in (refused.value.hint or "")
+    require_enough_steps(plan, steps=4)
 
 
 class Untrained(Session):

@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from weft.core.errors import BadValueError, NotBuiltError
-from weft.engine.offload.chunks import UNIT, StatePiece
+from weft.engine.offload.chunks import UNIT, StateBank, StatePiece
+from weft.engine.optim.adamw_8bit import PARTS, RowwiseAdamW8bit, joined
 from weft.engine.optim.adamw_low import AdamWLow, Place
 from weft.engine.optim.adamw_low_update import PIECE_ELEMENTS
 from weft.engine.ownership import local
@@ -35,6 +36,8 @@ class ChunkKernel:
 
     def unit_of(self, parameter: nn.Parameter) -> int:
         """Elements between which a parameter may be cut without a change of bits."""
+        if isinstance(self._own, RowwiseAdamW8bit):
+            return max(1, local(parameter).numel())  # its kernel is compiled by shape: the same shapes, the same bits
         if parameter not in self._places:
             return UNIT
         spans = self._places[parameter].spans
@@ -60,7 +63,7 @@ class ChunkKernel:
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient
         self._own.param_groups = [{**group, "params": list(weights)}]
-        self._own.state = defaultdict(dict, zip(weights, states, strict=True))
+        self._own.state = defaultdict(dict, zip(weights, map(joined, states), strict=True))
         if self._places:
             places = {weight: self._place(piece) for weight, piece in zip(weights, pieces, strict=True)}
             self._own.states = replace(self._own.states, places=places)
@@ -80,10 +83,10 @@ class ChunkKernel:
 
 def require_known(optimizer: Optimizer) -> None:
     """Refuse optimizers whose states this room cannot lay out, and parameters that it cannot cut."""
-    if type(optimizer) not in (Adam, AdamW, SGD, AdamWLow):
+    if type(optimizer) not in (Adam, AdamW, SGD, AdamWLow, RowwiseAdamW8bit):
         raise NotBuiltError(
             f"optimizer offload does not execute {type(optimizer).__name__}",
-            hint="use train.optimizer = 'adamw', 'adam' or 'sgd', or set offload.optimizer = 'none'",
+            hint="use train.optimizer = 'adamw', 'adam', 'sgd' or 'adamw8bit', or set offload.optimizer = 'none'",
         )
     for group in optimizer.param_groups:
         for key in ("amsgrad", "dampening", "differentiable"):
@@ -100,15 +103,19 @@ def require_known(optimizer: Optimizer) -> None:
                 )
 
 
-def state_keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
-    """The names of the states that have the parameter's shape."""
+def state_dtypes(optimizer: Optimizer, bank: StateBank) -> dict[str, torch.dtype]:
+    """The states of a bank's parameters by name, besides step counters."""
     if isinstance(optimizer, SGD):
-        return ("momentum_buffer",) if group["momentum"] else ()
-    return ("exp_avg", "exp_avg_sq")
+        return {"momentum_buffer": bank.dtype} if bank.group["momentum"] else {}
+    moments = ("exp_avg", "exp_avg_sq")
+    if bank.block is not None:
+        return {f"{key}{part}": dtype for key in moments for part, dtype in PARTS.items()}
+    return dict.fromkeys(moments, optimizer.states.dtype if isinstance(optimizer, AdamWLow) else bank.dtype)
 
 
-def state_dtype(optimizer: Optimizer, weights: torch.dtype) -> torch.dtype:
-    return optimizer.states.dtype if isinstance(optimizer, AdamWLow) else weights
+def block_of(optimizer: Optimizer, parameter: nn.Parameter) -> int | None:
+    """Elements per scale of a parameter with 8-bit moments; None: they are not quantised."""
+    return optimizer.block_of(parameter) if isinstance(optimizer, RowwiseAdamW8bit) else None
 
 
 def new_counter(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> State:

@@ -3,18 +3,20 @@
 The states of one parameter group and dtype lie behind each other in one flat range, each parameter aligned. A chunk is
 a range of it: small parameters whole, large ones in pieces. Pieces are cut at multiples of `unit`: a CPU kernel rounds
 the elements after its last full vector in another way, so any other cut would change bits.
+Parameters with 8-bit moments have banks of their own, by elements per scale: a code per element, a scale per block.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from weft.engine.optim.adamw_8bit import SCALES
 from weft.engine.ownership import local
 
 UNIT = 1024  # elements: whole vectors of any CPU, whole pages of float32
@@ -51,6 +53,7 @@ class StateBank:
 
     group: dict[str, Any]
     dtype: torch.dtype  # of the values that updates change: masters, or parameters
+    block: int | None = None  # elements per scale of 8-bit moments
     offsets: dict[nn.Parameter, int] = field(default_factory=dict)
     num_elements: int = 0
     states: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -58,7 +61,27 @@ class StateBank:
     def views_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """The states of a parameter's local shard, in its shape."""
         own, begin = local(parameter), self.offsets[parameter]
-        return {key: flat[begin : begin + own.numel()].view(own.shape) for key, flat in self.states.items()}
+        found = {key: self.part(key, flat, begin, begin + own.numel()) for key, flat in self.states.items()}
+        return {key: part if self.is_scales(key) else part.view(own.shape) for key, part in found.items()}
+
+    def states_of(self, piece: StatePiece, flats: Mapping[str, torch.Tensor], *, first: int) -> dict[str, torch.Tensor]:
+        """The states of a piece in `flats`, which begin with element `first` of the bank."""
+        begin, end = piece.offset - first, piece.offset - first + piece.end - piece.begin
+        return {
+            key: self.part(key, flat, begin, end) if self.is_scales(key) else piece.within(flat, first)
+            for key, flat in flats.items()
+        }
+
+    def part(self, key: str, flat: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """The entries of a state that belong to these elements."""
+        return flat[self.num_entries(key, begin) : self.num_entries(key, end)]
+
+    def num_entries(self, key: str, num_elements: int) -> int:
+        return num_elements // (self.block or 1) if self.is_scales(key) else num_elements
+
+    @staticmethod
+    def is_scales(key: str) -> bool:
+        return key.endswith(SCALES)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,6 +105,7 @@ def divide(
     unit_of: Callable[[nn.Parameter], int],
     alignment: int = ALIGNMENT,
     masters: torch.dtype | None = None,
+    block_of: Callable[[nn.Parameter], int | None] = lambda _: None,
 ) -> tuple[list[StateBank], list[StateChunk]]:
     """Banks and chunks of an optimizer's groups. A parameter whose unit exceeds `chunk_elements` is cut at units.
 
@@ -91,10 +115,11 @@ def divide(
     banks: list[StateBank] = []
     chunks: list[StateChunk] = []
     for group in groups:
-        for dtype in dict.fromkeys(parameter.dtype for parameter in group["params"]):
-            bank = StateBank(group=group, dtype=masters or dtype)
-            own = [parameter for parameter in group["params"] if parameter.dtype == dtype]
-            chunks += _fill(bank, own, chunk_elements, unit_of, alignment)
+        kinds = {parameter: (parameter.dtype, block_of(parameter)) for parameter in group["params"]}
+        for dtype, block in dict.fromkeys(kinds.values()):
+            bank = StateBank(group=group, dtype=masters or dtype, block=block)
+            own = [parameter for parameter, kind in kinds.items() if kind == (dtype, block)]
+            chunks += _fill(bank, own, chunk_elements, unit_of, alignment * (block or 1))  # scales are aligned too
             banks.append(bank)
     return banks, chunks
 

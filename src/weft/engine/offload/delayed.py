@@ -74,6 +74,7 @@ class DelayedOnDevice:
         kernel.fresh = torch.empty(max(map(_fresh_bytes, chunks), default=0), dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._pending: dict[nn.Parameter, torch.Tensor] = {}
+        self._read: list[Any] = []  # counters and factor: freed earlier, the computation would write to their memory
 
     @property
     def gradients(self) -> list[torch.Tensor]:
@@ -86,13 +87,14 @@ class DelayedOnDevice:
 
     @torch.no_grad()
     def run(self, updates: Sequence[ChunkUpdate], factor: torch.Tensor | None) -> None:
-        self.land()
+        """Begin an update, after the one before has landed."""
         parameters = dict.fromkeys(piece.parameter for update in updates for piece in update.pieces)
         own = {parameter: parameter.grad for parameter in parameters}
         for parameter, gradient in own.items():
             if gradient is not None and (self._copies_gradients or not local(gradient).is_contiguous()):
                 parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
             self._pending[parameter] = local(parameter.grad)  # type: ignore[arg-type]
+        self._read = [updates, factor]
         self._beside(lambda: self._update.run(updates, factor))
         for parameter, gradient in own.items():
             parameter.grad = gradient
@@ -105,6 +107,7 @@ class DelayedOnDevice:
         for parameter, new in self._pending.items():
             local(parameter.detach()).copy_(new)
         self._pending.clear()
+        self._read.clear()
 
     def _beside(self, issue: Callable[[], None]) -> None:
         if self._stream is None:
@@ -144,13 +147,16 @@ class DelayedOnHost:
 
     @torch.no_grad()
     def run(self, updates: Sequence[ChunkUpdate], factor: torch.Tensor | None) -> None:
-        self.land()
-        self._streams.begin()
+        """Begin an update, after the one before has landed: `land` has made copies wait for the gradients."""
+        gradients = {piece.parameter: piece.parameter.grad for update in updates for piece in update.pieces}
+        flat = {parameter: local(gradient) for parameter, gradient in gradients.items() if gradient is not None}
+        if not all(gradient.is_contiguous() for gradient in flat.values()):
+            flat = {parameter: gradient.contiguous() for parameter, gradient in flat.items()}
+            self._streams.copies_wait()
         for update in updates:
             with self._streams.from_device(self._slot_of[update.chunk]):
                 for piece in update.pieces:
-                    gradient = local(piece.parameter.grad).contiguous()  # type: ignore[arg-type]
-                    self._new(update, piece).copy_(piece.of(gradient), non_blocking=True)
+                    self._new(update, piece).copy_(piece.of(flat[piece.parameter]), non_blocking=True)
         if factor is not None and updates:
             with self._streams.from_device(self._slot_of[updates[-1].chunk]):
                 self._factor.copy_(factor, non_blocking=True)
@@ -194,9 +200,9 @@ class DelayedOnHost:
             self._streams.host_waits(self._slot_of[update.chunk])
             self._streams.host_waits(index % count)
             gradients = [self._new(update, piece) for piece in update.pieces]
-            flats = update.chunk.bank.states
+            bank = update.chunk.bank
             states = [
-                {**counter, **{key: piece.within(flat, 0) for key, flat in flats.items()}}
+                {**counter, **bank.states_of(piece, bank.states, first=0)}
                 for piece, counter in zip(update.pieces, update.counters, strict=True)
             ]
             self._kernel.update(groups[id(update.chunk.bank)], update.pieces, sent[index], gradients, states, factor)
@@ -204,7 +210,7 @@ class DelayedOnHost:
                 gradient.copy_(weight)
 
     def _send(self, update: ChunkUpdate, slot: int) -> list[torch.Tensor]:
-        """The weights of a chunk, on their way."""
+        """The weights of a chunk, on their way: after its gradients on the same stream, so they have landed."""
         chunk = update.chunk
         flat = self._staging[slot][: chunk.num_elements * chunk.bank.dtype.itemsize].view(chunk.bank.dtype)
         weights = [piece.within(flat, chunk.begin) for piece in update.pieces]

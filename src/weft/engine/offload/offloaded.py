@@ -31,7 +31,7 @@ from weft.core.plan import Plan
 from weft.core.state_folder import StateFolder
 from weft.engine.offload import ahead
 from weft.engine.offload.ahead import AheadOfUpdate
-from weft.engine.offload.chunk_kernel import State, new_counter, require_known, state_dtype, state_keys
+from weft.engine.offload.chunk_kernel import State, block_of, new_counter, require_known, state_dtypes
 from weft.engine.offload.chunks import ALIGNMENT, FILE_ALIGNMENT, MASTER, StateBank, divide
 from weft.engine.offload.copy_streams import streams_for
 from weft.engine.offload.direct_file import PAGE_BYTES
@@ -44,6 +44,7 @@ from weft.engine.offload.state_files import StateFiles
 from weft.engine.offload.state_store import HostStore
 from weft.engine.offload.update_form import UpdateForm
 from weft.engine.offload.updates import ChunkUpdate, DeviceUpdate
+from weft.engine.optim.adamw_8bit import joined
 from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import local
 from weft.engine.precision import torch_dtype
@@ -118,7 +119,13 @@ class OffloadedStates:
             unit_of=kernel.unit_of,
             alignment=ALIGNMENT if files is None else FILE_ALIGNMENT,
             masters=masters,
+            block_of=functools.partial(block_of, optimizer),
         )
+        if (masters is not None or files is not None) and any(bank.block for bank in self._banks):
+            raise NotBuiltError(
+                "8-bit moments are not executed with states in files, nor with masters or weights on the host",
+                hint="set offload.optimizer = 'cpu' alone, or use another optimizer",
+            )
         num_slots = offload_sizes.SLOTS
         slot_bytes = form.slot_bytes(self._chunks, has_masters=masters is not None)
         layout = self._file_layout(files) if files is not None else None
@@ -156,6 +163,8 @@ class OffloadedStates:
         if isinstance(self._optimizer, AdamWLow):
             factor, self._optimizer.gradient_factor = self._optimizer.gradient_factor, None
         with self._reported():
+            if self._late is not None:
+                self._late.land()  # first: the update in flight adds to the counters that are copied next
             (self._late or self._update).run(list(self._with_gradients()), factor)
         if self.durable is not None:
             self.durable.updated()
@@ -251,7 +260,7 @@ class OffloadedStates:
                 states = bank.views_of(parameter) if store is None else store.views_of(bank, parameter)
                 if MASTER in states:
                     self.masters[parameter] = states.pop(MASTER)
-                self._state(parameter).update(states)
+                self._state(parameter).update(joined(states))
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -321,13 +330,16 @@ class OffloadedStates:
     # --- memory -------------------------------------------------------------------------------------------------
 
     def _state_bytes(self) -> int:
-        sizes = (slab_bytes(bank.num_elements, dtype) for bank in self._banks for dtype in self._dtypes(bank).values())
-        return sum(sizes)
+        return sum(
+            slab_bytes(bank.num_entries(key, bank.num_elements), dtype)
+            for bank in self._banks
+            for key, dtype in self._dtypes(bank).items()
+        )
 
     def _dtypes(self, bank: StateBank) -> dict[str, torch.dtype]:
         """Of the states by key."""
-        moments = dict.fromkeys(state_keys(self._optimizer, bank.group), state_dtype(self._optimizer, bank.dtype))
-        return {**({MASTER: self._master_dtype} if self._master_dtype is not None else {}), **moments}
+        masters = {MASTER: self._master_dtype} if self._master_dtype is not None else {}
+        return {**masters, **state_dtypes(self._optimizer, bank)}
 
     def _create_states(self, device: torch.device) -> None:
         """States of zero for every parameter, as views of the slab; counters on `device`."""
@@ -338,6 +350,7 @@ class OffloadedStates:
         self._point_to_current()
 
     def _flat(self, bank: StateBank, key: str, dtype: torch.dtype) -> torch.Tensor:
+        count = bank.num_entries(key, bank.num_elements)
         if self._file_store is not None:
-            return self._file_store.mapped(bank, key, begin=0, count=bank.num_elements)
-        return self._slab.take(bank.num_elements, dtype)
+            return self._file_store.mapped(bank, key, begin=0, count=count)
+        return self._slab.take(count, dtype)

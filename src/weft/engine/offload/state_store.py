@@ -22,7 +22,7 @@ class HostStore:
         """See the module."""
 
     def fetch(self, chunk: StateChunk) -> dict[str, torch.Tensor]:
-        return {key: flat[chunk.begin : chunk.end] for key, flat in chunk.bank.states.items()}
+        return {key: chunk.bank.part(key, flat, chunk.begin, chunk.end) for key, flat in chunk.bank.states.items()}
 
     def weights_of(self, chunk: StateChunk) -> torch.Tensor | None:
         """Host memory for the chunk's updated weights, to be filled before `put`; None: they are not kept."""

@@ -282,7 +282,7 @@ def _states(update: ChunkUpdate, flats: Mapping[str, torch.Tensor], *, first: in
     """What the kernel knows as states, piece by piece: counters and moments. `flats` begin at element `first`."""
     moments = {key: flat for key, flat in flats.items() if key != MASTER}
     return [
-        {**counter, **{key: piece.within(flat, first) for key, flat in moments.items()}}
+        {**counter, **update.chunk.bank.states_of(piece, moments, first=first)}
         for piece, counter in zip(update.pieces, update.counters, strict=True)
     ]
 
@@ -312,7 +312,8 @@ def _arriving_bytes(updates: Sequence[ChunkUpdate], count: int) -> list[int]:
 
 
 def _state_bytes(chunk: StateChunk) -> int:
-    return sum(slab_bytes(chunk.num_elements, flat.dtype) for flat in chunk.bank.states.values())
+    sizes = ((chunk.bank.num_entries(key, chunk.num_elements), flat.dtype) for key, flat in chunk.bank.states.items())
+    return sum(slab_bytes(count, dtype) for count, dtype in sizes)
 
 
 def _carve(memory: torch.Tensor, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

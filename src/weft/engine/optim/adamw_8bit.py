@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._guards import active_fake_mode
 from torch.optim import Optimizer
 
 from weft.core.extras import missing_extra
@@ -21,6 +22,9 @@ from weft.engine.ownership import local
 
 MIN_ELEMENTS = 4096  # smaller tensors gain nothing and hurt most
 MIN_BLOCK, MAX_BLOCK = 64, 256
+CODES, SCALES = ".codes", ".scales"  # of a moment, as states and in checkpoints
+PARTS = {CODES: torch.uint8, SCALES: torch.float32}
+_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
 def build_adamw8bit(
@@ -76,11 +80,15 @@ class RowwiseAdamW8bit(Optimizer):
                 if parameter.grad is not None:
                     self._update(parameter, group, rate)
 
+    def block_of(self, parameter: torch.Tensor) -> int | None:
+        """Elements per block of a parameter; None if its moments stay float32."""
+        return block_size_for(self._shapes.get(parameter, parameter.shape))
+
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], rate: torch.Tensor) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            block = block_size_for(self._shapes.get(parameter, parameter.shape))
+            block = self.block_of(parameter)
             state["exp_avg"] = _zeros(parameter, block, signed=True)
             state["exp_avg_sq"] = _zeros(parameter, block, signed=False)
         state["step"] += 1
@@ -108,6 +116,36 @@ def quantised_parts(value: torch.Tensor) -> QuantisedParts | None:
     if not isinstance(codes, torch.Tensor) or not isinstance(scale, torch.Tensor):
         return None
     return QuantisedParts(codes=codes, scales=scale.view(*codes.shape[:-1], -1))
+
+
+def joined(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state whose 8-bit moments are given as codes and scales, which the moments share; codes alone without rows."""
+    found = {key: value for key, value in state.items() if not key.endswith((CODES, SCALES))}
+    for key in (key.removesuffix(CODES) for key in state if key.endswith(CODES)):
+        codes, scales = state[key + CODES], state[key + SCALES]
+        found[key] = _moment(codes, scales, signed=_SIGNED[key]) if codes.numel() else codes
+    return found
+
+
+def _moment(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    return OptimState8bit(codes, scales, _code_values(codes.device, signed), signed, dtype=torch.float32)  # type: ignore[no-any-return]
+
+
+def _code_values(device: torch.device, signed: bool) -> torch.Tensor:
+    """The float of each code. A tensor of a dry run is not kept: it belongs to that run's fake mode."""
+    from torchao.optim.quant_utils import create_dynamic_map
+
+    key = (device, signed)
+    if active_fake_mode() is not None:
+        return torch.tensor(create_dynamic_map(signed=signed), device=device)
+    if key not in _values:
+        _values[key] = torch.tensor(create_dynamic_map(signed=signed), device=device)
+    return _values[key]
+
+
+_values: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
 
 def _zeros(parameter: torch.Tensor, block: int | None, *, signed: bool) -> torch.Tensor:

@@ -328,6 +328,8 @@ def _at_update(parts: TermParts) -> Terms:
         np.maximum(held * streamed_bytes(parts.view), staged_states(parts.view)),
     )
     passing = np.where(updates_beside_compute(parts.view), 0.0, states)
+    is_quantised = parts.view.request.workload.optimizer == "adamw8bit"
+    passing = passing + (temporaries if is_quantised else 0.0)  # its kernel takes whole tensors, offloaded or not
     temporaries = np.where(columns.offload_optimizer > 0, passing, temporaries)
     gradients = held * sizes.gradient
     return instant(parts, saved=none, gathered=none, gradients=gradients, buffers=none, temporaries=temporaries)

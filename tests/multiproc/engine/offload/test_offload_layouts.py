@@ -10,9 +10,10 @@ import torch
 from gloo_ranks import run_ranks
 from narrow import Narrow
 from offloaded import digests, offloaded, small_chunks, trained
-from tiny import CPU, train_steps
+from tiny import CPU, build_engine, train_steps
 
 from weft.core.plan import Plan
+from weft.core.run_spec import ModelSpec
 from weft.engine.engine import Engine
 from weft.engine.optim.optimizers import OptimizerPolicy
 
@@ -98,3 +99,32 @@ def test_uneven_and_empty_shards_save_on_one_layout_and_load_on_others(tmp_path:
     for world in (1, 2):
         for found in run_ranks(load, world, str(tmp_path)):
             assert [name for name, is_equal in found.items() if not is_equal] == []
+
+
+WIDE = ModelSpec(
+    type="llama",
+    config={
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+)  # fmt: skip
+
+
+def eight_bit(rank: int, world: int, folder: str) -> dict[str, bool]:
+    policy, found = OptimizerPolicy(kind="adamw8bit"), {}
+    plan: dict[str, Any] = {"mesh": {"dp_shard": world}, "data_parallel": {"zero": 3}, **BF16}
+    expected = trained(WIDE, plan, "", steps=3, optimizer=policy)
+    for update in ("device", "host"):
+        found[update] = trained(WIDE, plan, update, steps=3, optimizer=policy) == expected
+    plain, engine = (build_engine(WIDE, offloaded(plan, update), optimizer=policy) for update in ("", "device"))
+    train_steps(engine, 2)
+    engine.save(Path(folder))
+    plain.load(Path(folder))
+    found["loaded"] = digests(plain) == digests(engine)
+    return found
+
+
+@pytest.mark.extended
+def test_8_bit_moments_have_the_bits_of_the_layout_without_offload(tmp_path: Path) -> None:
+    for found in run_ranks(eight_bit, 2, str(tmp_path)):
+        assert found == {"device": True, "host": True, "loaded": True}

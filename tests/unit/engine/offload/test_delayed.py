@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def weights(engine: Engine) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in engine.parameters]
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd", marks=pytest.mark.extended)])
 @pytest.mark.parametrize("update", UPDATES)
 def test_drained_after_every_step_it_has_every_bit_of_the_run_without_delay(update: str, kind: str) -> None:
     plan = {"pipeline": {"microbatches": 2}, "precision": {"preset": "bf16"}}
@@ -85,6 +86,22 @@ def test_a_resumed_run_has_the_curve_of_the_uninterrupted_one(update: str, tmp_p
     assert resumed.load(tmp_path) == 3
     assert train_steps(resumed, 3, first=3) == train_steps(engine, 3, first=3)
     assert digests(resumed) == digests(engine)
+
+
+def test_a_slow_thread_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step begins while the thread is in the middle of the chunks, whose counters it adds to."""
+    found = []
+    original = ChunkKernel.update
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.01)
+        original(*args)
+
+    for kernel in (original, slow):
+        monkeypatch.setattr(ChunkKernel, "update", kernel)
+        engine = engine_of({}, "host")
+        found.append((train_steps(engine, 4), digests(engine)))
+    assert found[0] == found[1]
 
 
 def test_an_error_of_the_thread_is_raised_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
