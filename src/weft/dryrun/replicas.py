@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from weft.engine.dp.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from weft.engine.dp.ddp import FIRST_BUCKET_BYTES
 from weft.engine.dp.strategy import Strategy
 
 
@@ -22,7 +22,13 @@ class FakeReplicated(Strategy):
     """The dry run's replacement of `engine.dp.ddp.Replicated`."""
 
     def __init__(
-        self, model: nn.Module, *, group: dist.ProcessGroup, find_unused_parameters: bool, wire: torch.dtype
+        self,
+        model: nn.Module,
+        *,
+        group: dist.ProcessGroup,
+        find_unused_parameters: bool,
+        wire: torch.dtype,
+        bucket_bytes: int,
     ) -> None:
         super().__init__(model)
         self._group, self._wire = group, wire
@@ -30,7 +36,7 @@ class FakeReplicated(Strategy):
         self._may_be_unused = find_unused_parameters
         self._filled: list[int] = []
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._buckets = _buckets(list(reversed(trainable)))
+        self._buckets = _buckets(list(reversed(trainable)), bucket_bytes)
         for parameter in trainable:
             parameter.register_post_accumulate_grad_hook(self._into_bucket)  # type: ignore[no-untyped-call]
 
@@ -63,17 +69,17 @@ class FakeReplicated(Strategy):
                     bucket.copy_(sent)
 
 
-def _buckets(parameters: list[nn.Parameter]) -> list[tuple[torch.Tensor, dict[int, int]]]:
+def _buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[tuple[torch.Tensor, dict[int, int]]]:
     """(flat tensor, offset of each parameter in it), in the order in which gradients are computed."""
     found: list[tuple[torch.Tensor, dict[int, int]]] = []
     places: dict[int, int] = {}
-    size, limit = 0, FIRST_BUCKET_BYTES
+    size, limit = 0, min(FIRST_BUCKET_BYTES, bucket_bytes)
     for parameter in parameters:
         places[id(parameter)] = size
         size += parameter.numel()
         if size * parameter.element_size() >= limit:
             found.append((torch.empty(size, dtype=parameter.dtype, device=parameter.device), places))
-            places, size, limit = {}, 0, BUCKET_BYTES
+            places, size, limit = {}, 0, bucket_bytes
     if places:
         found.append((torch.empty(size, dtype=parameters[-1].dtype, device=parameters[-1].device), places))
     return found

@@ -67,3 +67,6 @@ def test_the_planner_agrees(tables: dict[str, Any]) -> None:
     found, predicted = dry_run(RUN, plan), estimate_plan(RUN, plan, "4xH100-80GB")
     inside = predicted.memory_bytes - predicted.memory_terms["framework"]
     assert inside == pytest.approx(found.peak_bytes, rel=0.02)
+    assert found.host_terms.keys() == predicted.offload.host_terms.keys()
+    for term, nbytes in found.host_terms.items():
+        assert predicted.offload.host_terms[term] == pytest.approx(nbytes, rel=0.02), term

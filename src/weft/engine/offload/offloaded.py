@@ -126,6 +126,11 @@ class OffloadedStates:
             self._update.release(keep_bytes=0)
         self._streams.wait()
 
+    def host_terms(self) -> dict[str, int]:
+        """Bytes of the host's memory by the planner's terms."""
+        terms = {"moments": self._moment_bytes(), "staging": self.host_bytes - self._moment_bytes()}
+        return {term: nbytes for term, nbytes in terms.items() if nbytes}
+
     def device_tensors(self) -> list[torch.Tensor]:
         """Copies of states that are on the device now."""
         return self._update.chunks_on_device() if isinstance(self._update, DeviceUpdate) else []
