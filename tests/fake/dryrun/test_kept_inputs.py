@@ -82,18 +82,16 @@ def test_partitioned_inputs_are_shares() -> None:
         assert row["bytes"] == BLOCKS * INPUT_BYTES // 2  # sent by one rank of two
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "tables",
     [
         {"activations": {"offload_blocks": 6}, "data_parallel": {"zero": 3}},
-        pytest.param({"activations": {"offload_blocks": 3}}, marks=pytest.mark.extended),
-        pytest.param(
-            {
-                "activations": {"policy": "budget", "mixture": [3, 1], "offload_blocks": 2},
-                "pipeline": {"microbatches": 2},
-            },
-            marks=pytest.mark.extended,
-        ),
+        {"activations": {"offload_blocks": 3}},
+        {
+            "activations": {"policy": "budget", "mixture": [3, 1], "offload_blocks": 2},
+            "pipeline": {"microbatches": 2},
+        },
     ],
 )
 def test_the_planner_agrees_on_saved_tensors_of_further_blocks(tables: dict[str, Any]) -> None:

@@ -54,11 +54,14 @@ def test_the_peak_falls_by_the_moments_and_by_nothing_else(tables: dict[str, Any
         },
         {**SHARDED, "offload": {"optimizer": "cpu", "update": "host"}},
         {**SHARDED, "activations": {"policy": "full", "offload": "cpu"}},
-        {
-            "mesh": {"dp_replicate": 4},
-            "pipeline": {"microbatches": 2},
-            "offload": {"optimizer": "cpu", "update": "device", "staging_bytes": 2**26, "chunk_elements": 2**17},
-        },
+        pytest.param(
+            {
+                "mesh": {"dp_replicate": 4},
+                "pipeline": {"microbatches": 2},
+                "offload": {"optimizer": "cpu", "update": "device", "staging_bytes": 2**26, "chunk_elements": 2**17},
+            },
+            marks=pytest.mark.extended,
+        ),
     ],
     ids=["DDP, device", "ZeRO-3, host", "inputs on the host", "staging"],
 )

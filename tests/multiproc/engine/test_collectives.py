@@ -62,6 +62,8 @@ def with_buckets(_rank: int, _world: int, mesh: dict[str, int], bucket_bytes: in
 def test_buckets_have_the_size_of_the_plan(mesh: dict[str, int]) -> None:
     """Sums over two ranks have no order: the same bits for any bucket."""
     world = mesh["dp_replicate"] * mesh.get("pp", 1)
-    (few, plain), (many, found) = (run_ranks(with_buckets, world, mesh, size)[0] for size in (25 * 2**20, 2**14))
+    (few, plain), (many, found) = (
+        run_ranks(with_buckets, world, mesh, size, timeout_s=120)[0] for size in (25 * 2**20, 2**14)
+    )
     assert many > few
     assert found == plain

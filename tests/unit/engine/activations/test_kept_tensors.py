@@ -54,12 +54,12 @@ def tensors_of(engine: Engine) -> KeptTensors:
 @pytest.mark.parametrize(
     ("family", "number", "tables"),
     [
-        ("llama", 6, {}),
-        ("llama", 4, {"precision": {"preset": "bf16"}}),
         ("llama", 6, {"data_parallel": {"zero": 3}, "precision": {"preset": "bf16"}}),
-        ("qwen3-tied", 2, {"data_parallel": {"zero": 1}}),
         ("gpt2-four", 3, {}),
-        ("mixtral", 2, {"data_parallel": {"zero": 2}}),
+        pytest.param("llama", 6, {}, marks=pytest.mark.extended),
+        pytest.param("llama", 4, {"precision": {"preset": "bf16"}}, marks=pytest.mark.extended),
+        pytest.param("qwen3-tied", 2, {"data_parallel": {"zero": 1}}, marks=pytest.mark.extended),
+        pytest.param("mixtral", 2, {"data_parallel": {"zero": 2}}, marks=pytest.mark.extended),
     ],
 )
 def test_it_has_the_bits_of_the_run_without(family: str, number: int, tables: dict[str, Any]) -> None:
@@ -72,6 +72,7 @@ def test_it_has_the_bits_of_the_run_without(family: str, number: int, tables: di
     assert len(away.inputs.slots._used) == 0
 
 
+@pytest.mark.extended
 def test_a_budget_offloads_inputs_and_saved_tensors() -> None:
     mixed = {"policy": "budget", "mixture": (2, 1)}
     away = engine_of("llama", {**mixed, **AWAY, "offload_blocks": 2})
@@ -179,6 +180,7 @@ def test_evaluation_keeps_nothing() -> None:
 
 # torch's own tracing asks non-leaf tensors for gradients, and hides that warning only where warnings are no errors
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.extended
 @pytest.mark.parametrize("zero", [0, 3])
 def test_compiled_blocks(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a compiled graph saves passes through the same hooks."""
