@@ -59,12 +59,11 @@ def test_bfloat16_moments_round_alike() -> None:
     assert trained("llama", plan, "device", device=CUDA) == trained("llama", plan, "", device=CUDA)
 
 
-def large(update: str, *, zero: int = 0, microbatches: int = 1, staging_bytes: int = 0) -> Engine:
+def large(update: str, *, zero: int = 0, microbatches: int = 1, offload: dict[str, Any] | None = None) -> Engine:
+    """`offload`: the section of the plan, instead of `update`."""
     torch.manual_seed(0)
-    tables = offloaded({**BF16, "data_parallel": {"zero": zero}, "pipeline": {"microbatches": microbatches}}, update)
-    if update:
-        tables["offload"]["staging_bytes"] = staging_bytes
-    plan = Plan.from_tables(tables)
+    tables = {**BF16, "data_parallel": {"zero": zero}, "pipeline": {"microbatches": microbatches}}
+    plan = Plan.from_tables({**offloaded(tables, update), **({"offload": offload} if offload else {})})
     stage = FakeTraining(RUN, plan, device=CUDA)
     stage.build()
     generator = torch.Generator(CUDA).manual_seed(1)
@@ -100,7 +99,8 @@ def test_steps_without_waiting_have_the_same_bits(
     monkeypatch.setattr(offload_sizes, "CHUNK_ELEMENTS", 1 << 21)
     found = []
     for update in ("", "device"):
-        engine = large(update, microbatches=microbatches, staging_bytes=staging_bytes)
+        offload = {"optimizer": "cpu", "update": update, "staging_bytes": staging_bytes} if update else None
+        engine = large(update, microbatches=microbatches, offload=offload)
         pending = [engine.step_nowait(batch(step)) for step in range(6)]
         losses = [one.resolve()[0].loss for one in pending]
         found.append((losses, digests(engine)))
@@ -154,6 +154,31 @@ def test_memory_falls_by_the_moments(update: str) -> None:
         torch.cuda.empty_cache()
     assert peaks[0][1] - peaks[1][1] == pytest.approx(moments, rel=0.01)
     assert peaks[0][0] - peaks[1][0] == pytest.approx(moments, rel=0.02)
+
+
+def with_staging(staging_bytes: int) -> tuple[list[float], dict[str, str], int]:
+    """Losses of steps without a wait between them, digests at the end, and the peak of the later steps."""
+    offload = {"optimizer": "cpu", "update": "device", "chunk_elements": 1 << 19, "staging_bytes": staging_bytes}
+    engine = large("", microbatches=4, offload=offload)
+    pending = [engine.step_nowait(batch(step)) for step in range(3)]
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    pending += [engine.step_nowait(batch(step)) for step in range(3, 6)]
+    losses = [one.resolve()[0].loss for one in pending]
+    torch.cuda.synchronize()
+    peak_bytes = torch.cuda.max_memory_allocated()
+    found = losses, digests(engine), peak_bytes
+    engine.close()
+    return found
+
+
+def test_staging_has_the_same_bits_and_takes_no_more_than_it_may() -> None:
+    staging_bytes = 2**26
+    (plain, bits, plain_bytes), (staged, staged_bits, staged_peak) = (with_staging(size) for size in (0, staging_bytes))
+    assert staged == plain
+    assert staged_bits == bits
+    assert staged_peak <= plain_bytes + staging_bytes + 2**22
 
 
 def test_a_checkpoint_crosses_between_device_and_host(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from weft.core.errors import NotBuiltError
 from weft.core.masters import has_wide_masters
-from weft.core.plan import Plan
+from weft.core.plan import BUCKET_BYTES, Plan
 from weft.core.precision import not_executed
 
 
@@ -43,6 +43,10 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
         (
             plan.activations != default.activations and plan.data_parallel.strategy == "dataparallel",
             "activation recompute under dataparallel",
+        ),
+        (
+            plan.data_parallel.zero > 0 and plan.data_parallel.bucket_bytes != BUCKET_BYTES,
+            "data_parallel.bucket_bytes with data_parallel.zero > 0, where blocks are reduced one by one",
         ),
         *_not_offloaded(plan),
     ]
@@ -107,7 +111,20 @@ def _not_kept(plan: Plan) -> Iterator[tuple[bool, str, str]]:
     has_no_full = activations.policy in ("none", "selective")
     which = f"activations.policy = {activations.policy!r}: only inputs of fully recomputed blocks"
     full = "set activations.policy = 'full'"
-    yield activations.offload != "none" and has_no_full, f"activations.offload with {which} leave the device", full
+    has_none_away = has_no_full and not activations.offload_blocks
+    more = f"{full}, or activations.offload_blocks"
+    yield activations.offload != "none" and has_none_away, f"activations.offload with {which} leave the device", more
+    none = "set activations.offload_blocks = 0"
+    for is_refused, what, hint in (
+        (activations.offload == "none", "activations.offload = 'none'", "set activations.offload = 'cpu'"),
+        (
+            activations.policy in ("full", "selective"),
+            f"activations.policy = {activations.policy!r}: every block is recomputed",
+            f"{none}, or activations.policy = 'none' or 'budget'",
+        ),
+        (plan.mesh.pp > 1, "a pipeline (mesh.pp > 1)", none),
+    ):
+        yield activations.offload_blocks != 0 and is_refused, f"activations.offload_blocks with {what}", hint
     whole = "set activations.partition = false"
     has_slices = tensor.mode == "1d" and tensor.sequence_parallel
     for is_refused, what, hint in (

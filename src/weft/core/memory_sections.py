@@ -22,6 +22,11 @@ class Activations(Section):
     offload: Literal["none", "cpu"] = Field(
         default="none", description="where inputs of fully recomputed blocks are kept: none | cpu"
     )
+    offload_blocks: int | Literal["auto"] = Field(
+        default=0,
+        description="offload = cpu: further blocks, not recomputed, whose saved tensors are kept on the host: a number "
+        "| auto (as many as the link hides)",
+    )
     partition: bool = Field(
         default=False,
         description="each tensor-parallel rank keeps its share of the inputs of recomputed blocks, and gathers them in "
@@ -38,10 +43,22 @@ class Activations(Section):
             raise ValueError("a mixture is two integers, blocks recomputed [fully, selectively], each at least 0")
         return tuple(mixture) or None
 
+    @field_validator("offload_blocks")
+    @classmethod
+    def _blocks_are_not_negative(cls, number: int | str) -> int | str:
+        if isinstance(number, int) and number < 0:
+            raise ValueError("a number of blocks is at least 0")
+        return number
+
     @property
     def is_open(self) -> bool:
         """Whether the mixture of a budget is still to be chosen for a device's memory."""
         return self.policy == "budget" and self.mixture is None
+
+    @property
+    def has_open_blocks(self) -> bool:
+        """Whether the number of blocks whose saved tensors leave is still to be chosen."""
+        return self.offload_blocks == "auto"
 
     @property
     def is_selective(self) -> bool:

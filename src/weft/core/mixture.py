@@ -8,10 +8,14 @@ activations. Of L blocks with n = full + selective, the first i contain
 so every span of blocks, and with it every pipeline stage, has its share up to one or two blocks. The first block is
 recomputed before any other, and the last one only if all are: its backward runs first, when all other activations are
 still saved, and would immediately recreate its own.
+
+Of K blocks that are not recomputed, N have their saved tensors on the host: ceil(x N / K) of the first x. They are
+spread over the depth, so that a copy has the time of several blocks, and the last one comes last here too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -39,3 +43,15 @@ def block_policies(policy: str, mixture: tuple[int, int] | None, *, num_blocks: 
     for (fully, partly), (fully_after, partly_after) in pairwise(ends):
         found.append("full" if fully_after > fully else "selective" if partly_after > partly else "none")
     return tuple(found)
+
+
+def offloaded_blocks(policies: Sequence[BlockPolicy], number: int) -> list[int]:
+    """Indices of the `number` blocks whose saved tensors leave the device, from the policies of all blocks."""
+    kept = [index for index, policy in enumerate(policies) if policy == "none"]
+    counts = [offloaded_before(place, num_kept=len(kept), number=number) for place in range(len(kept) + 1)]
+    return [index for index, (before, after) in zip(kept, pairwise(counts), strict=True) if after > before]
+
+
+def offloaded_before(place: Any, *, num_kept: Any, number: Any) -> Any:
+    """How many of the first `place` blocks that are not recomputed leave. Integers, or numpy columns of them."""
+    return -(-place * number // (num_kept + (num_kept == 0)))

@@ -1,4 +1,4 @@
-"""Choices that a plan may leave open: recompute mixture, dispatcher of experts, place of an offloaded update."""
+"""Choices that a plan may leave open: recompute mixture, offloaded blocks, dispatcher of experts, place of updates."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def with_dispatcher(plan: Plan, layers: Iterable[tuple[int, int | None]]) -> Pla
 def with_mixture(plan: Plan, mixture: tuple[int, int]) -> Plan:
     """The plan with this mixture."""
     return plan.model_copy(update={"activations": plan.activations.model_copy(update={"mixture": mixture})})
+
+
+def with_offloaded_blocks(plan: Plan, number: int) -> Plan:
+    """The plan with so many blocks whose saved tensors are kept on the host."""
+    return plan.model_copy(update={"activations": plan.activations.model_copy(update={"offload_blocks": number})})
 
 
 def has_open_update(plan: Plan) -> bool:

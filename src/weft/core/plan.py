@@ -19,6 +19,7 @@ from weft.core.memory_sections import Activations, Offload
 from weft.core.precision import COMPONENTS, LOW_STATES, DType, PrecisionPolicy, Preset, resolve
 
 SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules that split the backward
+BUCKET_BYTES = 25 * 2**20  # DDP's own size
 Degree = Field(default=1, ge=1, description="ranks of the axis, at least 1")
 Component = Field(default=None, description="if it differs from the preset: float32 | bfloat16 | float16")
 
@@ -61,6 +62,11 @@ class DataParallel(Section):
     zero: Literal[0, 1, 2, 3] = Field(default=0, description="0 (DDP) | 1 | 2 (shard-grad-op) | 3 (FSDP, full shard)")
     strategy: Literal["auto", "dataparallel"] = Field(
         default="auto", description="auto | dataparallel (legacy nn.DataParallel: one process, several GPUs)"
+    )
+    bucket_bytes: int = Field(
+        default=BUCKET_BYTES,
+        ge=2**10,
+        description="gradients per all-reduce, in bytes: DDP's buckets, and those of replicas of a pipeline",
     )
     find_unused_parameters: bool = Field(
         default=False, description="true if some parameters are unused in some steps (DDP only, costs a pass)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft.core.records import PeakRecord
@@ -22,6 +22,7 @@ class DryRun:
     num_parameters: int
     elapsed_s: float
     notes: tuple[str, ...] = ()
+    host_terms: dict[str, int] = field(default_factory=dict)  # offloaded bytes of the rank in the host's memory
     least_bytes: int | None = None  # the smallest capacity on which the allocator does not run out
 
     @property
@@ -42,6 +43,7 @@ class DryRun:
                 "least_bytes": self.least_bytes,
                 "moments": self.moments,
             },
+            "host": {"bytes_per_rank": sum(self.host_terms.values()), "terms": self.host_terms},
             "traffic": self.traffic,
             "flops": self.flops,
             "parameters": self.num_parameters,

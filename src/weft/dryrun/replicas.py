@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from weft.engine.dp.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from weft.engine.dp.ddp import FIRST_BUCKET_BYTES
 from weft.engine.dp.strategy import Strategy
 from weft.engine.precision import gradient_dtype
 
@@ -25,7 +25,13 @@ class FakeReplicated(Strategy):
     keeps_gradients = True  # in its buckets
 
     def __init__(
-        self, model: nn.Module, *, group: dist.ProcessGroup, find_unused_parameters: bool, wire: torch.dtype
+        self,
+        model: nn.Module,
+        *,
+        group: dist.ProcessGroup,
+        find_unused_parameters: bool,
+        wire: torch.dtype,
+        bucket_bytes: int,
     ) -> None:
         super().__init__(model)
         self._group, self._wire = group, wire
@@ -33,7 +39,7 @@ class FakeReplicated(Strategy):
         self._may_be_unused = find_unused_parameters
         self._filled: list[int] = []
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._buckets = _buckets(list(reversed(trainable)))
+        self._buckets = _buckets(list(reversed(trainable)), bucket_bytes)
         for parameter in trainable:
             parameter.register_post_accumulate_grad_hook(self._into_bucket)  # type: ignore[no-untyped-call]
 
@@ -66,17 +72,17 @@ class FakeReplicated(Strategy):
                     bucket.copy_(sent)
 
 
-def _buckets(parameters: list[nn.Parameter]) -> list[tuple[torch.Tensor, dict[int, int]]]:
+def _buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[tuple[torch.Tensor, dict[int, int]]]:
     """(flat tensor, offset of each parameter in it), in the order in which gradients are computed."""
     found: list[tuple[torch.Tensor, dict[int, int]]] = []
     places: dict[int, int] = {}
-    size, limit = 0, FIRST_BUCKET_BYTES
+    size, limit = 0, min(FIRST_BUCKET_BYTES, bucket_bytes)
     for parameter in parameters:
         places[id(parameter)] = size
         size += parameter.numel()
         if size * gradient_dtype(parameter).itemsize >= limit:
             found.append((_bucket(size, parameter), places))
-            places, size, limit = {}, 0, BUCKET_BYTES
+            places, size, limit = {}, 0, bucket_bytes
     if places:
         found.append((_bucket(size, parameters[-1]), places))
     return found

@@ -31,6 +31,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RouterSpec
 from weft.engine.activations.dropout import number_blocks
 from weft.engine.activations.kept_inputs import KeptInputs, build_kept_inputs
+from weft.engine.activations.kept_tensors import apply_kept_tensors
 from weft.engine.activations.recompute import apply_recompute
 from weft.engine.axis import Axes
 from weft.engine.buffers.batch_norms import BatchNorms, apply_batch_norms
@@ -127,6 +128,7 @@ def apply_plan(
     changes = BufferChanges(model, without=routers.biases)
     inputs = build_kept_inputs(plan.activations, tp.groups if tp is not None else (), device=device)
     apply_recompute(model, layout, plan.activations, changes, own=own.blocks, inputs=inputs)
+    apply_kept_tensors(model, layout, plan.activations, inputs.tensors)
     number_blocks(model, layout)
     strategy = choose_strategy(model, plan, topology)
     pp: PipelineRuntime | None = None

@@ -172,6 +172,12 @@ class Engine:
             router=router,
         )
 
+    def host_terms(self) -> dict[str, int]:
+        """Bytes of this rank in the host's memory, by the planner's terms (plan/memory/offloaded.py)."""
+        states = self.offload.host_terms() if self.offload is not None else {}
+        activations = self.inputs.slots.nbytes
+        return {**states, **({"activations": activations} if activations else {})}
+
     def drain(self) -> None:
         """Finish the micro-batches in flight of a pipeline that never flushes. Collective; a no-op in other layouts.
 

@@ -22,6 +22,7 @@ from weft.models.shape.lookup import shape_from_path, shape_from_type, shape_of
 from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.memory.budget import with_chosen_mixture
+from weft.plan.offloaded_blocks import with_chosen_blocks
 from weft.plan.pp.stages import Place
 from weft.plan.request import AttentionKind, OptimizerKind, Request, Workload
 from weft.plan.rules import check_plan
@@ -132,7 +133,7 @@ def estimate_plan(
         attention=attention,
     )
     request = replace(question.request, tp_may_leave_node=True)
-    plan = with_chosen_mixture(request, plan)
+    plan = with_chosen_blocks(request, with_chosen_mixture(request, plan))
     require_planned(request, plan)
     return estimate(request, plan, place=place)
 

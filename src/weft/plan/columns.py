@@ -74,6 +74,7 @@ class Columns:
     sequence_parallel: Ints
     loss_parallel: Ints
     offload_activations: Ints
+    offload_blocks: Ints  # further blocks whose saved tensors leave
     partition_inputs: Ints  # of recomputed blocks, over tensor-parallel ranks
     offload_optimizer: Ints  # index into HOMES
     offload_parameters: Ints
@@ -89,6 +90,7 @@ class Columns:
     float8_linears: Ints  # index into FLOAT8: linears with float8 matmuls
     vertical_sync: Ints
     find_unused: Ints
+    bucket_bytes: Ints
     partition: Ints  # index into `partitions`
     partitions: tuple[tuple[int, ...], ...] = ((),)  # blocks per stage, given by the user; (): by cost
     registered: Mapping[str, Ints] = field(default_factory=dict)  # degrees of registered axes; absent: 1
@@ -242,6 +244,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         sequence_parallel=column(int(plan.tensor_parallel.sequence_parallel) for plan in plans),
         loss_parallel=column(int(plan.tensor_parallel.loss_parallel) for plan in plans),
         offload_activations=column(int(plan.activations.offload != "none") for plan in plans),
+        offload_blocks=column(_blocks_away(plan) for plan in plans),
         partition_inputs=column(int(plan.activations.partition) for plan in plans),
         offload_optimizer=column(HOMES.index(plan.offload.optimizer) for plan in plans),
         offload_parameters=column(int(plan.offload.parameters != "none") for plan in plans),
@@ -257,6 +260,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         float8_linears=column(FLOAT8.index(plan.float8.linears) for plan in plans),
         vertical_sync=column(int(plan.pipeline.vertical_sync) for plan in plans),
         find_unused=column(int(plan.data_parallel.find_unused_parameters) for plan in plans),
+        bucket_bytes=column(plan.data_parallel.bucket_bytes for plan in plans),
         partition=column(partitions.index(plan.pipeline.blocks or ()) for plan in plans),
         partitions=partitions,
         registered={axis: column(plan.mesh.sizes()[axis] for plan in plans) for axis in axes.REGISTERED},
@@ -275,7 +279,11 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
 
     tables = {
         "mesh": {axis: int(columns.degree(axis)[row]) for axis in (*axes.MESH_ORDER, axes.EP)},
-        "data_parallel": {"zero": at("zero"), "find_unused_parameters": bool(at("find_unused"))},
+        "data_parallel": {
+            "zero": at("zero"),
+            "bucket_bytes": at("bucket_bytes"),
+            "find_unused_parameters": bool(at("find_unused")),
+        },
         "tensor_parallel": {
             "mode": TP_MODES[at("tp_mode")],
             "sequence_parallel": bool(at("sequence_parallel")),
@@ -299,6 +307,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "policy": RECOMPUTE[at("recompute")],
             "mixture": (at("full_blocks"), at("selective_blocks")) if at("recompute") == MIXED else (),
             "offload": "cpu" if at("offload_activations") else "none",
+            "offload_blocks": at("offload_blocks"),
             "partition": bool(at("partition_inputs")),
         },
         "offload": {
@@ -329,3 +338,13 @@ def _mixture(plan: Plan) -> tuple[int, int]:
             hint="set activations.mixture = [full, selective], or name the devices to have it chosen",
         )
     return plan.activations.mixture or (0, 0)
+
+
+def _blocks_away(plan: Plan) -> int:
+    number = plan.activations.offload_blocks
+    if number == "auto":
+        raise PlanError(
+            "activations.offload_blocks = 'auto' is not chosen yet, so its memory cannot be estimated",
+            hint="set a number of blocks, or name the devices to have it chosen",
+        )
+    return number

@@ -94,8 +94,8 @@ def _offload_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
     is_eight = run is not None and run.train.optimizer == "adamw8bit" and plan.offload.optimizer != "none"
     if is_eight and (plan.offload.optimizer == "nvme" or has_masters_away(plan)):
         yield (
-            "train.optimizer = 'adamw8bit' is not executed with states in files, nor with masters or weights on the host",
-            "set offload.optimizer = 'cpu' alone, or train.optimizer = 'adamw' with precision.optimizer_state = 'bfloat16'",
+            "states in files, and masters or weights on the host, are not executed with train.optimizer = 'adamw8bit'",
+            "set offload.optimizer = 'cpu' alone, or use adamw with precision.optimizer_state = 'bfloat16'",
         )
 
 

@@ -13,7 +13,14 @@ from typing import Any
 from weft.core import axes
 from weft.core.errors import MeshError, PlanError, WeftError
 from weft.core.executable import why_not_compiled, why_not_fused
-from weft.core.open_choices import UpdatePlace, has_open_update, with_dispatcher, with_mixture, with_update
+from weft.core.open_choices import (
+    UpdatePlace,
+    has_open_update,
+    with_dispatcher,
+    with_mixture,
+    with_offloaded_blocks,
+    with_update,
+)
 from weft.core.plan import Compile, Plan
 from weft.core.run_spec import RunSpec
 from weft.plan.legality import known_shape, require_legal
@@ -109,25 +116,29 @@ def with_update_for(devices: Callable[[int], str] | None, run: RunSpec, plan: Pl
 
         try:
             question = ask(run, devices(plan.num_ranks), precision=plan.precision.model_dump(exclude_none=True))
-            place = choose_update(question.request, with_mixture(plan, (0, 0)) if plan.activations.is_open else plan)
+            closed = with_mixture(plan, (0, 0)) if plan.activations.is_open else plan
+            place = choose_update(question.request, with_offloaded_blocks(closed, 0))
         except WeftError:
             pass  # no entry in the catalogue: the plan trains all the same
     return with_update(plan, place)
 
 
 def with_mixture_for(devices: Callable[[int], str], run: RunSpec, plan: Plan) -> Plan:
-    """The plan with the recompute mixture of its budget chosen for `devices`; any other plan as it is."""
-    if not plan.activations.is_open:
+    """The plan with its budget's recompute mixture and its offloaded blocks chosen for `devices`."""
+    if not plan.activations.is_open and not plan.activations.has_open_blocks:
         return plan
     from weft.plan.ask import ask  # numpy: only a budget needs it
     from weft.plan.memory.budget import with_chosen_mixture
+    from weft.plan.offloaded_blocks import with_chosen_blocks
 
     named = devices(plan.num_ranks)
     try:
         question = ask(run, named, precision=plan.precision.model_dump(exclude_none=True))
     except WeftError as error:
+        what = "recompute mixture of a budget" if plan.activations.is_open else "number of offloaded blocks"
         raise PlanError(
-            f"cannot choose the recompute mixture of a budget: {error.message}",
-            hint="set it: activations.mixture = [full, selective]",
+            f"cannot choose the {what}: {error.message}",
+            hint="set it: activations.mixture = [full, selective], activations.offload_blocks = number",
         ) from error
-    return with_chosen_mixture(replace(question.request, tp_may_leave_node=True), plan)
+    request = replace(question.request, tp_may_leave_node=True)
+    return with_chosen_blocks(request, with_chosen_mixture(request, plan))

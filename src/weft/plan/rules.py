@@ -50,7 +50,15 @@ def _files_need_a_disk(request: Request, columns: Columns) -> Bools:
 def _inputs_are_recomputed(request: Request, columns: Columns) -> Bools:
     """Only inputs of fully recomputed blocks leave the device."""
     is_full = columns.recomputes("full") | (columns.recomputes("budget") & (columns.full_blocks > 0))
-    return (columns.offload_activations > 0) & ~is_full
+    return (columns.offload_activations > 0) & ~is_full & (columns.offload_blocks == 0)
+
+
+def _tensors_are_of_kept_blocks(request: Request, columns: Columns) -> Bools:
+    """Saved tensors of so many blocks leave, and of no pipeline."""
+    kept = request.shape.num_layers - columns.full_blocks - columns.selective_blocks
+    kept = np.where(columns.recomputes("full") | columns.recomputes("selective"), 0, kept)
+    cannot = (columns.pp > 1) | (columns.offload_activations == 0)
+    return (columns.offload_blocks > np.where(cannot, 0, kept)) & (columns.offload_blocks > 0)
 
 
 def _inputs_are_whole(request: Request, columns: Columns) -> Bools:
@@ -120,6 +128,12 @@ _LAST: tuple[Rule, ...] = (
         "activations.offload moves inputs of fully recomputed blocks, and the plan recomputes none",
         _inputs_are_recomputed,
         lambda request, columns: "set activations.policy = 'full', or a budget's mixture with fully recomputed blocks",
+    ),
+    Rule(
+        "offloaded_blocks",
+        "activations.offload_blocks names more blocks than keep their activations; pipelines have none",
+        _tensors_are_of_kept_blocks,
+        lambda request, columns: "set activations.offload = 'cpu' and fewer activations.offload_blocks",
     ),
     Rule(
         "partition",

@@ -16,7 +16,7 @@ import numpy as np
 from weft.core import axes
 from weft.core.experts import WIRE_FORMATS, WireFormat
 from weft.core.offload_sizes import CHUNK_ELEMENTS
-from weft.core.plan import SPLIT, ExpertParallel, ExpertTensor, Float8Choice
+from weft.core.plan import BUCKET_BYTES, SPLIT, ExpertParallel, ExpertTensor, Float8Choice
 from weft.plan.columns import (
     DISPATCHERS,
     EXPERT_TENSORS,
@@ -237,12 +237,14 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         chunk_elements=number("offload.chunk_elements", CHUNK_ELEMENTS),
         durable_steps=np.full(size, int(freedom.fixed.get("offload.durable") == "step"), dtype=np.int64),
         delayed_update=switch("offload.delayed", np.zeros(size, dtype=np.int64)),
+        offload_blocks=np.zeros(size, dtype=np.int64),
         partition_inputs=switch("activations.partition", np.zeros(size, dtype=np.int64)),
         compiled=switch("compile.enabled", compiled),
         fused_loss=fused,
         float8=np.full(size, FLOAT8.index(linears if gather == "float8" else "none"), dtype=np.int64),
         float8_linears=np.full(size, FLOAT8.index(linears), dtype=np.int64),
         vertical_sync=np.zeros(size, dtype=np.int64), find_unused=np.zeros(size, dtype=np.int64),
+        bucket_bytes=np.full(size, BUCKET_BYTES, dtype=np.int64),
         full_blocks=np.zeros(size, dtype=np.int64), selective_blocks=np.zeros(size, dtype=np.int64),
         partition=np.zeros(size, dtype=np.int64),
     )  # fmt: skip

@@ -20,6 +20,7 @@ from weft.core.errors import PipelineError, PlanError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.tensor_grid import row_chunks
+from weft.engine.activations import kept_tensors
 from weft.engine.engine import Engine
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.models.initial import InitialWeights
@@ -185,6 +186,7 @@ class Session:
 
     def engine(self, plan: Plan) -> Engine:
         subject = self.subject
+        kept_tensors.LEAST_BYTES = 1  # models are small here, and their saved tensors must leave too
         skeleton, source = subject.skeleton(), subject.skeleton()
         weights = InitialWeights(source, describe(source), seed=subject.run.train.seed, device=self.device)
         engine = Engine(

@@ -6,7 +6,8 @@ an open mixture is verified with blocks of every policy, independent of this mac
 
 from __future__ import annotations
 
-from weft.core.open_choices import require_mixture, with_mixture
+from weft.core.mixture import block_policies
+from weft.core.open_choices import require_mixture, with_mixture, with_offloaded_blocks
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.models.build import build_config, build_skeleton
@@ -17,6 +18,18 @@ Mixture = tuple[int, int]
 
 def shrink_mixture(plan: Plan, *, original: RunSpec, small: RunSpec, vocab_size: int) -> tuple[Plan, list[str]]:
     """The plan for the small run, and the list of changes."""
+    mixed, changes = _with_small_mixture(plan, original=original, small=small, vocab_size=vocab_size)
+    number = mixed.activations.offload_blocks
+    if number == 0:
+        return mixed, changes
+    blocks = num_blocks(small, vocab_size=vocab_size)
+    kept = block_policies(mixed.activations.policy, mixed.activations.mixture, num_blocks=blocks).count("none")
+    chosen = kept if number == "auto" else min(number, kept)
+    changes += [f"activations.offload_blocks {number} -> {chosen}"] if chosen != number else []
+    return with_offloaded_blocks(mixed, chosen), changes
+
+
+def _with_small_mixture(plan: Plan, *, original: RunSpec, small: RunSpec, vocab_size: int) -> tuple[Plan, list[str]]:
     if plan.activations.policy != "budget":
         return plan, []
     blocks = num_blocks(small, vocab_size=vocab_size)

@@ -10,6 +10,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.dryrun.record import DryRun
 from weft.dryrun.run import dry_run
+from weft.plan.ask import estimate_plan
 
 BLOCKS, ROWS, LENGTH, WIDTH = 8, 16, 2048, 256  # the peak is in a block's backward
 CONFIG = {
@@ -21,6 +22,23 @@ RUN = RunSpec.from_tables(
         "model": {"type": "llama", "config": CONFIG},
         "data": {"sequence_length": LENGTH},
         "train": {"global_batch": ROWS},
+    }
+)
+WIDE = RunSpec.from_tables(
+    {
+        "model": {
+            "type": "llama",
+            "config": {
+                **CONFIG,
+                "hidden_size": 512,
+                "intermediate_size": 2048,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "vocab_size": 1000,
+            },
+        },
+        "data": {"sequence_length": 1024},
+        "train": {"global_batch": 8},
     }
 )
 INPUT_BYTES = ROWS * LENGTH * WIDTH * 2  # bfloat16
@@ -62,3 +80,26 @@ def test_partitioned_inputs_are_shares() -> None:
         assert (row["axis"], row["collective"], row["phase"]) == ("tp", "all_gather", "backward")
         assert row["count"] == BLOCKS
         assert row["bytes"] == BLOCKS * INPUT_BYTES // 2  # sent by one rank of two
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"activations": {"offload_blocks": 6}, "data_parallel": {"zero": 3}},
+        {"activations": {"offload_blocks": 3}},
+        {
+            "activations": {"policy": "budget", "mixture": [3, 1], "offload_blocks": 2},
+            "pipeline": {"microbatches": 2},
+        },
+    ],
+)
+def test_the_planner_agrees_on_saved_tensors_of_further_blocks(tables: dict[str, Any]) -> None:
+    """Of the blocks that leave, two are on the device at a time; the host has all of them."""
+    plan = Plan.from_tables(
+        {**tables, "precision": {"preset": "bf16"}, "activations": {"offload": "cpu", **tables["activations"]}}
+    )
+    found, predicted = dry_run(WIDE, plan), estimate_plan(WIDE, plan, "1xH200")
+    inside = predicted.memory_bytes - predicted.memory_terms["framework"]
+    assert inside == pytest.approx(found.peak_bytes, rel=0.02)
+    assert predicted.offload.host_terms["activations"] == pytest.approx(found.host_terms["activations"], rel=0.02)

@@ -73,11 +73,14 @@ def test_the_peak_falls_by_the_moments_and_by_nothing_else(tables: dict[str, Any
             marks=pytest.mark.extended,
         ),
         {**SHARDED, "offload": {"optimizer": "cpu", "update": "device", "masters": "host"}},
-        {
-            "mesh": {"dp_replicate": 4},
-            "pipeline": {"microbatches": 2},
-            "offload": {"optimizer": "cpu", "update": "device", "staging_bytes": 2**26, "chunk_elements": 2**17},
-        },
+        pytest.param(
+            {
+                "mesh": {"dp_replicate": 4},
+                "pipeline": {"microbatches": 2},
+                "offload": {"optimizer": "cpu", "update": "device", "staging_bytes": 2**26, "chunk_elements": 2**17},
+            },
+            marks=pytest.mark.extended,
+        ),
     ],
     ids=[
         *("DDP, device", "ZeRO-3, host", "DDP, late", "ZeRO-3, late", "ZeRO-3, late on the host", "inputs on the host"),
@@ -89,3 +92,6 @@ def test_the_planner_agrees(tables: dict[str, Any]) -> None:
     found, predicted = dry_run(RUN, plan), estimate_plan(RUN, plan, f"{plan.num_ranks}xH100-80GB")
     inside = predicted.memory_bytes - predicted.memory_terms["framework"]
     assert inside == pytest.approx(found.peak_bytes, rel=0.02)
+    assert found.host_terms.keys() == predicted.offload.host_terms.keys()
+    for term, nbytes in found.host_terms.items():
+        assert predicted.offload.host_terms[term] == pytest.approx(nbytes, rel=0.02), term

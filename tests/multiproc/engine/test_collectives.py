@@ -39,3 +39,31 @@ def test_collectives_per_step(mesh: dict[str, int], zero: int, expected: dict[st
     world = mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1)
     found = run_ranks(counts, world, mesh, zero)[0]
     assert {name: count for name, count in found.items() if not name.startswith("small_")} == expected
+
+
+def with_buckets(_rank: int, _world: int, mesh: dict[str, int], bucket_bytes: int) -> tuple[int, list[float]]:
+    """All-reduces of the last step, large and small ones; losses and gradient norms."""
+    plan = {
+        "mesh": mesh,
+        "data_parallel": {"bucket_bytes": bucket_bytes},
+        "pipeline": {"microbatches": MICROBATCHES},
+    }
+    engine = build_engine("llama", plan)
+    values = []
+    for step in range(3):
+        with CollectiveObserver() as seen:
+            record = engine.step(engine.share_of(global_batch(step)))
+        values += [record.loss, record.grad_norm]
+    return sum(count for name, count in seen.counts.items() if name.endswith("all_reduce")), values
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("mesh", [{"dp_replicate": 2}, {"dp_replicate": 2, "pp": 2}])
+def test_buckets_have_the_size_of_the_plan(mesh: dict[str, int]) -> None:
+    """Sums over two ranks have no order: the same bits for any bucket."""
+    world = mesh["dp_replicate"] * mesh.get("pp", 1)
+    (few, plain), (many, found) = (
+        run_ranks(with_buckets, world, mesh, size, timeout_s=120)[0] for size in (25 * 2**20, 2**14)
+    )
+    assert many > few
+    assert found == plain

@@ -100,6 +100,7 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
         {"offload": {"optimizer": "cpu", "folder": "states"}},
         {"offload": {"update": "host"}},
         {"offload": {"chunk_elements": 4096}},
+        {"data_parallel": {"zero": 2, "bucket_bytes": 2**20}},
         {"offload": {"staging_bytes": 2**30}},
         {"offload": {"optimizer": "cpu", "update": "host", "staging_bytes": 2**30}},
         {"offload": {"optimizer": "cpu", "staging_bytes": 2**30}, "mesh": {"pp": 2}},
@@ -152,7 +153,7 @@ def test_blocks_by_hand_are_written_back_and_left_out_where_absent() -> None:
     assert plan.model_dump(mode="json", exclude_none=True)["pipeline"]["blocks"] == [5, 5, 5, 1]
     for tables in ({}, {"pipeline": {"blocks": []}}):  # [] takes the key back, from the command line too
         assert Plan.from_tables(tables).pipeline.blocks is None
-        assert "blocks" not in Plan.from_tables(tables).to_toml()
+        assert "blocks" not in tomllib.loads(Plan.from_tables(tables).to_toml())["pipeline"]
 
 
 @pytest.mark.parametrize(

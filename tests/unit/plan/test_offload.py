@@ -19,7 +19,9 @@ from weft.plan.estimate import Estimate, estimate, fitting
 from weft.plan.memory.offloaded import staged_states
 from weft.plan.memory.peak import MemoryEstimate, estimate_memory
 from weft.plan.offload import DAY_S, choose_update
+from weft.plan.offloaded_blocks import choose_blocks
 from weft.plan.request import Request
+from weft.plan.rules import check_plan
 from weft.plan.search import search
 from weft.plan.space import Freedom
 from weft.plan.time.compute import block_seconds
@@ -206,6 +208,45 @@ def test_inputs_that_a_block_cannot_hide_cost_time() -> None:
     backward = copied - OVERLAP * one(busy.backward - 2 * busy.head_forward)
     assert forward > backward > 0
     assert seconds(slow, **keys)[StepTerm.OFFLOAD_COPIES] == pytest.approx(8 * (forward + backward))
+
+
+# Saved tensors of blocks that are not recomputed
+
+
+def test_blocks_leave_as_far_as_the_link_hides_them() -> None:
+    """As many as are exposed by nothing; with one more the link is the slowest."""
+    keys: dict[str, Any] = {"microbatches": 8, "offload_activations": "cpu"}
+    number = choose_blocks(H200, plan_with(preset="bf16", **keys, offload_blocks="auto"))
+    assert 0 < number < 32
+    copies = [seconds(H200, **keys, offload_blocks=count)[StepTerm.OFFLOAD_COPIES] for count in (number, number + 1)]
+    assert copies[0] == 0
+    assert copies[1] > 0
+    slow = on_host(H200, host=replace(H200.cluster.host, bytes_per_s=1e8))
+    assert choose_blocks(slow, plan_with(preset="bf16", **keys)) == 0
+    fast = on_host(H200, host=replace(H200.cluster.host, bytes_per_s=1e13))
+    assert choose_blocks(fast, plan_with(preset="bf16", **keys)) == 32
+
+
+def test_blocks_that_leave_are_on_the_host() -> None:
+    keys: dict[str, Any] = {"microbatches": 8, "offload_activations": "cpu"}
+    plain, away = (memory(H200, microbatches=8), memory(H200, **keys, offload_blocks=8))
+    saved = one(plain.terms[MemoryTerm.ACTIVATIONS] - away.terms[MemoryTerm.ACTIVATIONS])
+    assert one(away.host) / 8 * 7 == pytest.approx(saved)  # of eight blocks the last one stays
+    assert seconds(H200, **keys, offload_blocks=8)[StepTerm.RECOMPUTE] == 0
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"offload_blocks": 33, "offload_activations": "cpu"},
+        {"offload_blocks": 1},
+        {"offload_blocks": 1, "offload_activations": "cpu", "policy": "full"},
+        {"offload_blocks": 3, "offload_activations": "cpu", "policy": "budget", "mixture": [29, 1]},
+    ],
+)
+def test_blocks_that_do_not_exist_or_are_recomputed_cannot_leave(keys: dict[str, Any]) -> None:
+    reasons = [sentence for sentence, _ in check_plan(H200, columns_with({"microbatches": 8, **keys}))]
+    assert any("activations.offload_blocks" in sentence for sentence in reasons)
 
 
 # Time of weights and states

@@ -63,6 +63,7 @@ def test_gradients_of_replicas_share_buckets() -> None:
     """The first of DDP has 1 MiB, the next 25 MiB; a pipeline's have 25 MiB. A bucket ends between two tensors."""
     assert buckets(SIX_BLOCKS, dp_replicate=4) == (1, 2)
     assert buckets(SIX_BLOCKS, dp_replicate=4, find_unused_parameters=True) == (2, 3)  # and which parameters were used
+    assert buckets(SIX_BLOCKS, dp_replicate=4, bucket_bytes=2**20) == (1, 20)  # 19 MiB, the first of them alone
     assert buckets(SIX_BLOCKS, dp_replicate=2, pp=2, microbatches=4, find_unused_parameters=True) == (1, 1)
     llama = request_of("llama-3-8b", "8xH200", global_batch=8, sequence_length=128)
     assert buckets(llama, dp_replicate=8) == (1, 32 * 7 + 3)  # not 1,225: most matrices are larger than a bucket

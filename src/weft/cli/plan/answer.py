@@ -21,6 +21,7 @@ from weft.plan.arithmetic import explain_memory
 from weft.plan.ask import Question, ask, require_planned
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.memory.budget import with_chosen_mixture
+from weft.plan.offloaded_blocks import with_chosen_blocks
 from weft.plan.resolve import with_choices
 from weft.plan.rules import nearest_legal
 from weft.plan.search import Answer, search
@@ -93,7 +94,7 @@ def _estimate_one(question: Question, path: Path, settings: list[str]) -> Answer
     began_s = time.perf_counter()
     tables = {**apply_settings(read_toml(path), settings), "precision": question.precision}
     asked = with_choices(tables, on_gpu=not question.request.is_cpu, source=str(path))
-    chosen = with_chosen_mixture(question.request, asked)
+    chosen = with_chosen_blocks(question.request, with_chosen_mixture(question.request, asked))
     require_planned(question.request, chosen, source=str(path))
     found = estimate(question.request, chosen)
     elapsed_s = time.perf_counter() - began_s

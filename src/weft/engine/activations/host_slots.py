@@ -126,6 +126,6 @@ def _unpin(address: int, _mapping: mmap.mmap) -> None:
 
 def _too_large(nbytes: int, why: str) -> MemoryLimitError:
     return MemoryLimitError(
-        f"the inputs of recomputed blocks need {format_bytes(nbytes)} of pinned host memory per rank, but {why}",
-        hint="set activations.offload = 'none', or use fewer rows per micro-batch",
+        f"offloaded activations need {format_bytes(nbytes)} of pinned host memory per rank, but {why}",
+        hint="set activations.offload = 'none' or fewer activations.offload_blocks, or use fewer rows per micro-batch",
     )

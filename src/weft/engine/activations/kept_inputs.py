@@ -30,6 +30,7 @@ from weft.core.memory_sections import Activations
 from weft.engine.activations.host_link import HostLink
 from weft.engine.activations.host_slots import HostSlot, HostSlots
 from weft.engine.activations.input_partition import InputPartition
+from weft.engine.activations.kept_tensors import KeptTensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,10 @@ def build_kept_inputs(
 ) -> KeptInputs:
     """`groups`: those of tensor parallelism, the one of all its ranks first."""
     group = groups[0] if activations.partition else None
-    return KeptInputs(device=device, offloads=activations.offload == "cpu", group=group)
+    found = KeptInputs(device=device, offloads=activations.offload == "cpu", group=group)
+    if activations.offload_blocks:
+        found.keep_tensors()
+    return found
 
 
 class KeptInputs:
@@ -154,6 +158,7 @@ class KeptInputs:
         """`group`: the ranks that share one input, or None."""
         self.slots = HostSlots(pinned=device.type == "cuda")
         self.num_kept = 0  # since the engine was built
+        self.tensors: KeptTensors | None = None  # of further blocks, in the same slots
         self._link = HostLink(device) if offloads else None
         self._partition = InputPartition(group) if group is not None else None
         self._leaving: deque[KeptInput] = deque()
@@ -167,18 +172,27 @@ class KeptInputs:
         """Whether inputs are kept here; otherwise autograd keeps them, on the device."""
         return self._link is not None or self._partition is not None
 
+    def keep_tensors(self) -> None:
+        """Also keep the saved tensors of further blocks."""
+        if self._link is None:
+            raise RuntimeError("saved tensors leave only with activations.offload")
+        self.tensors = KeptTensors(slots=self.slots, link=self._link)
+
     def begin_forward(self) -> None:
         """Another micro-batch: its first block has no predecessor."""
         self._newest = None
         self._seen.clear()
+        if self.tensors is not None:
+            self.tensors.begin_forward()
 
     def finish_step(self) -> None:
         """Allocate host memory, outside of every hook."""
         self.slots.settle()
 
     def device_tensors(self) -> list[Tensor]:
-        """Inputs, or shares of inputs, that are on the device now."""
-        return [kept.local for kept in self._alive if kept.local is not None]
+        """Inputs, or shares of inputs, and saved tensors of further blocks that are on the device now."""
+        tensors = self.tensors.device_tensors() if self.tensors is not None else []
+        return [*(kept.local for kept in self._alive if kept.local is not None), *tensors]
 
     def host_tensors(self) -> list[Tensor]:
         return [slot.memory for slot in self.slots.all_slots()]

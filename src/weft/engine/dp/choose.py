@@ -27,6 +27,12 @@ def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strateg
     if topology.dp_degree == 1:
         return Strategy(model)
     if topology.pp_degree > 1:
-        return Summed(model, group=topology.dp_group)
+        return Summed(model, group=topology.dp_group, bucket_bytes=dp.bucket_bytes)
     wire = torch_dtype(plan.precision.policy().communication)
-    return Replicated(model, group=topology.dp_group, find_unused_parameters=dp.find_unused_parameters, wire=wire)
+    return Replicated(
+        model,
+        group=topology.dp_group,
+        find_unused_parameters=dp.find_unused_parameters,
+        wire=wire,
+        bucket_bytes=dp.bucket_bytes,
+    )

@@ -22,7 +22,7 @@ from weft.core.errors import PlanError
 from weft.engine.dp.gradient_leaves import GradientLeaves, has_wide_gradients
 from weft.engine.dp.strategy import Strategy
 
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # torch's own sizes
+FIRST_BUCKET_BYTES = 2**20  # torch's own size
 
 
 class Replicated(Strategy):
@@ -31,10 +31,16 @@ class Replicated(Strategy):
     keeps_gradients = True  # in its buckets
 
     def __init__(
-        self, model: nn.Module, *, group: dist.ProcessGroup, find_unused_parameters: bool, wire: torch.dtype
+        self,
+        model: nn.Module,
+        *,
+        group: dist.ProcessGroup,
+        find_unused_parameters: bool,
+        wire: torch.dtype,
+        bucket_bytes: int,
     ) -> None:
         self._leaves = GradientLeaves(model) if has_wide_gradients(model) else None
-        with _buckets_from_the_start():
+        with _buckets_from_the_start(bucket_bytes):
             module = DistributedDataParallel(
                 self._leaves or model,
                 process_group=group,
@@ -117,7 +123,7 @@ def _sum_over_ranks(
 
 
 @contextmanager
-def _buckets_from_the_start() -> Iterator[None]:
+def _buckets_from_the_start(bucket_bytes: int) -> Iterator[None]:
     """Buckets in the order of gradients, the first one small, from the first step on.
 
     DDP begins with one bucket for everything, which cannot be sent before the backward has ended, and splits it after
@@ -130,7 +136,7 @@ def _buckets_from_the_start() -> Iterator[None]:
         order = list(reversed(range(len(parameters))))
         arriving = [parameters[index] for index in order]
         sparse = [is_sparse[index] for index in order]
-        indices, limits = compute(arriving, [FIRST_BUCKET_BYTES, BUCKET_BYTES], sparse, order)
+        indices, limits = compute(arriving, [min(FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes], sparse, order)
         return list(reversed(indices)), list(reversed(limits))  # DDP reverses them again
 
     with mock.patch.object(dist, "_compute_bucket_assignment_by_size", by_arrival):

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.engine.dp.ddp import BUCKET_BYTES
 from weft.engine.dp.strategy import Strategy
 from weft.engine.precision import zero_gradient
 
@@ -20,9 +19,9 @@ from weft.engine.precision import zero_gradient
 class Summed(Strategy):
     """The unwrapped model; its gradients are summed over all replicas."""
 
-    def __init__(self, model: nn.Module, *, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, *, group: dist.ProcessGroup, bucket_bytes: int) -> None:
         super().__init__(model)
-        self._group = group
+        self._group, self._bucket_bytes = group, bucket_bytes
 
     def after_backwards(self) -> None:
         self.reduce([parameter for parameter in self.module.parameters() if parameter.requires_grad])
@@ -32,7 +31,8 @@ class Summed(Strategy):
         for parameter in parameters:
             if parameter.grad is None:  # every rank must reduce the same tensors
                 parameter.grad = zero_gradient(parameter)
-        for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for bucket in _buckets(gradients, self._bucket_bytes):
             sum_bucket(bucket, self._group)
 
 
@@ -47,12 +47,12 @@ def sum_bucket(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         gradient.copy_(total.view_as(gradient))
 
 
-def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _buckets(gradients: list[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
     """In the order of a backward; a large gradient alone."""
     bucket: list[torch.Tensor] = []
     for gradient in reversed(gradients):
         nbytes = sum(one.nbytes for one in (*bucket, gradient))
-        if bucket and (bucket[0].dtype != gradient.dtype or nbytes > BUCKET_BYTES):
+        if bucket and (bucket[0].dtype != gradient.dtype or nbytes > bucket_bytes):
             yield bucket
             bucket = []
         bucket.append(gradient)

@@ -263,6 +263,10 @@ class OffloadedStates:
                 self._state(parameter).update(joined(states))
 
     # --- a step -------------------------------------------------------------------------------------------------
+    def host_terms(self) -> dict[str, int]:
+        """Bytes of the host's memory by the planner's terms."""
+        terms = {"moments": self._state_bytes(), "staging": self.host_bytes - self._state_bytes()}
+        return {term: nbytes for term, nbytes in terms.items() if nbytes}
 
     def device_tensors(self) -> list[torch.Tensor]:
         """Copies of states that are on the device now."""

@@ -14,7 +14,7 @@ from weft.core import axes
 from weft.plan.axis import SMALL_ELEMENTS, TrafficRow
 from weft.plan.columns import Floats
 from weft.plan.memory.parameters import num_expert_tensors, table_elements
-from weft.plan.memory.timeline import SUM_BUCKET_BYTES, has_buckets
+from weft.plan.memory.timeline import has_buckets
 from weft.plan.time.links import gather_bytes, reduce_bytes
 from weft.plan.view import View
 
@@ -92,6 +92,8 @@ def _most_buckets(view: View) -> Floats:
     matrices = np.asarray([sum(linear.copies for linear in kind.linears) for kind in view.shape.kinds])
     most = 3.0 + view.stage.blocks @ matrices  # token table, head, and vectors after the last matrix
     nbytes = view.share.total.unsharded * view.sizes.gradient
-    full = 1.0 + np.ceil(np.maximum(nbytes - FIRST_BUCKET_BYTES, 0.0) / SUM_BUCKET_BYTES)
-    not_full = 2.0 * np.ceil(nbytes / SUM_BUCKET_BYTES) - 1.0
+    bucket_bytes = view.columns.bucket_bytes
+    first_bytes = np.minimum(FIRST_BUCKET_BYTES, bucket_bytes)
+    full = 1.0 + np.ceil(np.maximum(nbytes - first_bytes, 0.0) / bucket_bytes)
+    not_full = 2.0 * np.ceil(nbytes / bucket_bytes) - 1.0
     return np.where(view.columns.pp > 1, np.minimum(not_full, 2.0 * most), np.minimum(full, most))

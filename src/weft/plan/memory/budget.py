@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from weft.core.open_choices import with_mixture
+from weft.core.open_choices import with_mixture, with_offloaded_blocks
 from weft.core.plan import Plan
 from weft.plan.columns import MIXED, Bools, Columns, Ints, columns_of
 from weft.plan.memory.peak import estimate_memory
@@ -56,7 +56,10 @@ def every_mixture(num_blocks: int, *, may_select: bool = True) -> Ints:
 
 
 def _columns(plan: Plan, mixtures: Ints) -> Columns:
-    same = columns_of([with_mixture(plan, (0, 0))]).take(np.zeros(len(mixtures), dtype=np.int64))
+    # a block that leaves saves no compute: those that are not recomputed are chosen afterwards
+    same = columns_of([with_offloaded_blocks(with_mixture(plan, (0, 0)), 0)]).take(
+        np.zeros(len(mixtures), dtype=np.int64)
+    )
     return replace(
         same,
         recompute=np.full(len(mixtures), MIXED, dtype=np.int64),

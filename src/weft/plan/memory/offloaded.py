@@ -7,7 +7,8 @@
 | staging     | chunks in flight: of gradients, of file states |                                      |
 | gradients   | of the step before, if the host updates late   |                                      |
 | weights     | parameters = "cpu", as they rest               |                                      |
-| activations | inputs of recomputed blocks, all in flight     |                                      |
+| activations | inputs of recomputed blocks, all in flight;    |                                      |
+|             | saved tensors of `activations.offload_blocks`  |                                      |
 
 Weights that rest in the master dtype are their own masters. All ranks of a node share its memory; of a pipeline the
 rank with the most bytes counts for all.
@@ -110,10 +111,12 @@ def _host_terms(view: View) -> HostTerms:
     from_disk = np.where(columns.offload_optimizer == NVME, states, 0.0)
     is_late = on_host & (columns.delayed_update > 0)
     brought = np.where(is_late, 0.0, sizes.gradient) + np.where(keeps_masters(view), sizes.master, 0.0)
-    staged = _in_flight(view) * (from_disk + np.where(on_host, brought, 0.0))
+    slots = SLOTS * np.minimum(columns.chunk_elements, held)  # of a small shard too
+    staged = _in_flight(view) * from_disk + slots * np.where(on_host, brought, 0.0)
     away = nothing
     if np.any(columns.offload_activations):
-        away = saved_blocks(view).away * view.stage.in_flight
+        blocks = saved_blocks(view)
+        away = blocks.away * view.stage.in_flight + blocks.tensors_away
     return {
         "masters": np.where(is_here, held * _master_bytes(view), 0.0),
         "moments": np.where(is_here, held * sizes.optimizer, 0.0),

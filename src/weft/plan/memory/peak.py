@@ -105,7 +105,7 @@ def _parts(view: View) -> TermParts:
     flight = flight_of(view, one_bytes=one, loss_bytes=loss_bytes, gradient_bytes=earlier)
     others = np.maximum(flight.on_last_stage - 1, 0.0)
     saved = one * flight.microbatches + edge_bytes(view, flight) + waiting_bytes(view) + others * final
-    saved = saved + blocks.arrived
+    saved = saved + blocks.arrived + blocks.tensors_here
     elsewhere = one * (stage.in_flight - stage.at_loss)
     saved_logit_bytes = np.where(is_sharded, view.sizes.activation, LOG_PROBABILITY_BYTES)
     held = numbers * (others * saved_logit_bytes + stage.waiting * view.sizes.activation)

@@ -8,6 +8,10 @@
 | fully recomputed       | its input                                | all but its input        |
 | … input partitioned    | 1 / tp of its input                      | all                      |
 | … input on the host    | nothing but two inputs in all            | all but its input        |
+| tensors on the host    | nothing but one such block in all        | nothing                  |
+
+Of blocks whose tensors are on the host, the last one of the forward stays; in the backward the next one returns while
+one is used (engine/activations/kept_tensors.py).
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.core.mixture import offloaded_before
 from weft.plan.columns import Bools, Floats
 from weft.plan.ep.memory import saved_extra
 from weft.plan.memory.block_activations import (
@@ -51,13 +56,33 @@ class SavedBlocks:
     block: BlockBytes
     away: Floats  # inputs of recomputed blocks on the host
     arrived: Floats  # inputs on the device if the others are away: the one in use and the next
+    tensors_away: Floats  # saved tensors of further blocks on the host
+    tensors_here: Floats  # of them, on the device between forward and backward
 
     def freed(self, done: Floats) -> Floats:
         """Bytes freed by the last `done` blocks."""
         full, selective = self.recomputed.finished(done)
         block = self.block
         inputs = np.where(self.arrived > 0, 0.0, block.full)
-        return (done - full - selective) * block.none + selective * block.selective + full * inputs
+        kept = done - full - selective
+        return (kept - self._returning(done)) * block.none + selective * block.selective + full * inputs
+
+    def _returning(self, done: Floats) -> Floats:
+        """Of the finished blocks that are not recomputed, those whose tensors were on the host; less those that have
+        returned for the next blocks, beyond the one that was there from the start."""
+        number, held = self.recomputed.columns.offload_blocks, self.num_kept
+        if not np.any(number):
+            return np.zeros(len(done))
+        left = [held - _kept(self.recomputed, done + more) for more in (0, 1)]
+        remaining, after = (offloaded_before(np.maximum(one, 0), num_kept=held, number=number) for one in left)
+        is_used = remaining > after  # by the current block, while the one before returns
+        here = np.minimum(remaining, np.where(is_used, 2, 1))
+        return (number - remaining) + here - np.minimum(number, 1)
+
+    @property
+    def num_kept(self) -> Floats:
+        """Blocks of the rank that are not recomputed."""
+        return self.recomputed.held - self.recomputed.num_full - self.recomputed.num_selective
 
     def restored(self, done: Floats) -> Floats:
         """Bytes that recompute restores for the current block."""
@@ -79,12 +104,19 @@ class SavedBlocks:
         return after[0] - before[0], after[1] - before[1]
 
 
+def _kept(recomputed: Recomputed, done: Floats) -> Floats:
+    """Of the last `done` blocks, those that are not recomputed."""
+    done = np.minimum(done, recomputed.held)
+    full, selective = recomputed.finished(done)
+    return done - full - selective
+
+
 def saved_blocks(view: View) -> SavedBlocks:
     """Saved activations of the blocks on the rank of `view`."""
     columns, stage, tokens = view.columns, view.stage, view.tokens
     shape, c, recomputed = view.shape, view.sizes.activation, view.stage.recomputed
     keys = np.full(len(columns), float(view.request.workload.sequence_length))
-    total, away = np.zeros(len(columns)), np.zeros(len(columns))
+    total, away, none_bytes = (np.zeros(len(columns)) for _ in range(3))
     is_away = columns.offload_activations > 0
     largest = [np.zeros(len(columns)) for _ in range(5)]
     for index, block in enumerate(shape.kinds):
@@ -107,6 +139,7 @@ def saved_blocks(view: View) -> SavedBlocks:
         )
         count, full, selective = stage.blocks[:, index], recomputed.full[:, index], recomputed.selective[:, index]
         total = total + (count - full - selective) * own_bytes + selective * selected_bytes
+        none_bytes = none_bytes + (count - full - selective) * own_bytes
         total = total + full * np.where(is_away, 0.0, input_bytes)
         away = away + full * np.where(is_away, input_bytes, 0.0)
         # a gathered input is beside the rank's share of it
@@ -118,5 +151,11 @@ def saved_blocks(view: View) -> SavedBlocks:
     block_bytes = BlockBytes(
         none=none, selective=selective, full=full, restored_selective=restored_selective, restored_full=restored_full
     )
+    number, held = columns.offload_blocks, recomputed.held - recomputed.num_full - recomputed.num_selective
+    tensors_away = none_bytes / np.maximum(held, 1) * np.minimum(number, held)
+    tensors_here = np.where(number > 0, none, 0.0)
     arrived = np.where(is_away, np.minimum(recomputed.num_full, INPUTS_ON_DEVICE) * full, 0.0)
-    return SavedBlocks(recomputed=recomputed, total=total, block=block_bytes, away=away, arrived=arrived)
+    return SavedBlocks(
+        recomputed=recomputed, total=total - tensors_away, block=block_bytes, away=away, arrived=arrived,
+        tensors_away=tensors_away, tensors_here=tensors_here,
+    )  # fmt: skip

@@ -36,7 +36,6 @@ from weft.plan.time.state_stream import rests_in_compute, streamed_bytes
 from weft.plan.view import View
 
 MIB = 2**20
-SUM_BUCKET_BYTES = 25 * MIB  # per all-reduce between replicas of a pipeline rank
 MAX_ROW_SUM_BYTES = 132 * MIB  # (measured on Hopper)
 QUANTISED_UPDATE_BYTES = 24  # per element of the largest tensor: moments and intermediates, six in float32
 
@@ -280,7 +279,7 @@ def _at_sum(parts: TermParts) -> Terms:
     is_summed = (columns.pp > 1) & (columns.zero == 0) & (columns.dp * columns.cp > 1)
     has_table = view.stage.holds_embedding | view.stage.holds_head
     largest = np.where(has_table, _table_elements(view) * view.sizes.gradient, 0.0)
-    bucket = np.minimum(np.maximum(SUM_BUCKET_BYTES, largest), gradients)
+    bucket = np.minimum(np.maximum(columns.bucket_bytes, largest), gradients)
     none = np.zeros(len(columns))
     return instant(
         parts, saved=none, gathered=none, gradients=np.where(is_summed, gradients, 0.0), buffers=none,

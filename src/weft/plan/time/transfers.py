@@ -1,6 +1,7 @@
 """Copies between device and host per step: bytes each way, seconds, and seconds that compute does not hide.
 
-forward    weights in (`offload.parameters`), inputs of recomputed blocks out (`activations.offload`)
+forward    weights in (`offload.parameters`), inputs of recomputed blocks and saved tensors of others out
+           (`activations.offload`)
 backward   weights in again (ZeRO-3, or no ZeRO), inputs in, one block ahead
 update     optimizer states, see state_stream.py
 
@@ -77,10 +78,12 @@ def _phases(view: View, busy: BlockSeconds) -> tuple[Transfer, Transfer]:
     m = columns.microbatches.astype(np.float64)
     is_once = (columns.zero == 1) | (columns.zero == 2)
     weights = np.where(columns.offload_parameters > 0, held_elements(view) * rest_bytes(view), 0.0)
-    inputs = saved_blocks(view).away * m
+    blocks = saved_blocks(view)
+    inputs = (blocks.away + blocks.tensors_away) * m
     units = stage.blocks.sum(axis=1) + (stage.holds_embedding | stage.holds_head)
     first = weights / np.maximum(units, 1.0) / view.request.cluster.host.bytes_per_s
     recomputed = stage.recomputed.num_full / np.maximum(stage.blocks.sum(axis=1), 1.0)
+    recomputed = np.where(blocks.tensors_away > 0, 1.0, recomputed)  # spread over all blocks
     in_forward = recomputed * (busy.forward - busy.head_forward)
     in_backward = recomputed * (busy.backward - 2 * busy.head_forward - busy.recompute) + busy.recompute
     has_weights = columns.offload_parameters > 0

@@ -16,7 +16,7 @@ from weft.core.units import format_bytes, format_seconds
 from weft.report.chart import Chart, byte_unit, readable, stack_figure, stack_legend
 from weft.report.fields import number, rows, table
 from weft.report.folder import TrainingFolder
-from weft.report.markup import DASH, NOTHING, Markup, grid, shown, table_of, tag, text
+from weft.report.markup import DASH, NOTHING, Markup, grid, join, shown, table_of, tag, text
 
 MAX_RANKS = 64
 SOURCES = ("predicted", "dry_run", "measured")
@@ -119,6 +119,30 @@ def traffic(folder: TrainingFolder) -> Markup:
     return grid(lines, columns=columns, caption="Bytes that one rank sends per step", numeric=range(3, len(columns)))
 
 
+def offload(folder: TrainingFolder) -> Markup:
+    """Host memory by term, and copies of a step: bytes that compute hides, and bytes that it does not."""
+    host = table(folder.ledger, "offload", "host")
+    terms, peak = table(host, "terms"), number(host.get("process_peak_bytes"))
+    if not terms:
+        return NOTHING
+    totals = {"in all": table(host, "total")}
+    caption = "Host memory of a rank by term"
+    if peak is not None:
+        caption += f"; the peak of its process, with all libraries: {format_bytes(peak)}"
+    columns = {
+        "copies": lambda row: text(row.get("phase", "?")),
+        "to the device": lambda row: shown(row.get("in_bytes"), format_bytes),
+        "from it": lambda row: shown(row.get("out_bytes"), format_bytes),
+        "hidden": lambda row: shown(row.get("hidden_bytes"), format_bytes),
+        "exposed": lambda row: shown(row.get("exposed_bytes"), format_bytes),
+        "exposed time": lambda row: shown(row.get("exposed_s"), format_seconds),
+    }
+    found = rows(table(folder.ledger, "offload"), "transfers")
+    copies = table_of(found, columns, caption="Copies per step, predicted", numeric=range(1, 6)) if found else NOTHING
+    named = {term: table(terms, term) for term in terms}
+    return join([_rows_table(named, totals, caption=caption, show=format_bytes), copies])
+
+
 def collectives(folder: TrainingFolder) -> Markup:
     found = rows(table(folder.ledger, "time"), "collectives")
     if not found:
@@ -177,8 +201,18 @@ def _term_table(
     caption: str,
     show: Callable[[float], str],
 ) -> Markup:
-    """Predicted, dry run, measured and the error side by side; columns without a number are left out."""
     named = {readable(term): table(terms, term) for term in term_names(kind, terms)}
+    return _rows_table(named, totals, caption=caption, show=show)
+
+
+def _rows_table(
+    named: dict[str, dict[str, Any]],
+    totals: dict[str, dict[str, Any]],
+    *,
+    caption: str,
+    show: Callable[[float], str],
+) -> Markup:
+    """Predicted, dry run, measured and the error side by side; columns without a number are left out."""
     sources = _sources(list(named.values()))
     if not sources:
         return NOTHING

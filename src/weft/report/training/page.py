@@ -17,6 +17,8 @@ from weft.report.training.experts import draw_experts
 from weft.report.training.facts import TrainingFacts, gather_facts, verdict
 from weft.report.training.pipeline import pipeline_section
 
+_TERMS = (costs.memory_terms, costs.time_terms, costs.traffic, costs.offload, costs.collectives)
+
 
 def build_training_page(run_dir: Path) -> Page:
     """The page of the run folder; RunFolderError where there is no run to draw."""
@@ -36,7 +38,7 @@ def build_training_page(run_dir: Path) -> Page:
 def _sections(facts: TrainingFacts, folder: TrainingFolder) -> list[PageSection]:
     curves = chart_grid(draw_curves(folder)) or absent("No step was recorded, so there is no curve to draw.")
     bars = chart_grid(costs.draw_costs(folder)) or absent("No memory or time terms were recorded.")
-    terms = [part(folder) for part in (costs.memory_terms, costs.time_terms, costs.traffic, costs.collectives)]
+    terms = [part(folder) for part in _TERMS]
     documents = [document(PLAN, folder.plan_text), document(RUN, folder.run_text)]
     return [
         PageSection(key="curves", title="Curves", content=join([curves, tables.sampled_steps(folder.metrics.steps)])),

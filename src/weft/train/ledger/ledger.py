@@ -7,9 +7,7 @@ counted on live tensors and `other` is the rest of the peak. The command line ad
 from __future__ import annotations
 
 import platform
-import resource
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -26,6 +24,7 @@ from weft.engine.optim.adamw_8bit import quantised_parts
 from weft.engine.ownership import local
 from weft.engine.precision import gradient_dtype
 from weft.train.ledger.measuring import Measured
+from weft.train.ledger.offloaded import offload_rows, process_peak_bytes
 from weft.train.ledger.predicted import Prediction
 from weft.train.ledger.rows import collective_rows, memory_rows, row, time_rows, total_row, traffic_rows
 
@@ -37,8 +36,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The allocator's peak on a GPU, the process's peak resident memory on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    unit_bytes = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+    return process_peak_bytes()
 
 
 def memory_terms(engine: Engine) -> dict[MemoryTerm, int]:
@@ -145,6 +143,7 @@ def build_ledger(
         },
         "memory": _memory(memory_ranks, prediction, measured),
         "traffic": traffic_rows(prediction, measured),
+        "offload": offload_rows(engine, prediction),
         "time": _time(metrics, seconds_per_step, prediction, measured),
         "pipeline": pipeline,
         "flops": measured.flops if measured else None,

@@ -40,6 +40,8 @@ def _lines(ledger: dict[str, Any]) -> Iterator[tuple[str, Row, Callable[[float],
         yield term.replace("_", " "), memory_row(row, total=memory.get("total") or {}), format_bytes
     if memory.get("total"):
         yield "total memory", memory["total"], format_bytes
+    for term, row in ((ledger.get("offload") or {}).get("host") or {}).get("terms", {}).items():
+        yield f"{term}, on the host", row, format_bytes
     for row in ledger["traffic"]:
         yield f"{row['axis']} {row['collective'].replace('_', '-')}, {row['phase']}", row, format_bytes
     is_guessed = has_guessed_times(ledger)

@@ -11,6 +11,7 @@ from gloo_ranks import run_ranks
 from samples import by_default
 from tiny import build_engine, global_batch
 
+import weft.engine.activations.kept_tensors as kept_tensors
 from weft.engine.activations.input_partition import InputPartition
 from weft.engine.activations.kept_inputs import KeptInputs
 from weft.engine.engine import Engine
@@ -162,3 +163,24 @@ def with_wrong_shares(_rank: int, _world: int) -> bool:
 @pytest.mark.extended
 def test_shares_of_another_rank_are_noticed() -> None:
     assert run_ranks(with_wrong_shares, 2) == [False, False]
+
+
+def kept_tensors_of_blocks(_rank: int, _world: int, family: str, tables: Tables) -> list[Any]:
+    kept_tensors.LEAST_BYTES = 1
+    found = []
+    for activations in ({}, {**OFFLOAD, "offload_blocks": 2}):
+        engine = build_engine(family, {**tables, "activations": activations})
+        found.append(digest(engine))
+        if engine.inputs.tensors is not None:
+            found.append(engine.inputs.tensors.num_kept)
+        engine.close()
+    return found
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("layout", ["ZeRO-3", "tp, sequence parallel", "DDP, dropout", "experts"])
+def test_saved_tensors_of_further_blocks_have_the_same_bits(layout: str) -> None:
+    num_ranks, family, tables, _ = {**LAYOUTS, **MORE}[layout]
+    for plain, away, num_kept in run_ranks(kept_tensors_of_blocks, num_ranks, family, tables, timeout_s=120):
+        assert away == plain
+        assert num_kept > 0

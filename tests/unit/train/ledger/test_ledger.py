@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tiny import build_engine, global_batch, train_steps
 from weft.core.terms import MemoryTerm, TimeTerm
 from weft.engine.optim.optimizers import Kind, OptimizerPolicy
 from weft.train.ledger.ledger import build_ledger, gather_memory, memory_terms, peak_memory_bytes
+from weft.train.ledger.offloaded import offload_rows
 
 
 @pytest.mark.parametrize(("kind", "moments"), [("adamw", 2), ("sgd", 1)])
@@ -62,6 +65,31 @@ def test_the_document() -> None:
     assert parsed["time"]["terms"]["data"] == row
     assert {row["component"] for row in parsed["dtypes"]} >= {"weights", "gradients"}
     assert len(parsed["coverage"]) == len(list(engine.model.named_parameters()))
+
+
+def test_offload_has_host_memory_by_term() -> None:
+    engine = build_engine("llama", {"offload": {"optimizer": "cpu", "update": "device"}})
+    found = offload_rows(engine, None)
+    assert found is not None
+    moments = engine.host_terms()["moments"]
+    assert moments >= 8 * sum(parameter.numel() for parameter in engine.parameters)
+    row = {"predicted": None, "dry_run": None, "measured": moments, "error": None}
+    assert found["host"]["terms"] == {"moments": row}
+    assert found["host"]["total"] == row
+    assert found["host"]["process_peak_bytes"] > moments
+    assert found["transfers"] == []
+    assert offload_rows(build_engine("llama"), None) is None
+
+
+def test_copies_are_hidden_as_far_as_their_time_is() -> None:
+    engine = build_engine("llama", {"offload": {"optimizer": "cpu", "update": "device"}})
+    copied = {"phase": "update", "in_bytes": 60, "out_bytes": 40, "seconds": 2.0, "exposed_s": 0.5}
+    record = SimpleNamespace(host_terms={"moments": 50}, transfers=[copied])
+    prediction: Any = SimpleNamespace(estimate=SimpleNamespace(offload=record))
+    found = offload_rows(engine, prediction)
+    assert found is not None
+    assert found["transfers"] == [{**copied, "hidden_bytes": 75, "exposed_bytes": 25}]
+    assert found["host"]["terms"]["moments"]["predicted"] == 50
 
 
 def test_a_run_without_a_step() -> None:
