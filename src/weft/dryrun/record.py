@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft.core.records import PeakRecord
@@ -22,6 +22,7 @@ class DryRun:
     num_parameters: int
     elapsed_s: float
     notes: tuple[str, ...] = ()
+    offloaded: dict[str, dict[str, int]] = field(default_factory=dict)  # states on the host and in files, by name
     least_bytes: int | None = None  # the smallest capacity on which the allocator does not run out
 
     @property
@@ -41,6 +42,7 @@ class DryRun:
                 "reserved_bytes": self.reserved_bytes,
                 "least_bytes": self.least_bytes,
                 "moments": self.moments,
+                "offloaded": self.offloaded,
             },
             "traffic": self.traffic,
             "flops": self.flops,

@@ -139,6 +139,7 @@ def _measure(stage: FakeTraining, world: FakeWorld, began_s: float, *, rank: int
         num_parameters=stage.num_parameters,
         elapsed_s=time.perf_counter() - began_s,
         notes=_notes(stage),
+        offloaded=stage.engine.offload.outside if stage.engine.offload is not None else {},
         least_bytes=recorder.least() if world.on_gpu else None,
     )
 

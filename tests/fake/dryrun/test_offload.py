@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,3 +82,21 @@ def test_the_planner_agrees(tables: dict[str, Any]) -> None:
     found, predicted = dry_run(RUN, plan), estimate_plan(RUN, plan, f"{plan.num_ranks}xH100-80GB")
     inside = predicted.memory_bytes - predicted.memory_terms["framework"]
     assert inside == pytest.approx(found.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(("durable", "copies"), [("checkpoint", 1), ("step", 2)])
+def test_states_in_files_are_named_by_term_and_no_file_is_made(
+    durable: str, copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = of({}, optimizer="nvme", update="device", durable=durable)
+    assert list(tmp_path.iterdir()) == []
+    count = found.num_parameters
+    padding = 1.1  # the begins of parameters are aligned to pages
+    for name, nbytes in (("masters", 4), ("moments", 8)):
+        assert 1 <= found.offloaded["files"][name] / (copies * nbytes * count) < padding
+    assert found.offloaded["host"] == {"staging": pytest.approx(3 * 12 * count, rel=padding - 1)}  # less than a chunk
+    assert found.as_dict()["memory"]["offloaded"] == found.offloaded
+    on_host = of({}, optimizer="cpu", update="device").offloaded
+    assert on_host["files"] == {}
+    assert on_host["host"]["moments"] == pytest.approx(8 * count, rel=padding - 1)

@@ -94,6 +94,7 @@ def lines_of(answer: DryRunAnswer) -> list[str]:
         *_culprit_lines(answer),
         *_reserved(answer),
         *_moments(answer),
+        *_offloaded(answer),
         *_other_ranks(answer),
         *_traffic(answer),
         f"computes {_flops_text(found.flops)} per step",
@@ -191,6 +192,16 @@ def _reserved(answer: DryRunAnswer) -> list[str]:
     return [
         f"the allocator reserves {format_bytes(reserved[EXPANDABLE])} with expandable segments "
         f"({idle:.0%} of it idle at the peak), {format_bytes(reserved[FIXED])} without"
+    ]
+
+
+def _offloaded(answer: DryRunAnswer) -> list[str]:
+    places = {"host": "host memory of optimizer states", "files": "files of optimizer states"}
+    found = answer.found.offloaded
+    return [
+        f"{title}: {', '.join(f'{name} {format_bytes(size)}' for name, size in found[place].items() if size)}"
+        for place, title in places.items()
+        if any(found.get(place, {}).values())
     ]
 
 
