@@ -36,7 +36,7 @@ from weft.core.run_spec import RunSpec
 from weft.train.job import Job
 from weft.train.worker import run_job
 
-EARLY, MOST_S = 0.1, 4.0  # share of kills that may come before training begins; the latest kill after that
+EARLY, MOST_S = 0.1, 2.5  # share of kills that may come before training begins; the latest kill after that
 CHUNK_ELEMENTS = 16384  # several chunks of a tiny model
 MODEL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip

@@ -6,7 +6,7 @@ to write, the chunks to read, the memory of one chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,17 +18,21 @@ from weft.core.shards import Chunk
 
 
 class ShardTensor(Tensor):
-    """`local`: this rank's memory; `chunks`: its positions in the global tensor."""
+    """`local`: this rank's memory; `chunks`: its positions in the global tensor; `release`: called after a save has
+    read it, for memory that is a file's and is only read in for the save."""
 
     local: Tensor
     chunks: tuple[Chunk, ...]
+    release: Callable[[], None] | None
 
     @staticmethod
-    def of(local: Tensor, *, shape: Sequence[int], chunks: Sequence[Chunk]) -> ShardTensor:
+    def of(
+        local: Tensor, *, shape: Sequence[int], chunks: Sequence[Chunk], release: Callable[[], None] | None = None
+    ) -> ShardTensor:
         made: ShardTensor = torch.Tensor._make_wrapper_subclass(  # the public way to a tensor without its own memory
             ShardTensor, tuple(shape), dtype=local.dtype, device=local.device
         )
-        made.local = local.detach()
+        made.local, made.release = local.detach(), release
         made.chunks = tuple(chunk for chunk in chunks if chunk.num_elements)
         return made
 

@@ -27,7 +27,10 @@ class StagedPlanner(DefaultSavePlanner):
         super().__init__()
         self._shards = shards
         # chunks without the live memory behind them
-        self._boxes = {key: tensor.chunks for key, tensor in state.items() if isinstance(tensor, ShardTensor)}
+        parts = {key: tensor for key, tensor in state.items() if isinstance(tensor, ShardTensor)}
+        self._boxes = {key: tensor.chunks for key, tensor in parts.items()}
+        self._releases = {key: tensor.release for key, tensor in parts.items() if tensor.release is not None}
+        self._read = ""  # the key that was read last
         self.set_up_planner(state)
         self._local_plan = super().create_local_plan()
         self.state_dict = {}
@@ -36,6 +39,9 @@ class StagedPlanner(DefaultSavePlanner):
         return self._local_plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
+        if self._read in self._releases and self._read != index.fqn:
+            self._releases[self._read]()
+        self._read = index.fqn
         shard = self._shards[index.fqn]
         if index.fqn in self._boxes:
             return chunk_at(shard, self._boxes[index.fqn], index)

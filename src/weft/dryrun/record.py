@@ -23,6 +23,7 @@ class DryRun:
     elapsed_s: float
     notes: tuple[str, ...] = ()
     host_terms: dict[str, int] = field(default_factory=dict)  # offloaded bytes of the rank in the host's memory
+    file_terms: dict[str, int] = field(default_factory=dict)  # and in files
     least_bytes: int | None = None  # the smallest capacity on which the allocator does not run out
 
     @property
@@ -44,6 +45,7 @@ class DryRun:
                 "moments": self.moments,
             },
             "host": {"bytes_per_rank": sum(self.host_terms.values()), "terms": self.host_terms},
+            "disk": {"bytes_per_rank": sum(self.file_terms.values()), "terms": self.file_terms},
             "traffic": self.traffic,
             "flops": self.flops,
             "parameters": self.num_parameters,

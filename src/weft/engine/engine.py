@@ -174,7 +174,7 @@ class Engine:
 
     def host_terms(self) -> dict[str, int]:
         """Bytes of this rank in the host's memory, by the planner's terms (plan/memory/offloaded.py)."""
-        states = self.offload.host_terms() if self.offload is not None else {}
+        states = self.offload.outside.host if self.offload is not None else {}
         activations = self.inputs.slots.nbytes
         return {**states, **({"activations": activations} if activations else {})}
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from weft.checkpoint.parts import ShardTensor
 from weft.core.errors import CheckpointError
 from weft.core.shards import LocalShard
-from weft.engine.offload.slab import is_host_memory
+from weft.engine.offload.slab import is_host_memory, release_of
 from weft.engine.optim.adamw_8bit import CODES, SCALES, QuantisedParts, block_size_for, quantised_parts
 from weft.engine.ownership import LocalShards, chunks_of, local
 
@@ -81,7 +81,7 @@ def is_on_host(value: torch.Tensor) -> bool:
 def _at_host(own: torch.Tensor, parameter: nn.Parameter, shard: LocalShard | None) -> ShardTensor:
     """A local shard in host memory, laid out as the parameter's: a DTensor would move it to the device."""
     shape = shard.shape if shard is not None else parameter.shape
-    return ShardTensor.of(own, shape=shape, chunks=chunks_of(parameter, shard))
+    return ShardTensor.of(own, shape=shape, chunks=chunks_of(parameter, shard), release=release_of(own))
 
 
 def _chunked(

@@ -77,7 +77,9 @@ class TrainingLoop:
         self.outcome = LoopOutcome()
         # A GPU runs ahead while the previous step's numbers are reduced; so do stages of a pipeline without flushes.
         self._resolve_late = self.engine.device.type == "cuda" or self.engine.updates.is_delayed
-        self._last_saved = self.engine.steps_done
+        # states in files may be newer than every checkpoint
+        is_from_files = self.engine.offload is not None and self.engine.offload.restored is not None
+        self._last_saved = (store.newest_step() or 0) if is_from_files else self.engine.steps_done
         self._clock_s = time.perf_counter()
         self._last_measured = 0
         self._gap = GapWatch(os.environ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,3 +96,21 @@ def test_the_planner_agrees(tables: dict[str, Any]) -> None:
     assert found.host_terms.keys() == predicted.offload.host_terms.keys()
     for term, nbytes in found.host_terms.items():
         assert predicted.offload.host_terms[term] == pytest.approx(nbytes, rel=0.02), term
+
+
+@pytest.mark.parametrize(("durable", "copies"), [("checkpoint", 1), ("step", 2)])
+def test_states_in_files_are_named_by_term_and_no_file_is_made(
+    durable: str, copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = of({}, optimizer="nvme", update="device", durable=durable)
+    assert list(tmp_path.iterdir()) == []
+    count = found.num_parameters
+    padding = 1.1  # the begins of parameters are aligned to pages
+    for name, nbytes in (("masters", 4), ("moments", 8)):
+        assert 1 <= found.file_terms[name] / (copies * nbytes * count) < padding
+    assert found.host_terms == {"staging": pytest.approx(3 * 12 * count, rel=padding - 1)}  # less than a chunk
+    assert found.as_dict()["disk"]["terms"] == found.file_terms
+    on_host = of({}, optimizer="cpu", update="device")
+    assert on_host.file_terms == {}
+    assert on_host.host_terms["moments"] == pytest.approx(8 * count, rel=padding - 1)

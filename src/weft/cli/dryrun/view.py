@@ -94,6 +94,7 @@ def lines_of(answer: DryRunAnswer) -> list[str]:
         *_culprit_lines(answer),
         *_reserved(answer),
         *_moments(answer),
+        *_offloaded(answer),
         *_other_ranks(answer),
         *_traffic(answer),
         f"computes {_flops_text(found.flops)} per step",
@@ -191,6 +192,15 @@ def _reserved(answer: DryRunAnswer) -> list[str]:
     return [
         f"the allocator reserves {format_bytes(reserved[EXPANDABLE])} with expandable segments "
         f"({idle:.0%} of it idle at the peak), {format_bytes(reserved[FIXED])} without"
+    ]
+
+
+def _offloaded(answer: DryRunAnswer) -> list[str]:
+    places = {"host memory": answer.found.host_terms, "files": answer.found.file_terms}
+    return [
+        f"{title}: {', '.join(f'{name} {format_bytes(size)}' for name, size in terms.items())}"
+        for title, terms in places.items()
+        if terms
     ]
 
 

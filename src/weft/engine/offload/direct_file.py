@@ -76,6 +76,12 @@ class DirectFile:
         with _Named("mapped", self.path):
             return mmap.mmap(self._descriptor, self.nbytes)
 
+    def release(self, mapped: mmap.mmap, offset: int, nbytes: int) -> None:
+        """Free the page cache of a range that was only read."""
+        with _Named("read", self.path):
+            mapped.madvise(mmap.MADV_DONTNEED, offset, nbytes)
+            os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
     def drop(self, mapped: mmap.mmap) -> None:
         """Write what was changed in memory, and free the page cache."""
         with _Named("written", self.path):

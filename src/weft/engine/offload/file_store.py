@@ -8,6 +8,7 @@ read from one and written to the other, which then is the current one. An error 
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ from torch import nn
 from weft.core.errors import StateFileError
 from weft.engine.offload.chunks import MASTER, StateBank, StateChunk
 from weft.engine.offload.direct_file import RESUME, DirectFile
-from weft.engine.offload.file_layout import FileLayout, FileSpan
+from weft.engine.offload.file_layout import FileLayout, FileSpan, pages
 from weft.engine.offload.slab import HostMemory
 from weft.engine.offload.span_sums import span_sum
 from weft.engine.offload.state_store import HostStore
@@ -48,6 +49,8 @@ class FileStore(HostStore):
         self._failure: BaseException | None = None
         self._is_read_only, self._is_summing = False, False
         self._maps: dict[int, mmap.mmap] = {}
+        self._views: dict[tuple[int, int, int], torch.Tensor] = {}  # by file, offset and count
+        self._is_shown = False  # whether someone may have used them since `drop_maps`
         self._mapped = HostMemory()
 
     # --- an update ----------------------------------------------------------------------------------------------
@@ -187,12 +190,15 @@ class FileStore(HostStore):
         region, dtype = self.layout.regions[bank][key]
         if count == 0:
             return torch.empty(0, dtype=dtype)
-        if self.current not in self._maps:
-            self._maps[self.current] = self.files[self.current].map()
-        found = torch.frombuffer(
-            self._maps[self.current], dtype=dtype, count=count, offset=region + begin * dtype.itemsize
+        file, offset = self.files[self.current], region + begin * dtype.itemsize
+        self._is_shown = True
+        if (self.current, offset, count) in self._views:
+            return self._views[self.current, offset, count]
+        mapped = self._maps[self.current] = self._maps.get(self.current) or file.map()
+        found = self._views[self.current, offset, count] = torch.frombuffer(
+            mapped, dtype=dtype, count=count, offset=offset
         )
-        self._mapped.add(found)
+        self._mapped.add(found, functools.partial(file.release, mapped, offset, pages(found.nbytes)))
         return found
 
     def views_of(self, bank: StateBank, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -202,8 +208,9 @@ class FileStore(HostStore):
 
     def drop_maps(self) -> None:
         """Write what was changed through `mapped`, and free the page cache."""
-        for number, mapped in self._maps.items():
+        for number, mapped in self._maps.items() if self._is_shown else ():
             self.files[number].drop(mapped)
+        self._is_shown = False
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,8 +21,10 @@ from weft.core.units import format_bytes
 _UNKNOWN = 2**62
 
 
-def require_room(nbytes: int, *, device: torch.device, root: Path = Path("/")) -> None:
-    """Refuse on every rank if one machine lacks the memory. Collective."""
+def require_room(
+    nbytes: int, *, device: torch.device, root: Path = Path("/"), terms: Mapping[str, int] | None = None
+) -> None:
+    """Refuse on every rank if one machine lacks the memory. Collective. `terms`: of this rank, by name."""
     available = available_bytes(root)
     own = [zlib.crc32(platform.node().encode()), nbytes, _UNKNOWN if available is None else available]
     rows = [torch.zeros(3, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
@@ -36,10 +39,15 @@ def require_room(nbytes: int, *, device: torch.device, root: Path = Path("/")) -
             ranks = "1 rank" if len(of_ranks) == 1 else f"{len(of_ranks)} ranks of one machine"
             raise DeviceError(
                 f"the offloaded optimizer states of {ranks} need {format_bytes(sum(of_ranks))} of host memory, and "
-                f"{format_bytes(left[machine])} are available",
+                f"{format_bytes(left[machine])} are available{_by_name(terms or {})}",
                 hint="shard them over more machines (data_parallel.zero), set precision.optimizer_state = 'bfloat16', "
                 "or raise the memory limit of the container",
             )
+
+
+def _by_name(terms: Mapping[str, int]) -> str:
+    named = [f"{name} {format_bytes(size)}" for name, size in terms.items() if size]
+    return f" ({', '.join(named)} of this rank)" if named else ""
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

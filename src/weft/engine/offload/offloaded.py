@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,9 +37,10 @@ from weft.engine.offload.chunks import ALIGNMENT, FILE_ALIGNMENT, MASTER, StateB
 from weft.engine.offload.copy_streams import streams_for
 from weft.engine.offload.direct_file import PAGE_BYTES
 from weft.engine.offload.durable import DurableStates
-from weft.engine.offload.file_layout import FileLayout
+from weft.engine.offload.file_layout import Dtypes, FileLayout
 from weft.engine.offload.file_store import FileStore
 from weft.engine.offload.host_room import require_room
+from weft.engine.offload.outside import OutsideBytes
 from weft.engine.offload.slab import HostSlab, slab_bytes
 from weft.engine.offload.state_files import StateFiles
 from weft.engine.offload.state_store import HostStore
@@ -70,7 +72,9 @@ def offload_states(
         return None
     masters = torch_dtype(plan.precision.policy().master_weights) if has_masters_away(plan) else None
     is_in_files = plan.offload.optimizer == "nvme"
-    files = StateFiles.of(plan, model, folder) if is_in_files and active_fake_mode() is None else None
+    if active_fake_mode() is not None:
+        folder = StateFolder(path=Path("offload"))  # a dry run makes no files
+    files = StateFiles.of(plan, model, folder) if is_in_files else None
     found = OffloadedStates(
         optimizer,
         form=UpdateForm(place=place, is_delayed=plan.offload.delayed, keeps_gradients=keeps_gradients),
@@ -128,16 +132,26 @@ class OffloadedStates:
             )
         num_slots = offload_sizes.SLOTS
         slot_bytes = form.slot_bytes(self._chunks, has_masters=masters is not None)
-        layout = self._file_layout(files) if files is not None else None
-        kept_bytes = self._state_bytes() if layout is None else num_slots * layout.slot_bytes
-        self.host_bytes = kept_bytes + num_slots * slot_bytes + form.pending_bytes(self._banks)
-        if active_fake_mode() is None:
-            require_room(self.host_bytes, device=device)
-        self._slab = HostSlab(self.host_bytes, device=device, alignment_bytes=1 if layout is None else PAGE_BYTES)
+        staging_bytes = num_slots * slot_bytes
+        layout = FileLayout(self._banks, self._chunks, dtypes_of=self._kept_dtypes) if files is not None else None
+        self.outside = OutsideBytes.of(
+            {bank: self._kept_dtypes(bank) for bank in self._banks},
+            num_files=files.num_files if files is not None else 0,
+            staging_bytes=staging_bytes + (num_slots * layout.slot_bytes if layout is not None else 0),
+            pending_bytes=form.pending_bytes(self._banks),
+        )
+        self.host_bytes = sum(self.outside.host.values())
+        is_fake = active_fake_mode() is not None
+        if not is_fake:
+            require_room(self.host_bytes, device=device, terms=self.outside.host)
+        taken_bytes = self._state_bytes() + staging_bytes + form.pending_bytes(self._banks)
+        self._slab = HostSlab(
+            taken_bytes if is_fake else self.host_bytes, device=device, alignment_bytes=1 if is_fake else PAGE_BYTES
+        )
         self._store: HostStore = HostStore()
         self._file_store: FileStore | None = None
         self.durable: DurableStates | None = None
-        if files is not None and layout is not None:
+        if files is not None and layout is not None and not is_fake:
             slots = [self._slab.take(layout.slot_bytes, torch.uint8) for _ in range(num_slots)]
             self._store = self._file_store = files.open(layout, slots=slots)
         self._create_states(device if form.place == "device" else torch.device("cpu"))
@@ -249,8 +263,10 @@ class OffloadedStates:
             if self.durable is None:
                 self._files.remove_folder()
 
-    def _file_layout(self, files: StateFiles) -> FileLayout:
-        return FileLayout(self._banks, self._chunks, dtypes_of=lambda bank: files.with_kept(self._dtypes(bank), bank))
+    def _kept_dtypes(self, bank: StateBank) -> Dtypes:
+        """Of all that is kept outside the device."""
+        states = self._dtypes(bank)
+        return states if self._files is None else self._files.with_kept(states, bank)
 
     def _point_to_current(self) -> None:
         """Let `optimizer.state` and `masters` show the slab, or the file with the newest states."""
@@ -263,11 +279,6 @@ class OffloadedStates:
                 self._state(parameter).update(joined(states))
 
     # --- a step -------------------------------------------------------------------------------------------------
-    def host_terms(self) -> dict[str, int]:
-        """Bytes of the host's memory by the planner's terms."""
-        terms = {"moments": self._state_bytes(), "staging": self.host_bytes - self._state_bytes()}
-        return {term: nbytes for term, nbytes in terms.items() if nbytes}
-
     def device_tensors(self) -> list[torch.Tensor]:
         """Copies of states that are on the device now."""
         return self._update.chunks_on_device() if isinstance(self._update, DeviceUpdate) else []

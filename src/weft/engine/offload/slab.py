@@ -8,7 +8,7 @@ Slabs are not memory of the device, also where the device is a CPU: `is_host_mem
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from weft.core.units import format_bytes
 ALIGNMENT_BYTES = 256
 
 _storages: set[int] = set()  # of living slabs
+_releases: dict[int, Callable[[], None]] = {}  # of storages that are a file's
 _is_allocating = False
 
 
@@ -33,6 +34,11 @@ def is_host_memory(tensor: torch.Tensor) -> bool:
     return not is_traceable_wrapper_subclass(given) and tensor.untyped_storage()._cdata in _storages
 
 
+def release_of(tensor: torch.Tensor) -> Callable[[], None] | None:
+    """What frees the pages of host memory that is a file's."""
+    return _releases.get(tensor.untyped_storage()._cdata)
+
+
 class HostMemory:
     """Tensors besides slabs that are host memory, for as long as this object lives."""
 
@@ -40,10 +46,12 @@ class HostMemory:
         self._keys: dict[int, torch.Tensor] = {}
         weakref.finalize(self, _forget, self._keys)
 
-    def add(self, tensor: torch.Tensor) -> None:
+    def add(self, tensor: torch.Tensor, release: Callable[[], None]) -> None:
+        """`release` frees its pages until it is read again."""
         key = tensor.untyped_storage()._cdata
         self._keys[key] = tensor  # alive: the key of a freed storage may be given to another
         _storages.add(key)
+        _releases[key] = release
 
 
 class HostSlab:
@@ -97,6 +105,8 @@ def _pin(memory: torch.Tensor) -> int:
 
 def _forget(keys: dict[int, torch.Tensor]) -> None:
     _storages.difference_update(keys)
+    for key in keys:
+        _releases.pop(key, None)
     keys.clear()
 
 

@@ -60,6 +60,10 @@ class StateFiles:
             model=model,
         )
 
+    @property
+    def num_files(self) -> int:
+        return 2 if self.is_durable else 1
+
     def with_kept(self, dtypes: Dtypes, bank: StateBank) -> Dtypes:
         """What the files hold of a bank: its states, and weights that have no master among them, for a restart."""
         has_weights = self.is_durable and MASTER not in dtypes
@@ -68,8 +72,7 @@ class StateFiles:
     def open(self, layout: FileLayout, *, slots: Sequence[torch.Tensor]) -> FileStore:
         """Files with all their space. Durable ones keep what they hold, until `DurableStates.restore`."""
         require_local_disk(self.folder)
-        numbers = range(2 if self.is_durable else 1)
-        paths = [self._log.state_path(number) for number in numbers]
+        paths = [self._log.state_path(number) for number in range(self.num_files)]
         files = [DirectFile(path, layout.nbytes, is_scratch=not self.is_durable) for path in paths]
         if not self.is_durable:
             self._log.forget()  # an earlier run's may have been durable

@@ -107,8 +107,7 @@ def _host_terms(view: View) -> HostTerms:
     columns, sizes, held = view.columns, view.sizes, held_elements(view)
     nothing = np.zeros(len(columns))
     is_here, on_host = columns.offload_optimizer == HOMES.index("cpu"), updates_on_host(view)
-    states = sizes.optimizer + _master_bytes(view)
-    from_disk = np.where(columns.offload_optimizer == NVME, states, 0.0)
+    from_disk = np.where(columns.offload_optimizer == NVME, sizes.optimizer + _filed_bytes(view), 0.0)
     is_late = on_host & (columns.delayed_update > 0)
     brought = np.where(is_late, 0.0, sizes.gradient) + np.where(keeps_masters(view), sizes.master, 0.0)
     slots = SLOTS * np.minimum(columns.chunk_elements, held)  # of a small shard too
@@ -131,11 +130,16 @@ def _disk_terms(view: View) -> HostTerms:
     """States in files; a state that survives every step is written to two files in turn."""
     columns, held = view.columns, held_elements(view)
     copies = np.where(columns.offload_optimizer == NVME, np.where(columns.durable_steps > 0, 2.0, 1.0), 0.0)
-    return {"masters": copies * held * _master_bytes(view), "moments": copies * held * view.sizes.optimizer}
+    return {"masters": copies * held * _filed_bytes(view), "moments": copies * held * view.sizes.optimizer}
 
 
 def _master_bytes(view: View) -> Floats:
     return np.where(rests_in_compute(view), float(view.sizes.master), 0.0)
+
+
+def _filed_bytes(view: View) -> Floats:
+    """Masters in files: those that are states, or weights that a restart after every step needs."""
+    return np.where(view.columns.durable_steps > 0, float(view.sizes.master), _master_bytes(view))
 
 
 def _keep_larger(terms: HostTerms, view: View, other: HostTerms) -> None:

@@ -13,9 +13,11 @@ from state_files import close_files, committed_steps, file_engine, trained_in_fi
 from tiny import build_engine, train_steps
 
 import weft.engine.updates as engine_updates
+from weft.checkpoint.staging import StagedPlanner
 from weft.core.errors import BadValueError, FolderBusyError, NotBuiltError, StateFileError
 from weft.core.state_folder import ANY_STEP
 from weft.engine.offload.chunk_kernel import ChunkKernel
+from weft.engine.offload.direct_file import DirectFile
 from weft.engine.offload.file_store import FileStore
 from weft.engine.optim.clip import clip_factor
 from weft.engine.optim.optimizers import OptimizerPolicy
@@ -151,6 +153,33 @@ def test_memory_of_a_checkpoint_is_that_of_the_file_and_both_ways_coherent(tmp_p
         engine.offload.after_load()  # type: ignore[union-attr]
         assert changed == digests(engine) != shown
         assert file.stat().st_size % 4096 == 0
+    close_files(engine)
+
+
+def test_a_save_frees_the_memory_of_each_state_before_it_reads_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed, resolved = [], []
+    release, resolve = DirectFile.release, StagedPlanner.lookup_object
+
+    def look(self: StagedPlanner, index: Any) -> Any:
+        found = resolve(self, index)
+        if index.fqn in self._releases:
+            resolved.append(found.nbytes)
+            assert found.untyped_storage().nbytes() == found.nbytes  # else DCP would copy it
+            assert len(resolved) - len(freed) <= 1
+        return found
+
+    def free(self: DirectFile, mapped: Any, offset: int, nbytes: int) -> None:
+        release(self, mapped, offset, nbytes)
+        freed.append(nbytes)
+
+    monkeypatch.setattr(StagedPlanner, "lookup_object", look)
+    monkeypatch.setattr(DirectFile, "release", free)
+    engine = file_engine("qwen3-tied", BF16, tmp_path / "states", "device")
+    train_steps(engine, 1)
+    engine.save(tmp_path)
+    assert len(resolved) == 3 * len(engine.parameters)  # masters and two moments
     close_files(engine)
 
 
