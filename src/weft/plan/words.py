@@ -26,8 +26,11 @@ def describe(plan: Plan) -> str:
         rest.append(f"optimizer on {plan.offload.optimizer}{late}{masters}")
     if plan.offload.parameters != "none":
         rest.append("weights on the host")
-    if plan.activations.offload != "none":
+    number = plan.activations.offload_blocks
+    if plan.activations.offload != "none" and plan.activations.policy != "none":
         rest.append("block inputs on the host")
+    if number:
+        rest.append(f"saved tensors of {number} block{'' if number == 1 else 's'} on the host")
     if plan.activations.partition:
         rest.append("block inputs partitioned over TP")
     return ", ".join([" x ".join(parts) or "one device", *rest])
