@@ -115,11 +115,8 @@ def test_memory_is_that_of_the_planner(dispatcher: str, zero: int, policy: str) 
 
 
 def test_an_uneven_router_fills_the_busiest_rank() -> None:
-    model = RUN.model.model_copy(update={"config": {**CONFIG, "num_hidden_layers": 1}})
-    one_block = RUN.model_copy(update={"model": model})
-
     def measured(dispatcher: str, imbalance: float) -> DryRun:
-        return dry_run(one_block, plan_of(dispatcher), on_gpu=False, imbalance=imbalance)
+        return dry_run(RUN, plan_of(dispatcher), on_gpu=False, imbalance=imbalance)
 
     for dispatcher in ("tokens", "gather"):
         even, uneven = (measured(dispatcher, imbalance) for imbalance in (1.0, 2.0))

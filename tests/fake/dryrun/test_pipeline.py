@@ -68,7 +68,7 @@ def plan_of(
 
 CASES: dict[str, tuple[str, Plan, Place]] = {
     "1f1b, tied, last": ("tied", plan_of("1f1b", **BF16), "last"),
-    "zbv, by hand, first": ("llama", plan_of("zbv", stages=2, blocks=(4, 2, 1, 1), **BF16), "first"),
+    "zbv, by hand, first": ("llama", plan_of("zbv", stages=2, cuts=4, blocks=(4, 2, 1, 1), **BF16), "first"),
     "zero bubble, ZeRO-1, first": ("llama", plan_of("zero_bubble", dp=2, zero=1, cuts=4), "first"),
     # gradients of the head wait with every micro-batch, and no logits do
     "GPipe, fused loss, last": ("llama", plan_of("gpipe", pp=4, **BF16, **FUSED), "last"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import pytest
@@ -190,14 +191,13 @@ def test_what_no_rule_allows_is_not_offered() -> None:
 AT_PEAK = st.dictionaries(st.sampled_from([str(term) for term in MemoryTerm]), st.integers(0, 2**36))
 
 
-@settings(max_examples=40)
-@given(requests(), st.sampled_from([(1, 8), (2, 4), (8, 1)]), AT_PEAK)
-def test_nothing_saves_more_than_a_dry_run_found(
-    request: Request, mesh: tuple[int, int], at_peak: dict[str, int]
-) -> None:
+@settings(max_examples=12)
+@given(requests(), st.sampled_from([1, 2, 8]), AT_PEAK)
+def test_nothing_saves_more_than_a_dry_run_found(request: Request, replicas: int, at_peak: dict[str, int]) -> None:
     """No term can be saved that the dry run has not, and none beyond what is there, whatever the estimate believes."""
-    plan = plan_with(dp_replicate=mesh[0], dp_shard=mesh[1], zero=3 if mesh[1] > 1 else 0)
-    assume(plan.num_ranks == request.cluster.num_devices)
+    replicas = gcd(replicas, request.cluster.num_devices)
+    shards = request.cluster.num_devices // replicas
+    plan = plan_with(dp_replicate=replicas, dp_shard=shards, zero=3 if shards > 1 else 0)
     inside = sum(size for term, size in at_peak.items() if term != MemoryTerm.FRAMEWORK)
     saving = largest_saving(request, plan, trained_only=False, at_peak=at_peak)
     assert saving is None or 0 < saving.saves_bytes <= inside
