@@ -20,6 +20,7 @@ from weft.engine.ownership import local
 
 UNIT = 1024  # elements: whole vectors of any CPU, whole pages of float32
 ALIGNMENT = 64  # elements between the begins of parameters
+SCALES_ALIGNMENT = 4  # scales between the begins of parameters: 16 bytes, as compiled kernels read them
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,7 +120,7 @@ def _fill(
     bank: StateBank, parameters: Sequence[nn.Parameter], chunk_elements: int, unit_of: Callable[[nn.Parameter], int]
 ) -> list[StateChunk]:
     chunks: list[StateChunk] = []
-    alignment = ALIGNMENT * (bank.block or 1)  # scales are aligned too
+    alignment = max(ALIGNMENT, SCALES_ALIGNMENT * (bank.block or 1))
     for parameter in parameters:
         bank.offsets[parameter] = bank.num_elements
         for piece in _pieces(parameter, bank.num_elements, chunk_elements, unit_of(parameter)):
