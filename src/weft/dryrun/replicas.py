@@ -21,8 +21,6 @@ from weft.engine.dp.strategy import Strategy
 class FakeReplicated(Strategy):
     """The dry run's replacement of `engine.dp.ddp.Replicated`."""
 
-    keeps_gradients = True  # in its buckets
-
     def __init__(
         self, model: nn.Module, *, group: dist.ProcessGroup, find_unused_parameters: bool, wire: torch.dtype
     ) -> None:

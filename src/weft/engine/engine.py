@@ -101,10 +101,7 @@ class Engine:
         self.parameters = list(self.trained.values())
         self._seed = seed
         self.optimizer = self._build_optimizer(optimizer)
-        self.offload = offload_states(
-            self.optimizer, plan, model, self.layout, device=self.device,
-            keeps_gradients=self.strategy.keeps_gradients,
-        )  # fmt: skip
+        self.offload = offload_states(self.optimizer, plan, model, self.layout, self.strategy, device=self.device)
         self.rates = GroupRates(self.optimizer)
         if callable(optimizer) and dist.get_world_size() > 1:
             require_one_base(self.rates, device=self.device)
@@ -158,9 +155,7 @@ class Engine:
         )
 
     def drain(self) -> None:
-        """Finish the micro-batches in flight of a pipeline that never flushes. Collective; a no-op in other layouts.
-
-        Like an evaluation it changes no later step: a delayed update of offloaded states stays in flight."""
+        """Finish the micro-batches in flight of a pipeline that never flushes. Collective; a no-op in other layouts."""
         self.updates.drain()
 
     def _forward_backward(self, batch: Batch, timer: StepTimer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,8 +229,7 @@ class Engine:
     # --- evaluation ---------------------------------------------------------------------------------------------
 
     def evaluate(self, batches: Batch | Sequence[Batch]) -> EvalRecord:
-        """The mean token loss over one batch or several, by the same objective and division as training; of the
-        weights that the next step reads, or in a pipeline that never flushes of the newest."""
+        """The mean token loss over one batch or several, by the same objective and division as training."""
         loss_sum, weight = self.evaluate_nowait(batches)
         return EvalRecord(loss=float(loss_sum / divisor(weight)), tokens=int(weight))
 
@@ -288,9 +282,7 @@ class Engine:
 
     def close(self) -> None:
         """Destroy this engine's process groups; it cannot train any more. Collective; the second call is a no-op."""
-        self.drain()
-        if self.offload is not None:
-            self.offload.wait()
+        self.updates.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # collectives in flight need their groups
         self.topology.close()

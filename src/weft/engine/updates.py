@@ -66,6 +66,12 @@ class Updates:
         if self.engine.offload is not None:
             self.engine.offload.wait()
 
+    def close(self) -> None:
+        """Drain; a delayed update of offloaded states, which `drain` leaves in flight, lands. Collective."""
+        self.drain()
+        if self.engine.offload is not None:
+            self.engine.offload.wait()
+
     def scalars(self) -> dict[str, float]:
         return {}
 

@@ -27,8 +27,6 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # torch's own sizes
 class Replicated(Strategy):
     """torch's DDP around the model."""
 
-    keeps_gradients = True  # in its buckets
-
     def __init__(
         self, model: nn.Module, *, group: dist.ProcessGroup, find_unused_parameters: bool, wire: torch.dtype
     ) -> None:

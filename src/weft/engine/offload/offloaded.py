@@ -23,6 +23,7 @@ from weft.core import offload_sizes
 from weft.core.errors import NotBuiltError
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan
+from weft.engine.dp.strategy import Strategy
 from weft.engine.offload.ahead import AheadOfUpdate
 from weft.engine.offload.chunk_kernel import ChunkKernel, State, block_of, new_counter, require_known, state_dtypes
 from weft.engine.offload.chunks import StateBank, divide
@@ -42,19 +43,17 @@ def offload_states(
     plan: Plan,
     model: nn.Module,
     layout: ModelLayout,
+    strategy: Strategy,
     *,
     device: torch.device,
-    keeps_gradients: bool,
 ) -> OffloadedStates | None:
-    """Move the optimizer's states to the host if the plan says so. Collective.
-
-    `keeps_gradients`: the next step writes to the memory of this step's gradients."""
+    """Move the optimizer's states to the host if the plan says so. Collective."""
     place = update_place(plan, device_type=device.type)
     if place is None:
         return None
     is_delayed = plan.offload.delayed
     found = OffloadedStates(
-        optimizer, place=place, device=device, is_delayed=is_delayed, keeps_gradients=keeps_gradients
+        optimizer, place=place, device=device, is_delayed=is_delayed, buckets=strategy.gradient_buckets
     )
     if (
         device.type == "cuda" and plan.mesh.pp == 1 and not is_delayed
@@ -78,7 +77,7 @@ class OffloadedStates:
         place: Literal["device", "host"],
         device: torch.device,
         is_delayed: bool = False,
-        keeps_gradients: bool = False,
+        buckets: Callable[[], Sequence[torch.Tensor]] = list,
     ) -> None:
         require_known(optimizer)
         self._optimizer = optimizer
@@ -107,9 +106,7 @@ class OffloadedStates:
                 kernel, self._streams, chunks=self._chunks, device=device, num_slots=num_slots, keeps_slots=is_delayed
             )
             if isinstance(kernel, IntoGradients):
-                self._late = DelayedOnDevice(
-                    self._update, kernel, chunks=self._chunks, device=device, copies_gradients=keeps_gradients
-                )
+                self._late = DelayedOnDevice(self._update, kernel, chunks=self._chunks, device=device, buckets=buckets)
         else:
             staging = [self._slab.take(staged_bytes, torch.uint8) for _ in range(num_slots)]
             if is_delayed:
