@@ -22,8 +22,6 @@ from weft.engine.precision import gradient_dtype
 class FakeReplicated(Strategy):
     """The dry run's replacement of `engine.dp.ddp.Replicated`."""
 
-    keeps_gradients = True  # in its buckets
-
     def __init__(
         self,
         model: nn.Module,

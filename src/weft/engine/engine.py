@@ -108,9 +108,8 @@ class Engine:
         if applied.masters is not None:
             self._fill(applied.masters, is_trained=False)
         self.offload = offload_states(
-            self.optimizer, plan, model, self.layout, device=self.device, folder=state_folder,
-            keeps_gradients=self.strategy.keeps_gradients,
-        )  # fmt: skip
+            self.optimizer, plan, model, self.layout, self.strategy, device=self.device, folder=state_folder
+        )
         if applied.masters is not None and self.offload is not None and self.offload.restored is None:
             self._fill(applied.masters, is_trained=True)
             self.offload.after_load()
@@ -179,9 +178,7 @@ class Engine:
         return {**states, **({"activations": activations} if activations else {})}
 
     def drain(self) -> None:
-        """Finish the micro-batches in flight of a pipeline that never flushes. Collective; a no-op in other layouts.
-
-        Like an evaluation it changes no later step: a delayed update of offloaded states stays in flight."""
+        """Finish the micro-batches in flight of a pipeline that never flushes. Collective; a no-op in other layouts."""
         self.updates.drain()
 
     def _forward_backward(self, batch: Batch, timer: StepTimer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -255,8 +252,7 @@ class Engine:
     # --- evaluation ---------------------------------------------------------------------------------------------
 
     def evaluate(self, batches: Batch | Sequence[Batch]) -> EvalRecord:
-        """The mean token loss over one batch or several, by the same objective and division as training; of the
-        weights that the next step reads, or in a pipeline that never flushes of the newest."""
+        """The mean token loss over one batch or several, by the same objective and division as training."""
         loss_sum, weight = self.evaluate_nowait(batches)
         return EvalRecord(loss=float(loss_sum / divisor(weight)), tokens=int(weight))
 
@@ -322,9 +318,7 @@ class Engine:
 
     def close(self) -> None:
         """Destroy this engine's process groups; it cannot train any more. Collective; the second call is a no-op."""
-        self.drain()
-        if self.offload is not None:
-            self.offload.close()
+        self.updates.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # collectives in flight need their groups
         self.topology.close()

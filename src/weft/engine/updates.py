@@ -66,6 +66,13 @@ class Updates:
         if self.engine.offload is not None:
             self.engine.offload.wait()
 
+    def close(self) -> None:
+        """Drain; a delayed update of offloaded states, which `drain` leaves in flight, lands; files are closed.
+        Collective."""
+        self.drain()
+        if self.engine.offload is not None:
+            self.engine.offload.close()
+
     def scalars(self) -> dict[str, float]:
         return {}
 

@@ -11,7 +11,8 @@ import pytest
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.terms import MemoryTerm as Term
-from weft.dryrun.run import DryRun, dry_run
+from weft.dryrun.run import DryRun, FakeTraining, dry_run
+from weft.dryrun.world import fake_world
 from weft.plan.ask import estimate_plan
 
 LLAMA = {
@@ -120,3 +121,20 @@ def test_states_in_files_are_named_by_term_and_no_file_is_made(
     on_host = of({}, optimizer="cpu", update="device")
     assert on_host.file_terms == {}
     assert on_host.host_terms["moments"] == pytest.approx(8 * count, rel=padding - 1)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("delayed", [False, pytest.param(True, marks=pytest.mark.extended)])
+def test_the_planner_knows_the_host_memory_of_a_rank(delayed: bool, optimizer: str) -> None:
+    offload = {"optimizer": "cpu", "update": "device", "delayed": delayed}
+    plan = Plan.from_tables({**SHARDED, "precision": {"preset": "bf16"}, "offload": offload})
+    tables = RUN.model_dump(mode="json", exclude_none=True)
+    run = RunSpec.from_tables({**tables, "train": {**tables["train"], "optimizer": optimizer}})
+    with fake_world(num_ranks=4, rank=0, attention=None) as world:
+        training = FakeTraining(run, plan)
+        with world.mode:
+            training.build()
+        assert training.engine.offload is not None
+        found = training.engine.offload.host_bytes
+    predicted = sum(estimate_plan(run, plan, "4xH100-80GB").offload.host_terms.values())
+    assert predicted == pytest.approx(found, rel=0.02)

@@ -75,26 +75,33 @@ def update_lands_at_once() -> Any:
     return _both("run", make)
 
 
-def update_starts_from_the_weights_before() -> Any:
-    """The update of the step before is lost: the next one began from the weights without it."""
+@contextmanager
+def update_starts_from_the_weights_before() -> Iterator[None]:
+    """The update of the step before is lost: the next one began before it had landed."""
+    kept: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by object: weights, and their values before
 
-    def make(original: Any) -> Any:
+    def make_land(original: Any) -> Any:
+        def land(self: Any) -> None:
+            kept[id(self)] = [(weight, weight.clone()) for weight in _weights(self)]
+            original(self)
+
+        return land
+
+    def make_run(original: Any) -> Any:
         def run(self: Any, *given: Any) -> None:
-            weights = _weights(self)
-            before = [weight.clone() for weight in weights]
-            self.land()
-            landed = [weight.clone() for weight in weights]
-            for weight, old in zip(weights, before, strict=True):
+            landed = [(weight, weight.clone()) for weight, _ in kept[id(self)]]
+            for weight, old in kept.pop(id(self)):
                 weight.copy_(old)
             original(self, *given)
             if isinstance(self, DelayedOnHost) and self._future is not None:
                 self._future.result()
-            for weight, new in zip(weights, landed, strict=True):
+            for weight, new in landed:
                 weight.copy_(new)
 
         return run
 
-    return _both("run", make)
+    with _both("land", make_land), _both("run", make_run):
+        yield
 
 
 def checkpoint_without_the_update_in_flight() -> Any:

@@ -28,8 +28,6 @@ FIRST_BUCKET_BYTES = 2**20  # torch's own size
 class Replicated(Strategy):
     """torch's DDP around the model."""
 
-    keeps_gradients = True  # in its buckets
-
     def __init__(
         self,
         model: nn.Module,

@@ -16,7 +16,6 @@ class Strategy:
     """One device. Subclasses override the differences."""
 
     accumulates_unsharded = False  # gradients stay unsharded until the last micro-batch
-    keeps_gradients = False  # a step writes its gradients to the memory of those of the step before
     float8: Float8Gather | None = None  # of sharded weights that are gathered in float8
 
     def __init__(self, module: nn.Module) -> None:

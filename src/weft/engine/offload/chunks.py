@@ -23,6 +23,7 @@ UNIT = 1024  # elements: whole vectors of any CPU, whole pages of float32
 ALIGNMENT = 64  # elements between the begins of parameters
 MASTER = "master"  # the key of float32 masters among the states
 FILE_ALIGNMENT = 2048  # the same in files, whose transfers are whole pages, also of two bytes per element
+SCALES_ALIGNMENT = 4  # scales between the begins of parameters: 16 bytes, as compiled kernels read them
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,7 +120,7 @@ def divide(
         for dtype, block in dict.fromkeys(kinds.values()):
             bank = StateBank(group=group, dtype=masters or dtype, block=block)
             own = [parameter for parameter, kind in kinds.items() if kind == (dtype, block)]
-            chunks += _fill(bank, own, chunk_elements, unit_of, alignment * (block or 1))  # scales are aligned too
+            chunks += _fill(bank, own, chunk_elements, unit_of, max(alignment, SCALES_ALIGNMENT * (block or 1)))
             banks.append(bank)
     return banks, chunks
 

@@ -57,7 +57,7 @@ class IntoGradients(ChunkKernel):
 class DelayedOnDevice:
     """Runs `update` with `kernel` beside the computation.
 
-    `copies_gradients`: gradients are views of memory that the next step writes to (DDP's buckets).
+    `buckets`: memory of gradients that the next step writes to (DDP's); gradients are copied if there is any.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class DelayedOnDevice:
         *,
         chunks: Sequence[StateChunk],
         device: torch.device,
-        copies_gradients: bool,
+        buckets: Callable[[], Sequence[torch.Tensor]],
     ) -> None:
-        self._update, self._device, self._copies_gradients = update, device, copies_gradients
+        self._update, self._device, self._buckets = update, device, buckets
         self._kernel = kernel
         kernel.fresh = torch.empty(max(map(_fresh_bytes, chunks), default=0), dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -90,8 +90,9 @@ class DelayedOnDevice:
         """Begin an update, after the one before has landed."""
         parameters = dict.fromkeys(piece.parameter for update in updates for piece in update.pieces)
         own = {parameter: parameter.grad for parameter in parameters}
+        is_kept = len(self._buckets()) > 0
         for parameter, gradient in own.items():
-            if gradient is not None and (self._copies_gradients or not local(gradient).is_contiguous()):
+            if gradient is not None and (is_kept or not local(gradient).is_contiguous()):
                 parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
             self._pending[parameter] = local(parameter.grad)  # type: ignore[arg-type]
         self._read = [updates, factor]

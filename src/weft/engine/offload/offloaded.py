@@ -30,6 +30,7 @@ from weft.core.masters import has_masters_away
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan
 from weft.core.state_folder import StateFolder
+from weft.engine.dp.strategy import Strategy
 from weft.engine.offload import ahead
 from weft.engine.offload.ahead import AheadOfUpdate
 from weft.engine.offload.chunk_kernel import State, block_of, new_counter, require_known, state_dtypes
@@ -58,15 +59,14 @@ def offload_states(
     plan: Plan,
     model: nn.Module,
     layout: ModelLayout,
+    strategy: Strategy,
     *,
     device: torch.device,
-    keeps_gradients: bool,
     folder: StateFolder | None = None,
 ) -> OffloadedStates | None:
     """Move the optimizer's states to the host or to files if the plan says so. Collective.
 
-    `keeps_gradients`: the next step writes to the memory of this step's gradients. `folder`: of the files, unless the
-    plan names another."""
+    `folder`: of the files, unless the plan names another."""
     place = update_place(plan, device_type=device.type)
     if place is None:
         return None
@@ -77,7 +77,7 @@ def offload_states(
     files = StateFiles.of(plan, model, folder) if is_in_files else None
     found = OffloadedStates(
         optimizer,
-        form=UpdateForm(place=place, is_delayed=plan.offload.delayed, keeps_gradients=keeps_gradients),
+        form=UpdateForm(place=place, is_delayed=plan.offload.delayed, buckets=strategy.gradient_buckets),
         device=device,
         chunk_elements=plan.offload.chunk_elements,
         masters=masters,

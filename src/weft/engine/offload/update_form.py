@@ -6,7 +6,7 @@ when     after the gradients of a step, or beside the next step (delayed.py)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,11 +28,11 @@ Late = DelayedOnDevice | DelayedOnHost
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateForm:
-    """See the module. `keeps_gradients`: the next step writes to the memory of this step's gradients."""
+    """See the module. `buckets`: memory of gradients that the next step writes to."""
 
     place: Literal["device", "host"]
     is_delayed: bool = False
-    keeps_gradients: bool = False
+    buckets: Callable[[], Sequence[torch.Tensor]] = list
 
     def kernel_of(self, optimizer: Optimizer) -> ChunkKernel:
         return IntoGradients(optimizer) if self.is_delayed and self.place == "device" else ChunkKernel(optimizer)
@@ -70,8 +70,7 @@ class UpdateForm:
             )  # fmt: skip
             if not isinstance(kernel, IntoGradients):
                 return update, None
-            copies = self.keeps_gradients
-            return update, DelayedOnDevice(update, kernel, chunks=chunks, device=device, copies_gradients=copies)
+            return update, DelayedOnDevice(update, kernel, chunks=chunks, device=device, buckets=self.buckets)
         staging = [slab.take(slot_bytes, torch.uint8) for _ in range(num_slots)]
         if not self.is_delayed:
             return HostUpdate(kernel, streams, store=store, staging=staging, device=device), None

@@ -22,6 +22,7 @@ from weft.engine.ownership import local
 
 MIN_ELEMENTS = 4096  # smaller tensors gain nothing and hurt most
 MIN_BLOCK, MAX_BLOCK = 64, 256
+NUM_CODES = 256
 CODES, SCALES = ".codes", ".scales"  # of a moment, as states and in checkpoints
 PARTS = {CODES: torch.uint8, SCALES: torch.float32}
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
@@ -134,12 +135,12 @@ def _moment(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch
 
 
 def _code_values(device: torch.device, signed: bool) -> torch.Tensor:
-    """The float of each code. A tensor of a dry run is not kept: it belongs to that run's fake mode."""
+    """The float of each code. A dry run has no values, and its tensors belong to that run."""
     from torchao.optim.quant_utils import create_dynamic_map
 
     key = (device, signed)
     if active_fake_mode() is not None:
-        return torch.tensor(create_dynamic_map(signed=signed), device=device)
+        return torch.empty(NUM_CODES, device=device)
     if key not in _values:
         _values[key] = torch.tensor(create_dynamic_map(signed=signed), device=device)
     return _values[key]
