@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from weft.comm.groups import ensure_group, sum_over
 from weft.core.executable import require_executable
-from weft.core.masters import resting_dtype
+from weft.core.masters import resting_dtype, with_streamed_units
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan, require_consistent
 from weft.core.records import BufferRecord, DtypeRecord, EvalRecord, ParameterRecord, StepRecord
@@ -74,7 +74,7 @@ class Engine:
     ) -> None:
         require_consistent(plan)
         require_executable(plan)
-        self.plan = plan
+        plan = self.plan = with_streamed_units(plan)
         self.device = torch.device(device) if device is not None else default_device()
         if self.device.type == "cpu":
             patch_low_precision_matmul(torch_dtype(plan.precision.policy().weights))

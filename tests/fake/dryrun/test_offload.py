@@ -22,6 +22,7 @@ LLAMA = {
 RUN = RunSpec.from_tables({"model": LLAMA, "data": {"sequence_length": 256}, "train": {"global_batch": 8}})
 REPLICATED: dict[str, Any] = {"mesh": {"dp_replicate": 4}, "pipeline": {"microbatches": 2}}
 SHARDED: dict[str, Any] = {"mesh": {"dp_shard": 4}, "data_parallel": {"zero": 3}}
+AWAY = {"optimizer": "cpu", "parameters": "cpu", "update": "host"}
 
 
 def of(tables: dict[str, Any], **offload: str) -> DryRun:
@@ -70,10 +71,19 @@ def test_the_peak_falls_by_the_moments_and_by_nothing_else(tables: dict[str, Any
             marks=pytest.mark.extended,
         ),
         {**SHARDED, "offload": {"optimizer": "cpu", "update": "device", "masters": "host"}},
+        {"pipeline": {"microbatches": 2}, "offload": {"optimizer": "cpu", "parameters": "cpu", "update": "device"}},
+        *(
+            pytest.param(
+                {**SHARDED, "data_parallel": {"zero": zero}, "offload": AWAY, "activations": {"policy": "full"}},
+                marks=pytest.mark.extended,
+            )
+            for zero in (1, 2, 3)
+        ),
     ],
     ids=[
         *("DDP, device", "ZeRO-3, host", "inputs on the host"),
         *("masters from one device", "masters, DDP, host", "masters, ZeRO-3"),
+        *("weights from one device", "weights, ZeRO-1, host", "weights, ZeRO-2, host", "weights, ZeRO-3, host"),
     ],
 )
 def test_the_planner_agrees(tables: dict[str, Any]) -> None:
@@ -81,3 +91,8 @@ def test_the_planner_agrees(tables: dict[str, Any]) -> None:
     found, predicted = dry_run(RUN, plan), estimate_plan(RUN, plan, f"{plan.num_ranks}xH100-80GB")
     inside = predicted.memory_bytes - predicted.memory_terms["framework"]
     assert inside == pytest.approx(found.peak_bytes, rel=0.02)
+    if plan.offload.parameters == "cpu":
+        assert str(Term.WEIGHTS) not in found.peak.terms
+        assert predicted.memory_terms["communication_buffers"] == pytest.approx(
+            found.peak.terms.get("communication_buffers", 0), rel=0.02
+        )

@@ -18,7 +18,8 @@ from weft.engine.ownership import local
 
 UNIT = 1024  # elements: whole vectors of any CPU, whole pages of float32
 ALIGNMENT = 64  # elements between the begins of parameters
-MASTER = "master"  # the key of float32 masters among the states
+MASTER = "master"  # the key of masters among the states
+WEIGHT = "weight"  # of weights that rest in host memory, rounded
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,6 +50,7 @@ class StateBank:
 
     group: dict[str, Any]
     dtype: torch.dtype  # of the values that updates change: masters, or parameters
+    has_weights: bool = False  # weights rest in host memory: rounded ones as a state, others are masters
     offsets: dict[nn.Parameter, int] = field(default_factory=dict)
     num_elements: int = 0
     states: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -79,6 +81,7 @@ def divide(
     chunk_elements: int,
     unit_of: Callable[[nn.Parameter], int],
     masters: torch.dtype | None = None,
+    has_weights: bool = False,
 ) -> tuple[list[StateBank], list[StateChunk]]:
     """Banks and chunks of an optimizer's groups. A parameter whose unit exceeds `chunk_elements` is cut at units.
 
@@ -87,7 +90,7 @@ def divide(
     chunks: list[StateChunk] = []
     for group in groups:
         for dtype in dict.fromkeys(parameter.dtype for parameter in group["params"]):
-            bank = StateBank(group=group, dtype=masters or dtype)
+            bank = StateBank(group=group, dtype=masters or dtype, has_weights=has_weights)
             own = [parameter for parameter in group["params"] if parameter.dtype == dtype]
             chunks += _fill(bank, own, chunk_elements, unit_of)
             banks.append(bank)

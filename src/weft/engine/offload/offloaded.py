@@ -4,7 +4,9 @@
     kept on the host     moments, in one slab; `optimizer.state` holds views of it, so checkpoints need no other code
 
 Where `core.masters` says that masters leave the device, weights rest there in the compute dtype, and the float32 master
-is one more state in the slab: it is what updates change and what checkpoints hold as the model.
+is one more state in the slab: it is what updates change and what checkpoints hold as the model. With
+`offload.parameters = "cpu"` the slab has the weights at rest too, frozen ones among them (`engine/offload/weights.py`);
+weights that are not rounded are the masters.
 
 A step is one pass over the chunks after the gradient norm is known: clipping has the bits of a step without offload,
 and a step that float16 skips never begins.
@@ -24,16 +26,17 @@ from torch.optim import Optimizer
 
 from weft.core import offload_sizes
 from weft.core.errors import NotBuiltError
-from weft.core.masters import has_masters_away
+from weft.core.masters import has_masters_away, resting_dtype
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan
 from weft.engine.offload.ahead import AheadOfUpdate
 from weft.engine.offload.chunk_kernel import ChunkKernel, State, new_counter, require_known, state_dtype, state_keys
-from weft.engine.offload.chunks import MASTER, StateBank, divide
+from weft.engine.offload.chunks import MASTER, WEIGHT, StateBank, divide
 from weft.engine.offload.copy_streams import streams_for
 from weft.engine.offload.host_room import require_room
 from weft.engine.offload.slab import HostSlab, slab_bytes
 from weft.engine.offload.updates import ChunkUpdate, DeviceUpdate, HostUpdate, staging_bytes
+from weft.engine.offload.weights import OffloadedWeights
 from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import local
 from weft.engine.precision import torch_dtype
@@ -47,8 +50,18 @@ def offload_states(
     place = update_place(plan, device_type=device.type)
     if place is None:
         return None
-    masters = torch_dtype(plan.precision.policy().master_weights) if has_masters_away(plan) else None
-    found = OffloadedStates(optimizer, place=place, device=device, masters=masters)
+    has_weights = plan.offload.parameters != "none"
+    has_masters = has_weights or has_masters_away(plan)
+    found = OffloadedStates(
+        optimizer,
+        place=place,
+        device=device,
+        masters=torch_dtype(plan.precision.policy().master_weights) if has_masters else None,
+        weights=torch_dtype(resting_dtype(plan)) if has_weights else None,
+        frozen=[one for one in model.parameters() if not one.requires_grad] if has_weights else (),
+    )
+    if has_weights:
+        found.weights = OffloadedWeights(model, found.homes, device=device)
     if device.type == "cuda" and plan.mesh.pp == 1:  # a pipeline's backwards do not free activations block by block
         found.hide_behind(
             [model.get_submodule(name) for name in layout.blocks],
@@ -69,11 +82,16 @@ class OffloadedStates:
         place: Literal["device", "host"],
         device: torch.device,
         masters: torch.dtype | None = None,
+        weights: torch.dtype | None = None,
+        frozen: Sequence[nn.Parameter] = (),
     ) -> None:
-        """`masters`: their dtype, if they are states; None: parameters are their own masters."""
+        """`masters`: their dtype, if they are states; None: parameters are their own masters. `weights`: the dtype of
+        those that rest in host memory, with `frozen` ones; None: they rest on the device."""
         require_known(optimizer)
-        self._master_dtype = masters
-        self.masters: dict[nn.Parameter, torch.Tensor] = {}  # by parameter; empty where weights are their own masters
+        self._master_dtype, self._weight_dtype = masters, weights
+        self.masters: dict[nn.Parameter, torch.Tensor] = {}  # what checkpoints hold, where parameters do not
+        self.homes: dict[nn.Parameter, torch.Tensor] = {}  # weights that rest in host memory
+        self.weights: OffloadedWeights | None = None
         self._optimizer = optimizer
         self.place = place
         self._num_groups = len(optimizer.param_groups)
@@ -83,14 +101,20 @@ class OffloadedStates:
             chunk_elements=offload_sizes.CHUNK_ELEMENTS,
             unit_of=kernel.unit_of,
             masters=masters,
+            has_weights=weights is not None,
         )
         num_slots = offload_sizes.SLOTS
         staged_bytes = self._staged_bytes() if place == "host" else 0
-        self.host_bytes = self._state_bytes() + num_slots * staged_bytes
+        frozen_bytes = sum(slab_bytes(local(one).numel(), one.dtype) for one in frozen)
+        self.host_bytes = self._state_bytes() + frozen_bytes + num_slots * staged_bytes
         if active_fake_mode() is None:
             require_room(self.host_bytes, device=device)
         self._slab = HostSlab(self.host_bytes, device=device)
         self._create_states(device if place == "device" else torch.device("cpu"))
+        for parameter in frozen:
+            own = local(parameter.detach())
+            home = self._slab.take(own.numel(), own.dtype).view(own.shape)
+            self.homes[parameter] = self.masters[parameter] = home
         self._streams = streams_for(device)
         self._update: DeviceUpdate | HostUpdate
         if place == "device":
@@ -110,6 +134,7 @@ class OffloadedStates:
             factor, self._optimizer.gradient_factor = self._optimizer.gradient_factor, None
         with self._reported():
             self._update.run(list(self._with_gradients()), factor)
+        self._weights_changed()
         if self._ahead is not None:
             self._ahead.step_done()
 
@@ -175,17 +200,28 @@ class OffloadedStates:
     @torch.no_grad()
     def store_weight(self, parameter: nn.Parameter, write: Callable[[torch.Tensor], None]) -> None:
         """Set a weight and its master by `write`, which fills a tensor of the local shard's shape."""
-        master = self.masters.get(parameter)
-        values = local(parameter.detach())
-        write(values if master is None else master)
-        if master is not None:
-            values.copy_(master)
+        rest, master = self._at_rest(parameter), self.masters.get(parameter)
+        write(rest if master is None else master)
+        if master is not None and rest is not master:
+            rest.copy_(master)
+        self._weights_changed()
 
     @torch.no_grad()
     def refresh_weights(self) -> None:
         """Set weights to their masters, which were loaded."""
         for parameter, master in self.masters.items():
-            local(parameter.detach()).copy_(master)
+            rest = self._at_rest(parameter)
+            if rest is not master:
+                rest.copy_(master)
+        self._weights_changed()
+
+    def _at_rest(self, parameter: nn.Parameter) -> torch.Tensor:
+        return self.homes.get(parameter, local(parameter.detach()))
+
+    def _weights_changed(self) -> None:
+        if self.weights is not None:
+            self.weights.drop()
+            self.weights.begin_after(self._streams.stores)
 
     # --- memory -------------------------------------------------------------------------------------------------
 
@@ -200,7 +236,9 @@ class OffloadedStates:
     def _dtypes(self, bank: StateBank) -> dict[str, torch.dtype]:
         """Of the states by key."""
         moments = dict.fromkeys(state_keys(self._optimizer, bank.group), state_dtype(self._optimizer, bank.dtype))
-        return {**({MASTER: self._master_dtype} if self._master_dtype is not None else {}), **moments}
+        masters = {MASTER: self._master_dtype} if self._master_dtype is not None else {}
+        is_rounded = self._weight_dtype not in (None, self._master_dtype)
+        return {**masters, **({WEIGHT: self._weight_dtype} if is_rounded and self._weight_dtype else {}), **moments}
 
     def _create_states(self, device: torch.device) -> None:
         """States of zero for every parameter, as views of the slab; counters on `device`."""
@@ -209,6 +247,10 @@ class OffloadedStates:
             for parameter in bank.offsets:
                 counter = new_counter(self._optimizer, bank.group, device)
                 states = bank.views_of(parameter)
-                if MASTER in states:
-                    self.masters[parameter] = states.pop(MASTER)
+                master = states.pop(MASTER, None)
+                weight = states.pop(WEIGHT, master)
+                if master is not None:
+                    self.masters[parameter] = master
+                if weight is not None and bank.has_weights:
+                    self.homes[parameter] = weight
                 self._optimizer.state[parameter] = {**counter, **states}
