@@ -25,11 +25,13 @@ def small_chunks() -> Iterator[None]:
 
 
 def offloaded(plan: dict[str, Any], update: str) -> dict[str, Any]:
-    """The plan with its states on the host, `update` "device, masters" with masters too; "" leaves it as it is."""
+    """The plan with its states on the host, `update` "device, masters" with masters too, "device, weights" with
+    weights; "" leaves it as it is."""
     if not update:
         return plan
-    place, _, masters = update.partition(", ")
-    offload = {"optimizer": "cpu", "update": place, **({"masters": "host"} if masters else {})}
+    place, _, what = update.partition(", ")
+    more = {"": {}, "masters": {"masters": "host"}, "weights": {"parameters": "cpu"}}
+    offload = {"optimizer": "cpu", "update": place, **more[what]}
     return {**plan, "offload": offload}
 
 

@@ -65,8 +65,19 @@ def _not_offloaded(plan: Plan) -> list[tuple[bool, str]]:
     is_on = offload.optimizer != "none"
     has_files = bool(offload.folder) or offload.durable != "checkpoint"
     return [
-        (offload.parameters != "none", "parameter offload (offload.parameters)"),
         (has_files and offload.optimizer != "nvme", "offload.folder and offload.durable without states in files"),
+        (
+            offload.parameters != "none" and offload.optimizer != "cpu",
+            f"parameter offload (offload.parameters) with offload.optimizer = {offload.optimizer!r}",
+        ),
+        (
+            offload.parameters != "none" and plan.float8.linears != "none" and plan.float8.gather == "float8",
+            "parameter offload (offload.parameters) with weights gathered in float8 (float8.gather)",
+        ),
+        (
+            offload.parameters != "none" and plan.data_parallel.zero == 0 and plan.mesh.dp_degree > 1,
+            "parameter offload (offload.parameters) with replicas of all weights (data_parallel.zero = 0)",
+        ),
         (not is_on and offload.update != "auto", "offload.update without offload.optimizer"),
         (not is_on and offload.masters == "host", "offload.masters without offload.optimizer"),
         (

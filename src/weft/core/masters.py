@@ -43,6 +43,13 @@ def has_wide_masters(plan: Plan) -> bool:
     return BYTES[policy.master_weights] > BYTES[policy.weights]
 
 
+def with_streamed_units(plan: Plan) -> Plan:
+    """The plan with the ZeRO stage that runs it: weights on the host come unit by unit, on one rank too."""
+    if plan.offload.parameters == "none" or plan.data_parallel.zero > 0:
+        return plan
+    return plan.model_copy(update={"data_parallel": plan.data_parallel.model_copy(update={"zero": 3})})
+
+
 def resting_dtype(plan: Plan) -> DType:
     """The dtype of weights between steps."""
     policy = plan.precision.policy()

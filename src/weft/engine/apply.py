@@ -45,6 +45,7 @@ from weft.engine.kernels.compiled import apply_compile
 from weft.engine.kernels.float8 import apply_float8
 from weft.engine.kernels.head_loss import HeadLoss, fuse_loss
 from weft.engine.mesh import Topology
+from weft.engine.offload.weights import free_at_rest
 from weft.engine.pp.apply import build_pipeline, keep_own_stages, split_pipeline
 from weft.engine.pp.runtime import PipelineRuntime
 from weft.engine.pp.stages import Stages
@@ -96,8 +97,9 @@ def apply_plan(
         require_gpus(precision)
     freeze(model, frozen)
     place_real_model(model, device=device)
-    masters = source_of(model, weights) if has_masters_away(plan) else None
-    store_weights(model, torch_dtype(resting_dtype(plan)), only_trained=masters is not None)
+    is_rounded, weights_leave = has_masters_away(plan), plan.offload.parameters != "none"
+    masters = source_of(model, weights) if is_rounded or weights_leave else None
+    store_weights(model, torch_dtype(resting_dtype(plan)), only_trained=is_rounded)
     routers = find_and_build(model, plan, router or RouterSpec(), device=device)
     split_plan = split_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
     tp, ep = apply_tensor_and_expert(model, plan, topology, layout=layout, keep_logits_full=has_own_objective)
@@ -113,9 +115,11 @@ def apply_plan(
         patch_reduce_scatter_copy(plan.kernels.gradient_copy)
         experts = ep.units if ep is not None else {}
         shard_units(model, own, mesh=topology.dp_mesh, stage=dp.zero, precision=precision, experts=experts)
+        if weights_leave:
+            free_at_rest(model)
     sharding = Axes(context for context in (tp, ep) if context is not None)
     materialise(model, own, weights, device=device, shards=sharding.shards, fills=masters is None)
-    if masters is not None:
+    if is_rounded:
         keep_wide_gradients(model)
     if dp.zero == 0:
         apply_compute_dtype(model, own, precision)

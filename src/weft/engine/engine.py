@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from weft.comm.groups import ensure_group, sum_over
 from weft.core.executable import require_executable
-from weft.core.masters import resting_dtype
+from weft.core.masters import resting_dtype, with_streamed_units
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan, require_consistent
 from weft.core.records import BufferRecord, DtypeRecord, EvalRecord, ParameterRecord, StepRecord
@@ -44,13 +44,12 @@ from weft.engine.optim.adamw_low import LowStates
 from weft.engine.optim.clip import global_norm
 from weft.engine.optim.group_rates import GroupRates, require_one_base
 from weft.engine.optim.optimizers import OptimizerFactory, OptimizerPolicy, create_state, make_optimizer
-from weft.engine.ownership import LocalShards, local, parameter_records
+from weft.engine.ownership import LocalShards, parameter_records
 from weft.engine.pending import PendingStep
 from weft.engine.precision import LossScale, torch_dtype
 from weft.engine.router.routers import tokens_of
 from weft.engine.state import MODEL, OPTIMIZER, master_tensors, meta_read, state_tensors
 from weft.engine.updates import Updates, divisor
-from weft.engine.weights.materialise import fill_parameters
 from weft.models.initial import WeightSource
 from weft.models.layout import describe
 
@@ -76,7 +75,7 @@ class Engine:
     ) -> None:
         require_consistent(plan)
         require_executable(plan)
-        self.plan = plan
+        plan = self.plan = with_streamed_units(plan)
         self.device = select_device(device)
         if self.device.type == "cpu":
             patch_low_precision_matmul(torch_dtype(plan.precision.policy().weights))
@@ -105,14 +104,11 @@ class Engine:
         self.parameters = list(self.trained.values())
         self._seed = seed
         self.optimizer = self._build_optimizer(optimizer)
-        if applied.masters is not None:
-            self._fill(applied.masters, is_trained=False)
         self.offload = offload_states(
             self.optimizer, plan, model, self.layout, self.strategy, device=self.device, folder=state_folder
         )
-        if applied.masters is not None and self.offload is not None and self.offload.restored is None:
-            self._fill(applied.masters, is_trained=True)
-            self.offload.after_load()
+        if applied.masters is not None and self.offload is not None:
+            self.offload.fill(model, self.layout, applied.masters, shards=self.shards)
         self.commit_meta: Callable[[], dict[str, Any]] = dict  # what commits of states in files add to the scalars
         self.rates = GroupRates(self.optimizer)
         if callable(optimizer) and dist.get_world_size() > 1:
@@ -353,19 +349,6 @@ class Engine:
     def share_of(self, global_batch: Batch) -> dict[str, torch.Tensor]:
         """This rank's rows of a batch that every rank holds in full."""
         return share_of_rows(global_batch, rank=self.topology.dp_rank, degree=self.topology.dp_degree)
-
-    def _fill(self, source: WeightSource, *, is_trained: bool) -> None:
-        """Fill weights that have masters, or all others, which need no offloaded states."""
-
-        def store(parameter: nn.Parameter, write: Callable[[torch.Tensor], None]) -> None:
-            if parameter.requires_grad != is_trained:
-                return
-            if is_trained and self.offload is not None:
-                self.offload.store_weight(parameter, write)
-            else:
-                write(local(parameter.detach()))
-
-        fill_parameters(self.model, self.layout, source, shards=self.shards, store=store)
 
     def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:
         place, policy = update_place(self.plan, device_type=self.device.type), self.plan.precision.policy()

@@ -68,6 +68,10 @@ def _inputs_are_whole(request: Request, columns: Columns) -> Bools:
     return (columns.partition_inputs > 0) & ~(is_whole & is_full)
 
 
+def _replicates_offloaded_weights(request: Request, columns: Columns) -> Bools:
+    return (columns.offload_parameters > 0) & (columns.zero == 0) & (columns.dp > 1)
+
+
 def _delay_needs_offload(request: Request, columns: Columns) -> Bools:
     return (columns.delayed_update > 0) & (columns.offload_optimizer == 0)
 
@@ -140,6 +144,12 @@ _LAST: tuple[Rule, ...] = (
         "activations.partition needs full recompute and tensor parallelism of mode 1d without sequence parallel",
         _inputs_are_whole,
         lambda request, columns: _why_not_partitioned(columns),
+    ),
+    Rule(
+        "replicated_weights",
+        "offload.parameters with data_parallel.zero = 0 keeps the full weights of every replica on the host",
+        _replicates_offloaded_weights,
+        lambda request, columns: "set data_parallel.zero = 1, 2 or 3, and the degree as mesh.dp_shard",
     ),
     Rule(
         "delayed",

@@ -16,7 +16,6 @@ from weft.plan.space import SYNCHRONOUS, Freedom
 
 # Keys that restrict a search to layouts that the engine runs; it runs all schedules of a search.
 BUILT = {"tensor_parallel.mode": "1d", "mesh.cp": 1}
-NOT_BUILT = {"offload.parameters": "cpu"}
 
 
 def built(fixed: Mapping[str, Any]) -> Freedom:
@@ -35,7 +34,9 @@ def why_not_trained(found: Estimate) -> str:
 def best_trained(answer: Answer) -> Estimate | None:
     """The best plan that `weft train` runs, if there is one, with the fixed keys that it can have."""
     plan = answer.plans[0].plan
-    fixed = {key: value for key, value in answer.fixed.items() if key not in BUILT and NOT_BUILT.get(key) != value}
+    fixed = {key: value for key, value in answer.fixed.items() if key not in BUILT}
+    if fixed.get("offload.parameters", "none") != "none":
+        fixed["offload.optimizer"] = "cpu"
     freedom = built({**fixed, **{f"float8.{key}": value for key, value in plan.float8.model_dump().items()}})
     precision = plan.precision.model_dump(exclude_none=True)
     found = search(answer.request, freedom=freedom, precision=precision, top=1)

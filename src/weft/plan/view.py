@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -102,6 +102,7 @@ def busiest_view(request: Request, columns: Columns) -> View | None:
 
 def view_at(request: Request, columns: Columns, rows: Ints, *, place: int, seen: Seen | None = None) -> View:
     """The view of the rank at `place`; `seen` names another rank."""
+    columns = _as_run(columns)
     stage = stage_of(request.shape, columns, place=seen or PLACES[place])
     batch_rows = request.workload.global_batch / (columns.dp * columns.microbatches)
     return View(
@@ -114,3 +115,9 @@ def view_at(request: Request, columns: Columns, rows: Ints, *, place: int, seen:
         sizes=byte_sizes(request),
         tokens=np.asarray(batch_rows * request.workload.sequence_length / columns.cp, dtype=np.float64),
     )
+
+
+def _as_run(columns: Columns) -> Columns:
+    """Weights on the host come unit by unit as in ZeRO-3, on a rank with all of them too (`core/masters.py`)."""
+    is_streamed = (columns.offload_parameters > 0) & (columns.zero == 0)
+    return replace(columns, zero=np.where(is_streamed, 3, columns.zero)) if np.any(is_streamed) else columns

@@ -25,6 +25,7 @@ LLAMA = {
 RUN = RunSpec.from_tables({"model": LLAMA, "data": {"sequence_length": 256}, "train": {"global_batch": 8}})
 REPLICATED: dict[str, Any] = {"mesh": {"dp_replicate": 4}, "pipeline": {"microbatches": 2}}
 SHARDED: dict[str, Any] = {"mesh": {"dp_shard": 4}, "data_parallel": {"zero": 3}}
+AWAY = {"optimizer": "cpu", "parameters": "cpu", "update": "host"}
 
 
 def of(tables: dict[str, Any], **offload: str) -> DryRun:
@@ -89,10 +90,19 @@ def test_the_peak_falls_by_the_moments_and_by_nothing_else(tables: dict[str, Any
             },
             marks=pytest.mark.extended,
         ),
+        {"pipeline": {"microbatches": 2}, "offload": {"optimizer": "cpu", "parameters": "cpu", "update": "device"}},
+        *(
+            pytest.param(
+                {**SHARDED, "data_parallel": {"zero": zero}, "offload": AWAY, "activations": {"policy": "full"}},
+                marks=pytest.mark.extended,
+            )
+            for zero in (1, 2, 3)
+        ),
     ],
     ids=[
         *("DDP, device", "ZeRO-3, host", "DDP, late", "ZeRO-3, late", "ZeRO-3, late on the host", "inputs on the host"),
         *("masters from one device", "masters, DDP, host", "masters, ZeRO-3", "staging"),
+        *("weights from one device", "weights, ZeRO-1, host", "weights, ZeRO-2, host", "weights, ZeRO-3, host"),
     ],
 )
 def test_the_planner_agrees(tables: dict[str, Any]) -> None:
@@ -103,6 +113,11 @@ def test_the_planner_agrees(tables: dict[str, Any]) -> None:
     assert found.host_terms.keys() == predicted.offload.host_terms.keys()
     for term, nbytes in found.host_terms.items():
         assert predicted.offload.host_terms[term] == pytest.approx(nbytes, rel=0.02), term
+    if plan.offload.parameters == "cpu":
+        assert str(Term.WEIGHTS) not in found.peak.terms
+        assert predicted.memory_terms["communication_buffers"] == pytest.approx(
+            found.peak.terms.get("communication_buffers", 0), rel=0.02
+        )
 
 
 @pytest.mark.parametrize(("durable", "copies"), [("checkpoint", 1), ("step", 2)])
@@ -123,13 +138,12 @@ def test_states_in_files_are_named_by_term_and_no_file_is_made(
     assert on_host.host_terms["moments"] == pytest.approx(8 * count, rel=padding - 1)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
 @pytest.mark.parametrize("delayed", [False, pytest.param(True, marks=pytest.mark.extended)])
-def test_the_planner_knows_the_host_memory_of_a_rank(delayed: bool, optimizer: str) -> None:
+def test_the_planner_knows_the_host_memory_of_8_bit_states(delayed: bool) -> None:
     offload = {"optimizer": "cpu", "update": "device", "delayed": delayed}
     plan = Plan.from_tables({**SHARDED, "precision": {"preset": "bf16"}, "offload": offload})
     tables = RUN.model_dump(mode="json", exclude_none=True)
-    run = RunSpec.from_tables({**tables, "train": {**tables["train"], "optimizer": optimizer}})
+    run = RunSpec.from_tables({**tables, "train": {**tables["train"], "optimizer": "adamw8bit"}})
     with fake_world(num_ranks=4, rank=0, attention=None) as world:
         training = FakeTraining(run, plan)
         with world.mode:

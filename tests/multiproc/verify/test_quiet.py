@@ -54,6 +54,24 @@ HEALTHY |= {
         {"optimizer": "sgd", "learning_rate": 0.1},
         {},
     ),
+    "bf16, masters on the host": (
+        "qwen3-tied",
+        {
+            **plan(0, microbatches=2, preset="bf16"),
+            "offload": {"optimizer": "cpu", "update": "device", "masters": "host"},
+        },
+        {},
+        {},
+    ),
+    "bf16, weights on the host, cut": (
+        "gemma2",
+        {
+            **plan(0, microbatches=2, preset="bf16", mesh={"tp": 2}),
+            "offload": {"optimizer": "cpu", "update": "host", "parameters": "cpu"},
+        },
+        {},
+        {},
+    ),
 }
 
 
@@ -102,6 +120,7 @@ def test_a_healthy_run_raises_no_alarm(case: str, corpus: Path, tmp_path: Path) 
         in (
             *("bf16, tied, no clipping", "fp16, sgd", "8-bit moments", "bf16, cut, recomputed"),
             *("float8 wire, parts", "float8 wire, bf16"),
+            *("bf16, masters on the host", "bf16, weights on the host, cut"),
         )
     )
 

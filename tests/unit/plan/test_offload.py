@@ -138,11 +138,11 @@ def test_a_delayed_update_keeps_the_gradients_of_two_steps_where_it_runs() -> No
 def test_weights_on_the_host_leave_units_in_use_and_staged_shards() -> None:
     request = request_of(global_batch=64, sequence_length=16)
     plain, away = (terms(request, microbatches=8, **SHARDED, **keys) for keys in ({}, {"parameters": "cpu"}))
-    block = request.shape.kinds[0].num_parameters
+    root = 2 * request.shape.vocab_size * request.shape.hidden_size  # on its way at the loss, which is the peak
     assert away[MemoryTerm.WEIGHTS] == 0
     assert away[MemoryTerm.GATHERED] == plain[MemoryTerm.GATHERED]
     more = away[MemoryTerm.COMM_BUFFERS] - plain[MemoryTerm.COMM_BUFFERS]
-    assert more == pytest.approx(2 * block / 8 * 4)  # as they rest: float32, since the optimizer is on the device
+    assert more == pytest.approx(root / 8 * 4, rel=1e-4)  # as they rest: float32, since the optimizer is on the device
 
 
 def test_one_device_streams_units_of_weights_on_the_host() -> None:

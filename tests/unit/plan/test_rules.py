@@ -84,7 +84,8 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("partition", LLAMA, {"tp": 8, "partition": True, "sequence_parallel": False}),
     ("partition", LLAMA, {"tp": 8, "mode": "3d", "partition": True, "policy": "full", "sequence_parallel": False}),
     ("delayed", LLAMA, {"dp_replicate": 8, "delayed": True}),
-    ("host", NO_HOST, {"dp_replicate": 8, "parameters": "cpu"}),
+    ("host", NO_HOST, {"dp_shard": 8, "zero": 3, "parameters": "cpu"}),
+    ("replicated_weights", LLAMA, {"dp_replicate": 8, "parameters": "cpu", "optimizer": "cpu"}),
 ]
 
 

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from weft.core.records import HolderRecord
 from weft.core.terms import MemoryTerm as Term
 from weft.engine.activations.split_backward import SplitBackward
 from weft.engine.measure.tracker import BEFORE, Live, plain_tensors
+from weft.engine.weights.units import groups_of
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
@@ -93,7 +93,8 @@ def _owners(engine: Engine, weights: Sequence[torch.Tensor]) -> dict[int, Term]:
     if engine.offload is not None:
         _claim(found, engine.offload.device_tensors(), Term.TEMPORARIES)
     _claim(found, engine.model.buffers(), Term.BUFFERS)
-    _claim(found, weights, Term.WEIGHTS)
+    has_weights_away = engine.plan.offload.parameters != "none"  # then shards are here on their way alone
+    _claim(found, weights, Term.COMM_BUFFERS if has_weights_away else Term.WEIGHTS)
     _claim(found, (value for value in states if isinstance(value, torch.Tensor)), Term.OPTIMIZER_STATE)
     return found
 
@@ -104,18 +105,8 @@ def _claim(found: dict[int, Term], tensors: Iterable[torch.Tensor], term: Term) 
             found[part.untyped_storage()._cdata] = term
 
 
-def _groups(engine: Engine) -> list[Any]:
-    """`fully_shard`'s parameter groups. Private: no public call lists gathered tensors; tests/fake/dryrun pins it."""
-    units = [module for module in engine.model.modules() if isinstance(module, FSDPModule)]
-    groups: list[Any] = []
-    for unit in units:
-        state = unit._get_fsdp_state()
-        groups += list(getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)])
-    return [group for group in groups if group is not None]
-
-
 def _gathered(engine: Engine) -> Iterable[torch.Tensor]:
-    for group in _groups(engine):
+    for group in groups_of(engine.model):
         for parameter in group.fsdp_params:
             yield from getattr(parameter, "all_gather_outputs", ())
             unsharded = getattr(parameter, "_unsharded_param", None)
@@ -125,7 +116,7 @@ def _gathered(engine: Engine) -> Iterable[torch.Tensor]:
 
 def _reducing(engine: Engine) -> Iterable[torch.Tensor]:
     """Inputs of reduce-scatters in flight."""
-    for group in _groups(engine):
+    for group in groups_of(engine.model):
         context = group.comm_ctx
         states = getattr(context, "reduce_scatter_states", None)  # torch 2.13; before it there was one at most
         for state in states if states is not None else [getattr(context, "reduce_scatter_state", None)]:
@@ -135,7 +126,7 @@ def _reducing(engine: Engine) -> Iterable[torch.Tensor]:
 
 def _waiting(engine: Engine) -> Iterable[torch.Tensor]:
     """Gradients accumulated unsharded until the last micro-batch: cast ones in one attribute, others in another."""
-    for group in _groups(engine) if engine.strategy.accumulates_unsharded else ():
+    for group in groups_of(engine.model) if engine.strategy.accumulates_unsharded else ():
         for parameter in group.fsdp_params:
             accumulated = getattr(parameter, "unsharded_accumulated_grad", None)
             unsharded = getattr(parameter, "_unsharded_param", None)

@@ -21,9 +21,10 @@ from weft.engine.ownership import local
 
 UNIT = 1024  # elements: whole vectors of any CPU, whole pages of float32
 ALIGNMENT = 64  # elements between the begins of parameters
-MASTER = "master"  # the key of float32 masters among the states
 FILE_ALIGNMENT = 2048  # the same in files, whose transfers are whole pages, also of two bytes per element
 SCALES_ALIGNMENT = 4  # scales between the begins of parameters: 16 bytes, as compiled kernels read them
+MASTER = "master"  # the key of masters among the states
+WEIGHT = "weight"  # of weights: rounded ones that rest in host memory, or in files what a restart needs besides states
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,6 +56,7 @@ class StateBank:
     group: dict[str, Any]
     dtype: torch.dtype  # of the values that updates change: masters, or parameters
     block: int | None = None  # elements per scale of 8-bit moments
+    has_weights: bool = False  # weights rest in host memory: rounded ones as a state, others are masters
     offsets: dict[nn.Parameter, int] = field(default_factory=dict)
     num_elements: int = 0
     states: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -107,6 +109,7 @@ def divide(
     alignment: int = ALIGNMENT,
     masters: torch.dtype | None = None,
     block_of: Callable[[nn.Parameter], int | None] = lambda _: None,
+    has_weights: bool = False,
 ) -> tuple[list[StateBank], list[StateChunk]]:
     """Banks and chunks of an optimizer's groups. A parameter whose unit exceeds `chunk_elements` is cut at units.
 
@@ -118,7 +121,7 @@ def divide(
     for group in groups:
         kinds = {parameter: (parameter.dtype, block_of(parameter)) for parameter in group["params"]}
         for dtype, block in dict.fromkeys(kinds.values()):
-            bank = StateBank(group=group, dtype=masters or dtype, block=block)
+            bank = StateBank(group=group, dtype=masters or dtype, block=block, has_weights=has_weights)
             own = [parameter for parameter, kind in kinds.items() if kind == (dtype, block)]
             chunks += _fill(bank, own, chunk_elements, unit_of, max(alignment, SCALES_ALIGNMENT * (block or 1)))
             banks.append(bank)

@@ -16,6 +16,11 @@ import torch
 class NoStreams:
     """Of a CPU."""
 
+    @property
+    def stores(self) -> torch.cuda.Stream | None:
+        """The stream of copies from the device."""
+        return None
+
     def begin(self) -> None:
         """Copies that are issued next begin after the computation issued so far."""
 
@@ -58,6 +63,10 @@ class CopyStreams(NoStreams):
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._came: dict[int, torch.cuda.Event] = defaultdict(torch.cuda.Event)
         self._left: dict[int, torch.cuda.Event] = defaultdict(torch.cuda.Event)
+
+    @property
+    def stores(self) -> torch.cuda.Stream | None:
+        return self._down
 
     def begin(self) -> None:
         current = torch.cuda.current_stream(self._device)

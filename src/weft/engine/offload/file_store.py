@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from weft.core.errors import StateFileError
-from weft.engine.offload.chunks import MASTER, StateBank, StateChunk
+from weft.engine.offload.chunks import MASTER, WEIGHT, StateBank, StateChunk
 from weft.engine.offload.direct_file import RESUME, DirectFile
 from weft.engine.offload.file_layout import FileLayout, FileSpan, pages
 from weft.engine.offload.slab import HostMemory
@@ -28,7 +28,6 @@ from weft.engine.offload.state_store import HostStore
 from weft.engine.ownership import local
 
 THREADS = 4
-WEIGHT = "weight"  # a key that is written and not read: what a restart needs besides the states
 _Work = list["Future[None]"]
 
 

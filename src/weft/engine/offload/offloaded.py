@@ -5,7 +5,9 @@
     or in files          moments; the slab has slots for those on their way, `optimizer.state` has views of the file
 
 Where `core.masters` says that masters leave the device, weights rest there in the compute dtype, and the float32 master
-is one more state in the slab: it is what updates change and what checkpoints hold as the model.
+is one more state in the slab: it is what updates change and what checkpoints hold as the model. With
+`offload.parameters = "cpu"` the slab has the weights at rest too, frozen ones among them (`engine/offload/weights.py`);
+weights that are not rounded are the masters.
 
 A step is one pass over the chunks after the gradient norm is known: clipping has the bits of a step without offload,
 and a step that float16 skips never begins. A delayed step (`delayed.py`) ends after the next step's gradients.
@@ -26,7 +28,7 @@ from torch.optim import Optimizer
 
 from weft.core import offload_sizes
 from weft.core.errors import NotBuiltError
-from weft.core.masters import has_masters_away
+from weft.core.masters import has_masters_away, resting_dtype
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan
 from weft.core.state_folder import StateFolder
@@ -34,7 +36,7 @@ from weft.engine.dp.strategy import Strategy
 from weft.engine.offload import ahead
 from weft.engine.offload.ahead import AheadOfUpdate
 from weft.engine.offload.chunk_kernel import State, block_of, new_counter, require_known, state_dtypes
-from weft.engine.offload.chunks import ALIGNMENT, FILE_ALIGNMENT, MASTER, StateBank, divide
+from weft.engine.offload.chunks import ALIGNMENT, FILE_ALIGNMENT, MASTER, WEIGHT, StateBank, divide
 from weft.engine.offload.copy_streams import streams_for
 from weft.engine.offload.direct_file import PAGE_BYTES
 from weft.engine.offload.durable import DurableStates
@@ -47,10 +49,13 @@ from weft.engine.offload.state_files import StateFiles
 from weft.engine.offload.state_store import HostStore
 from weft.engine.offload.update_form import UpdateForm
 from weft.engine.offload.updates import ChunkUpdate, DeviceUpdate
+from weft.engine.offload.weights import OffloadedWeights
 from weft.engine.optim.adamw_8bit import joined
 from weft.engine.optim.adamw_low import AdamWLow
-from weft.engine.ownership import local
+from weft.engine.ownership import LocalShards, local
 from weft.engine.precision import torch_dtype
+from weft.engine.weights.materialise import fill_parameters
+from weft.models.initial import WeightSource
 from weft.models.layout import ModelLayout
 
 
@@ -70,19 +75,22 @@ def offload_states(
     place = update_place(plan, device_type=device.type)
     if place is None:
         return None
-    masters = torch_dtype(plan.precision.policy().master_weights) if has_masters_away(plan) else None
-    is_in_files = plan.offload.optimizer == "nvme"
+    has_weights, is_in_files = plan.offload.parameters != "none", plan.offload.optimizer == "nvme"
+    has_masters = has_weights or has_masters_away(plan)
     if active_fake_mode() is not None:
         folder = StateFolder(path=Path("offload"))  # a dry run makes no files
-    files = StateFiles.of(plan, model, folder) if is_in_files else None
     found = OffloadedStates(
         optimizer,
         form=UpdateForm(place=place, is_delayed=plan.offload.delayed, buckets=strategy.gradient_buckets),
         device=device,
         chunk_elements=plan.offload.chunk_elements,
-        masters=masters,
-        files=files,
+        masters=torch_dtype(plan.precision.policy().master_weights) if has_masters else None,
+        files=StateFiles.of(plan, model, folder) if is_in_files else None,
+        weights=torch_dtype(resting_dtype(plan)) if has_weights else None,
+        frozen=[one for one in model.parameters() if not one.requires_grad] if has_weights else (),
     )
+    if has_weights:
+        found.weights = OffloadedWeights(model, found.homes, device=device)
     # a pipeline's backwards do not free activations block by block
     if ahead.hides_copies(device) and plan.mesh.pp == 1 and not plan.offload.delayed and not is_in_files:
         found.hide_behind(
@@ -106,12 +114,17 @@ class OffloadedStates:
         chunk_elements: int | None = None,
         masters: torch.dtype | None = None,
         files: StateFiles | None = None,
+        weights: torch.dtype | None = None,
+        frozen: Sequence[nn.Parameter] = (),
     ) -> None:
         """`masters`: their dtype, if they are states; None: parameters are their own masters. `files`: where states are
-        kept; None: in host memory."""
+        kept; None: in host memory. `weights`: the dtype of those that rest in host memory, with `frozen` ones; None:
+        they rest on the device."""
         require_known(optimizer)
-        self._master_dtype = masters
-        self.masters: dict[nn.Parameter, torch.Tensor] = {}  # by parameter; empty where weights are their own masters
+        self._master_dtype, self._weight_dtype = masters, weights
+        self.masters: dict[nn.Parameter, torch.Tensor] = {}  # what checkpoints hold, where parameters do not
+        self.homes: dict[nn.Parameter, torch.Tensor] = {}  # weights that rest in host memory
+        self.weights: OffloadedWeights | None = None
         self._optimizer = optimizer
         self.place = form.place
         self._num_groups = len(optimizer.param_groups)
@@ -124,6 +137,7 @@ class OffloadedStates:
             alignment=ALIGNMENT if files is None else FILE_ALIGNMENT,
             masters=masters,
             block_of=functools.partial(block_of, optimizer),
+            has_weights=weights is not None,
         )
         if (masters is not None or files is not None) and any(bank.block for bank in self._banks):
             raise NotBuiltError(
@@ -132,6 +146,7 @@ class OffloadedStates:
             )
         num_slots = offload_sizes.SLOTS
         slot_bytes = form.slot_bytes(self._chunks, has_masters=masters is not None)
+        frozen_bytes = sum(slab_bytes(local(one).numel(), one.dtype) for one in frozen)
         staging_bytes = num_slots * slot_bytes
         layout = FileLayout(self._banks, self._chunks, dtypes_of=self._kept_dtypes) if files is not None else None
         self.outside = OutsideBytes.of(
@@ -139,12 +154,13 @@ class OffloadedStates:
             num_files=files.num_files if files is not None else 0,
             staging_bytes=staging_bytes + (num_slots * layout.slot_bytes if layout is not None else 0),
             pending_bytes=form.pending_bytes(self._banks),
+            frozen_bytes=frozen_bytes,
         )
         self.host_bytes = sum(self.outside.host.values())
         is_fake = active_fake_mode() is not None
         if not is_fake:
             require_room(self.host_bytes, device=device, terms=self.outside.host)
-        taken_bytes = self._state_bytes() + staging_bytes + form.pending_bytes(self._banks)
+        taken_bytes = self._state_bytes() + frozen_bytes + staging_bytes + form.pending_bytes(self._banks)
         self._slab = HostSlab(
             taken_bytes if is_fake else self.host_bytes, device=device, alignment_bytes=1 if is_fake else PAGE_BYTES
         )
@@ -155,6 +171,10 @@ class OffloadedStates:
             slots = [self._slab.take(layout.slot_bytes, torch.uint8) for _ in range(num_slots)]
             self._store = self._file_store = files.open(layout, slots=slots)
         self._create_states(device if form.place == "device" else torch.device("cpu"))
+        for parameter in frozen:
+            own = local(parameter.detach())
+            home = self._slab.take(own.numel(), own.dtype).view(own.shape)
+            self.homes[parameter] = self.masters[parameter] = home
         self._streams = streams_for(device)
         self._update, self._late = form.build(
             kernel, self._streams, store=self._store, slab=self._slab, banks=self._banks, chunks=self._chunks,
@@ -182,6 +202,7 @@ class OffloadedStates:
             (self._late or self._update).run(list(self._with_gradients()), factor)
         if self.durable is not None:
             self.durable.updated()
+        self._weights_changed()
         if self._ahead is not None:
             self._ahead.step_done()
 
@@ -274,8 +295,12 @@ class OffloadedStates:
             for parameter in bank.offsets:
                 store = self._file_store
                 states = bank.views_of(parameter) if store is None else store.views_of(bank, parameter)
-                if MASTER in states:
-                    self.masters[parameter] = states.pop(MASTER)
+                master = states.pop(MASTER, None)
+                weight = states.pop(WEIGHT, master)
+                if master is not None:
+                    self.masters[parameter] = master
+                if weight is not None and bank.has_weights:
+                    self.homes[parameter] = weight
                 self._state(parameter).update(joined(states))
 
     # --- a step -------------------------------------------------------------------------------------------------
@@ -327,20 +352,42 @@ class OffloadedStates:
 
     # --- masters ------------------------------------------------------------------------------------------------
 
+    def fill(self, model: nn.Module, layout: ModelLayout, source: WeightSource, *, shards: LocalShards) -> None:
+        """Give weights and masters their first values; trained ones that were restored from files have theirs."""
+
+        def store(parameter: nn.Parameter, write: Callable[[torch.Tensor], None]) -> None:
+            if self.restored is None or not parameter.requires_grad:
+                self.store_weight(parameter, write)
+
+        fill_parameters(model, layout, source, shards=shards, store=store)
+        if self.restored is None:
+            self.after_load()
+
     @torch.no_grad()
     def store_weight(self, parameter: nn.Parameter, write: Callable[[torch.Tensor], None]) -> None:
         """Set a weight and its master by `write`, which fills a tensor of the local shard's shape."""
-        master = self.masters.get(parameter)
-        values = local(parameter.detach())
-        write(values if master is None else master)
-        if master is not None:
-            values.copy_(master)
+        rest, master = self._at_rest(parameter), self.masters.get(parameter)
+        write(rest if master is None else master)
+        if master is not None and rest is not master:
+            rest.copy_(master)
+        self._weights_changed()
 
     @torch.no_grad()
     def refresh_weights(self) -> None:
         """Set weights to their masters, which were loaded."""
         for parameter, master in self.masters.items():
-            local(parameter.detach()).copy_(master)
+            rest = self._at_rest(parameter)
+            if rest is not master:
+                rest.copy_(master)
+        self._weights_changed()
+
+    def _at_rest(self, parameter: nn.Parameter) -> torch.Tensor:
+        return self.homes.get(parameter, local(parameter.detach()))
+
+    def _weights_changed(self) -> None:
+        if self.weights is not None:
+            self.weights.drop()
+            self.weights.begin_after(self._streams.stores)
 
     # --- memory -------------------------------------------------------------------------------------------------
 
@@ -354,7 +401,9 @@ class OffloadedStates:
     def _dtypes(self, bank: StateBank) -> dict[str, torch.dtype]:
         """Of the states by key."""
         masters = {MASTER: self._master_dtype} if self._master_dtype is not None else {}
-        return {**masters, **state_dtypes(self._optimizer, bank)}
+        is_rounded = self._weight_dtype not in (None, self._master_dtype)
+        weights = {WEIGHT: self._weight_dtype} if is_rounded and self._weight_dtype else {}
+        return {**masters, **weights, **state_dtypes(self._optimizer, bank)}
 
     def _create_states(self, device: torch.device) -> None:
         """States of zero for every parameter, as views of the slab; counters on `device`."""

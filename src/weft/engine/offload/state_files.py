@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 from weft.core.errors import BadValueError
 from weft.core.plan import Plan
 from weft.core.state_folder import StateFolder
-from weft.engine.offload.chunks import MASTER, StateBank
+from weft.engine.offload.chunks import MASTER, WEIGHT, StateBank
 from weft.engine.offload.commits import CommitLog
 from weft.engine.offload.direct_file import DirectFile
 from weft.engine.offload.durable import DurableStates
 from weft.engine.offload.file_layout import Dtypes, FileLayout
-from weft.engine.offload.file_store import WEIGHT, FileStore
+from weft.engine.offload.file_store import FileStore
 from weft.engine.offload.local_disk import require_local_disk
 
 _PLACES = ("mesh", "data_parallel", "tensor_parallel", "expert_parallel", "pipeline", "precision")

@@ -6,7 +6,8 @@ host     weights and gradients leave, the host's kernel updates weights and stat
          optimizer on a CPU
 
 With masters among the states the kernel updates these, and weights are their rounded copies: only gradients leave for
-the host, and masters that return are rounded on the device.
+the host, and masters that return are rounded on the device. Weights that rest on the host are states too: they are
+stored and never loaded, or rounded there.
 
 Slots of the device form are memory of the device that exists during the update only, when activations are freed.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.engine.offload.chunk_kernel import ChunkKernel, State
-from weft.engine.offload.chunks import MASTER, StateChunk, StatePiece
+from weft.engine.offload.chunks import MASTER, WEIGHT, StateChunk, StatePiece
 from weft.engine.offload.copy_streams import NoStreams
 from weft.engine.offload.load_window import LoadWindow
 from weft.engine.offload.slab import slab_bytes
@@ -146,7 +147,8 @@ class DeviceUpdate:
         here = _carve(memory, at_host)
         with self._streams.to_device(slot):
             for key, values in at_host.items():
-                here[key].copy_(values, non_blocking=True)
+                if key != WEIGHT:
+                    here[key].copy_(values, non_blocking=True)
         return at_host
 
     def _update(
@@ -162,7 +164,7 @@ class DeviceUpdate:
             weights = [piece.of(piece.parameter.detach()) for piece in update.pieces]
         self._kernel.update(chunk.bank.group, update.pieces, weights or [], _gradients(update.pieces), states, factor)
         if masters is not None:
-            round_into(update.pieces, masters)
+            _round(update, here, masters, first=chunk.begin)
         streams.copies_wait()
         with streams.from_device(slot):
             for key, values in at_host.items():
@@ -221,6 +223,8 @@ class HostUpdate:
 
     def _return(self, update: ChunkUpdate, weights: Sequence[torch.Tensor], arriving: torch.Tensor | None) -> None:
         """Copy updated values to the device: weights themselves, or masters, which are rounded there."""
+        if update.chunk.bank.has_weights:
+            return
         if arriving is None:
             for piece, weight in zip(update.pieces, weights, strict=True):
                 piece.of(piece.parameter.detach()).copy_(weight, non_blocking=True)
@@ -230,7 +234,7 @@ class HostUpdate:
         masters = [piece.within(here, chunk.begin) for piece in update.pieces]
         for master, weight in zip(masters, weights, strict=True):
             master.copy_(weight, non_blocking=True)
-        round_into(update.pieces, masters)
+        _round(update, {}, masters, first=chunk.begin)
 
     def _send(self, update: ChunkUpdate, slot: int) -> tuple[list[torch.Tensor] | None, list[torch.Tensor]]:
         """Host copies of the weights and gradients of a chunk, on their way; no weights where masters are states."""
@@ -256,8 +260,11 @@ class HostUpdate:
         factor: torch.Tensor | None,
         flats: HostState,
     ) -> None:
-        states = _states(update, flats, first=update.chunk.begin)
-        self._kernel.update(update.chunk.bank.group, update.pieces, weights, gradients, states, factor)
+        bank, first = update.chunk.bank, update.chunk.begin
+        states = _states(update, flats, first=first)
+        self._kernel.update(bank.group, update.pieces, weights, gradients, states, factor)
+        if bank.has_weights:
+            _round(update, flats, weights, first=first)
 
     def _keep_weights(self, update: ChunkUpdate, weights: Sequence[torch.Tensor]) -> None:
         kept, updated = self._store.weights_of(update.chunk), dict(zip(update.pieces, weights, strict=True))
@@ -280,7 +287,7 @@ def _gradients(pieces: Sequence[StatePiece]) -> list[torch.Tensor]:
 
 def _states(update: ChunkUpdate, flats: Mapping[str, torch.Tensor], *, first: int) -> list[State]:
     """What the kernel knows as states, piece by piece: counters and moments. `flats` begin at element `first`."""
-    moments = {key: flat for key, flat in flats.items() if key != MASTER}
+    moments = {key: flat for key, flat in flats.items() if key not in (MASTER, WEIGHT)}
     return [
         {**counter, **update.chunk.bank.states_of(piece, moments, first=first)}
         for piece, counter in zip(update.pieces, update.counters, strict=True)
@@ -292,10 +299,19 @@ def _masters(update: ChunkUpdate, flats: Mapping[str, torch.Tensor], *, first: i
     return [piece.within(flats[MASTER], first) for piece in update.pieces] if MASTER in flats else None
 
 
-def round_into(pieces: Sequence[StatePiece], masters: Sequence[torch.Tensor]) -> None:
-    """Set resting weights to their masters, rounded."""
-    if pieces:
-        torch._foreach_copy_([piece.of(piece.parameter.detach()) for piece in pieces], list(masters))
+def _round(
+    update: ChunkUpdate, flats: Mapping[str, torch.Tensor], masters: Sequence[torch.Tensor], *, first: int
+) -> None:
+    """Set weights at rest to their masters, rounded: in `flats`, or on the device."""
+    if WEIGHT in flats:
+        round_into([piece.within(flats[WEIGHT], first) for piece in update.pieces], masters)
+    elif not update.chunk.bank.has_weights:
+        round_into([piece.of(piece.parameter.detach()) for piece in update.pieces], masters)
+
+
+def round_into(weights: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> None:
+    if weights:
+        torch._foreach_copy_(list(weights), list(masters))
 
 
 def staging_bytes(chunk: StateChunk, *, has_masters: bool) -> int:
@@ -305,9 +321,8 @@ def staging_bytes(chunk: StateChunk, *, has_masters: bool) -> int:
 
 def _arriving_bytes(updates: Sequence[ChunkUpdate], count: int) -> list[int]:
     """Memory of the device for masters that return from the host, by slot; empty without masters."""
-    sizes = [
-        slab_bytes(one.chunk.num_elements, one.chunk.bank.dtype) for one in updates if MASTER in one.chunk.bank.states
-    ]
+    returning = [one.chunk for one in updates if MASTER in one.chunk.bank.states and not one.chunk.bank.has_weights]
+    sizes = [slab_bytes(chunk.num_elements, chunk.bank.dtype) for chunk in returning]
     return [max(sizes[slot::count]) for slot in range(min(count, len(sizes)))]
 
 

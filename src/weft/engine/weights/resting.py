@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
+from weft.engine.weights.units import groups_of
 from weft.models.initial import Reader, WeightSource
 
 
@@ -42,10 +42,8 @@ def keep_wide_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad_dtype = torch.float32
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in _groups(module):
-                group._init_mp_dtypes = _with_wide_gradients(group, group._init_mp_dtypes)
+    for group in groups_of(model):
+        group._init_mp_dtypes = _with_wide_gradients(group, group._init_mp_dtypes)
 
 
 def _with_wide_gradients(group: Any, original: Callable[[], None]) -> Callable[[], None]:
@@ -60,9 +58,3 @@ def _with_wide_gradients(group: Any, original: Callable[[], None]) -> Callable[[
             group._orig_dtype = torch.float32
 
     return init_dtypes
-
-
-def _groups(unit: FSDPModule) -> list[Any]:
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.13 a unit had one group
-    return [group for group in (groups or [getattr(state, "_fsdp_param_group", None)]) if group is not None]

@@ -25,7 +25,6 @@ import numpy as np
 from weft.plan.columns import Bools, Floats
 from weft.plan.ep.rows import Rows, rows_of
 from weft.plan.memory.block_activations import saved_by_default
-from weft.plan.memory.offloaded import streams_units
 from weft.plan.memory.parameters import Elements, expert_elements
 from weft.plan.memory.timeline import (
     TermParts,
@@ -198,7 +197,7 @@ class Units:
 
     @cached_property
     def _is_zero3(self) -> Bools:
-        return streams_units(self.view)
+        return np.asarray(self.view.columns.zero == 3, dtype=bool)
 
     @property
     def _arrived(self) -> Floats:

@@ -25,11 +25,11 @@ from weft.core.offload_sizes import SLOTS
 from weft.plan.columns import HOMES, NVME, Bools, Floats
 from weft.plan.memory.saved_activations import saved_blocks
 from weft.plan.time.state_stream import (
+    chunk_bytes,
     held_elements,
     keeps_masters,
     rest_bytes,
     rests_in_compute,
-    streamed_bytes,
     updates_on_host,
 )
 from weft.plan.view import View
@@ -67,24 +67,18 @@ def offloaded_bytes(views: Sequence[View]) -> Offloaded:
     return Offloaded(host=host, disk=disk, ranks_per_node=views[0].request.cluster.devices_per_node)
 
 
-def streams_units(view: View) -> Bools:
-    """Whether a block's weights are on the device only while it computes."""
-    return (view.columns.zero == 3) | ((view.columns.offload_parameters > 0) & (view.columns.zero == 0))
-
-
-def staged_weights(view: View) -> Floats:
-    """Shards on their way from the host, before they are gathered: of the unit in use and of the next one."""
-    is_staged = (view.columns.offload_parameters > 0) & (view.columns.zero > 0)
-    unit = view.share.largest_padded / view.columns.shards * rest_bytes(view)
-    return np.where(is_staged, 2 * unit, 0.0)
+def staged_weights(view: View, unit_elements: Floats) -> Floats:
+    """Shards of a unit on their way from the host, before it is gathered. ZeRO-1 and 2 gather in the first forward."""
+    is_staged = (view.columns.offload_parameters > 0) & (view.columns.zero == 3)
+    return np.where(is_staged, unit_elements / view.columns.shards * rest_bytes(view), 0.0)
 
 
 def staged_states(view: View) -> Floats:
-    """Chunks on the device during an update: states and masters that are updated there, or weights that return from the
-    host and are cast."""
+    """Chunks on the device during an update: states and masters that are updated there, with rounded weights that leave
+    for the host, or weights that return from the host and are cast."""
     sizes = view.sizes
     returned = np.where(rests_in_compute(view) & (view.columns.offload_parameters == 0), sizes.master, 0.0)
-    return _in_flight(view) * np.where(updates_on_host(view), returned, streamed_bytes(view))
+    return _in_flight(view) * np.where(updates_on_host(view), returned, chunk_bytes(view))
 
 
 def updates_beside_compute(view: View) -> Bools:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.plan.columns import Floats
-from weft.plan.time.state_stream import held_elements, hides_copies, streamed_bytes
+from weft.plan.time.state_stream import chunk_bytes, held_elements, hides_copies
 from weft.plan.view import View
 
 
@@ -28,7 +28,7 @@ def staged_in_step(view: View, *, done: Floats) -> Floats:
 def chunks_within(view: View, room_bytes: Floats) -> Floats:
     """Bytes of the whole chunks in `room_bytes`, at most all states of the rank."""
     held = held_elements(view)
-    per_element = streamed_bytes(view)
-    chunk_bytes = np.maximum(np.minimum(view.columns.chunk_elements, held) * per_element, 1.0)
-    whole = np.floor(np.maximum(room_bytes, 0.0) / chunk_bytes) * chunk_bytes
+    per_element = chunk_bytes(view)
+    one_bytes = np.maximum(np.minimum(view.columns.chunk_elements, held) * per_element, 1.0)
+    whole = np.floor(np.maximum(room_bytes, 0.0) / one_bytes) * one_bytes
     return np.where(hides_copies(view), np.minimum(whole, held * per_element), 0.0)

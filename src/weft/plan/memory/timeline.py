@@ -29,10 +29,10 @@ import numpy as np
 
 from weft.core.terms import MemoryTerm as Term
 from weft.plan.columns import Bools, Floats
-from weft.plan.memory.offloaded import staged_states, staged_weights, streams_units, updates_beside_compute
+from weft.plan.memory.offloaded import staged_states, staged_weights, updates_beside_compute
 from weft.plan.memory.saved_activations import SavedBlocks
 from weft.plan.memory.staging import chunks_within, staged_in_step
-from weft.plan.time.state_stream import rests_in_compute, streamed_bytes
+from weft.plan.time.state_stream import chunk_bytes, rests_in_compute
 from weft.plan.view import View
 
 MIB = 2**20
@@ -121,7 +121,7 @@ def _at_loss(parts: TermParts) -> Terms:
     held = _held_reduce_input(parts)
     return instant(
         parts, saved=parts.saved_at_loss + parts.final, gathered=gathered, gradients=parts.earlier_gradients,
-        logits=parts.logits, buffers=held, temporaries=staged,
+        logits=parts.logits, buffers=held, temporaries=staged, unit_elements=share.root.padded,
     )  # fmt: skip
 
 
@@ -168,10 +168,10 @@ def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
     view, columns, share, sizes = parts.view, parts.view.columns, parts.view.share, parts.view.sizes
     blocks = np.maximum(parts.num_blocks, 1)
     is_first, is_last = done == 0, done >= parts.num_blocks - 1
-    streams = streams_units(view)
+    streams = columns.zero == 3
     unit = share.largest_padded * view.block_bytes
     gathered = held_gathered(parts.view) + np.where(streams, unit + np.where(is_last, 0.0, unit), 0.0)
-    is_cast = (columns.zero == 0) & sizes.is_mixed & ~rests_in_compute(view) & ~streams
+    is_cast = (columns.zero == 0) & sizes.is_mixed & ~rests_in_compute(view)
     block_cast = np.where(is_cast, share.largest_block * sizes.compute, 0.0)
     # casts are freed block by block; recompute casts the current block again
     gathered = gathered + (parts.blocks.is_recomputed(done) - parts.blocks.casts_freed(done)) * block_cast
@@ -324,7 +324,7 @@ def _at_update(parts: TermParts) -> Terms:
     # an offloaded optimizer updates chunk by chunk
     states = np.minimum(
         staged_states(parts.view) + _ahead(parts),
-        np.maximum(held * streamed_bytes(parts.view), staged_states(parts.view)),
+        np.maximum(held * chunk_bytes(parts.view), staged_states(parts.view)),
     )
     passing = np.where(updates_beside_compute(parts.view), 0.0, states)
     is_quantised = parts.view.request.workload.optimizer == "adamw8bit"
@@ -362,9 +362,11 @@ def instant(
     buffers: Floats,
     temporaries: Floats,
     logits: Floats | float = 0.0,
+    unit_elements: Floats | None = None,
 ) -> Terms:
-    """The terms of one instant, with those that are resident."""
+    """The terms of one instant, with those that are resident; `unit_elements`: of a unit that comes from the host."""
     view = parts.view
+    unit = view.share.largest_padded if unit_elements is None else unit_elements
     received = np.where(view.columns.cp > 1, 2 * view.stream_bytes, 0.0)  # by the context-parallel ring
     return {
         **parts.rest,
@@ -372,7 +374,7 @@ def instant(
         Term.GATHERED: gathered,
         Term.ACTIVATIONS: saved,
         Term.LOGITS: logits + np.zeros(len(view.columns)),
-        Term.COMM_BUFFERS: buffers + received + staged_weights(view) + parts.delayed_chunks,
+        Term.COMM_BUFFERS: buffers + received + staged_weights(view, unit) + parts.delayed_chunks,
         Term.TEMPORARIES: temporaries,
     }
 
@@ -388,13 +390,11 @@ def held_gathered(view: View) -> Floats:
         held = share.root.unsharded + cast_share * (share.total.unsharded - share.root.unsharded)
         # weights at rest in the compute dtype need no cast
         casts = np.where(rests_in_compute(view), 0.0, (held - _unused_cast(view)) * sizes.compute)
-    nbytes = np.select(
+    return np.select(
         [columns.zero == 0, columns.zero == 3],
         [casts, share.root.padded * sizes.compute],
         view.gathered_bytes(root=share.root.padded, blocks=share.total.padded - share.root.padded),
     )
-    # without ZeRO offloaded weights are fetched unit by unit, as ZeRO-3 gathers them; ZeRO-1 and 2 gather once
-    return np.where(streams_units(view), share.root.padded * sizes.compute, nbytes)
 
 
 def _unused_cast(view: View) -> Floats:

@@ -76,7 +76,14 @@ def held_elements(view: View) -> Floats:
 
 def streamed_bytes(view: View) -> Floats:
     """Bytes per parameter of the states that stream through the device: moments, and masters that are not there."""
-    return np.asarray(view.sizes.optimizer + np.where(rests_in_compute(view), view.sizes.master, 0), dtype=np.float64)
+    is_away = rests_in_compute(view) | (view.columns.offload_parameters > 0)
+    return np.asarray(view.sizes.optimizer + np.where(is_away, view.sizes.master, 0), dtype=np.float64)
+
+
+def chunk_bytes(view: View) -> Floats:
+    """Bytes per parameter of a chunk on the device: states, and rounded weights that leave for the host."""
+    leave = rests_in_compute(view) & (view.columns.offload_parameters > 0)
+    return np.asarray(streamed_bytes(view) + np.where(leave, view.sizes.compute, 0), dtype=np.float64)
 
 
 def updates_on_host(view: View) -> Bools:
@@ -103,8 +110,7 @@ def state_bytes(view: View, *, on_host: bool) -> StateBytes:
         into = np.where(is_away, 0.0, sizes.master)
         out = sizes.gradient + np.where(keeps_masters(view), sizes.master, 0.0)
     else:
-        into = states + np.where(is_away, sizes.master - master, 0.0)  # weights without a master come along
-        out = states + np.where(is_away, sizes.compute, 0.0)
+        into, out = states, chunk_bytes(view)
     in_files = sizes.optimizer + master
     return StateBytes(into=into, out=out, in_files=np.where(columns.offload_optimizer == NVME, in_files, 0.0))
 

@@ -44,7 +44,7 @@ def memory_terms(engine: Engine) -> dict[MemoryTerm, int]:
     states = (value for state in engine.optimizer.state.values() for value in state.values())
     held = [value for value in states if isinstance(value, torch.Tensor) and not is_host_memory(local(value))]
     counted = {
-        MemoryTerm.WEIGHTS: sum(_bytes(parameter) for parameter in engine.model.parameters()),
+        MemoryTerm.WEIGHTS: sum(map(_held_bytes, engine.model.parameters())),
         MemoryTerm.GRADIENTS: sum(_gradient_bytes(parameter) for parameter in engine.parameters),
         MemoryTerm.OPTIMIZER_STATE: sum(map(_bytes, held)),
         MemoryTerm.BUFFERS: sum(_bytes(buffer) for buffer in engine.model.buffers()),
@@ -225,6 +225,11 @@ def versions() -> dict[str, str]:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def _held_bytes(parameter: torch.nn.Parameter) -> int:
+    """On the device: weights that rest on the host have no storage there."""
+    return min(_bytes(parameter), local(parameter.detach()).untyped_storage().nbytes())
 
 
 def _gradient_bytes(parameter: torch.nn.Parameter) -> int:

@@ -79,9 +79,18 @@ def both(rank: int, world: int, names: tuple[str, ...]) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.extended)])
-def test_every_bit_is_that_of_masters_on_the_device(world: int) -> None:
-    names = tuple(name for name, (ranks, *_) in LAYOUTS.items() if ranks == world)
+DEFAULT = ("DDP", "ZeRO-1")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        DEFAULT,
+        *(pytest.param((name,), id=name, marks=pytest.mark.extended) for name in LAYOUTS if name not in DEFAULT),
+    ],
+)
+def test_every_bit_is_that_of_masters_on_the_device(names: tuple[str, ...]) -> None:
+    world = LAYOUTS[names[0]][0]
     for found in run_ranks(both, world, names, timeout_s=240.0):
         assert [name for name, is_equal in found.items() if not is_equal] == []
         assert len(found) == 2 * len(names)

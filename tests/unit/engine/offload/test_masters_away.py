@@ -92,9 +92,9 @@ def test_a_model_with_values_keeps_them_to_the_last_bit() -> None:
 def test_a_weight_that_misses_its_update_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     original = offload_updates.round_into
 
-    def stale(pieces: Sequence[Any], masters: Sequence[torch.Tensor]) -> None:
-        if len(pieces) > 1:
-            original(pieces[1:], masters[1:])
+    def stale(weights: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> None:
+        if len(weights) > 1:
+            original(weights[1:], masters[1:])
 
     expected = trained("qwen3-tied", BF16, "", steps=2)
     monkeypatch.setattr(offload_updates, "round_into", stale)
