@@ -94,7 +94,7 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
         {"activations": {"policy": "budget", "mixture": [1, 1]}, "compile": {"enabled": True}},
         {"activations": {"policy": "budget"}, "data_parallel": {"strategy": "dataparallel"}},
         {"activations": {"policy": "full"}, "data_parallel": {"strategy": "dataparallel"}},
-        {"offload": {"optimizer": "nvme"}},
+        {"offload": {"optimizer": "cpu", "durable": "step"}},
         {"offload": {"optimizer": "cpu", "parameters": "cpu"}},
         {"offload": {"optimizer": "cpu", "delayed": True}, "precision": {"preset": "fp16"}},
         {"offload": {"optimizer": "cpu", "folder": "states"}},

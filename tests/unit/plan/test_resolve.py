@@ -96,7 +96,7 @@ def test_a_mesh_of_another_size_is_refused() -> None:
 @pytest.mark.parametrize(
     ("tables", "error"),
     [
-        ({"offload": {"optimizer": "nvme"}}, NotBuiltError),
+        ({"offload": {"optimizer": "cpu", "folder": "states"}}, NotBuiltError),
         ({"pipeline": {"microbatches": 7}}, BatchError),
         ({"mesh": {"pp": 2}, "pipeline": {"schedule": "zbv", "virtual_stages": 1}}, PlanError),
         ({"data_parallel": {"zero": 0}, "mesh": {"dp_shard": 2}}, PlanError),
