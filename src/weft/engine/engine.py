@@ -269,8 +269,9 @@ class Engine:
         return master_tensors(self.model, self.shards, self.masters)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Every tensor of model and optimizer under its logical name, sharing memory with the live ones. After they are
-        written, `restore_scalars` is what makes training continue from them. A delayed update is applied first."""
+        """Every tensor of model and optimizer under its logical name, sharing memory with the live ones; after they are
+        written, `restore_scalars` makes training continue from them. A pipeline that never flushes restarts from here,
+        as it does after loading this state; a delayed update is applied."""
         self.updates.restart()
         create_state(self.optimizer, self.parameters)
         state = state_tensors(self.model, self.optimizer, self.shards, self.masters)
