@@ -7,8 +7,7 @@ norm by ownership; clip; optimizer. Batches are this rank's rows of the global b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,6 +30,7 @@ from weft.engine.apply import apply_plan
 from weft.engine.batch.packed_sequences import skip_packed_sequence_check
 from weft.engine.batch.rows import num_rows, share_of_rows, split_rows, to_device
 from weft.engine.buffers.sync import BufferSync
+from weft.engine.engine_state import EngineState
 from weft.engine.evaluation import sum_losses
 from weft.engine.kernels.attention import AttentionKernel
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
@@ -43,18 +43,18 @@ from weft.engine.offload.offloaded import offload_states
 from weft.engine.optim.adamw_low import LowStates
 from weft.engine.optim.clip import global_norm
 from weft.engine.optim.group_rates import GroupRates, require_one_base
-from weft.engine.optim.optimizers import OptimizerFactory, OptimizerPolicy, create_state, make_optimizer
+from weft.engine.optim.optimizers import OptimizerFactory, OptimizerPolicy, make_optimizer
 from weft.engine.ownership import LocalShards, parameter_records
 from weft.engine.pending import PendingStep
 from weft.engine.precision import LossScale, torch_dtype
 from weft.engine.router.routers import tokens_of
-from weft.engine.state import MODEL, OPTIMIZER, master_tensors, meta_read, state_tensors
+from weft.engine.state import meta_read
 from weft.engine.updates import Updates, divisor
 from weft.models.initial import WeightSource
 from weft.models.layout import describe
 
 
-class Engine:
+class Engine(EngineState):
     """See the module. Keyword arguments beyond `optimizer` have defaults that suit a Hugging Face causal LM."""
 
     def __init__(
@@ -257,62 +257,6 @@ class Engine:
         self.drain()
         return sum_losses(self, batches)
 
-    # --- state --------------------------------------------------------------------------------------------------
-
-    @property
-    def masters(self) -> Mapping[nn.Parameter, torch.Tensor]:
-        """Masters that are offloaded states; all other parameters are their own."""
-        return self.offload.masters if self.offload is not None else {}
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """What the optimizer updates, by parameter name, as checkpoints hold it."""
-        return master_tensors(self.model, self.shards, self.masters)
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Every tensor of model and optimizer under its logical name, sharing memory with the live ones; after they are
-        written, `restore_scalars` makes training continue from them. A pipeline that never flushes restarts from here,
-        as it does after loading this state; a delayed update is applied."""
-        self.updates.restart()
-        create_state(self.optimizer, self.parameters)
-        state = state_tensors(self.model, self.optimizer, self.shards, self.masters)
-        state = {key: value for key, value in state.items() if not self.buffer_sync.is_foreign(key.removeprefix(MODEL))}
-        copied = tuple(f"{prefix}{name}" for prefix in (MODEL, OPTIMIZER) for name in self.layout.copies)
-        return {key: value for key, value in state.items() if not key.startswith(copied)} if copied else state
-
-    def scalars(self) -> dict[str, Any]:
-        """The rest of the state, as JSON values."""
-        late, router, scale = self.updates.scalars(), self.routers.scalars(), self.loss_scale.state()
-        return {"steps_done": self.steps_done, "loss_scale": scale, "late_norms": late, "router": router}
-
-    def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
-        self.steps_done = int(scalars["steps_done"])
-        self.loss_scale.restore(scalars["loss_scale"])
-        self.updates.restore(scalars.get("late_norms", {}))
-        self.routers.restore(scalars.get("router", {}))
-        self.axes.after_load(self.trained, self.optimizer, self.masters)
-        if self.offload is not None:
-            self.offload.refresh_weights()
-        self.buffer_sync.restart()
-
-    def restore_meta(self, meta: Mapping[str, Any]) -> None:
-        """`restore_scalars` from the key "engine" of a checkpoint's `meta`."""
-        with meta_read():
-            self.restore_scalars(meta["engine"])
-        if self.offload is not None:
-            self.offload.after_load()
-
-    def save(self, directory: str | Path) -> None:
-        """Commit a checkpoint under `directory`; returns when it is safe on disk."""
-        store = self._store(directory)
-        store.save(self.state(), {"engine": self.scalars()}, step=self.steps_done, asynchronous=False)
-        store.wait()
-
-    def load(self, directory: str | Path) -> int:
-        """Load the newest good checkpoint under `directory`, from any layout; returns its step."""
-        loaded = self._store(directory).load(self.state())
-        self.restore_meta(loaded.meta)
-        return int(loaded.step)
-
     def close(self) -> None:
         """Destroy this engine's process groups; it cannot train any more. Collective; the second call is a no-op."""
         self.updates.close()
@@ -353,21 +297,12 @@ class Engine:
 
     def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:
         place, policy = update_place(self.plan, device_type=self.device.type), self.plan.precision.policy()
+        at_rest = torch_dtype(resting_dtype(self.plan))
         found = LowStates.of(
-            self.trained,
-            policy,
-            seed=self._seed,
-            shards=self.shards,
-            copies=self.layout.copies,
-            at_rest=torch_dtype(resting_dtype(self.plan)),
+            self.trained, policy, seed=self._seed, shards=self.shards, copies=self.layout.copies, at_rest=at_rest
         )
         low = None if place == "host" and found and not found.rounds else found  # its float32 form is a GPU's kernel
         return make_optimizer(self.trained, given, low=low, shards=self.shards)
 
     def split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
         return split_rows(batch, self.plan.pipeline.microbatches, must_be_equal=self.axes.row_chunks > 1)
-
-    def _store(self, directory: str | Path) -> Any:
-        from weft.checkpoint import CheckpointStore
-
-        return CheckpointStore(Path(directory), process_group=self.topology.checkpoint_group())

@@ -24,6 +24,12 @@ def with_staging(request: Request, columns: Columns) -> Columns:
     is_open = hides_copies(view) & (columns.microbatches > 1) & (columns.staging_bytes == 0)
     if not np.any(is_open):
         return columns
-    free = np.maximum(request.budget_bytes - estimate_memory(views_of(request, columns)).total, 0.0)
-    staged = np.where(is_open, chunks_within(view, free), columns.staging_bytes)
-    return replace(columns, staging_bytes=staged.astype(np.int64))
+    free = request.budget_bytes - estimate_memory(views_of(request, columns)).total
+    for _ in range(2):  # the update holds chunks that came early beside those in flight: the peak may grow by more
+        staged = chunks_within(view, np.maximum(free, 0.0))
+        found = replace(columns, staging_bytes=np.where(is_open, staged, columns.staging_bytes).astype(np.int64))
+        beyond = estimate_memory(views_of(request, found)).total - request.budget_bytes
+        if not np.any(is_open & (beyond > 0)):
+            return found
+        free = np.where(beyond > 0, staged - beyond, free)
+    return replace(found, staging_bytes=np.where(is_open & (beyond > 0), 0, found.staging_bytes))

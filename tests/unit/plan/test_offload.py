@@ -148,7 +148,7 @@ def test_weights_on_the_host_leave_units_in_use_and_staged_shards() -> None:
 def test_one_device_streams_units_of_weights_on_the_host() -> None:
     """Two blocks and the root are there at a time; the block in use was counted nowhere."""
     shape = tiny_llama(hidden_size=1024, intermediate_size=4096)
-    peak = memory(request_of(shape, "1xH200", sequence_length=512), parameters="cpu", optimizer="cpu")
+    peak = memory(request_of(shape, "1xH200", sequence_length=1024), parameters="cpu", optimizer="cpu")
     assert peak.instant[int(one(peak.at))] == "backward of the last block"
     assert one(peak.terms[MemoryTerm.WEIGHTS]) == 0
     root = 2 * 512 * 1024 + 1024

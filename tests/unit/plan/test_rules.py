@@ -79,6 +79,11 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
         LLAMA,
         {"dp_replicate": 8, "offload_activations": "cpu", "policy": "budget", "mixture": [0, 9]},
     ),
+    (
+        "offloaded_blocks",
+        LLAMA,
+        {"dp_replicate": 8, "offload_activations": "cpu", "policy": "full", "offload_blocks": 1},
+    ),
     ("partition", LLAMA, {"dp_replicate": 8, "partition": True, "policy": "full"}),
     ("partition", LLAMA, {"tp": 8, "partition": True, "policy": "full"}),
     ("partition", LLAMA, {"tp": 8, "partition": True, "sequence_parallel": False}),

@@ -1,0 +1,105 @@
+"""`EngineState`: the part of an engine that checkpoints hold, and its way to and from them.
+
+state      tensors under logical names, which share memory with the live ones
+scalars    JSON values; restoring them is what makes training continue from the tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from weft.engine.axis import Axes
+from weft.engine.buffers.sync import BufferSync
+from weft.engine.mesh import Topology
+from weft.engine.offload.offloaded import OffloadedStates
+from weft.engine.optim.optimizers import create_state
+from weft.engine.ownership import LocalShards
+from weft.engine.precision import LossScale
+from weft.engine.router.routers import Routers
+from weft.engine.state import MODEL, OPTIMIZER, master_tensors, meta_read, state_tensors
+from weft.engine.updates import Updates
+from weft.models.layout import ModelLayout
+
+
+class EngineState:
+    """See the module; `Engine` sets the attributes."""
+
+    model: nn.Module
+    layout: ModelLayout
+    topology: Topology
+    axes: Axes
+    shards: LocalShards
+    trained: Mapping[str, nn.Parameter]
+    parameters: Sequence[nn.Parameter]
+    optimizer: Optimizer
+    offload: OffloadedStates | None
+    loss_scale: LossScale
+    updates: Updates
+    routers: Routers
+    buffer_sync: BufferSync
+    steps_done: int
+
+    @property
+    def masters(self) -> Mapping[nn.Parameter, torch.Tensor]:
+        """Masters that are offloaded states; all other parameters are their own."""
+        return self.offload.masters if self.offload is not None else {}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What the optimizer updates, by parameter name, as checkpoints hold it."""
+        return master_tensors(self.model, self.shards, self.masters)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Every tensor of model and optimizer under its logical name, sharing memory with the live ones; after they are
+        written, `restore_scalars` makes training continue from them. A pipeline that never flushes restarts from here,
+        as it does after loading this state; a delayed update is applied."""
+        self.updates.restart()
+        create_state(self.optimizer, self.parameters)
+        state = state_tensors(self.model, self.optimizer, self.shards, self.masters)
+        state = {key: value for key, value in state.items() if not self.buffer_sync.is_foreign(key.removeprefix(MODEL))}
+        copied = tuple(f"{prefix}{name}" for prefix in (MODEL, OPTIMIZER) for name in self.layout.copies)
+        return {key: value for key, value in state.items() if not key.startswith(copied)} if copied else state
+
+    def scalars(self) -> dict[str, Any]:
+        """The rest of the state, as JSON values."""
+        late, router, scale = self.updates.scalars(), self.routers.scalars(), self.loss_scale.state()
+        return {"steps_done": self.steps_done, "loss_scale": scale, "late_norms": late, "router": router}
+
+    def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
+        self.steps_done = int(scalars["steps_done"])
+        self.loss_scale.restore(scalars["loss_scale"])
+        self.updates.restore(scalars.get("late_norms", {}))
+        self.routers.restore(scalars.get("router", {}))
+        self.axes.after_load(self.trained, self.optimizer, self.masters)
+        if self.offload is not None:
+            self.offload.refresh_weights()
+        self.buffer_sync.restart()
+
+    def restore_meta(self, meta: Mapping[str, Any]) -> None:
+        """`restore_scalars` from the key "engine" of a checkpoint's `meta`."""
+        with meta_read():
+            self.restore_scalars(meta["engine"])
+        if self.offload is not None:
+            self.offload.after_load()
+
+    def save(self, directory: str | Path) -> None:
+        """Commit a checkpoint under `directory`; returns when it is safe on disk."""
+        store = self._store(directory)
+        store.save(self.state(), {"engine": self.scalars()}, step=self.steps_done, asynchronous=False)
+        store.wait()
+
+    def load(self, directory: str | Path) -> int:
+        """Load the newest good checkpoint under `directory`, from any layout; returns its step."""
+        loaded = self._store(directory).load(self.state())
+        self.restore_meta(loaded.meta)
+        return int(loaded.step)
+
+    def _store(self, directory: str | Path) -> Any:
+        from weft.checkpoint import CheckpointStore
+
+        return CheckpointStore(Path(directory), process_group=self.topology.checkpoint_group())
