@@ -5,10 +5,10 @@
 
 Without `staging_bytes` the peak during the blocks stays that of the step without chunks: after a block's backward
 chunks take at most the memory that was freed since the first block's, so a block never begins with more than the one
-before. Chunks of `staging_bytes` besides are stored during the first half of the step and loaded during the second, behind as many
-micro-batches as that takes. No more is loaded ahead than the link carries before the update begins: what arrives later
-would be stored later too, while loads and stores of other chunks run at the same time. Bits do not change: only the
-time of copies does.
+before. Chunks of `staging_bytes` besides are stored during the first half of the step and loaded during the second,
+behind as many micro-batches as that takes. No more is loaded ahead than the link carries before the update begins: what
+arrives later would be stored later too, while loads and stores of other chunks run at the same time. Bits do not
+change: only the time of copies does.
 """
 
 from __future__ import annotations
