@@ -93,8 +93,9 @@ def _allocating() -> Iterator[None]:
 
 
 def _pin(memory: torch.Tensor) -> int:
-    pointer = memory.data_ptr()
-    code = int(_cudart().cudaHostRegister(pointer, memory.nbytes, 0))
+    storage = memory.untyped_storage()  # from its begin: torch asks there whether a tensor is page-locked
+    pointer = storage.data_ptr()
+    code = int(_cudart().cudaHostRegister(pointer, storage.nbytes(), 0))
     if code != 0:
         raise DeviceError(
             f"the driver refused to page-lock {format_bytes(memory.nbytes)} of host memory (CUDA error {code})",
