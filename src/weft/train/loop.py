@@ -21,6 +21,7 @@ from weft.core.records import StepRecord
 from weft.core.run_spec import RunSpec
 from weft.core.terms import TimeTerm
 from weft.engine.kernels.compiled import RecompileWatch, failures
+from weft.engine.measure.timer import StepTimer
 from weft.engine.pending import PendingStep
 from weft.train.allocator_gap import GapWatch, read_allocator
 from weft.train.build import Workbench
@@ -80,7 +81,7 @@ class TrainingLoop:
         # states in files may be newer than every checkpoint
         is_from_files = self.engine.offload is not None and self.engine.offload.restored is not None
         self._last_saved = (store.newest_step() or 0) if is_from_files else self.engine.steps_done
-        self._clock_s = time.perf_counter()
+        self._before: StepTimer | None = None  # of the step before, unless something else came in between
         self._last_measured = 0
         self._gap = GapWatch(os.environ)
         self._recompiles = RecompileWatch() if self.engine.plan.compile.enabled else None
@@ -101,7 +102,6 @@ class TrainingLoop:
     def _run(self) -> LoopOutcome:
         pending: PendingStep | None = None
         stopping = False
-        self._clock_s = time.perf_counter()
         while not stopping and self.engine.steps_done < self.run_spec.train.steps and self._has_data():
             current = self._train_step()
             if not self._resolve_late:
@@ -150,13 +150,13 @@ class TrainingLoop:
         """Log the step's numbers; return whether some rank wants to stop."""
         with phase(f"step {pending.step}"):
             record, wants_stop = pending.resolve()
-        now_s = time.perf_counter()
-        seconds, self._clock_s = now_s - self._clock_s, now_s
+        # of the device: the host may be ahead of it by less than a step
+        seconds, self._before = pending.timer.seconds_since(self._before), pending.timer
         peaks = read_allocator(self.engine.device)
         record = dataclasses.replace(
             record,
             step_s=seconds,
-            tokens_per_s=record.tokens / seconds,
+            tokens_per_s=record.tokens / seconds if seconds > 0 else 0.0,
             peak_memory_bytes=peak_memory_bytes(self.engine.device) if peaks is None else peaks.allocated_bytes,
             reserved_memory_bytes=peaks.reserved_bytes if peaks is not None else None,
         )
@@ -169,6 +169,7 @@ class TrainingLoop:
             if record.step == self.run_spec.train.steps and self.engine.plan.offload.delayed:
                 self.engine.updates.restart()  # the last evaluation is of the weights that are saved
             record = dataclasses.replace(record, eval_loss=self._evaluate())
+            self._before = None
         self.metrics.write(record)
         if pending.router is not None and self._is_logged(record.step):
             self.metrics.write_experts(pending.router.loads(record.step))
@@ -197,7 +198,7 @@ class TrainingLoop:
             self.store.poll()
             if not stopping and self._is_checkpoint(self.engine.steps_done):
                 self._save(asynchronous=self.run_spec.checkpoint.asynchronous)
-        self._clock_s = time.perf_counter()
+                self._before = None
 
     def _end(self, *, stopping: bool) -> None:
         with self._timed(TimeTerm.CHECKPOINT), phase("saving the last checkpoint"):

@@ -21,6 +21,11 @@ class StepTimer:
     def mark(self, term: TimeTerm) -> None:
         self._marks.append((term, now(self._device)))
 
+    def seconds_since(self, earlier: StepTimer | None) -> float:
+        """From the end of an earlier step, or from the begin of this one, to the end of this one."""
+        begin = self._marks[0] if earlier is None else earlier._marks[-1]
+        return seconds_between(begin[1], self._marks[-1][1])
+
     def seconds(self) -> dict[TimeTerm, float]:
         found: dict[TimeTerm, float] = {}
         for (_, begin), (term, end) in zip(self._marks, self._marks[1:], strict=False):
