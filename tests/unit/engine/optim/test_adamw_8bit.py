@@ -65,7 +65,7 @@ def test_cutting_rows_gives_the_same_numbers_bit_by_bit() -> None:
             parameter.grad = gradient[rows].clone()
             optimizer.step()
         module = nn.ParameterDict({"w": parameter})
-        return parameter.detach(), state_tensors(module, optimizer, {})
+        return parameter.detach(), state_tensors(module, optimizer, {}, {})
 
     whole, whole_state = run(slice(None))
     pieces = [run(rows) for rows in (slice(0, 30), slice(30, 64))]
