@@ -142,7 +142,7 @@ def _measure(stage: FakeTraining, world: FakeWorld, began_s: float, *, rank: int
         elapsed_s=time.perf_counter() - began_s,
         notes=_notes(stage),
         host_terms=stage.engine.host_terms(),
-        file_terms=dict(stage.engine.offload.outside.files) if stage.engine.offload is not None else {},
+        file_terms=dict(stage.engine.offload.memory.outside.files) if stage.engine.offload is not None else {},
         least_bytes=recorder.least() if world.on_gpu else None,
     )
 

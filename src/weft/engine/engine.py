@@ -130,9 +130,9 @@ class Engine(EngineState):
         names = {str(group.group_name) for group in groups}
         self._dtypes = DtypeWatch(model, self.layout, plan.precision.policy(), activation_groups=names)
         model.train()
-        if self.offload is not None and self.offload.restored is not None:
+        if self.offload is not None and self.offload.memory.restored is not None:
             with meta_read():
-                self.restore_scalars(self.offload.restored["engine"])
+                self.restore_scalars(self.offload.memory.restored["engine"])
 
     # --- training -----------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class Engine(EngineState):
         timer.mark(TimeTerm.OPTIMIZER)
         self.steps_done += 1
         if self.offload is not None:
-            self.offload.commit(self.steps_done, lambda: {"engine": self.scalars(), **self.commit_meta()})
+            self.offload.memory.commit(self.steps_done, lambda: {"engine": self.scalars(), **self.commit_meta()})
         values, work = self.updates.gather_values(loss_sum, weight, norm, vote_stop=vote_stop)
         return PendingStep(
             step=self.steps_done,
@@ -169,7 +169,7 @@ class Engine(EngineState):
 
     def host_terms(self) -> dict[str, int]:
         """Bytes of this rank in the host's memory, by the planner's terms (plan/memory/offloaded.py)."""
-        states = self.offload.outside.host if self.offload is not None else {}
+        states = self.offload.memory.outside.host if self.offload is not None else {}
         activations = self.inputs.slots.nbytes
         return {**states, **({"activations": activations} if activations else {})}
 

@@ -85,7 +85,7 @@ class EngineState:
         with meta_read():
             self.restore_scalars(meta["engine"])
         if self.offload is not None:
-            self.offload.after_load()
+            self.offload.memory.after_load()
 
     def save(self, directory: str | Path) -> None:
         """Commit a checkpoint under `directory`; returns when it is safe on disk."""

@@ -89,7 +89,7 @@ class Updates:
     def _update(self) -> tuple[torch.Tensor, bool]:
         engine = self.engine
         if engine.offload is not None:
-            engine.offload.begin_update()
+            engine.offload.memory.begin_update()
         norm = engine.gradient_norm() / engine.loss_scale.value
         if engine.loss_scale.enabled:
             is_finite = read_is_finite(norm)

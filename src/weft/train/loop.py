@@ -79,7 +79,7 @@ class TrainingLoop:
         # A GPU runs ahead while the previous step's numbers are reduced; so do stages of a pipeline without flushes.
         self._resolve_late = self.engine.device.type == "cuda" or self.engine.updates.is_delayed
         # states in files may be newer than every checkpoint
-        is_from_files = self.engine.offload is not None and self.engine.offload.restored is not None
+        is_from_files = self.engine.offload is not None and self.engine.offload.memory.restored is not None
         self._last_saved = (store.newest_step() or 0) if is_from_files else self.engine.steps_done
         self._before: StepTimer | None = None  # of the step before, unless something else came in between
         self._last_measured = 0
@@ -213,7 +213,7 @@ class TrainingLoop:
         state = self.engine.state()  # first: it drains the pipeline, which changes the scalars
         meta = {"engine": self.engine.scalars(), "samples": self.samples, **self._described}
         # states in files are saved from there, without a copy: the next step must not change them meanwhile
-        is_copied = self.engine.offload is None or not self.engine.offload.is_in_files
+        is_copied = self.engine.offload is None or not self.engine.offload.memory.is_in_files
         self.store.save(state, meta, step=self.engine.steps_done, asynchronous=asynchronous and is_copied)
         self._last_saved = self.engine.steps_done
 

@@ -202,8 +202,8 @@ def _resume(
     """Continue from states in files, which the engine has loaded, or load the newest good checkpoint; check the changes
     of the requested run against it."""
     offload = bench.engine.offload
-    meta = offload.restored if offload is not None else None
-    for note in offload.notes if offload is not None else ():
+    meta = offload.memory.restored if offload is not None else None
+    for note in offload.memory.notes if offload is not None else ():
         display.line(f"note: {note}")
     if meta is None and store is None:
         display.line("note: the run starts at step 0")

@@ -149,6 +149,6 @@ def test_the_planner_knows_the_host_memory_of_8_bit_states(delayed: bool) -> Non
         with world.mode:
             training.build()
         assert training.engine.offload is not None
-        found = training.engine.offload.host_bytes
+        found = training.engine.offload.memory.host_bytes
     predicted = sum(estimate_plan(run, plan, "4xH100-80GB").offload.host_terms.values())
     assert predicted == pytest.approx(found, rel=0.02)

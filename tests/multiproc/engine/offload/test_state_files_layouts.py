@@ -116,7 +116,7 @@ def restart(rank: int, world: int, folder: str) -> list[Any]:
         assert again.offload is not None
         begun = again.steps_done
         result = losses[:begun] + train_steps(again, 5 - begun, first=begun)
-        found += [begun, bool(again.offload.notes), (result, digests(again)) == expected]
+        found += [begun, bool(again.offload.memory.notes), (result, digests(again)) == expected]
         close_files(again)
     return found
 
@@ -134,7 +134,7 @@ def other_layout(rank: int, world: int, folder: str) -> list[Any]:
     plan = {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 2}}
     again = file_engine("qwen3-tied", plan, states, "host", durable="step", resume=ANY_STEP)
     assert again.offload is not None
-    found = [again.steps_done, "another layout" in again.offload.notes[0]]
+    found = [again.steps_done, "another layout" in again.offload.memory.notes[0]]
     close_files(again)
     return found
 

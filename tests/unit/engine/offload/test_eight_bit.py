@@ -57,7 +57,7 @@ def test_codes_and_scales_lie_on_the_host() -> None:
     assert all(is_host_memory(parts.codes) and is_host_memory(parts.scales) for parts in quantised)
     assert engine.offload is not None
     numel = sum(parameter.numel() for parameter in engine.parameters)
-    assert 2 * numel < engine.offload._slab._memory.nbytes < 4 * numel
+    assert 2 * numel < engine.offload.memory.slab._memory.nbytes < 4 * numel
 
 
 @pytest.mark.parametrize(("first", "second"), [("device", ""), ("", "host")])

@@ -115,7 +115,7 @@ def trained_until_it_fails(folder: Path, fault: Fault, patch: pytest.MonkeyPatch
     engine = narrow_engine(folder)
     train_steps(engine, 3)
     assert engine.offload is not None
-    engine.offload.durable.join()  # type: ignore[union-attr]
+    engine.offload.memory.durable.join()  # type: ignore[union-attr]
     with patch.context() as within:
         fault(folder, within)
         with pytest.raises((StateFileError, DiskFullError)) as caught:
@@ -133,7 +133,7 @@ def test_a_damaged_file_is_named_and_not_trusted(name: str, tmp_path: Path, monk
     assert "--resume" in error.hint
     again = narrow_engine(tmp_path, resume=ANY_STEP)
     assert again.steps_done == 0
-    assert str(tmp_path) in again.offload.notes[0]  # type: ignore[union-attr]
+    assert str(tmp_path) in again.offload.memory.notes[0]  # type: ignore[union-attr]
     close_files(again)
 
 

@@ -128,7 +128,7 @@ def test_files_are_not_used_by_a_new_run_nor_if_a_checkpoint_is_newer_nor_on_ano
     )
     assert other.steps_done == 0
     assert other.offload is not None
-    assert "another layout" in other.offload.notes[0]
+    assert "another layout" in other.offload.memory.notes[0]
     close_files(other)
     engine = file_engine("qwen3-tied", {}, tmp_path, "device", durable="step")
     train_steps(engine, 2)
@@ -150,7 +150,7 @@ def test_memory_of_a_checkpoint_is_that_of_the_file_and_both_ways_coherent(tmp_p
         for state in engine.optimizer.state.values():  # write through the mapping, as loading does
             state["exp_avg"].add_(0.5)
         changed = digests_of(engine)
-        engine.offload.after_load()  # type: ignore[union-attr]
+        engine.offload.memory.after_load()  # type: ignore[union-attr]
         assert changed == digests(engine) != shown
         assert file.stat().st_size % 4096 == 0
     close_files(engine)
@@ -185,7 +185,7 @@ def test_a_save_frees_the_memory_of_each_state_before_it_reads_the_next(
 
 def digests_of(engine: Any) -> dict[str, str]:
     """As `digests`, of what the mapping shows now: the file is not checked."""
-    store = engine.offload._file_store
+    store = engine.offload.memory.file_store
     each, store.each = store.each, lambda: None
     try:
         return digests(engine)
@@ -237,7 +237,7 @@ def test_a_file_of_another_step_is_caught(tmp_path: Path) -> None:
     engine.offload.wait()  # type: ignore[union-attr]
     old = path.read_bytes()
     train_steps(engine, 1, first=1)
-    engine.offload.begin_update()  # type: ignore[union-attr]
+    engine.offload.memory.begin_update()  # type: ignore[union-attr]
     path.write_bytes(old)
     with pytest.raises(StateFileError, match=r"rank-0-a\.states was changed.*checksum"):
         train_steps(engine, 1, first=2)
