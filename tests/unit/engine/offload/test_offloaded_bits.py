@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from offloaded import digests, offloaded, small_chunks, trained
+from samples import by_default
 from tiny import build_engine, global_batch, train_steps
 
 import weft.engine.updates as engine_updates
@@ -171,9 +172,15 @@ def ahead(plan: dict[str, Any], freed: list[int], *, staging_bytes: int = 0) -> 
     return engine, asked
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
+AHEAD = [
+    (freed, staging_bytes, microbatches)
+    for microbatches in (1, 4)
+    for freed, staging_bytes in [([0], 0), ([20000], 0), ([2**30], 60_000), ([0, 50000, -1000], 2**30), ([0], 60_000)]
+]
+
+
 @pytest.mark.parametrize(
-    ("freed", "staging_bytes"), [([0], 0), ([20000], 0), ([2**30], 60_000), ([0, 50000, -1000], 2**30), ([0], 60_000)]
+    ("freed", "staging_bytes", "microbatches"), by_default([AHEAD[1], AHEAD[7], AHEAD[9]], AHEAD, extended=AHEAD[2:4])
 )
 def test_chunks_ahead_of_the_update_change_no_bit(freed: list[int], staging_bytes: int, microbatches: int) -> None:
     plan = {"pipeline": {"microbatches": microbatches}, "data_parallel": {"zero": 3}, **BF16}
