@@ -80,13 +80,18 @@ def both(rank: int, world: int, names: tuple[str, ...]) -> dict[str, bool]:
 
 
 DEFAULT = ("DDP", "ZeRO-1")
+EXTENDED = ("HSDP", "pipeline of shards")
+
+
+def _mark(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.extended if name in EXTENDED else pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     "names",
     [
         DEFAULT,
-        *(pytest.param((name,), id=name, marks=pytest.mark.extended) for name in LAYOUTS if name not in DEFAULT),
+        *(pytest.param((name,), id=name, marks=_mark(name)) for name in LAYOUTS if name not in DEFAULT),
     ],
 )
 def test_every_bit_is_that_of_masters_on_the_device(names: tuple[str, ...]) -> None:

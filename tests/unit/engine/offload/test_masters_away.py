@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from offloaded import digests, offloaded, small_chunks, trained
+from samples import by_default
 from tiny import build_engine, global_batch, train_steps
 from torch import nn
 
@@ -38,9 +39,7 @@ DEFAULT = ("adamw", "bfloat16 moments")
 
 
 @pytest.mark.parametrize("update", AWAY)
-@pytest.mark.parametrize(
-    "name", [one if one in DEFAULT else pytest.param(one, marks=pytest.mark.extended) for one in PLANS]
-)
+@pytest.mark.parametrize("name", by_default(DEFAULT, PLANS, extended=["recomputed"]))
 def test_every_bit_is_that_of_masters_on_the_device(name: str, update: str) -> None:
     plan, policy = PLANS[name]
     expected = trained("qwen3-tied", plan, "", optimizer=policy)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from offloaded import digests
+from samples import by_default
 from state_files import close_files, committed_steps, narrow_engine
 from tiny import train_steps
 
@@ -105,10 +106,13 @@ BROKEN = {
     "record does not fit": fails("fsync", errno.ENOSPC),
 }
 DEFAULT = {"a bit in the middle", "cut to half", "read error", "disk full", "record does not fit"}
+EXTENDED = {"disk gone", "record not synced"}
 
 
 def marked(faults: dict[str, Fault]) -> list[Any]:
-    return [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.extended) for name in faults]
+    return by_default(
+        [name for name in faults if name in DEFAULT], faults, extended=[name for name in faults if name in EXTENDED]
+    )
 
 
 def trained_until_it_fails(folder: Path, fault: Fault, patch: pytest.MonkeyPatch) -> RunError:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from offloaded import digests, trained
+from samples import by_default
 from state_files import close_files, committed_steps, file_engine, trained_in_files
 from tiny import build_engine, train_steps
 
@@ -33,13 +34,11 @@ POLICIES: dict[str, tuple[dict[str, Any], OptimizerPolicy]] = {
     "bfloat16 moments": ({**LOW, "data_parallel": {"zero": 3}}, OptimizerPolicy()),
     "float16": ({"precision": {"preset": "fp16"}}, OptimizerPolicy()),
 }
-DEFAULT = {"adamw", "bfloat16 moments"}
+DEFAULT = ("adamw", "bfloat16 moments")
 
 
 @pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize(
-    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.extended) for name in POLICIES]
-)
+@pytest.mark.parametrize("name", by_default(DEFAULT, POLICIES, extended=["float16"]))
 def test_every_bit_is_that_of_the_run_without_offload(name: str, update: str, tmp_path: Path) -> None:
     plan, policy = POLICIES[name]
     expected = trained("qwen3-tied", plan, "", optimizer=policy)

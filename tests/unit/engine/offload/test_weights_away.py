@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from offloaded import digests, offloaded, small_chunks, trained
+from samples import by_default
 from tiny import build_engine, global_batch, train_steps
 
 from weft.core.errors import NotBuiltError
@@ -32,9 +33,7 @@ PLANS: dict[str, tuple[dict[str, Any], OptimizerPolicy]] = {
 
 
 @pytest.mark.parametrize("update", AWAY)
-@pytest.mark.parametrize(
-    "name", [one if one == "one device" else pytest.param(one, marks=pytest.mark.extended) for one in PLANS]
-)
+@pytest.mark.parametrize("name", by_default(["one device"], PLANS, extended=["float32, ZeRO-2"]))
 def test_every_bit_is_that_of_weights_on_the_device(name: str, update: str) -> None:
     plan, policy = PLANS[name]
     expected = trained("qwen3-tied", plan, "", optimizer=policy)
