@@ -26,14 +26,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = mp.get_context("forkserver")
+import torch
+
+# Not with GPUs: a preloaded module asks for devices, and CUDA refuses to start in a fork of such a process.
+_CONTEXT = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 # torch._dynamo: DTensor imports it on first use, which takes a rank three seconds.
 _PRELOADED = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp")
 # transformers and the engine: a rank that imports them by itself takes seconds of a core, and there may be eight.
 _OURS = ("transformers.models.auto.modeling_auto", "weft.engine.engine", "pytest")
 # Every model's code imports torchao and all of transformers' generation: a second of each rank.
 _MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "gpt2", "mixtral"))
-_CONTEXT.set_forkserver_preload([*_PRELOADED, *_OURS, *_MODELS])
+if _CONTEXT.get_start_method() == "forkserver":
+    _CONTEXT.set_forkserver_preload([*_PRELOADED, *_OURS, *_MODELS])
 
 
 class RankFailureError(AssertionError):
@@ -107,7 +111,6 @@ def _receive(rank: int, pipe: Any) -> Any:
 
 def _rank_main(settings: tuple[Any, ...], args: tuple[Any, ...]) -> None:
     where, rank, num_ranks, store, timeout_s, pipe = settings
-    import torch
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
