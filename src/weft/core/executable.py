@@ -67,10 +67,6 @@ def _not_offloaded(plan: Plan) -> list[tuple[bool, str]]:
     return [
         (has_files and offload.optimizer != "nvme", "offload.folder and offload.durable without states in files"),
         (
-            offload.parameters != "none" and offload.optimizer != "cpu",
-            f"parameter offload (offload.parameters) with offload.optimizer = {offload.optimizer!r}",
-        ),
-        (
             offload.parameters != "none" and plan.float8.linears != "none" and plan.float8.gather == "float8",
             "parameter offload (offload.parameters) with weights gathered in float8 (float8.gather)",
         ),
@@ -110,6 +106,11 @@ def _switched_on(plan: Plan) -> Iterator[tuple[bool, str, str]]:
     for has, what in _not_fused(plan):
         is_refused = plan.kernels.loss == "fused" and has
         yield is_refused, f"a fused loss (kernels.loss) with {what}", "set kernels.loss = 'whole'"
+    yield (
+        plan.offload.parameters != "none" and plan.offload.optimizer != "cpu",
+        f"parameter offload (offload.parameters) with offload.optimizer = {plan.offload.optimizer!r}",
+        "set offload.optimizer = 'cpu'",
+    )
     yield from _not_kept(plan)
     yield from _not_staged(plan)
     for has, what in _not_float8(plan):

@@ -1,4 +1,4 @@
-"""Expert parallelism: which plans the engine executes, and the reasons against the others."""
+"""Which plans the engine executes, and the reasons against the others: experts, weights on the host."""
 
 from __future__ import annotations
 
@@ -38,3 +38,10 @@ def test_experts_are_divided_with_every_feature(tables: dict[str, Any]) -> None:
 def test_a_refusal_names_what_experts_are_combined_with(tables: dict[str, Any], words: str) -> None:
     sentences = [sentence for sentence, _ in not_executed_reasons(Plan.from_tables(tables))]
     assert any("expert parallelism" in sentence and words in sentence for sentence in sentences)
+
+
+@pytest.mark.parametrize("optimizer", ["none", "nvme"])
+def test_the_hint_for_weights_on_the_host_names_the_missing_half(optimizer: str) -> None:
+    plan = Plan.from_tables({"offload": {"parameters": "cpu", "optimizer": optimizer}})
+    hints = [hint for sentence, hint in not_executed_reasons(plan) if "offload.parameters" in sentence]
+    assert hints == ["set offload.optimizer = 'cpu'"]
