@@ -156,4 +156,5 @@ def _launch(job: Job, *, max_restarts: int) -> None:
             num_ranks=job.plan.num_ranks,
             scratch=Path(scratch),
             max_restarts=max_restarts,
+            imports=["weft.train.worker"],
         )

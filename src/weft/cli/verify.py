@@ -113,7 +113,8 @@ def _run_ranks(request: VerifyRequest) -> list[Verdict]:
         request_path = Path(scratch) / "request.json"
         request_path.write_text(dataclasses.replace(request, answer=str(answer)).to_json(), encoding="utf-8")
         command = [sys.executable, "-m", "weft.verify", str(request_path)]
-        launch(command, num_ranks=request.plans[0].num_ranks, scratch=Path(scratch))
+        num_ranks = request.plans[0].num_ranks
+        launch(command, num_ranks=num_ranks, scratch=Path(scratch), imports=["weft.verify.worker"])
         fields: list[dict[str, Any]] = json.loads(answer.read_text(encoding="utf-8"))
     return [Verdict.from_dict(verdict) for verdict in fields]
 

@@ -14,18 +14,23 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import Popen
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from weft.core.errors import RankError, WeftError
 from weft.core.processes import state_of
 from weft.launch.cause import RankEnd, describe, find_cause, is_certain
-from weft.launch.rank_variables import rank_variables
+from weft.launch.rank_processes import RankProcess, WarmRanks, start_cold
+from weft.launch.rank_variables import elastic_variables, rank_variables
 from weft.launch.stop_signals import StopSignals
+from weft.train.ranks.environment import SCRATCH_VARIABLE
 from weft.train.ranks.failures import is_debugging, read_record
 from weft.train.ranks.store import serve_store
 
@@ -85,32 +90,29 @@ class Generations(RendezvousHandler):
         return True
 
 
-class RankSurroundings(LogsSpecs):
+class RankSurroundings:
     """Sets the variables of each rank and creates a folder per generation; ranks share the launcher's output."""
 
     def __init__(self, *, scratch: Path, num_ranks: int) -> None:
-        super().__init__()
         self._scratch = scratch
         self._num_ranks = num_ranks
         self.folder = scratch
 
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._scratch)
+    def common(self) -> dict[str, str]:
+        """The variables that all ranks have, in every generation."""
+        return rank_variables(scratch=self._scratch, num_ranks=self._num_ranks, given=os.environ, platform=sys.platform)
 
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+    def begin(self, envs: dict[int, dict[str, str]]) -> None:
+        """An empty folder for this generation; completes the variables of its ranks."""
         self.folder = self._scratch / f"generation-{envs[0]['TORCHELASTIC_RESTART_COUNT']}"
         shutil.rmtree(self.folder, ignore_errors=True)  # it may hold errors of an earlier launch
         self.folder.mkdir(mode=0o700, parents=True)
-        extra = rank_variables(scratch=self.folder, num_ranks=self._num_ranks, given=os.environ, platform=sys.platform)
         for variables in envs.values():
-            variables.update(extra)
-        terminal = dict.fromkeys(envs, "")
-        return LogsDest(stdouts=terminal, stderrs=terminal, error_files=dict.fromkeys(envs, os.devnull))
+            variables.update(self.common() | {SCRATCH_VARIABLE: str(self.folder)})
 
 
-class RankAgent(LocalElasticAgent):
-    """Elastic's agent, except for what happens when a rank fails or the user asks to stop."""
+class RankAgent(SimpleElasticAgent):
+    """Elastic's agent, with processes of our own and other rules for a rank that fails or a user who asks to stop."""
 
     def __init__(
         self,
@@ -120,36 +122,62 @@ class RankAgent(LocalElasticAgent):
         surroundings: RankSurroundings,
         stops: StopSignals,
         log: Callable[[str], None],
+        warm: WarmRanks | None = None,
     ) -> None:
-        super().__init__(spec, logs_specs=surroundings)
+        super().__init__(spec)
         self._spec = spec
         self._generations = generations
         self._surroundings = surroundings
         self._stops = stops
         self._log = log
+        self._warm = warm
+        self._processes: dict[int, RankProcess] = {}
         self._num_stops_obeyed = 0
         self._asked_at = 0.0
         self._killed_pids: set[int] = set()
         self.error: WeftError | None = None
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        restarts = self._spec.max_restarts - self._remaining_restarts
+        envs = {
+            worker.local_rank: elastic_variables(worker, worker_group, restart_count=restarts)
+            for worker in worker_group.workers
+        }
+        self._surroundings.begin(envs)
+        self._processes = {rank: self._start(variables) for rank, variables in envs.items()}
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def _start(self, variables: dict[str, str]) -> RankProcess:
+        if self._warm is not None:
+            self._warm.wait_until_ready(lambda: self._stops.count > 0)
+            if self._stops.count:
+                raise RankError("stopped before the ranks were ready; nothing was saved")
+            process = self._warm.start(self._spec.args[1:], variables)
+            if process is not None:
+                return process
+            if self._spec.max_restarts:
+                self._log(f"note: each restart imports all libraries again: {self._warm.unfit}")
+            self._warm = None
+        return start_cold((str(self._spec.entrypoint), *self._spec.args), variables)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """End what still runs: nothing, unless starting failed half-way."""
+        self._kill([end for end in self._look() if end.is_running])
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Elastic calls this every 0.1 s. Its own version runs only after the last rank has ended: at the first
-        failure it would send SIGTERM, on which ranks save, and wait for 30 s."""
+        """Elastic calls this every `monitor_interval`."""
         self._obey_stops()
         ends = self._look()
         if any(end.has_failed or end.killed_by_launcher for end in ends):
             self._conclude(self._end_generation())
-        elif any(end.is_running for end in ends):
+            return RunResult(state=WorkerState.FAILED)
+        if any(end.is_running for end in ends):
             return RunResult(state=WorkerState.HEALTHY)
-        result: RunResult = super()._monitor_workers(worker_group)
-        return result
-
-    def _processes(self) -> dict[int, Popen[bytes]]:
-        # Private `_pcontext`: elastic's only other way to an exit code also ends the other ranks.
-        context = self._pcontext
-        if not isinstance(context, SubprocessContext):
-            raise TypeError("torch elastic no longer keeps its ranks in a SubprocessContext")
-        return {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+        returned = {worker.global_rank: None for worker in worker_group.workers}  # elastic wants a value of each
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=returned)
 
     def _look(self) -> list[RankEnd]:
         return [
@@ -160,7 +188,7 @@ class RankAgent(LocalElasticAgent):
                 killed_by_launcher=process.pid in self._killed_pids,
                 record=read_record(self._surroundings.folder, rank=rank),
             )
-            for rank, process in self._processes().items()
+            for rank, process in self._processes.items()
         ]
 
     def _obey_stops(self) -> None:
@@ -190,15 +218,20 @@ class RankAgent(LocalElasticAgent):
         started = time.monotonic()
         ends = self._look()
         while any(end.is_running for end in ends):
-            grace_s = _CERTAIN_GRACE_S if is_certain(find_cause(ends)) else _UNCERTAIN_GRACE_S
-            if time.monotonic() - started > grace_s:
+            if time.monotonic() - started >= self._grace_s(ends):
                 self._kill([end for end in ends if end.is_running])
                 break
             time.sleep(_POLL_S / 2)
             ends = self._look()
-        for process in self._processes().values():
+        for process in self._processes.values():
             process.wait()
         return self._look()
+
+    def _grace_s(self, ends: list[RankEnd]) -> float:
+        cause = find_cause(ends)
+        if cause is not None and cause.is_killed and not self._stops.count:
+            return 0.0  # no record of a peer would change the cause, and a checkpoint in flight is safe at any moment
+        return _CERTAIN_GRACE_S if is_certain(cause) else _UNCERTAIN_GRACE_S
 
     def _kill(self, ends: list[RankEnd]) -> None:
         for end in ends:

@@ -40,6 +40,11 @@ class RankEnd:
         # A record counts before the exit: a failed rank may linger for minutes in threads that wait for its peers.
         return self.record is not None or (self.exit_code not in (None, 0) and not self.killed_by_launcher)
 
+    @property
+    def is_killed(self) -> bool:
+        """Whether a signal ended it; not SIGABRT, by which communication libraries give up on lost peers."""
+        return self.record is None and (self.exit_code or 0) < 0 and self.exit_code != -signal.SIGABRT
+
 
 def find_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
     """The rank whose failure explains the others'."""
@@ -70,9 +75,7 @@ def _belief(end: RankEnd) -> tuple[int, float, int]:
     record = end.record
     if record is not None:
         return (_belief_in(record), record.time, end.rank)
-    is_abort = end.exit_code == -signal.SIGABRT  # also how a communication library gives up on lost peers
-    is_killed = (end.exit_code or 0) < 0 and not is_abort
-    return (1 if is_killed else _SILENT, 0.0, end.rank)
+    return (1 if end.is_killed else _SILENT, 0.0, end.rank)
 
 
 def _belief_in(record: FailureRecord) -> int:

@@ -8,14 +8,18 @@ The rank's side is `weft.train.ranks.process`. The command may be anything.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from weft.core.errors import BadValueError, RankError
+from weft.launch.rank_processes import WarmRanks
+from weft.launch.rank_variables import rank_variables
 from weft.launch.stop_signals import StopSignals
 
+_MONITOR_S = 0.05
 _ELASTIC_LOGGER = "torch.distributed.elastic"
 
 
@@ -26,12 +30,15 @@ def launch(
     scratch: Path,
     max_restarts: int = 0,
     log: Callable[[str], None] | None = None,
+    imports: Sequence[str] = (),
 ) -> None:
     """Runs `command` as `num_ranks` ranks of one job; raises the one error that explains a failure.
 
     `scratch` gets one folder per generation with the pid and error files of the ranks. `log` gets lines for the user,
     such as restarts (default: stderr). SIGINT, SIGTERM and SIGHUP send SIGTERM to the ranks and wait for their end; a
     second one kills them. Bad input is never restarted.
+
+    `imports`: for a `python -m` command, modules that a process imports from which ranks are forked (Linux).
     """
     if num_ranks < 1:
         raise BadValueError(f"The number of ranks is {num_ranks}, not at least 1.", hint="give --nproc 1 or more")
@@ -44,6 +51,7 @@ def launch(
                 max_restarts=max_restarts,
                 stops=stops,
                 log=log or _print_to_stderr,
+                imports=imports,
             )
         except OSError as error:
             raise RankError(f"the ranks could not be started: {error}", hint=f"command: {' '.join(command)}") from error
@@ -57,26 +65,45 @@ def _run(
     max_restarts: int,
     stops: StopSignals,
     log: Callable[[str], None],
+    imports: Sequence[str],
 ) -> None:
-    # Here, not at the top: `weft --help` must not wait for torch.
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    with _warm_ranks(command, imports, scratch=scratch, num_ranks=num_ranks) as warm:  # imports while this process does
+        # Here, not at the top: `weft --help` must not wait for torch.
+        from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from weft.launch.agent import Generations, RankAgent, RankSurroundings
+        from weft.launch.agent import Generations, RankAgent, RankSurroundings
 
-    generations = Generations()
-    spec = WorkerSpec(
-        role="weft",
-        local_world_size=num_ranks,
-        rdzv_handler=generations,
-        entrypoint=command[0],
-        args=tuple(command[1:]),
-        max_restarts=max_restarts,
-    )
-    surroundings = RankSurroundings(scratch=scratch, num_ranks=num_ranks)
-    agent = RankAgent(spec, generations=generations, surroundings=surroundings, stops=stops, log=log)
-    result = agent.run()
+        generations = Generations()
+        spec = WorkerSpec(
+            role="weft",
+            local_world_size=num_ranks,
+            rdzv_handler=generations,
+            entrypoint=command[0],
+            args=tuple(command[1:]),
+            max_restarts=max_restarts,
+            monitor_interval=_MONITOR_S,
+        )
+        surroundings = RankSurroundings(scratch=scratch, num_ranks=num_ranks)
+        agent = RankAgent(spec, generations=generations, surroundings=surroundings, stops=stops, log=log, warm=warm)
+        result = agent.run()
     if result.is_failed():
         raise agent.error or RankError("the ranks failed, and none recorded an error")
+
+
+@contextmanager
+def _warm_ranks(
+    command: Sequence[str], imports: Sequence[str], *, scratch: Path, num_ranks: int
+) -> Iterator[WarmRanks | None]:
+    is_module = tuple(command[:2]) == (sys.executable, "-m")
+    if not imports or not is_module or sys.platform != "linux":  # elsewhere system libraries do not survive a fork
+        yield None
+        return
+    variables = rank_variables(scratch=scratch, num_ranks=num_ranks, given=os.environ, platform=sys.platform)
+    warm = WarmRanks(imports, variables=variables)
+    try:
+        yield warm
+    finally:
+        warm.close()
 
 
 @contextmanager

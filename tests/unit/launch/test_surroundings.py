@@ -14,6 +14,7 @@ from weft.launch.agent import Generations, RankSurroundings
 from weft.launch.local import launch
 from weft.launch.rank_variables import rank_variables
 from weft.launch.stop_signals import StopSignals
+from weft.launch.warm_server import why_unfit
 
 
 def test_launch_is_imported_without_torch() -> None:
@@ -81,10 +82,21 @@ def test_a_generation_starts_in_an_empty_folder(tmp_path: Path) -> None:
     surroundings = RankSurroundings(scratch=tmp_path, num_ranks=1)
     for _ in range(2):
         variables = {0: {"TORCHELASTIC_RESTART_COUNT": "1"}}
-        surroundings.reify(variables)
+        surroundings.begin(variables)
         assert Path(variables[0]["WEFT_SCRATCH"]) == surroundings.folder == tmp_path / "generation-1"
         assert list(surroundings.folder.iterdir()) == []
         (surroundings.folder / "error-0.json").write_text("{}")
+
+
+def test_a_process_forks_only_with_one_thread_and_no_open_device(tmp_path: Path) -> None:
+    (tmp_path / "task/1").mkdir(parents=True)
+    (tmp_path / "fd").mkdir()
+    (tmp_path / "fd/0").symlink_to("/dev/null")
+    assert why_unfit(tmp_path) == ""
+    (tmp_path / "fd/5").symlink_to("/dev/nvidiactl")
+    assert why_unfit(tmp_path) == "the imports opened /dev/nvidiactl"
+    (tmp_path / "task/2").mkdir()
+    assert why_unfit(tmp_path) == "the imports started 1 threads"
 
 
 def test_no_ranks_is_bad_input(tmp_path: Path) -> None:

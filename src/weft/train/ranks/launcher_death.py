@@ -32,11 +32,16 @@ def end_with_launcher(environment: MutableMapping[str, str]) -> None:
         return
     launcher_pid = int(launcher)
     if sys.platform == "linux" and os.getppid() == launcher_pid:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != launcher_pid:  # it died before the call, so no signal will come
-            _end()
+        end_with_parent(launcher_pid)
         return
     watch_launcher(launcher_pid)
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Let the kernel (Linux) kill this process when the thread that started it has ended."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before the call, so no signal will come
+        _end()
 
 
 def watch_launcher(launcher_pid: int) -> None:
