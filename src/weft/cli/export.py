@@ -1,4 +1,4 @@
-"""`weft export`: a run's weights as a Hugging Face folder."""
+"""`weft export`: a run's weights as a Hugging Face folder, in low-bit formats too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,13 +18,28 @@ class ExportDtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class WeightFormat(StrEnum):
+    INT8 = "int8"
+    INT4 = "int4"
+    FLOAT8 = "float8"
+
+
 def export(
     run: Annotated[Path, typer.Argument(help="The run folder.")],
     out: Annotated[Path, typer.Option(help="The folder to write; it must be new or empty.")],
     step: Annotated[
         int | None, typer.Option(min=0, help="The step of the checkpoint; default the newest valid one.")
     ] = None,
-    dtype: Annotated[ExportDtype, typer.Option(help="The dtype of the weights.")] = ExportDtype.AS_TRAINED,
+    dtype: Annotated[
+        ExportDtype | None, typer.Option(help="The dtype of the weights; default as-trained, bfloat16 with --format.")
+    ] = None,
+    weights: Annotated[
+        WeightFormat | None,
+        typer.Option("--format", help="Low-bit weights of linear layers and experts, as compressed-tensors."),
+    ] = None,
+    evaluate_rows: Annotated[
+        int, typer.Option(min=0, help="With --format: held-out rows for the perplexity before and after; 0: none.")
+    ] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print the written files as JSON on stdout.")] = False,
 ) -> None:
     """Write a run's weights as a folder that AutoModelForCausalLM.from_pretrained loads."""
@@ -33,10 +48,44 @@ def export(
     quiet_libraries()
     from weft.train.export import export_run
 
-    result = export_run(run, out, step=step, dtype=None if dtype is ExportDtype.AS_TRAINED else dtype.value)
+    if dtype is None:
+        dtype = ExportDtype.AS_TRAINED if weights is None else ExportDtype.BFLOAT16
+    result = export_run(
+        run,
+        out,
+        step=step,
+        dtype=None if dtype is ExportDtype.AS_TRAINED else dtype.value,
+        weights=weights.value if weights is not None else None,
+        evaluate_rows=evaluate_rows,
+    )
     if as_json:
         print(json.dumps(result))
     else:
         print(f"step {result['step']} of {run} is in {out} ({len(result['files'])} files)", file=sys.stderr)
+        for line in _low_bit_lines(result["weights"]):
+            print(line, file=sys.stderr)
     if result["note"]:
         print(f"note: {result['note']}", file=sys.stderr)
+
+
+def _low_bit_lines(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    from weft.core.units import format_bytes, format_count
+
+    lines = [
+        f"{format_count(found['quantised_parameters'])} parameters in {found['format']}, {format_bytes(found['bytes'])}"
+        " of weights in all"
+    ]
+    lines += [f"kept in high precision, {reason}: {_some(names)}" for reason, names in found["kept"].items()]
+    measured = found.get("perplexity")
+    if measured is None:
+        return lines
+    if "not_measured" in measured:
+        return [*lines, f"perplexity was not measured: {measured['not_measured']}"]
+    change = f"{measured['before']:.4f} -> {measured['after']:.4f} ({measured['change']:+.2%})"
+    return [*lines, f"perplexity on {measured['rows']} held-out rows: {change}"]
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

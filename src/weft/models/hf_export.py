@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from weft.core.errors import RunFolderError, TokenizerError, WeightsError
 from weft.core.synced import sync_path
 from weft.models.conversion import SavePlan
-from weft.models.pretrained import declared_ties, saved_tensors, tie_groups, unique_names
+from weft.models.pretrained import saved_tensors, stored_ties, unique_names
+from weft.models.quantised import Quantiser
 from weft.models.shard_writer import ShardWriter
 
 MAX_SHARD_BYTES = 2 * 1024**3
@@ -50,6 +51,7 @@ def export_folder(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     tied: Mapping[str, str] | None = None,
     tokenizer: Path | None = None,
+    quantiser: Quantiser | None = None,
 ) -> list[Path]:
     """Write config, weights and tokenizer to `out`, which must be new or empty; return the files written.
 
@@ -57,38 +59,37 @@ def export_folder(
     A tensor may be held until its file is written, so its memory must not be reused for the next.
     Floating-point tensors are cast to `dtype` (None: unchanged). `tied` maps a tied name to the one stored,
     read from the model by default; `skeleton` is the model on the meta device, built from `config` by default.
+    `quantiser` stores linear layers and experts as codes.
     """
     _require_free(out)
-    model = skeleton if skeleton is not None else _skeleton(config)
-    stream = _Stream(model, dtype=dtype, tied=stored_ties(model) if tied is None else tied)
+    model = skeleton if skeleton is not None else skeleton_of(config)
+    stream = _Stream(model, dtype=dtype, tied=stored_ties(model) if tied is None else tied, quantiser=quantiser)
     with _committed_folder(out) as folder:
         writer = ShardWriter(folder, max_shard_bytes=max_shard_bytes)
         for name, tensor in stream.stored(tensors):
             writer.add(name, tensor)
         writer.finish()
-        _write_config(config, model, folder, dtype=dtype or stream.main_dtype())
+        _write_config(config, model, folder, dtype=dtype or stream.main_dtype(), quantiser=quantiser)
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, folder)
     return sorted(out.iterdir())
 
 
-def stored_ties(model: PreTrainedModel) -> dict[str, str]:
-    """Tied name -> the name that is written: as transformers declares, or the first name of the tensor."""
-    first = set(unique_names(model))
-    declared = declared_ties(model)
-    ties: dict[str, str] = {}
-    for name, group in tie_groups(model).items():
-        kept = next((declared[one] for one in sorted(group) if one in declared), None)
-        ties[name] = kept or next(one for one in sorted(group) if one in first)
-    return {name: kept for name, kept in ties.items() if name != kept}
-
-
 class _Stream:
     """Turns the model's tensors into stored ones: resolves ties, casts, checks, converts unit by unit."""
 
-    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype | None, tied: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        dtype: torch.dtype | None,
+        tied: Mapping[str, str],
+        quantiser: Quantiser | None,
+    ) -> None:
         self._tied = tied
         self._dtype = dtype
+        self._quantiser = quantiser
+        self._codes = quantiser.model_names if quantiser is not None else frozenset[str]()
         self._keep = _kept_in_fp32(model, dtype)
         self._shapes = {name: value.shape for name, value in saved_tensors(model).items()}
         self._awaited = {self._stored_name(name) for name in unique_names(model)}
@@ -101,7 +102,7 @@ class _Stream:
             name = self._stored_name(given)
             if name in self._awaited:
                 self._awaited.remove(name)
-                yield from self._converted(name, self._cast(name, tensor))
+                yield from self._quantised(self._converted(name, self._cast(name, tensor)))
             elif name not in self._shapes:
                 raise WeightsError(
                     f"the model has no tensor {given!r} to export", hint="names are those of named_parameters"
@@ -128,6 +129,8 @@ class _Stream:
         tensor = tensor.detach().to("cpu")
         if not tensor.is_floating_point():
             return tensor
+        if name in self._codes:  # rounded once, from the values given
+            return tensor
         if self._dtype is not None:
             keep = any(re.search(rule, name) for rule in self._keep)
             tensor = tensor.to(torch.float32 if keep else self._dtype)
@@ -143,6 +146,13 @@ class _Stream:
         if unit <= self._waiting.keys():
             yield from self._plan.convert({one: self._waiting.pop(one) for one in unit})
 
+    def _quantised(self, stored: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._quantiser is None:
+            yield from stored
+            return
+        for name, tensor in stored:
+            yield from self._quantiser.tensors(name, tensor, scale_dtype=self._dtype or tensor.dtype)
+
 
 def _kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype | None) -> list[str]:
     """Patterns of names that from_pretrained loads in float32 whatever `dtype` is; cast, they would lose bits."""
@@ -151,7 +161,7 @@ def _kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype | None) -> list[str
     return [pattern.replace("*", ".*") for pattern in plan]
 
 
-def _skeleton(config: PretrainedConfig) -> PreTrainedModel:
+def skeleton_of(config: PretrainedConfig) -> PreTrainedModel:
     """The model for names, shapes and ties only: parameters and buffers have no values."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -160,8 +170,17 @@ def _skeleton(config: PretrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _write_config(config: PretrainedConfig, model: PreTrainedModel, folder: Path, *, dtype: torch.dtype) -> None:
+def _write_config(
+    config: PretrainedConfig,
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    quantiser: Quantiser | None = None,
+) -> None:
     written = copy.deepcopy(config)
+    if quantiser is not None:
+        written.quantization_config = quantiser.config()
     written.architectures = [type(model).__name__]
     written.dtype = str(dtype).removeprefix("torch.")
     written.save_pretrained(folder)

@@ -192,6 +192,17 @@ def declared_ties(model: PreTrainedModel) -> dict[str, str]:
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
+def stored_ties(model: PreTrainedModel) -> dict[str, str]:
+    """Tied name -> the name that is written: as transformers declares, or the first name of the tensor."""
+    first = set(unique_names(model))
+    declared = declared_ties(model)
+    ties: dict[str, str] = {}
+    for name, group in tie_groups(model).items():
+        kept = next((declared[one] for one in sorted(group) if one in declared), None)
+        ties[name] = kept or next(one for one in sorted(group) if one in first)
+    return {name: kept for name, kept in ties.items() if name != kept}
+
+
 def _compact(part: torch.Tensor) -> torch.Tensor:
     """Copy a slice into its own memory: a view would keep the full converted tensor alive."""
     is_full = part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
