@@ -46,18 +46,21 @@ def export(
     from weft.core.quiet import quiet_libraries
 
     quiet_libraries()
+    from rich.console import Console
+
     from weft.train.export import export_run
 
     if dtype is None:
         dtype = ExportDtype.AS_TRAINED if weights is None else ExportDtype.BFLOAT16
-    result = export_run(
-        run,
-        out,
-        step=step,
-        dtype=None if dtype is ExportDtype.AS_TRAINED else dtype.value,
-        weights=weights.value if weights is not None else None,
-        evaluate_rows=evaluate_rows,
-    )
+    with Console(stderr=True).status("exporting" if weights is None else f"exporting and measuring {weights}"):
+        result = export_run(
+            run,
+            out,
+            step=step,
+            dtype=None if dtype is ExportDtype.AS_TRAINED else dtype.value,
+            weights=weights.value if weights is not None else None,
+            evaluate_rows=evaluate_rows,
+        )
     if as_json:
         print(json.dumps(result))
     else:

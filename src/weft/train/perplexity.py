@@ -6,7 +6,9 @@ the figure includes what a format costs where it is used.
 
 from __future__ import annotations
 
+import io
 import math
+from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,7 +45,9 @@ class HeldOutRows:
     def perplexity(self, folder: Path) -> float:
         """The perplexity of the model in `folder`, on a GPU where there is one."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = AutoModelForCausalLM.from_pretrained(folder).eval().to(device)
+        with redirect_stderr(io.StringIO()):  # progress bars of compressed-tensors, which nothing switches off
+            model = AutoModelForCausalLM.from_pretrained(folder).eval().to(device)
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))  # the first forward unpacks weights
         loss, count = 0.0, 0
         for row in range(self.num_rows):
             batch = {name: value.to(device) for name, value in self._loader.batch(row).items()}
