@@ -18,7 +18,7 @@ class ExportDtype(StrEnum):
     FLOAT16 = "float16"
 
 
-class WeightFormat(StrEnum):
+class LowBitFormat(StrEnum):
     INT8 = "int8"
     INT4 = "int4"
     FLOAT8 = "float8"
@@ -34,7 +34,7 @@ def export(
         ExportDtype | None, typer.Option(help="The dtype of the weights; default as-trained, bfloat16 with --format.")
     ] = None,
     weights: Annotated[
-        WeightFormat | None,
+        LowBitFormat | None,
         typer.Option("--format", help="Low-bit weights of linear layers and experts, as compressed-tensors."),
     ] = None,
     evaluate_rows: Annotated[
