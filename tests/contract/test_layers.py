@@ -21,6 +21,7 @@ LEVELS = {
     "schedule": 1,
     "plan": 3,
     "report": 2,
+    "doctor": 2,
     "comm": 2,
     "models": 2,
     "data": 2,
@@ -33,7 +34,7 @@ LEVELS = {
     "launch": 7,
     "cli": 8,
 }
-WITHOUT_TORCH = {"core", "hardware", "zoo", "schedule", "plan", "report"}
+WITHOUT_TORCH = {"core", "hardware", "zoo", "schedule", "plan", "report", "doctor"}
 FORBIDDEN_NAMES = {"utils.py", "helpers.py", "common.py"}
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -139,6 +140,7 @@ def test_parts_of_train_import_only_those_before_them() -> None:
         ["-m", "weft", "report", "--help"],
         ["-m", "weft", "verify", "--help"],
         ["-m", "weft", "plan", "--help"],
+        ["-m", "weft", "doctor", "--json"],
         ["-m", "weft", "dryrun", "--help"],
         ["-m", "weft", "dryrun", "missing.toml"],
         ["-m", "weft", "server", "--help"],

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from weft.cli.bench import bench_app
+from weft.cli.doctor import doctor
 from weft.cli.dryrun.verb import dryrun
 from weft.cli.export import export
 from weft.cli.inference import inference
@@ -34,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (plan, inference, schedule, dryrun, train, verify, export, report):
+for verb in (plan, inference, schedule, dryrun, train, verify, export, report, doctor):
     app.command()(verb)
 app.add_typer(bench_app)
 app.add_typer(server_app)

@@ -1,0 +1,57 @@
+"""`weft doctor`: checks of this machine before a run. Exit 0 when nothing is wrong, 1 otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli.options import NumRanks
+
+if TYPE_CHECKING:  # imported inside the verb, to keep `weft --help` fast
+    from weft.doctor.check import Diagnosis
+
+_COLOURS = {"ok": "green", "warning": "yellow", "wrong": "red", "unknown": "dim"}
+
+
+def doctor(
+    nproc: NumRanks = None,
+    out: Annotated[Path, typer.Option(help="Folder of the run: its disk is checked.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON on stdout.")] = False,
+) -> None:
+    """Check GPUs, fabric, network, limits, versions and disk of this machine; each line with its fix."""
+    from weft.doctor.check import WRONG, worst_first
+    from weft.doctor.examine import checks_of, is_of_cluster, record_of
+    from weft.doctor.machine import this_machine
+    from weft.doctor.situation import Situation
+
+    record = record_of(this_machine(out))
+    checks = worst_first(checks_of(record, Situation(num_ranks=nproc, is_cluster=is_of_cluster(record))))
+    if as_json:
+        print(json.dumps({"checks": [check.as_dict() for check in checks]}))
+    else:
+        print_table(checks)
+    raise typer.Exit(code=1 if any(check.state == WRONG for check in checks) else 0)
+
+
+def print_table(checks: Sequence[Diagnosis]) -> None:
+    """One row per check, what is wrong first, then one line with the counts."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    with_hosts = any(check.host for check in checks)
+    for check in checks:
+        detail = Text(check.detail)
+        if check.fix:
+            detail.append(f"\nfix: {check.fix}", style="bold")
+        host = [Text(check.host)] if with_hosts else []
+        table.add_row(Text(check.state, style=_COLOURS[check.state]), *host, Text(check.name), detail)
+    console = Console(soft_wrap=False)
+    console.print(table)
+    counts = {state: sum(check.state == state for check in checks) for state in _COLOURS}
+    console.print(", ".join(f"{count} {state}" for state, count in counts.items() if count), style="bold")
