@@ -30,6 +30,7 @@ LEVELS = {
     "dryrun": 4,
     "train": 4,
     "server": 5,
+    "generate": 5,
     "verify": 6,
     "launch": 7,
     "cli": 8,

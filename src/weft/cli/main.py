@@ -14,6 +14,7 @@ from weft.cli.bench import bench_app
 from weft.cli.doctor import doctor
 from weft.cli.dryrun.verb import dryrun
 from weft.cli.export import export
+from weft.cli.generate import generate
 from weft.cli.inference import inference
 from weft.cli.plan.verb import plan
 from weft.cli.report import report
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (plan, inference, schedule, dryrun, train, verify, export, report, doctor):
+for verb in (plan, inference, schedule, dryrun, train, verify, export, generate, report, doctor):
     app.command()(verb)
 app.add_typer(bench_app)
 app.add_typer(server_app)

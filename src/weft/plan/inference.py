@@ -2,7 +2,7 @@
 
     weights    matrices of the blocks in the given precision; embeddings, head and norms in bfloat16
     cache      per token and layer 2 x key-value heads x head size, the compressed vector for latent attention;
-               at most its window for a sliding layer
+               at most its window for a sliding layer; below 16 bits a 2-byte scale per vector of a head
 Weights and heads are sharded over the devices (tensor parallelism), at least one key-value head per device.
 """
 
@@ -16,11 +16,12 @@ from weft.core.cluster import Cluster
 from weft.core.model_shape import BlockShape, ModelShape
 
 WeightKind = Literal["bf16", "fp8", "int8", "int4"]
-CacheKind = Literal["bf16", "fp8", "int8"]
+CacheKind = Literal["bf16", "fp8", "int8", "int4"]
 
 GROUP = 128  # weights that share one 2-byte scale in int4
 WEIGHT_BYTES: dict[WeightKind, float] = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / GROUP}
-CACHE_BYTES: dict[CacheKind, int] = {"bf16": 2, "fp8": 1, "int8": 1}
+CACHE_BYTES: dict[CacheKind, float] = {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
+SCALE_BYTES = 2  # of each vector of a low-bit cache: a token's keys, or values, of one head
 RESERVE = 0.05  # share of the device: activations, workspaces, fragmentation
 
 
@@ -88,10 +89,11 @@ def estimate_inference(
     """Memory of one model over all devices of the cluster."""
     devices = cluster.num_devices
     per_token = sum(
-        _cache_per_token(kind, devices) * count for kind, count in zip(shape.kinds, shape.kind_counts, strict=True)
+        _cache_per_token(kind, devices, cache) * count
+        for kind, count in zip(shape.kinds, shape.kind_counts, strict=True)
     )
     per_sequence = sum(
-        _cache_per_token(kind, devices) * count * _cached_tokens(kind, context)
+        _cache_per_token(kind, devices, cache) * count * _cached_tokens(kind, context)
         for kind, count in zip(shape.kinds, shape.kind_counts, strict=True)
     )
     device = cluster.device
@@ -102,8 +104,8 @@ def estimate_inference(
         concurrent=concurrent,
         num_devices=devices,
         weight_bytes=math.ceil(weight_bytes(shape, weights) / devices),
-        cache_bytes_per_token=per_token * CACHE_BYTES[cache],
-        cache_bytes_per_sequence=per_sequence * CACHE_BYTES[cache],
+        cache_bytes_per_token=per_token,
+        cache_bytes_per_sequence=per_sequence,
         overhead_bytes=round(device.overhead_bytes + RESERVE * device.memory_bytes),
         capacity_bytes=device.memory_bytes,
     )
@@ -118,15 +120,16 @@ def weight_bytes(shape: ModelShape, weights: WeightKind) -> float:
     return in_blocks * WEIGHT_BYTES[weights] + (shape.num_parameters - in_blocks) * WEIGHT_BYTES["bf16"]
 
 
-def _cache_per_token(block: BlockShape, devices: int) -> int:
-    """Cached elements per token and device."""
+def _cache_per_token(block: BlockShape, devices: int, cache: CacheKind) -> int:
+    """Cached bytes per token and device."""
     attention = block.attention
     if attention is None:
         return 0
-    if attention.is_latent:
-        return attention.latent_dim  # one vector for all heads, replicated
+    scale_bytes = 0 if cache == "bf16" else SCALE_BYTES
+    if attention.is_latent:  # one vector for all heads, replicated
+        return round(attention.latent_dim * CACHE_BYTES[cache]) + scale_bytes
     heads = math.ceil(attention.num_kv_heads / min(devices, attention.num_kv_heads))
-    return heads * (attention.head_dim + attention.value_dim)
+    return heads * (round((attention.head_dim + attention.value_dim) * CACHE_BYTES[cache]) + 2 * scale_bytes)
 
 
 def _cached_tokens(block: BlockShape, context: int) -> int:

@@ -1,0 +1,70 @@
+"""The model and tokenizer of a run folder or of a Hugging Face folder, for inference on one device."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from weft.core.errors import DeviceError, RunFolderError, TokenizerError, first_line
+from weft.core.units import format_bytes
+from weft.engine.offload.host_room import available_bytes
+from weft.train.export import export_run
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that generates; `tokenizer` is one of transformers."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    step: int | None  # of the run's checkpoint
+
+
+def load(source: Path, *, step: int | None, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """Load a run's checkpoint (through an export beside the run that is removed again) or a folder."""
+    if (source / "run.toml").is_file():
+        with tempfile.TemporaryDirectory(prefix=".generate-", dir=source) as scratch:
+            made = export_run(source, Path(scratch) / "model", step=step, dtype=str(dtype).removeprefix("torch."))
+            model, tokenizer = _load_folder(Path(scratch) / "model", dtype=dtype, device=device)
+        return LoadedModel(model, tokenizer, made["step"])
+    if not (source / "config.json").is_file():
+        raise RunFolderError(
+            f"{source} is neither a run folder nor a Hugging Face folder",
+            hint="give a folder with run.toml, or one with config.json as `weft export` writes it",
+        )
+    if step is not None:
+        raise RunFolderError(f"{source} has no steps", hint="--step is for run folders")
+    model, tokenizer = _load_folder(source, dtype=dtype, device=device)
+    return LoadedModel(model, tokenizer, None)
+
+
+def _load_folder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
+    _require_room(folder, device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise TokenizerError(
+            f"{folder} has no tokenizer: {first_line(error)}", hint="copy the tokenizer's files into the folder"
+        ) from None
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+    return model.eval().to(device), tokenizer
+
+
+def _require_room(folder: Path, device: torch.device) -> None:
+    needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    places = {"host memory": available_bytes()}
+    if device.type == "cuda":
+        places["device memory"] = torch.cuda.mem_get_info(device)[0]
+    for place, free in places.items():
+        if free is not None and needed > free:
+            raise DeviceError(
+                f"the weights in {folder} need {format_bytes(needed)}, and {format_bytes(free)} of {place} are free",
+                hint="weft export --format int8 or int4 makes them smaller; several devices are not supported yet",
+            )
