@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from source_files import FILES, SOURCE, files_of, imports, package, parsed
 
 import weft
-
-SOURCE = Path(weft.__file__).parent
 
 # Package -> level. An import must go strictly down; `cli` and `launch` may see each other's level.
 LEVELS = {
@@ -37,62 +36,41 @@ LEVELS = {
 }
 WITHOUT_TORCH = {"core", "hardware", "zoo", "schedule", "plan", "report", "doctor"}
 FORBIDDEN_NAMES = {"utils.py", "helpers.py", "common.py"}
-FILES = sorted(SOURCE.rglob("*.py"))
 
 
-def _imports(path: Path) -> list[tuple[str, bool]]:
-    """(module, whether at the top of the file) for every import."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    top = set(map(id, tree.body))
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [(alias.name, id(node) in top) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found.append((node.module, id(node) in top))
-            if node.module == "weft":
-                found += [(f"weft.{alias.name}", id(node) in top) for alias in node.names]
-    return found
+@pytest.mark.parametrize("name", LEVELS)
+def test_imports_point_strictly_down(name: str) -> None:
+    wrong = []
+    for path in files_of(name):
+        for module, _ in imports(path):
+            parts = module.split(".")
+            if parts[0] == "weft" and len(parts) > 1 and parts[1] in LEVELS and parts[1] != name:
+                wrong += [f"{path} imports {module}"] if LEVELS[parts[1]] >= LEVELS[name] else []
+    assert not wrong
 
 
-def _package(path: Path) -> str:
-    relative = path.relative_to(SOURCE)
-    return relative.parts[0] if len(relative.parts) > 1 else ""
+@pytest.mark.parametrize("name", sorted(WITHOUT_TORCH))
+def test_torch_free_packages_import_no_torch(name: str) -> None:
+    wrong = [f"{path} imports {module}" for path in files_of(name) for module, _ in imports(path) if _is_heavy(module)]
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_point_strictly_down(path: Path) -> None:
-    package = _package(path)
-    if not package:
-        return
-    for module, _ in _imports(path):
-        parts = module.split(".")
-        if parts[0] == "weft" and len(parts) > 1 and parts[1] in LEVELS and parts[1] != package:
-            assert LEVELS[parts[1]] < LEVELS[package], f"{package} imports {module}"
+def test_cli_imports_torch_only_inside_verbs() -> None:
+    # agent.py: elastic's own subclasses; imported by launch.local inside a function
+    paths = [path for path in files_of("cli", "launch") if path.name != "agent.py"]
+    assert not [f"{path} imports {name}" for path in paths for name, top in imports(path) if top and _is_heavy(name)]
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if _package(path) in WITHOUT_TORCH], ids=lambda path: path.name
-)
-def test_torch_free_packages_import_no_torch(path: Path) -> None:
-    assert not [module for module, _ in _imports(path) if module.split(".")[0] in ("torch", "transformers")]
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if _package(path) in ("cli", "launch")], ids=lambda path: path.name
-)
-def test_cli_imports_torch_only_inside_verbs(path: Path) -> None:
-    if path.name == "agent.py":
-        return  # elastic's own subclasses; imported by launch.local inside a function
-    assert not [module for module, top in _imports(path) if top and module.split(".")[0] in ("torch", "transformers")]
+def _is_heavy(module: str) -> bool:
+    return module.split(".")[0] in ("torch", "transformers")
 
 
 def test_every_package_has_a_level_and_every_file_says_what_it_is() -> None:
     for path in FILES:
-        package = _package(path)
-        assert package == "" or package in LEVELS, f"{package} has no level"
+        name = package(path)
+        assert name == "" or name in LEVELS, f"{name} has no level"
         assert path.name not in FORBIDDEN_NAMES
-        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} opens without a docstring"
+        assert ast.get_docstring(parsed(path)), f"{path} opens without a docstring"
 
 
 def test_the_oracle_shares_no_code_with_what_it_judges() -> None:
@@ -102,11 +80,11 @@ def test_the_oracle_shares_no_code_with_what_it_judges() -> None:
     files = sorted((SOURCE / "verify" / "oracle").glob("*.py"))
     assert len(files) >= 10
     for path in files:
-        for module, _ in _imports(path):
+        for module, _ in imports(path):
             is_own = module.startswith("weft.verify.oracle.") or module in allowed
             assert is_own or module.split(".")[0] in others, f"{path.name} imports {module}"
     for name in ("verdict", "tolerances"):
-        found = {module for module, _ in _imports(SOURCE / "verify" / f"{name}.py") if module.startswith("weft")}
+        found = {module for module, _ in imports(SOURCE / "verify" / f"{name}.py") if module.startswith("weft")}
         assert found <= {"weft.core"}, found
 
 
@@ -114,7 +92,7 @@ def test_parallel_axes_inside_the_engine_are_independent() -> None:
     axes = {"dp", "tp", "tp_grid", "pp", "ep", "cp"}
     for axis in axes:
         for path in (SOURCE / "engine" / axis).rglob("*.py"):
-            for module, _ in _imports(path):
+            for module, _ in imports(path):
                 other = module.removeprefix("weft.engine.").split(".")[0]
                 known = {axis, "tp"} if axis == "tp_grid" else {axis}  # the grid is a variant of tp
                 assert not (module.startswith("weft.engine.") and other in axes - known), f"{path} imports {module}"
@@ -125,7 +103,7 @@ def test_parts_of_train_import_only_those_before_them() -> None:
     assert sorted(order) == sorted(path.parent.name for path in (SOURCE / "train").glob("*/__init__.py"))
     for position, name in enumerate(order):
         for path in (SOURCE / "train" / name).glob("*.py"):
-            own = {module.split(".")[2] for module, _ in _imports(path) if module.startswith("weft.train.")}
+            own = {module.split(".")[2] for module, _ in imports(path) if module.startswith("weft.train.")}
             assert own <= set(order[: position + 1]), f"{path} imports {own}"
 
 
