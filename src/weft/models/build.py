@@ -20,6 +20,7 @@ from weft.core.errors import ModelError, NotBuiltError, TokenizerError
 from weft.core.run_spec import ModelSpec
 from weft.core.vocabulary import padded
 from weft.models.hf_config import config_from_folder, config_from_type, sentence, text_config, with_vocabulary
+from weft.models.seeds import seed_generators
 from weft.zoo.hub import model_folder
 
 # exceptions of Hugging Face constructors on inconsistent sizes
@@ -70,7 +71,7 @@ def build_on_meta(config: Any, *, attention: str = "sdpa") -> nn.Module:
     try:
         # random values of a constructor (a buffer of projections) must be equal on all ranks
         with torch.random.fork_rng(devices=[]), parameters_on_meta(), _skip_initialisation():
-            torch.manual_seed(0)
+            seed_generators(0)
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
             )

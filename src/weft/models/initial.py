@@ -16,6 +16,7 @@ from torch import nn
 
 from weft.models.build import constructed_value
 from weft.models.layout import ROOT, ModelLayout
+from weft.models.seeds import seed_generators
 
 Index = tuple[slice, ...]
 Reader = Callable[[Index], torch.Tensor]
@@ -67,7 +68,7 @@ class InitialWeights:
                     for name, drawers in drawn_by.items():
                         # HF skips flagged tensors: the other owner of a tied weight must not redraw it
                         self._skeleton.get_parameter(name)._is_hf_initialized = module_name not in drawers  # type: ignore[attr-defined]
-                    torch.manual_seed(_mix(self._seed, module_name))
+                    seed_generators(_mix(self._seed, module_name))
                     _initialise_module(module, owner)
                 for name in names:
                     parameter = self._skeleton.get_parameter(name)
@@ -102,7 +103,7 @@ class InitialWeights:
             parameter.copy_(constructed)
             return
         self.by_rule.append(name)
-        torch.manual_seed(_mix(self._seed, name))
+        seed_generators(_mix(self._seed, name))
         if parameter.ndim >= 2:
             parameter.normal_(0.0, 0.02)
         elif name.endswith("weight"):

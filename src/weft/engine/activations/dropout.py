@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from weft.core.errors import NotBuiltError
 from weft.engine.wrap_forward import Forward, wrap_forward
 from weft.models.layout import ModelLayout
+from weft.models.seeds import seed_generators
 
 
 class Slices(Protocol):
@@ -53,7 +54,7 @@ def seeded_forward(
         yield
         return
     rows = _RowDropout(seed=_mix(seed, step), first_row=first_row, num_rows=num_rows, slices=slices)
-    torch.manual_seed(rows.seed)
+    seed_generators(rows.seed)
     with rows.drawing():
         yield
 
@@ -119,7 +120,7 @@ class _RowDropout(TorchFunctionMode):
         # tests/unit/engine/activations/test_dropout.py fails when it moves.
         is_repeating = torch._C._current_graph_task_id() != -1
         self._passes[index] += not is_repeating
-        torch.manual_seed(_mix(_mix(self.seed, index + 1), self._passes[index]))
+        seed_generators(_mix(_mix(self.seed, index + 1), self._passes[index]))
 
     def _dropout(
         self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **kwargs: Any
@@ -262,7 +263,7 @@ def _is_random(module: nn.Module) -> bool:
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """The default generators at `seed` inside; restored afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        seed_generators(seed)
         yield
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from weft.core.errors import first_line
 from weft.models.ep.layout import ExpertLayer, ExpertLayout
+from weft.models.seeds import seed_generators
 
 Scoring = Literal["softmax", "sigmoid"]
 _TOKENS, _WIDTHS = 48, ("hidden_size", "n_embd", "d_model", "hidden_dim")
@@ -93,7 +94,7 @@ def _probed(model: nn.Module, block: nn.Module, own: str, layer: ExpertLayer) ->
     """The router by its names in the block, or the reason why there is none."""
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
+            seed_generators(0)
             return _RouterProbe(model, block, own, layer.num_experts).router()
     except _NotFoundError as reason:
         return str(reason)

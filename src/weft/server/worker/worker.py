@@ -25,6 +25,7 @@ from torch import nn
 from weft.core.errors import NumbersError, ServerLostError, WeftError, WorkerError, first_line
 from weft.core.server_spec import ServerRun
 from weft.core.table_spec import DENSE_TABLE
+from weft.models.seeds import seed_generators
 from weft.server.arrays import Keys, Rows
 from weft.server.client import Client
 from weft.server.model.dense import DenseBlocks, dense_spec
@@ -62,7 +63,7 @@ class Worker:
     def do(self, unit: int, *, save: bool) -> UnitReport:
         start = time.perf_counter()
         if self._seeds_units:
-            torch.manual_seed((self._order.seed << 32) + unit)
+            seed_generators((self._order.seed << 32) + unit)
         indices = self._order.indices(unit)
         self._rows.open(unit)
         if len(indices):
@@ -222,7 +223,7 @@ def _find_server(control: ControlClient, server: int) -> Endpoint:
 def build_seeded(task: Task, *, seed: int) -> nn.Module:
     """The model, with initial weights that follow from the seed."""
     with _build_lock, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        seed_generators(seed)
         return task.build_model()
 
 
