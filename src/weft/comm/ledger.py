@@ -1,11 +1,15 @@
 """Bytes sent, counted where collectives are issued, for every caller: by axis, collective and phase.
 
-| collective     | bytes sent per rank, ring of n  |
-| -------------- | ------------------------------- |
-| all_gather     | full output x (n - 1) / n       |
-| reduce_scatter | full input x (n - 1) / n        |
-| all_reduce     | 2 x tensor x (n - 1) / n        |
-| send           | the tensor; a receiver sends nothing and has no row |
+| collective        | bytes sent per rank, of n                                          |
+| ----------------- | ------------------------------------------------------------------ |
+| all_gather        | full output x (n - 1) / n                                          |
+| reduce_scatter    | full input x (n - 1) / n                                           |
+| all_reduce        | 2 x tensor x (n - 1) / n                                           |
+| broadcast, reduce | the tensor: every rank passes it on, in a ring or a pipelined tree |
+| scatter           | the root: its full input x (n - 1) / n; others nothing             |
+| gather            | the tensor; the root nothing                                       |
+| all_to_all        | the input without the rank's own part                              |
+| send              | the tensor; a receiver sends nothing and has no row                |
 
 A listener of `OperatorWatch` sees c10d's operators, also those of `fully_shard` and DDP, on fake and real tensors
 alike. Seconds are those between issue and completion, overlapped or not, if the backend reports completion: Gloo does
@@ -40,7 +44,7 @@ class TrafficLedger:
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = collective_name(func)
         if name is not None and name != "recv":
-            self._record(name, args, result)
+            self._record(name, func, args, result)
 
     def clear(self) -> None:
         for kept in (self.counts, self._sent, self._seconds):
@@ -64,7 +68,7 @@ class TrafficLedger:
         """By (axis, collective); collectives whose backend reports no completion are missing."""
         return dict(self._seconds)
 
-    def _record(self, name: str, args: Any, result: Any) -> None:
+    def _record(self, name: str, func: Any, args: Any, result: Any) -> None:
         found = tensors_of(args)
         largest = max(found, key=lambda tensor: tensor.numel(), default=None)
         if largest is None or largest.numel() <= SMALL_ELEMENTS:
@@ -74,7 +78,8 @@ class TrafficLedger:
         axis = self._axes.get(group.group_name, "world") if group is not None else "world"
         key = (axis, name, BUFFERS if carries_buffers() else self._phase())
         self.counts[key] += 1
-        self._sent[key] = self._sent.get(key, Fraction(0)) + _sent_bytes(name, largest.nbytes, size)
+        rank = group.rank() if group is not None else 0
+        self._sent[key] = self._sent.get(key, Fraction(0)) + _sent_bytes(name, func, args, size=size, rank=rank)
         if group is not None and dist.get_backend(group) == "gloo":
             self._time(axis, name, result)
 
@@ -92,7 +97,38 @@ class TrafficLedger:
                     return  # this kind of work has no future: its time is unknown
 
 
-def _sent_bytes(name: str, nbytes: int, size: int) -> Fraction:
-    if name == "send":
-        return Fraction(nbytes)
-    return Fraction((2 if name == "all_reduce" else 1) * nbytes * (size - 1), size)
+def _sent_bytes(name: str, func: Any, args: Any, *, size: int, rank: int) -> Fraction:
+    """By the table above. c10d's own operators take lists of tensors; an all-gather's list has one per rank."""
+    others = Fraction(size - 1, size)
+    given = _named(func, args)
+    if name == "all_to_all":
+        return _exchanged(given, size=size, rank=rank)
+    if name in ("scatter", "gather"):
+        is_root = given["root_rank"] == rank
+        if name == "scatter":
+            return _nbytes(given["input_tensors"]) * others if is_root else Fraction(0)
+        return Fraction(0) if is_root else Fraction(_nbytes(given["input_tensors"]))
+    full = max(_nbytes(value) for value in args)  # the tensor, or the full side of a gather or a scatter of sums
+    share = {"all_gather": others, "reduce_scatter": others, "all_reduce": 2 * others}
+    return full * share.get(name, Fraction(size > 1 or name == "send"))
+
+
+def _exchanged(given: Mapping[str, Any], *, size: int, rank: int) -> Fraction:
+    """The input of an all-to-all without the rank's own part: a list of parts, or rows in given or even numbers."""
+    sent = next(given[name] for name in ("input_tensors", "input") if name in given)
+    total = _nbytes(sent)
+    if isinstance(sent, list | tuple):
+        return Fraction(total - _nbytes(sent[rank]))
+    rows = given.get("input_split_sizes")
+    own = Fraction(rows[rank], max(sum(rows), 1)) if rows else Fraction(1, size)
+    return total * (1 - own)
+
+
+def _named(func: Any, args: Any) -> dict[str, Any]:
+    """The operator's arguments by the names of its schema."""
+    schema = getattr(func, "_schema", None)
+    return dict(zip((one.name for one in schema.arguments), args, strict=False)) if schema is not None else {}
+
+
+def _nbytes(value: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(value))

@@ -29,6 +29,8 @@ _NAMES = {
     "broadcast_": "broadcast",
     "broadcast": "broadcast",
     "reduce_": "reduce",
+    "scatter_": "scatter",
+    "gather_": "gather",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
     "all_to_all_single": "all_to_all",

@@ -364,19 +364,18 @@ def matrices(request: Request) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(("tp", "mode", "layers"), [(4, "2d", 1), (8, "2.5d", 2)])
 def test_squares_pass_panels_of_activations_and_of_weights(tp: int, mode: str, layers: int) -> None:
-    """SUMMA on 2 x 2: each of two panels of a rank's inputs and of its weights goes to one other rank. Layers have
-    their own tokens and all weights. The head passes its table and reduces its logits, the ends' norm its statistics.
-    """
+    """SUMMA on 2 x 2: two panels of inputs and two of weights pass every rank. Layers have their own tokens and all
+    weights. The head passes its table and reduces its logits, the ends' norm its statistics."""
     request = request_of(tiny_llama(), f"{tp}xH100-80GB", global_batch=16, sequence_length=128)
     found = rows(traffic(request, tp=tp, mode=mode, sequence_parallel=False, microbatches=4), "tp")
     inputs, _, weights = matrices(request)
     tokens, table = 4 * 128 / layers, 512 * 256 * 2
-    panels = 6 * (inputs * tokens / 4 + weights / 4)
-    logits = tokens / 2 * 512 * 2 / 2
-    assert found["broadcast", "forward"] == (4 * (panels + table / 2 / 2), 4 * (6 * 7 * 4 + 2))
+    panels = 2 * 6 * (inputs * tokens / 4 + weights / 4)
+    logits = tokens / 2 * 512 * 2
+    assert found["broadcast", "forward"] == (4 * (panels + table / 2), 4 * (6 * 7 * 4 + 2))
     assert found["reduce", "forward"] == (4 * logits, 4 * 2)
-    assert found["broadcast", "backward"] == (4 * (panels + table / 4 + logits), 4 * (6 * 7 * 4 + 4))
-    assert found["reduce", "backward"] == (4 * (panels + table / 4), 4 * (6 * 7 * 4 + 2))
+    assert found["broadcast", "backward"] == (4 * (panels + table / 2 + logits), 4 * (6 * 7 * 4 + 4))
+    assert found["reduce", "backward"] == (4 * (panels + table / 2), 4 * (6 * 7 * 4 + 2))
     assert found["all_gather", "forward"] == (4 * tokens * 8 / 2, 4)  # the tokens' numbers
     assert found["reduce_scatter", "forward"] == (4 * tokens * 256 / 2 * 2 / 2, 4)
     statistics = 13 * tokens / 2 * 4

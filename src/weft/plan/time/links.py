@@ -6,6 +6,8 @@
 | reduce_scatter | S (n - 1) / n                          |
 | all_reduce     | 2 S (n - 1) / n                        |
 | all_to_all     | S (n - 1) / n, S the local tensor      |
+| broadcast      | S                                      |
+| reduce         | S                                      |
 | send           | S                                      |
 
 An axis with k ranks per node uses k network cards at once:
@@ -111,6 +113,11 @@ def inner_degree(columns: Columns, axes: tuple[str, ...]) -> tuple[Floats, Float
 def gather_bytes(full_bytes: Floats, degree: Floats) -> Floats:
     """Bytes sent per rank in an all-gather or a reduce-scatter."""
     return np.asarray(full_bytes * (degree - 1) / degree, dtype=np.float64)
+
+
+def passed_bytes(full_bytes: Floats, degree: Floats) -> Floats:
+    """Bytes sent per rank in a broadcast or a reduce to one rank: every rank passes the tensor on."""
+    return np.asarray(full_bytes * (degree > 1), dtype=np.float64)
 
 
 def reduce_bytes(full_bytes: Floats, degree: Floats) -> Floats:

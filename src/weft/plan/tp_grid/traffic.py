@@ -30,7 +30,7 @@ from weft.core.model_shape import BlockShape, LinearShape, NormShape
 from weft.plan.axis import SMALL_ELEMENTS, TrafficRow
 from weft.plan.columns import Bools, Floats
 from weft.plan.memory.block_tensors import is_wide
-from weft.plan.time.links import gather_bytes, reduce_bytes
+from weft.plan.time.links import gather_bytes, passed_bytes, reduce_bytes
 from weft.plan.tp.traffic import ALONE_ELEMENTS, FLOAT32_BYTES, INDEX_BYTES, Sent, collected
 from weft.plan.view import View
 
@@ -111,7 +111,7 @@ def _matmul(grid: _Grid, inputs: Floats, outputs: Floats, *, is_forward: bool) -
     """A matmul with blocks of inputs x outputs: panel by panel on a square, all-gathered on a cube."""
     view, side = grid.view, grid.side
     weight = inputs * outputs * view.sizes.compute
-    panels = (side - 1) * (grid.rows * inputs * view.sizes.activation + weight) * ~grid.is_cube
+    panels = passed_bytes(side * (grid.rows * inputs * view.sizes.activation + weight), side) * ~grid.is_cube
     passes = 2 * side * ~grid.is_cube
     yield "broadcast", panels, passes
     tokens = view.tokens / side * view.sizes.activation
@@ -159,8 +159,8 @@ def _head(grid: _Grid, *, is_forward: bool) -> Iterator[Passed]:
     shape, sizes = view.shape, view.sizes
     yield _norm(grid, shape.final_norm, is_forward=is_forward)
     is_flat = (~grid.is_cube).astype(np.float64)
-    table = gather_bytes(shape.vocab_size * shape.hidden_size / side * sizes.compute, side) * is_flat
-    logits = gather_bytes(grid.rows * shape.vocab_size * sizes.activation, side) * is_flat
+    table = passed_bytes(shape.vocab_size * shape.hidden_size / side * sizes.compute, side) * is_flat
+    logits = passed_bytes(grid.rows * shape.vocab_size * sizes.activation, side) * is_flat
     padded = np.ceil(shape.vocab_size / side**2) * side  # of one line of a cube
     for name, nbytes, count in _matmul(grid, shape.hidden_size / side, padded, is_forward=is_forward):
         yield name, nbytes * grid.is_cube, count * grid.is_cube
