@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.comm.algorithms.rounds import Round, Task, circulate, even_chunks
+from weft.comm.algorithms.rounds import CollectiveTask, Round, circulate, even_chunks
 
 
-def rounds(task: Task, rank: int) -> Iterator[Round]:
+def rounds(task: CollectiveTask, rank: int) -> Iterator[Round]:
     members = list(range(task.num_ranks))
     yield from circulate(even_chunks(task.whole, task.num_ranks), members, rank, first=0, adds=False)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.comm.algorithms.rounds import Receive, Round, Send, Span, Task, even_chunks
+from weft.comm.algorithms.rounds import CollectiveTask, ElementRange, Receive, Round, Send, even_chunks
 
 
-def rounds(task: Task, rank: int) -> Iterator[Round]:
+def rounds(task: CollectiveTask, rank: int) -> Iterator[Round]:
     power = 1 << (task.num_ranks.bit_length() - 1)
     num_folded = task.num_ranks - power
     is_paired = rank < 2 * num_folded
@@ -29,13 +29,13 @@ def rounds(task: Task, rank: int) -> Iterator[Round]:
         yield (Send(rank + 1, task.whole),) if is_paired else ()
 
 
-def _fold(task: Task, rank: int) -> Round:
+def _fold(task: CollectiveTask, rank: int) -> Round:
     return (Send(rank - 1, task.whole),) if rank % 2 else (Receive(rank + 1, task.whole, adds=True),)
 
 
-def _exchanges(task: Task, place: int, power: int, num_folded: int) -> Iterator[Round]:
+def _exchanges(task: CollectiveTask, place: int, power: int, num_folded: int) -> Iterator[Round]:
     """Halving, then doubling, among the `power` ranks that take part."""
-    steps: list[tuple[int, Span, Span]] = []
+    steps: list[tuple[int, ElementRange, ElementRange]] = []
     held, distance = task.whole, power // 2
     while distance:
         lower, upper = even_chunks(held, 2)

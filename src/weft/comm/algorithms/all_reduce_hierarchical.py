@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.comm.algorithms.rounds import Round, Task, circulate, even_chunks
+from weft.comm.algorithms.rounds import CollectiveTask, Round, circulate, even_chunks
 
 
-def rounds(task: Task, rank: int) -> Iterator[Round]:
+def rounds(task: CollectiveTask, rank: int) -> Iterator[Round]:
     size = task.per_node
     node, place = divmod(rank, size)
     num_nodes = task.num_ranks // size

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.comm.algorithms.rounds import Receive, Round, Send, Task
+from weft.comm.algorithms.rounds import CollectiveTask, Receive, Round, Send
 
 
-def rounds(task: Task, rank: int) -> Iterator[Round]:
+def rounds(task: CollectiveTask, rank: int) -> Iterator[Round]:
     everyone = range(task.num_ranks)
     sends = tuple(Send((rank + step) % task.num_ranks, task.whole) for step in everyone)
     yield (*sends, *(Receive(peer, task.whole, adds=peer > 0) for peer in everyone))

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.comm.algorithms import all_gather_ring, reduce_scatter_ring
-from weft.comm.algorithms.rounds import Round, Task
+from weft.comm.algorithms.rounds import CollectiveTask, Round
 
 
-def rounds(task: Task, rank: int) -> Iterator[Round]:
+def rounds(task: CollectiveTask, rank: int) -> Iterator[Round]:
     yield from reduce_scatter_ring.rounds(task, rank)
     yield from all_gather_ring.rounds(task, rank)

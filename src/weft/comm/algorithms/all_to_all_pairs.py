@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.comm.algorithms.rounds import Receive, Round, Send, Span, Task
+from weft.comm.algorithms.rounds import CollectiveTask, ElementRange, Receive, Round, Send
 
 
-def rounds(task: Task, rank: int) -> Iterator[Round]:
+def rounds(task: CollectiveTask, rank: int) -> Iterator[Round]:
     size, own = task.num_ranks, task.chunk(rank).size
     for step in range(size):
         peer, source = (rank + step) % size, (rank - step) % size
-        yield (Send(peer, task.chunk(peer)), Receive(source, Span(source * own, (source + 1) * own)))
+        yield (Send(peer, task.chunk(peer)), Receive(source, ElementRange(source * own, (source + 1) * own)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from weft.comm.algorithms.registry import Algorithm
-from weft.comm.algorithms.rounds import Receive, Send, Task
+from weft.comm.algorithms.rounds import CollectiveTask, Receive, Send
 from weft.comm.algorithms.together import transfers_of
 from weft.core.cluster import Link
 
@@ -31,7 +31,7 @@ class Counted:
         return max(self.sent)
 
 
-def count(algorithm: Algorithm, task: Task) -> Counted:
+def count(algorithm: Algorithm, task: CollectiveTask) -> Counted:
     sent, received, messages, num_rounds = [], [], [], 0
     for rank in range(task.num_ranks):
         rounds = list(algorithm.rounds(task, rank))
@@ -44,12 +44,14 @@ def count(algorithm: Algorithm, task: Task) -> Counted:
     return Counted(sent=tuple(sent), received=tuple(received), messages=tuple(messages), num_rounds=num_rounds)
 
 
-def predicted_bytes(algorithm: Algorithm, task: Task, *, itemsize: int) -> Fraction:
+def predicted_bytes(algorithm: Algorithm, task: CollectiveTask, *, itemsize: int) -> Fraction:
     """The closed form of what the busiest rank sends."""
     return algorithm.sent(task.num_ranks, task.per_node) * task.count * itemsize
 
 
-def predicted_seconds(algorithm: Algorithm, task: Task, *, itemsize: int, inside: Link, between: Link) -> float:
+def predicted_seconds(
+    algorithm: Algorithm, task: CollectiveTask, *, itemsize: int, inside: Link, between: Link
+) -> float:
     """The closed form of the time: steps x latency + bytes on the slowest path / bandwidth."""
     paths = zip(algorithm.path(task.num_ranks, task.per_node), (inside, between), strict=True)
     return sum(
@@ -58,7 +60,7 @@ def predicted_seconds(algorithm: Algorithm, task: Task, *, itemsize: int, inside
     )
 
 
-def simulate(algorithm: Algorithm, task: Task, *, itemsize: int, link: Callable[[int, int], Link]) -> float:
+def simulate(algorithm: Algorithm, task: CollectiveTask, *, itemsize: int, link: Callable[[int, int], Link]) -> float:
     """Seconds until the last rank is done; `link` gives the link from one rank to another."""
     ready = [0.0] * task.num_ranks
     out, into = list(ready), list(ready)  # when each rank's card is free

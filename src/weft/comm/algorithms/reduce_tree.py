@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.comm.algorithms.rounds import Receive, Round, Send, Task
+from weft.comm.algorithms.rounds import CollectiveTask, Receive, Round, Send
 
 
-def rounds(task: Task, rank: int) -> Iterator[Round]:
+def rounds(task: CollectiveTask, rank: int) -> Iterator[Round]:
     size, place = task.num_ranks, (rank - task.root) % task.num_ranks
     distance = 1
     while distance < size:

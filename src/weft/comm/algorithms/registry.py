@@ -36,7 +36,7 @@ Form = Callable[[int, int], Fraction]  # of (ranks, ranks per node)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Path:
+class CriticalPath:
     """What passes one after the other, over one kind of link: shares of S, and messages."""
 
     share: Fraction
@@ -52,7 +52,7 @@ class Algorithm:
     rounds: Rounds
     order: str  # of the sum, for people
     sent: Form
-    path: Callable[[int, int], tuple[Path, Path]]
+    path: Callable[[int, int], tuple[CriticalPath, CriticalPath]]
     in_place: bool = True
     uses_nodes: bool = False
 
@@ -77,20 +77,23 @@ def _around(size: int, times: int) -> Fraction:
 
 def _flat(
     share: Callable[[int], Fraction | int], steps: Callable[[int], int]
-) -> Callable[[int, int], tuple[Path, Path]]:
+) -> Callable[[int, int], tuple[CriticalPath, CriticalPath]]:
     """A path over links that the algorithm does not tell apart: all of it counts as the slowest kind."""
 
-    def path(size: int, per_node: int) -> tuple[Path, Path]:
-        found, none = Path(share=Fraction(share(size)), steps=steps(size)), Path(share=Fraction(0), steps=0)
+    def path(size: int, per_node: int) -> tuple[CriticalPath, CriticalPath]:
+        found, none = (
+            CriticalPath(share=Fraction(share(size)), steps=steps(size)),
+            CriticalPath(share=Fraction(0), steps=0),
+        )
         return (found, none) if size <= per_node else (none, found)
 
     return path
 
 
-def _by_node(size: int, per_node: int) -> tuple[Path, Path]:
+def _by_node(size: int, per_node: int) -> tuple[CriticalPath, CriticalPath]:
     nodes = size // per_node
-    inside = Path(share=_around(per_node, 2), steps=2 * (per_node - 1))
-    return inside, Path(share=_around(nodes, 2) / per_node, steps=2 * (nodes - 1))
+    inside = CriticalPath(share=_around(per_node, 2), steps=2 * (per_node - 1))
+    return inside, CriticalPath(share=_around(nodes, 2) / per_node, steps=2 * (nodes - 1))
 
 
 def _sent_by_node(size: int, per_node: int) -> Fraction:

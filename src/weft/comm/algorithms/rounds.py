@@ -1,4 +1,4 @@
-"""`Task` and the messages of a round: what an algorithm is given, and what it yields.
+"""`CollectiveTask` and the messages of a round: what an algorithm is given, and what it yields.
 
 An algorithm is a pure function of (task, rank) that yields that rank's rounds; every rank yields equally many. In a
 round a rank posts all its messages at once and then waits for them:
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Span(NamedTuple):
+class ElementRange(NamedTuple):
     """Elements from `start` to before `stop`."""
 
     start: int
@@ -28,18 +28,18 @@ class Span(NamedTuple):
     def size(self) -> int:
         return self.stop - self.start
 
-    def overlaps(self, other: Span) -> bool:
+    def overlaps(self, other: ElementRange) -> bool:
         return self.start < other.stop and other.start < self.stop and self.start < self.stop
 
 
 class Send(NamedTuple):
     peer: int
-    span: Span
+    span: ElementRange
 
 
 class Receive(NamedTuple):
     peer: int
-    span: Span
+    span: ElementRange
     adds: bool = False
 
 
@@ -48,7 +48,7 @@ Round = tuple[Message, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class CollectiveTask:
     """One collective: `count` elements of the full tensor over `num_ranks` ranks, `per_node` neighbours to a node."""
 
     num_ranks: int
@@ -57,24 +57,24 @@ class Task:
     per_node: int = 1
 
     @property
-    def whole(self) -> Span:
-        return Span(0, self.count)
+    def whole(self) -> ElementRange:
+        return ElementRange(0, self.count)
 
-    def chunk(self, rank: int) -> Span:
+    def chunk(self, rank: int) -> ElementRange:
         return even_chunks(self.whole, self.num_ranks)[rank % self.num_ranks]
 
 
-Rounds = Callable[[Task, int], Iterator[Round]]
+Rounds = Callable[[CollectiveTask, int], Iterator[Round]]
 
 
-def even_chunks(span: Span, parts: int) -> list[Span]:
+def even_chunks(span: ElementRange, parts: int) -> list[ElementRange]:
     """`span` in contiguous chunks whose lengths differ by one element at most, the longer ones first."""
     length, longer = divmod(span.size, parts)
     starts = [span.start + index * length + min(index, longer) for index in range(parts + 1)]
-    return [Span(*pair) for pair in itertools.pairwise(starts)]
+    return [ElementRange(*pair) for pair in itertools.pairwise(starts)]
 
 
-def circulate(chunks: list[Span], members: list[int], place: int, *, first: int, adds: bool) -> Iterator[Round]:
+def circulate(chunks: list[ElementRange], members: list[int], place: int, *, first: int, adds: bool) -> Iterator[Round]:
     """A ring: at step k the member at `place` passes chunk (first + place - k) on and takes the one before it."""
     size = len(members)
     following, before = members[(place + 1) % size], members[place - 1]

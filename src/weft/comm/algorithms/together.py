@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from weft.comm.algorithms.registry import Algorithm
-from weft.comm.algorithms.rounds import Receive, Round, Send, Span, Task
+from weft.comm.algorithms.rounds import CollectiveTask, ElementRange, Receive, Round, Send
 
 Add = Callable[[Any, Any], Any]  # (a rank's own elements, those that arrived)
 
@@ -23,13 +23,13 @@ class MismatchError(ValueError):
     """A round of an algorithm in which sends and receives do not match, or overwrite one another."""
 
 
-class Transfer(NamedTuple):
+class Carried(NamedTuple):
     """A message with both of its ends."""
 
     source: int
     target: int
-    sent: Span
-    received: Span
+    sent: ElementRange
+    received: ElementRange
     adds: bool
 
 
@@ -37,11 +37,11 @@ class Transfer(NamedTuple):
 class Traced:
     """All ranks' buffers after each round, beginning with those before the first."""
 
-    transfers: tuple[tuple[Transfer, ...], ...]
+    transfers: tuple[tuple[Carried, ...], ...]
     buffers: tuple[Any, ...]
 
 
-def transfers_of(algorithm: Algorithm, task: Task) -> Iterator[tuple[Transfer, ...]]:
+def transfers_of(algorithm: Algorithm, task: CollectiveTask) -> Iterator[tuple[Carried, ...]]:
     """Per round all messages, in the order in which their receivers list them."""
     every = [algorithm.rounds(task, rank) for rank in range(task.num_ranks)]
     for number, together in enumerate(zip_longest(*every)):
@@ -50,7 +50,7 @@ def transfers_of(algorithm: Algorithm, task: Task) -> Iterator[tuple[Transfer, .
         yield _matched(algorithm, together)
 
 
-def run_together(algorithm: Algorithm, task: Task, sources: Sequence[Any], *, add: Add) -> list[Any]:
+def run_together(algorithm: Algorithm, task: CollectiveTask, sources: Sequence[Any], *, add: Add) -> list[Any]:
     """The targets of all ranks, given their sources (which stay as they are)."""
     targets = [deepcopy(source) for source in sources]
     if algorithm.in_place:
@@ -60,15 +60,15 @@ def run_together(algorithm: Algorithm, task: Task, sources: Sequence[Any], *, ad
     return targets
 
 
-def apply_round(transfers: Sequence[Transfer], sources: Sequence[Any], targets: Sequence[Any], *, add: Add) -> None:
+def apply_round(transfers: Sequence[Carried], sources: Sequence[Any], targets: Sequence[Any], *, add: Add) -> None:
     carried = [deepcopy(sources[one.source][one.sent.start : one.sent.stop]) for one in transfers]
     for one, values in zip(transfers, carried, strict=True):
         target, place = targets[one.target], slice(*one.received)
         target[place] = add(target[place], values) if one.adds else values
 
 
-def _matched(algorithm: Algorithm, together: Sequence[Round]) -> tuple[Transfer, ...]:
-    waiting: dict[tuple[int, int], deque[Span]] = defaultdict(deque)
+def _matched(algorithm: Algorithm, together: Sequence[Round]) -> tuple[Carried, ...]:
+    waiting: dict[tuple[int, int], deque[ElementRange]] = defaultdict(deque)
     for rank, messages in enumerate(together):
         for message in messages:
             if isinstance(message, Send):
@@ -81,7 +81,7 @@ def _matched(algorithm: Algorithm, together: Sequence[Round]) -> tuple[Transfer,
                 sent = waiting[message.peer, rank]
                 if not sent or sent[0].size != message.span.size:
                     raise MismatchError(f"{algorithm.name}: rank {rank} receives {message.span} that was never sent")
-                found.append(Transfer(message.peer, rank, sent.popleft(), message.span, message.adds))
+                found.append(Carried(message.peer, rank, sent.popleft(), message.span, message.adds))
     if any(waiting.values()):
         raise MismatchError(f"{algorithm.name}: a message is never received")
     return tuple(found)

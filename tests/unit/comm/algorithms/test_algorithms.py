@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weft.comm.algorithms.costs import count, predicted_bytes, predicted_seconds, simulate
 from weft.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, Algorithm
-from weft.comm.algorithms.rounds import Receive, Send, Span, Task, even_chunks
+from weft.comm.algorithms.rounds import CollectiveTask, ElementRange, Receive, Send, even_chunks
 from weft.comm.algorithms.together import MismatchError, run_together, transfers_of
 from weft.core.cluster import Link
 
@@ -23,27 +23,27 @@ names = pytest.mark.parametrize("algorithm", EVERY, ids=lambda one: f"{one.colle
 
 
 @st.composite
-def tasks(draw: st.DrawFn) -> Task:
+def tasks(draw: st.DrawFn) -> CollectiveTask:
     num_ranks = draw(st.one_of(st.integers(2, 9), st.integers(2, 64)))
     per_node = draw(st.sampled_from([size for size in range(1, num_ranks + 1) if num_ranks % size == 0]))
     root = draw(st.integers(0, num_ranks - 1))
     elements = draw(st.one_of(st.integers(0, 3), st.integers(0, 2 * num_ranks + 1)))
-    return Task(num_ranks=num_ranks, count=elements, root=root, per_node=per_node)
+    return CollectiveTask(num_ranks=num_ranks, count=elements, root=root, per_node=per_node)
 
 
-def start(task: Task) -> list[list[int]]:
+def start(task: CollectiveTask) -> list[list[int]]:
     """Distinct numbers."""
     return [[1000 * rank + index for index in range(task.count)] for rank in range(task.num_ranks)]
 
 
-def sized_for(task: Task, algorithm: Algorithm, rank: int) -> int:
+def sized_for(task: CollectiveTask, algorithm: Algorithm, rank: int) -> int:
     return task.num_ranks * task.chunk(rank).size if algorithm.collective == "all_to_all" else task.count
 
 
 @names
 @settings(max_examples=25, deadline=None)
 @given(task=tasks())
-def test_results_are_those_of_the_definition(algorithm: Algorithm, task: Task) -> None:
+def test_results_are_those_of_the_definition(algorithm: Algorithm, task: CollectiveTask) -> None:
     sources = start(task)
     if not algorithm.in_place:  # buffers of the size of both
         sources = [
@@ -83,14 +83,16 @@ def test_results_are_those_of_the_definition(algorithm: Algorithm, task: Task) -
 @pytest.mark.parametrize("algorithm", REDUCTIONS.values(), ids=lambda one: one.name)
 @settings(max_examples=8, deadline=None)
 @given(task=tasks(), seed=st.integers(0, 99))
-def test_all_ranks_end_with_the_same_bits(algorithm: Algorithm, dtype: torch.dtype, task: Task, seed: int) -> None:
+def test_all_ranks_end_with_the_same_bits(
+    algorithm: Algorithm, dtype: torch.dtype, task: CollectiveTask, seed: int
+) -> None:
     draw = torch.Generator().manual_seed(seed)
     sources = [(torch.randn(task.count, generator=draw) * 50).to(dtype) for _ in range(task.num_ranks)]
     found = run_together(algorithm, task, sources, add=torch.add)
     assert all(torch.equal(found[0], other) for other in found)
 
 
-def orders(algorithm: Algorithm, task: Task) -> list[Any]:
+def orders(algorithm: Algorithm, task: CollectiveTask) -> list[Any]:
     """The expression by which each element is summed, as nested pairs."""
     sources = [[rank] * task.count for rank in range(task.num_ranks)]
     found = run_together(algorithm, task, sources, add=lambda a, b: list(zip(a, b, strict=True)))
@@ -113,21 +115,21 @@ def in_turn(ranks: list[int]) -> Any:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8])
 def test_sums_have_the_stated_order(num_ranks: int) -> None:
-    task, everyone = Task(num_ranks=num_ranks, count=num_ranks), list(range(num_ranks))
+    task, everyone = CollectiveTask(num_ranks=num_ranks, count=num_ranks), list(range(num_ranks))
     around = [in_turn([(chunk + 1 + step) % num_ranks for step in everyone]) for chunk in everyone]
     assert orders(REDUCTIONS["ring"], task) == around
     assert orders(REDUCTIONS["naive"], task) == [in_turn(everyone)] * num_ranks
     root = num_ranks - 1
-    from_root = Task(num_ranks=num_ranks, count=1, root=root)
+    from_root = CollectiveTask(num_ranks=num_ranks, count=1, root=root)
     assert orders(REDUCTIONS["star"], from_root) == [in_turn([root, *everyone[:-1]])]
 
 
 def test_sums_of_trees_have_the_stated_order() -> None:
-    assert orders(REDUCTIONS["tree"], Task(num_ranks=6, count=1)) == [sorted_pair((((0, 1), (2, 3)), (4, 5)))]
-    assert orders(REDUCTIONS["halving"], Task(num_ranks=4, count=4)) == [sorted_pair(((0, 2), (1, 3)))] * 4
-    folded = orders(REDUCTIONS["halving"], Task(num_ranks=5, count=4))  # rank 1 is folded into rank 0
+    assert orders(REDUCTIONS["tree"], CollectiveTask(num_ranks=6, count=1)) == [sorted_pair((((0, 1), (2, 3)), (4, 5)))]
+    assert orders(REDUCTIONS["halving"], CollectiveTask(num_ranks=4, count=4)) == [sorted_pair(((0, 2), (1, 3)))] * 4
+    folded = orders(REDUCTIONS["halving"], CollectiveTask(num_ranks=5, count=4))  # rank 1 is folded into rank 0
     assert folded == [sorted_pair((((0, 1), 3), (2, 4)))] * 4
-    by_node = orders(REDUCTIONS["hierarchical"], Task(num_ranks=4, count=4, per_node=2))
+    by_node = orders(REDUCTIONS["hierarchical"], CollectiveTask(num_ranks=4, count=4, per_node=2))
     assert set(map(repr, by_node)) == {repr(sorted_pair(((0, 1), (2, 3))))}
 
 
@@ -137,7 +139,7 @@ def test_bytes_and_steps_are_those_of_the_closed_forms(algorithm: Algorithm, num
     power = 1 << (num_ranks.bit_length() - 1)
     nodes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0] if algorithm.uses_nodes else [1]
     for per_node in nodes:
-        task = Task(num_ranks=num_ranks, count=lcm(num_ranks, power), per_node=per_node)
+        task = CollectiveTask(num_ranks=num_ranks, count=lcm(num_ranks, power), per_node=per_node)
         found = count(algorithm, task)
         assert predicted_bytes(algorithm, task, itemsize=2) == 2 * found.most_sent
         steps = sum(path.steps for path in algorithm.path(num_ranks, per_node))
@@ -148,7 +150,7 @@ def test_bytes_and_steps_are_those_of_the_closed_forms(algorithm: Algorithm, num
 @names
 @settings(max_examples=25, deadline=None)
 @given(task=tasks())
-def test_uneven_counts_add_at_most_an_element_per_message(algorithm: Algorithm, task: Task) -> None:
+def test_uneven_counts_add_at_most_an_element_per_message(algorithm: Algorithm, task: CollectiveTask) -> None:
     found = count(algorithm, task)
     gap = abs(Fraction(found.most_sent) - predicted_bytes(algorithm, task, itemsize=1))
     assert gap <= 2 * task.num_ranks
@@ -161,7 +163,7 @@ def test_uneven_counts_add_at_most_an_element_per_message(algorithm: Algorithm, 
 def test_simulated_seconds_are_those_of_the_closed_forms(algorithm: Algorithm, num_ranks: int) -> None:
     wire = Link(name="wire", latency_s=1e-3, bytes_per_s=1e6)
     per_node = 2 if num_ranks % 2 == 0 else 1
-    task = Task(num_ranks=num_ranks, count=48_000, per_node=per_node)
+    task = CollectiveTask(num_ranks=num_ranks, count=48_000, per_node=per_node)
     simulated = simulate(algorithm, task, itemsize=4, link=lambda a, b: wire)
     predicted = predicted_seconds(algorithm, task, itemsize=4, inside=wire, between=wire)
     assert simulated == pytest.approx(predicted, rel=0.01 if algorithm.name != "tree" else 0.35)
@@ -170,7 +172,7 @@ def test_simulated_seconds_are_those_of_the_closed_forms(algorithm: Algorithm, n
 def test_a_slow_link_between_nodes_decides() -> None:
     """The ring sends 2 S (N - 1) / N over it, the hierarchical form 2 S (m - 1) / (g m)."""
     fast, slow = Link(name="fast", latency_s=0, bytes_per_s=1e12), Link(name="slow", latency_s=0, bytes_per_s=1e6)
-    task = Task(num_ranks=8, count=8 * 1000, per_node=4)
+    task = CollectiveTask(num_ranks=8, count=8 * 1000, per_node=4)
     found = {
         name: simulate(REDUCTIONS[name], task, itemsize=1, link=lambda a, b: fast if a // 4 == b // 4 else slow)
         for name in ("ring", "hierarchical")
@@ -199,20 +201,20 @@ def broken(rounds: Any) -> Algorithm:
 @pytest.mark.parametrize(
     "rounds",
     [
-        lambda task, rank: iter([(Send(1 - rank, Span(0, 1)),)]),
-        lambda task, rank: iter([(Send(1 - rank, Span(0, 1)), Receive(1 - rank, Span(0, 2)))]),
-        lambda task, rank: iter([(Send(1 - rank, Span(0, 1)), Receive(1 - rank, Span(0, 1)))]),
+        lambda task, rank: iter([(Send(1 - rank, ElementRange(0, 1)),)]),
+        lambda task, rank: iter([(Send(1 - rank, ElementRange(0, 1)), Receive(1 - rank, ElementRange(0, 2)))]),
+        lambda task, rank: iter([(Send(1 - rank, ElementRange(0, 1)), Receive(1 - rank, ElementRange(0, 1)))]),
         lambda task, rank: iter([()] * rank),
     ],
     ids=["never received", "other sizes", "overwrites what it sends", "unequal rounds"],
 )
 def test_rounds_that_do_not_match_are_errors(rounds: Any) -> None:
     with pytest.raises(MismatchError):
-        list(transfers_of(broken(rounds), Task(num_ranks=2, count=4)))
+        list(transfers_of(broken(rounds), CollectiveTask(num_ranks=2, count=4)))
 
 
 @given(start=st.integers(0, 9), size=st.integers(0, 99), parts=st.integers(1, 70))
 def test_chunks_cover_the_span_evenly(start: int, size: int, parts: int) -> None:
-    chunks = even_chunks(Span(start, start + size), parts)
+    chunks = even_chunks(ElementRange(start, start + size), parts)
     assert [index for chunk in chunks for index in range(*chunk)] == list(range(start, start + size))
     assert max(chunk.size for chunk in chunks) - min(chunk.size for chunk in chunks) <= 1
