@@ -23,6 +23,7 @@ from weft.core.errors import InputError, RunError, WeftError, error_classes
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.server_spec import ServerRun
+from weft.launch.places.settings import LaunchSettings
 
 NOTICE = "<!-- written by scripts/reference.py; edit the code, not this page -->"
 
@@ -50,6 +51,11 @@ def pages() -> dict[str, str]:
             "run.toml of parameter servers",
             "What `weft server train` trains, on how many servers and workers. Every key, with the value it has when\n"
             "left out; a document with a `[server]` table is such a run ([the guide](../guides/parameter-server.md)).",
+        ),
+        "launch.md": document_page(
+            LaunchSettings,
+            "launch.toml",
+            "How a site runs jobs (`weft launch --settings`). Every key, with the value it has when left out.",
         ),
         "errors.md": errors_page(),
         "cli.md": cli_page(),
@@ -103,6 +109,8 @@ def key_table(fields: dict[str, FieldInfo], defaults: BaseModel | None = None) -
 
 def kind_of(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return kind_of(arguments[0])
     if origin is typing.Literal:
         return " | ".join(f"`{value}`" for value in arguments)
     if origin is None:

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from blocks import Block, all_pages, read_blocks
 
+from weft.core.config import sections_of
 from weft.core.executable import require_executable
 from weft.core.plan import SECTIONS as PLAN_SECTIONS
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.server_spec import ServerRun
 from weft.hardware import calibration, catalogue
+from weft.launch.places.settings import LaunchSettings
 
 KINDS = {"bash", "bash no-run", "python", "toml", "text"}
 BLOCKS = [block for page in all_pages() for block in read_blocks(page)]
@@ -39,6 +41,8 @@ def test_toml_is_a_run_a_plan_that_this_version_executes_or_hardware(block: Bloc
     tables = tomllib.loads(block.body)
     if set(tables) <= {"version", *PLAN_SECTIONS}:
         require_executable(Plan.from_tables(tables, source=block.where))
+    elif set(tables) <= set(sections_of(LaunchSettings)):
+        LaunchSettings.from_tables(tables, source=block.where)
     elif "server" in tables:
         ServerRun.from_tables(tables, source=block.where)
     elif "peak_flops" in tables:

@@ -16,6 +16,7 @@ from weft.cli.dryrun.verb import dryrun
 from weft.cli.export import export
 from weft.cli.generate import generate
 from weft.cli.inference import inference
+from weft.cli.launch.verb import launch
 from weft.cli.plan.verb import plan
 from weft.cli.report import report
 from weft.cli.schedule import schedule
@@ -40,6 +41,7 @@ for verb in (plan, inference, schedule, dryrun, train, verify, export, generate,
     app.command()(verb)
 app.add_typer(bench_app)
 app.add_typer(server_app)
+app.command(context_settings={"allow_interspersed_args": False})(launch)  # options after the verb are the verb's
 
 
 def _show_version(wanted: bool) -> None:

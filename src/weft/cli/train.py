@@ -26,6 +26,10 @@ def train(
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="The new run folder; default runs/<model>-<time>.")] = None,
     resume: Annotated[Path | None, typer.Option(help="The run folder to resume, on this or another layout.")] = None,
+    continues: Annotated[
+        bool,
+        typer.Option("--continue", help="Continue the run in --out if there is one, else start it: for queued jobs."),
+    ] = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="Restarts from the last checkpoint after a failure.")] = 0,
     device: Annotated[
         DeviceChoice, typer.Option(help="Where to train; auto takes the GPUs when there are any.")
@@ -37,10 +41,11 @@ def train(
     from weft.cli.resolve import plan_tables, require_known_sections, resolve_run
     from weft.train.folder.lock import FolderLock
     from weft.train.folder.run_folder import RunFolder
-    from weft.train.folder.state import look_at
+    from weft.train.folder.state import is_finished, look_at
     from weft.train.job import Job, default_folder
     from weft.train.ranks.environment import given_ranks
 
+    _require_one_start(resume, out, continues=continues)
     given = settings or []
     require_known_sections(given)
     outside = given_ranks(os.environ)
@@ -50,7 +55,12 @@ def train(
     else:
         spec, tables = resolve_run(run, given), plan_tables(plan, given)
         folder = out or default_folder(spec)
-        if outside is None:
+        if continues and is_finished(folder, steps=spec.train.steps):
+            _print_note(f"the run in {folder} has finished all {spec.train.steps} steps")
+            if as_json:
+                print(json.dumps({"run_dir": str(folder.absolute()), **RunFolder(folder).read_ledger()}))
+            return
+        if outside is None and not (continues and look_at(folder).has_begun):
             look_at(folder).require_startable()
         require_inputs(spec)
         job = Job.create(
@@ -58,6 +68,7 @@ def train(
             plan_tables=tables,
             num_ranks=wanted,
             out=folder,
+            continues=continues,
             device=device.value,
             source=str(plan or "the plan"),
         )
@@ -70,6 +81,15 @@ def train(
         run_training(job, lock, is_one_of_many=outside is not None, max_restarts=max_restarts)
     if as_json and is_main:
         print(json.dumps({"run_dir": str(job.out), **RunFolder(job.out).read_ledger()}))
+
+
+def _require_one_start(resume: Path | None, out: Path | None, *, continues: bool) -> None:
+    from weft.core.errors import BadValueError
+
+    if continues and (resume is not None or out is None):
+        raise BadValueError(
+            "--continue needs --out, and no --resume", hint="--out names the folder of the run: the same at each start"
+        )
 
 
 def _resumed_job(

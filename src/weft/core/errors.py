@@ -23,6 +23,7 @@ Programming errors do not belong here: they stay ordinary Python exceptions with
     │   ├── RunFolderError    W501   the run folder exists already, is missing, or is not a run folder
     │   ├── FolderBusyError   W502   another process is training into the run folder
     │   ├── RunChangedError   W503   a resume requests other data or another model than recorded
+    │   ├── PlaceError        W901   the place of a launch has no sbatch, kubectl or Ray, or refused the job
     │   ├── TableError        W801   a table does not exist, or has another description
     │   └── TokenError        W802   a server refused the token
     ├── CheckpointError       W601   no usable checkpoint, or one that does not match the model (exit 2)
@@ -190,6 +191,12 @@ class RunChangedError(InputError):
     """A resume requests other data or another model than recorded, without --set."""
 
     code = "W503"
+
+
+class PlaceError(InputError):
+    """The place of a launch has no sbatch, kubectl or Ray, or refused the job."""
+
+    code = "W901"
 
 
 class TableError(InputError):

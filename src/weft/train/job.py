@@ -29,6 +29,7 @@ class Job:
     device: DeviceType
     out: Path
     resume: bool = False
+    continues: bool = False  # starts the run, or resumes the one in its folder: a job that a cluster queues again
     quiet: bool = False  # no output, no report
     may_change: tuple[str, ...] = ()  # keys of run.toml that a resume may change: those that --set names
     is_locked: bool = False  # the launcher holds the lock of the folder
@@ -42,6 +43,7 @@ class Job:
         num_ranks: int | None = None,
         out: str | Path | None = None,
         resume: bool = False,
+        continues: bool = False,
         device: DeviceChoice = "auto",
         quiet: bool = False,
         may_change: Sequence[str] = (),
@@ -70,6 +72,7 @@ class Job:
             device=device_type,
             out=folder.absolute(),
             resume=resume,
+            continues=continues,
             quiet=quiet,
             may_change=tuple(may_change),
         )

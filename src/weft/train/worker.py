@@ -165,7 +165,7 @@ def _after_step(job: Job, process: Process, look: FolderLook) -> int | None:
     """The newest step that a resume continues from without states in files; None: a new run."""
     if look.has_checkpoint:
         return next(iter(list_steps(RunFolder(look.path).checkpoints_path)))
-    may_continue = job.resume or process.restart_count > 0
+    may_continue = job.resume or job.continues or process.restart_count > 0
     return ANY_STEP if may_continue and look.has_states else None
 
 
@@ -174,7 +174,8 @@ def _open_folder(job: Job, process: Process, lock: FolderLock, display: Display)
     notes = [] if job.is_locked else [lock.acquire()]
     look = look_at(job.out)
     if process.restart_count == 0 or look.state is FolderState.DAMAGED:
-        notes.append(look.require_resumable() if job.resume else look.require_startable())
+        is_resume = job.resume or (job.continues and look.has_begun)
+        notes.append(look.require_resumable() if is_resume else look.require_startable())
     if look.has_checkpoint:
         _require_named_early(job)
     for note in filter(None, notes):

@@ -2,7 +2,7 @@
 
     the owner runs on this machine                               -> refused
     the owner ended, or its pid belongs to another process now   -> taken over
-    an earlier start of the same torchrun or Slurm job           -> taken over
+    an earlier start of the same torchrun, Slurm or cluster job  -> taken over
     the owner is on another machine, or in another container     -> refused until its heartbeat is STALE_S old
 
 A flock of the folder orders processes that check at the same moment; on file systems without flock, the exclusive
@@ -21,9 +21,10 @@ from typing import Self
 
 from weft.core.errors import FolderBusyError, RunFolderError
 from weft.core.lock_file import STALE_S, LockFile, Owner, read_owner
-from weft.train.ranks.environment import read_process
+from weft.train.ranks.environment import ATTEMPT_VARIABLE, JOB_VARIABLE, read_process
 
 LOCK_NAME = "run.lock"
+_RESTARTS = 10_000  # more than the ranks of one attempt are ever restarted
 
 
 class FolderLock:
@@ -42,7 +43,7 @@ class FolderLock:
 
     def acquire(self) -> str:
         """Take the lock, creating the folder if it is missing; return a note about an earlier owner."""
-        owner = Owner(job=_job(os.environ), restart=read_process(os.environ).restart_count)
+        owner = Owner(job=_job(os.environ), restart=_restart(os.environ))
         try:
             self._made_folder = not self.path.parent.exists()
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,11 +108,19 @@ def _why_abandoned(found: Owner | None, owner: Owner, *, age_s: float) -> str:
 
 
 def _job(environment: Mapping[str, str]) -> str:
+    if given := environment.get(JOB_VARIABLE):
+        return given
     run = environment.get("TORCHELASTIC_RUN_ID", "")
     if run not in ("", "none"):  # torchrun's name for a job without a name
         return f"torchrun {run}"
     slurm = environment.get("SLURM_JOB_ID", "")
     return f"slurm {slurm}" if slurm else ""
+
+
+def _restart(environment: Mapping[str, str]) -> int:
+    """A number that grows with each start of the job by its cluster, and with each restart of the ranks inside it."""
+    attempt = environment.get(ATTEMPT_VARIABLE, "")
+    return (int(attempt) if attempt.isdecimal() else 0) * _RESTARTS + read_process(environment).restart_count
 
 
 @contextlib.contextmanager

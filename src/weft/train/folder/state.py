@@ -57,6 +57,11 @@ class FolderLook:
     def has_checkpoint(self) -> bool:
         return self.state is FolderState.SAVED
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a run has finished a step here."""
+        return self.state not in (FolderState.NEW, FolderState.FOREIGN, FolderState.UNSTARTED)
+
     def require_startable(self) -> str:
         """Require that a new run overwrites no old one; return a note about the folder."""
         if self.state is FolderState.NEW:
@@ -100,6 +105,12 @@ def look_at(path: Path) -> FolderLook:
     elif path.exists():
         state = FolderState.FOREIGN
     return FolderLook(path=path, state=state, num_steps=num_steps, num_damaged=num_damaged, has_states=has_states)
+
+
+def is_finished(path: Path, *, steps: int) -> bool:
+    """Whether the run of the folder has made `steps` steps, and written its ledger."""
+    facts = RunFolder(path).read_ledger().get("run", {})
+    return bool(facts.get("status") == "finished" and facts.get("steps", 0) >= steps)
 
 
 def require_free(path: Path) -> None:

@@ -17,6 +17,9 @@ from weft.core.errors import InputError
 # Set by weft's launcher for every rank: the folder for pid and error files, and the pid whose end ends the rank.
 SCRATCH_VARIABLE = "WEFT_SCRATCH"
 LAUNCHER_VARIABLE = "WEFT_LAUNCHER_PID"
+# Set by the files of `weft launch`: the job of a cluster, and how many times the cluster has started it before.
+JOB_VARIABLE = "WEFT_JOB"
+ATTEMPT_VARIABLE = "WEFT_ATTEMPT"
 
 Environment = Mapping[str, str]
 

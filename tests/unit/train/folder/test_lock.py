@@ -130,6 +130,21 @@ def test_a_restart_of_the_same_job_on_another_host_follows_itself(
                 lock.acquire()
 
 
+@pytest.mark.parametrize(("job", "attempt", "is_followed"), [("a", "1", True), ("a", "0", False), ("b", "1", False)])
+def test_a_later_start_by_the_cluster_follows_itself_whatever_restarts_it_had(
+    job: str, attempt: str, is_followed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_owner(tmp_path, host="far", machine="another kernel", job="a", restart=3)
+    monkeypatch.setenv("WEFT_JOB", job)
+    monkeypatch.setenv("WEFT_ATTEMPT", attempt)
+    with FolderLock(tmp_path) as lock:
+        if is_followed:
+            assert "earlier start of this job" in lock.acquire()
+        else:
+            with pytest.raises(FolderBusyError):
+                lock.acquire()
+
+
 def test_of_many_at_once_one_takes_over(tmp_path: Path) -> None:
     write_owner(tmp_path, pid=dead_pid())
     locks, won, gate = [FolderLock(tmp_path) for _ in range(8)], [], threading.Barrier(8)

@@ -1,0 +1,1 @@
+"""`weft launch`: its arguments, and the request that they make."""
