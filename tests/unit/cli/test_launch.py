@@ -64,7 +64,7 @@ def test_what_is_printed_is_what_json_has_and_what_is_written(project: Path) -> 
         "id": None,
     }
     assert (project / "files" / "my-run.sbatch").read_text(encoding="utf-8") == out
-    assert "--nproc-per-node 2" in out
+    assert "--ranks 2" in out
     assert f"#SBATCH --chdir={project}" in out
 
 
@@ -81,7 +81,7 @@ def test_the_site_is_a_file_and_options_change_it(project: Path) -> None:
 def test_without_a_mesh_the_options_say_how_many_ranks(project: Path) -> None:
     code, out, err = call_weft("launch", "--on", "slurm", "--nodes", "2", "--ranks-per-node", "4", "--", *TRAIN[:2])
     assert code == 0, err
-    assert "--nnodes 2 --nproc-per-node 4" in out
+    assert "--nodes 2 --ranks 4" in out
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,20 @@ def test_submitted_the_script_goes_to_sbatch_and_its_number_comes_back(
     assert (fields["submitted"], fields["id"]) == (True, "4711")
     assert (project / "got").read_text(encoding="utf-8") == fields["files"][0]["text"]
     assert (project / "arguments").read_text(encoding="utf-8") == "--parsable\n"
+
+
+def test_manifests_go_to_kubectl_and_the_names_of_its_objects_come_back(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standin(project, "kubectl", 'cat > got; echo "$*" > arguments; printf "configmap/run\\njobset/run\\n"', monkeypatch)
+    site = ("kubernetes.image=weft:1", "kubernetes.volumes.runs.claim=runs", "kubernetes.volumes.runs.path=/runs")
+    options = [word for setting in site for word in ("--set", setting)]
+    code, answer, err = call_weft("launch", "--on", "kubernetes", *options, "--submit", "--json", "--", *TRAIN)
+    assert code == 0, err
+    fields = json.loads(answer)
+    assert (fields["on"], fields["id"]) == ("kubernetes", "configmap/run jobset/run")
+    assert (project / "got").read_text(encoding="utf-8") == fields["files"][0]["text"]
+    assert (project / "arguments").read_text(encoding="utf-8") == "apply --output=name --filename=-\n"
 
 
 def test_on_this_machine_it_is_the_verb_itself(project: Path) -> None:

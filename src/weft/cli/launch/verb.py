@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # imported inside the verb, to keep `weft --help` fast
 class LaunchPlace(StrEnum):
     LOCAL = "local"
     SLURM = "slurm"
+    KUBERNETES = "kubernetes"
 
 
 def launch(
@@ -127,24 +128,22 @@ def _request(
 
 
 def _write(on: LaunchPlace, request: LaunchRequest) -> list[LaunchFile]:
-    if on is LaunchPlace.SLURM:
-        from weft.launch.places.slurm import write_slurm
+    from weft.launch.places import jobset, local, slurm, trainjob
 
-        return write_slurm(request)
-    from weft.launch.places.local import write_local
-
-    return write_local(request)
+    if on is LaunchPlace.KUBERNETES:
+        is_trainjob = request.settings.kubernetes.kind == "trainjob"
+        return trainjob.write_trainjob(request) if is_trainjob else jobset.write_jobset(request)
+    return slurm.write_slurm(request) if on is LaunchPlace.SLURM else local.write_local(request)
 
 
 def _submit(on: LaunchPlace, request: LaunchRequest, files: list[LaunchFile], root: Any) -> str:
-    text = "".join(file.text for file in files)
-    if on is LaunchPlace.SLURM:
-        from weft.launch.places.submit import submit_slurm
-
-        return submit_slurm(text)
     from weft.launch.places.local import local_words
+    from weft.launch.places.submit import submit_kubernetes, submit_slurm
 
-    return _run_here(root, local_words(request))
+    text = "".join(file.text for file in files)
+    if on is LaunchPlace.LOCAL:
+        return _run_here(root, local_words(request))
+    return submit_slurm(text) if on is LaunchPlace.SLURM else submit_kubernetes(text)
 
 
 def _run_here(root: Any, words: list[str]) -> str:

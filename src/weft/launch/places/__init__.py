@@ -2,6 +2,7 @@
 
     local      the command line itself
     slurm      a batch script
+    jobset     Kubernetes: a JobSet         trainjob   Kubernetes: Kubeflow's TrainJob and its runtime
 
 `submit` hands a text over. No torch here.
 """

@@ -16,7 +16,6 @@ from pathlib import Path
 from weft.launch.places.settings import LaunchSettings
 
 PORT = 29_500  # of the ranks' store, where a place has an address space of its own
-_AGENT = ("-m", "torch.distributed.run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,22 +49,21 @@ class LaunchFile:
     text: str
 
 
-def agent_command(request: LaunchRequest, *, python: str, rendezvous: Sequence[str]) -> list[str]:
-    """The start of the command of a node: torch elastic's agent, which starts the ranks of that node."""
-    sizes = ["--nnodes", str(request.nodes), "--nproc-per-node", str(request.ranks_per_node)]
-    restarts = ["--max-restarts", str(request.max_restarts)]
-    return [python, *_AGENT, *sizes, *restarts, *rendezvous]
+def agent_command(request: LaunchRequest, *, python: str) -> list[str]:
+    """The start of the command of a node: the agent that starts the ranks of that node."""
+    return [python, "-m", "weft.launch.node", "--max-restarts", str(request.max_restarts)]
 
 
-def rank_command(request: LaunchRequest) -> list[str]:
-    """The rest of it, without the run folder: a module of Python and its arguments."""
-    own = [] if request.has_agents or request.verb == ("server", "train") else ["--nproc", str(request.num_ranks)]
-    return ["-m", "weft", *request.verb, *request.arguments, *own]
+def verb_words(request: LaunchRequest) -> list[str]:
+    """The verb and its arguments, without the run folder; with their number for a verb that starts its own ranks."""
+    own = ["--nproc", str(request.num_ranks)] if request.verb == ("verify",) else []
+    return [*request.verb, *request.arguments, *own]
 
 
 def safe_name(text: str) -> str:
     """`text` as a name that every place takes: lower-case letters, digits and '-'."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or "weft"
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
+    return name if name[:1].isalpha() else f"weft-{name}".rstrip("-")
 
 
 def shell(words: Sequence[str]) -> str:

@@ -5,46 +5,30 @@ What is launched is in run.toml and plan.toml; how many nodes and ranks, in the 
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from weft.core.config import Document, Section
+from weft.core.config import Document
+from weft.launch.places.kubernetes_settings import KubernetesSettings
+from weft.launch.places.site import Line, SiteSection, Variable, matches
 
 _TIME = r"(?:\d+-)?\d{1,2}:\d{2}:\d{2}|\d+"
 
 
-def _matches(pattern: str, what: str) -> AfterValidator:
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(f"is not {what}")
-        return text
-
-    return AfterValidator(check)
-
-
-Line = Annotated[str, _matches(r"[^\n\r\0]*", "one line")]
-Variable = Annotated[str, _matches(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable")]
-
-
-class _SiteSection(Section):
-    model_config = ConfigDict(coerce_numbers_to_str=True)  # `time = 30`, `memory = 0`
-
-
-class JobSettings(_SiteSection):
+class JobSettings(SiteSection):
     """Every place."""
 
-    python: Line = Field(default="", description="Python of the job; default: this one")
+    python: Line = Field(default="", description="Python of the job; default: this one, in Kubernetes `python`")
     environment: dict[Variable, Line] = Field(default={}, description="environment variables of all ranks")
 
 
-class SlurmSettings(_SiteSection):
+class SlurmSettings(SiteSection):
     partition: Line = Field(default="", description="--partition")
     account: Line = Field(default="", description="--account")
     qos: Line = Field(default="", description="--qos")
     constraint: Line = Field(default="", description="--constraint")
-    time: Annotated[str, _matches(rf"|{_TIME}", "a time limit such as 04:00:00")] = Field(
+    time: Annotated[str, matches(rf"|{_TIME}", "a time limit such as 04:00:00")] = Field(
         default="", description="--time: the limit of one start; the partition's if left out"
     )
     memory: Line = Field(default="", description="--mem of a node; '0' is all")
@@ -70,3 +54,4 @@ class LaunchSettings(Document):
 
     job: JobSettings = JobSettings()
     slurm: SlurmSettings = SlurmSettings()
+    kubernetes: KubernetesSettings = KubernetesSettings()

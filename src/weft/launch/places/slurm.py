@@ -1,4 +1,4 @@
-"""The batch script of a training, or of a sweep, on Slurm: one agent of torch elastic per node, which starts its ranks.
+"""The batch script of a training, or of a sweep, on Slurm: one agent per node, which starts its ranks.
 
 first start                  trains
 lost node, time limit        Slurm queues the job again, and it continues from its newest checkpoint
@@ -12,7 +12,7 @@ from __future__ import annotations
 import shlex
 import sys
 
-from weft.launch.places.request import LaunchFile, LaunchRequest, agent_command, rank_command, shell
+from weft.launch.places.request import LaunchFile, LaunchRequest, agent_command, shell, verb_words
 from weft.train.ranks.environment import ATTEMPT_VARIABLE, JOB_VARIABLE
 
 _HEADER = """\
@@ -125,15 +125,14 @@ def _exports(request: LaunchRequest) -> str:
 
 def _training(request: LaunchRequest) -> list[str]:
     site = request.settings.slurm
-    rendezvous = shell(["--rdzv-backend", "c10d", "--rdzv-endpoint"]) + ' "$address:$port"'
-    name = '--rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'
+    sizes = shell(["--nodes", str(request.nodes), "--ranks", str(request.ranks_per_node)])
     variant = ' "${variant[@]}"' if request.variants else ""
     lines = [
         f"srun --kill-on-bad-exit=1 --ntasks={request.nodes} --ntasks-per-node=1"
         f" --cpus-per-task={site.cpus_per_rank * request.ranks_per_node}",
-        shell(agent_command(request, python=_python(request), rendezvous=[])),
-        f"{rendezvous} {name}",
-        f'{shell(rank_command(request))}{variant} --out "$out" --continue &',
+        f"{shell(agent_command(request, python=_python(request)))} {sizes}",
+        '--address "$address" --port "$port" --id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"',
+        f'-- {shell(verb_words(request))}{variant} --out "$out" --continue &',
     ]
     again = _AGAIN if site.requeue else _NOT_AGAIN
     run = _RUN.replace("__COMMAND__", " \\\n    ".join(lines)).replace("__REQUEUE__", again)
@@ -152,7 +151,7 @@ def _own_processes(request: LaunchRequest) -> list[str]:
     """In the shell of the batch script, not by srun, whose tasks look like ranks of a job."""
     out = ["--out", request.out] if request.out is not None else []
     variant = ' "${variant[@]}"' if request.variants else ""
-    return [f"\nexec {shell([_python(request), *rank_command(request), *out])}{variant}\n"]
+    return [f"\nexec {shell([_python(request), '-m', 'weft', *verb_words(request), *out])}{variant}\n"]
 
 
 def _python(request: LaunchRequest) -> str:

@@ -134,8 +134,8 @@ def test_ranks_meet_at_the_address_that_slurm_knows_and_their_exit_code_is_the_j
     code, err = slurm.run(PLAIN, SRUN="exit 2")
     assert code == 2, err
     words = slurm.words
-    assert words[words.index("--rdzv-endpoint") + 1] == "10.9.8.7:20077"
-    assert words[words.index("--nnodes") + 1] == "2"
+    assert words[words.index("--address") + 1] == "10.9.8.7"
+    assert words[words.index("--nodes") + 1] == "2"
     assert words[words.index("--out") + 1] == "runs/big-77"
     assert words[-1] == "--continue"
     assert "data.source=my texts" in words  # one word
