@@ -34,6 +34,7 @@ GUIDES = (
     "resume-and-checkpoints",
     "precision-and-optimizers",
     "several-machines",
+    "collectives",
     "parameter-server",
 )
 LEDGER = "docs/guides/ledger.md"

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from weft.cli.bench import bench_app
+from weft.cli.comm.verbs import comm_app
 from weft.cli.doctor import doctor
 from weft.cli.dryrun.verb import dryrun
 from weft.cli.export import export
@@ -40,6 +41,7 @@ app = typer.Typer(
 for verb in (plan, inference, schedule, dryrun, train, verify, export, generate, report, doctor):
     app.command()(verb)
 app.add_typer(bench_app)
+app.add_typer(comm_app)
 app.add_typer(server_app)
 app.command(context_settings={"allow_interspersed_args": False})(launch)  # options after the verb are the verb's
 

@@ -11,6 +11,8 @@
 | all_to_all        | the input without the rank's own part                              |
 | send              | the tensor; a receiver sends nothing and has no row                |
 
+An all-reduce by an algorithm of ours has that algorithm's bytes (`algorithms/registry.py`): the busiest rank's.
+
 A listener of `OperatorWatch` sees c10d's operators, also those of `fully_shard` and DDP, on fake and real tensors
 alike. Seconds are those between issue and completion, overlapped or not, if the backend reports completion: Gloo does
 for all but reduce_scatter, NCCL only with its timing enabled, which is the user's choice.
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.comm.algorithms.registry import ALGORITHMS
 from weft.comm.observer import BUFFERS, SMALL_ELEMENTS, carries_buffers, collective_name, group_of, tensors_of
 
 Key = tuple[str, str, str]  # axis, collective, phase (BUFFERS: inside `buffer_collectives`)
@@ -101,6 +104,8 @@ def _sent_bytes(name: str, func: Any, args: Any, *, size: int, rank: int) -> Fra
     """By the table above. c10d's own operators take lists of tensors; an all-gather's list has one per rank."""
     others = Fraction(size - 1, size)
     given = _named(func, args)
+    if "algorithm" in given:
+        return _nbytes(given["values"]) * ALGORITHMS[name][given["algorithm"]].sent(size, 1)
     if name == "all_to_all":
         return _exchanged(given, size=size, rank=rank)
     if name in ("scatter", "gather"):

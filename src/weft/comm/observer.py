@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from weft.comm.watch import OperatorWatch
 
@@ -36,6 +37,7 @@ _NAMES = {
     "all_to_all_single": "all_to_all",
     "send": "send",
     "recv_": "recv",
+    "all_reduce_by": "all_reduce",  # our own, before the messages of an algorithm
 }
 
 
@@ -93,7 +95,7 @@ BUFFERS = "buffer"  # prefix of the names inside `buffer_collectives`
 def collective_name(func: Any) -> str | None:
     """The common name of this operator; None if it is no collective."""
     namespace, _, rest = str(func.name()).partition("::")
-    return _NAMES.get(rest.partition(".")[0]) if namespace in ("c10d", "_c10d_functional") else None
+    return _NAMES.get(rest.partition(".")[0]) if namespace in ("c10d", "_c10d_functional", "weft") else None
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -106,11 +108,21 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def group_of(args: Any) -> dist.ProcessGroup | None:
-    """The process group among an operator's arguments, where c10d passes it boxed."""
+    """The process group among an operator's arguments: boxed in c10d's, by name in our own."""
     for value in args:
+        if isinstance(value, str):
+            return _named_group(value)
         if isinstance(value, torch.ScriptObject):
             try:
                 return dist.ProcessGroup.unbox(value)
             except (RuntimeError, TypeError):
                 continue  # the reduce operation is boxed too
     return None
+
+
+def _named_group(name: str) -> dist.ProcessGroup | None:
+    try:
+        found: dist.ProcessGroup = getattr(distributed_c10d, "_resolve_process_group")(name)  # noqa: B009  # no public form
+    except (RuntimeError, ValueError, KeyError):
+        return None
+    return found

@@ -48,6 +48,7 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
             plan.data_parallel.zero > 0 and plan.data_parallel.bucket_bytes != BUCKET_BYTES,
             "data_parallel.bucket_bytes with data_parallel.zero > 0, where blocks are reduced one by one",
         ),
+        *_not_summed(plan),
         *_not_offloaded(plan),
     ]
     unbuilt = not_executed(plan.precision.preset, plan.precision.given)
@@ -57,6 +58,24 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
     for is_refused, what, hint in [*((is_refused, what, general) for is_refused, what in refused), *_switched_on(plan)]:
         if is_refused:
             yield f"this version of weft does not execute {what}", hint
+
+
+def _not_summed(plan: Plan) -> list[tuple[bool, str]]:
+    """Layouts whose gradients are summed by torch alone."""
+    dp, mesh = plan.data_parallel, plan.mesh
+    is_chosen, what = dp.all_reduce != "auto", f"data_parallel.all_reduce = {dp.all_reduce!r}"
+    is_sharded = dp.zero > 0 and mesh.dp_replicate == 1
+    return [
+        (
+            is_chosen and is_sharded,
+            f"{what} with sharded gradients (data_parallel.zero > 0), which no rank all-reduces",
+        ),
+        (
+            is_chosen and dp.zero > 0 and mesh.dp_replicate > 1 and mesh.pp == 1,
+            f"{what} with HSDP outside of a pipeline, where fully_shard sums over the replicas",
+        ),
+        (is_chosen and _is_threaded(plan), f"{what} with dataparallel"),
+    ]
 
 
 def _not_offloaded(plan: Plan) -> list[tuple[bool, str]]:

@@ -68,6 +68,11 @@ class DataParallel(Section):
         ge=2**10,
         description="gradients per all-reduce, in bytes: DDP's buckets, and those of replicas of a pipeline",
     )
+    all_reduce: Literal["auto", "ring", "star", "naive", "tree", "halving", "hierarchical"] = Field(
+        default="auto",
+        description="how gradients of replicas are summed: auto (the backend's choice) | ring | star (through one "
+        "rank) | naive (everything to everyone) | tree | halving (recursive halving-doubling) | hierarchical (by node)",
+    )
     find_unused_parameters: bool = Field(
         default=False, description="true if some parameters are unused in some steps (DDP only, costs a pass)"
     )

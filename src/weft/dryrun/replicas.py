@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from weft.comm.sums import GroupSum
 from weft.engine.dp.ddp import FIRST_BUCKET_BYTES
 from weft.engine.dp.strategy import Strategy
 from weft.engine.precision import gradient_dtype
@@ -26,13 +26,13 @@ class FakeReplicated(Strategy):
         self,
         model: nn.Module,
         *,
-        group: dist.ProcessGroup,
+        sums: GroupSum,
         find_unused_parameters: bool,
         wire: torch.dtype,
         bucket_bytes: int,
     ) -> None:
         super().__init__(model)
-        self._group, self._wire = group, wire
+        self._sums, self._wire = sums, wire
         self._is_last = True
         self._may_be_unused = find_unused_parameters
         self._filled: list[int] = []
@@ -65,7 +65,7 @@ class FakeReplicated(Strategy):
             self._filled[index] += 1
             if self._filled[index] == len(places):
                 sent = bucket.to(self._wire)
-                dist.all_reduce(sent, group=self._group)
+                self._sums.sum(sent)
                 if sent is not bucket:
                     bucket.copy_(sent)
 

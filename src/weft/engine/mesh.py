@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from weft.comm.groups import OwnedGroups
+from weft.comm.sums import Ways
 from weft.core import axes
 from weft.core.errors import MeshError
 from weft.core.plan import Plan
@@ -120,6 +121,12 @@ class Topology:
     def new_data_group(self) -> dist.ProcessGroup:
         """A second group of the ranks of `dp_group`, with a queue separate from that of gradients. Collective."""
         return self.groups.new_partition(rank_lists(self.mesh, axes.DATA_AXES), title="buffers")
+
+    def new_ways(self, axis_names: Sequence[str]) -> Ways:
+        """Groups for messages among the ranks of some axes. Collective."""
+        lists = rank_lists(self.mesh, axis_names)
+        up, down = (self.groups.new_partition(lists, title=f"gradients, {way}") for way in ("up", "down"))
+        return Ways(up=up, down=down)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         if axis == axes.EP and self.expert_group is not None:

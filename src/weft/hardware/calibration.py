@@ -84,6 +84,18 @@ def read(path: Path, *, own_names: Collection[str] = ()) -> Calibration:
     return Calibration(source=f"calibration: {path}{measured}", tables=tables)
 
 
+def with_link(path: Path, name: str, figures: Mapping[str, float], *, measured: str) -> str:
+    """The text of a calibration file with measured figures of a link; other tables of an existing file stay."""
+    import tomli_w  # imported here: only a measurement needs it
+
+    document: dict[str, Any] = catalogue.read_user_file(path) if path.is_file() else {}
+    table = catalogue.table("links", name)
+    links = document.setdefault("links", {})
+    links[table["name"]] = {**links.get(table["name"], {}), **figures}
+    document["measured"] = measured
+    return tomli_w.dumps(document)
+
+
 def _tables_of(kind: Kind, tables: Any, *, path: Path) -> dict[str, Table]:
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise BadValueError(f"{path}: [{kind}] must contain tables", hint=f"write [{kind}.NAME] and figures below it")

@@ -18,7 +18,7 @@ from weft.core.errors import PlanError
 from weft.core.experts import WIRE_FORMATS
 from weft.core.memory_sections import Offload
 from weft.core.offload_sizes import CHUNK_ELEMENTS
-from weft.core.plan import ExpertParallel, ExpertTensor, Float8Choice, Pipeline, Plan, TensorParallel
+from weft.core.plan import DataParallel, ExpertParallel, ExpertTensor, Float8Choice, Pipeline, Plan, TensorParallel
 from weft.core.tensor_grid import tensor_depth
 
 Ints = npt.NDArray[np.int64]
@@ -29,6 +29,7 @@ SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotati
 TP_MODES: tuple[str, ...] = get_args(TensorParallel.model_fields["mode"].annotation)
 DISPATCHERS: tuple[str, ...] = get_args(ExpertParallel.model_fields["dispatcher"].annotation)
 EXPERT_TENSORS: tuple[ExpertTensor, ...] = get_args(ExpertTensor)
+ALL_REDUCES: tuple[str, ...] = get_args(DataParallel.model_fields["all_reduce"].annotation)
 RECOMPUTE = ("none", "selective", "full", "budget")
 FLOAT8: tuple[Float8Choice, ...] = get_args(Float8Choice)
 HOMES: tuple[str, ...] = get_args(Offload.model_fields["optimizer"].annotation)
@@ -91,6 +92,7 @@ class Columns:
     vertical_sync: Ints
     find_unused: Ints
     bucket_bytes: Ints
+    all_reduce: Ints  # index of ALL_REDUCES
     partition: Ints  # index into `partitions`
     partitions: tuple[tuple[int, ...], ...] = ((),)  # blocks per stage, given by the user; (): by cost
     registered: Mapping[str, Ints] = field(default_factory=dict)  # degrees of registered axes; absent: 1
@@ -261,6 +263,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         vertical_sync=column(int(plan.pipeline.vertical_sync) for plan in plans),
         find_unused=column(int(plan.data_parallel.find_unused_parameters) for plan in plans),
         bucket_bytes=column(plan.data_parallel.bucket_bytes for plan in plans),
+        all_reduce=column(ALL_REDUCES.index(plan.data_parallel.all_reduce) for plan in plans),
         partition=column(partitions.index(plan.pipeline.blocks or ()) for plan in plans),
         partitions=partitions,
         registered={axis: column(plan.mesh.sizes()[axis] for plan in plans) for axis in axes.REGISTERED},
@@ -282,6 +285,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
         "data_parallel": {
             "zero": at("zero"),
             "bucket_bytes": at("bucket_bytes"),
+            "all_reduce": ALL_REDUCES[at("all_reduce")],
             "find_unused_parameters": bool(at("find_unused")),
         },
         "tensor_parallel": {

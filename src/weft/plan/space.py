@@ -244,7 +244,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         float8=np.full(size, FLOAT8.index(linears if gather == "float8" else "none"), dtype=np.int64),
         float8_linears=np.full(size, FLOAT8.index(linears), dtype=np.int64),
         vertical_sync=np.zeros(size, dtype=np.int64), find_unused=np.zeros(size, dtype=np.int64),
-        bucket_bytes=np.full(size, BUCKET_BYTES, dtype=np.int64),
+        bucket_bytes=np.full(size, BUCKET_BYTES, dtype=np.int64), all_reduce=np.zeros(size, dtype=np.int64),
         full_blocks=np.zeros(size, dtype=np.int64), selective_blocks=np.zeros(size, dtype=np.int64),
         partition=np.zeros(size, dtype=np.int64),
     )  # fmt: skip

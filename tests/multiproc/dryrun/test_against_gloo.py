@@ -27,6 +27,7 @@ GPT2: dict[str, Any] = {
 }
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "DDP": (LLAMA, {"mesh": {"dp_replicate": 2}, "pipeline": {"microbatches": 2}}, {}),
+    "DDP, by a star": (LLAMA, {"mesh": {"dp_replicate": 3}, "data_parallel": {"all_reduce": "star"}}, {}),
     "ZeRO-1": (LLAMA, {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 1}, "pipeline": {"microbatches": 2}}, {}),
     "ZeRO-2, bf16": (
         LLAMA,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from weft.comm.sums import BACKEND, GroupSum
+from weft.core import axes
 from weft.core.plan import Plan
 from weft.engine.dp.ddp import Replicated
 from weft.engine.dp.float8_gather import gather_in_float8
@@ -18,7 +20,7 @@ from weft.engine.precision import torch_dtype
 def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strategy:
     dp = plan.data_parallel
     if dp.zero > 0:
-        sharded = Sharded(model, stage=dp.zero, replicas=topology.replicas_beside_shards)
+        sharded = Sharded(model, stage=dp.zero, replicas=_between_shards(plan, topology))
         if plan.float8.linears != "none" and plan.float8.gather == "float8":
             sharded.float8 = gather_in_float8(model, plan.precision.policy())
         return sharded
@@ -27,12 +29,28 @@ def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strateg
     if topology.dp_degree == 1:
         return Strategy(model)
     if topology.pp_degree > 1:
-        return Summed(model, group=topology.dp_group, bucket_bytes=dp.bucket_bytes)
+        return Summed(model, sums=_between_ranks(plan, topology), bucket_bytes=dp.bucket_bytes)
     wire = torch_dtype(plan.precision.policy().communication)
     return Replicated(
         model,
-        group=topology.dp_group,
+        sums=_between_ranks(plan, topology),
         find_unused_parameters=dp.find_unused_parameters,
         wire=wire,
         bucket_bytes=dp.bucket_bytes,
     )
+
+
+def _between_ranks(plan: Plan, topology: Topology) -> GroupSum:
+    """The sum over all ranks with different rows."""
+    name = plan.data_parallel.all_reduce
+    ways = topology.new_ways(axes.DATA_AXES) if name != BACKEND else None
+    return GroupSum(topology.dp_group, algorithm=name, ways=ways)
+
+
+def _between_shards(plan: Plan, topology: Topology) -> GroupSum | None:
+    """The sum over the replicas of a pipeline's shards; None where `fully_shard` has it."""
+    group, name = topology.replicas_beside_shards, plan.data_parallel.all_reduce
+    if group is None:
+        return None
+    ways = topology.new_ways((axes.DP_REPLICATE,)) if name != BACKEND else None
+    return GroupSum(group, algorithm=name, ways=ways)

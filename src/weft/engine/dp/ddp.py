@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from weft.comm.sums import GroupSum
 from weft.core.errors import PlanError
 from weft.engine.dp.gradient_leaves import GradientLeaves, has_wide_gradients
 from weft.engine.dp.strategy import Strategy
@@ -32,7 +33,7 @@ class Replicated(Strategy):
         self,
         model: nn.Module,
         *,
-        group: dist.ProcessGroup,
+        sums: GroupSum,
         find_unused_parameters: bool,
         wire: torch.dtype,
         bucket_bytes: int,
@@ -41,7 +42,7 @@ class Replicated(Strategy):
         with _buckets_from_the_start(bucket_bytes):
             module = DistributedDataParallel(
                 self._leaves or model,
-                process_group=group,
+                process_group=sums.group,
                 init_sync=self._leaves is None,  # ranks have the same weights in any case
                 **_without_buffer_traffic(),
                 gradient_as_bucket_view=True,  # else every gradient exists twice
@@ -49,7 +50,7 @@ class Replicated(Strategy):
             )
         # before the reducer is wrapped: the hook needs torch's own
         self._buckets: dict[int, torch.Tensor] = {}
-        module.register_comm_hook(_HookState(group=group, buckets=self._buckets, wire=wire), _sum_over_ranks)
+        module.register_comm_hook(_HookState(sums=sums, buckets=self._buckets, wire=wire), _sum_over_ranks)
         module.reducer = _FixedBuckets(module.reducer)  # type: ignore[assignment]
         super().__init__(module)
         self._may_be_unused = find_unused_parameters
@@ -94,9 +95,9 @@ class Replicated(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class _HookState:
-    """The state of DDP's communication hook: group and dtype of the sum, and a record of the buffers."""
+    """The state of DDP's communication hook: the sum, its dtype, and a record of the buffers."""
 
-    group: dist.ProcessGroup
+    sums: GroupSum
     buckets: dict[int, torch.Tensor]
     wire: torch.dtype
 
@@ -108,16 +109,10 @@ def _sum_over_ranks(
     buffer: torch.Tensor = bucket.buffer()
     state.buckets[bucket.index()] = buffer
     sent = buffer.to(state.wire)  # the buffer itself, unless gradients have a lower precision than communication
-    work = dist.all_reduce(sent, group=state.group, async_op=True)
-    if work is None:
-        raise RuntimeError("an asynchronous all-reduce returned no handle")
-
-    def result(future: torch.futures.Future[object]) -> torch.Tensor:
-        future.value()  # raises the all-reduce's error; its value is unused: a fake group returns no tensors
-        return buffer if sent is buffer else buffer.copy_(sent)
-
-    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(result)
-    return summed
+    summed = state.sums.begin(sent)
+    if sent is buffer:
+        return summed
+    return summed.then(lambda future: buffer.copy_(future.value()))
 
 
 @contextmanager

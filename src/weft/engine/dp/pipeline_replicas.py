@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from weft.comm.sums import GroupSum
 from weft.engine.dp.strategy import Strategy
 from weft.engine.precision import zero_gradient
 
@@ -19,9 +19,9 @@ from weft.engine.precision import zero_gradient
 class Summed(Strategy):
     """The unwrapped model; its gradients are summed over all replicas."""
 
-    def __init__(self, model: nn.Module, *, group: dist.ProcessGroup, bucket_bytes: int) -> None:
+    def __init__(self, model: nn.Module, *, sums: GroupSum, bucket_bytes: int) -> None:
         super().__init__(model)
-        self._group, self._bucket_bytes = group, bucket_bytes
+        self._sums, self._bucket_bytes = sums, bucket_bytes
 
     def after_backwards(self) -> None:
         self.reduce([parameter for parameter in self.module.parameters() if parameter.requires_grad])
@@ -33,16 +33,16 @@ class Summed(Strategy):
                 parameter.grad = zero_gradient(parameter)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for bucket in _buckets(gradients, self._bucket_bytes):
-            sum_bucket(bucket, self._group)
+            sum_bucket(bucket, self._sums)
 
 
 @torch.no_grad()
-def sum_bucket(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+def sum_bucket(gradients: list[torch.Tensor], sums: GroupSum) -> None:
     """Sum gradients of one dtype in place over the replicas: one all-reduce."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     if flat.numel() == 0:  # a rank beyond the last row of a sharded tensor, in every replica alike
         return
-    dist.all_reduce(flat, group=group)
+    sums.sum(flat)
     for gradient, total in zip(gradients, torch.split(flat, [one.numel() for one in gradients]), strict=True):
         gradient.copy_(total.view_as(gradient))
 

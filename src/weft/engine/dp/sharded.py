@@ -25,12 +25,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from weft.comm.sums import GroupSum
 from weft.core.precision import PrecisionPolicy
 from weft.core.shards import zero_dim
 from weft.engine.dp.pipeline_replicas import sum_bucket
@@ -104,7 +104,7 @@ def _placement(parameter: nn.Parameter, *, num_shards: int) -> Shard:
 class Sharded(Strategy):
     """A model sharded by `shard_units`; `replicas` are those outside of `fully_shard`'s mesh."""
 
-    def __init__(self, model: nn.Module, *, stage: int, replicas: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, model: nn.Module, *, stage: int, replicas: GroupSum | None = None) -> None:
         super().__init__(model)
         self._replicas = replicas
         self.stage_policy = STAGES[stage]

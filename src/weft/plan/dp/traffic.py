@@ -13,6 +13,7 @@ import numpy as np
 from weft.core import axes
 from weft.plan.axis import SMALL_ELEMENTS, TrafficRow
 from weft.plan.columns import Floats
+from weft.plan.dp.all_reduce import replica_bytes
 from weft.plan.memory.parameters import num_expert_tensors, table_elements
 from weft.plan.memory.timeline import has_buckets
 from weft.plan.time.links import gather_bytes, reduce_bytes
@@ -61,7 +62,7 @@ def traffic(view: View) -> list[TrafficRow]:
         TrafficRow(axes.DP_SHARD, "all_gather", "backward", gathered * backward_times, gathered_units * backward_times),
         TrafficRow(axes.DP_SHARD, "reduce_scatter", "backward", reduced * reduce_times, reduces),
         TrafficRow(
-            axes.DP_REPLICATE, "all_reduce", "backward", reduce_bytes(held, replicas) * columns.updates,
+            axes.DP_REPLICATE, "all_reduce", "backward", replica_bytes(held, replicas, columns) * columns.updates,
             np.where(columns.zero > 0, units + expert_units, _most_buckets(view) + marks) * is_sent,
             least=np.where(columns.zero > 0, units + expert_units, 1.0 + marks) * is_sent,
         ),

@@ -16,6 +16,7 @@ import numpy as np
 from weft.core import axes
 from weft.core.terms import StepTerm as Term
 from weft.plan.columns import Columns, Floats, Ints
+from weft.plan.dp.all_reduce import replica_seconds
 from weft.plan.pp.stages import bubble_of
 from weft.plan.request import Request
 from weft.plan.time.compute import ATTENTION_BACKWARD, BlockSeconds, block_seconds, model_flops
@@ -130,7 +131,8 @@ def _between_replicas(request: Request, columns: Columns, traffic: Traffic, busy
     everyone = axis_link(request.cluster, columns, (axes.DP_REPLICATE, axes.DP_SHARD, axes.CP))
     replicas = axis_link(request.cluster, columns, (axes.DP_REPLICATE,))
     moved = traffic.of(axes.DP_REPLICATE)
-    seconds = np.where(columns.zero == 0, _seconds(everyone, moved), _seconds(replicas, moved))
+    by_backend = np.where(columns.zero == 0, _seconds(everyone, moved), _seconds(replicas, moved))
+    seconds = np.where(columns.all_reduce > 0, replica_seconds(columns, (everyone, replicas), *moved), by_backend)
     tail = seconds / np.maximum(moved[1], 1.0)
     return np.where(moved[0] > 0, np.maximum(seconds - busy.backward * OVERLAP, 0.0) + tail, 0.0)
 

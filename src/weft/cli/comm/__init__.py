@@ -1,0 +1,1 @@
+"""`weft comm`: collectives, measured and drawn."""
