@@ -30,7 +30,15 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.algorithms.registry import ALGORITHMS
-from weft.comm.observer import BUFFERS, SMALL_ELEMENTS, carries_buffers, collective_name, group_of, tensors_of
+from weft.comm.observer import (
+    BUFFERS,
+    SMALL_ELEMENTS,
+    carries_buffers,
+    collective_name,
+    group_of,
+    named_group,
+    tensors_of,
+)
 
 Key = tuple[str, str, str]  # axis, collective, phase (BUFFERS: inside `buffer_collectives`)
 
@@ -76,13 +84,14 @@ class TrafficLedger:
         largest = max(found, key=lambda tensor: tensor.numel(), default=None)
         if largest is None or largest.numel() <= SMALL_ELEMENTS:
             return
-        group = group_of(args)
+        given = _named(func, args)
+        group = named_group(given["group"]) if "algorithm" in given else group_of(args)
         size = group.size() if group is not None else 1
         axis = self._axes.get(group.group_name, "world") if group is not None else "world"
         key = (axis, name, BUFFERS if carries_buffers() else self._phase())
         self.counts[key] += 1
         rank = group.rank() if group is not None else 0
-        self._sent[key] = self._sent.get(key, Fraction(0)) + _sent_bytes(name, func, args, size=size, rank=rank)
+        self._sent[key] = self._sent.get(key, Fraction(0)) + _sent_bytes(name, given, args, size=size, rank=rank)
         if group is not None and dist.get_backend(group) == "gloo":
             self._time(axis, name, result)
 
@@ -100,10 +109,9 @@ class TrafficLedger:
                     return  # this kind of work has no future: its time is unknown
 
 
-def _sent_bytes(name: str, func: Any, args: Any, *, size: int, rank: int) -> Fraction:
+def _sent_bytes(name: str, given: Mapping[str, Any], args: Any, *, size: int, rank: int) -> Fraction:
     """By the table above. c10d's own operators take lists of tensors; an all-gather's list has one per rank."""
     others = Fraction(size - 1, size)
-    given = _named(func, args)
     if "algorithm" in given:
         return _nbytes(given["values"]) * ALGORITHMS[name][given["algorithm"]].sent(size, 1)
     if name == "all_to_all":

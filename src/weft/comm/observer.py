@@ -108,10 +108,8 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def group_of(args: Any) -> dist.ProcessGroup | None:
-    """The process group among an operator's arguments: boxed in c10d's, by name in our own."""
+    """The process group among an operator's arguments, where c10d passes it boxed."""
     for value in args:
-        if isinstance(value, str):
-            return _named_group(value)
         if isinstance(value, torch.ScriptObject):
             try:
                 return dist.ProcessGroup.unbox(value)
@@ -120,9 +118,6 @@ def group_of(args: Any) -> dist.ProcessGroup | None:
     return None
 
 
-def _named_group(name: str) -> dist.ProcessGroup | None:
-    try:
-        found: dist.ProcessGroup = getattr(distributed_c10d, "_resolve_process_group")(name)  # noqa: B009  # no public form
-    except (RuntimeError, ValueError, KeyError):
-        return None
+def named_group(name: str) -> dist.ProcessGroup:
+    found: dist.ProcessGroup = getattr(distributed_c10d, "_resolve_process_group")(name)  # noqa: B009  # no public form
     return found
