@@ -139,7 +139,7 @@ def last_microbatch_without_gradient() -> Any:
 def sum_reduced_as_mean() -> Any:
     def make(original: Any) -> Any:
         def mean_over_ranks(state, bucket):  # no annotations: DDP compares them with the classes themselves
-            return original(state, bucket).then(lambda future: future.value().div_(state.group.size()))
+            return original(state, bucket).then(lambda future: future.value().div_(state.sums.group.size()))
 
         return mean_over_ranks
 
