@@ -39,13 +39,14 @@ class Ways:
 
 
 class GroupSum:
-    """Sums over `group`; `ways` are needed by every algorithm but the backend's."""
+    """Sums over `group`; `ways` are needed by every algorithm but the backend's. Collective."""
 
     def __init__(self, group: dist.ProcessGroup, *, algorithm: str = BACKEND, ways: Ways | None = None) -> None:
         self.group, self.algorithm = group, algorithm
         self._ways = ways
         self._wire: Wire | None = None
-        self._per_node = 1
+        uses_nodes = algorithm != BACKEND and ALGORITHMS["all_reduce"][algorithm].uses_nodes
+        self._per_node = ranks_per_node(group) if uses_nodes else 1  # here: a step has no collectives but those planned
         self._thread: ThreadPoolExecutor | None = None
 
     def sum(self, values: Tensor) -> None:
@@ -106,8 +107,6 @@ class GroupSum:
         if self._ways is None:
             raise RuntimeError(f"{self.algorithm} needs groups for its messages")
         self._wire = Wire(self._ways.up, self._ways.down, device_type=values.device.type)
-        if ALGORITHMS["all_reduce"][self.algorithm].uses_nodes:
-            self._per_node = ranks_per_node(self.group)
         return self._wire
 
 

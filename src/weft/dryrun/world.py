@@ -151,6 +151,7 @@ def _patches() -> list[Any]:
         mock.patch.object(choose, "Replicated", FakeReplicated),
         # messages of an all-reduce of ours would never arrive
         mock.patch.object(sums.GroupSum, "_exchange", _returns(True)),
+        mock.patch.object(sums, "ranks_per_node", lambda group: group.size()),
         # fully_shard creates all shards of a parameter, one per rank, and keeps two
         mock.patch.object(fsdp_param, "_chunk_with_empty", _Chunks),
         # values read by the host, which do not exist here
