@@ -8,7 +8,7 @@ collective's sequence number in its group: equal on all ranks, as long as they i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 _DEFAULT_GROUP = "default_pg"
 _KEPT = 16  # per group: enough to compare two ranks that differ by a few collectives
+_CONTEXT = 3  # collectives before one, which say what usually follows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class Issued:
     number: int
     name: str
     shapes: str
+    is_usual: bool | None = None  # whether it followed the same collectives before too; None: they never came before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,27 +53,51 @@ def progress_mark() -> bytes:
     return b"".join(dump(False, False) for dump in _recorders())
 
 
+def is_pending() -> bool:
+    """Whether this rank has issued a collective that is not complete. Cheap."""
+    states = (state for dump in _recorders() for state in json.loads(dump(False, False)).get("pg_status", {}).values())
+    return any(int(state["last_completed_collective"]) < int(state["last_enqueued_collective"]) for state in states)
+
+
 def group_traces() -> dict[str, GroupTrace]:
     """Traces by backend and group, the most recently used last. Takes up to 0.1 s."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for entry in sorted(_entries(), key=lambda entry: entry.get("time_created_ns", 0)):
-        if entry.get("is_p2p"):
-            continue
+    entries = sorted(_entries(), key=lambda entry: entry.get("time_created_ns", 0))
+    entries = [entry for entry in entries if not entry.get("is_p2p")]
+    found: dict[str, list[tuple[dict[str, Any], bool | None]]] = {}
+    for entry, is_usual in zip(entries, usual([_kind(entry) for entry in entries]), strict=True):
         key = f"{entry['profiling_name'].partition(':')[0]} {entry['process_group'][0]}"
-        found[key] = [*found.pop(key, [])[-_KEPT + 1 :], entry]
+        found[key] = [*found.pop(key, [])[-_KEPT + 1 :], (entry, is_usual)]
     ranks = _ranks_by_name()
     return {key: _trace(entries, ranks) for key, entries in found.items()}
 
 
-def _trace(entries: list[dict[str, Any]], ranks: dict[str, tuple[int, ...]]) -> GroupTrace:
-    name, description = entries[0]["process_group"]
+def usual(kinds: Sequence[Hashable]) -> list[bool | None]:
+    """For each of a rank's collectives in order: whether it followed the same ones before too; None for a first time.
+
+    Every step issues the same: the rank that skipped a collective is the one for which this is False."""
+    followers: dict[tuple[Hashable, ...], set[Hashable]] = {}
+    found: list[bool | None] = []
+    for at, kind in enumerate(kinds):
+        known = followers.setdefault(tuple(kinds[max(0, at - _CONTEXT) : at]), set())
+        found.append(kind in known if known and at >= _CONTEXT else None)
+        known.add(kind)
+    return found
+
+
+def _kind(entry: Mapping[str, Any]) -> Hashable:
+    return (*entry["process_group"], entry["profiling_name"], str(entry.get("input_sizes", "")))
+
+
+def _trace(entries: list[tuple[dict[str, Any], bool | None]], ranks: dict[str, tuple[int, ...]]) -> GroupTrace:
+    name, description = entries[0][0]["process_group"]
     issued = (
         Issued(
             number=entry["collective_seq_id"],
             name=entry["profiling_name"].partition(":")[2].strip("_"),
             shapes=str(entry.get("input_sizes", "")),
+            is_usual=is_usual,
         )
-        for entry in entries
+        for entry, is_usual in entries
     )
     return GroupTrace(title=_title(description), ranks=ranks.get(name, ()), last=tuple(issued))
 

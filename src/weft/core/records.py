@@ -30,6 +30,10 @@ class StepRecord:
     loss_scale: float | None = None
     eval_loss: float | None = None
     changed: tuple[str, ...] | None = None  # keys of run.toml that a resume changed before this step
+    # Steps with a rank that the others wait for: its own seconds of work in a step, and the median of the others.
+    slow_rank: int | None = None
+    slow_rank_s: float | None = None
+    other_ranks_s: float | None = None
     # Mixtures of experts only. Load: tokens of an expert over the mean of its layer; 1 is balanced.
     expert_load: float | None = None  # of the busiest expert, mean over the layers
     expert_load_max: float | None = None  # of the busiest expert of all layers

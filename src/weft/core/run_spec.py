@@ -97,6 +97,12 @@ class TrainSpec(Section):
     )
     frozen: list[str] = Field(default_factory=list, description="glob patterns of parameter names that never change")
     collective_timeout_s: float = Field(default=300.0, gt=0, description="seconds before a silent peer is an error")
+    hang_timeout_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="seconds that a rank waits for another one inside a step, without progress, before it is a hang; "
+        "not in the first step, saves and loads",
+    )
 
     @model_validator(mode="after")
     def _kernel_exists(self) -> TrainSpec:

@@ -32,6 +32,7 @@ from weft.launch.rank_variables import elastic_variables, rank_variables
 from weft.launch.stop_signals import StopSignals
 from weft.train.ranks.environment import SCRATCH_VARIABLE
 from weft.train.ranks.failures import is_debugging, read_record
+from weft.train.ranks.last_stack import read_stack, stack_path
 from weft.train.ranks.store import serve_store
 
 _LOOPBACK = "127.0.0.1"
@@ -187,6 +188,7 @@ class RankAgent(SimpleElasticAgent):
                 exit_code=process.poll(),
                 killed_by_launcher=process.pid in self._killed_pids,
                 record=read_record(self._surroundings.folder, rank=rank),
+                stack=tuple(read_stack(str(stack_path(self._surroundings.folder, rank=rank)))),
             )
             for rank, process in self._processes.items()
         ]

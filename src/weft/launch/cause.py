@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from weft.core.errors import RankError, StallError, WeftError
 from weft.core.processes import signal_name
+from weft.train.ranks import stall_words as words
 from weft.train.ranks.failures import FailureRecord
 
 _NAMED_ANOTHER, _SILENT, _LOST_PEERS = 3, 4, 5
@@ -30,6 +31,7 @@ class RankEnd:
     exit_code: int | None
     killed_by_launcher: bool
     record: FailureRecord | None
+    stack: tuple[str, ...] = ()  # of its main thread when a fatal signal ended it, innermost first
 
     @property
     def is_running(self) -> bool:
@@ -64,7 +66,8 @@ def describe(cause: RankEnd, *, num_ranks: int) -> WeftError:
     who = f"rank {cause.rank} (pid {cause.pid})" if num_ranks > 1 else f"the process (pid {cause.pid})"
     code = cause.exit_code or 0
     if code < 0:
-        return RankError(f"{who} was killed by {signal_name(-code)}", hint=_signal_hint(-code))
+        at = words.at(cause.stack)
+        return RankError(f"{who} was killed by {signal_name(-code)}{at}", hint=_signal_hint(-code))
     return RankError(
         f"{who} ended with exit code {code} and left no error message",
         hint="see its output above; it may have ended before training began",

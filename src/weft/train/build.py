@@ -60,10 +60,10 @@ def build_workbench(
 ) -> Workbench:
     """The engine and the loaders of `run` under `plan`, on every rank; `scene` records config and engine when built."""
     require_legal(plan, run)
-    with phase("opening the data"):
+    with phase("opening the data", is_slow=True):
         corpus = open_corpus(run.data)
         missing = why_no_evaluation(run, corpus)
-    with phase("building the model"):
+    with phase("building the model", is_slow=True):
         config = build_config(run.model, vocab_size=corpus.vocab_size, end_of_document=corpus.end_of_document)
         if scene is not None:
             scene.config = config

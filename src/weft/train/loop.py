@@ -29,7 +29,8 @@ from weft.train.ledger.ledger import peak_memory_bytes
 from weft.train.ledger.measuring import Measuring
 from weft.train.loggers.display import Display
 from weft.train.loggers.metrics import MetricsWriter
-from weft.train.ranks.process import StopFlag, phase
+from weft.train.ranks.pace import slow_rank
+from weft.train.ranks.process import StopFlag, paces, phase
 from weft.train.rate import learning_rate_at
 
 STEP_TERMS = (TimeTerm.FORWARD, TimeTerm.BACKWARD, TimeTerm.FORWARD_BACKWARD, TimeTerm.OPTIMIZER)
@@ -83,6 +84,7 @@ class TrainingLoop:
         self._last_saved = (store.newest_step() or 0) if is_from_files else self.engine.steps_done
         self._before: StepTimer | None = None  # of the step before, unless something else came in between
         self._last_measured = 0
+        self._slow_rank: int | None = None  # that was named last
         self._gap = GapWatch(os.environ)
         self._recompiles = RecompileWatch() if self.engine.plan.compile.enabled else None
         self._described = {"run": run.model_dump(mode="json", exclude_none=True), "data": bench.contents}
@@ -132,7 +134,8 @@ class TrainingLoop:
         rate = learning_rate_at(self.run_spec.train, step)
         if self.measuring.is_active:
             self._last_measured = step
-        with phase(f"step {step}"), self.measuring.step():
+        # The first step compiles, by stages one after the other.
+        with phase(f"step {step}", is_slow=self.outcome.steps == 0), self.measuring.step():
             pending = self.engine.step_nowait(batch, learning_rate=rate, vote_stop=self.stop.requested)
         self._warn_recompiled(step)
         self.samples += self.run_spec.train.global_batch
@@ -148,7 +151,7 @@ class TrainingLoop:
 
     def _finish_step(self, pending: PendingStep) -> bool:
         """Log the step's numbers; return whether some rank wants to stop."""
-        with phase(f"step {pending.step}"):
+        with phase(f"step {pending.step}", is_slow=self.outcome.steps == 0):
             record, wants_stop = pending.resolve()
         # of the device: the host may be ahead of it by less than a step
         seconds, self._before = pending.timer.seconds_since(self._before), pending.timer
@@ -170,6 +173,7 @@ class TrainingLoop:
                 self.engine.updates.restart()  # the last evaluation is of the weights that are saved
             record = dataclasses.replace(record, eval_loss=self._evaluate())
             self._before = None
+        record = self._with_pace(record)
         self.metrics.write(record)
         if pending.router is not None and self._is_logged(record.step):
             self.metrics.write_experts(pending.router.loads(record.step))
@@ -179,6 +183,17 @@ class TrainingLoop:
             for note in self.engine.buffer_sync.notes():
                 self.display.line(f"note: {note}")
         return wants_stop
+
+    def _with_pace(self, record: StepRecord) -> StepRecord:
+        """The record with the rank that the others wait for, every few seconds; a line when it is another one."""
+        known = paces()
+        slow = slow_rank(known.take(), step_s=record.step_s) if known is not None else None
+        if slow is None:
+            return record
+        if slow.rank != self._slow_rank:
+            self._slow_rank = slow.rank
+            self.display.line(f"warning: {slow}")
+        return dataclasses.replace(record, slow_rank=slow.rank, slow_rank_s=slow.work_s, other_ranks_s=slow.others_s)
 
     def _count_seconds(self, pending: PendingStep) -> None:
         """Add the step's seconds. Measured steps are slower: theirs are dropped at the first step without measuring."""
@@ -194,14 +209,14 @@ class TrainingLoop:
 
     def _pause(self, *, stopping: bool) -> None:
         """Between steps: poll finished saves, start due ones."""
-        with self._timed(TimeTerm.CHECKPOINT), phase("saving a checkpoint"):
+        with self._timed(TimeTerm.CHECKPOINT), phase("saving a checkpoint", is_slow=True):
             self.store.poll()
             if not stopping and self._is_checkpoint(self.engine.steps_done):
                 self._save(asynchronous=self.run_spec.checkpoint.asynchronous)
                 self._before = None
 
     def _end(self, *, stopping: bool) -> None:
-        with self._timed(TimeTerm.CHECKPOINT), phase("saving the last checkpoint"):
+        with self._timed(TimeTerm.CHECKPOINT), phase("saving the last checkpoint", is_slow=True):
             if (stopping or self.run_spec.checkpoint.at_end) and self._last_saved != self.engine.steps_done:
                 self._save(asynchronous=False)
             self.store.wait()

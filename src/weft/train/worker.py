@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ from weft.train.out_of_memory import OutOfMemoryScene, explained
 from weft.train.pipeline.record import write_pipeline
 from weft.train.pipeline.watch import PipelineWatch
 from weft.train.ranks.environment import read_local_size
-from weft.train.ranks.process import Process, StopFlag, join, leave, phase
+from weft.train.ranks.pace import slow_rank
+from weft.train.ranks.process import Process, StopFlag, join, leave, paces, phase
 
 _PATH_BYTES = 4096  # Linux's limit on paths
 
@@ -63,6 +64,7 @@ def run_job(job: Job, *, lock: FolderLock | None = None) -> dict[str, Any]:
     process = join(
         device_type=job.device,
         timeout_s=job.run.train.collective_timeout_s,
+        hang_timeout_s=job.run.train.hang_timeout_s,
         prepare=lambda process: prepare_data(job.run, process, is_speaking=not job.quiet),
     )
     try:
@@ -149,7 +151,7 @@ def _agree_on_folder(
     """Rank 0's folder, and the step of its newest checkpoint, on every rank; `ANY_STEP`: a resume without a checkpoint.
 
     A default name contains the time, and ranks start seconds apart."""
-    with phase("opening the run folder"):
+    with phase("opening the run folder", is_slow=True):
         look = _open_folder(job, process, lock, display) if process.is_main else None
         step = _after_step(job, process, look) if look is not None else None
         name = os.fsencode(job.out).ljust(_PATH_BYTES, b"\0") if process.is_main else bytes(_PATH_BYTES)
@@ -209,7 +211,7 @@ def _resume(
     if meta is None and store is None:
         display.line("note: the run starts at step 0")
         return Resumed()
-    with phase("loading the checkpoint"):
+    with phase("loading the checkpoint", is_slow=True):
         loaded = store.load(bench.engine.state()) if meta is None and store is not None else None
         meta = loaded.meta if loaded is not None else meta or {}
         recorded = recorded_run(meta, otherwise=before)
@@ -273,7 +275,7 @@ def _close(
     process: Process,
     facts: dict[str, Any],
 ) -> dict[str, Any]:
-    with phase("writing the report"):
+    with phase("writing the report", is_slow=True):
         ranks = gather_memory(bench.engine, account.measuring.found)
         pipeline = watch.gather(num_measured=account.measuring.num_measured)
         ledger = build_ledger(
@@ -289,6 +291,7 @@ def _close(
             **account.columns(),
         )
         if process.is_main:
+            _add_pace(ledger)
             folder.write_ledger(ledger)
             write_pipeline(folder.path, pipeline, ranks)
         if process.is_main and not job.quiet:
@@ -299,6 +302,19 @@ def _close(
                 display.costs(ledger)
                 _draw_report(folder, display)
     return ledger
+
+
+def _add_pace(ledger: dict[str, Any]) -> None:
+    """Each rank's share of work in the steps, and the rank that the others waited for."""
+    known = paces()
+    found = [pace for pace in known.whole_run() if pace.looks] if known is not None else []
+    slow = slow_rank(found, step_s=ledger["time"]["step_s"] or 0.0)
+    ledger["pace"] = {
+        "ranks": [{"rank": pace.rank, "host": pace.host, "work_share": pace.work_share} for pace in found],
+        "slow_rank": asdict(slow) if slow is not None else None,
+    }
+    if slow is not None:
+        ledger["remarks"].append(str(slow))
 
 
 def join_dry_run(folder: RunFolder, *, dry: dict[str, Any] | None, remark: str, is_speaking: bool) -> None:

@@ -69,7 +69,7 @@ def _verify_all(
         if key not in sessions:
             sessions[key] = Session(run, process, steps=request.steps, scratch=scratch, device=device)
         name = plan_name(plan)
-        with phase(f"verifying {name}"):
+        with phase(f"verifying {name}", is_slow=True):  # the reference runs on one rank
             report = functools.partial(progress, name)
             try:
                 verdicts.append(sessions[key].verify(plan, changes=tuple(changes), progress=report))

@@ -5,6 +5,7 @@ first N generations one rank is killed, in turn. FOLDER takes the marks left for
 """
 
 import atexit
+import ctypes
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from weft.train.ranks.process import Process, StopFlag, join, leave, phase, repo
 
 # Far beyond every test's patience: a test that waits for it fails. Tests of hangs give a short one.
 TIMEOUT_S = float(os.environ.get("RANK_TIMEOUT_S", 300.0))
+HANG_S = float(os.environ.get("RANK_HANG_S", 120.0))
 
 
 def misbehave(mode: str, process: Process, folder: Path) -> None:
@@ -39,6 +41,10 @@ def misbehave(mode: str, process: Process, folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if mode == "loop" and process.rank == 1:
         spin()
+    if mode == "lock" and process.rank == 1:
+        hold_the_lock()
+    if mode == "shape" and process.rank == 1:
+        dist.all_reduce(torch.ones(64))
     if mode == "skip" and process.rank == 1:
         dist.barrier()
     if mode == "exit" and process.rank == 1:
@@ -53,6 +59,10 @@ def misbehave(mode: str, process: Process, folder: Path) -> None:
 def spin() -> None:
     while True:
         time.sleep(0.01)
+
+
+def hold_the_lock() -> None:
+    ctypes.PyDLL(None).sleep(int(TIMEOUT_S))  # PyDLL, unlike CDLL, keeps the interpreter lock
 
 
 def train(mode: str, process: Process, folder: Path, stop: StopFlag) -> None:
@@ -73,7 +83,7 @@ def train(mode: str, process: Process, folder: Path, stop: StopFlag) -> None:
 def main() -> None:
     mode, folder = sys.argv[1], Path(sys.argv[2])
     with report_failures(), StopFlag() as stop:
-        process = join(device_type="cpu", timeout_s=TIMEOUT_S)
+        process = join(device_type="cpu", timeout_s=TIMEOUT_S, hang_timeout_s=HANG_S)
         train(mode, process, folder, stop)
         (folder / f"done-{process.rank}").write_text(str(process.restart_count))
         leave()

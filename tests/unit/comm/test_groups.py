@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from weft.comm.flight import group_traces, progress_mark
+from weft.comm.flight import group_traces, is_pending, progress_mark, usual
 from weft.comm.groups import OwnedGroups, ensure_group
 
 
@@ -50,3 +50,19 @@ def test_torchs_recorder_counts_the_collectives_of_every_group() -> None:
     named = {trace.title: trace for trace in group_traces().values()}
     assert (named["data parallel"].number, named["data parallel"].ranks) == (3, (0,))
     assert (named["data parallel"].last[-1].name, named["all ranks"].number) == ("all_reduce", 1)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_collective_that_is_complete_is_not_pending() -> None:
+    dist.all_reduce(torch.ones(2))
+    assert not is_pending()
+
+
+def test_a_skipped_collective_is_not_what_usually_follows() -> None:
+    step = ["weight", "gather 0", "gather 1", "scatter 1", "scatter 0", "norm", "loss"]
+    assert usual([*step, *step])[:3] == [None] * 3
+    assert False not in usual([*step, *step, *step])
+    assert usual([*step, *step, *step])[-len(step) :] == [True] * len(step)
+    skipped = [*step, *step, *(one for one in step if one != "scatter 1")]
+    assert usual(skipped).count(False) == 1
+    assert skipped[usual(skipped).index(False)] == "scatter 0"

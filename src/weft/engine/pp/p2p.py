@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.messages import waiting_for
 from weft.schedule import Action, Kind
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -141,14 +142,17 @@ class P2PExchange:
             if self._can_post(source):
                 self._post(source, device=device)
         work, tensor, made_at = self._arriving.pop(message)
-        work.wait()
+        with waiting_for(_described(message), self._links.ranks[source]):
+            work.wait()
         self._free_received(source, before=made_at)
         return tensor
 
     def finish(self) -> None:
         """Wait for all sends; fails if an expected message was not received."""
-        for sent in (one for leaving in self._leaving.values() for one in leaving):
-            sent.work.wait()
+        for place, leaving in self._leaving.items():
+            for sent in leaving:
+                with waiting_for(_described(sent.message), self._links.ranks[place]):
+                    sent.work.wait()
         self._leaving.clear()
         if self._arriving or self._at_hand or any(self._expected.values()):
             raise RuntimeError("the pipeline ended with messages that no action received")
@@ -157,7 +161,8 @@ class P2PExchange:
         """Free messages that the rank at `place` has received before its action `before`."""
         is_taken = {one.message: self._taken_at.get(one.message, before + 1) <= before for one in self._leaving[place]}
         for sent in (one for one in self._leaving[place] if is_taken[one.message]):
-            sent.work.wait()
+            with waiting_for(_described(sent.message), self._links.ranks[place]):
+                sent.work.wait()
             self._taken_at.pop(sent.message, None)
         self._leaving[place] = [one for one in self._leaving[place] if not is_taken[one.message]]
 
@@ -184,12 +189,18 @@ class P2PExchange:
             shape, dtype = self._known_shapes.given[message.stage, shape_key]
         elif self._known_shapes.is_new(message.stage, shape_key):
             header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=device)
-            dist.recv(header, rank, group=group)
+            with waiting_for(_described(message), rank):
+                dist.recv(header, rank, group=group)
             shape, dtype = self._known_shapes.taken[message.stage, shape_key] = _read(header)
         else:
             shape, dtype = self._known_shapes.taken[message.stage, shape_key]
         tensor = torch.empty(shape, dtype=dtype, device=device)
         self._arriving[message] = (dist.irecv(tensor, rank, group=group), tensor, made_at)
+
+
+def _described(message: Message) -> str:
+    what = "activations" if message.way == "forward" else "gradients"
+    return f"{what} of micro-batch {message.microbatch} for stage {message.stage}"
 
 
 def has_left(work: Any) -> bool:

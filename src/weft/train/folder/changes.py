@@ -18,7 +18,7 @@ from weft.core.run_spec import RunSpec
 
 # Sections that configure how a run is observed, not what it trains.
 _WATCHING = ("checkpoint", "logging", "ledger")
-_WATCHING_KEYS = ("evaluation.every", "train.collective_timeout_s", "train.optimizer_kernel")
+_WATCHING_KEYS = ("evaluation.every", "train.collective_timeout_s", "train.hang_timeout_s", "train.optimizer_kernel")
 _GUARDED = (
     "data",
     "model",

@@ -92,9 +92,11 @@ def record_failure(error: Exception, *, process: Process) -> FailureRecord:
 
 
 @contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Name the rank's current activity ("build", "step 12", "save") for error messages; the innermost name is used."""
-    progress.enter(name)
+def phase(name: str, *, is_slow: bool = False) -> Iterator[None]:
+    """Name the rank's current activity ("build", "step 12", "save") for error messages; the innermost name is used.
+
+    `is_slow`: one rank may take minutes longer than others (a disk, a compiler), so no wait for it is a hang."""
+    progress.enter(name, is_slow=is_slow)
     try:
         yield
     except Exception as error:

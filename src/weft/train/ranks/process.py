@@ -34,10 +34,11 @@ from weft.train.ranks.environment import (
 )
 from weft.train.ranks.failures import FailureRecord, is_debugging, phase, record_failure, write_record
 from weft.train.ranks.launcher_death import end_with_launcher
+from weft.train.ranks.pace import Paces
 from weft.train.ranks.preparation import prepare_together
 from weft.train.ranks.stop_flag import StopFlag
 from weft.train.ranks.store import open_store
-from weft.train.ranks.watch import RankWatch
+from weft.train.ranks.watch import Patience, RankWatch
 
 __all__ = ["Process", "StopFlag", "join", "leave", "phase", "report_failures"]
 
@@ -59,19 +60,21 @@ def join(
     *,
     device_type: Literal["auto", "cpu", "cuda"] = "auto",
     timeout_s: float = 300.0,
+    hang_timeout_s: float = 120.0,
     prepare: Callable[[Process], object] | None = None,
 ) -> Process:
     """Join this rank to the others and return its `Process`; a single rank gets its own group.
 
     It is `weft.join`, for your own scripts under torchrun or Slurm. "auto": one GPU per rank if there are any. An
     existing process group is used as it is, and `leave` will not destroy it.
-    `prepare` opens the data before the group exists, so that it may take longer than any collective.
+    A wait for another rank in a `phase` that is not slow is a hang after `hang_timeout_s`; any collective fails after
+    `timeout_s`. `prepare` opens the data before the group exists, so that it may take longer than any collective.
     """
     global _membership, _watch, _depth
     if dist.is_initialized():
         _depth += 1
         return _membership.process if _membership else _describe_existing_group()
-    with phase("join"):
+    with phase("join", is_slow=True):
         end_with_launcher(os.environ)
         process = read_process(os.environ)
         _write_pid(process)
@@ -79,9 +82,9 @@ def join(
         lent = _stay_local() if rendezvous is None else ()
         device = _take_device(process, device_type=_kind_of_device(device_type))
         store = open_store(rendezvous, process=process, timeout_s=timeout_s)
-        _watch = _start_watch(store, rendezvous, process, timeout_s=timeout_s)
+        _watch = _start_watch(store, rendezvous, process, patience=Patience(timeout_s=timeout_s, hang_s=hang_timeout_s))
         if prepare is not None:
-            with phase("opening the data"):
+            with phase("opening the data", is_slow=True):
                 prepare_together(lambda: prepare(process), store, process=process, timeout_s=timeout_s)
         dist.init_process_group(
             "gloo" if device is None else "cpu:gloo,cuda:nccl",
@@ -112,6 +115,11 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def paces() -> Paces | None:
+    """How long all ranks work and wait; None for one rank. Only rank 0 knows."""
+    return _watch.paces if _watch is not None else None
+
+
 @contextmanager
 def report_failures() -> Iterator[None]:
     """Wrap a worker's main: record an exception for the launcher, or print it, and end the process.
@@ -125,28 +133,33 @@ def report_failures() -> Iterator[None]:
         record = record_failure(error, process=_own_process())
         if _watch is not None:
             record = _watch.final_record(record, error)
-        if scratch := os.environ.get(SCRATCH_VARIABLE):
-            write_record(record, scratch=Path(scratch))
-        else:
-            _print_error(record)
-        _end_at_once(record.exit_code)
+        _end_with(record)
 
 
 def _start_watch(
-    store: Store, rendezvous: Rendezvous | None, process: Process, *, timeout_s: float
+    store: Store, rendezvous: Rendezvous | None, process: Process, *, patience: Patience
 ) -> RankWatch | None:
     if rendezvous is None or process.world_size == 1:
         return None
-    # Under weft's launcher the launcher ends all ranks, after each has written its record.
-    end = None if SCRATCH_VARIABLE in os.environ else _end_with
-    address = f"{rendezvous.address}:{rendezvous.port}"
-    watch = RankWatch(store, process, address=address, timeout_s=timeout_s, end=end)
+    scratch = os.environ.get(SCRATCH_VARIABLE)
+    watch = RankWatch(
+        store,
+        process,
+        address=f"{rendezvous.address}:{rendezvous.port}",
+        patience=patience,
+        end=_end_with,
+        is_launched=scratch is not None,
+        folder=Path(scratch) if scratch is not None else None,
+    )
     watch.start()
     return watch
 
 
-def _end_with(record: FailureRecord) -> None:
-    _print_error(record)
+def _end_with(record: FailureRecord) -> NoReturn:
+    if scratch := os.environ.get(SCRATCH_VARIABLE):
+        write_record(record, scratch=Path(scratch))
+    else:
+        _print_error(record)
     _end_at_once(record.exit_code)
 
 

@@ -10,16 +10,15 @@ import threading
 import time
 import traceback
 
-_STACK_FRAMES = 4
-_P2P = "/weft/engine/pp/p2p.py"
+_STACK_FRAMES = 6
 
 
 class RankProgress:
     """The phases of the main thread, innermost last. Other threads (a background save) are ignored."""
 
     def __init__(self) -> None:
-        self._names: list[str] = []
-        self._shown = ("start", time.time())
+        self._names: list[tuple[str, bool]] = []
+        self._shown = ("start", time.time(), True)
 
     @property
     def phase(self) -> str:
@@ -30,15 +29,21 @@ class RankProgress:
         """When the phase was entered, or the last one left."""
         return self._shown[1]
 
-    def enter(self, name: str) -> None:
+    @property
+    def is_slow(self) -> bool:
+        """Whether the phase may take longer on one rank than on others, so that a wait for it is no hang."""
+        return self._shown[2]
+
+    def enter(self, name: str, *, is_slow: bool = False) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._names.append(name)
-            self._shown = (name, time.time())
+            self._names.append((name, is_slow))
+            self._shown = (name, time.time(), is_slow)
 
     def leave(self) -> None:
         if threading.current_thread() is threading.main_thread() and self._names:
-            left = self._names.pop()
-            self._shown = (self._names[-1] if self._names else f"after {left}", time.time())
+            left, is_slow = self._names.pop()
+            name, is_slow = self._names[-1] if self._names else (f"after {left}", is_slow)
+            self._shown = (name, time.time(), is_slow)
 
 
 progress = RankProgress()  # one per process, which has one main thread
@@ -46,24 +51,16 @@ progress = RankProgress()  # one per process, which has one main thread
 
 def main_stack() -> list[str]:
     """Stack of the main thread, innermost first: "model.py:12 in forward"."""
-    calls = _main_calls()[-_STACK_FRAMES:]
-    return [f"{call.filename.rpartition('/')[2]}:{call.lineno} in {call.name}" for call in reversed(calls)]
+    calls = main_calls()[-_STACK_FRAMES:]
+    return [call_text(call.filename, call.lineno or 0, call.name) for call in reversed(calls)]
 
 
-def is_main_waiting() -> bool:
-    """Whether the main thread is in torch.distributed or waits for a p2p message between pipeline stages."""
-    return any(_waits(call.filename) for call in _main_calls()[-_STACK_FRAMES:])
+def call_text(path: str, line: int | str, name: str) -> str:
+    """ "model.py:12 in forward"; files of torch with their folders, which say where it waits."""
+    _, torch, inside = path.rpartition("/site-packages/torch/")
+    return f"{'torch/' + inside if torch else path.rpartition('/')[2]}:{line} in {name}"
 
 
-def is_message_wait(error: BaseException) -> bool:
-    """Whether the exception was raised while waiting for a p2p message between pipeline stages."""
-    return any(call.filename.endswith(_P2P) for call in traceback.extract_tb(error.__traceback__))
-
-
-def _waits(filename: str) -> bool:
-    return "/torch/distributed/" in filename or filename.endswith(_P2P)
-
-
-def _main_calls() -> traceback.StackSummary:
+def main_calls() -> traceback.StackSummary:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return traceback.StackSummary() if frame is None else traceback.extract_stack(frame)

@@ -1,10 +1,12 @@
 """Explain a stall in one sentence: the rank that the others waited for, and the collective, from the ranks' statuses.
 
-Pure, except that it asks the kernel about processes of this host; `watch` asks the ranks. In order of confidence:
+Pure; `watch` asks the ranks. In order of confidence:
 
-    a rank that does not answer  >  ranks that issued different collectives  >  the rank that is behind the others
+    a rank that has been silent for long  >  ranks that issued different collectives  >  the rank that is behind the
+    others, or whose message did not come  >  the only rank that does not wait  >  a rank that is silent now
 
-A rank that is behind may itself be waiting in another group: the last rank of that chain is the cause.
+A rank that is behind may itself be waiting in another group: the last rank of that chain is the cause. Of ranks that
+wait for each other it is the one that departed from its order of earlier steps.
 """
 
 from __future__ import annotations
@@ -12,22 +14,24 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from weft.comm.flight import GroupTrace
+from weft.comm.flight import GroupTrace, Issued
 from weft.core.errors import StallError
-from weft.core.processes import describe_process
-from weft.train.ranks.status import RankStatus
+from weft.train.ranks import stall_words as words
+from weft.train.ranks.status import Observation, RankStatus
 
-_RESUME = "--resume continues from the last checkpoint"
-# Shapes of these are equal on all ranks; shapes of a gather or scatter may differ.
-_ALIKE = frozenset({"all_reduce", "broadcast"})
+# Shapes of these are equal on all ranks; shapes of other gathers or scatters may differ.
+_ALIKE = frozenset(
+    ("all_reduce", "broadcast", "all_gather_base", "reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StallScene:
-    """Facts that one rank collected after a wait failed. `answered` includes the rank itself; `last_seen` has ranks
-    that joined once and do not answer."""
+    """Facts that one rank collected after a wait failed, or lasted too long. `answered` includes the rank itself;
+    `last_seen` has ranks that joined once and do not answer, `observed` what processes of their hosts see of them."""
 
     rank: int
     world_size: int
@@ -35,198 +39,196 @@ class StallScene:
     last_seen: Mapping[int, RankStatus]
     timeout_s: float
     is_timeout: bool  # otherwise a connection ended
-    is_message: bool = False  # a p2p message between pipeline stages, which group traces do not include
+    observed: Mapping[int, Observation] = field(default_factory=dict)
 
     @property
     def own(self) -> RankStatus:
         return self.answered[self.rank]
 
 
+class _Late(NamedTuple):
+    """`rank` has not arrived where `waiting` waits: in the group `key`, or with a message ("")."""
+
+    key: str
+    rank: int
+    waiting: int
+
+
 def explain(scene: StallScene) -> StallError | None:
     """The error that names the late rank and the collective; None if all ranks have arrived everywhere."""
     silent = [rank for rank in range(scene.world_size) if rank not in scene.answered]
-    if silent:
-        return _silent(scene, silent)
     if not scene.is_timeout:
-        return None
-    return _unlike(scene) or _behind(scene) or _busy(scene)
+        return _silent(scene, silent) if silent else None
+    lost = [rank for rank in silent if _is_lost(scene, rank)]
+    if lost:
+        return _silent(scene, lost)
+    return _unlike(scene) or _behind(scene) or _busy(scene) or (_silent(scene, silent) if silent else None)
+
+
+def is_patient(scene: StallScene) -> bool:
+    """Whether some rank does work that may take minutes: then a long wait is no hang. The last beat of a silent rank
+    says nothing about it: it may have left that phase since."""
+    return any(status.is_slow_phase for status in scene.answered.values())
 
 
 def explain_lost_store(*, address: str, silent_s: float, rank_0: RankStatus | None, own: RankStatus) -> StallError:
     """The error if no rank can be asked, since the store is lost: it is on rank 0's host, or in rank 0 itself."""
-    name = f"rank 0's host ({address})" if rank_0 is None else f"{_name([rank_0])}, on the host of the store {address},"
-    state = _state(rank_0, own) if rank_0 is not None else ""
+    lost = "rank 0's host" if rank_0 is None else f"{words.name([rank_0])}, on the host of the store"
+    where = f"{lost} ({address})" if rank_0 is None else f"{lost} {address},"
+    state = words.observe(rank_0).state if rank_0 is not None and rank_0.host == own.host else ""
     return StallError(
-        f"{name} has not answered for {silent_s:.0f} s{f': {state}' if state else ''};"
-        f" rank {own.rank} (host {own.host}) ended {_during(own)}",
-        hint=f"is that host up, and the link to it? {_RESUME}",
+        f"{where} has not answered for {silent_s:.0f} s{f': {state}' if state else ''};"
+        f" rank {own.rank} (host {own.host}) ended {words.during(own)}",
+        hint=f"is that host up, and the link to it? {words.RESUME}",
     )
+
+
+# ------------------------------------------------------------------------------------------------------- silent ranks
+
+
+def _is_lost(scene: StallScene, rank: int) -> bool:
+    """Whether a silent rank has been silent for a good part of the wait; another may only be busy for some seconds."""
+    seen = scene.last_seen.get(rank)
+    return seen is None or scene.own.time - seen.time > min(scene.timeout_s / 2, 30.0)
 
 
 def _silent(scene: StallScene, silent: Sequence[int]) -> StallError:
     absent = [rank for rank in silent if rank not in scene.last_seen]
     if absent:
         return StallError(
-            f"{_ranks(absent)} never joined within {scene.timeout_s:g} s",
+            f"{words.ranks(absent)} never joined within {scene.timeout_s:g} s",
             hint="were all ranks started, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE? can they reach it?",
         )
     known = [scene.last_seen[rank] for rank in silent]
-    first = known[0]
-    states = {_state(status, scene.own) for status in known}
+    first, observed = known[0], scene.observed.get(silent[0])
+    states = {scene.observed[rank].state if rank in scene.observed else "" for rank in silent}
     state = states.pop() if len(states) == 1 else ""
-    seen = f"last seen {_during(first)} {max(0.0, time.time() - first.time):.0f} s ago"
-    failed = f"did not arrive in {_where(scene, silent)} within {scene.timeout_s:g} s" if scene.is_timeout else "left"
-    what = f"{failed}: {state or ('it does' if len(known) == 1 else 'they do') + ' not answer'}, {seen}"
-    return StallError(f"{_name(known)} {what}", hint=_hint(first, state, scene.own))
+    seen = f"last seen {words.during(first)} {max(0.0, time.time() - first.time):.0f} s ago"
+    where = words.last_wait(scene.own, silent)
+    failed = f"did not arrive in {where} within {scene.timeout_s:g} s" if scene.is_timeout else "left"
+    at = words.at(observed.stack) if observed is not None else ""
+    what = f"{failed}: {state or ('it does' if len(known) == 1 else 'they do') + ' not answer'}, {seen}{at}"
+    hint = words.hint(first, observed, is_own_host=first.host == scene.own.host)
+    return StallError(f"{words.name(known)} {what}", hint=hint)
+
+
+# ----------------------------------------------------------------------------------------------- unlike collectives
 
 
 def _unlike(scene: StallScene) -> StallError | None:
     """The error of the first collective that differs between ranks."""
     for key, trace in reversed(scene.own.groups.items()):
-        members = [rank for rank in trace.ranks if key in scene.answered[rank].groups]
+        members = [rank for rank in trace.ranks if rank in scene.answered and key in scene.answered[rank].groups]
         for issued in trace.last:
-            kinds = {rank: _kind(scene.answered[rank].groups[key], issued.number) for rank in members}
-            seen = Counter(kind for kind in kinds.values() if kind)
-            if len(seen) > 1:
-                usual = seen.most_common(1)[0][0]
-                differing = [rank for rank, kind in kinds.items() if kind and kind != usual]
-                others = [rank for rank, kind in kinds.items() if kind == usual]
-                return StallError(
-                    f"the ranks do not issue the same collectives: number {issued.number}{_of(trace)} is"
-                    f" {kinds[differing[0]]} on {_ranks(differing)} and {usual} on {_ranks(others)},"
-                    f" {_during(scene.answered[differing[0]])}",
-                    hint="every rank of a group must issue the same collectives in the same order",
-                )
+            found = {rank: scene.answered[rank].groups[key].at(issued.number) for rank in members}
+            kinds = {rank: _kind(one) for rank, one in found.items() if one is not None}
+            if len(set(kinds.values())) > 1:
+                return _unlike_error(scene, trace, found, kinds)
     return None
 
 
+def _unlike_error(
+    scene: StallScene, trace: GroupTrace, found: Mapping[int, Issued | None], kinds: Mapping[int, str]
+) -> StallError:
+    number = next(one.number for one in found.values() if one is not None)
+    unusual = [rank for rank in kinds if (one := found[rank]) is not None and one.is_usual is False]
+    most, count = Counter(kinds.values()).most_common(1)[0]
+    odd = [rank for rank in kinds if kinds[rank] != most]
+    is_known = count > len(kinds) / 2
+    if not is_known and 0 < len(unusual) < len(kinds):
+        odd, is_known = unusual, True
+    said = " and ".join(
+        f"{kind} on {words.ranks([rank for rank in kinds if kinds[rank] == kind])}"
+        for kind in sorted({*kinds.values()}, key=lambda kind: kinds[odd[0]] != kind)
+    )
+    late = scene.answered[odd[0]]
+    who = words.name([scene.answered[rank] for rank in odd])
+    verb = "issues another collective" if len(odd) == 1 else "issue other collectives"
+    blame = f"{who} {verb} than the others" if is_known else "the ranks do not issue the same collectives"
+    return StallError(
+        f"{blame}: number {number}{words.group(trace)} is {said}, {words.during(late)}{words.at(late.stack)}",
+        hint="every rank of a group must issue the same collectives, with the same shapes, in the same order;"
+        f" the stack of rank {late.rank}, innermost first: {words.stack(late.stack)}",
+    )
+
+
+def _kind(issued: Issued) -> str:
+    return f"{issued.name} of {issued.shapes}" if issued.name in _ALIKE else issued.name
+
+
+# ------------------------------------------------------------------------------------------- ranks behind the others
+
+
 def _behind(scene: StallScene) -> StallError | None:
-    passed, rank, late = [scene.rank], scene.rank, _late(scene, scene.rank)
+    passed, late = [scene.rank], _late(scene, scene.rank)
     found = late
     while late is not None:
-        found, rank = late, late[1]
-        if rank in passed:
+        found = late
+        if late.rank in passed:
             return _circle(scene, passed)
-        passed.append(rank)
-        late = _late(scene, rank)
-    if found is None:
+        passed.append(late.rank)
+        late = _late(scene, late.rank) if late.rank in scene.answered else None
+    if found is None or found.rank not in scene.answered:
         return None
-    key, _, waiting = found
-    number = _number(scene.answered[rank], key) + 1
-    issued = scene.answered[waiting].groups[key].at(number)
-    name = f"{issued.name} {number}" if issued else f"collective {number}"
-    return _late_error(scene, rank, f"{name}{_of(scene.answered[waiting].groups[key])} of {scene.own.phase}")
+    waiting = scene.answered[found.waiting]
+    if not found.key:
+        return _late_error(scene, found.rank, words.last_wait(waiting))
+    number = _number(scene.answered[found.rank], found.key) + 1
+    issued = waiting.groups[found.key].at(number)
+    what = f"{issued.name} {number}" if issued else f"collective {number}"
+    return _late_error(scene, found.rank, f"{what}{words.group(waiting.groups[found.key])} of {waiting.phase}")
 
 
-def _late(scene: StallScene, rank: int) -> tuple[str, int, int] | None:
-    """The group in which another rank is furthest behind this one: (group, that rank, this rank)."""
-    for key, trace in reversed(scene.answered[rank].groups.items()):
+def _late(scene: StallScene, rank: int) -> _Late | None:
+    """The rank that this one waits for: of its message, or furthest behind it in a group."""
+    status = scene.answered[rank]
+    if status.message:
+        return _Late("", status.message_peer, rank)
+    for key, trace in reversed(status.groups.items()):
         numbers = {other: _number(scene.answered[other], key) for other in trace.ranks if other in scene.answered}
         # An old group may have dropped out of one rank's record but not another's: only then it has number 0.
         if not trace.last or (0 in numbers.values() and trace.last[0].number > 1):
             continue
         slowest = min(numbers, key=lambda other: numbers[other], default=rank)
         if slowest != rank and numbers[slowest] < trace.number:
-            return key, slowest, rank
+            return _Late(key, slowest, rank)
     return None
 
 
 def _circle(scene: StallScene, passed: Sequence[int]) -> StallError:
-    waits = [f"rank {rank} is in {_where_is(scene.answered[rank])}" for rank in passed]
+    waits = ", ".join(f"rank {rank} is in {words.last_wait(scene.answered[rank])}" for rank in passed)
+    departed = [rank for rank in passed if _has_departed(scene.answered[rank])]
+    blame = f"{words.ranks(passed)} wait for each other"
+    if len(departed) == 1:
+        blame = f"{words.name([scene.answered[departed[0]]])} left its order of collectives, and {blame}"
     return StallError(
-        f"{_ranks(passed)} wait for each other: {', '.join(waits)}",
-        hint="some rank skipped a collective, or the ranks issue them in another order",
+        f"{blame}: {waits}", hint="some rank skipped a collective, or the ranks issue them in another order"
     )
 
 
+def _has_departed(status: RankStatus) -> bool:
+    return any(issued.is_usual is False for trace in status.groups.values() for issued in trace.last[-4:])
+
+
 def _busy(scene: StallScene) -> StallError | None:
-    """The error without group traces (p2p messages between stages): the only rank that is not waiting."""
+    """The error without group traces: the only rank that is not waiting."""
     busy = [rank for rank, status in scene.answered.items() if not status.is_waiting]
     if len(busy) != 1 or busy == [scene.rank]:
         return None
-    return _late_error(scene, busy[0], _where(scene, busy))
+    return _late_error(scene, busy[0], words.last_wait(scene.own, busy))
 
 
 def _late_error(scene: StallScene, rank: int, where: str) -> StallError:
     late = scene.answered[rank]
-    state = _state(late, scene.own)
+    state = words.observe(late).state if late.host == scene.own.host else ""
     since_s = max(0.0, late.time - late.phase_since)
-    at = f", at {late.stack[0]}" if late.stack else ""
     return StallError(
-        f"{_name([late])} did not arrive in {where} within {scene.timeout_s:g} s:"
-        f" {f'{state}, ' if state else ''}{_during(late)} for {since_s:.0f} s{at}",
-        hint=f"its stack, innermost first: {' < '.join(late.stack)}; train.collective_timeout_s allows longer waits",
+        f"{words.name([late])} did not arrive in {where} within {scene.timeout_s:g} s:"
+        f" {f'{state}, ' if state else ''}{words.during(late)} for {since_s:.0f} s{words.at(late.stack)}",
+        hint=f"its stack, innermost first: {words.stack(late.stack)};"
+        " train.hang_timeout_s and train.collective_timeout_s allow longer waits",
     )
-
-
-def _where(scene: StallScene, ranks: Sequence[int]) -> str:
-    """The wait of the rank itself: the last collective of a group with one of these ranks."""
-    phase = scene.own.phase
-    if scene.is_message:
-        return f"a message between pipeline stages of {phase}"
-    shared = [trace for trace in scene.own.groups.values() if set(ranks) & set(trace.ranks) and trace.last]
-    if not shared:
-        return phase
-    return f"{shared[-1].last[-1].name} {shared[-1].number}{_of(shared[-1])} of {phase}"
-
-
-def _where_is(status: RankStatus) -> str:
-    used = [trace for trace in status.groups.values() if trace.last]
-    if not used:
-        return status.phase
-    return f"{used[-1].last[-1].name} {used[-1].number}{_of(used[-1])} of {status.phase}"
 
 
 def _number(status: RankStatus, key: str) -> int:
     return status.groups[key].number if key in status.groups else 0
-
-
-def _kind(trace: GroupTrace, number: int) -> str:
-    issued = trace.at(number)
-    if issued is None:
-        return ""
-    return f"{issued.name} of {issued.shapes}" if issued.name in _ALIKE else issued.name
-
-
-def _of(trace: GroupTrace) -> str:
-    return f" ({trace.title})" if trace.title else f" (of {_ranks(trace.ranks)})"
-
-
-def _during(status: RankStatus) -> str:
-    return status.phase if status.phase.startswith("after ") else f"in {status.phase}"
-
-
-def _state(status: RankStatus, own: RankStatus) -> str:
-    if status.host != own.host:
-        return ""
-    return describe_process(status.pid, start=status.process_start)
-
-
-def _hint(status: RankStatus, state: str, own: RankStatus) -> str:
-    if "stopped" in state:
-        return f"`kill -CONT {status.pid}` would have continued it; {_RESUME}"
-    if "ended" in state:
-        return f"its own output shows the reason; the system kills processes when memory runs out; {_RESUME}"
-    if status.host != own.host:
-        return f"is host {status.host} up, and the link to it? {_RESUME}"
-    return f"it runs code that blocks Python's threads; {_RESUME}"
-
-
-def _name(statuses: Sequence[RankStatus]) -> str:
-    """ "rank 1 (host a, pid 12)", "ranks 2 and 3 (host b)"."""
-    if len(statuses) == 1:
-        only = statuses[0]
-        return f"rank {only.rank} (host {only.host}, pid {only.pid})"
-    hosts = dict.fromkeys(status.host for status in statuses)
-    return " and ".join(
-        f"{_ranks([status.rank for status in statuses if status.host == host])} (host {host})" for host in hosts
-    )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 8:
-        return f"{len(ranks)} ranks from {min(ranks)} to {max(ranks)}"
-    *first, last = [str(rank) for rank in ranks]
-    return f"ranks {', '.join(first)} and {last}"

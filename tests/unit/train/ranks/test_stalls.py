@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 
 from weft.comm.flight import GroupTrace, Issued
 from weft.core.errors import StallError
 from weft.core.processes import start_of
-from weft.train.ranks.stalls import StallScene, explain, explain_lost_store
-from weft.train.ranks.status import RankStatus, own_status
+from weft.train.ranks.stalls import StallScene, explain, explain_lost_store, is_patient
+from weft.train.ranks.status import Observation, RankStatus, own_status
 
 ALL, DP, TP = "gloo 0", "gloo 1", "gloo 2"
 
@@ -136,3 +137,80 @@ def test_a_status_survives_the_store() -> None:
     now = own_status(3, in_full=True)
     assert (now.rank, now.pid, now.process_start) == (3, os.getpid(), start_of(os.getpid()))
     assert any("test_a_status_survives_the_store" in call or "status.py" in call for call in now.stack)
+
+
+def with_usual(trace_of: GroupTrace, number: int, *, is_usual: bool, shapes: str) -> GroupTrace:
+    """The trace with another shape at this number."""
+    last = tuple(
+        dataclasses.replace(one, shapes=shapes, is_usual=is_usual) if one.number == number else one
+        for one in trace_of.last
+    )
+    return dataclasses.replace(trace_of, last=last)
+
+
+def test_of_two_ranks_the_one_that_left_its_order_issues_another_collective() -> None:
+    both = trace("all ranks", (0, 1), 12)
+    own = status(0, {ALL: with_usual(both, 12, is_usual=True, shapes="[[4]]")})
+    odd = status(1, {ALL: with_usual(both, 12, is_usual=False, shapes="[[9]]")})
+    said = "number 12 (all ranks) is all_reduce of [[9]] on rank 1 and all_reduce of [[4]] on rank 0, in step 9"
+    for first, second in ((own, odd), (odd, own)):
+        found = message(explain(scene(first, second)))
+        assert (
+            found
+            == f"rank 1 (host a, pid 101) issues another collective than the others: {said}, at model.py:1 in forward"
+        )
+    undecided = status(1, {ALL: with_usual(both, 12, is_usual=True, shapes="[[9]]")})
+    assert message(explain(scene(own, undecided))).startswith("the ranks do not issue the same collectives: number 12")
+
+
+def test_of_ranks_that_wait_for_each_other_the_one_that_left_its_order_is_named() -> None:
+    skipped = trace("all ranks", (0, 1), 8)
+    skipped = dataclasses.replace(
+        skipped, last=(*skipped.last[:-1], dataclasses.replace(skipped.last[-1], is_usual=False))
+    )
+    first = status(0, {ALL: trace("all ranks", (0, 1), 7), DP: trace("data parallel", (0, 1), 3)})
+    second = status(1, {DP: trace("data parallel", (0, 1), 2), ALL: skipped})
+    said = message(explain(scene(first, second)))
+    assert said.startswith(
+        "rank 1 (host a, pid 101) left its order of collectives, and ranks 0 and 1 wait for each other"
+    )
+
+
+def waiting_for(status_of: RankStatus, peer: int, what: str = "activations of micro-batch 1 for stage 1") -> RankStatus:
+    return dataclasses.replace(status_of, message=what, message_peer=peer, is_waiting=True)
+
+
+def test_the_end_of_a_chain_of_messages_between_stages_is_to_blame() -> None:
+    ranks = [waiting_for(status(0, {}), 1, "gradients of micro-batch 0 for stage 0"), waiting_for(status(1, {}), 2)]
+    said = message(explain(scene(*ranks, status(2, {}))))
+    assert said.startswith(
+        "rank 2 (host a, pid 102) did not arrive in the exchange of activations of micro-batch 1 for stage 1 (pipeline)"
+    )
+
+
+def test_a_rank_that_is_silent_for_seconds_only_is_not_blamed_for_one_that_is_behind() -> None:
+    own = status(0, {ALL: trace("all ranks", (0, 1, 2), 7)})
+    late = status(1, {ALL: trace("all ranks", (0, 1, 2), 6)})
+    for silent_s, blamed in ((3.0, 1), (200.0, 2)):
+        gone = dataclasses.replace(status(2, {}), time=50.0 - silent_s)
+        assert message(explain(scene(own, late, gone=(gone,)))).startswith(f"rank {blamed} (host a")
+
+
+def test_what_its_host_sees_of_a_silent_rank_is_told() -> None:
+    own = status(0, {ALL: trace("all ranks", (0, 1), 412)})
+    gone = dataclasses.replace(status(1, {}, host="b"), time=-300.0)
+    seen = Observation(rank=1, state="it is running (state R)", stack=("regex.py:3 in match", "loop.py:1 in run"))
+    assert Observation.from_json(seen.to_json()) == seen
+    found = explain(dataclasses.replace(scene(own, gone=(gone,)), observed={1: seen}))
+    assert re.search(
+        r"within 300 s: it is running \(state R\), last seen .* ago, at regex.py:3 in match$", message(found)
+    )
+    assert found is not None
+    assert "regex.py:3 in match < loop.py:1 in run" in found.hint
+
+
+def test_slow_phases_are_no_hang() -> None:
+    own, saving = status(0, {}), dataclasses.replace(status(1, {}), is_slow_phase=True)
+    assert is_patient(scene(own, saving))
+    assert not is_patient(scene(own, gone=(saving,)))
+    assert not is_patient(scene(own, status(1, {})))

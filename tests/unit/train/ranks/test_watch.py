@@ -7,7 +7,7 @@ import pytest
 
 from weft.train.ranks import watch as rank_watch
 from weft.train.ranks.environment import Process
-from weft.train.ranks.watch import RankWatch
+from weft.train.ranks.watch import Patience, RankWatch
 
 
 class SlowStore:
@@ -33,7 +33,8 @@ def test_no_request_is_under_way_after_stop(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(rank_watch, "_BEAT_S", 0.001)
     store = SlowStore()
     process = Process(rank=0, local_rank=0, world_size=2, restart_count=0)
-    watch = RankWatch(store, process, address="here", timeout_s=60, end=lambda _record: None)  # type: ignore[arg-type]
+    patience = Patience(timeout_s=60, hang_s=60)
+    watch = RankWatch(store, process, address="here", patience=patience, end=lambda _record: None)  # type: ignore[arg-type]
     watch.start()
     while not store.requests:
         time.sleep(0.001)
