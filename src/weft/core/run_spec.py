@@ -100,8 +100,8 @@ class TrainSpec(Section):
     hang_timeout_s: float = Field(
         default=120.0,
         gt=0,
-        description="seconds that a rank waits for another one inside a step, without progress, before it is a hang; "
-        "not in the first step, saves and loads",
+        description="seconds within which a rank that others wait for inside a step, without any progress, is named "
+        "and the run ended; not in the first step, saves and loads",
     )
 
     @model_validator(mode="after")

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from weft.core.errors import RankError, WeftError
 from weft.core.processes import state_of
-from weft.launch.cause import RankEnd, describe, find_cause, is_certain
+from weft.launch.cause import RankEnd, describe, find_cause, has_named, is_certain
 from weft.launch.rank_processes import RankProcess, WarmRanks, start_cold
 from weft.launch.rank_variables import elastic_variables, rank_variables
 from weft.launch.stop_signals import StopSignals
@@ -42,6 +42,7 @@ _POLL_S = 0.1
 # only known error is a lost peer, since the record of the cause may still follow.
 _CERTAIN_GRACE_S = 1.0
 _UNCERTAIN_GRACE_S = 5.0
+_NAMED_GRACE_S = 2.0
 # After the first request to stop: a stopped rank that does not wake in this time is killed, and so are the others,
 # which wait for it.
 _WAKE_S = 5.0
@@ -233,6 +234,8 @@ class RankAgent(SimpleElasticAgent):
         cause = find_cause(ends)
         if cause is not None and cause.is_killed and not self._stops.count:
             return 0.0  # no record of a peer would change the cause, and a checkpoint in flight is safe at any moment
+        if cause is not None and has_named(cause):  # a hung rank does not end by itself
+            return _NAMED_GRACE_S
         return _CERTAIN_GRACE_S if is_certain(cause) else _UNCERTAIN_GRACE_S
 
     def _kill(self, ends: list[RankEnd]) -> None:

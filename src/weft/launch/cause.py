@@ -59,6 +59,11 @@ def is_certain(cause: RankEnd | None) -> bool:
     return cause is not None and _belief(cause)[0] <= 2
 
 
+def has_named(cause: RankEnd) -> bool:
+    """Whether the rank has named another one that did not arrive."""
+    return _belief(cause)[0] == _NAMED_ANOTHER
+
+
 def describe(cause: RankEnd, *, num_ranks: int) -> WeftError:
     """The cause as the error of the launcher."""
     if cause.record is not None:

@@ -96,6 +96,8 @@ class Questions:
                 is_looking = True
                 absent = read(store, beat_key, silent).values()
                 store.set(_ABSENT, json.dumps([status.to_json() for status in absent]))
+            if silent and all(_is_stuck(status, own) for status in read(store, beat_key, silent).values()):
+                break
         last_seen = read(store, beat_key, silent)
         observed = {rank: observe(status) for rank, status in last_seen.items() if status.host == own.host}
         for rank in (rank for rank in last_seen if rank not in observed and store.check([_seen_key(rank)])):
@@ -109,6 +111,11 @@ class Questions:
             if status.host == own.host and status.rank not in (own.rank, *self._looked_at):
                 self._looked_at.add(status.rank)
                 store.set(_seen_key(status.rank), observe(status).to_json())
+
+
+def _is_stuck(status: RankStatus, own: RankStatus) -> bool:
+    """Whether a rank of the own host, and so of its clock, was silent for long before it was asked."""
+    return status.host == own.host and own.time - status.time > ANSWER_S
 
 
 def published_error(store: Store) -> FailureRecord | None:

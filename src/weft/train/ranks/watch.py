@@ -38,6 +38,7 @@ _BEAT_S = 1.0
 # Time for the main thread to fail with its own error before the guard ends the rank.
 _ABORT_GRACE_S = 5.0
 _LOST_GRACE_S = 15.0
+_ASKING_S = 12.0  # part of the hang timeout: for the beat, answers, and the end of the job
 _PACE_S = 3.0  # between two readings of all ranks' paces, on rank 0
 
 End = Callable[[FailureRecord], None]
@@ -144,7 +145,7 @@ class RankWatch:
             store = self._questions.client()
             while not self._stopped.wait(_BEAT_S):
                 # Before the hang is found, so that the stack is there by then.
-                self._last_stack.postpone(max(2 * _BEAT_S, self._patience.hang_s / 2))
+                self._last_stack.postpone(max(2 * _BEAT_S, self._patience.hang_s / 3))
                 self._beat(store)
                 self._exchange_paces(store)
                 self._answered_at = time.monotonic()
@@ -201,13 +202,14 @@ class RankWatch:
         return None
 
     def _hung(self) -> FailureRecord | None:
-        """The error of a hang: this rank waits in a step and has not progressed for the hang timeout."""
+        """The error of a hang: this rank waits in a step and has not progressed. It comes within the hang timeout."""
         hang_s, moved_at = self._patience.hang_s, self._moved_at
+        ask_after_s = max(hang_s / 2, hang_s - _ASKING_S)
         now = time.monotonic()
-        if min(now - moved_at, now - self._asked_at) < hang_s or progress.is_slow or not is_waiting():
+        if min(now - moved_at, now - self._asked_at) < ask_after_s or progress.is_slow or not is_waiting():
             return None
         self._asked_at = now
-        stall = self._explained(hang_s, is_timeout=True, is_hang=True)
+        stall = self._explained(round(now - moved_at), is_timeout=True, is_hang=True)
         self._look()
         if stall is None or self._moved_at != moved_at:  # it goes on after all
             return None
