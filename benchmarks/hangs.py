@@ -4,8 +4,9 @@
     python benchmarks/hangs.py --only "pp 2" --kinds stop,lock
 
 Each case is a training of a tiny model under weft's launcher. In step 4 one rank is stopped (SIGSTOP), loops in Python,
-loops in C without releasing the interpreter lock, skips a collective, or gives one a tensor of another size. The error
-must name that rank, come within `train.hang_timeout_s`, end with exit code 3 and leave no process. The last runs have one rank whose every step takes ten times as long: they must finish.
+sleeps in C without releasing the interpreter lock, skips a collective, or gives one a tensor of another size. The error
+must name that rank, come within `train.hang_timeout_s`, have exit code 3 and leave no process. The last runs have one
+rank whose every step takes ten times as long: they must finish.
 """
 
 from __future__ import annotations
@@ -295,7 +296,7 @@ def page(rows: list[Row], slow: list[tuple[str, str, float, float, str]], given:
     ]
     lines += [
         "",
-        "stop: SIGSTOP. loop: in Python. lock: in C, holding the interpreter lock. skip: a collective left out.",
+        "stop: SIGSTOP. loop: in Python. lock: a sleep in C, holding the interpreter lock. skip: a collective left out.",
     ]
     lines += ["shape: a tensor twice as long.", "", f"One rank slowed {SLOWER} times from step {STEP} on:", ""]
     lines += ["| layout | error | s per step before | after | named as slow |", "| --- | --- | --- | --- | --- |"]
