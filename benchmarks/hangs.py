@@ -296,7 +296,7 @@ def page(rows: list[Row], slow: list[tuple[str, str, float, float, str]], given:
     ]
     lines += [
         "",
-        "stop: SIGSTOP. loop: in Python. lock: a sleep in C, holding the interpreter lock. skip: a collective left out.",
+        "stop: SIGSTOP. loop: in Python. lock: a sleep in C, holding the interpreter lock. skip: one left out.",
     ]
     lines += ["shape: a tensor twice as long.", "", f"One rank slowed {SLOWER} times from step {STEP} on:", ""]
     lines += ["| layout | error | s per step before | after | named as slow |", "| --- | --- | --- | --- | --- |"]
