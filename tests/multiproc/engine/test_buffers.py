@@ -26,6 +26,7 @@ TWO: dict[str, dict[str, Any]] = {
     "zero-1 in two": {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 1}, "pipeline": {"microbatches": 2}},
     "zero-2": {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 2}},
     "zero-3 recomputed": {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 3}, "activations": {"policy": "full"}},
+    "tp": {"mesh": {"tp": 2}, "tensor_parallel": {"sequence_parallel": False}},
     "1f1b": {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 4}},
     "interleaved, recomputed": {
         "mesh": {"pp": 2},
@@ -161,6 +162,57 @@ def test_an_integer_is_rank_0s_on_every_rank() -> None:
     for (of_first, own), (of_second, others) in zip(first, second, strict=True):
         assert own != others  # else nothing would have to be sent
         assert of_first == of_second == own
+
+
+class Drawn(nn.Module):
+    """Draws buffers at random, one of them outside the blocks, so that every rank begins with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+        self.register_buffer("noise", torch.randn(WIDTH))
+        self.blocks[1].register_buffer("mask", torch.rand(3, WIDTH) > 0.5)
+        self.register_buffer("same", torch.ones(WIDTH, dtype=torch.bfloat16), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs + self.noise * self.same
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.head(inputs)  # type: ignore[no-any-return]
+
+
+def drawn_buffers(rank: int, world: int, plans: dict[str, dict[str, Any]]) -> tuple[Arrays, Arrays, dict[str, Any]]:
+    """A rank's own buffers, those after torch's DDP has wrapped the model, and (buffers, names sent) by plan."""
+
+    def draw() -> nn.Module:
+        torch.manual_seed(100 + rank)
+        return Drawn()
+
+    def values(model: nn.Module) -> Arrays:
+        return {name: value.float().numpy() for name, value in model.named_buffers()}
+
+    model = draw()
+    own = {name: value.copy() for name, value in values(model).items()}
+    wrapped = values(nn.parallel.DistributedDataParallel(model).module)
+    found = {}
+    for name, plan in plans.items():
+        with build(plan, model=draw()) as engine:
+            found[name] = (values(engine.model), set(engine.buffer_sync.sent_at_start))
+    return own, wrapped, found
+
+
+def test_buffers_begin_with_the_values_that_torchs_ddp_gives_them() -> None:
+    plans = {name: TWO[name] for name in ("ddp", "zero-1 in two", "zero-2", "zero-3 recomputed", "1f1b")}
+    ranks = run_ranks(drawn_buffers, 2, plans)
+    assert not np.array_equal(ranks[0][0]["noise"], ranks[1][0]["noise"])  # else nothing would have to be sent
+    for own, wrapped, found in ranks:
+        assert_equal_bits([wrapped, {name: ranks[0][0][name] for name in own}], where="torch's DDP")
+        for name, (values, sent) in found.items():
+            is_pipeline = name == "1f1b"  # the block's mask is of one rank only
+            expected = {key: value for key, value in wrapped.items() if not is_pipeline or key != "blocks.1.mask"}
+            assert_equal_bits([{key: values[key] for key in expected}, expected], where=name)
+            assert sent == {"noise", "blocks.1.mask"} - ({"blocks.1.mask"} if is_pipeline else set()), name
 
 
 def test_a_checkpoint_has_the_values_of_the_stage_that_owns_a_buffer(tmp_path: Path) -> None:

@@ -74,19 +74,32 @@ def test_a_rank_that_leaves_without_a_word_is_the_cause(tmp_path: Path) -> None:
     [
         (
             "stop",
-            r"rank 1 \(host \S+, pid \d+\) did not arrive in all_reduce 4 \(all ranks\) of step 3 within 4 s:"
+            r"rank 1 \(host \S+, pid \d+\) did not arrive in all_reduce 4 \(all ranks\) of step 3 within \d+ s:"
             r" it is stopped \(state T\), last seen (in|after) (join|step \d) \d+ s ago",
         ),
         pytest.param(
+            "lock",
+            r"rank 1 \(host \S+, pid \d+\) did not arrive in all_reduce 4 \(all ranks\) of step 3 within \d+ s:"
+            r" it is waiting \(state S\), last seen (in|after) (join|step \d) \d+ s ago,"
+            r" at rank_script.py:\d+ in hold_the_lock",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            "shape",
+            r"the ranks do not issue the same collectives: number 4 \(all ranks\) is all_reduce of \[\[64\]\] on rank 1"
+            r" and all_reduce of \[\[1\]\] on rank 0, in step 3, at rank_script.py:\d+ in misbehave",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
             "loop",
-            r"rank 1 \(host \S+, pid \d+\) did not arrive in all_reduce 4 \(all ranks\) of step 3 within 4 s:"
+            r"rank 1 \(host \S+, pid \d+\) did not arrive in all_reduce 4 \(all ranks\) of step 3 within \d+ s:"
             r" it is \w+ \(state \w\), in step 3 for \d+ s, at rank_script.py:\d+ in spin",
             marks=pytest.mark.extended,
         ),
         pytest.param(
             "skip",
             r"the ranks do not issue the same collectives: number 4 \(all ranks\) is barrier on rank 1 and"
-            r" all_reduce of \[\[1\]\] on rank 0, in step 3",
+            r" all_reduce of \[\[1\]\] on rank 0, in step 3, at rank_script.py:\d+ in misbehave",
             marks=pytest.mark.slow,
         ),
     ],
@@ -94,7 +107,7 @@ def test_a_rank_that_leaves_without_a_word_is_the_cause(tmp_path: Path) -> None:
 def test_a_hang_names_the_rank_that_did_not_arrive_and_the_collective(
     mode: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK_TIMEOUT_S", "4")
+    monkeypatch.setenv("RANK_HANG_S", "6")
     with pytest.raises(StallError, match=f"^{sentence}$"):
         start(mode, tmp_path)
 

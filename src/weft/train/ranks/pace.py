@@ -8,6 +8,7 @@ they are sums over seconds, and nothing is added to a step. On CPUs only: on a G
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import threading
@@ -85,7 +86,7 @@ class PaceLooks:
     def __init__(self) -> None:
         self.looks = self.waits = 0
         self._stopped = threading.Event()
-        self._state_file = Path(f"/proc/self/task/{threading.main_thread().native_id}/stat")
+        self._state_file = Path(f"/proc/self/task/{os.getpid()}/stat")  # the main thread's number
         self._thread = threading.Thread(target=self._run, name="rank-pace", daemon=True)
 
     def start(self) -> None:
