@@ -81,9 +81,14 @@ def main() -> int:
     given = _arguments()
     rows, slow = [], []
     chosen = [case for case in cases() if given.only in case.layout and case.kind in given.kinds.split(",")]
+    known = given.rows.read_text().splitlines() if given.rows and given.rows.exists() else []
+    done = {(row.kind, row.layout): row for row in (Row(**json.loads(line)) for line in known)}
     for case in chosen[: given.most]:
-        rows.append(planted(case, given))
+        rows.append(done.get((case.kind, case.layout)) or planted(case, given))
         print(json.dumps(asdict(rows[-1])), flush=True)
+        if given.rows and (case.kind, case.layout) not in done:
+            with given.rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(rows[-1])) + "\n")
     for layout in ("ddp 2", "zero-3 2", "pp 2") if given.slow else ():
         slow.append((layout, *slowed(layout, given)))
         print(slow[-1], flush=True)
@@ -314,6 +319,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--most", type=int, default=1000, help="at most so many cases")
     parser.add_argument("--no-slow", dest="slow", action="store_false", help="without the slowed runs")
+    parser.add_argument("--rows", type=Path, help="keeps rows, so that a campaign that was interrupted goes on")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
