@@ -15,9 +15,15 @@ import pytest
 import torch
 from buffered import ROWS, WIDTH, build, global_batch, own_buffers, train
 from gloo_ranks import run_ranks
+from tiny import FAMILIES
+from tiny import global_batch as tiny_batch
 from torch import Tensor, nn
 
+from weft.core.plan import Plan
 from weft.engine.engine import Engine
+from weft.models.build import build_config, build_skeleton
+from weft.models.initial import InitialWeights
+from weft.models.layout import describe
 
 STEPS = 3
 TWO: dict[str, dict[str, Any]] = {
@@ -26,7 +32,6 @@ TWO: dict[str, dict[str, Any]] = {
     "zero-1 in two": {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 1}, "pipeline": {"microbatches": 2}},
     "zero-2": {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 2}},
     "zero-3 recomputed": {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 3}, "activations": {"policy": "full"}},
-    "tp": {"mesh": {"tp": 2}, "tensor_parallel": {"sequence_parallel": False}},
     "1f1b": {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 4}},
     "interleaved, recomputed": {
         "mesh": {"pp": 2},
@@ -209,10 +214,47 @@ def test_buffers_begin_with_the_values_that_torchs_ddp_gives_them() -> None:
     for own, wrapped, found in ranks:
         assert_equal_bits([wrapped, {name: ranks[0][0][name] for name in own}], where="torch's DDP")
         for name, (values, sent) in found.items():
-            is_pipeline = name == "1f1b"  # the block's mask is of one rank only
-            expected = {key: value for key, value in wrapped.items() if not is_pipeline or key != "blocks.1.mask"}
-            assert_equal_bits([{key: values[key] for key in expected}, expected], where=name)
-            assert sent == {"noise", "blocks.1.mask"} - ({"blocks.1.mask"} if is_pipeline else set()), name
+            expected = {key: value for key, value in wrapped.items() if key in values}  # a stage lacks some
+            assert_equal_bits(
+                [values, expected] if name != "1f1b" else [first_stage(values), first_stage(expected)], where=name
+            )
+            differing = {"noise", "blocks.1.mask"}
+            assert sent == {"ddp": set(), "1f1b": {"noise"}}.get(name, differing), name  # torch's DDP has sent them
+
+
+def first_stage(buffers: Arrays) -> Arrays:
+    """Those that all stages have."""
+    return {name: value for name, value in buffers.items() if not name.startswith("blocks.")}
+
+
+def watched_llama(rank: int, world: int, plan: dict[str, Any]) -> Arrays:
+    """Buffers of a Llama after two steps: one drawn by every rank for itself, a moving average, a counter."""
+    torch.manual_seed(100 + rank)
+    skeleton = build_skeleton(build_config(FAMILIES["llama"], vocab_size=257))
+    block = skeleton.model.layers[1]
+    block.register_buffer("noise", torch.randn(4))
+    block.register_buffer("size", torch.zeros(()))
+    block.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def look(module: Any, inputs: tuple[Any, ...]) -> None:
+        if module.training:
+            module.size.mul_(0.5).add_(inputs[0].detach().abs().mean(), alpha=0.5)
+            module.count += 1
+
+    block.register_forward_pre_hook(look)
+    weights = InitialWeights(skeleton, describe(skeleton), seed=0, device=torch.device("cpu"))
+    with Engine(skeleton, Plan.from_tables(plan), weights=weights, device="cpu") as engine:
+        for step in range(2):
+            engine.step(engine.share_of(tiny_batch(step)))
+        return {key: value.numpy().copy() for key, value in block.named_buffers(recurse=False)}
+
+
+def test_tensor_parallel_ranks_have_the_buffers_of_one_process() -> None:
+    first, second = run_ranks(watched_llama, 2, {"mesh": {"tp": 2}, "tensor_parallel": {"sequence_parallel": False}})
+    assert_equal_bits([first, second], where="tp")
+    assert_close(first, watched_llama(0, 1, {}), where="tp")
+    assert first["size"] > 0
+    assert first["count"] == 2
 
 
 def test_a_checkpoint_has_the_values_of_the_stage_that_owns_a_buffer(tmp_path: Path) -> None:

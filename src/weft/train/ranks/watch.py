@@ -82,6 +82,7 @@ class RankWatch:
 
     def start(self) -> None:
         self._last_stack.start()
+        self._postpone_stack()
         self._looks.start()
         self._store.set(beat_key(self._process.rank), self._status().to_json())
         for name, work in (("rank-beat", self._beats), ("rank-guard", self._guard)):
@@ -144,13 +145,16 @@ class RankWatch:
         try:
             store = self._questions.client()
             while not self._stopped.wait(_BEAT_S):
-                # Before the hang is found, so that the stack is there by then.
-                self._last_stack.postpone(max(2 * _BEAT_S, self._patience.hang_s / 3))
+                self._postpone_stack()
                 self._beat(store)
                 self._exchange_paces(store)
                 self._answered_at = time.monotonic()
         except Exception:  # the store ended with rank 0 or its agent: the guard counts from here
             return
+
+    def _postpone_stack(self) -> None:
+        """Until before a hang is found, so that the stack is there by then."""
+        self._last_stack.postpone(max(2 * _BEAT_S, self._patience.hang_s / 3))
 
     def _beat(self, store: Store) -> None:
         rank = self._process.rank
