@@ -23,7 +23,6 @@ from torch import Tensor
 from weft.comm.observer import buffer_collectives
 from weft.core.records import BufferRecord
 from weft.engine.buffers.changes import BufferChanges, Slot
-from weft.engine.buffers.start import equalise
 from weft.engine.mesh import Topology
 from weft.engine.pp.stages import StageDone, Stages
 
@@ -55,7 +54,6 @@ class BufferSync:
         self.owners: list[int] = [CONSTANT] * len(changes.slots)  # a stage, or one of the two above
         self._seen_stages: set[int] = set()
         self._num_steps = 0
-        self.sent_at_start = equalise(changes.slots, device=device, stage_group=topology.stage_group)
         changes.mark()
 
     # --- around forwards and steps ------------------------------------------------------------------------------
