@@ -3,7 +3,7 @@
     python benchmarks/hangs.py --bound 20 --out benchmarks/results/hangs-DATE.md
     python benchmarks/hangs.py --only "pp 2" --kinds stop,lock
 
-Each case is a training of a tiny model under weft's launcher. In step 4 one rank is stopped (SIGSTOP), loops in Python,
+Each case is a training of a tiny model under weft's launcher. In step 7 one rank is stopped (SIGSTOP), loops in Python,
 sleeps in C without releasing the interpreter lock, skips a collective, or gives one a tensor of another size. The error
 must name that rank, come within `train.hang_timeout_s`, have exit code 3 and leave no process. The last runs have one
 rank whose every step takes ten times as long: they must finish.
@@ -29,7 +29,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
-STEP, SLOW_STEPS, SLOWER = 4, 14, 10
+STEP, SLOW_STEPS, SLOWER = 7, 20, 10
 PLANT_VARIABLE = "WEFT_HANG_PLANT"
 LLAMA = {"type": "llama", "config": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 4}}  # fmt: skip
@@ -252,14 +252,17 @@ def spin() -> None:
 
 
 def change_collective(case: dict[str, Any], once: Callable[[Callable[[], Any]], None]) -> None:
-    """Skip one collective that the layout issues from Python, or give it a longer tensor."""
+    """Skip one collective that the layout issues from Python, or give it longer tensors."""
     import torch
     import torch.distributed as dist
-    from torch.distributed import _functional_collectives as functional
 
-    name = {"zero-3 2": "all_gather_into_tensor"}.get(case["layout"], "all_reduce")
-    module: Any = functional if case["layout"] == "tp 2" else dist
-    original = getattr(module, name)
+    name = "all_reduce"
+    if case["layout"] == "zero-3 2":  # of fully_shard
+        name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    original = getattr(dist, name)
+
+    def longer(value: Any) -> Any:
+        return torch.cat([value.reshape(-1)] * 2) if isinstance(value, torch.Tensor) else value
 
     def changed(*args: Any, **kwargs: Any) -> Any:
         is_now: list[bool] = []
@@ -267,11 +270,17 @@ def change_collective(case: dict[str, Any], once: Callable[[Callable[[], Any]], 
         if not is_now:
             return original(*args, **kwargs)
         if case["kind"] == "skip":
-            return args[0]
-        longer = [torch.cat([one.reshape(-1)] * 2) if isinstance(one, torch.Tensor) else one for one in args]
-        return original(*longer, **kwargs)
+            return Done()
+        return original(*map(longer, args), **{key: longer(value) for key, value in kwargs.items()})
 
-    setattr(module, name, changed)
+    setattr(dist, name, changed)
+
+
+class Done:
+    """The work of a collective that was not issued."""
+
+    def wait(self) -> bool:
+        return True
 
 
 # ------------------------------------------------------------------------------------------------------------ results
