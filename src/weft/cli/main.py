@@ -26,6 +26,7 @@ from weft.cli.train import train
 from weft.cli.verify import verify
 from weft.core.disk import disk_full, is_full
 from weft.core.errors import InputError, WeftError
+from weft.train.ranks.environment import SCRATCH_VARIABLE, given_ranks
 
 INTERRUPTED = 130
 _INTERRUPT = InputError("interrupted", hint="no background process is left running")
@@ -87,7 +88,15 @@ def main() -> None:
 
 
 def report_error(error: WeftError) -> int:
-    """Print the error on stderr, and as JSON on stdout with --json; returns the exit code."""
+    """Print the error on stderr, and as JSON on stdout with --json; returns the exit code.
+
+    A rank of weft's launcher records it instead: the launcher prints one error of all ranks.
+    """
+    if SCRATCH_VARIABLE in os.environ and given_ranks(os.environ) is not None:
+        from weft.train.ranks.failures import report_before_joining
+
+        report_before_joining(error)
+        return error.exit_code
     if "--json" in sys.argv:
         print(json.dumps(error.as_dict()))
     print(f"error [{error.code}]: {error.message}", file=sys.stderr)

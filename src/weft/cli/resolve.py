@@ -64,7 +64,8 @@ def resolve_resumed(
         return run, plan_tables(plan_path, settings)
     old = read_toml(folder / "plan.toml")
     sets_mesh = any(setting.startswith("mesh.") for setting in settings)
-    if num_ranks is not None and not sets_mesh and Plan.from_tables(old).num_ranks != num_ranks:
+    before = Plan.from_tables(old)
+    if num_ranks not in (None, before.num_ranks) and not sets_mesh and not before.data_parallel.elastic:
         old.pop("mesh", None)
     if sets_mesh:
         old["mesh"] = {}

@@ -25,7 +25,8 @@ Programming errors do not belong here: they stay ordinary Python exceptions with
     │   ├── RunChangedError   W503   a resume requests other data or another model than recorded
     │   ├── PlaceError        W901   the place of a launch has no sbatch, kubectl or Ray, or refused the job
     │   ├── TableError        W801   a table does not exist, or has another description
-    │   └── TokenError        W802   a server refused the token
+    │   ├── TokenError        W802   a server refused the token
+    │   └── HostsError        W902   a host cannot be reached, or differs from the others
     ├── CheckpointError       W601   no usable checkpoint, or one that does not match the model (exit 2)
     ├── RunError                 exit 3: something broke while running
     │   ├── SaveError         W602   a checkpoint could not be written
@@ -35,6 +36,7 @@ Programming errors do not belong here: they stay ordinary Python exceptions with
     │   ├── NumbersError      W702   the loss or the gradient norm is not finite
     │   ├── MemoryLimitError  W703   a device ran out of memory
     │   ├── StallError        W704   a rank did not arrive in a collective that the others waited in
+    │   ├── HostLostError     W705   a host of the job ended, or its link is silent
     │   ├── ServerLostError   W811   a parameter server did not come back
     │   ├── WireError         W812   bytes from a socket do not follow the protocol
     │   ├── LogError          W813   a server's log or snapshot cannot be written
@@ -211,6 +213,12 @@ class TokenError(InputError):
     code = "W802"
 
 
+class HostsError(InputError):
+    """A host of a launch cannot be reached, or differs from the others; nothing was started."""
+
+    code = "W902"
+
+
 class CheckpointError(WeftError):
     """There is no usable checkpoint, or it does not match the model."""
 
@@ -265,6 +273,12 @@ class StallError(RunError):
     """A rank did not arrive in a collective that the others waited in; the message names it."""
 
     code = "W704"
+
+
+class HostLostError(RunError):
+    """A host of the job ended, or its link is silent."""
+
+    code = "W705"
 
 
 class ServerLostError(RunError):

@@ -73,6 +73,11 @@ class DataParallel(Section):
         description="how gradients of replicas are summed: auto (the backend's choice) | ring | star (through one "
         "rank) | naive (everything to everyone) | tree | halving (recursive halving-doubling) | hierarchical (by node)",
     )
+    elastic: bool = Field(
+        default=False,
+        description="on another number of ranks than the mesh has, the data-parallel degrees change: as many "
+        "micro-batches as keep the global batch and the size of a micro-batch",
+    )
     find_unused_parameters: bool = Field(
         default=False, description="true if some parameters are unused in some steps (DDP only, costs a pass)"
     )

@@ -12,6 +12,8 @@ import signal
 import socket
 from pathlib import Path
 
+from weft.core.cgroup import cpu_quota
+
 _STATES = {
     "R": "it is running (state R)",
     "S": "it is waiting (state S)",
@@ -80,8 +82,10 @@ def _stat(pid: int) -> list[str]:
 
 
 def num_cores() -> int:
-    """Cores that this process may use: in a container fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: in a container fewer than the machine has, by affinity or by a quota of time."""
+    visible = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return visible if quota is None else max(1, min(visible, int(quota)))
 
 
 def signal_name(number: int) -> str:

@@ -1,6 +1,7 @@
 """The agent of torch elastic with our rendezvous, environment variables and supervision of ranks.
 
-The entry is `local.launch`; `cause` finds the cause of a failure. One generation of ranks:
+The entry is `local.launch`; `cause` finds the cause of a failure; `host_ranks` has the ranks of one of several hosts.
+One generation of ranks:
 
     new store on loopback -> ranks start -> all end with 0, or one fails -> short grace -> the rest is killed -> verdict
 """
@@ -26,17 +27,17 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from weft.core.errors import RankError, WeftError
 from weft.core.processes import state_of
-from weft.launch.cause import RankEnd, describe, find_cause, has_named, is_certain
+from weft.launch.cause import RankEnd, find_cause, has_named, is_certain, judge
 from weft.launch.rank_processes import RankProcess, WarmRanks, start_cold
 from weft.launch.rank_variables import elastic_variables, rank_variables
-from weft.launch.stop_signals import StopSignals
+from weft.launch.stop_signals import StopCount
 from weft.train.ranks.environment import SCRATCH_VARIABLE
 from weft.train.ranks.failures import is_debugging, read_record
 from weft.train.ranks.last_stack import read_stack, stack_path
 from weft.train.ranks.store import serve_store
 
 _LOOPBACK = "127.0.0.1"
-_STORE_TIMEOUT_S = 300.0
+STORE_TIMEOUT_S = 300.0
 _POLL_S = 0.1
 # Time for the other ranks to end by themselves after a failure: enough to record their own error, and more while the
 # only known error is a lost peer, since the record of the cause may still follow.
@@ -66,7 +67,7 @@ class Generations(RendezvousHandler):
         if self._refusal is not None:
             raise self._refusal
         self.count += 1
-        store = serve_store(_LOOPBACK, timeout_s=_STORE_TIMEOUT_S)
+        store = serve_store(_LOOPBACK, timeout_s=STORE_TIMEOUT_S)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, store.port))
 
     @property
@@ -95,14 +96,21 @@ class Generations(RendezvousHandler):
 class RankSurroundings:
     """Sets the variables of each rank and creates a folder per generation; ranks share the launcher's output."""
 
-    def __init__(self, *, scratch: Path, num_ranks: int) -> None:
+    def __init__(self, *, scratch: Path, num_ranks: int, interface: str | None = "lo") -> None:
         self._scratch = scratch
         self._num_ranks = num_ranks
+        self._interface = interface
         self.folder = scratch
 
     def common(self) -> dict[str, str]:
         """The variables that all ranks have, in every generation."""
-        return rank_variables(scratch=self._scratch, num_ranks=self._num_ranks, given=os.environ, platform=sys.platform)
+        return rank_variables(
+            scratch=self._scratch,
+            num_ranks=self._num_ranks,
+            given=os.environ,
+            platform=sys.platform,
+            interface=self._interface,
+        )
 
     def begin(self, envs: dict[int, dict[str, str]]) -> None:
         """An empty folder for this generation; completes the variables of its ranks."""
@@ -122,7 +130,7 @@ class RankAgent(SimpleElasticAgent):
         *,
         generations: Generations,
         surroundings: RankSurroundings,
-        stops: StopSignals,
+        stops: StopCount,
         log: Callable[[str], None],
         warm: WarmRanks | None = None,
     ) -> None:
@@ -173,7 +181,7 @@ class RankAgent(SimpleElasticAgent):
         """Elastic calls this every `monitor_interval`."""
         self._obey_stops()
         ends = self._look()
-        if any(end.has_failed or end.killed_by_launcher for end in ends):
+        if self._is_over(ends):
             self._conclude(self._end_generation())
             return RunResult(state=WorkerState.FAILED)
         if any(end.is_running for end in ends):
@@ -181,17 +189,22 @@ class RankAgent(SimpleElasticAgent):
         returned = {worker.global_rank: None for worker in worker_group.workers}  # elastic wants a value of each
         return RunResult(state=WorkerState.SUCCEEDED, return_values=returned)
 
+    def _is_over(self, ends: list[RankEnd]) -> bool:
+        """Whether the generation has failed, although some ranks may still run."""
+        return any(end.has_failed or end.killed_by_launcher for end in ends)
+
     def _look(self) -> list[RankEnd]:
+        rank_of = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
         return [
             RankEnd(
-                rank=rank,
+                rank=rank_of[local_rank],
                 pid=process.pid,
                 exit_code=process.poll(),
                 killed_by_launcher=process.pid in self._killed_pids,
-                record=read_record(self._surroundings.folder, rank=rank),
-                stack=tuple(read_stack(str(stack_path(self._surroundings.folder, rank=rank)))),
+                record=read_record(self._surroundings.folder, rank=rank_of[local_rank]),
+                stack=tuple(read_stack(str(stack_path(self._surroundings.folder, rank=rank_of[local_rank])))),
             )
-            for rank, process in self._processes.items()
+            for local_rank, process in self._processes.items()
         ]
 
     def _obey_stops(self) -> None:
@@ -245,7 +258,7 @@ class RankAgent(SimpleElasticAgent):
             _send(end.pid, signal.SIGKILL, whole_group=True)
 
     def _conclude(self, ends: list[RankEnd]) -> None:
-        self.error = self._judge(ends)
+        self.error = judge(ends, num_stops=self._stops.count)
         if is_debugging():
             for end in ends:
                 self._log(end.record.traceback if end.record else f"rank {end.rank}: exit code {end.exit_code}")
@@ -254,18 +267,6 @@ class RankAgent(SimpleElasticAgent):
         elif self._generations.count <= self._spec.max_restarts:
             attempt = f"{self._generations.count} of {self._spec.max_restarts}"
             self._log(f"{self.error.message}; restarting all ranks ({attempt})")
-
-    def _judge(self, ends: list[RankEnd]) -> WeftError:
-        cause = find_cause(ends)
-        if cause is None or self._stops.count > 1:
-            why = "stopped by a second signal" if self._stops.count > 1 else "stopped, and a rank could not be woken"
-            return RankError(
-                f"{why}: the ranks were killed while they were ending",
-                hint="--resume continues from the last checkpoint",
-            )
-        if self._stops.count and cause.exit_code == -signal.SIGTERM and cause.record is None:
-            return RankError("stopped before the ranks were ready; nothing was saved")
-        return describe(cause, num_ranks=len(ends))
 
 
 def _send(pid: int, number: signal.Signals, *, whole_group: bool = False) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 from weft.core.errors import RankError, StallError, WeftError
 from weft.core.processes import signal_name
@@ -24,7 +25,7 @@ _NAMED_ANOTHER, _SILENT, _LOST_PEERS = 3, 4, 5
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """The state of a rank: `exit_code` is None while it runs, negative if a signal ended it."""
+    """The state of a rank: `exit_code` is None while it runs, negative if a signal ended it. `host`: of several."""
 
     rank: int
     pid: int
@@ -32,6 +33,15 @@ class RankEnd:
     killed_by_launcher: bool
     record: FailureRecord | None
     stack: tuple[str, ...] = ()  # of its main thread when a fatal signal ended it, innermost first
+    host: str = ""
+
+    def to_fields(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any], *, host: str) -> Self:
+        record = FailureRecord(**fields["record"]) if fields["record"] is not None else None
+        return cls(**{**fields, "record": record, "stack": tuple(fields["stack"]), "host": host})
 
     @property
     def is_running(self) -> bool:
@@ -64,11 +74,25 @@ def has_named(cause: RankEnd) -> bool:
     return _belief(cause)[0] == _NAMED_ANOTHER
 
 
+def judge(ends: Sequence[RankEnd], *, num_stops: int) -> WeftError:
+    """The error of a generation that failed, or that was asked to stop and was killed."""
+    cause = find_cause(ends)
+    if cause is None or num_stops > 1:
+        why = "stopped by a second signal" if num_stops > 1 else "stopped, and a rank could not be woken"
+        return RankError(
+            f"{why}: the ranks were killed while they were ending", hint="--resume continues from the last checkpoint"
+        )
+    if num_stops and cause.exit_code == -signal.SIGTERM and cause.record is None:
+        return RankError("stopped before the ranks were ready; nothing was saved")
+    return describe(cause, num_ranks=len(ends))
+
+
 def describe(cause: RankEnd, *, num_ranks: int) -> WeftError:
     """The cause as the error of the launcher."""
     if cause.record is not None:
-        return cause.record.to_error()
-    who = f"rank {cause.rank} (pid {cause.pid})" if num_ranks > 1 else f"the process (pid {cause.pid})"
+        return cause.record.to_error(host=cause.host)
+    where = f" on {cause.host}" if cause.host else ""
+    who = f"rank {cause.rank}{where} (pid {cause.pid})" if num_ranks > 1 else f"the process (pid {cause.pid}){where}"
     code = cause.exit_code or 0
     if code < 0:
         at = words.at(cause.stack)

@@ -42,7 +42,7 @@ def launch(
     """
     if num_ranks < 1:
         raise BadValueError(f"The number of ranks is {num_ranks}, not at least 1.", hint="give --nproc 1 or more")
-    with StopSignals() as stops, _quiet_elastic():
+    with StopSignals() as stops, quiet_elastic():
         try:
             _run(
                 command,
@@ -107,7 +107,7 @@ def _warm_ranks(
 
 
 @contextmanager
-def _quiet_elastic() -> Iterator[None]:
+def quiet_elastic() -> Iterator[None]:
     """Keeps the failure report of elastic off the terminal: dozens of lines without a cause."""
     from weft.train.ranks.failures import is_debugging
 

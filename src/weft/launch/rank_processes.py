@@ -32,9 +32,12 @@ class RankProcess(Protocol):
     def wait(self) -> int: ...
 
 
-def start_cold(command: Sequence[str], variables: Variables) -> RankProcess:
+def start_cold(
+    command: Sequence[str], variables: Variables, *, stdout: int | None = None, stderr: int | None = None
+) -> RankProcess:
     """A process for the command, the leader of a session, so that its own children end with it."""
-    return subprocess.Popen(list(command), env={**os.environ, **variables}, start_new_session=True)
+    environment = {**os.environ, **variables}
+    return subprocess.Popen(list(command), env=environment, start_new_session=True, stdout=stdout, stderr=stderr)
 
 
 class WarmRanks:

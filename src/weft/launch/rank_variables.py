@@ -38,12 +38,16 @@ def elastic_variables(worker: Worker, group: WorkerGroup, *, restart_count: int)
     return {name: str(value) for name, value in found.items()}
 
 
-def rank_variables(*, scratch: Path, num_ranks: int, given: Mapping[str, str], platform: str) -> dict[str, str]:
-    """The variables of every rank of a generation; a default never replaces a value of the user."""
+def rank_variables(
+    *, scratch: Path, num_ranks: int, given: Mapping[str, str], platform: str, interface: str | None = "lo"
+) -> dict[str, str]:
+    """The variables of every rank of a generation; a default never replaces a value of the user.
+
+    `interface`: of the sockets between ranks; loopback while all ranks are on this machine, None leaves it open.
+    """
     defaults = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks))}
-    if platform == "linux":
-        # All ranks are on this machine, so their sockets need not be reachable from another.
-        defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    if platform == "linux" and interface is not None:
+        defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     defaults |= allocator_defaults(given)
     wanted = {name: value for name, value in defaults.items() if name not in given}
     return {**wanted, SCRATCH_VARIABLE: str(scratch), LAUNCHER_VARIABLE: str(os.getpid())}

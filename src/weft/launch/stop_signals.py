@@ -9,10 +9,17 @@ import os
 import signal
 import threading
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 _ELASTIC_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
+class StopCount(Protocol):
+    """Requests to stop so far."""
+
+    @property
+    def count(self) -> int: ...
 
 
 class StopSignals:

@@ -23,7 +23,8 @@ from weft.core.open_choices import (
 )
 from weft.core.plan import Compile, Plan
 from weft.core.run_spec import RunSpec
-from weft.plan.legality import known_shape, require_legal
+from weft.plan.legality import is_legal, known_shape, require_legal
+from weft.plan.other_ranks import usable_ranks, with_data_parallel_ranks
 
 Tables = dict[str, Any]
 
@@ -46,11 +47,14 @@ def resolve(
     default: `devices`, and without both the kind of device decides.
     """
     plan = with_choices(with_mesh(tables, num_ranks=num_ranks), on_gpu=on_gpu, source=source)
+    if num_ranks is not None and plan.num_ranks != num_ranks and plan.data_parallel.elastic:
+        plan = with_data_parallel_ranks(plan, run, num_ranks)
     if num_ranks is not None and plan.num_ranks != num_ranks:
         sizes = {axis: size for axis, size in plan.mesh.sizes().items() if size > 1}
         raise MeshError(
             f"{source}: the mesh has {plan.num_ranks} ranks ({sizes or 'all axes 1'}) but {num_ranks} were asked for",
-            hint=f"use --nproc {plan.num_ranks}, or change [mesh] so that its product is {num_ranks}",
+            hint=f"use --nproc {plan.num_ranks}, change [mesh] so that its product is {num_ranks}, or set"
+            " data_parallel.elastic = true",
         )
     require_legal(plan, run)
     plan = with_dispatcher_for(run, plan)
@@ -67,6 +71,19 @@ def with_mesh(tables: Tables, *, num_ranks: int | None) -> Tables:
     dp = tables.get("data_parallel", {})
     zero = dp.get("zero", 0) if isinstance(dp, dict) else 0  # the parser refuses anything else by name
     return {**tables, "mesh": {axes.DP_SHARD if zero else axes.DP_REPLICATE: num_ranks}}
+
+
+def most_ranks(tables: Tables, run: RunSpec, limit: int) -> int:
+    """The largest number of ranks up to `limit` on which the plan runs; 0: it has a mesh and is not elastic, or no
+    number is legal."""
+    if "mesh" in tables:
+        plan = with_choices(tables, on_gpu=False)
+        if plan.data_parallel.elastic:
+            return usable_ranks(plan, run, limit)
+        return plan.num_ranks if plan.num_ranks <= limit else 0
+    counts = range(limit, 0, -1)
+    plans = ((count, with_choices(with_mesh(tables, num_ranks=count), on_gpu=False)) for count in counts)
+    return next((count for count, plan in plans if is_legal(plan, run)), 0)
 
 
 def with_choices(tables: Tables, *, on_gpu: bool, source: str = "the plan") -> Plan:

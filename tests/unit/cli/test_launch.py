@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from tiny_run import call_weft, last_step
 
 TRAIN = ("train", "run.toml", "--plan", "plan.toml")
@@ -28,6 +29,16 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...], str, str, str]] = {
     "a sweep without a queue": (("--on", "local", "--sweep", "train.seed=1,2"), TRAIN, "W103", "local", "slurm"),
     "verify on two nodes": (("--nodes", "2"), ("verify", *TRAIN[1:]), "W103", "`weft verify`", "--nodes 1"),
     "servers on two nodes": (("--nodes", "3"), ("server", "train"), "W103", "`weft server train`", "--on ray"),
+    "no hosts": (("--on", "hosts"), TRAIN, "W103", "no hosts", "--hosts gpu1:8"),
+    "a host without ranks": (("--on", "hosts", "--hosts", "a,b:2"), TRAIN, "W103", "a has no number", "a:8"),
+    "verify on hosts": (
+        ("--on", "hosts", "--hosts", "a:4"),
+        ("verify", *TRAIN[1:]),
+        "W103",
+        "`weft train` only",
+        "--on",
+    ),
+    "too few ranks on hosts": (("--on", "hosts", "--hosts", "a:2"), TRAIN, "W202", "4 ranks", "--nproc 4"),
     "a resume": ((), ("train", "--resume", "runs/a"), "W103", "--resume", "train runs/a/run.toml"),
     "no such file": ((), ("train", "none.toml"), "W101", "none.toml", "check the path"),
 }
@@ -163,3 +174,30 @@ def test_printing_imports_no_torch(project: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_hosts_print_the_commands_that_they_run(project: Path) -> None:
+    (project / "hosts").write_text("gpu1 3\ngpu2:1  # small\n", encoding="utf-8")
+    options = ("--on", "hosts", "--hosts", "hosts", "--set", "hosts.ssh_options=['-F', 'my config']")
+    code, out, err = call_weft("launch", *options, "--", *TRAIN, "--out", "runs/big")
+    assert code == 0, err
+    first, *lines = out.splitlines()
+    assert first.endswith("-m weft train run.toml --plan plan.toml --out runs/big")
+    assert [line for line in lines if line.startswith("#")] == ["# ranks 0 to 2", "# ranks 3 to 3"]
+    assert "-F 'my config'" in lines[1]
+    assert " gpu1 'cd " in lines[1]
+    assert lines[1].endswith("-m weft.launch.host_agent'")
+
+
+def test_ranks_that_fit_the_plan_are_known_before_a_host_is_lost(project: Path) -> None:
+    from weft.cli.launch.hosts import hosts_request
+    from weft.cli.launch.inner import parse_inner
+    from weft.cli.main import app
+    from weft.launch.places.settings import LaunchSettings
+
+    words = [*TRAIN, "--set", "data_parallel.elastic=true", "--max-restarts", "2", "--out", "x"]
+    inner = parse_inner(typer.main.get_command(app), words)
+    request = hosts_request(inner, "a:2,b:2", ranks_per_node=None, settings=LaunchSettings())
+    assert request.fit is not None
+    assert [request.fit(limit) for limit in (4, 3, 1)] == [4, 2, 1]
+    assert (request.max_restarts, request.min_hosts, str(request.folder)) == (2, None, "x")

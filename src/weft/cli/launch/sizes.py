@@ -27,7 +27,7 @@ def ranks_of(inner: InnerVerb) -> int | None:
     """The ranks that the verb's own arguments ask for; None for a plan without a mesh."""
     if inner.verb == ("server", "train"):
         return _server_processes(inner)
-    tables = _plan_tables(inner)
+    tables = plan_tables_of(inner)
     if inner.values.get("nproc") is not None:
         return int(inner.values["nproc"])
     return Plan.from_tables(tables, source=_source(inner)).num_ranks if "mesh" in tables else None
@@ -41,7 +41,7 @@ def require_resolvable(inner: InnerVerb, *, num_ranks: int, on_gpu: bool) -> Non
     if inner.verb != ("server", "train"):
         require_known_sections(inner.settings)
         spec = resolve_run(inner.path("run"), inner.settings)
-        resolve(_plan_tables(inner), spec, on_gpu=on_gpu, num_ranks=num_ranks, source=_source(inner))
+        resolve(plan_tables_of(inner), spec, on_gpu=on_gpu, num_ranks=num_ranks, source=_source(inner))
 
 
 def require_one_node(inner: InnerVerb, *, nodes: int, place: str) -> None:
@@ -53,7 +53,7 @@ def require_one_node(inner: InnerVerb, *, nodes: int, place: str) -> None:
         )
 
 
-def _plan_tables(inner: InnerVerb) -> dict[str, Any]:
+def plan_tables_of(inner: InnerVerb) -> dict[str, Any]:
     from weft.cli.resolve import plan_tables
 
     return plan_tables(inner.path("plan"), inner.settings)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +19,7 @@ if TYPE_CHECKING:  # imported inside the verb, to keep `weft --help` fast
 
 class LaunchPlace(StrEnum):
     LOCAL = "local"
+    HOSTS = "hosts"
     SLURM = "slurm"
     KUBERNETES = "kubernetes"
 
@@ -28,6 +31,9 @@ def launch(
     ],
     on: Annotated[LaunchPlace, typer.Option(help="Where.")] = LaunchPlace.LOCAL,
     submit: Annotated[bool, typer.Option("--submit", help="Hand it over; without, it is printed.")] = False,
+    hosts: Annotated[
+        str | None, typer.Option(help="--on hosts: gpu1:8,gpu2:8, or a file with one host and its ranks per line.")
+    ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; default 1.")] = None,
     ranks_per_node: Annotated[
         int | None, typer.Option(min=1, help="Ranks of a node; default: the plan's ranks / nodes.")
@@ -49,20 +55,26 @@ def launch(
 
     Without --submit it prints what the place takes (a batch script, manifests), to be read first."""
     root = context.find_root().command
-    request = _request(
-        root,
-        words,
-        on=on,
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        name=name,
-        settings=_settings(settings_file, site or []),
-        sweeps=sweep or [],
-    )
-    files = _write(on, request)
+    settings = _settings(settings_file, site or [])
+    start: Callable[[], str]
+    if on is LaunchPlace.HOSTS:
+        files, start = _prepare_hosts(root, words, hosts, ranks_per_node, settings)
+    else:
+        request = _request(
+            root,
+            words,
+            on=on,
+            nodes=nodes,
+            ranks_per_node=ranks_per_node,
+            name=name,
+            settings=settings,
+            sweeps=sweep or [],
+        )
+        files = _write(on, request)
+        start = functools.partial(_submit, on, request, files, root)
     if write is not None:
         _write_into(write, files)
-    job = _submit(on, request, files, root) if submit else None
+    job = start() if submit else None
     if as_json:
         fields = [{"name": file.name, "text": file.text} for file in files]
         print(json.dumps({"on": on.value, "files": fields, "submitted": submit, "id": job}))
@@ -72,6 +84,16 @@ def launch(
         print("".join(file.text for file in files), end="")
     if not submit:
         print("not submitted: add --submit", file=sys.stderr)
+
+
+def _prepare_hosts(
+    root: Any, words: list[str], hosts: str | None, ranks_per_node: int | None, settings: LaunchSettings
+) -> tuple[list[LaunchFile], Callable[[], str]]:
+    from weft.cli.launch.hosts import hosts_request, run_on_hosts, write_hosts
+    from weft.cli.launch.inner import parse_inner
+
+    request = hosts_request(parse_inner(root, words), hosts, ranks_per_node=ranks_per_node, settings=settings)
+    return [write_hosts(request)], functools.partial(run_on_hosts, request)
 
 
 def _settings(path: Path | None, given: list[str]) -> LaunchSettings:

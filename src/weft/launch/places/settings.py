@@ -23,6 +23,18 @@ class JobSettings(SiteSection):
     environment: dict[Variable, Line] = Field(default={}, description="environment variables of all ranks")
 
 
+class HostsSettings(SiteSection):
+    """Over ssh."""
+
+    list: Line = Field(default="", description="as --hosts: gpu1:8,gpu2:8, or a file")
+    min_hosts: int = Field(default=0, ge=0, description="restarts may use fewer hosts, at least so many; 0: all")
+    ssh_options: tuple[Line, ...] = Field(default=(), description="words for ssh, such as -F and a file")
+    connect_timeout_s: float = Field(default=60.0, gt=0, description="seconds for a host to answer")
+    lease_s: float = Field(
+        default=8.0, ge=3, description="seconds of silence after which a host is lost, and its ranks end"
+    )
+
+
 class SlurmSettings(SiteSection):
     partition: Line = Field(default="", description="--partition")
     account: Line = Field(default="", description="--account")
@@ -53,5 +65,6 @@ class LaunchSettings(Document):
     """How a site runs jobs."""
 
     job: JobSettings = JobSettings()
+    hosts: HostsSettings = HostsSettings()
     slurm: SlurmSettings = SlurmSettings()
     kubernetes: KubernetesSettings = KubernetesSettings()

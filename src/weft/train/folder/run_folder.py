@@ -22,6 +22,8 @@ from weft.core.run_spec import RunSpec
 from weft.core.state_folder import StateFolder
 from weft.train.folder.metrics_file import MetricsFile
 
+LOGS_NAME = "logs"  # what ranks on several hosts print
+
 
 class RunFolder:
     """Paths and writers of one run folder."""

@@ -24,7 +24,7 @@ from weft.core.errors import CheckpointError, InputError, RunFolderError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.train.folder.lock import LOCK_NAME
-from weft.train.folder.run_folder import RunFolder, require_run
+from weft.train.folder.run_folder import LOGS_NAME, RunFolder, require_run
 
 _DOCUMENTS: dict[str, type[Document]] = {"run.toml": RunSpec, "plan.toml": Plan}
 _NAMES = frozenset(
@@ -96,7 +96,7 @@ def look_at(path: Path) -> FolderLook:
     """The current state of the folder."""
     state, num_steps, num_damaged, has_states = FolderState.NEW, 0, 0, False
     if path.is_dir():
-        names = {entry.name for entry in path.iterdir() if not _is_lock(entry.name)}
+        names = {entry.name for entry in path.iterdir() if not _is_launchers(entry.name)}
         folder = RunFolder(path)
         num_steps = max((record.step for record in folder.metrics.read()), default=0)
         num_damaged = len(list_damaged(folder.checkpoints_path))
@@ -114,7 +114,7 @@ def is_finished(path: Path, *, steps: int) -> bool:
 
 
 def require_free(path: Path) -> None:
-    """Require an empty or missing folder, a lock file aside."""
+    """Require an empty or missing folder, a lock file and logs aside."""
     if look_at(path).state is not FolderState.NEW:
         raise RunFolderError(f"{path} exists already", hint=f"choose another --out, or continue with --resume {path}")
 
@@ -149,8 +149,9 @@ def _is_printed(path: Path, kind: type[Document]) -> bool:
         return False
 
 
-def _is_lock(name: str) -> bool:
-    return name == LOCK_NAME or name.startswith(f".{LOCK_NAME}-")
+def _is_launchers(name: str) -> bool:
+    """The lock, and the logs of ranks on several hosts, whose first lines come before the run is created."""
+    return name in (LOCK_NAME, LOGS_NAME) or name.startswith(f".{LOCK_NAME}-")
 
 
 def _found(look: FolderLook) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from weft.core.disk import disk_full, is_full
 from weft.core.errors import MemoryLimitError, RankError, StallError, WeftError, error_from_dict
-from weft.train.ranks.environment import Process
+from weft.train.ranks.environment import SCRATCH_VARIABLE, Process, read_process
 from weft.train.ranks.progress import progress
 
 DEBUG_VARIABLE = "WEFT_DEBUG"
@@ -40,6 +40,10 @@ _PEER_GONE = (
     "communicator was aborted",
     "remote process exited",
 )
+_MESH_HINT = (
+    "ranks must reach one another: set GLOO_SOCKET_IFNAME to the interface on the network of all hosts (`ip -br"
+    " address`), and see that no firewall is between them"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +62,15 @@ class FailureRecord:
     def exit_code(self) -> int:
         return int(self.error_fields["exit_code"])
 
-    def to_error(self) -> WeftError:
-        """The rank's error in its own class; with several ranks the message adds rank and phase."""
+    def to_error(self, *, host: str = "") -> WeftError:
+        """The rank's error in its own class; with several ranks the message adds rank, host and phase."""
         error = error_from_dict(self.error_fields)
         if self.world_size == 1 or isinstance(error, StallError):  # a stall names another rank than this one
             return error
+        who = f"rank {self.rank} on {host}" if host else f"rank {self.rank}"
         if isinstance(error, MemoryLimitError) and self.phase in error.message:  # the message has the phase already
-            return type(error)(f"rank {self.rank} ran {error.message}", hint=error.hint)
-        return type(error)(f"rank {self.rank} failed in {self.phase}: {error.message}", hint=error.hint)
+            return type(error)(f"{who} ran {error.message}", hint=error.hint)
+        return type(error)(f"{who} failed in {self.phase}: {error.message}", hint=error.hint)
 
     def to_json(self) -> str:
         beside = {name: value for name, value in vars(self).items() if name != "error_fields"}
@@ -127,7 +132,12 @@ def as_weft_error(error: Exception) -> WeftError:
     first_line = lines[0] if lines else "(no message)"
     if is_out_of_memory(error):
         return MemoryLimitError(first_line, hint="use a smaller micro-batch, recompute activations, or more ranks")
-    return RankError(f"{type(error).__name__}: {first_line}", hint=f"set {DEBUG_VARIABLE}=1 to see the stack trace")
+    hint = (
+        _MESH_HINT
+        if "connectfullmesh failed" in first_line.lower()
+        else f"set {DEBUG_VARIABLE}=1 to see the stack trace"
+    )
+    return RankError(f"{type(error).__name__}: {first_line}", hint=hint)
 
 
 def is_secondary(error: BaseException) -> bool:
@@ -146,6 +156,12 @@ def write_record(record: FailureRecord, *, scratch: Path) -> None:
     draft = path.with_suffix(".tmp")
     draft.write_text(record.to_json(), encoding="utf-8")
     draft.replace(path)
+
+
+def report_before_joining(error: WeftError) -> None:
+    """Record an error of a launched rank that never joined the others: bad input, mostly."""
+    record = record_failure(error, process=read_process(os.environ))
+    write_record(record, scratch=Path(os.environ[SCRATCH_VARIABLE]))
 
 
 def read_record(scratch: Path, *, rank: int) -> FailureRecord | None:

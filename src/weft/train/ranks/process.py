@@ -24,11 +24,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from weft.core.errors import DeviceError, WeftError
+from weft.train.ranks.address import SOCKET_VARIABLES, socket_interface, with_known_address
 from weft.train.ranks.environment import (
     SCRATCH_VARIABLE,
     Process,
     Rendezvous,
     allocator_defaults,
+    read_local_size,
     read_process,
     read_rendezvous,
 )
@@ -79,7 +81,9 @@ def join(
         process = read_process(os.environ)
         _write_pid(process)
         rendezvous = read_rendezvous(os.environ, world_size=process.world_size)
-        lent = _stay_local() if rendezvous is None else ()
+        if rendezvous is not None:
+            rendezvous = with_known_address(rendezvous, os.environ)
+        lent = _lend_interface(rendezvous, process)
         device = _take_device(process, device_type=_kind_of_device(device_type))
         store = open_store(rendezvous, process=process, timeout_s=timeout_s)
         _watch = _start_watch(store, rendezvous, process, patience=Patience(timeout_s=timeout_s, hang_s=hang_timeout_s))
@@ -194,12 +198,19 @@ def _take_device(process: Process, *, device_type: str) -> torch.device | None:
     return device
 
 
-def _stay_local() -> tuple[str, ...]:
-    # Gloo and NCCL listen even for one rank; without this on the host's external address.
-    if sys.platform != "linux":
+def _lend_interface(rendezvous: Rendezvous | None, process: Process) -> tuple[str, ...]:
+    lent = tuple(name for name in SOCKET_VARIABLES if name not in os.environ)
+    if sys.platform != "linux" or not lent:
         return ()
-    lent = tuple(name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ)
-    os.environ.update(dict.fromkeys(lent, "lo"))
+    if rendezvous is None:  # Gloo and NCCL listen even for one rank; without this on the host's external address
+        interface: str | None = "lo"
+    else:
+        is_known = "LOCAL_WORLD_SIZE" in os.environ or "RANK" not in os.environ  # a script may not say
+        is_one_host = is_known and read_local_size(os.environ) == process.world_size
+        interface = socket_interface(rendezvous, is_one_host=is_one_host)
+    if interface is None:
+        return ()
+    os.environ.update(dict.fromkeys(lent, interface))
     return lent
 
 
