@@ -2,7 +2,8 @@
 
 A host has [files], [commands] (output, or a table with its code), [environment], [packages], [disk], [nvidia] (a
 template per GPU) and [[each]] (files that are repeated with {i}). An overlay replaces entries of the same tables;
-`remove` drops files and commands; `edit` replaces one occurrence of a text in a file or output, which must be there.
+`remove` drops files and commands; `edit` replaces one occurrence of a text in a file or output, which must be there;
+`replace` all of them, in a folder too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def make_host(name: str, folder: Path, overlay: dict[str, Any] | None = None) ->
         _remove(entry, files, commands)
     for edit in overlay.get("edit", []):
         _edit(edit, files, commands)
+    for edit in overlay.get("replace", []):
+        _replace(edit, files, commands)
     packages = {**host["packages"], **overlay.get("packages", {})}
     files.update(
         {f"site/{package}-{version}.dist-info/METADATA": "" for package, version in packages.items() if version}
@@ -90,6 +93,16 @@ def _edit(edit: dict[str, Any], files: dict[str, str], commands: dict[str, Any])
     nth = edit.get("nth", 0)
     assert len(parts) > nth + 1, f"{edit['from']!r} is not in {edit['in']} {nth + 1} times"
     store[edit["in"]] = edit["from"].join(parts[: nth + 1]) + edit["to"] + edit["from"].join(parts[nth + 1 :])
+
+
+def _replace(edit: dict[str, str], files: dict[str, str], commands: dict[str, Any]) -> None:
+    """All occurrences in a command's output, a file, or the files of a folder."""
+    count = 0
+    for store in (files, commands):
+        for key in [key for key in store if key == edit["in"] or key.startswith(f"{edit['in']}/")]:
+            count += store[key].count(edit["from"])
+            store[key] = store[key].replace(edit["from"], edit["to"])
+    assert count, f"{edit['from']!r} is not in {edit['in']}"
 
 
 def _runner(commands: dict[str, Any]) -> Any:

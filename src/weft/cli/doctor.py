@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +21,7 @@ _COLOURS = {"ok": "green", "warning": "yellow", "wrong": "red", "unknown": "dim"
 def doctor(
     nproc: NumRanks = None,
     out: Annotated[Path, typer.Option(help="Folder of the run: its disk is checked.")] = Path("runs"),
+    bench: Annotated[bool, typer.Option("--bench", help="Measure each device and a small all-reduce too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON on stdout.")] = False,
 ) -> None:
     """Check GPUs, fabric, network, limits, versions and disk of this machine; each line with its fix."""
@@ -29,12 +31,25 @@ def doctor(
     from weft.doctor.situation import Situation
 
     record = record_of(this_machine(out))
-    checks = worst_first(checks_of(record, Situation(num_ranks=nproc, is_cluster=is_of_cluster(record))))
+    checks = checks_of(record, Situation(num_ranks=nproc, is_cluster=is_of_cluster(record)))
+    if bench:
+        checks += _bench(record, nproc)
+    checks = worst_first(checks)
     if as_json:
         print(json.dumps({"checks": [check.as_dict() for check in checks]}))
     else:
         print_table(checks)
     raise typer.Exit(code=1 if any(check.state == WRONG for check in checks) else 0)
+
+
+def _bench(record: dict[str, Any], num_ranks: int | None) -> list[Diagnosis]:
+    from rich.console import Console
+
+    from weft.doctor.bench import judge, measure
+
+    with Console(file=sys.stderr).status("measuring devices and an all-reduce …"):
+        record["bench"] = measure(num_ranks)
+    return list(judge([record]))
 
 
 def print_table(checks: Sequence[Diagnosis]) -> None:

@@ -64,6 +64,11 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
+def is_virtual(interface: str) -> bool:
+    """Whether it is loopback, a bridge or a container's, which other hosts cannot reach."""
+    return _VIRTUAL.match(interface) is not None
+
+
 def judge(facts: dict[str, Any], situation: Situation) -> Iterator[Diagnosis]:
     network, set_variables = facts["network"], facts["variables"]["set"]
     yield _own_name(network, situation, set_variables)
@@ -124,10 +129,10 @@ def _named_interfaces(network: dict[str, Any], variables: dict[str, str]) -> Dia
         there = [part for part in parts if part in known or (is_prefix and any(key.startswith(part) for key in known))]
         usable = [part for part in there if known.get(part, {}).get("state") != "down"]
         if not usable:
-            fix = f"interfaces of this host: {', '.join(key for key in known if not _VIRTUAL.match(key)) or 'none'}"
+            fix = f"interfaces of this host: {', '.join(key for key in known if not is_virtual(key)) or 'none'}"
             what = "is down" if there else "is not on this host"
             return wrong(name, f"{variable}={value}, which {what}", fix)
-    return ok(name, shortened(key for key in known if not _VIRTUAL.match(key)) or "loopback only")
+    return ok(name, shortened(key for key in known if not is_virtual(key)) or "loopback only")
 
 
 def _speed(network: dict[str, Any]) -> Diagnosis:
