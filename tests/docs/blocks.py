@@ -33,6 +33,7 @@ GUIDES = (
     "dryrun",
     "resume-and-checkpoints",
     "precision-and-optimizers",
+    "doctor",
     "several-machines",
     "collectives",
     "parameter-server",

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.doctor.machine import Machine, Output
+from weft.doctor.machine import CommandOutput, Machine
 
 HOSTS = Path(__file__).parents[1] / "unit" / "doctor" / "hosts"
 
@@ -106,10 +106,10 @@ def _replace(edit: dict[str, str], files: dict[str, str], commands: dict[str, An
 
 
 def _runner(commands: dict[str, Any]) -> Any:
-    def run(command: Sequence[str]) -> Output | None:
+    def run(command: Sequence[str]) -> CommandOutput | None:
         found = commands.get(" ".join(command))
         if found is None or isinstance(found, str):
-            return None if found is None else Output(found)
-        return Output(found.get("text", ""), code=found.get("code", 0), timed_out=found.get("timed_out", False))
+            return None if found is None else CommandOutput(found)
+        return CommandOutput(found.get("text", ""), code=found.get("code", 0), timed_out=found.get("timed_out", False))
 
     return run

@@ -21,7 +21,7 @@ _REASONS = {
 }
 
 
-class Link(Protocol):
+class PeerLink(Protocol):
     """A connection to the doctor's peer on a host; events arrive in a queue as (link, message)."""
 
     @property
@@ -45,7 +45,7 @@ class Collected:
 
 
 def collect(
-    links: Sequence[Link],
+    links: Sequence[PeerLink],
     events: Events,
     *,
     marks: Mapping[str, str],
@@ -79,7 +79,7 @@ def collect(
 
 
 def _gather(
-    links: Sequence[Link], events: Events, wanted: str, timeout_s: float, show: Callable[[str], None]
+    links: Sequence[PeerLink], events: Events, wanted: str, timeout_s: float, show: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
     """The event of that name from each link, in the order of links; hosts that are closed or late are left out."""
     found: dict[str, dict[str, Any]] = {}

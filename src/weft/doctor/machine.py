@@ -17,7 +17,7 @@ _COMMAND_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
-class Output:
+class CommandOutput:
     """What a command printed (both streams), and its exit code; `timed_out` if it did not end."""
 
     text: str
@@ -25,7 +25,7 @@ class Output:
     timed_out: bool = False
 
 
-Runner = Callable[[Sequence[str]], "Output | None"]
+Runner = Callable[[Sequence[str]], "CommandOutput | None"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def this_machine(folder: Path) -> Machine:
     return Machine(root=Path("/"), run=run_command, environment=dict(os.environ), folder=folder.absolute(), sites=sites)
 
 
-def run_command(command: Sequence[str]) -> Output | None:
+def run_command(command: Sequence[str]) -> CommandOutput | None:
     """Run a command without input, in the C locale, for at most 20 s."""
     environment = {**os.environ, "LC_ALL": "C", "PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin"}
     try:
@@ -93,7 +93,7 @@ def run_command(command: Sequence[str]) -> Output | None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Output("", code=-1, timed_out=True)
+        return CommandOutput("", code=-1, timed_out=True)
     except OSError:
         return None
-    return Output(done.stdout.decode("utf-8", errors="replace"), code=done.returncode)
+    return CommandOutput(done.stdout.decode("utf-8", errors="replace"), code=done.returncode)

@@ -34,7 +34,7 @@ _CLOCK = struct.Struct("<d")
 _MOST_AT_ONCE = 64
 
 
-class Listener:
+class PortListener:
     """Accepts connections on random ports; one that begins with the token is answered with this host's clock."""
 
     def __init__(self, token: str, *, num_ports: int = NUM_PORTS) -> None:
@@ -142,7 +142,7 @@ def serve(orders: IO[str], events: IO[str]) -> None:
     machine = this_machine(Path(first["folder"]))
     folder = machine.existing_folder()
     mark = folder / first["mark"]
-    listener = Listener(first["token"])
+    listener = PortListener(first["token"])
     try:
         record = record_of(machine)
         if first.get("bench"):

@@ -16,7 +16,7 @@ import pytest
 from weft.doctor import peer
 from weft.doctor.check import OK, WARNING, WRONG
 from weft.doctor.collect import Collected, collect, judge
-from weft.doctor.peer import Listener, connect, own_addresses, serve
+from weft.doctor.peer import PortListener, connect, own_addresses, serve
 
 TOKEN = "a" * 32
 
@@ -135,7 +135,7 @@ def test_clocks_beyond_the_uncertainty_are_named() -> None:
 
 
 def test_a_listener_answers_only_its_token() -> None:
-    listener = Listener(TOKEN, num_ports=1)
+    listener = PortListener(TOKEN, num_ports=1)
     try:
         answered = connect("127.0.0.1", listener.ports[0], token=TOKEN)
         assert (answered["error"], abs(answered["offset_s"]) < 0.5) == ("", True)
@@ -145,7 +145,7 @@ def test_a_listener_answers_only_its_token() -> None:
 
 
 def test_a_port_without_listener_is_refused() -> None:
-    listener = Listener(TOKEN, num_ports=1)
+    listener = PortListener(TOKEN, num_ports=1)
     listener.close()
     assert connect("127.0.0.1", listener.ports[0], token=TOKEN, timeout_s=2.0)["error"] in ("refused", "no answer")
 

@@ -23,7 +23,9 @@ def read(machine: Machine) -> dict[str, Any]:
     return {
         "name": name,
         "can_resolve": answer is not None,
-        "addresses": sorted({line.split()[0] for line in answer.text.splitlines() if line.strip()}) if answer else [],
+        "addresses": list(dict.fromkeys(line.split()[0] for line in answer.text.splitlines() if line.strip()))
+        if answer
+        else [],
         "interfaces": {name: _interface(machine, name) for name in machine.names("/sys/class/net")},
         "own_addresses": _own_addresses(machine.output("ip -j addr")),
         "route": _default_route(machine.text("/proc/net/route") or ""),
@@ -86,7 +88,7 @@ def _own_name(network: dict[str, Any], situation: Situation, variables: dict[str
         fix = f"add it to DNS or /etc/hosts; meanwhile GLOO_SOCKET_IFNAME={interface}"
         state = wrong if situation.is_cluster else warning
         return state(name, f"{host} does not resolve", fix)
-    if all(map(is_loopback, addresses)):
+    if is_loopback(addresses[0]):  # programs take the first
         detail = f"{host} resolves to {addresses[0]}: ranks on other hosts cannot connect there"
         if not situation.is_cluster:
             return ok(name, f"{host} resolves to {addresses[0]}, which does for one machine")
