@@ -81,7 +81,7 @@ def this_machine(folder: Path) -> Machine:
 
 def run_command(command: Sequence[str]) -> CommandOutput | None:
     """Run a command without input, in the C locale, for at most 20 s."""
-    environment = {**os.environ, "LC_ALL": "C", "PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin"}
+    environment = {**os.environ, "LC_ALL": "C", "PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"}
     try:
         done = subprocess.run(
             list(command),

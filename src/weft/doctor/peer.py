@@ -6,7 +6,7 @@
     connect {peers: [{host, addresses, ports}]}         -> connections: error, round trip and clock offset of each
     look {marks}                                        -> seen: marks of other hosts in the folder of the run
 
-It ends with stdin, and removes its mark.
+It ends with stdin, or when the launcher's heartbeats (empty lines) stop for 30 s, and removes its mark.
 """
 
 from __future__ import annotations
@@ -14,22 +14,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
+from weft.core.network import is_loopback, own_addresses
 from weft.doctor.examine import record_of
 from weft.doctor.machine import this_machine
-from weft.doctor.probes.network import is_loopback, is_virtual
+from weft.doctor.probes.network import is_virtual
 
 NUM_PORTS = 2
 _CONNECT_TIMEOUT_S = 4.0
+_LEASE_S = 30.0
 _CLOCK = struct.Struct("<d")
 _MOST_AT_ONCE = 64
 
@@ -102,13 +105,11 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def own_addresses(record: dict[str, Any], connected: str) -> list[str]:
+def reachable_addresses(own: dict[str, str], route: str, connected: str) -> list[str]:
     """The addresses under which others may find this host. `connected`: SSH_CONNECTION, whose third word is one."""
     words = connected.split()
     found = [words[2]] if len(words) == 4 else []
-    network = record.get("network", {})
-    interfaces = sorted(network.get("own_addresses", {}).items(), key=lambda item: item[0] != network.get("route"))
-    found += [address for name, addresses in interfaces if not is_virtual(name) for address in addresses]
+    found += sorted((each for each in own if not is_virtual(own[each])), key=lambda each: own[each] != route)
     usable = [each for each in dict.fromkeys(found) if not is_loopback(each) and not each.startswith("fe80")]
     return usable or ["127.0.0.1"]
 
@@ -131,6 +132,22 @@ def reach(peers: Sequence[dict[str, Any]], *, token: str) -> list[dict[str, Any]
         return list(pool.map(attempt, peers))
 
 
+def _lines(orders: IO[str], *, lease_s: float) -> Iterator[str]:
+    """Orders without heartbeats, until the input ends or is silent for the lease."""
+    arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def receive() -> None:
+        for line in orders:
+            arrived.put(line)
+        arrived.put(None)
+
+    threading.Thread(target=receive, daemon=True).start()
+    with contextlib.suppress(queue.Empty):
+        while (line := arrived.get(timeout=lease_s)) is not None:
+            if line.strip():
+                yield line
+
+
 def serve(orders: IO[str], events: IO[str]) -> None:
     """Answer orders until the end of the input."""
 
@@ -138,7 +155,8 @@ def serve(orders: IO[str], events: IO[str]) -> None:
         events.write(json.dumps({"event": event, **fields}) + "\n")
         events.flush()
 
-    first = json.loads(next(line for line in orders if line.strip()))
+    lines = _lines(orders, lease_s=_LEASE_S)
+    first = json.loads(next(lines))
     machine = this_machine(Path(first["folder"]))
     folder = machine.existing_folder()
     mark = folder / first["mark"]
@@ -151,10 +169,11 @@ def serve(orders: IO[str], events: IO[str]) -> None:
             record["bench"] = measure(first.get("num_ranks"))
         with contextlib.suppress(OSError):  # the probe of the disk reports it
             mark.touch()
-        addresses = own_addresses(record, os.environ.get("SSH_CONNECTION", ""))
+        route = record.get("network", {}).get("route", "")
+        addresses = reachable_addresses(own_addresses(), route, os.environ.get("SSH_CONNECTION", ""))
         send("record", record=record, ports=listener.ports, addresses=addresses)
-        for line in orders:
-            order = json.loads(line) if line.strip() else {}
+        for line in lines:
+            order = json.loads(line)
             if order.get("order") == "connect":
                 send("connections", results=reach(order["peers"], token=first["token"]))
             elif order.get("order") == "look":

@@ -34,11 +34,18 @@ Event = tuple["SshLink", Message]
 
 
 def ssh_command(
-    host: str, *, ssh: Sequence[str], options: Sequence[str], python: str, directory: str, connect_timeout_s: float
+    host: str,
+    *,
+    ssh: Sequence[str],
+    options: Sequence[str],
+    python: str,
+    directory: str,
+    connect_timeout_s: float,
+    module: str = _AGENT,
 ) -> list[str]:
-    """The words that start the agent on a host."""
+    """The words that start the agent, or another module that reads orders, on a host."""
     timeout = ("-o", f"ConnectTimeout={max(1, min(_CONNECT_S, round(connect_timeout_s)))}")
-    remote = f"cd {shlex.quote(directory)} && exec {shlex.quote(python)} -m {_AGENT}"
+    remote = f"cd {shlex.quote(directory)} && exec {shlex.quote(python)} -m {module}"
     return [*ssh, *_FIRST_OPTIONS, *options, *timeout, *_LAST_OPTIONS, host, remote]
 
 

@@ -16,7 +16,7 @@ import pytest
 from weft.doctor import peer
 from weft.doctor.check import OK, WARNING, WRONG
 from weft.doctor.collect import Collected, collect, judge
-from weft.doctor.peer import PortListener, connect, own_addresses, serve
+from weft.doctor.peer import PortListener, connect, reachable_addresses, serve
 
 TOKEN = "a" * 32
 
@@ -151,10 +151,7 @@ def test_a_port_without_listener_is_refused() -> None:
 
 
 def test_addresses_are_those_that_others_can_reach() -> None:
-    network = {
-        "route": "eth1",
-        "own_addresses": {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.1"], "eth1": ["10.1.0.1"]},
-    }
-    assert own_addresses({"network": network}, "") == ["10.1.0.1", "10.0.0.1"]
-    assert own_addresses({"network": network}, "10.0.0.9 50000 10.0.0.1 22") == ["10.0.0.1", "10.1.0.1"]
-    assert own_addresses({}, "") == ["127.0.0.1"]
+    own = {"10.0.0.1": "eth0", "10.1.0.1": "eth1", "172.17.0.1": "docker0", "127.0.0.1": "lo"}
+    assert reachable_addresses(own, "eth1", "") == ["10.1.0.1", "10.0.0.1"]
+    assert reachable_addresses(own, "eth1", "10.0.0.9 50000 10.0.0.1 22") == ["10.0.0.1", "10.1.0.1"]
+    assert reachable_addresses({"127.0.0.1": "lo"}, "", "") == ["127.0.0.1"]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doctor_hosts import make_host, read_faults
 
+import weft
 from weft.doctor.check import OK, UNKNOWN, WARNING, WRONG, Diagnosis
 from weft.doctor.examine import PROBES, checks_of, is_of_cluster, record_of
 from weft.doctor.machine import Machine
@@ -68,3 +72,16 @@ def test_a_host_without_anything_is_unknown_and_not_wrong_by_itself(tmp_path: Pa
     checks = examine(machine)
     assert {check.name for check in checks if check.state == WRONG} == {"packages"}
     assert not [check for check in checks if check.name.startswith("probe.")]
+
+
+def test_the_module_answers_without_any_package(tmp_path: Path) -> None:
+    """`python -m weft.doctor` is for installations that are broken: the standard library is all that it imports."""
+    source = Path(weft.__file__).parents[1]
+    command = [sys.executable, "-S", "-m", "weft.doctor", "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, env={"PYTHONPATH": str(source)}, capture_output=True, text=True, timeout=60, check=False
+    )
+    checks = {check["name"]: check["state"] for check in json.loads(done.stdout)["checks"]}
+    assert done.returncode == 1
+    assert checks["packages"] == WRONG  # without site-packages there is no torch
+    assert checks["disk.space"] in (OK, WARNING)

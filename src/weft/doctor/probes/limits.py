@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 from typing import Any
 
+from weft.core.cgroup import cpu_quota
 from weft.core.units import format_bytes
 from weft.doctor.check import Diagnosis, ok, shortened, unknown, warning, wrong
 from weft.doctor.machine import Machine
@@ -24,7 +26,8 @@ def read(machine: Machine) -> dict[str, Any]:
     facts["shm_bytes"] = _size_of_shm(machine.output("df -Pk /dev/shm"))
     facts["shm_leftovers"] = _leftovers(machine)
     facts["cores"] = _count(_field(machine.text("/proc/self/status"), "Cpus_allowed_list"))
-    facts["quota"], facts["memory_limit"], facts["pids_limit"] = _cgroup(machine)
+    facts["quota"] = cpu_quota(machine.root)
+    facts["memory_limit"], facts["pids_limit"] = _memory_limit(machine), _least(machine, "pids.max")
     total = _field(machine.text("/proc/meminfo"), "MemTotal")
     facts["memory_bytes"] = int(total.split()[0]) << 10 if total else 0
     facts["numa_nodes"] = sum(
@@ -93,33 +96,17 @@ def _covered_nodes(machine: Machine) -> int:
     return sum(bool(allowed & _members(machine.text(f"{base}/{node}/cpulist") or "")) for node in nodes)
 
 
-def _cgroup(machine: Machine) -> tuple[float | None, int | None, int | None]:
-    """Cores, bytes and processes that the cgroup allows: the least of the process's own and all above it."""
-    cores: list[float] = []
-    memory: list[int] = []
-    pids: list[int] = []
+def _least(machine: Machine, name: str) -> int | None:
+    """The least of a limit over the process's own cgroup and all above it (version 2)."""
     own = re.search(r"^0::(/\S*)", machine.text("/proc/self/cgroup") or "", re.MULTILINE)
-    path = own[1].strip("/") if own else ""
-    while True:
-        base = f"/sys/fs/cgroup/{path}".rstrip("/")
-        quota = (machine.text(f"{base}/cpu.max") or "").split()
-        if len(quota) == 2 and quota[0].isdigit():
-            cores.append(int(quota[0]) / int(quota[1]))
-        for name, found in (("memory.max", memory), ("pids.max", pids)):
-            value = machine.text(f"{base}/{name}") or ""
-            if value.isdigit():
-                found.append(int(value))
-        if not path:
-            break
-        path = path.rpartition("/")[0]
-    old_quota = machine.text("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") or ""  # version 1
-    period = machine.text("/sys/fs/cgroup/cpu/cpu.cfs_period_us") or ""
-    if old_quota.isdigit() and period.isdigit():
-        cores.append(int(old_quota) / int(period))
-    old_memory = machine.text("/sys/fs/cgroup/memory/memory.limit_in_bytes") or ""
-    if old_memory.isdigit() and int(old_memory) < 1 << 60:
-        memory.append(int(old_memory))
-    return min(cores, default=None), min(memory, default=None), min(pids, default=None)
+    folder = PurePosixPath(own[1].lstrip("/") if own else "")
+    values = [machine.text(f"/sys/fs/cgroup/{part}/{name}") or "" for part in (folder, *folder.parents)]
+    return min((int(value) for value in values if value.isdigit()), default=None)
+
+
+def _memory_limit(machine: Machine) -> int | None:
+    old = machine.text("/sys/fs/cgroup/memory/memory.limit_in_bytes") or ""  # version 1
+    return int(old) if old.isdigit() and int(old) < 1 << 60 else _least(machine, "memory.max")
 
 
 def judge(facts: dict[str, Any], situation: Situation) -> Iterator[Diagnosis]:

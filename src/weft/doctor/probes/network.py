@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from weft.core.network import is_loopback
 from weft.doctor.check import Diagnosis, ok, shortened, unknown, warning, wrong
 from weft.doctor.machine import Machine
 from weft.doctor.situation import Situation
@@ -62,10 +63,6 @@ def _default_route(table: str) -> str:
     return min(routes)[1] if routes else ""
 
 
-def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
 def is_virtual(interface: str) -> bool:
     """Whether it is loopback, a bridge or a container's, which other hosts cannot reach."""
     return _VIRTUAL.match(interface) is not None
@@ -89,12 +86,14 @@ def _own_name(network: dict[str, Any], situation: Situation, variables: dict[str
         state = wrong if situation.is_cluster else warning
         return state(name, f"{host} does not resolve", fix)
     if is_loopback(addresses[0]):  # programs take the first
-        detail = f"{host} resolves to {addresses[0]}: ranks on other hosts cannot connect there"
         if not situation.is_cluster:
             return ok(name, f"{host} resolves to {addresses[0]}, which does for one machine")
         if "GLOO_SOCKET_IFNAME" in variables:
             return ok(name, f"{host} resolves to {addresses[0]}, and GLOO_SOCKET_IFNAME is set")
-        return wrong(name, detail, f"GLOO_SOCKET_IFNAME={interface}, or remove the line from /etc/hosts")
+        detail = (
+            f"{host} resolves to {addresses[0]}: ranks of weft avoid it, other programs listen where nobody connects"
+        )
+        return warning(name, detail, f"GLOO_SOCKET_IFNAME={interface}, or remove the line from /etc/hosts")
     own = {address for found in network["own_addresses"].values() for address in found}
     if own and not own & set(addresses):
         fix = "correct /etc/hosts or DNS: Gloo cannot listen on an address of another host"
