@@ -27,7 +27,7 @@ def low_optimizer(
         own = shard or replicated_shard(value.shape, copies=1)
         places[value] = Place(key=key_of(seed, name), spans=tuple(spans_of(own.chunks, own.shape)))
     groups = decay_groups(list(parameters.values()), 0.1)
-    return AdamWLow(groups, states=LowStates(dtype=moments, places=places), **{**ADAM, **adam})
+    return AdamWLow(groups, states=LowStates(first=moments, second=moments, places=places), **{**ADAM, **adam})
 
 
 def gradient(shape: Any, step: int, index: int) -> torch.Tensor:

@@ -51,9 +51,11 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
         *_not_summed(plan),
         *_not_offloaded(plan),
     ]
-    unbuilt = not_executed(plan.precision.preset, plan.precision.given)
-    refused += [(True, f"precision.{name} = {getattr(policy, name)!r}") for name in unbuilt]
+    refused += [(True, f"precision.{name} = {getattr(policy, name)!r}") for name in not_executed(policy)]
     refused += [(has, f"precision.{name} = 'bfloat16' with {what}") for has, name, what in _not_low(plan)]
+    own = policy.has_own_gradients
+    said = f"precision.gradients = {policy.gradients!r} beside master weights in {policy.master_weights}"
+    refused += [(own and has, f"{said} with {what}") for has, what in _not_own_gradients(plan)]
     general = "remove that key from the plan; docs/status.md lists what works"
     for is_refused, what, hint in [*((is_refused, what, general) for is_refused, what in refused), *_switched_on(plan)]:
         if is_refused:
@@ -208,6 +210,7 @@ def _not_fused(plan: Plan) -> list[tuple[bool, str]]:
     return [
         (plan.mesh.tp > 1 and tensor.mode != "1d", f"tensor_parallel.mode = {tensor.mode!r}"),
         (_is_threaded(plan), "dataparallel"),
+        (plan.precision.policy().has_wide_logits, "logits in float32 (precision.logits)"),
     ]
 
 
@@ -217,6 +220,15 @@ def _not_float8(plan: Plan) -> list[tuple[bool, str]]:
         _split_backward(plan),
         (_is_threaded(plan), "dataparallel"),
         (plan.precision.policy().weights != "bfloat16", "weights other than bfloat16 (precision.preset = 'bf16')"),
+    ]
+
+
+def _not_own_gradients(plan: Plan) -> list[tuple[bool, str]]:
+    """Features that gradients of another dtype than the master weights do not support yet."""
+    return [
+        (plan.offload.optimizer != "none", "offload.optimizer"),
+        (plan.never_flushes, plan.delayed_by),
+        (_is_threaded(plan), "dataparallel"),
     ]
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from weft.core.plan import Plan
-from weft.core.precision import DType
+from weft.core.precision import Format
 
-BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def masters_leave(
@@ -50,7 +50,7 @@ def with_streamed_units(plan: Plan) -> Plan:
     return plan.model_copy(update={"data_parallel": plan.data_parallel.model_copy(update={"zero": 3})})
 
 
-def resting_dtype(plan: Plan) -> DType:
+def resting_dtype(plan: Plan) -> Format:
     """The dtype of weights between steps."""
     policy = plan.precision.policy()
     return policy.weights if has_masters_away(plan) else policy.master_weights

@@ -7,6 +7,7 @@ Ranks = dp_replicate x dp_shard x cp x tp x pp, and any axis that was registered
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, create_model, field_validator, model_validator
@@ -16,12 +17,12 @@ from weft.core.config import Document, Section, sections_of
 from weft.core.errors import PlanError
 from weft.core.experts import WireFormat
 from weft.core.memory_sections import Activations, Offload
-from weft.core.precision import COMPONENTS, LOW_STATES, DType, PrecisionPolicy, Preset, resolve
+from weft.core.precision import E4M3, LOW_STATES, PrecisionPolicy, impossible
+from weft.core.precision_section import Precision
 
 SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules that split the backward
 BUCKET_BYTES = 25 * 2**20  # DDP's own size
 Degree = Field(default=1, ge=1, description="ranks of the axis, at least 1")
-Component = Field(default=None, description="if it differs from the preset: float32 | bfloat16 | float16")
 
 
 if TYPE_CHECKING:
@@ -173,28 +174,6 @@ class Pipeline(Section):
         return self.schedule in SPLIT
 
 
-class Precision(Section):
-    """A preset, and dtypes of single components that differ from it."""
-
-    preset: Preset = Field(default="fp32", description="fp32 | bf16 | fp16")
-    weights: DType | None = Component
-    activations: DType | None = Component
-    gradients: DType | None = Component
-    communication: DType | None = Component
-    master_weights: DType | None = Component
-    optimizer_state: DType | None = Component
-    norm_statistics: DType | None = Component
-    loss: DType | None = Component
-    router: DType | None = Component
-
-    @property
-    def given(self) -> dict[str, DType]:
-        return {name: getattr(self, name) for name in COMPONENTS if getattr(self, name) is not None}
-
-    def policy(self) -> PrecisionPolicy:
-        return resolve(self.preset, self.given)
-
-
 class Compile(Section):
     enabled: bool = Field(
         default=False, description="torch.compile of the blocks; absent on a GPU: true wherever weft supports it"
@@ -283,6 +262,33 @@ class Plan(Document):
             return {**tables, "precision": {**precision, "preset": "bf16"}}
         return tables
 
+    @model_validator(mode="after")
+    def _float8_follows_precision(self) -> Self:
+        """Products and exchanges in float8 have sections of their own, which a preset or a component switches on."""
+        policy, set_now = self.precision.policy(), dict[str, Section]()
+        if policy.products == E4M3 and "linears" not in self.float8.model_fields_set:
+            gather: dict[str, Any] = {} if policy.gather == E4M3 else {"gather": "weights"}
+            set_now["float8"] = self.float8.model_copy(update={**gather, "linears": "all"})
+        if policy.dispatch == E4M3 and "wire" not in self.expert_parallel.model_fields_set:
+            set_now["expert_parallel"] = self.expert_parallel.model_copy(update={"wire": "float8"})
+        for name, section in set_now.items():
+            object.__setattr__(self, name, section)  # frozen, and not yet seen by anyone
+        return self
+
+    def policy(self) -> PrecisionPolicy:
+        """The formats of [precision], with what [float8] and [expert_parallel] say about theirs."""
+        policy = self.precision.policy()
+        has_float8, has_wire = self.float8.linears != "none", self.expert_parallel.wire == "float8"
+        is_gathered = has_float8 and self.float8.gather == "float8" and self.data_parallel.zero > 0
+        plain = policy.weights if policy.products == E4M3 else policy.products
+        return policy.model_copy(
+            update={
+                "products": E4M3 if has_float8 else plain,
+                "gather": E4M3 if is_gathered else policy.weights,
+                "dispatch": E4M3 if has_wire else policy.weights,
+            }
+        )
+
     @property
     def num_ranks(self) -> int:
         return self.mesh.num_ranks
@@ -326,7 +332,7 @@ DATAPARALLEL_SPREADS = "strategy = 'dataparallel' spreads one process over sever
 
 def check_consistent(plan: Plan) -> list[tuple[str, str]]:
     """Every contradiction in the plan, as (sentence, hint)."""
-    reasons = []
+    reasons = [*impossible(plan.precision.policy()), *_check_float8(plan)]
     mesh, dp = plan.mesh, plan.data_parallel
     if dp.zero == 0 and mesh.dp_shard > 1:
         reasons.append(
@@ -367,6 +373,16 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
             )
         )
     return reasons
+
+
+def _check_float8(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Check components that a section of their own contradicts."""
+    given, found = plan.precision.given, plan.policy()
+    sections = {"products": "float8.linears", "dispatch": "expert_parallel.wire"}
+    for name, key in sections.items():
+        if name in given and given[name] != getattr(found, name):
+            sentence = f"precision.{name} is {given[name]!r}, but {key} says {getattr(found, name)}"
+            yield sentence, f"remove one of precision.{name} and {key}"
 
 
 def _check_blocks(plan: Plan) -> list[tuple[str, str]]:

@@ -1,43 +1,57 @@
-"""The dtype of each component of the training state. Declarations only; the engine applies them.
+"""The format of each component of training: one resolved policy, and the table of formats that can be executed.
 
-| preset | weights (compute, gather) | master weights | gradients (reduced) | optimizer state | loss |
-| ------ | ------------------------- | -------------- | ------------------- | --------------- | ---- |
-| fp32   | float32                   | float32        | float32             | float32         | float32 |
-| bf16   | bfloat16                  | float32        | float32             | float32         | float32 |
-| fp16   | float16, loss scaled      | float32        | float32             | float32         | float32 |
+    weights at rest (master_weights) -> weights (cast, gather) -> products -> activations, residual -> logits -> loss
+    gradients (as stored and accumulated) <- reduce (over data-parallel ranks); first_moment, second_moment
+    router -> dispatch -> experts -> combine, aux_loss
 
-With bf16 two components may be lower, both rounded stochastically: optimizer_state = "bfloat16" halves the moments;
-master_weights = "bfloat16" keeps no float32 copy of the weights, and then gradients are bfloat16 too, since torch gives
-a gradient its parameter's dtype. Communication stays float32. With bf16 and fp16 router = "float32" computes logits,
-scores and top-k of the routers of experts in float32, from weights in the compute dtype.
+Presets (`core/precision_presets.py`) name some components; most of the others follow `weights`. Declarations only: the
+engine applies them, and looks up what it really used (`engine/measure/dtypes.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
-DType = Literal["float32", "bfloat16", "float16"]
-Preset = Literal["fp32", "bf16", "fp16"]
+from weft.core.precision_presets import PRESETS, PresetName
+
+Format = Literal["float32", "tf32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2", "int8"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+Preset = PresetName
+E4M3: Format = "float8_e4m3"
 
 
 class PrecisionPolicy(BaseModel):
-    """The resolved dtype of every component."""
+    """The resolved format of every component."""
 
     model_config = ConfigDict(frozen=True)
 
-    weights: DType
-    activations: DType
-    gradients: DType
-    communication: DType
-    master_weights: DType
-    optimizer_state: DType
-    norm_statistics: DType
-    loss: DType
-    router: DType
-    loss_scaling: bool = False
+    weights: Format
+    products: Format
+    activations: Format
+    residual: Format
+    gradients: Format
+    reduce: Format
+    gather: Format
+    master_weights: Format
+    first_moment: Format
+    second_moment: Format
+    norm_statistics: Format
+    softmax: Format
+    router: Format
+    experts: Format
+    dispatch: Format
+    combine: Format
+    aux_loss: Format
+    logits: Format
+    loss: Format
+
+    @property
+    def loss_scaling(self) -> bool:
+        """Whether losses are scaled, since gradients have the small range of float16."""
+        return self.weights == "float16"
 
     @property
     def is_mixed(self) -> bool:
@@ -55,50 +69,119 @@ class PrecisionPolicy(BaseModel):
         return self.is_low and self.router == "float32"
 
     @property
+    def has_wide_logits(self) -> bool:
+        """Whether the head computes in float32 and the rest in 16 bits."""
+        return self.is_low and self.logits == "float32"
+
+    @property
+    def has_low_moments(self) -> bool:
+        return "bfloat16" in (self.first_moment, self.second_moment)
+
+    @property
     def has_low_states(self) -> bool:
         """Whether the update itself rounds: moments or weights are stored in bfloat16."""
-        return "bfloat16" in (self.optimizer_state, self.master_weights)
+        return self.has_low_moments or self.master_weights == "bfloat16"
+
+    @property
+    def has_own_gradients(self) -> bool:
+        """Whether gradients have another dtype than the weights that the optimizer updates."""
+        return self.gradients != self.master_weights
 
 
-COMPONENTS = tuple(name for name in PrecisionPolicy.model_fields if name != "loss_scaling")
+COMPONENTS = tuple(PrecisionPolicy.model_fields)
+# keys that set several components, or are an older name of one
+GROUPS: dict[str, tuple[str, ...]] = {
+    "optimizer_state": ("first_moment", "second_moment"),
+    "communication": ("reduce",),
+}
+KEYS = (*COMPONENTS, *GROUPS)
+LOW_STATES = ("optimizer_state", "first_moment", "second_moment", "master_weights")  # bfloat16 implies the preset bf16
 
-LOW_STATES = ("optimizer_state", "master_weights")  # components that may be bfloat16 with the preset bf16
-
-_COMPUTE: dict[Preset, DType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# components that have the format of the weights unless they are named
+_FOLLOWERS = ("products", "activations", "residual", "gather", "router", "experts", "dispatch", "combine", "logits")
 
 
 def policy_of(preset: Preset) -> PrecisionPolicy:
-    """The dtypes of a preset."""
-    compute = _COMPUTE[preset]
-    return PrecisionPolicy(
-        weights=compute,
-        activations=compute,
-        gradients="float32",
-        communication="float32",
-        master_weights="float32",
-        optimizer_state="float32",
-        norm_statistics="float32",
-        loss="float32",
-        router=compute,
-        loss_scaling=preset == "fp16",
-    )
+    """The formats of a preset."""
+    return resolve(preset, {})
 
 
-def resolve(preset: Preset, given: Mapping[str, DType]) -> PrecisionPolicy:
+def resolve(preset: Preset, given: Mapping[str, Format]) -> PrecisionPolicy:
     """The preset with the given components, and the components that these imply."""
-    implied: dict[str, DType] = {}
-    if given.get("master_weights") == "bfloat16":
-        implied["gradients"] = "bfloat16"
-    return policy_of(preset).model_copy(update={**implied, **given})
+    preset_names, own = _expanded(PRESETS[preset].components), _expanded(given)
+    if "weights" in own:  # other weights than the preset's: what it says beside them does not apply
+        preset_names = {key: value for key, value in preset_names.items() if key not in _FOLLOWERS}
+    named = {**preset_names, **own}
+    follows = named.get("weights", "float32")
+    found: dict[str, Format] = dict.fromkeys(COMPONENTS, "float32")
+    found |= dict.fromkeys(_FOLLOWERS, follows)
+    if named.get("master_weights") == "bfloat16":
+        found["gradients"] = "bfloat16"  # torch gives a gradient its parameter's dtype
+    return PrecisionPolicy.model_validate({**found, **named})
 
 
-def not_executed(preset: Preset, given: Mapping[str, DType]) -> list[str]:
-    """Given components that this version's engine does not support."""
-    policy = resolve(preset, given)
-    supported: dict[str, DType] = {
-        name: "bfloat16" for name in LOW_STATES if preset == "bf16" and given.get(name) == "bfloat16"
+def _expanded(given: Mapping[str, Format]) -> dict[str, Format]:
+    """Components by name; those of a group unless they are named themselves."""
+    groups = {part: given[key] for key, parts in GROUPS.items() if key in given for part in parts}
+    return groups | {key: value for key, value in given.items() if key not in GROUPS}
+
+
+_NO_UNITS = "{0} needs a scale per tensor or block, which only products and exchanges of experts have"
+_ONE_KERNEL = "torch's kernels compute it in float32, whatever their inputs"
+_MODEL = "it has the format of the weights"
+# what else may be said of a component than "the same as weights": formats that are executed, and why others are not
+_FREE: dict[str, tuple[tuple[Format, ...], str]] = {
+    "weights": (("float32", "bfloat16", "float16"), _NO_UNITS),
+    "master_weights": (("float32", "bfloat16"), "float16 underflows in updates, and 8 bits lose them"),
+    "first_moment": (("float32", "bfloat16"), "for 8-bit moments use train.optimizer = 'adamw8bit'; float16 overflows"),
+    "second_moment": (
+        ("float32", "bfloat16"),
+        "for 8-bit moments use train.optimizer = 'adamw8bit'; float16 underflows",
+    ),
+    "gradients": (("float32", "bfloat16"), "accumulated gradients need the range of float32"),
+    "reduce": (("float32", "bfloat16"), "sums over ranks need the range of float32"),
+    "norm_statistics": (("float32",), _ONE_KERNEL),
+    "softmax": (("float32",), _ONE_KERNEL),
+    "aux_loss": (("float32",), "sums over a batch's tokens lose small terms in less"),
+    "loss": (("float32",), "sums over a batch's tokens lose small terms in less"),
+}
+
+
+def impossible(policy: PrecisionPolicy) -> Iterator[tuple[str, str]]:
+    """Formats that make no sense together, as (sentence, hint)."""
+    for name, (formats, why) in _FREE.items():
+        value = getattr(policy, name)
+        if value not in formats:
+            yield f"precision.{name} = {value!r}: {why.format(value)}", f"use {' or '.join(map(repr, formats))}"
+    for name, formats, why in _tied(policy):
+        value = getattr(policy, name)
+        if value not in formats:
+            allowed = " or ".join(repr(one) for one in dict.fromkeys(formats))
+            yield f"precision.{name} = {value!r} with weights in {policy.weights}: {why}", f"use {allowed}"
+
+
+def _tied(policy: PrecisionPolicy) -> Iterator[tuple[str, tuple[Format, ...], str]]:
+    """(component, formats that go with the weights, why no other)."""
+    weights = policy.weights
+    is_bf16 = weights == "bfloat16"
+    multiplied: tuple[Format, ...] = (weights, *(("tf32",) if weights == "float32" else ()))
+    low: tuple[Format, ...] = ("float32", "bfloat16") if is_bf16 else ("float32",)
+    yield "products", (*multiplied, *((E4M3,) if is_bf16 else ())), "units multiply one pair of operand formats"
+    for name in ("activations", "experts", "combine"):
+        yield name, (weights,), _MODEL
+    yield "gather", (weights, *((E4M3,) if policy.products == E4M3 else ())), "weights are cast before they travel"
+    yield "dispatch", (weights, E4M3), "tokens travel as computed, or packed in float8"
+    for name in ("router", "logits"):
+        yield name, (weights, "float32"), "it is computed as the rest, or in float32"
+    yield "residual", (weights, "float32"), "blocks add to it what they compute"
+    for name in ("master_weights", "first_moment", "second_moment", "gradients", "reduce"):
+        yield name, low, "bfloat16 there needs weights in bfloat16"
+
+
+def not_executed(policy: PrecisionPolicy) -> list[str]:
+    """Possible components that this version's engine does not support."""
+    refused = {
+        "residual": policy.residual != policy.weights,
+        "reduce": policy.reduce != "float32",
     }
-    if given.get("router") == "float32":
-        supported["router"] = "float32"
-    built = resolve(preset, supported)
-    return [name for name in COMPONENTS if getattr(policy, name) != getattr(built, name)]
+    return [name for name, is_refused in refused.items() if is_refused]

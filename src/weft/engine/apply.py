@@ -44,6 +44,7 @@ from weft.engine.dp.threads import require_gpus
 from weft.engine.kernels.compiled import apply_compile
 from weft.engine.kernels.float8 import apply_float8
 from weft.engine.kernels.head_loss import HeadLoss, fuse_loss
+from weft.engine.kernels.wide import widen_head
 from weft.engine.mesh import Topology
 from weft.engine.offload.weights import free_at_rest
 from weft.engine.pp.apply import build_pipeline, keep_own_stages, split_pipeline
@@ -55,7 +56,7 @@ from weft.engine.router.routers import Routers
 from weft.engine.tensor_and_expert import apply_tensor_and_expert
 from weft.engine.weights.freeze import freeze
 from weft.engine.weights.materialise import materialise, place_real_model
-from weft.engine.weights.resting import keep_wide_gradients, source_of
+from weft.engine.weights.resting import keep_gradients_in, source_of
 from weft.models.initial import WeightSource
 from weft.models.layout import ModelLayout, require_blocks
 
@@ -104,6 +105,8 @@ def apply_plan(
     split_plan = split_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
     tp, ep = apply_tensor_and_expert(model, plan, topology, layout=layout, keep_logits_full=has_own_objective)
     routers.wrap()
+    if precision.has_wide_logits:
+        widen_head(model)
     batch_norms = apply_batch_norms(model, plan, topology)
     own = layout
     if split_plan is not None:
@@ -119,8 +122,8 @@ def apply_plan(
             free_at_rest(model)
     sharding = Axes(context for context in (tp, ep) if context is not None)
     materialise(model, own, weights, device=device, shards=sharding.shards, fills=masters is None)
-    if is_rounded:
-        keep_wide_gradients(model)
+    if precision.gradients != resting_dtype(plan):
+        keep_gradients_in(model, torch_dtype(precision.gradients))
     if dp.zero == 0:
         apply_compute_dtype(model, own, precision)
     float8 = apply_float8(model, own, plan.float8.linears, device=device)

@@ -21,6 +21,7 @@ from weft.core.executable import require_executable
 from weft.core.masters import resting_dtype, with_streamed_units
 from weft.core.open_choices import update_place
 from weft.core.plan import Plan, require_consistent
+from weft.core.precision import E4M3, PrecisionPolicy
 from weft.core.records import BufferRecord, DtypeRecord, EvalRecord, ParameterRecord, StepRecord
 from weft.core.run_spec import RouterSpec
 from weft.core.state_folder import StateFolder
@@ -35,6 +36,7 @@ from weft.engine.evaluation import sum_losses
 from weft.engine.kernels.attention import AttentionKernel
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
 from weft.engine.measure.dtypes import DtypeWatch
+from weft.engine.measure.seen import seen
 from weft.engine.measure.timer import StepTimer
 from weft.engine.mesh import build_topology, select_device
 from weft.engine.microbatches import SequentialRunner
@@ -46,7 +48,8 @@ from weft.engine.optim.group_rates import GroupRates, require_one_base
 from weft.engine.optim.optimizers import OptimizerFactory, OptimizerPolicy, make_optimizer
 from weft.engine.ownership import LocalShards, parameter_records
 from weft.engine.pending import PendingStep
-from weft.engine.precision import LossScale, torch_dtype
+from weft.engine.precision import LossScale, require_tf32, rounding_to_tf32, torch_dtype
+from weft.engine.router.apply import with_router_of
 from weft.engine.router.routers import tokens_of
 from weft.engine.state import meta_read
 from weft.engine.updates import Updates, divisor
@@ -75,7 +78,8 @@ class Engine(EngineState):
     ) -> None:
         require_consistent(plan)
         require_executable(plan)
-        plan = self.plan = with_streamed_units(plan)
+        plan, router_notes = with_router_of(model, with_streamed_units(plan))
+        self.plan = plan
         self.device = select_device(device)
         if self.device.type == "cpu":
             patch_low_precision_matmul(torch_dtype(plan.precision.policy().weights))
@@ -97,7 +101,7 @@ class Engine(EngineState):
         self.all_blocks = applied.stages.split.blocks if applied.stages is not None else applied.layout.blocks
         self.axes, self.runner = applied.axes, applied.axes.runner() or SequentialRunner()
         self.float8, self.routers, self.inputs = applied.float8, applied.routers, applied.inputs
-        self._notes = (*applied.layout.notes, *applied.notes)
+        self._notes = (*applied.layout.notes, *applied.notes, *router_notes)
         self.shards: LocalShards = self.axes.shards
         self.objective = objective or objective_for(model, self.axes.token_loss, applied.head_loss)
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
@@ -114,6 +118,9 @@ class Engine(EngineState):
         if callable(optimizer) and dist.get_world_size() > 1:
             require_one_base(self.rates, device=self.device)
         self.loss_scale = LossScale(enabled=plan.precision.policy().loss_scaling)
+        self._has_tf32 = plan.policy().products == "tf32"
+        if self._has_tf32:
+            require_tf32(self.device)
         self.steps_done = 0
         self.is_updating = False  # after the last backward of a step, until its end
         # Called with every reduced gradient, unscaled and before clipping, when set. It must not change them.
@@ -128,7 +135,15 @@ class Engine(EngineState):
         )
         groups = [*self.axes.activation_groups, *([norms.group] if norms.group else [])]
         names = {str(group.group_name) for group in groups}
-        self._dtypes = DtypeWatch(model, self.layout, plan.precision.policy(), activation_groups=names)
+        self._dtypes = DtypeWatch(
+            model,
+            self.layout,
+            self._asked_formats(),
+            given=plan.precision.given,
+            routers=self.routers.places,
+            is_compiled=plan.compile.enabled,
+            activation_groups=names,
+        )
         model.train()
         if self.offload is not None and self.offload.memory.restored is not None:
             with meta_read():
@@ -145,7 +160,7 @@ class Engine(EngineState):
         timer = StepTimer(self.device)
         if learning_rate is not None:
             self.rates.set(learning_rate)
-        with self._dtypes.watching(self._dtypes.is_incomplete):
+        with self._dtypes.watching(self._dtypes.is_incomplete), rounding_to_tf32(self._has_tf32):
             loss_sum, weight = self._forward_backward(to_device(batch, self.device), timer)
             norm, skipped = self.updates.finish_step()
         self.buffer_sync.after_step()
@@ -222,7 +237,9 @@ class Engine(EngineState):
         module = self.runner.callable_for(self.strategy.module, stage)
         explained = self.axes.explain_errors(self.model)
         with explained, skip_packed_sequence_check(microbatch), self.attention.preferred():
-            return self.objective.loss_sum(module, self.axes.rows_of(microbatch))
+            loss = self.objective.loss_sum(module, self.axes.rows_of(microbatch))
+        seen("loss", loss.dtype)
+        return loss
 
     def show_gradients(self) -> None:
         if self.on_gradients is None:
@@ -255,7 +272,8 @@ class Engine(EngineState):
     def evaluate_nowait(self, batches: Batch | Sequence[Batch]) -> torch.Tensor:
         """The sum of token losses and the number of tokens, over all ranks; both may still be on the device."""
         self.drain()
-        return sum_losses(self, batches)
+        with rounding_to_tf32(self._has_tf32):
+            return sum_losses(self, batches)
 
     def close(self) -> None:
         """Destroy this engine's process groups; it cannot train any more. Collective; the second call is a no-op."""
@@ -290,6 +308,13 @@ class Engine(EngineState):
     def dtypes(self) -> list[DtypeRecord]:
         """The dtypes really used, looked up during the first step; empty before it."""
         return self._dtypes.records()
+
+    def _asked_formats(self) -> PrecisionPolicy:
+        """The plan's, for this model: its layers may be too small for float8."""
+        policy, plain = self.plan.policy(), self.plan.precision.policy().weights
+        small = {"products": any(self.float8.values()), "gather": self.strategy.num_in_float8 > 0}
+        update = {name: plain for name, has in small.items() if getattr(policy, name) == E4M3 and not has}
+        return policy.model_copy(update=update)
 
     def share_of(self, global_batch: Batch) -> dict[str, torch.Tensor]:
         """This rank's rows of a batch that every rank holds in full."""

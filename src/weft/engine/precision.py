@@ -8,12 +8,15 @@ Autocast is not used: it keeps a float32 residual stream, which is neither the p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
 
+from weft.core.errors import DeviceError
 from weft.core.precision import PrecisionPolicy
 from weft.engine.wrap_forward import Forward, wrap_forward
 from weft.models.layout import ROOT, ModelLayout
@@ -48,6 +51,31 @@ def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     found: torch.dtype | None = getattr(parameter, "grad_dtype", None)
     return found or parameter.dtype
+
+
+@contextmanager
+def rounding_to_tf32(is_on: bool) -> Iterator[None]:
+    """Products of float32 operands round them to tf32 inside, on a GPU with such units; a CPU does not.
+
+    torch's switch is the process's: without the context another engine's products would be rounded too.
+    """
+    if not is_on:
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def require_tf32(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise DeviceError(
+            f"{torch.cuda.get_device_name(device)} has no tf32 products",
+            hint="they need Ampere (capability 8.0); set precision.preset = 'fp32'",
+        )
 
 
 def apply_compute_dtype(model: nn.Module, layout: ModelLayout, policy: PrecisionPolicy) -> None:
@@ -89,9 +117,7 @@ class _CastUnit:
         cast = its_cast() if its_cast is not None else None
         is_same = its_master is not None and its_master() is master and version == master._version
         if cast is None or not is_same or cast.requires_grad != (master.requires_grad and torch.is_grad_enabled()):
-            # a weight that rests in this dtype: a view, whose gradients are summed before they are cast
-            is_wide = gradient_dtype(master) != master.dtype
-            cast = _with_wide_gradient(master) if is_wide else master.to(self.dtype)
+            cast = _cast_of(master, self.dtype)
             self.known[id(master)] = (ref(master), master._version, ref(cast))
         return cast
 
@@ -108,9 +134,13 @@ def connect_gradient_leaf(weight: nn.Parameter, leaf: nn.Parameter) -> None:
     weight.gradient_leaf = leaf  # type: ignore[attr-defined]
 
 
-def _with_wide_gradient(weight: nn.Parameter) -> torch.Tensor:
+def _cast_of(weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     leaf: nn.Parameter | None = getattr(weight, "gradient_leaf", None)
-    return weight.view_as(weight) if leaf is None else _OfLeaf.apply(leaf, weight.detach())  # type: ignore[no-untyped-call]
+    if leaf is not None:
+        return _OfLeaf.apply(leaf, weight.detach().to(dtype))  # type: ignore[no-any-return, no-untyped-call]
+    # a weight that rests in this dtype: a view, whose gradients are summed before they are cast
+    is_view = weight.dtype == dtype and gradient_dtype(weight) != dtype
+    return weight.view_as(weight) if is_view else weight.to(dtype)
 
 
 class _OfLeaf(torch.autograd.Function):

@@ -14,8 +14,9 @@ from weft import hardware, zoo
 from weft.core.config import parse, read_toml
 from weft.core.errors import BadValueError, ConfigFileError, MeshError, ModelError, PlanError
 from weft.core.model_shape import ModelShape
-from weft.core.plan import DATAPARALLEL_SPREADS, Plan, Precision, check_consistent
-from weft.core.precision import PrecisionPolicy
+from weft.core.plan import DATAPARALLEL_SPREADS, Plan, check_consistent
+from weft.core.precision import PrecisionPolicy, impossible
+from weft.core.precision_section import Precision
 from weft.core.run_spec import RunSpec
 from weft.core.vocabulary import BYTE_VOCABULARY, BYTES, padded
 from weft.models.shape.lookup import shape_from_path, shape_from_type, shape_of
@@ -270,4 +271,7 @@ def _precision_tables(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
 
 
 def _policy(tables: dict[str, Any]) -> PrecisionPolicy:
-    return parse(Precision, tables, source="precision").policy()
+    policy = parse(Precision, tables, source="precision").policy()
+    for sentence, hint in impossible(policy):
+        raise BadValueError(sentence, hint=hint)
+    return policy

@@ -68,6 +68,12 @@ class Request:
         return self.cluster.host_memory_bytes * self.host_share
 
 
+def rate_format(request: Request) -> str:
+    """The format whose rate products have; float8 has one of its own, since not every layer multiplies in it."""
+    policy = request.precision
+    return "tf32" if policy.products == "tf32" else policy.weights
+
+
 @dataclass(frozen=True, kw_only=True)
 class ByteSizes:
     """Bytes per element of each kind, by the precision policy."""
@@ -90,25 +96,25 @@ def byte_sizes(request: Request) -> ByteSizes:
         compute=of[policy.weights],
         master=of[policy.master_weights],
         gradient=of[policy.gradients],
-        communication=of[policy.communication],
+        communication=of[policy.reduce],
         activation=of[policy.activations],
-        optimizer=optimizer_bytes(request.workload, state_bytes=of[policy.optimizer_state]),
+        optimizer=optimizer_bytes(request.workload, first=of[policy.first_moment], second=of[policy.second_moment]),
         update=update_bytes(
-            request.workload, state_bytes=of[policy.optimizer_state], master_bytes=of[policy.master_weights]
+            request.workload, state_bytes=of[policy.second_moment], master_bytes=of[policy.master_weights]
         ),
         is_mixed=policy.is_mixed,
     )
 
 
-def optimizer_bytes(workload: Workload, *, state_bytes: int) -> float:
+def optimizer_bytes(workload: Workload, *, first: int, second: int) -> float:
     """State bytes per parameter: two moments, two quantised moments with scales, one momentum, or none."""
     match workload.optimizer:
         case "adamw8bit":
             return 2 * (1 + 4 / QUANTISED_BLOCK)
         case "sgd":
-            return float(state_bytes) if workload.momentum > 0 else 0.0
+            return float(first) if workload.momentum > 0 else 0.0
         case _:
-            return 2.0 * state_bytes
+            return float(first + second)
 
 
 def update_bytes(workload: Workload, *, state_bytes: int, master_bytes: int) -> int:

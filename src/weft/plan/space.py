@@ -17,6 +17,7 @@ from weft.core import axes
 from weft.core.experts import WIRE_FORMATS, WireFormat
 from weft.core.offload_sizes import CHUNK_ELEMENTS
 from weft.core.plan import BUCKET_BYTES, SPLIT, ExpertParallel, ExpertTensor, Float8Choice
+from weft.core.precision import E4M3
 from weft.plan.columns import (
     DISPATCHERS,
     EXPERT_TENSORS,
@@ -208,9 +209,11 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
     one_d = (table[:, 10] == 0) & (table[:, 3] > 1) & request.shape.has_straight_stream
     compiled, fused = _fast_path(table, freedom, request)
     size = len(table)
-    # float8 changes results, so it is only used if fixed
-    wire = cast(WireFormat, freedom.fixed.get("expert_parallel.wire", "activations"))
-    linears = cast(Float8Choice, freedom.fixed.get("float8.linears", "none"))
+    # float8 changes results, so it is only used if fixed, here or by the precision
+    policy = request.precision
+    usual_wire: WireFormat = "float8" if policy.dispatch == E4M3 else "activations"
+    wire = cast(WireFormat, freedom.fixed.get("expert_parallel.wire", usual_wire))
+    linears = cast(Float8Choice, freedom.fixed.get("float8.linears", "all" if policy.products == E4M3 else "none"))
     gather = freedom.fixed.get("float8.gather", "float8")
 
     def number(key: str, default: int) -> Ints:

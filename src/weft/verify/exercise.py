@@ -24,6 +24,7 @@ from weft.models.initial import InitialWeights
 from weft.models.layout import describe
 from weft.train.rate import learning_rate_at
 from weft.verify.borders import Borders
+from weft.verify.low_update import FIRST, SECOND
 from weft.verify.reference import BatchSplit, Exercise, ReferencePrecision, Tensors
 
 CPU = torch.device("cpu")
@@ -187,8 +188,14 @@ def plan_precision(plan: Plan, train: TrainSpec) -> ReferencePrecision:
         has_float8_wire=plan.mesh.ep > 1 and plan.expert_parallel.wire == "float8",
         divides_last=plan.kernels.loss == "fused",
         has_wide_router=policy.has_wide_router,
-        rounds_moments=policy.optimizer_state == "bfloat16",
+        has_wide_logits=policy.has_wide_logits,
+        rounds_moments=frozenset(
+            state
+            for state, dtype in ((FIRST, policy.first_moment), (SECOND, policy.second_moment))
+            if dtype == "bfloat16"
+        ),
         rounds_weights=is_master_free,
+        rounds_gradients=policy.gradients == "bfloat16",
     )
 
 

@@ -21,7 +21,8 @@ from weft.verify.verdict import Check, Finding
 
 Tensors = dict[str, Tensor]
 NAME = "rounded updates"
-KINDS = ("exp_avg", "exp_avg_sq", "weight")
+FIRST, SECOND = "exp_avg", "exp_avg_sq"
+KINDS = (FIRST, SECOND, "weight")
 
 
 @dataclass(kw_only=True)
@@ -41,12 +42,12 @@ class LowUpdate:
     train: TrainSpec
     clip_norm: float
     rates: Sequence[float]
-    rounds_moments: bool
+    rounds_moments: frozenset[str]  # names of states
     rounds_weights: bool
 
 
 def round_low(
-    optimizer: Optimizer, parameters: Mapping[str, Tensor], *, seed: int, moments: bool, weights: bool
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], *, seed: int, moments: frozenset[str], weights: bool
 ) -> None:
     """Round moments and weights after torch's float32 AdamW, as if stored in bfloat16 and read back."""
     for name, parameter in parameters.items():
@@ -54,8 +55,9 @@ def round_low(
             continue
         state = optimizer.state[parameter]
         bits = bits_of(seed, name, int(state["step"]), parameter.shape).to(parameter.device)
-        if moments:
+        if FIRST in moments:
             state["exp_avg"].copy_(state["exp_avg"].bfloat16())
+        if SECOND in moments:
             state["exp_avg_sq"].copy_(rounded(state["exp_avg_sq"], for_second_moment(bits)))
         if weights:
             parameter.detach().copy_(rounded(parameter.detach(), for_weight(bits)))
@@ -118,8 +120,10 @@ def _right(
     began = before.weights[name].double() * (1 - rate * decay)
     weight, weight_terms = began - slope * mean, began.abs() + slope * mean_terms
     bits = bits_of(train.seed, name, step, gradient.shape)
-    if how.rounds_moments:
-        mean, square = mean.float().bfloat16(), rounded(square.float(), for_second_moment(bits))
+    if FIRST in how.rounds_moments:
+        mean = mean.float().bfloat16()
+    if SECOND in how.rounds_moments:
+        square = rounded(square.float(), for_second_moment(bits))
     if how.rounds_weights:
         weight = rounded(weight.float(), for_weight(bits))
     return {

@@ -18,6 +18,7 @@ import weft.train.rate
 from weft.checkpoint import read_tensors
 from weft.checkpoint.layout import step_path
 from weft.core.plan import Plan
+from weft.core.precision import PrecisionPolicy
 from weft.core.run_spec import RunSpec
 from weft.data.split import Split
 from weft.engine.state import MODEL, OPTIMIZER
@@ -114,17 +115,18 @@ def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: Refe
         compute=compute,
         coarsest="float8_e4m3fn" if precision.has_float8 else compute,
         starts_rounded=precision.rounds_weights,
-        rounded_states=_why_rounded(run, policy.optimizer_state, policy.master_weights),
+        rounded_states=_why_rounded(run, policy),
         is_delayed=plan.has_delayed_updates,
         chunk_rows=plan_split(plan, run.train).chunk_rows,
     )
 
 
-def _why_rounded(run: RunSpec, states: str, masters: str) -> str:
+def _why_rounded(run: RunSpec, policy: PrecisionPolicy) -> str:
     if run.train.optimizer == "adamw8bit":
         return "moments are stored in 8 bits"
-    if (states, masters) != ("float32", "float32"):
-        return f"states are stored in {states} and weights in {masters}: 'rounded updates' checks them"
+    if policy.has_low_states:
+        moments = f"{policy.first_moment} and {policy.second_moment}"
+        return f"moments are stored in {moments}, weights in {policy.master_weights}: 'rounded updates' checks them"
     return ""
 
 

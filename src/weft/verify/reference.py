@@ -49,9 +49,11 @@ class ReferencePrecision:
     float8: Float8Choice = "none"  # linear layers that multiply in float8
     has_float8_wire: bool = False  # tokens reach experts in float8
     divides_last: bool = False  # divide by the token count after the head's backward, as a fused loss does
-    rounds_moments: bool = False  # to bfloat16, after every update
+    rounds_moments: frozenset[str] = frozenset()  # states that are rounded to bfloat16 after every update
     has_wide_router: bool = False  # routers of experts compute in float32
-    rounds_weights: bool = False  # the same for weights and gradients: no `master` copy outlives an update
+    has_wide_logits: bool = False  # so does the head
+    rounds_weights: bool = False  # the same for weights: no `master` copy outlives an update
+    rounds_gradients: bool = False  # to bfloat16, as the optimizer reads them
 
     @property
     def has_float8(self) -> bool:
@@ -275,7 +277,7 @@ def _backward(
     )  # fmt: skip
     for gradient in gradients_of(trainable).values():
         gradient.div_(precision.loss_scale)
-        if precision.rounds_weights:
+        if precision.rounds_gradients:
             gradient.copy_(gradient.bfloat16())
     return total / count
 
@@ -377,6 +379,11 @@ def _cast(model: nn.Module, precision: ReferencePrecision) -> nn.Module:
         model.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
     if precision.has_wide_router:
         compute_in_float32(model)
+    if precision.has_wide_logits:
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        head.forward = lambda hidden: F.linear(
+            hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float()
+        )
     return model
 
 

@@ -163,9 +163,14 @@ def require_verifiable(model: nn.Module, spec: RouterSpec) -> None:
         )
 
 
+def is_declared(model: nn.Module) -> bool:
+    """Whether the reference knows the routers of `model`; a dense model has none."""
+    return not any(".experts." in name for name, _ in model.named_parameters()) or bool(declared_routers(model))
+
+
 def require_declared(model: nn.Module) -> None:
-    """Refuse mixtures whose routers the reference does not know; a dense model has none."""
-    if any(".experts." in name for name, _ in model.named_parameters()) and not declared_routers(model):
+    """Refuse mixtures whose routers the reference does not know."""
+    if not is_declared(model):
         raise NotBuiltError(
             f"verify has no reference for the routers of {type(model).__name__}: transformers does not record them",
             hint="verify without [router] in run.toml and without precision.router in plan.toml",

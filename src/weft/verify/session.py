@@ -23,6 +23,7 @@ from weft.core.tensor_grid import row_chunks
 from weft.engine.activations import kept_tensors
 from weft.engine.engine import Engine
 from weft.engine.optim.optimizers import OptimizerPolicy
+from weft.engine.router.apply import with_router_of
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
 from weft.plan.legality import is_legal
@@ -48,7 +49,7 @@ from weft.verify.prediction import check_prediction
 from weft.verify.reference import Exercise
 from weft.verify.references import ReferenceCache, References
 from weft.verify.repeatable import repeatable
-from weft.verify.router_reference import require_declared, require_verifiable
+from weft.verify.router_reference import is_declared, require_declared, require_verifiable
 from weft.verify.short_stretches import CHUNK_TOKENS, has_chunked_loss, short_chunks
 from weft.verify.verdict import Check, Verdict, at_place
 from weft.verify.whole_runs import WholeRuns
@@ -85,6 +86,17 @@ class Session:
         self._cache = ReferenceCache(is_main=process.is_main)
         self._whole_runs = WholeRuns(run, process, steps=steps, scratch=scratch, device=device, cache=self._cache)
 
+    def _with_known_router(self, plan: Plan) -> Plan:
+        """A router that only the preset has in float32 computes as the rest where the reference does not know it."""
+        model = self.subject.skeleton()
+        plan, _ = with_router_of(model, plan)
+        policy, precision = plan.precision.policy(), plan.precision
+        if policy.has_wide_router and "router" in precision.given:
+            require_declared(model)
+        if not policy.has_wide_router or is_declared(model):
+            return plan
+        return plan.model_copy(update={"precision": precision.model_copy(update={"router": policy.weights})})
+
     def verify(
         self,
         plan: Plan,
@@ -97,8 +109,7 @@ class Session:
         """The verdict on `plan`; `until_wrong` stops after the first stage with a failed check. `stages` has the first
         one, whose findings others read."""
         require_enough_steps(plan, steps=self.steps)
-        if plan.precision.policy().has_wide_router:
-            require_declared(self.subject.skeleton())
+        plan = self._with_known_router(plan)
         began_s = time.perf_counter()
         gc.collect()  # frees the process groups of earlier engines, which may be in reference cycles
         checks: list[Check] = []

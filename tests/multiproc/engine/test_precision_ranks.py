@@ -46,7 +46,7 @@ def test_bf16_is_one_run_under_every_strategy() -> None:
         table = {component: seen for component, _, seen in rows}
         assert all(ok for _, ok, _ in rows), (name, rows)
         assert table["weights"] == table["activations"] == ("bfloat16",)
-        assert table["communication"] == table["gradients"] == table["master_weights"] == ("float32",)
+        assert table["reduce"] == table["gradients"] == table["master_weights"] == ("float32",)
     assert exact != expected
 
 

@@ -293,6 +293,26 @@ def test_only_what_this_version_trains() -> None:
         assert not plan["plan"]["pipeline"]["schedule"].startswith("pipedream")
 
 
+def test_precision_is_explained_with_its_source_and_bytes() -> None:
+    text = told(
+        *ASKED, "--precision", "deepseek-v3", "--set", "precision.second_moment=float32", "--explain", "precision"
+    )
+    assert "preset deepseek-v3" in text.out
+    assert "at rest" in text.out
+    found = answer(
+        *ASKED, "--precision", "deepseek-v3", "--set", "precision.second_moment=float32", "--explain", "precision"
+    )
+    rows = {row["component"]: row for row in found["precision"]}
+    assert (rows["products"]["format"], rows["first_moment"]["format"]) == ("float8_e4m3", "bfloat16")
+    assert rows["second_moment"] == {
+        "component": "second_moment", "format": "float32", "why": "precision.second_moment",
+        "bytes_per_parameter": 4.0, "is_at_rest": True,
+    }  # fmt: skip
+    assert sum(row["bytes_per_parameter"] for row in rows.values() if row["is_at_rest"]) == 4 + 2 + 4 + 4
+    assert found["plans"][0]["plan"]["float8"]["linears"] == "all"
+    assert "arXiv:2412.19437" in found["preset"]["source"]
+
+
 def test_float8_is_priced_and_explained() -> None:
     plain, short = (answer(*ASKED, *keys, "--top", "1") for keys in ((), ("--set", "float8.linears=all")))
     assert plain["plans"][0]["plan"]["float8"]["linears"] == "none"

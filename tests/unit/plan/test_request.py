@@ -26,7 +26,7 @@ def test_bytes_of_the_presets(preset: str, compute: int, is_mixed: bool) -> None
 
 
 def test_low_precision_moments() -> None:
-    assert optimizer_bytes(Workload(global_batch=1, sequence_length=1), state_bytes=2) == 4
+    assert optimizer_bytes(Workload(global_batch=1, sequence_length=1), first=2, second=4) == 6
 
 
 @pytest.mark.parametrize(

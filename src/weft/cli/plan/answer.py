@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from weft.core.units import format_bytes, format_count, format_seconds
 from weft.plan.arithmetic import explain_memory
 from weft.plan.ask import Question, ask, require_planned
 from weft.plan.estimate import Estimate, estimate
+from weft.plan.formats import explain_precision, preset_as_dict
 from weft.plan.memory.budget import with_chosen_mixture
 from weft.plan.offloaded_blocks import with_chosen_blocks
 from weft.plan.resolve import with_choices
@@ -159,6 +160,9 @@ def answer_as_dict(question: Question, answer: Answer, *, explain: str | None = 
     if explain == "memory":
         _, lines = explain_memory(answer.request, best.plan)
         found["arithmetic"] = [{"term": str(line.term), "formula": line.formula, "bytes": line.bytes} for line in lines]
+    if explain == "precision":
+        found["precision"] = [asdict(row) for row in explain_precision(answer.request, best.plan)]
+        found["preset"] = preset_as_dict(best.plan)
     return found
 
 

@@ -19,6 +19,7 @@ class Explained(StrEnum):
     MEMORY = "memory"
     TIME = "time"
     TRAFFIC = "traffic"
+    PRECISION = "precision"
 
 
 def plan(
@@ -29,7 +30,7 @@ def plan(
     global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per step.")] = None,
     sequence_length: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw | adam | sgd | adamw8bit")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32 | bf16 | fp16")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32 | bf16 | fp16 | deepseek-v3 | ...")] = None,
     plan_path: Annotated[Path | None, typer.Option("--plan", help="Estimate just this plan.toml.")] = None,
     settings: Annotated[
         list[str] | None,

@@ -52,6 +52,8 @@ def show_arithmetic(answer: Answer, what: str) -> None:
     best = answer.plans[0]
     if what == "memory":
         _show_memory(console, answer, best)
+    elif what == "precision":
+        _show_precision(console, answer, best)
     elif what == "time":
         total = best.step_s
         rows = [
@@ -221,6 +223,22 @@ def _show_memory(console: Console, answer: Answer, best: Estimate) -> None:
     console.print(f"\n[bold]this plan, at its peak: {found.peak_at}[/bold]")
     parts = [(str(line.term), line.formula, format_bytes(line.bytes)) for line in lines]
     _print_rows(console, ("term", "arithmetic", "bytes"), [*parts, ("total", "", format_bytes(found.memory_bytes))])
+
+
+def _show_precision(console: Console, answer: Answer, best: Estimate) -> None:
+    from weft.plan.formats import explain_precision, preset_as_dict
+
+    preset = preset_as_dict(best.plan)
+    console.print(f"\n[bold]preset {preset['name']}[/bold]: {preset['source']}")
+    if preset["untold"]:
+        console.print(f"not in the source, or other here: {preset['untold']}")
+    found = explain_precision(answer.request, best.plan)
+    rows = [
+        (row.component, row.format, row.why, f"{row.bytes_per_parameter:g}" if row.bytes_per_parameter else "")
+        for row in found
+    ]
+    total = ("at rest", "", "", f"{sum(row.bytes_per_parameter for row in found if row.is_at_rest):g}")
+    _print_rows(console, ("component", "format", "from", "bytes per parameter"), [*rows, total])
 
 
 def _print_rows(console: Console, heads: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:

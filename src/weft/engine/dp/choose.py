@@ -30,7 +30,7 @@ def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strateg
         return Strategy(model)
     if topology.pp_degree > 1:
         return Summed(model, sums=_between_ranks(plan, topology), bucket_bytes=dp.bucket_bytes)
-    wire = torch_dtype(plan.precision.policy().communication)
+    wire = torch_dtype(plan.precision.policy().reduce)
     return Replicated(
         model,
         sums=_between_ranks(plan, topology),

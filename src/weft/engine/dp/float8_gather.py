@@ -48,7 +48,7 @@ class Float8Gather:
     def __init__(self, layers: dict[Tensor, list[Float8Linear]], precision: PrecisionPolicy) -> None:
         self._layers = list(layers.values())
         self._shards = [_shard(weight) for weight in layers]
-        self._compute, self._wire = torch_dtype(precision.weights), torch_dtype(precision.communication)
+        self._compute, self._wire = torch_dtype(precision.weights), torch_dtype(precision.reduce)
         self._group = _group(next(iter(layers)))
         # every fourth float: cuBLAS takes only scales at addresses that are multiples of 16 bytes
         held = torch.ones(2, len(layers), 4, device=self._shards[0].device)

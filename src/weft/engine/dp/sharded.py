@@ -71,7 +71,7 @@ def shard_units(
     mixed = MixedPrecisionPolicy()
     if precision.is_low:
         mixed = MixedPrecisionPolicy(
-            param_dtype=torch_dtype(precision.weights), reduce_dtype=torch_dtype(precision.communication)
+            param_dtype=torch_dtype(precision.weights), reduce_dtype=torch_dtype(precision.reduce)
         )
     # the inputs of experts have been cast with those of their block: weights of a float32 router stay float32
     inside = replace(mixed, cast_forward_inputs=False)

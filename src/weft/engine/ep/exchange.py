@@ -28,7 +28,8 @@ from weft.core.experts import WireFormat
 from weft.engine import collectives
 from weft.engine.collectives import PendingCollective
 from weft.engine.ep.rows import RowOrder, add_slots
-from weft.engine.ep.wire import packed, unpacked
+from weft.engine.ep.wire import E4M3, packed, unpacked
+from weft.engine.measure.seen import seen
 
 Group = dist.ProcessGroup
 
@@ -75,7 +76,7 @@ def begin_tokens(tokens: Tensor, order: RowOrder, counts: Counts, group: Group, 
 
 
 def begin_rows(rows: Tensor, counts: Counts, group: Group) -> PendingExchange:
-    return _begin(rows, None, _ToRanks(group, "activations", counts))
+    return _begin(rows, None, _ToRanks(group, "activations", counts, is_back=True))
 
 
 def begin_gather(tokens: Tensor, group: Group, wire: WireFormat) -> PendingExchange:
@@ -85,7 +86,7 @@ def begin_gather(tokens: Tensor, group: Group, wire: WireFormat) -> PendingExcha
 
 def begin_scatter(rows: Tensor, group: Group) -> PendingExchange:
     """Add up the rows of all ranks, and keep this rank's."""
-    return _begin(rows, None, _FromAll(group, "activations"))
+    return _begin(rows, None, _FromAll(group, "activations", is_back=True))
 
 
 def finish(begun: PendingExchange) -> Tensor:
@@ -103,19 +104,23 @@ class PendingExchange(NamedTuple):
 class _Exchange:
     """One way of rows, and of their gradients back. It holds no tensors but those that travel."""
 
-    def __init__(self, group: Group, wire: WireFormat) -> None:
+    def __init__(self, group: Group, wire: WireFormat, *, is_back: bool = False) -> None:
         self.group, self.wire = group, wire
+        self._component = "combine" if is_back else "dispatch"  # of core.precision
         self._width, self._dtype = 0, torch.float32
         self._pending: PendingCollective | None = None
 
     def start_forward(self, tokens: Tensor, order: RowOrder | None) -> None:
         self._width, self._dtype = tokens.shape[1], tokens.dtype
-        self._pending = self._forward_collective(packed(tokens, self.wire), order)
+        sent = packed(tokens, self.wire)
+        seen(self._component, E4M3 if sent.dtype == torch.int32 else sent.dtype)  # words hold float8 alone
+        self._pending = self._forward_collective(sent, order)
 
     def wait_forward(self) -> Tensor:
         return unpacked(self._arrived(), self.wire, self._width, self._dtype)
 
     def start_backward(self, gradient: Tensor) -> None:
+        seen("combine", gradient.dtype)
         self._pending = self._backward_collective(gradient)
 
     def wait_backward(self, *rows: Tensor) -> Tensor:
@@ -136,8 +141,8 @@ class _Exchange:
 
 
 class _ToRanks(_Exchange):
-    def __init__(self, group: Group, wire: WireFormat, counts: Counts) -> None:
-        super().__init__(group, wire)
+    def __init__(self, group: Group, wire: WireFormat, counts: Counts, *, is_back: bool = False) -> None:
+        super().__init__(group, wire, is_back=is_back)
         self._counts = counts
 
     def _forward_collective(self, tokens: Tensor, order: RowOrder | None) -> PendingCollective:

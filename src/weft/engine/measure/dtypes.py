@@ -1,7 +1,11 @@
 """The dtypes really used, read from live tensors in the first step and compared with the policy.
 
-Weights are read inside a block's forward (recomputed ones too), activations from its output, communication from the
-collectives of gradients (activations are sent in their own dtype), the rest after the update.
+Weights are read inside a block's forward (recomputed ones too), activations and the residual stream from its output and
+input, reduce and gather from the collectives of gradients and weights (activations are sent in their own dtype),
+routers and logits from the outputs of their modules, further components from operators (`operator_dtypes.py`) and from
+the engine's own code (`seen.py`), the rest after the update.
+
+Compiled blocks run no operators that could be seen, and get no hooks inside, which would compile them twice.
 """
 
 from __future__ import annotations
@@ -17,26 +21,45 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from weft.comm.observer import CollectiveObserver
-from weft.core.precision import PrecisionPolicy
+from weft.comm.watch import OperatorWatch
+from weft.core.precision import COMPONENTS, E4M3, PrecisionPolicy
 from weft.core.records import DtypeRecord
+from weft.engine.measure.operator_dtypes import OperatorDtypes
+from weft.engine.measure.seen import listening
 from weft.engine.optim.adamw_8bit import quantised_parts
 from weft.engine.wrap_forward import Forward, innermost_layer
 from weft.models.layout import ModelLayout
 
 QUANTISED_STATE, QUANTISED_DTYPE = "quantised_state", "uint8"  # the large moments of an 8-bit optimizer
-_GRADIENT_COLLECTIVES = ("all_reduce", "reduce_scatter")
+OTHER_STATE = "optimizer_state"  # of an optimizer that is not torch's: neither moment by its name
+_MOMENTS = {"exp_avg": "first_moment", "momentum_buffer": "first_moment", "exp_avg_sq": "second_moment"}
+_COLLECTIVES = {"reduce": ("all_reduce", "reduce_scatter"), "gather": ("all_gather",)}
+# what a model's code decides where the plan does not name it
+_OF_THE_MODEL = ("norm_statistics", "softmax", "router", "experts", "logits", "aux_loss")
 
 
 class DtypeWatch:
     """Collects dtypes by component during `watching`."""
 
     def __init__(
-        self, model: nn.Module, layout: ModelLayout, policy: PrecisionPolicy, *, activation_groups: Collection[str] = ()
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        policy: PrecisionPolicy,
+        *,
+        given: Collection[str] = (),
+        routers: Mapping[str, int | None] | None = None,
+        is_compiled: bool = False,
+        activation_groups: Collection[str] = (),
     ) -> None:
-        self._activation_groups = activation_groups  # names of groups that send activations, in their own dtype
+        """`given`: components that the plan names. `routers`: modules, and the place of logits in their outputs.
+        `activation_groups`: names of groups that send activations, in their own dtype."""
+        self._activation_groups = activation_groups
         self._probe = model.get_submodule(layout.blocks[0]) if layout.blocks else model
-        self._policy = policy
-        self._found: dict[str, set[torch.dtype]] = {}
+        self._head = _head_of(model)
+        self._routers = [(model.get_submodule(name), place) for name, place in (routers or {}).items()]
+        self._policy, self._given, self._is_compiled = policy, given, is_compiled
+        self._found: dict[str, set[str]] = {}
 
     @property
     def is_incomplete(self) -> bool:
@@ -48,20 +71,30 @@ class DtypeWatch:
         if not is_on:
             yield
             return
-        handle = self._probe.register_forward_hook(self._see_output)
         observer = CollectiveObserver(no_dtypes_of=self._activation_groups)
-        try:
-            with ExitStack() as stack:
-                for unit, names in _units_in(self._probe):
-                    stack.enter_context(innermost_layer(unit, functools.partial(self._see_weights, names)))
-                stack.enter_context(observer)
-                yield
-        finally:
-            handle.remove()
-        for name in _GRADIENT_COLLECTIVES:
-            for dtype in observer.dtypes.get(name, ()):
+        with ExitStack() as stack:
+            stack.callback(self._probe.register_forward_hook(self._see_block, with_kwargs=True).remove)
+            for unit, names in _units_in(self._probe):
+                stack.enter_context(innermost_layer(unit, functools.partial(self._see_weights, names)))
+            operators = OperatorDtypes(self._add)
+            if not self._is_compiled:
+                self._look_inside(stack, operators)
+            stack.enter_context(OperatorWatch(operators))
+            stack.enter_context(observer)
+            yield
+        for component, collectives in _COLLECTIVES.items():
+            for dtype in {dtype for name in collectives for dtype in observer.dtypes.get(name, ())}:
                 if dtype.is_floating_point:  # DDP also all-reduces the set of used parameters
-                    self._add("communication", dtype)
+                    self._add(component, dtype)
+
+    def _look_inside(self, stack: ExitStack, operators: OperatorDtypes) -> None:
+        for router, place in self._routers:
+            stack.callback(router.register_forward_hook(functools.partial(self._see_router, place)).remove)
+        if self._head is not None:
+            stack.callback(self._head.register_forward_hook(self._see_logits).remove)
+        without = [router for router, _ in self._routers]
+        stack.enter_context(operators.inside_linears(self._probe, without=without))
+        stack.enter_context(listening(self._add))
 
     def look_at(
         self,
@@ -74,35 +107,70 @@ class DtypeWatch:
             self._add("master_weights", masters.get(parameter, parameter).dtype)
             if parameter.grad is not None:
                 self._add("gradients", parameter.grad.dtype)
-            for value in optimizer.state.get(parameter, {}).values():
+            for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.ndim > 0:
                     parts = quantised_parts(value)
-                    self._add(
-                        QUANTISED_STATE if parts else "optimizer_state", parts.codes.dtype if parts else value.dtype
-                    )
+                    self._add(QUANTISED_STATE if parts else _MOMENTS.get(key, OTHER_STATE), _stored(value))
 
     def records(self) -> list[DtypeRecord]:
-        return [
-            DtypeRecord(
-                component=component,
-                asked=QUANTISED_DTYPE if component == QUANTISED_STATE else getattr(self._policy, component),
-                found=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
-            )
-            for component, dtypes in self._found.items()
-        ]
+        order = {name: place for place, name in enumerate(COMPONENTS)}
+        return [self._record(name) for name in sorted(self._found, key=lambda name: order.get(name, len(order)))]
+
+    def _record(self, component: str) -> DtypeRecord:
+        found = tuple(sorted(self._found[component]))
+        asked = {QUANTISED_STATE: QUANTISED_DTYPE, OTHER_STATE: self._policy.first_moment}.get(component)
+        asked = asked or str(getattr(self._policy, component))
+        return DtypeRecord(component=component, asked=asked, found=found, note=self._note(component, asked, found))
+
+    def _note(self, component: str, asked: str, found: tuple[str, ...]) -> str:
+        """Why a component that is not as asked is right nevertheless."""
+        if found == (asked,):
+            return ""
+        if asked == E4M3 and asked in found and set(found) <= {asked, self._policy.weights}:
+            return "layers that do not multiply in float8"
+        if asked == "tf32" and found == ("float32",) and not torch.cuda.is_available():
+            return "a CPU has no tf32"
+        if component in _OF_THE_MODEL and component not in self._given:
+            return "the model's own code"
+        return ""
 
     def _see_weights(self, names: Sequence[tuple[nn.Module, str]], forward: Forward, *args: Any, **kwargs: Any) -> Any:
         for module, name in names:
             self._add("weights", getattr(module, name).dtype)
         return forward(*args, **kwargs)
 
-    def _see_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _see_block(self, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, torch.Tensor):
             self._add("activations", first.dtype)
+            self._add("residual", first.dtype)
+        if inputs and inputs[0].is_floating_point():
+            self._add("residual", inputs[0].dtype)
 
-    def _add(self, component: str, dtype: torch.dtype) -> None:
-        self._found.setdefault(component, set()).add(dtype)
+    def _see_router(self, place: int | None, _module: nn.Module, _args: Any, output: Any) -> None:
+        self._add("router", (output if place is None else output[place]).dtype)
+
+    def _see_logits(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            self._add("logits", output.dtype)
+
+    def _add(self, component: str, dtype: torch.dtype | str) -> None:
+        self._found.setdefault(component, set()).add(str(dtype).removeprefix("torch.").removesuffix("fn"))
+
+
+def _stored(state: torch.Tensor) -> torch.dtype:
+    parts = quantised_parts(state)
+    return parts.codes.dtype if parts else state.dtype
+
+
+def _head_of(model: nn.Module) -> nn.Module | None:
+    find = getattr(model, "get_output_embeddings", None)
+    try:
+        head = find() if callable(find) else None
+    except (NotImplementedError, AttributeError):  # models without a head
+        return None
+    return head if isinstance(head, nn.Module) else None
 
 
 def _units_in(block: nn.Module) -> list[tuple[nn.Module, list[tuple[nn.Module, str]]]]:

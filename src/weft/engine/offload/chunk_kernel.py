@@ -110,7 +110,9 @@ def state_dtypes(optimizer: Optimizer, bank: StateBank) -> dict[str, torch.dtype
     moments = ("exp_avg", "exp_avg_sq")
     if bank.block is not None:
         return {f"{key}{part}": dtype for key in moments for part, dtype in PARTS.items()}
-    return dict.fromkeys(moments, optimizer.states.dtype if isinstance(optimizer, AdamWLow) else bank.dtype)
+    if isinstance(optimizer, AdamWLow):
+        return dict(zip(moments, (optimizer.states.first, optimizer.states.second), strict=True))
+    return dict.fromkeys(moments, bank.dtype)
 
 
 def block_of(optimizer: Optimizer, parameter: nn.Parameter) -> int | None:

@@ -39,9 +39,10 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class LowStates:
-    """The dtype of the moments, and every parameter's place; `rounds`: not all of it is float32."""
+    """The dtypes of the moments, and every parameter's place; `rounds`: not all of it is float32."""
 
-    dtype: torch.dtype
+    first: torch.dtype
+    second: torch.dtype
     places: Mapping[nn.Parameter, Place]
     rounds: bool = True
 
@@ -58,11 +59,13 @@ class LowStates:
         """None if the policy keeps all of it in float32, unless this is faster there too. `copies`: names of tied
         weights that another stage also holds and must round alike. `at_rest`: the dtype of parameters, whose masters
         may be elsewhere."""
-        if not policy.has_low_states and not _pays(list(parameters.values()), at_rest):
+        is_low = policy.has_low_states or policy.has_own_gradients
+        if not is_low and not _pays(list(parameters.values()), at_rest):
             return None
         return LowStates(
-            dtype=torch_dtype(policy.optimizer_state),
-            rounds=policy.has_low_states,
+            first=torch_dtype(policy.first_moment),
+            second=torch_dtype(policy.second_moment),
+            rounds=is_low,
             places={
                 parameter: place_of(parameter, name=copies.get(name, name), seed=seed, shards=shards, here=name)
                 for name, parameter in parameters.items()
@@ -138,8 +141,8 @@ class AdamWLow(Optimizer):
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.states.dtype)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.states.dtype)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.states.first)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.states.second)
         return state
 
 

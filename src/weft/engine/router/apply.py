@@ -16,6 +16,24 @@ from weft.models.ep.layout import ExpertLayout
 from weft.models.ep.routers import RouterLayout, find_routers
 
 
+def with_router_of(model: nn.Module, plan: Plan) -> tuple[Plan, tuple[str, ...]]:
+    """The plan for this model, and notes: where routers cannot compute in float32 and only the preset asks for it, they
+    compute as the rest."""
+    policy = plan.precision.policy()
+    if not policy.has_wide_router or "router" in plan.precision.given:
+        return plan, ()
+    experts = find_expert_layout(model)
+    if not experts.layers:
+        return plan, ()
+    declined = plan.has_delayed_updates or find_routers(model, experts).declined
+    if not declined:
+        return plan, ()
+    why = f"not supported with {plan.delayed_by}" if declined is True else next(iter(declined.values()))
+    precision = plan.precision.model_copy(update={"router": policy.weights})
+    note = f"routers compute in {policy.weights}, not in float32: {why}"
+    return plan.model_copy(update={"precision": precision}), (note,)
+
+
 def find_and_build(model: nn.Module, plan: Plan, spec: RouterSpec, *, device: torch.device) -> Routers:
     """Empty without experts, and for pipelines that never flush: ranks end a step at different micro-batches."""
     for sentence, hint in check_router(plan, spec):

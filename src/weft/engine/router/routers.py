@@ -73,6 +73,11 @@ class Routers:
         found = self.found.routers.values() if self.spec.bias_rate else ()
         return {router.bias: router.experts for router in found if router.bias}
 
+    @property
+    def places(self) -> dict[str, int | None]:
+        """Modules of the routers that were found, and the place of the logits in their outputs."""
+        return {router.name: router.output for router in self.found.routers.values()}
+
     def wrap(self) -> None:
         """Add the outermost layers of routers and modules of experts."""
         for router in self.found.routers.values() if self._is_wide else ():

@@ -10,10 +10,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from weft.core.errors import NotBuiltError
+from weft.engine.kernels.wide import InFloat32
 from weft.engine.wrap_forward import Forward, wrap_forward
 from weft.models.ep.routers import Router, RouterLayout
 
@@ -31,31 +31,10 @@ def require_wide(found: RouterLayout) -> None:
 def widen(model: nn.Module, router: Router) -> None:
     """Wrap the router, and its experts if they get narrow weights."""
     module = model.get_submodule(router.name)
-    wrap_forward(module, _Widened(module))
+    wrap_forward(module, InFloat32(module))
     if router.weights_follow:
         experts = model.get_submodule(router.experts)
         wrap_forward(experts, _NarrowWeights(experts))
-
-
-class _Widened:
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        places = [
-            (owner, key, value)
-            for owner in self._module.modules()
-            for key, value in owner._parameters.items()
-            if value is not None and value.is_floating_point()
-        ]
-        # try: recomputation ends with an exception, which must not leave casts in the place of parameters
-        try:
-            for owner, key, value in places:
-                owner._parameters[key] = value.float()  # type: ignore[assignment]
-            return forward(*map(_wide, args), **{key: _wide(value) for key, value in kwargs.items()})
-        finally:
-            for owner, key, value in places:
-                owner._parameters[key] = value
 
 
 class _NarrowWeights:
@@ -66,7 +45,3 @@ class _NarrowWeights:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         hidden, index, weights = (given.pop(name) for name in self._names[:3])
         return forward(hidden, index, weights.to(hidden.dtype), **given)
-
-
-def _wide(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value

@@ -37,16 +37,16 @@ def source_of(model: nn.Module, given: WeightSource | None) -> WeightSource | No
     return HeldValues(model) if is_real else given
 
 
-def keep_wide_gradients(model: nn.Module) -> None:
-    """Gradients of `model`, whose parameters exist, are float32 from now on."""
+def keep_gradients_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gradients of `model`, whose parameters exist and have another dtype, have this one from now on."""
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.grad_dtype = torch.float32
+            parameter.grad_dtype = dtype
     for group in groups_of(model):
-        group._init_mp_dtypes = _with_wide_gradients(group, group._init_mp_dtypes)
+        group._init_mp_dtypes = _with_gradients_in(dtype, group, group._init_mp_dtypes)
 
 
-def _with_wide_gradients(group: Any, original: Callable[[], None]) -> Callable[[], None]:
+def _with_gradients_in(dtype: torch.dtype, group: Any, original: Callable[[], None]) -> Callable[[], None]:
     """`fully_shard` casts a reduced gradient to the dtype of the shard before it stores it. The dtype is private, and
     is set whenever a group is initialised, of which there may be several times. `set_all_reduce_hook` is public, but
     the rounded gradient would be stored besides. tests/multiproc/engine/offload/test_masters_away.py fails when this
@@ -55,6 +55,6 @@ def _with_wide_gradients(group: Any, original: Callable[[], None]) -> Callable[[
     def init_dtypes() -> None:
         original()
         if group._orig_dtype is not None:
-            group._orig_dtype = torch.float32
+            group._orig_dtype = dtype
 
     return init_dtypes

@@ -21,7 +21,7 @@ from weft.core.model_shape import BlockShape, LinearShape
 from weft.plan.columns import FLOAT8, Bools, Columns, Floats
 from weft.plan.memory.block_activations import bytes_of, mean_keys, saved_by_default, saved_by_selective
 from weft.plan.memory.fused_loss import is_sharded
-from weft.plan.request import Request, byte_sizes
+from weft.plan.request import Request, byte_sizes, rate_format
 from weft.plan.time.float8 import RATE, has_float8, multiplies_in_float8, quantise_bytes
 from weft.plan.view import View
 
@@ -233,8 +233,12 @@ def _bandwidth(device: Device) -> float:
 def _rate_name(request: Request) -> str:
     """The dtype whose rate applies: that of the weights, or the nearest that the device supports."""
     rates = request.cluster.device.rates
-    wanted = request.precision.weights
-    fallbacks = {"bfloat16": ("bfloat16", "float16", "float32"), "float16": ("float16", "float32")}
+    wanted = rate_format(request)
+    fallbacks = {
+        "tf32": ("tf32", "float32"),
+        "bfloat16": ("bfloat16", "float16", "float32"),
+        "float16": ("float16", "float32"),
+    }
     for name in fallbacks.get(wanted, ("float32",)):
         if name in rates:
             return name

@@ -18,7 +18,7 @@ from weft.core.terms import StepTerm as Term
 from weft.plan.columns import Columns, Floats, Ints
 from weft.plan.dp.all_reduce import replica_seconds
 from weft.plan.pp.stages import bubble_of
-from weft.plan.request import Request
+from weft.plan.request import Request, rate_format
 from weft.plan.time.compute import ATTENTION_BACKWARD, BlockSeconds, block_seconds, model_flops
 from weft.plan.time.links import AxisLink, axis_link, expert_link, link_of
 from weft.plan.time.state_stream import UPDATE_PASSES
@@ -158,7 +158,7 @@ def _seconds(link: AxisLink, moved_and_count: tuple[Floats, Floats]) -> Floats:
 
 def _peak_flops(request: Request) -> float:
     peaks = request.cluster.device.peak_flops
-    return peaks.get(request.precision.weights) or max(peaks.values())
+    return peaks.get(rate_format(request)) or max(peaks.values())
 
 
 def _total(terms: Terms) -> Floats:

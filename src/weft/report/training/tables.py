@@ -38,7 +38,7 @@ def dtypes(folder: TrainingFolder) -> Markup:
 def dtype_ok(row: dict[str, Any]) -> bool:
     """A component without a tensor is not wrong; its chip reads "not seen"."""
     asked = str(row.get("asked", "")).removeprefix("torch.")
-    return all(dtype == asked for dtype in _found(row))
+    return bool(row.get("note")) or all(dtype == asked for dtype in _found(row))
 
 
 def checkpoints(folder: TrainingFolder) -> Markup:

@@ -27,7 +27,12 @@ class Display(StepProgress):
         for heading in ("component", "asked", "found", ""):
             table.add_column(heading)
         for record in records:
-            table.add_row(record.component, record.asked, ", ".join(record.found), "ok" if record.ok else "DIFFERS")
+            table.add_row(
+                record.component,
+                record.asked,
+                ", ".join(record.found),
+                (record.note or "ok") if record.ok else "DIFFERS",
+            )
         self.console.print(table)
 
     def summary(self, ledger: dict[str, Any]) -> None:

@@ -29,6 +29,9 @@ def build(family: str, tables: dict[str, Any]) -> Engine:
     return Engine(build_skeleton(config), plan, weights=weights, router=RouterSpec(z_loss=0.01), device=CPU)
 
 
+NARROW = {"preset": "bf16", "router": "bfloat16"}
+
+
 def logit_dtypes(rank: int, world: int, family: str, tables: dict[str, Any]) -> set[str]:
     engine, found = build(family, tables), set()
     for name, module in engine.model.named_modules():
@@ -42,7 +45,7 @@ def logit_dtypes(rank: int, world: int, family: str, tables: dict[str, Any]) -> 
 @pytest.mark.parametrize(("world", "tables"), [(1, {}), (2, ZERO_3)], ids=["alone", "ZeRO-3"])
 def test_logits_are_float32_and_the_rest_bf16(family: str, world: int, tables: dict[str, Any]) -> None:
     assert run_ranks(logit_dtypes, world, family, {**tables, **WIDE}, timeout_s=120.0) == [{"torch.float32"}] * world
-    narrow = run_ranks(logit_dtypes, world, family, {**tables, "precision": {"preset": "bf16"}}, timeout_s=120.0)
+    narrow = run_ranks(logit_dtypes, world, family, {**tables, "precision": NARROW}, timeout_s=120.0)
     assert narrow == [{"torch.bfloat16"}] * world
 
 

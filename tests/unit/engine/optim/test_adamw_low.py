@@ -137,7 +137,7 @@ def test_a_part_rounds_as_the_whole_does() -> None:
     piece = nn.Parameter(own)
     piece.grad = own_gradient
     place = Place(key=key_of(0, "matrix"), spans=tuple(spans_of(shard.chunks, shard.shape)))
-    states = LowStates(dtype=BF16, places={piece: place})
+    states = LowStates(first=BF16, second=BF16, places={piece: place})
     AdamWLow(decay_groups([piece], 0.1), states=states, **ADAM).step()  # type: ignore[arg-type]
     for chunk in shard.chunks:
         assert torch.equal(piece.detach()[chunk.local_index], whole["matrix"].detach()[chunk.global_index])
