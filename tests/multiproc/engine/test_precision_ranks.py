@@ -147,3 +147,30 @@ def test_small_gradients_survive_many_micro_batches_in_every_strategy() -> None:
     for norms in run_ranks(small_gradients, 2, timeout_s=120.0):
         for name, norm in norms.items():
             assert norm == pytest.approx(expected), name
+
+
+COMPONENTS = {"preset": "bf16", "gradients": "bfloat16", "second_moment": "bfloat16", "logits": "float32"}
+LAYOUTS: dict[str, dict[str, Any]] = {**PLANS, "tensor": {"mesh": {"tp": 2}}, "pipeline": {"mesh": {"pp": 2}}}
+
+
+def component_curves(rank: int, world: int) -> Found:
+    found: Found = {}
+    for name, plan in LAYOUTS.items() if world > 1 else [("single", {})]:
+        engine = build_engine("llama", {**plan, "precision": COMPONENTS, "pipeline": {"microbatches": 2}})
+        losses = [loss for loss, _ in train_steps(engine, 3)]
+        found[name] = losses, [(row.component, row.ok, row.found) for row in engine.dtypes()]
+    return found
+
+
+@pytest.mark.extended
+def test_components_are_one_run_under_every_layout() -> None:
+    expected, _ = run_ranks(component_curves, 1)[0]["single"]
+    for rank in run_ranks(component_curves, 2, timeout_s=300.0):
+        for name, (losses, rows) in rank.items():
+            assert losses == pytest.approx(expected, abs=BF16_SAME_LOSS_ABS), name
+            table = {component: seen for component, _, seen in rows}
+            assert all(ok for _, ok, _ in rows), (name, rows)
+            assert table["gradients"] == table["second_moment"] == ("bfloat16",), name
+            assert table["master_weights"] == table["first_moment"] == ("float32",), name
+            if name.startswith("ZeRO"):
+                assert table["gather"] == ("bfloat16",), name

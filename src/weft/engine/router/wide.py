@@ -24,7 +24,7 @@ def require_wide(found: RouterLayout) -> None:
         name, reason = next(iter(found.declined.items()))
         raise NotBuiltError(
             f"the router of {name} was not found, so it cannot compute in float32: {reason}",
-            hint="leave precision.router out of plan.toml",
+            hint="set precision.router to the format of the weights",
         )
 
 

@@ -1,0 +1,59 @@
+"""Every preset of formats against one process with the same rounding: single device, ZeRO-3, tp, pp, ep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gloo_ranks import run_ranks
+from verify_ranks import small_run, verdicts_in_rank
+
+from weft.core.executable import not_executed_reasons
+from weft.core.plan import Plan
+from weft.core.precision_presets import PRESETS
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "ZeRO-3": {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 3}, "pipeline": {"microbatches": 2}},
+    "tp": {"mesh": {"tp": 2}},
+    "pp": {"mesh": {"pp": 2}, "pipeline": {"microbatches": 2}},
+    "ep": {"mesh": {"dp_shard": 2, "ep": 2}, "data_parallel": {"zero": 3}},
+}
+# refused by name: float8 products and weights without masters beside tensor parallelism, the latter in pipelines too
+REFUSED = {("deepseek-v3", "tp"), ("bf16-pure", "tp"), ("bf16-pure", "pp")}
+# the rest of the components that may differ from a preset
+COMPONENTS = {"preset": "bf16", "gradients": "bfloat16", "second_moment": "bfloat16", "logits": "float32"}
+
+
+def tables(precision: dict[str, str], layout: str) -> dict[str, Any]:
+    return {**LAYOUTS[layout], "precision": precision}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_refused_is_known(name: str, layout: str) -> None:
+    plan = Plan.from_tables(tables({"preset": name}, layout))
+    assert bool(list(not_executed_reasons(plan))) == ((name, layout) in REFUSED)
+
+
+def wrong_checks(precision: dict[str, str], layout: str, corpus: Path, scratch: Path) -> list[str]:
+    run = small_run(str(corpus), model="mixtral" if layout == "ep" else "llama")
+    world = 1 if layout == "single" else 2
+    verdicts = run_ranks(verdicts_in_rank, world, run, [tables(precision, layout)], str(scratch), timeout_s=500)[0]
+    return [f"{check['name']}: {check['detail']}" for check in verdicts[0]["checks"] if not check["ok"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_verified(name: str, layout: str, corpus: Path, tmp_path: Path) -> None:
+    if (name, layout) in REFUSED:
+        return
+    assert wrong_checks({"preset": name}, layout, corpus, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_components_are_verified(layout: str, corpus: Path, tmp_path: Path) -> None:
+    assert wrong_checks(COMPONENTS, layout, corpus, tmp_path) == []
