@@ -79,8 +79,7 @@ class DtypeWatch:
             operators = OperatorDtypes(self._add)
             if not self._is_compiled:
                 self._look_inside(stack, operators)
-            stack.enter_context(OperatorWatch(operators))
-            stack.enter_context(observer)
+            stack.enter_context(OperatorWatch(observer, operators))  # one mode: each costs every operator a call
             yield
         for component, collectives in _COLLECTIVES.items():
             for dtype in {dtype for name in collectives for dtype in observer.dtypes.get(name, ())}:
