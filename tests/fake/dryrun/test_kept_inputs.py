@@ -50,7 +50,10 @@ def dried(kept: dict[str, Any], *, on_gpu: bool = True, **tables: Any) -> DryRun
     return dry_run(RUN, Plan.from_tables(plan), on_gpu=on_gpu)
 
 
-@pytest.mark.parametrize("tables", [{}, {"compile": {"enabled": True}, "kernels": {"loss": "fused"}}])
+@pytest.mark.parametrize(
+    "tables",
+    [{}, pytest.param({"compile": {"enabled": True}, "kernels": {"loss": "fused"}}, marks=pytest.mark.extended)],
+)
 def test_offloaded_inputs_are_not_memory_of_the_device(tables: dict[str, Any]) -> None:
     """Two inputs are on the device at a time: the one in use and the one that returns."""
     plain, away = dried({}, **tables), dried({"offload": "cpu"}, **tables)
@@ -62,6 +65,7 @@ def test_offloaded_inputs_are_not_memory_of_the_device(tables: dict[str, Any]) -
     assert away.traffic == plain.traffic
 
 
+@pytest.mark.extended
 def test_on_a_cpu_the_host_s_memory_is_the_device_s() -> None:
     plain, away = dried({}, on_gpu=False), dried({"offload": "cpu"}, on_gpu=False)
     assert away.peak_bytes >= plain.peak_bytes

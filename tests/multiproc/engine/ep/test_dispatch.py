@@ -140,7 +140,7 @@ def compare(rank: int, world: int, names: tuple[str, ...]) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.extended), 4])
 def test_outputs_and_gradients_are_those_of_one_process(world: int) -> None:
     for worst in run_ranks(compare, world, tuple(CASES), timeout_s=120.0):
         assert len(worst) > 3 * 3 * 6 * len(CASES)

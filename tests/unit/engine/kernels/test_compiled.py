@@ -41,14 +41,17 @@ def is_compiled(engine: Engine) -> tuple[bool, str]:
     return record.on, record.why
 
 
+EXTENDED = pytest.mark.extended
+
+
 @pytest.mark.parametrize(
     ("family", "tables"),
     [
-        ("llama", {}),
+        pytest.param("llama", {}, marks=EXTENDED),
         ("llama", {"data_parallel": {"zero": 3}}),
         ("llama", {"activations": {"policy": "full"}, "pipeline": {"microbatches": 2}}),
-        ("llama", {"activations": {"policy": "budget", "mixture": [2, 0]}}),
-        ("qwen3-tied", {"precision": {"preset": "bf16"}}),
+        pytest.param("llama", {"activations": {"policy": "budget", "mixture": [2, 0]}}, marks=EXTENDED),
+        pytest.param("qwen3-tied", {"precision": {"preset": "bf16"}}, marks=EXTENDED),
         ("qwen3-tied", {"precision": {"preset": "bf16"}, "data_parallel": {"zero": 2}, "kernels": {"loss": "fused"}}),
     ],
 )
@@ -188,6 +191,7 @@ def test_what_the_compiler_cannot_do_runs_as_it_stands_and_is_told(monkeypatch: 
     assert "variable" not in why
 
 
+@dynamo.patch(recompile_limit=3)
 def test_one_shape_too_many_is_told_and_the_next_engine_begins_anew() -> None:
     engine, limit = build_engine("llama", COMPILED), dynamo.recompile_limit
     for length in range(8, 8 + limit):
