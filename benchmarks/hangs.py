@@ -310,9 +310,14 @@ def page(rows: list[Row], slow: list[tuple[str, str, float, float, str]], given:
     ]
     lines += [
         "",
-        "stop: SIGSTOP. loop: in Python. lock: a sleep in C, holding the interpreter lock. skip: one left out.",
+        "stop: SIGSTOP. loop: in Python. lock: a sleep in C, holding the interpreter lock.",
     ]
-    lines += ["shape: a tensor twice as long.", "", f"One rank slowed {SLOWER} times from step {STEP} on:", ""]
+    lines += [
+        "skip: one collective left out. shape: a tensor twice as long.",
+        "",
+        f"One rank slowed {SLOWER} times from step {STEP} on:",
+        "",
+    ]
     lines += ["| layout | error | s per step before | after | named as slow |", "| --- | --- | --- | --- | --- |"]
     lines += [
         f"| {name} | {error or '-'} | {fast:.2f} | {after:.2f} | {said} |" for name, error, fast, after, said in slow
