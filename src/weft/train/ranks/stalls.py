@@ -26,6 +26,8 @@ from weft.train.ranks.status import Observation, RankStatus
 _ALIKE = frozenset(
     ("all_reduce", "broadcast", "all_gather_base", "reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor")
 )
+# After an abort these are compared too.
+_USUALLY_ALIKE = frozenset(("all_gather", "gather", "scatter", "reduce"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,7 @@ class StallScene:
     last_seen: Mapping[int, RankStatus]
     timeout_s: float
     is_timeout: bool  # otherwise a connection ended
+    is_abort: bool = False  # of this rank in C++: so some collective has unequal shapes, or lasted too long
     observed: Mapping[int, Observation] = field(default_factory=dict)
 
     @property
@@ -121,7 +124,7 @@ def _unlike(scene: StallScene) -> StallError | None:
         members = [rank for rank in trace.ranks if rank in scene.answered and key in scene.answered[rank].groups]
         for issued in trace.last:
             found = {rank: scene.answered[rank].groups[key].at(issued.number) for rank in members}
-            kinds = {rank: _kind(one) for rank, one in found.items() if one is not None}
+            kinds = {rank: _kind(one, scene) for rank, one in found.items() if one is not None}
             if len(set(kinds.values())) > 1:
                 return _unlike_error(scene, trace, found, kinds)
     return None
@@ -152,8 +155,10 @@ def _unlike_error(
     )
 
 
-def _kind(issued: Issued) -> str:
-    return f"{issued.name} of {issued.shapes}" if issued.name in _ALIKE else issued.name
+def _kind(issued: Issued, scene: StallScene) -> str:
+    """With the shape where it must be equal; after an abort also where it may not be, but for exchanges."""
+    is_alike = issued.name in _ALIKE or (scene.is_abort and issued.name in _USUALLY_ALIKE)
+    return f"{issued.name} of {issued.shapes}" if is_alike else issued.name
 
 
 # ------------------------------------------------------------------------------------------- ranks behind the others

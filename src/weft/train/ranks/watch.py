@@ -119,7 +119,7 @@ class RankWatch:
         return own_status(self._process.rank, in_full=in_full, stack_file=str(self._last_stack.path))
 
     def _explained(
-        self, timeout_s: float, *, is_timeout: bool, phase: str = "", is_hang: bool = False
+        self, timeout_s: float, *, is_timeout: bool, phase: str = "", is_hang: bool = False, is_abort: bool = False
     ) -> StallError | None:
         """The error that names the rank that did not arrive; None: no rank is late, or it is no hang."""
         own = self._status(in_full=True)
@@ -136,6 +136,7 @@ class RankWatch:
             observed=found.observed,
             timeout_s=timeout_s,
             is_timeout=is_timeout,
+            is_abort=is_abort,
         )
         return None if is_hang and is_patient(scene) else explain(scene)
 
@@ -223,7 +224,7 @@ class RankWatch:
         """The error of an abort in C++, which waits meanwhile: Gloo's for tensors of another size, NCCL's timeout."""
         if not self._last_stack.is_aborting():
             return None
-        stall = self._explained(self._patience.timeout_s, is_timeout=True)
+        stall = self._explained(self._patience.timeout_s, is_timeout=True, is_abort=True)
         if stall is not None:
             return self._published_or_own(self._record(stall, secondary=True))
         at = words.at(read_stack(str(self._last_stack.path)))

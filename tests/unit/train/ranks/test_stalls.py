@@ -209,6 +209,15 @@ def test_what_its_host_sees_of_a_silent_rank_is_told() -> None:
     assert "regex.py:3 in match < loop.py:1 in run" in found.hint
 
 
+def test_an_abort_compares_the_shapes_of_gathers_too() -> None:
+    ranks = [
+        status(rank, {ALL: trace("all ranks", (0, 1), 9, name="all_gather", shapes=f"[[{4 + rank}]]")})
+        for rank in (0, 1)
+    ]
+    assert explain(scene(*ranks)) is None
+    assert "all_gather of [[5]] on rank 1" in message(explain(dataclasses.replace(scene(*ranks), is_abort=True)))
+
+
 def test_slow_phases_are_no_hang() -> None:
     own, saving = status(0, {}), dataclasses.replace(status(1, {}), is_slow_phase=True)
     assert is_patient(scene(own, saving))
