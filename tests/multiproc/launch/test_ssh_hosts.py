@@ -65,7 +65,7 @@ def launcher(net: NetHosts, cwd: Path, **fields: Any) -> Iterator[subprocess.Pop
         "hosts": "host1:1,host2:1",
         "connect_timeout_s": 120,
         "directory": str(cwd),
-        "ssh_options": hosts.ssh_options,
+        "ssh_options": net.ssh_options,
         **fields,
     }
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_TOKEN": "a-secret"}
