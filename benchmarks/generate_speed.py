@@ -3,7 +3,7 @@
     python benchmarks/generate_speed.py [--layers 32] [--prompts 1 8] [--new-tokens 128] [--repeats 3]
 
 Random weights in bfloat16, made on the device. Decode tokens per second are of whole calls after a first one that
-compiles; the time of a call with one new token is taken off, as the prefill. Needs a GPU.
+compiles; the time of a call with one new token is taken off, as the prefill.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-caches", nargs="*", default=["fp8", "int8", "int4"])
     options = parser.parse_args()
-    device = torch.device("cuda")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     spec = ModelSpec(type="llama", config={**LAYERS_8B, "num_hidden_layers": options.layers})
     with device:
         model = AutoModelForCausalLM.from_config(build_config(spec, vocab_size=128_256), dtype=torch.bfloat16).eval()
     model.generation_config.eos_token_id = None
     loaded = LoadedModel(model, Tokens(), None)
     size = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {size:,} parameters")
+    print(f"{device.type}, torch {torch.__version__}; {size:,} parameters")
     for count in options.prompts:
         prompts = [str(number) for number in range(count)]
         ids = Tokens()(prompts).to(device)
@@ -102,12 +102,17 @@ def main() -> None:
 
 
 def timed(call: Any) -> float:
-    torch.cuda.synchronize()
+    sync()
     begin = time.perf_counter()
     with torch.inference_mode():
         call()
-    torch.cuda.synchronize()
+    sync()
     return time.perf_counter() - begin
+
+
+def sync() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
