@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 _START = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _PARAMETERS = tuple(inspect.signature(_START).parameters)
-_MODULES = ("weft.train", "weft.verify", "weft.dryrun", "weft.server.main")
+_MODULES = ("weft.train", "weft.verify", "weft.launch.warm_server", "weft.dryrun", "weft.server.main")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

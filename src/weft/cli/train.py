@@ -177,4 +177,5 @@ def _launch(job: Job, *, max_restarts: int) -> None:
             scratch=Path(scratch),
             max_restarts=max_restarts,
             imports=["weft.train.worker"],
+            memory_copies=max_restarts > 0 and job.run.checkpoint.memory_every > 0,
         )

@@ -174,6 +174,11 @@ class CheckpointSpec(Section):
     keep: int = Field(default=2, ge=1, description="newest checkpoints kept, at least 1")
     asynchronous: bool = Field(default=True, description="write in the background during training")
     at_end: bool = Field(default=True, description="save after the last step")
+    memory_every: int = Field(
+        default=0,
+        ge=0,
+        description="steps between copies of the state in host memory, from which `--max-restarts` continues; 0 is off",
+    )
 
 
 class LoggingSpec(Section):

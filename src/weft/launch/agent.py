@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from weft.core.errors import RankError, WeftError
 from weft.core.processes import state_of
 from weft.launch.cause import RankEnd, find_cause, has_named, is_certain, judge
+from weft.launch.memory_files import MemoryFiles
 from weft.launch.rank_processes import RankProcess, WarmRanks, start_cold
 from weft.launch.rank_variables import elastic_variables, rank_variables
 from weft.launch.stop_signals import StopCount
@@ -96,8 +97,11 @@ class Generations(RendezvousHandler):
 class RankSurroundings:
     """Sets the variables of each rank and creates a folder per generation; ranks share the launcher's output."""
 
-    def __init__(self, *, scratch: Path, num_ranks: int, interface: str | None = "lo") -> None:
+    def __init__(
+        self, *, scratch: Path, num_ranks: int, interface: str | None = "lo", memory: MemoryFiles | None = None
+    ) -> None:
         self._scratch = scratch
+        self._memory = memory
         self._num_ranks = num_ranks
         self._interface = interface
         self.folder = scratch
@@ -117,8 +121,9 @@ class RankSurroundings:
         self.folder = self._scratch / f"generation-{envs[0]['TORCHELASTIC_RESTART_COUNT']}"
         shutil.rmtree(self.folder, ignore_errors=True)  # it may hold errors of an earlier launch
         self.folder.mkdir(mode=0o700, parents=True)
-        for variables in envs.values():
-            variables.update(self.common() | {SCRATCH_VARIABLE: str(self.folder)})
+        for rank, variables in envs.items():
+            memory = self._memory.variables(rank) if self._memory is not None else {}
+            variables.update(self.common() | {SCRATCH_VARIABLE: str(self.folder)} | memory)
 
 
 class RankAgent(SimpleElasticAgent):

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from weft.core.errors import BadValueError, RankError
+from weft.launch.memory_files import MemoryFiles
 from weft.launch.rank_processes import WarmRanks
 from weft.launch.rank_variables import rank_variables
 from weft.launch.stop_signals import StopSignals
@@ -31,6 +32,7 @@ def launch(
     max_restarts: int = 0,
     log: Callable[[str], None] | None = None,
     imports: Sequence[str] = (),
+    memory_copies: bool = False,
 ) -> None:
     """Runs `command` as `num_ranks` ranks of one job; raises the one error that explains a failure.
 
@@ -39,6 +41,7 @@ def launch(
     second one kills them. Bad input is never restarted.
 
     `imports`: for a `python -m` command, modules that a process imports from which ranks are forked (Linux).
+    `memory_copies`: each rank gets memory files that live as long as the launcher (Linux).
     """
     if num_ranks < 1:
         raise BadValueError(f"The number of ranks is {num_ranks}, not at least 1.", hint="give --nproc 1 or more")
@@ -52,6 +55,7 @@ def launch(
                 stops=stops,
                 log=log or _print_to_stderr,
                 imports=imports,
+                memory_copies=memory_copies,
             )
         except OSError as error:
             raise RankError(f"the ranks could not be started: {error}", hint=f"command: {' '.join(command)}") from error
@@ -66,8 +70,12 @@ def _run(
     stops: StopSignals,
     log: Callable[[str], None],
     imports: Sequence[str],
+    memory_copies: bool,
 ) -> None:
-    with _warm_ranks(command, imports, scratch=scratch, num_ranks=num_ranks) as warm:  # imports while this process does
+    with (
+        _warm_ranks(command, imports, scratch=scratch, num_ranks=num_ranks) as warm,  # imports while this process does
+        _memory_files(num_ranks=num_ranks if memory_copies else 0) as memory,
+    ):
         # Here, not at the top: `weft --help` must not wait for torch.
         from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -83,7 +91,7 @@ def _run(
             max_restarts=max_restarts,
             monitor_interval=_MONITOR_S,
         )
-        surroundings = RankSurroundings(scratch=scratch, num_ranks=num_ranks)
+        surroundings = RankSurroundings(scratch=scratch, num_ranks=num_ranks, memory=memory)
         agent = RankAgent(spec, generations=generations, surroundings=surroundings, stops=stops, log=log, warm=warm)
         result = agent.run()
     if result.is_failed():
@@ -104,6 +112,18 @@ def _warm_ranks(
         yield warm
     finally:
         warm.close()
+
+
+@contextmanager
+def _memory_files(*, num_ranks: int) -> Iterator[MemoryFiles | None]:
+    if not num_ranks or sys.platform != "linux":
+        yield None
+        return
+    memory = MemoryFiles(num_ranks=num_ranks)
+    try:
+        yield memory
+    finally:
+        memory.close()
 
 
 @contextmanager

@@ -84,6 +84,8 @@ class WarmRanks:
         return self._codes.get(pid)
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # the server has ended
+            self._channel.shutdown(socket.SHUT_RDWR)
         self._channel.close()
         if self.unfit is None:  # it still imports, and would read the end of the socket only after that
             self._server.kill()

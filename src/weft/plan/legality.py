@@ -99,6 +99,17 @@ def _offload_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
         )
 
 
+def _copy_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
+    """Copies of the state between steps need a state that ends with the step and is in memory."""
+    if run is None or not run.checkpoint.memory_every:
+        return
+    hint = "set checkpoint.memory_every = 0; checkpoints on disk are taken as before"
+    if plan.has_delayed_updates:
+        yield f"checkpoint.memory_every with {plan.delayed_by} is not executed: a copy would drain it", hint
+    if plan.offload.optimizer == "nvme":
+        yield "checkpoint.memory_every with states in files is not executed: offload.durable = 'step' keeps them", hint
+
+
 def known_shape(run: RunSpec) -> ModelShape | None:
     """The shape of the run's model; None if the planner has none: the engine then judges the model itself."""
     from weft.plan.ask import resolve_model
@@ -118,6 +129,7 @@ RULES = (
     LegalityRule("router", NotBuiltError, _router_reasons),
     LegalityRule("experts", MeshError, _expert_reasons),
     LegalityRule("offload", NotBuiltError, _offload_reasons),
+    LegalityRule("copies", NotBuiltError, _copy_reasons),
 )
 
 

@@ -15,7 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from weft.checkpoint import CheckpointStore, CommittedCheckpoint
+from weft.checkpoint.memory_copies import MemoryCopies
 from weft.core.errors import NumbersError, SaveError
 from weft.core.records import StepRecord
 from weft.core.run_spec import RunSpec
@@ -66,7 +69,10 @@ class TrainingLoop:
         stop: StopFlag,
         measuring: Measuring | None = None,
         samples: int = 0,
+        copies: MemoryCopies | None = None,
+        is_saved: bool = True,
     ) -> None:
+        """`is_saved`: the engine's state is on a disk too, or new."""
         self.run_spec = run
         self.engine = bench.engine
         self.bench = bench
@@ -76,12 +82,11 @@ class TrainingLoop:
         self.stop = stop
         self.measuring = measuring or Measuring(bench.engine, is_on=False)
         self.samples = samples  # of the global data order, consumed so far
+        self.copies = copies
         self.outcome = LoopOutcome()
         # A GPU runs ahead while the previous step's numbers are reduced; so do stages of a pipeline without flushes.
         self._resolve_late = self.engine.device.type == "cuda" or self.engine.updates.is_delayed
-        # states in files may be newer than every checkpoint
-        is_from_files = self.engine.offload is not None and self.engine.offload.memory.restored is not None
-        self._last_saved = (store.newest_step() or 0) if is_from_files else self.engine.steps_done
+        self._last_saved = self.engine.steps_done if is_saved else store.newest_step() or 0
         self._before: StepTimer | None = None  # of the step before, unless something else came in between
         self._last_measured = 0
         self._slow_rank: int | None = None  # that was named last
@@ -211,6 +216,9 @@ class TrainingLoop:
         """Between steps: poll finished saves, start due ones."""
         with self._timed(TimeTerm.CHECKPOINT), phase("saving a checkpoint", is_slow=True):
             self.store.poll()
+            if self.copies is not None and not stopping and self._is_copied(self.engine.steps_done):
+                self.copies.take(*self._state_and_meta(), step=self.engine.steps_done)
+                self._before = None
             if not stopping and self._is_checkpoint(self.engine.steps_done):
                 self._save(asynchronous=self.run_spec.checkpoint.asynchronous)
                 self._before = None
@@ -225,12 +233,15 @@ class TrainingLoop:
             self.outcome.status = "stopped"
 
     def _save(self, *, asynchronous: bool) -> None:
-        state = self.engine.state()  # first: it drains the pipeline, which changes the scalars
-        meta = {"engine": self.engine.scalars(), "samples": self.samples, **self._described}
+        state, meta = self._state_and_meta()
         # states in files are saved from there, without a copy: the next step must not change them meanwhile
         is_copied = self.engine.offload is None or not self.engine.offload.memory.is_in_files
         self.store.save(state, meta, step=self.engine.steps_done, asynchronous=asynchronous and is_copied)
         self._last_saved = self.engine.steps_done
+
+    def _state_and_meta(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        state = self.engine.state()  # first: it drains the pipeline, which changes the scalars
+        return state, {"engine": self.engine.scalars(), "samples": self.samples, **self._described}
 
     def _evaluate(self) -> float | None:
         loader = self.bench.evaluation
@@ -248,6 +259,9 @@ class TrainingLoop:
         every = self.run_spec.checkpoint.every
         return every > 0 and step % every == 0 and step < self.run_spec.train.steps
 
+    def _is_copied(self, step: int) -> bool:
+        return self.copies is not None and step % self.run_spec.checkpoint.memory_every == 0
+
     def _is_evaluation(self, step: int) -> bool:
         every = self.run_spec.evaluation.interval
         return every > 0 and (step % every == 0 or step == self.run_spec.train.steps)
@@ -257,7 +271,7 @@ class TrainingLoop:
 
     def _is_pause(self, step: int) -> bool:
         """Whether the engine's state is read after this step, so that nothing may be in flight."""
-        return self._is_checkpoint(step) or self._is_evaluation(step)
+        return self._is_checkpoint(step) or self._is_evaluation(step) or self._is_copied(step)
 
     def _require_finite(self, record: StepRecord) -> None:
         # A skipped fp16 step has an infinite norm; no loss scale can repair a loss that is not finite.

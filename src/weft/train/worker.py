@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from weft.checkpoint import CheckpointStore, peek_newest
 from weft.checkpoint.layout import list_steps
+from weft.checkpoint.memory_copies import MemoryCopies, RestoredCopy
 from weft.core.disk import is_full, no_space
 from weft.core.errors import CheckpointError
 from weft.core.open_choices import with_mixture
@@ -39,6 +40,7 @@ from weft.train.ledger.rows import with_dry_run
 from weft.train.loggers.display import Display
 from weft.train.loggers.metrics import MetricsWriter
 from weft.train.loop import LoopOutcome, TrainingLoop
+from weft.train.memory import open_copies
 from weft.train.out_of_memory import OutOfMemoryScene, explained
 from weft.train.pipeline.record import write_pipeline
 from weft.train.pipeline.watch import PipelineWatch
@@ -56,6 +58,7 @@ class Resumed:
     samples: int = 0
     run: RunSpec | None = None
     changes: list[RunChange] = field(default_factory=list)
+    is_saved: bool = True  # whether a checkpoint has the state
 
 
 def run_job(job: Job, *, lock: FolderLock | None = None) -> dict[str, Any]:
@@ -92,10 +95,15 @@ def _train(job: Job, process: Process, stop: StopFlag, lock: FolderLock, *, star
         process_group=bench.engine.topology.checkpoint_group(),
         keep=job.run.checkpoint.keep,
     )
+    with phase("opening the copies in memory"):
+        copies, copies_note = open_copies(job.run, plan, bench.engine)
+        restored = copies.restore(bench.engine.state, not_before=after_step or 0) if copies is not None else None
     resumed = Resumed()
-    if before is not None:
-        has_checkpoint = after_step != ANY_STEP
-        resumed = _resume(job, bench, store if has_checkpoint else None, before, asked_before, display)
+    if before is not None or restored is not None:
+        has_checkpoint = after_step is not None and after_step != ANY_STEP
+        resumed = _resume(
+            job, bench, store if has_checkpoint else None, before or job.run, asked_before, display, restored=restored
+        )
     resumed_from = bench.engine.steps_done or None
     if process.is_main:  # only now: a refused request must leave the folder unchanged
         if resumed.run is not None:
@@ -110,6 +118,9 @@ def _train(job: Job, process: Process, stop: StopFlag, lock: FolderLock, *, star
     )
     metrics.changed = tuple(change.key for change in resumed.changes if change.is_of_training)
     _introduce(display, bench, plan, process)
+    for note in (copies_note, *(copies.notes if copies is not None else ())):
+        if note:
+            display.line(f"note: {note}")
     account = Account(job.run, bench, plan, display=display, is_main=process.is_main)
     scene.measuring = account.measuring
     watch = PipelineWatch(bench.engine)
@@ -122,6 +133,8 @@ def _train(job: Job, process: Process, stop: StopFlag, lock: FolderLock, *, star
         stop=stop,
         measuring=account.measuring,
         samples=resumed.samples,
+        copies=copies,
+        is_saved=resumed.is_saved,
     )
     started = datetime.now(UTC).isoformat(timespec="seconds")
     display.start(done=bench.engine.steps_done)
@@ -140,7 +153,7 @@ def _train(job: Job, process: Process, stop: StopFlag, lock: FolderLock, *, star
         "no_evaluation": bench.no_evaluation or None,
         **comparable(metrics.records, history.read() if process.is_main else []),
     }
-    ledger = _close(job, bench, account, watch, outcome, metrics, folder, display, process, facts)
+    ledger = _close(job, bench, account, watch, outcome, metrics, folder, display, process, facts, copies)
     bench.engine.close()
     return ledger
 
@@ -201,11 +214,16 @@ def _resume(
     before: RunSpec,
     asked_before: list[RunChange],
     display: Display,
+    *,
+    restored: RestoredCopy | None,
 ) -> Resumed:
-    """Continue from states in files, which the engine has loaded, or load the newest good checkpoint; check the changes
-    of the requested run against it."""
+    """Continue from what is loaded already, states in files or copies in memory, or load the newest good checkpoint;
+    check the changes of the requested run against it."""
     offload = bench.engine.offload
     meta = offload.memory.restored if offload is not None else None
+    is_saved = meta is None and restored is None
+    if restored is not None:
+        meta = restored.meta
     for note in offload.memory.notes if offload is not None else ():
         display.line(f"note: {note}")
     if meta is None and store is None:
@@ -219,11 +237,11 @@ def _resume(
         if not any(change.restarts_data for change in changes):
             changes += change_of_content(meta.get("data"), bench.contents, job.run)
         require_named(changes, job.may_change, asked_before)
-    if loaded is not None:
+    if loaded is not None or restored is not None:
         bench.engine.restore_meta(meta)
     for name, reason in loaded.rejected if loaded is not None else ():
         display.line(f"checkpoint {name} is damaged ({reason}); it was set aside")
-    where = loaded.path if loaded is not None else "optimizer states in files"
+    where = loaded.path if loaded is not None else restored or "optimizer states in files"
     display.line(f"resuming from step {bench.engine.steps_done} ({where})")
     for change in changes:
         display.line(f"changed: {change}")
@@ -231,7 +249,8 @@ def _resume(
     if is_fresh:
         display.line("note: the order of the data changed: the data restarts from its beginning")
     with meta_read():
-        return Resumed(samples=0 if is_fresh else int(meta["samples"]), run=recorded, changes=changes)
+        samples = 0 if is_fresh else int(meta["samples"])
+        return Resumed(samples=samples, run=recorded, changes=changes, is_saved=is_saved)
 
 
 def _same_mixture(plan: Plan, *, device: torch.device) -> Plan:
@@ -274,6 +293,7 @@ def _close(
     display: Display,
     process: Process,
     facts: dict[str, Any],
+    copies: MemoryCopies | None,
 ) -> dict[str, Any]:
     with phase("writing the report", is_slow=True):
         ranks = gather_memory(bench.engine, account.measuring.found)
@@ -288,6 +308,7 @@ def _close(
             seconds_per_step=outcome.seconds_per_step(),
             checkpoints=outcome.checkpoints,
             pipeline=pipeline.figures(ranks) if pipeline is not None else None,
+            copies=copies,
             **account.columns(),
         )
         if process.is_main:

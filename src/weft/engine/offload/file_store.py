@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from weft.checkpoint.span_sums import span_sum
 from weft.core.errors import StateFileError
 from weft.engine.offload.chunks import MASTER, WEIGHT, StateBank, StateChunk
 from weft.engine.offload.direct_file import RESUME, DirectFile
 from weft.engine.offload.file_layout import FileLayout, FileSpan, pages
 from weft.engine.offload.slab import HostMemory
-from weft.engine.offload.span_sums import span_sum
 from weft.engine.offload.state_store import HostStore
 from weft.engine.ownership import local
 

@@ -19,10 +19,20 @@ from weft.core.errors import DeviceError
 from weft.core.units import format_bytes
 
 _UNKNOWN = 2**62
+_HINT = (
+    "shard them over more machines (data_parallel.zero), set precision.optimizer_state = 'bfloat16', "
+    "or raise the memory limit of the container"
+)
 
 
 def require_room(
-    nbytes: int, *, device: torch.device, root: Path = Path("/"), terms: Mapping[str, int] | None = None
+    nbytes: int,
+    *,
+    device: torch.device,
+    root: Path = Path("/"),
+    terms: Mapping[str, int] | None = None,
+    what: str = "offloaded optimizer states",
+    hint: str = _HINT,
 ) -> None:
     """Refuse on every rank if one machine lacks the memory. Collective. `terms`: of this rank, by name."""
     available = available_bytes(root)
@@ -38,10 +48,9 @@ def require_room(
         if sum(of_ranks) > left[machine]:
             ranks = "1 rank" if len(of_ranks) == 1 else f"{len(of_ranks)} ranks of one machine"
             raise DeviceError(
-                f"the offloaded optimizer states of {ranks} need {format_bytes(sum(of_ranks))} of host memory, and "
+                f"the {what} of {ranks} need {format_bytes(sum(of_ranks))} of host memory, and "
                 f"{format_bytes(left[machine])} are available{_by_name(terms or {})}",
-                hint="shard them over more machines (data_parallel.zero), set precision.optimizer_state = 'bfloat16', "
-                "or raise the memory limit of the container",
+                hint=hint,
             )
 
 

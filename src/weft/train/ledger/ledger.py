@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.checkpoint.memory_copies import MemoryCopies
 from weft.core.records import StepRecord
 from weft.core.terms import MemoryTerm, TimeTerm
 from weft.engine.engine import Engine
@@ -115,6 +116,7 @@ def build_ledger(
     remarks: Sequence[str] = (),
     warnings: Sequence[str] = (),
     pipeline: dict[str, Any] | None = None,
+    copies: MemoryCopies | None = None,
 ) -> dict[str, Any]:
     """The ledger as JSON. Collective. `measured` is this rank's; `remarks` explain empty columns."""
     num_parameters, num_trained = count_parameters(engine)
@@ -143,7 +145,7 @@ def build_ledger(
         },
         "memory": _memory(memory_ranks, prediction, measured),
         "traffic": traffic_rows(prediction, measured),
-        "offload": offload_rows(engine, prediction),
+        "offload": offload_rows(engine, prediction, copies),
         "time": _time(metrics, seconds_per_step, prediction, measured),
         "pipeline": pipeline,
         "flops": measured.flops if measured else None,

@@ -12,26 +12,42 @@ import resource
 import sys
 from typing import Any
 
+from weft.checkpoint.memory_copies import MemoryCopies
+from weft.core.terms import MemoryTerm
 from weft.engine.engine import Engine
 from weft.train.ledger.predicted import Prediction
-from weft.train.ledger.rows import Row, row
+from weft.train.ledger.rows import Row, row, total_row
+
+COPIES = "copies"  # of the state, for a restart (checkpoint.memory_every)
 
 
-def offload_rows(engine: Engine, prediction: Prediction | None) -> dict[str, Any] | None:
-    """None: the plan offloads nothing."""
+def offload_rows(
+    engine: Engine, prediction: Prediction | None, copies: MemoryCopies | None = None
+) -> dict[str, Any] | None:
+    """None: the plan offloads nothing, and no copies of the state are in host memory."""
     counted, record = engine.host_terms(), prediction.estimate.offload if prediction is not None else None
     predicted = record.host_terms if record is not None else {}
-    if not counted and not predicted:
+    if not counted and not predicted and copies is None:
         return None
     is_known = record is not None
+    terms = {name: _row(name, predicted, counted, is_known=is_known) for name in {**predicted, **counted}}
+    if copies is not None:
+        expected = copies.num_files * _state_bytes(prediction) if prediction is not None and not counted else None
+        terms[COPIES] = row(predicted=expected, measured=copies.host_bytes)
     return {
         "host": {
-            "terms": {name: _row(name, predicted, counted, is_known=is_known) for name in {**predicted, **counted}},
-            "total": row(predicted=sum(predicted.values()) if is_known else None, measured=sum(counted.values())),
+            "terms": terms,
+            "total": total_row(terms),
             "process_peak_bytes": process_peak_bytes(),
         },
         "transfers": [_with_hidden(one) for one in record.transfers] if record is not None else [],
     }
+
+
+def _state_bytes(prediction: Prediction) -> int:
+    """Of a rank's weights, in their widest dtype, and optimizer states, when nothing is offloaded."""
+    terms = prediction.estimate.memory_terms
+    return round(sum(terms.get(name, 0) for name in (MemoryTerm.WEIGHTS, MemoryTerm.OPTIMIZER_STATE)))
 
 
 def process_peak_bytes() -> int:

@@ -20,6 +20,7 @@ LAUNCHER_VARIABLE = "WEFT_LAUNCHER_PID"
 # Set by the files of `weft launch`: the job of a cluster, and how many times the cluster has started it before.
 JOB_VARIABLE = "WEFT_JOB"
 ATTEMPT_VARIABLE = "WEFT_ATTEMPT"
+MEMORY_FILES_VARIABLE = "WEFT_MEMORY_FILES"  # paths of the rank's memory files, which the launcher owns
 
 Environment = Mapping[str, str]
 

@@ -16,11 +16,11 @@ from samples import by_default
 from state_files import close_files, committed_steps, narrow_engine
 from tiny import train_steps
 
+from weft.checkpoint.span_sums import span_sum
 from weft.core.errors import BadValueError, DiskFullError, RunError, StateFileError
 from weft.core.state_folder import ANY_STEP
 from weft.engine.offload import local_disk
 from weft.engine.offload.local_disk import file_system_of, require_local_disk
-from weft.engine.offload.span_sums import span_sum
 
 Fault = Callable[[Path, pytest.MonkeyPatch], None]
 

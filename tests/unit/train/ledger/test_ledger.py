@@ -81,6 +81,18 @@ def test_offload_has_host_memory_by_term() -> None:
     assert offload_rows(build_engine("llama"), None) is None
 
 
+def test_copies_in_memory_are_host_memory() -> None:
+    copies: Any = SimpleNamespace(host_bytes=620, num_files=2)
+    found = offload_rows(build_engine("llama"), None, copies)
+    assert found is not None
+    assert found["host"]["terms"] == {"copies": {"predicted": None, "dry_run": None, "measured": 620, "error": None}}
+    terms = {MemoryTerm.WEIGHTS: 100, MemoryTerm.OPTIMIZER_STATE: 200, MemoryTerm.GRADIENTS: 50}
+    prediction: Any = SimpleNamespace(estimate=SimpleNamespace(offload=None, memory_terms=terms))
+    found = offload_rows(build_engine("llama"), prediction, copies)
+    assert found is not None
+    assert found["host"]["total"]["predicted"] == 600
+
+
 def test_copies_are_hidden_as_far_as_their_time_is() -> None:
     engine = build_engine("llama", {"offload": {"optimizer": "cpu", "update": "device"}})
     copied = {"phase": "update", "in_bytes": 60, "out_bytes": 40, "seconds": 2.0, "exposed_s": 0.5}
