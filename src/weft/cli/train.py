@@ -167,6 +167,7 @@ def _given_rank() -> int:
 
 def _launch(job: Job, *, max_restarts: int) -> None:
     from weft.launch.local import launch
+    from weft.train.job import imports_of
 
     with tempfile.TemporaryDirectory(prefix="weft-") as scratch:
         job_path = Path(scratch) / "job.json"
@@ -176,6 +177,6 @@ def _launch(job: Job, *, max_restarts: int) -> None:
             num_ranks=job.plan.num_ranks,
             scratch=Path(scratch),
             max_restarts=max_restarts,
-            imports=["weft.train.worker"],
+            imports=imports_of(job.run),
             memory_copies=max_restarts > 0 and job.run.checkpoint.memory_every > 0,
         )

@@ -98,7 +98,8 @@ def _prepare(modules: Sequence[str]) -> str:
     quiet_libraries()
     try:
         for name in modules:
-            importlib.import_module(name)
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(name)
     except Exception as error:  # the rank that imports it will report it
         return f"{name} could not be imported: {error}"
     gc.collect()

@@ -5,6 +5,7 @@ Ranks read it from a JSON file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -13,13 +14,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from weft.core.errors import WeftError
 from weft.core.plan import Plan
 from weft.core.router_rules import with_capacity
 from weft.core.run_spec import RunSpec
 from weft.plan.resolve import resolve, with_mixture_for
 from weft.train.devices import DeviceChoice, DeviceType, choose_device_type, local_devices
 from weft.train.ranks.environment import given_ranks, read_local_size
-from weft.zoo.hub import with_model_files
+from weft.zoo.hub import model_folder, with_model_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,17 @@ class Job:
         fields = json.loads(text)
         parsed = {"run": RunSpec.from_tables(fields["run"]), "plan": Plan.from_tables(fields["plan"])}
         return Job(**{**fields, **parsed, "out": Path(fields["out"]), "may_change": tuple(fields["may_change"])})
+
+
+def imports_of(run: RunSpec) -> list[str]:
+    """Modules that every rank of the run imports: of weft, and where transformers has the model's code."""
+    name = run.model.type
+    if run.model.path is not None:
+        with contextlib.suppress(WeftError, OSError, ValueError):
+            config = model_folder(run.model.path, revision=run.model.revision) / "config.json"
+            name = json.loads(config.read_text(encoding="utf-8")).get("model_type")
+    place = (name or "").replace("-", "_")
+    return ["weft.train.worker", *([f"transformers.models.{place}.modeling_{place}"] if place else [])]
 
 
 def default_folder(run: RunSpec) -> Path:

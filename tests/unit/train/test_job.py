@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from weft.core.errors import BatchError
 from weft.core.run_spec import RunSpec
 from weft.train import devices
-from weft.train.job import Job, default_folder
+from weft.train.job import Job, default_folder, imports_of
 
 
 def job(tables: dict[str, Any], **options: Any) -> Job:
@@ -50,3 +51,12 @@ def test_a_refused_plan_downloads_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(BatchError):
         job({"pipeline": {"microbatches": 7}}, device="cpu")
     assert not asked
+
+
+def test_imports_name_the_code_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt-neox"}')
+    for model in ({"type": "gpt-neox"}, {"path": str(tmp_path)}):
+        run = RunSpec.from_tables({"model": model})
+        assert imports_of(run) == ["weft.train.worker", "transformers.models.gpt_neox.modeling_gpt_neox"]
+    assert find_spec("transformers.models.gpt_neox.modeling_gpt_neox") is not None
+    assert imports_of(RunSpec.from_tables({"model": {"path": str(tmp_path / "none")}})) == ["weft.train.worker"]
