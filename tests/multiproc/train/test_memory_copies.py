@@ -35,7 +35,9 @@ def straight(rank: int, num_ranks: int, out: str, corpus: str, settings: Setting
 
 
 class Killer:
-    """Kills a rank once training has gone on for a while, `kills` times; notes the last step recorded before each."""
+    """Kills a rank once training has gone on for a while, `kills` times; notes the last step recorded before each.
+
+    Not before step 2: then every rank has a copy."""
 
     def __init__(self, run: Path, scratch: Path, *, kills: int, seed: int) -> None:
         self._run, self._scratch, self._draw = run, scratch, random.Random(seed)
@@ -52,7 +54,7 @@ class Killer:
             files = [self._scratch / f"generation-{generation}/pid-{rank}" for rank in range(2)]
             begun = last_step(self._run) + self._draw.choice([0, 1, 1, 2])
             deadline = time.monotonic() + 100
-            while not all(file.exists() and file.read_text() for file in files) or last_step(self._run) < max(begun, 1):
+            while not all(file.exists() and file.read_text() for file in files) or last_step(self._run) < max(begun, 2):
                 if time.monotonic() > deadline:
                     return
                 time.sleep(0.002)
