@@ -57,11 +57,13 @@ def build_workbench(
     device: torch.device,
     scene: OutOfMemoryScene | None = None,
     state_folder: StateFolder | None = None,
+    corpus: Corpus | None = None,
 ) -> Workbench:
-    """The engine and the loaders of `run` under `plan`, on every rank; `scene` records config and engine when built."""
+    """The engine and the loaders of `run` under `plan`, on every rank; `scene` records config and engine when built.
+    `corpus`: the run's, from `prepare_data`."""
     require_legal(plan, run)
     with phase("opening the data", is_slow=True):
-        corpus = open_corpus(run.data)
+        corpus = corpus or open_corpus(run.data)
         missing = why_no_evaluation(run, corpus)
     with phase("building the model", is_slow=True):
         config = build_config(run.model, vocab_size=corpus.vocab_size, end_of_document=corpus.end_of_document)
@@ -100,9 +102,9 @@ def build_workbench(
     )
 
 
-def prepare_data(run: RunSpec, process: Process, *, is_speaking: bool) -> None:
+def prepare_data(run: RunSpec, process: Process, *, is_speaking: bool) -> Corpus:
     """Build the run's token cache if it is missing: one process builds, the others wait for its file."""
-    open_corpus(run.data, progress=TokenisingDisplay(is_speaking=is_speaking, is_main=process.is_main))
+    return open_corpus(run.data, progress=TokenisingDisplay(is_speaking=is_speaking, is_main=process.is_main))
 
 
 def weight_source(run: RunSpec, config: Any, *, device: torch.device) -> tuple[WeightSource, list[str]]:

@@ -25,6 +25,7 @@ from weft.core.open_choices import with_mixture
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.state_folder import ANY_STEP
+from weft.data import Corpus
 from weft.engine.state import meta_read
 from weft.report import write_report
 from weft.train.account import Account
@@ -64,20 +65,23 @@ class Resumed:
 def run_job(job: Job, *, lock: FolderLock | None = None) -> dict[str, Any]:
     """Train; return the ledger. Collective. `lock`: the folder's lock, if the caller keeps it beyond this call."""
     started_s = time.perf_counter()
+    corpora: list[Corpus] = []  # none if the ranks have joined before
     process = join(
         device_type=job.device,
         timeout_s=job.run.train.collective_timeout_s,
         hang_timeout_s=job.run.train.hang_timeout_s,
-        prepare=lambda process: prepare_data(job.run, process, is_speaking=not job.quiet),
+        prepare=lambda process: corpora.append(prepare_data(job.run, process, is_speaking=not job.quiet)),
     )
     try:
         with StopFlag() as stop, FolderLock(job.out) as own_lock:
-            return _train(job, process, stop, lock or own_lock, started_s=started_s)
+            return _train(job, process, stop, lock or own_lock, corpora, started_s=started_s)
     finally:
         leave()
 
 
-def _train(job: Job, process: Process, stop: StopFlag, lock: FolderLock, *, started_s: float) -> dict[str, Any]:
+def _train(
+    job: Job, process: Process, stop: StopFlag, lock: FolderLock, corpora: list[Corpus], *, started_s: float
+) -> dict[str, Any]:
     device = torch.device(job.device, process.local_rank) if job.device == "cuda" else torch.device("cpu")
     is_speaking = process.is_main and not job.quiet
     display = Display(is_speaking=is_speaking, total_steps=job.run.train.steps, every=job.run.logging.every)
@@ -89,7 +93,8 @@ def _train(job: Job, process: Process, stop: StopFlag, lock: FolderLock, *, star
     scene = OutOfMemoryScene(run=job.run, plan=plan, device=device, local_ranks=read_local_size(os.environ))
     with explained(scene):
         states = folder.states(after_step=after_step)
-        bench = build_workbench(job.run, plan, process, device=device, scene=scene, state_folder=states)
+        corpus = corpora[0] if corpora else None
+        bench = build_workbench(job.run, plan, process, device=device, scene=scene, state_folder=states, corpus=corpus)
     store = CheckpointStore(
         folder.checkpoints_path,
         process_group=bench.engine.topology.checkpoint_group(),
