@@ -58,7 +58,7 @@ def serve(channel: socket.socket, modules: Sequence[str]) -> RankRequest:
     _send(channel, {"unfit": unfit})
     if unfit:
         sys.exit(0)
-    awake = _wake_on_child()
+    awake, alarm = _wake_on_child()
     pending = b""
     while True:
         ready, _, _ = select.select([channel.fileno(), awake], [], [])
@@ -75,7 +75,7 @@ def serve(channel: socket.socket, modules: Sequence[str]) -> RankRequest:
         for line in lines:
             request = RankRequest(**json.loads(line))
             request.variables[LAUNCHER_VARIABLE] = str(os.getpid())  # the ranks end with this process
-            pid = _fork(channel, awake)
+            pid = _fork(channel, awake, alarm)
             if pid == 0:
                 return request
             _send(channel, {"started": pid})
@@ -107,25 +107,26 @@ def _prepare(modules: Sequence[str]) -> str:
     return why_unfit()
 
 
-def _wake_on_child() -> int:
+def _wake_on_child() -> tuple[int, int]:
+    """Both ends of a pipe: a child that ends makes the first one readable."""
     awake, alarm = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    return awake
+    return awake, alarm
 
 
-def _fork(channel: socket.socket, awake: int) -> int:
+def _fork(channel: socket.socket, *pipe: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of libraries that register hooks
         pid = os.fork()
     if pid == 0:
-        alarm = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         channel.close()
-        os.close(awake)
-        os.close(alarm)
+        for end in pipe:
+            os.close(end)
         os.setsid()
     return pid
 
