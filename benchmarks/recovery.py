@@ -108,7 +108,7 @@ class Trial:
         draw = random.Random(kills)
         for generation in range(kills):
             pids = [self.scratch / f"generation-{generation}/pid-{rank}" for rank in range(self._given.ranks)]
-            first = self._last_step() if generation else 0
+            first = self._last_step() if generation else 10  # there is a checkpoint
             self._wait(lambda first=first: self._last_step() > first)  # type: ignore[misc]
             time.sleep(draw.uniform(0.0, 1.0))
             if self._is_over:
@@ -123,15 +123,13 @@ class Trial:
             ended = time.time()
             if self._is_over:
                 return
-            joined = max(
-                (self.scratch / f"generation-{generation + 1}/pid-{rank}").stat().st_mtime
-                for rank in range(self._given.ranks)
-            )
+            pids = [self.scratch / f"generation-{generation + 1}/pid-{rank}" for rank in range(self._given.ranks)]
+            joined, joined_pids = max(pid.stat().st_mtime for pid in pids), [int(pid.read_text()) for pid in pids]
             resumed, step = self._resumed[generation]
             self.lost.append(last - step)
             at = [killed, *(self.moments[name] for name in STAGES[:3]), joined, resumed, ended]
             row = {name: after - before for name, before, after in zip(STAGES, at, at[1:], strict=False)}
-            self.rows.append({**row, "total": ended - killed, "load": load})
+            self.rows.append({**row, "total": ended - killed, "processor": _processor_s(joined_pids), "load": load})
             print(json.dumps({name: round(value, 3) for name, value in self.rows[-1].items()}), flush=True)
 
     def _read_line(self, moment: float, line: str) -> None:
@@ -150,6 +148,15 @@ class Trial:
     def _wait(self, condition: Callable[[], bool]) -> None:
         while not condition() and not self._is_over:
             time.sleep(0.002)
+
+
+def _processor_s(pids: list[int]) -> float:
+    """Processor time that the ranks have used, per rank: what a recovery takes where nothing else runs."""
+    used = 0.0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        used += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return used / len(pids)
 
 
 class _stamped_output:  # noqa: N801  # used as a function
@@ -214,15 +221,18 @@ def page(found: dict[str, Trial], wrong: list[str], given: argparse.Namespace) -
         " The first start, with its imports, is not counted.", "",
         f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}.", "",
         f"    python benchmarks/recovery.py --kills {given.kills}", "",
-        "Seconds from the kill to the next finished step that had not been finished before; medians by stage.", "",
-        f"| | kills | median | worst | {' | '.join(STAGES)} | load, median (most) | finished steps lost, mean (most) |",
-        "|" + " --- |" * (len(STAGES) + 6),
+        "Seconds from the kill to the next finished step that had not been finished before; medians by stage."
+        " `processor`: processor time of a restarted rank up to there.", "",
+        f"| | kills | median | worst | {' | '.join(STAGES)} | processor | load, median (most)"
+        " | finished steps lost, mean (most) |",
+        "|" + " --- |" * (len(STAGES) + 7),
     ]  # fmt: skip
-    for name, trial in found.items():
+    for name, trial in ((name, trial) for name, trial in found.items() if trial.rows):
         totals, loads = [row["total"] for row in trial.rows], [row["load"] for row in trial.rows]
         stages = " | ".join(f"{statistics.median(row[stage] for row in trial.rows):.2f}" for stage in STAGES)
         lines.append(
             f"| {name} | {len(totals)} | **{statistics.median(totals):.2f}** | {max(totals):.2f} | {stages}"
+            f" | {statistics.median(row['processor'] for row in trial.rows):.2f}"
             f" | {statistics.median(loads):.1f} ({max(loads):.1f})"
             f" | {statistics.mean(trial.lost):.1f} ({max(trial.lost)}) |"
         )
