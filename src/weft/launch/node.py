@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 
@@ -29,6 +30,8 @@ def main() -> None:
     options = _parser().parse_args()
     stops = Stops()
     stops.take_over()
+    if options.with_parent:
+        threading.Thread(target=_end_with_stdin, name="parent", daemon=True).start()
     code = run_node(options)
     sys.exit(options.stopped_code if stops.came and code == 0 else code)
 
@@ -83,6 +86,13 @@ class Stops:
                 os.kill(pid, signal.SIGTERM)
 
 
+def _end_with_stdin() -> None:
+    """A parent that has died, in whatever way, leaves the end of this process's stdin."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def own_ranks() -> list[int]:
     """Processes that this one has started as leaders of a session: elastic starts ranks so, and nothing else."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
@@ -107,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--id", default="weft", help="name of this start of the job, the same on all nodes")
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--stopped-code", type=int, default=0, help="exit code after a stop that was asked for")
+    parser.add_argument("--with-parent", action="store_true", help="end when stdin ends")
     parser.add_argument("words", nargs="+", help="the verb of weft and its arguments")
     return parser
 

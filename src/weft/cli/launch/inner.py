@@ -14,7 +14,7 @@ from weft.core.errors import BadValueError
 
 VERBS = (("train",), ("verify",), ("server", "train"))
 # What the place decides, or what the launch itself answers.
-_DECIDED = {"nproc", "out", "continues", "max_restarts", "as_json", "address", "launcher"}
+_DECIDED = {"nproc", "out", "continues", "max_restarts", "as_json"}
 
 
 @dataclass(frozen=True, kw_only=True)

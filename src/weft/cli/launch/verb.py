@@ -22,6 +22,7 @@ class LaunchPlace(StrEnum):
     HOSTS = "hosts"
     SLURM = "slurm"
     KUBERNETES = "kubernetes"
+    RAY = "ray"
 
 
 def launch(
@@ -150,11 +151,13 @@ def _request(
 
 
 def _write(on: LaunchPlace, request: LaunchRequest) -> list[LaunchFile]:
-    from weft.launch.places import jobset, local, slurm, trainjob
+    from weft.launch.places import jobset, local, ray_job, slurm, trainjob
 
     if on is LaunchPlace.KUBERNETES:
         is_trainjob = request.settings.kubernetes.kind == "trainjob"
         return trainjob.write_trainjob(request) if is_trainjob else jobset.write_jobset(request)
+    if on is LaunchPlace.RAY:
+        return ray_job.write_ray(request)
     return slurm.write_slurm(request) if on is LaunchPlace.SLURM else local.write_local(request)
 
 
@@ -163,9 +166,28 @@ def _submit(on: LaunchPlace, request: LaunchRequest, files: list[LaunchFile], ro
     from weft.launch.places.submit import submit_kubernetes, submit_slurm
 
     text = "".join(file.text for file in files)
+    if on is LaunchPlace.RAY:
+        return _submit_ray(request, files, root)
     if on is LaunchPlace.LOCAL:
         return _run_here(root, local_words(request))
     return submit_slurm(text) if on is LaunchPlace.SLURM else submit_kubernetes(text)
+
+
+def _submit_ray(request: LaunchRequest, files: list[LaunchFile], root: Any) -> str:
+    import os
+
+    from weft.core.extras import require_extra
+    from weft.launch.places import ray_job
+
+    if request.verb == ("server", "train"):
+        return _run_here(root, ray_job.server_words(request))
+    if ray_job.is_handed_over(request):
+        return ray_job.submit_ray(request, files)
+    require_extra("ray")
+    from weft.launch.places.ray_nodes import run_on_ray
+
+    run_on_ray(ray_job.build_job(request))
+    return str(os.getpid())
 
 
 def _run_here(root: Any, words: list[str]) -> str:

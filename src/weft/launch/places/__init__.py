@@ -3,6 +3,7 @@
     local      the command line itself
     slurm      a batch script
     jobset     Kubernetes: a JobSet         trainjob   Kubernetes: Kubeflow's TrainJob and its runtime
+    ray_job    Ray: a driver script         ray_nodes  what the script calls
 
 `submit` hands a text over. No torch here.
 """

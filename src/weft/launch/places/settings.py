@@ -5,7 +5,7 @@ What is launched is in run.toml and plan.toml; how many nodes and ranks, in the 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -61,6 +61,16 @@ class SlurmSettings(SiteSection):
         return self
 
 
+class RaySettings(SiteSection):
+    address: Line = Field(default="", description="of a Ray cluster, 'auto' or http://HEAD:8265; default: this machine")
+    strategy: Literal["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"] = Field(
+        default="STRICT_SPREAD", description="how bundles, one per node of the job, are placed"
+    )
+    cpus_per_rank: int = Field(default=1, ge=1, description="cores of a rank")
+    resources: dict[Line, float] = Field(default={}, description="further resources of each bundle")
+    patience_s: float = Field(default=600.0, gt=0, description="seconds to wait for the placement group")
+
+
 class LaunchSettings(Document):
     """How a site runs jobs."""
 
@@ -68,3 +78,4 @@ class LaunchSettings(Document):
     hosts: HostsSettings = HostsSettings()
     slurm: SlurmSettings = SlurmSettings()
     kubernetes: KubernetesSettings = KubernetesSettings()
+    ray: RaySettings = RaySettings()
