@@ -5,7 +5,7 @@ It is torchrun but for its end: rendezvous and restarts are torch elastic's, ran
     SIGTERM, SIGUSR1    -> SIGTERM to the ranks, which save and end, however long that takes; exit code `--stopped-code`
     a rank has failed   -> the exit code of the first one: 2 is bad input, which no cluster should start again
 
-Options have torchrun's variables as defaults (PET_NNODES, ...), which Kubeflow's operator sets.
+Options have torchrun's variables as defaults (PET_NNODES, ...), which Kubeflow's operator sets; Slurm numbers nodes.
 """
 
 from __future__ import annotations
@@ -56,11 +56,10 @@ def run_node(options: argparse.Namespace) -> int:
 
 
 def torchrun_arguments(options: argparse.Namespace) -> list[str]:
+    # Static: the agent of rank 0 serves the store. With c10d's rendezvous the agents compare the address with those of
+    # their host's name, and where names do not resolve none of them serves it.
     endpoint = f"{options.address}:{options.port}"
-    if options.node_rank is None:
-        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
-    else:
-        meet = ["--rdzv-backend", "static", "--rdzv-endpoint", endpoint, "--node-rank", str(options.node_rank)]
+    meet = ["--rdzv-backend", "static", "--rdzv-endpoint", endpoint, "--node-rank", str(options.node_rank)]
     sizes = ["--nnodes", str(options.nodes), "--nproc-per-node", str(options.ranks)]
     restarts = ["--rdzv-id", options.id, "--max-restarts", str(options.max_restarts)]
     return [*sizes, *meet, *restarts, "-m", "weft", *options.words]
@@ -111,7 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m weft.launch.node", description="Start the ranks of one node.")
     parser.add_argument("--nodes", type=int, default=given.get("PET_NNODES", "1"))
     parser.add_argument("--ranks", type=int, default=given.get("PET_NPROC_PER_NODE", "1"), help="ranks of this node")
-    parser.add_argument("--node-rank", type=int, default=given.get("PET_NODE_RANK"), help="default: as they come")
+    node_rank = given.get("PET_NODE_RANK", given.get("SLURM_NODEID", "0"))
+    parser.add_argument("--node-rank", type=int, default=node_rank)
     parser.add_argument("--address", default=given.get("PET_MASTER_ADDR", "127.0.0.1"), help="of the first node")
     parser.add_argument("--port", type=int, default=given.get("PET_MASTER_PORT", "29500"))
     parser.add_argument("--id", default="weft", help="name of this start of the job, the same on all nodes")
