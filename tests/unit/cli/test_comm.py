@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from weft.cli.comm.verbs import _show
 from weft.cli.comm.view import text_of
 from weft.cli.main import app
 from weft.core.errors import DeviceError, InputError
@@ -74,6 +75,14 @@ def test_the_table_and_the_picture_show_every_row(tmp_path: Path) -> None:
     page = write_comm_page(ANSWER, tmp_path / "comm.html").read_text(encoding="utf-8")
     assert "1,572,864" in page
     assert "all_reduce-time" in page
+
+
+def test_times_that_do_not_grow_give_no_bandwidth(tmp_path: Path) -> None:
+    flat = {**ANSWER, "fit": {"alpha_s": 1e-3, "beta_s_per_byte": 0.0}}
+    assert "bandwidth unknown" in text_of(flat)
+    with pytest.raises(InputError, match="do not grow"):
+        _show(flat, calibrate=tmp_path / "mine.toml", link=None, out=None, as_json=True)
+    assert not (tmp_path / "mine.toml").exists()
 
 
 def test_figures_of_a_link_become_the_planner_s(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from weft.cli.options import DeviceChoice
-from weft.core.errors import BadValueError
+from weft.core.errors import BadValueError, InputError
 
 SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB"
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int32", "int64", "uint8")
@@ -171,5 +171,17 @@ def _show(answer: dict[str, Any], *, calibrate: Path | None, link: str | None, o
     if calibrate is not None:
         from weft.hardware.calibration import with_link
 
-        figures = {"latency_s": answer["fit"]["alpha_s"], "bytes_per_s": 1 / answer["fit"]["beta_s_per_byte"]}
-        write_text(calibrate, with_link(calibrate, link or answer["link"], figures, measured=answer["machine"]))
+        write_text(
+            calibrate, with_link(calibrate, link or answer["link"], _figures(answer), measured=answer["machine"])
+        )
+
+
+def _figures(answer: dict[str, Any]) -> dict[str, float]:
+    """The link's figures for a calibration."""
+    fit = answer["fit"]
+    if not fit["beta_s_per_byte"]:
+        raise InputError(
+            "no bandwidth can be read from these times: they do not grow with the size",
+            hint="measure larger tensors as well, --sizes 64KiB,64MiB, on a machine that does nothing else",
+        )
+    return {"latency_s": fit["alpha_s"], "bytes_per_s": 1 / fit["beta_s_per_byte"]}

@@ -17,8 +17,9 @@ def text_of(answer: dict[str, Any]) -> str:
         rows = [row for row in answer["rows"] if row["collective"] == collective]
         parts += [f"{collective}, {rows[0]['ranks']} ranks", _table(rows), _picture(rows)]
     fit = answer["fit"]
-    rate = 1 / fit["beta_s_per_byte"] if fit["beta_s_per_byte"] else float("inf")
-    parts.append(f"link: latency {_ms(fit['alpha_s'])}, {rate / 1e9:.3g} GB/s each way ({answer['machine']})")
+    beta = fit["beta_s_per_byte"]
+    rate = f"{1 / beta / 1e9:.3g} GB/s each way" if beta else "bandwidth unknown: times do not grow with the size"
+    parts.append(f"link: latency {_ms(fit['alpha_s'])}, {rate} ({answer['machine']})")
     return "\n\n".join(parts)
 
 
