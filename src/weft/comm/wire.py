@@ -25,8 +25,8 @@ from torch import Tensor
 from weft.comm.algorithms.registry import Algorithm
 from weft.comm.algorithms.rounds import CollectiveTask, ElementRange, Message, Receive, Send
 
-SEGMENT_BYTES = 2**20
-AHEAD = 6  # receives posted before their turn
+SEGMENT_BYTES = 2**22
+AHEAD = 3  # receives posted before their turn
 
 
 class Wire:
