@@ -35,7 +35,8 @@ class InferenceEstimate:
     concurrent: int
     num_devices: int
     weight_bytes: int
-    cache_bytes_per_token: int
+    cache_bytes_per_token: int  # without scales
+    scale_bytes_per_token: int
     cache_bytes_per_sequence: int
     overhead_bytes: int
     capacity_bytes: int
@@ -72,6 +73,7 @@ class InferenceEstimate:
                 },
             },
             "kv_cache_bytes_per_token": self.cache_bytes_per_token,
+            "kv_cache_scale_bytes_per_token": self.scale_bytes_per_token,
             "kv_cache_bytes_per_sequence": self.cache_bytes_per_sequence,
             "capacity_bytes": self.capacity_bytes,
         }
@@ -88,13 +90,14 @@ def estimate_inference(
 ) -> InferenceEstimate:
     """Memory of one model over all devices of the cluster."""
     devices = cluster.num_devices
-    per_token = sum(
-        _cache_per_token(kind, devices, cache) * count
-        for kind, count in zip(shape.kinds, shape.kind_counts, strict=True)
-    )
+    kinds = list(zip(shape.kinds, shape.kind_counts, strict=True))
+    per_token = sum(_codes_per_token(kind, devices, cache) * count for kind, count in kinds)
+    scales = sum(_scales_per_token(kind, devices, cache) * count for kind, count in kinds)
     per_sequence = sum(
-        _cache_per_token(kind, devices, cache) * count * _cached_tokens(kind, context)
-        for kind, count in zip(shape.kinds, shape.kind_counts, strict=True)
+        (_codes_per_token(kind, devices, cache) + _scales_per_token(kind, devices, cache))
+        * count
+        * _cached_tokens(kind, context)
+        for kind, count in kinds
     )
     device = cluster.device
     return InferenceEstimate(
@@ -105,6 +108,7 @@ def estimate_inference(
         num_devices=devices,
         weight_bytes=math.ceil(weight_bytes(shape, weights) / devices),
         cache_bytes_per_token=per_token,
+        scale_bytes_per_token=scales,
         cache_bytes_per_sequence=per_sequence,
         overhead_bytes=round(device.overhead_bytes + RESERVE * device.memory_bytes),
         capacity_bytes=device.memory_bytes,
@@ -120,16 +124,27 @@ def weight_bytes(shape: ModelShape, weights: WeightKind) -> float:
     return in_blocks * WEIGHT_BYTES[weights] + (shape.num_parameters - in_blocks) * WEIGHT_BYTES["bf16"]
 
 
-def _cache_per_token(block: BlockShape, devices: int, cache: CacheKind) -> int:
-    """Cached bytes per token and device."""
+def _codes_per_token(block: BlockShape, devices: int, cache: CacheKind) -> int:
+    """Cached bytes per token and device, without scales."""
     attention = block.attention
     if attention is None:
         return 0
-    scale_bytes = 0 if cache == "bf16" else SCALE_BYTES
-    if attention.is_latent:  # one vector for all heads, replicated
-        return round(attention.latent_dim * CACHE_BYTES[cache]) + scale_bytes
-    heads = math.ceil(attention.num_kv_heads / min(devices, attention.num_kv_heads))
-    return heads * (round((attention.head_dim + attention.value_dim) * CACHE_BYTES[cache]) + 2 * scale_bytes)
+    numbers = attention.latent_dim if attention.is_latent else attention.head_dim + attention.value_dim
+    return _heads(block, devices) * round(numbers * CACHE_BYTES[cache])
+
+
+def _scales_per_token(block: BlockShape, devices: int, cache: CacheKind) -> int:
+    if block.attention is None or cache == "bf16":
+        return 0
+    return _heads(block, devices) * SCALE_BYTES * (1 if block.attention.is_latent else 2)
+
+
+def _heads(block: BlockShape, devices: int) -> int:
+    """Vectors of keys per token and device; a latent vector serves all heads and is replicated."""
+    attention = block.attention
+    if attention is None or attention.is_latent:
+        return 1
+    return math.ceil(attention.num_kv_heads / min(devices, attention.num_kv_heads))
 
 
 def _cached_tokens(block: BlockShape, context: int) -> int:

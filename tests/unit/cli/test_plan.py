@@ -178,6 +178,10 @@ def test_inference_counts_weights_and_cache(form: str) -> None:
     quantised = answer(*asked, "--weights", "int4", "--kv-cache", "fp8")["inference"]
     assert quantised["memory"]["terms"]["weights"] < 0.35 * counted["memory"]["terms"]["weights"]
     assert quantised["kv_cache_bytes_per_token"] * 2 == counted["kv_cache_bytes_per_token"]
+    assert quantised["kv_cache_scale_bytes_per_token"] == 32 * 2 * 32 * 2
+    assert quantised["memory"]["terms"]["kv_cache"] == 4096 * (
+        quantised["kv_cache_bytes_per_token"] + quantised["kv_cache_scale_bytes_per_token"]
+    )
     assert quantised["max_concurrent"] > 2 * counted["max_concurrent"]
     shown = told(*asked, "--concurrent", "10000")
     assert shown.code == 1

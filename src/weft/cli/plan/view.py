@@ -73,7 +73,7 @@ def show_inference(shape: ModelShape, found: InferenceEstimate) -> None:
     console.print(
         f"{shape.name}: {format_count(shape.num_parameters)} parameters on {found.num_devices} device{plural}"
     )
-    cache = found.cache_bytes_per_sequence
+    cache, per_token = found.cache_bytes_per_sequence, found.cache_bytes_per_token + found.scale_bytes_per_token
     rows = [
         ("weights", found.weights, format_bytes(found.weight_bytes)),
         (
@@ -87,7 +87,7 @@ def show_inference(shape: ModelShape, found: InferenceEstimate) -> None:
     ]
     _print_rows(console, ("per device", "", "bytes"), rows)
     console.print(
-        f"{format_bytes(found.cache_bytes_per_token)} of cache per token, {format_bytes(cache)} per sequence: "
+        f"{format_bytes(per_token)} of cache per token, {format_bytes(cache)} per sequence: "
         f"{found.max_concurrent:,} sequences of {found.context:,} tokens fit"
     )
 
