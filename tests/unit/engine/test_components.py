@@ -104,3 +104,11 @@ def test_tf32_is_on_in_its_own_steps_alone() -> None:
     engine.evaluate(global_batch(0))
     assert found == [True, False, True]
     assert not torch.backends.cuda.matmul.allow_tf32
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_states_exist_before_the_first_step_of_a_resumed_run(zero: int) -> None:
+    """Gradients of zero make them, which must have the dtype of gradients."""
+    tables = {"precision": {"preset": "bf16", "gradients": "bfloat16"}, "data_parallel": {"zero": zero}}
+    state = build_engine("llama", tables).state()
+    assert any(name.endswith("exp_avg") for name in state)

@@ -22,6 +22,7 @@ from weft.core.errors import BadValueError, NotBuiltError
 from weft.core.run_spec import TrainSpec
 from weft.core.shards import LocalShard
 from weft.engine.optim.adamw_low import AdamWLow, LowStates
+from weft.engine.precision import zero_gradient
 
 Kind = Literal["adamw", "adam", "sgd", "adamw8bit"]
 Kernel = Literal["auto", "fused", "foreach"]
@@ -184,7 +185,7 @@ def create_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
     for parameter in parameters:
         parameter.grad = None
     for parameter in fresh:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = zero_gradient(parameter)
     for group, _, decay in saved:
         set_group_rate(group, 0.0)
         if decay is not None:
