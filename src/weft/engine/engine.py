@@ -14,14 +14,11 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from weft.comm.groups import ensure_group, sum_over
 from weft.core.executable import require_executable
-from weft.core.masters import resting_dtype, with_streamed_units
-from weft.core.open_choices import update_place
+from weft.core.masters import with_streamed_units
 from weft.core.plan import Plan, require_consistent
-from weft.core.precision import E4M3, PrecisionPolicy
 from weft.core.records import BufferRecord, DtypeRecord, EvalRecord, ParameterRecord, StepRecord
 from weft.core.run_spec import RouterSpec
 from weft.core.state_folder import StateFolder
@@ -35,20 +32,20 @@ from weft.engine.engine_state import EngineState
 from weft.engine.evaluation import sum_losses
 from weft.engine.kernels.attention import AttentionKernel
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
-from weft.engine.measure.dtypes import DtypeWatch
+from weft.engine.measure.dtypes import watch_dtypes
 from weft.engine.measure.seen import seen
 from weft.engine.measure.timer import StepTimer
 from weft.engine.mesh import build_topology, select_device
 from weft.engine.microbatches import SequentialRunner
 from weft.engine.objective import Batch, Objective, objective_for
 from weft.engine.offload.offloaded import offload_states
-from weft.engine.optim.adamw_low import LowStates
 from weft.engine.optim.clip import global_norm
+from weft.engine.optim.for_plan import optimizer_for
 from weft.engine.optim.group_rates import GroupRates, require_one_base
-from weft.engine.optim.optimizers import OptimizerFactory, OptimizerPolicy, make_optimizer
+from weft.engine.optim.optimizers import OptimizerFactory, OptimizerPolicy
 from weft.engine.ownership import LocalShards, parameter_records
 from weft.engine.pending import PendingStep
-from weft.engine.precision import LossScale, require_tf32, rounding_to_tf32, torch_dtype
+from weft.engine.precision import LossScale, products_of, torch_dtype
 from weft.engine.router.apply import with_router_of
 from weft.engine.router.routers import tokens_of
 from weft.engine.state import meta_read
@@ -107,7 +104,9 @@ class Engine(EngineState):
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.parameters = list(self.trained.values())
         self._seed = seed
-        self.optimizer = self._build_optimizer(optimizer)
+        self.optimizer = optimizer_for(
+            self.trained, optimizer, plan, seed=seed, shards=self.shards, copies=self.layout.copies, device=self.device
+        )
         self.offload = offload_states(
             self.optimizer, plan, model, self.layout, self.strategy, device=self.device, folder=state_folder
         )
@@ -118,9 +117,7 @@ class Engine(EngineState):
         if callable(optimizer) and dist.get_world_size() > 1:
             require_one_base(self.rates, device=self.device)
         self.loss_scale = LossScale(enabled=plan.precision.policy().loss_scaling)
-        self._has_tf32 = plan.policy().products == "tf32"
-        if self._has_tf32:
-            require_tf32(self.device)
+        self._products = products_of(plan, self.device)
         self.steps_done = 0
         self.is_updating = False  # after the last backward of a step, until its end
         # Called with every reduced gradient, unscaled and before clipping, when set. It must not change them.
@@ -133,16 +130,13 @@ class Engine(EngineState):
         self.buffer_sync = BufferSync(
             applied.changes, self.topology, device=self.device, batch_norms=norms.names, stages=stages
         )
-        groups = [*self.axes.activation_groups, *([norms.group] if norms.group else [])]
-        names = {str(group.group_name) for group in groups}
-        self._dtypes = DtypeWatch(
+        self._dtypes = watch_dtypes(
             model,
             self.layout,
-            self._asked_formats(),
-            given=plan.precision.given,
+            plan,
             routers=self.routers.places,
-            is_compiled=plan.compile.enabled,
-            activation_groups=names,
+            has_float8={"products": any(self.float8.values()), "gather": self.strategy.num_in_float8 > 0},
+            activation_groups=[*self.axes.activation_groups, *([norms.group] if norms.group else [])],
         )
         model.train()
         if self.offload is not None and self.offload.memory.restored is not None:
@@ -160,7 +154,7 @@ class Engine(EngineState):
         timer = StepTimer(self.device)
         if learning_rate is not None:
             self.rates.set(learning_rate)
-        with self._dtypes.watching(self._dtypes.is_incomplete), rounding_to_tf32(self._has_tf32):
+        with self._dtypes.watching(self._dtypes.is_incomplete), self._products():
             loss_sum, weight = self._forward_backward(to_device(batch, self.device), timer)
             norm, skipped = self.updates.finish_step()
         self.buffer_sync.after_step()
@@ -181,12 +175,6 @@ class Engine(EngineState):
             loss_scale=self.loss_scale.value if self.loss_scale.enabled else None,
             router=router,
         )
-
-    def host_terms(self) -> dict[str, int]:
-        """Bytes of this rank in the host's memory, by the planner's terms (plan/memory/offloaded.py)."""
-        states = self.offload.memory.outside.host if self.offload is not None else {}
-        activations = self.inputs.slots.nbytes
-        return {**states, **({"activations": activations} if activations else {})}
 
     def drain(self) -> None:
         """Finish the micro-batches in flight of a pipeline that never flushes. Collective; a no-op in other layouts."""
@@ -272,7 +260,7 @@ class Engine(EngineState):
     def evaluate_nowait(self, batches: Batch | Sequence[Batch]) -> torch.Tensor:
         """The sum of token losses and the number of tokens, over all ranks; both may still be on the device."""
         self.drain()
-        with rounding_to_tf32(self._has_tf32):
+        with self._products():
             return sum_losses(self, batches)
 
     def close(self) -> None:
@@ -309,25 +297,9 @@ class Engine(EngineState):
         """The dtypes really used, looked up during the first step; empty before it."""
         return self._dtypes.records()
 
-    def _asked_formats(self) -> PrecisionPolicy:
-        """The plan's, for this model: its layers may be too small for float8."""
-        policy, plain = self.plan.policy(), self.plan.precision.policy().weights
-        small = {"products": any(self.float8.values()), "gather": self.strategy.num_in_float8 > 0}
-        update = {name: plain for name, has in small.items() if getattr(policy, name) == E4M3 and not has}
-        return policy.model_copy(update=update)
-
     def share_of(self, global_batch: Batch) -> dict[str, torch.Tensor]:
         """This rank's rows of a batch that every rank holds in full."""
         return share_of_rows(global_batch, rank=self.topology.dp_rank, degree=self.topology.dp_degree)
-
-    def _build_optimizer(self, given: OptimizerPolicy | OptimizerFactory | str) -> Optimizer:
-        place, policy = update_place(self.plan, device_type=self.device.type), self.plan.precision.policy()
-        at_rest = torch_dtype(resting_dtype(self.plan))
-        found = LowStates.of(
-            self.trained, policy, seed=self._seed, shards=self.shards, copies=self.layout.copies, at_rest=at_rest
-        )
-        low = None if place == "host" and found and not found.rounds else found  # its float32 form is a GPU's kernel
-        return make_optimizer(self.trained, given, low=low, shards=self.shards)
 
     def split(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
         return split_rows(batch, self.plan.pipeline.microbatches, must_be_equal=self.axes.row_chunks > 1)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from weft.engine.activations.kept_inputs import KeptInputs
 from weft.engine.axis import Axes
 from weft.engine.buffers.sync import BufferSync
 from weft.engine.mesh import Topology
@@ -43,6 +44,7 @@ class EngineState:
     updates: Updates
     routers: Routers
     buffer_sync: BufferSync
+    inputs: KeptInputs
     steps_done: int
 
     @property
@@ -53,6 +55,12 @@ class EngineState:
     def weights(self) -> dict[str, torch.Tensor]:
         """What the optimizer updates, by parameter name, as checkpoints hold it."""
         return master_tensors(self.model, self.shards, self.masters)
+
+    def host_terms(self) -> dict[str, int]:
+        """Bytes of this rank in the host's memory, by the planner's terms (plan/memory/offloaded.py)."""
+        states = self.offload.memory.outside.host if self.offload is not None else {}
+        activations = self.inputs.slots.nbytes
+        return {**states, **({"activations": activations} if activations else {})}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Every tensor of model and optimizer under its logical name, sharing memory with the live ones; after they are

@@ -8,8 +8,8 @@ Autocast is not used: it keeps a float32 residual stream, which is neither the p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from weft.core.errors import DeviceError
+from weft.core.plan import Plan
 from weft.core.precision import PrecisionPolicy
 from weft.engine.wrap_forward import Forward, wrap_forward
 from weft.models.layout import ROOT, ModelLayout
@@ -68,6 +69,14 @@ def rounding_to_tf32(is_on: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def products_of(plan: Plan, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """A context for steps and evaluations of `plan`; refuses tf32 on a GPU without such units."""
+    has_tf32 = plan.policy().products == "tf32"
+    if has_tf32:
+        require_tf32(device)
+    return lambda: rounding_to_tf32(has_tf32)
 
 
 def require_tf32(device: torch.device) -> None:

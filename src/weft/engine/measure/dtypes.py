@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from weft.comm.observer import CollectiveObserver
 from weft.comm.watch import OperatorWatch
+from weft.core.plan import Plan
 from weft.core.precision import COMPONENTS, E4M3, PrecisionPolicy
 from weft.core.records import DtypeRecord
 from weft.engine.measure.operator_dtypes import OperatorDtypes
@@ -36,6 +37,29 @@ _MOMENTS = {"exp_avg": "first_moment", "momentum_buffer": "first_moment", "exp_a
 _COLLECTIVES = {"reduce": ("all_reduce", "reduce_scatter"), "gather": ("all_gather",)}
 # what a model's code decides where the plan does not name it
 _OF_THE_MODEL = ("norm_statistics", "softmax", "router", "experts", "logits", "aux_loss")
+
+
+def watch_dtypes(
+    model: nn.Module,
+    layout: ModelLayout,
+    plan: Plan,
+    *,
+    routers: Mapping[str, int | None],
+    has_float8: Mapping[str, bool],
+    activation_groups: Collection[Any],
+) -> DtypeWatch:
+    """The watch of an engine. `has_float8`: components that some layer has in float8; others are too small for it."""
+    asked, plain = plan.policy(), plan.precision.policy().weights
+    too_small = {name: plain for name, has in has_float8.items() if getattr(asked, name) == E4M3 and not has}
+    return DtypeWatch(
+        model,
+        layout,
+        asked.model_copy(update=too_small),
+        given=plan.precision.given,
+        routers=routers,
+        is_compiled=plan.compile.enabled,
+        activation_groups={str(group.group_name) for group in activation_groups},
+    )
 
 
 class DtypeWatch:
