@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from weft.core.network import own_addresses
 from weft.launch.host_facts import own_facts
 from weft.launch.host_link import AgentLink, Message
 from weft.launch.meeting import MeetingPoint, addresses_to_offer, reach
+from weft.launch.memory_files import MemoryFiles
 
 
 def main() -> None:
@@ -37,6 +39,7 @@ class HostAgent:
     def __init__(self, link: AgentLink, scratch: Path) -> None:
         self._link, self._scratch = link, scratch
         self._listener: MeetingPoint | None = None
+        self._memory: MemoryFiles | None = None  # outlives generations: ranks that are lost leave their copies in it
 
     def serve(self, first: Message) -> None:
         if first["logs"] is not None:
@@ -71,8 +74,17 @@ class HostAgent:
         from weft.launch.host_ranks import HostOrder, run_generation  # torch
         from weft.launch.local import quiet_elastic
 
+        generation = HostOrder.from_message(order)
+        self._make_memory(generation.num_ranks)
         with quiet_elastic():
-            run_generation(HostOrder.from_message(order), self._link, scratch=self._scratch)
+            run_generation(generation, self._link, scratch=self._scratch, memory=self._memory)
+
+    def _make_memory(self, num_ranks: int) -> None:
+        if sys.platform != "linux" or (self._memory is not None and self._memory.num_ranks >= num_ranks):
+            return
+        if self._memory is not None:
+            self._memory.close()
+        self._memory = MemoryFiles(num_ranks=num_ranks)
 
     def _stop_listening(self) -> None:
         if self._listener is not None:

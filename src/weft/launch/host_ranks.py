@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from weft.launch.agent import STORE_TIMEOUT_S, Generations, RankAgent, RankSurroundings
 from weft.launch.cause import RankEnd
 from weft.launch.host_link import AgentLink, Message
+from weft.launch.memory_files import MemoryFiles
 from weft.launch.rank_processes import RankProcess, start_cold
 from weft.train.ranks.store import serve_store
 
@@ -46,9 +47,9 @@ class HostOrder:
         return cls(**{**fields, "command": tuple(message["command"])})
 
 
-def run_generation(order: HostOrder, link: AgentLink, *, scratch: Path) -> None:
-    """Start the ranks, report their output and ends, return when none runs."""
-    surroundings = HostSurroundings(order, scratch=scratch)
+def run_generation(order: HostOrder, link: AgentLink, *, scratch: Path, memory: MemoryFiles | None) -> None:
+    """Start the ranks, report their output and ends, return when none runs. `memory`: this host's copies of states."""
+    surroundings = HostSurroundings(order, scratch=scratch, memory=memory)
     spec = WorkerSpec(
         role="weft",
         local_world_size=order.num_ranks,
@@ -90,8 +91,8 @@ class OrderedRendezvous(Generations):
 class HostSurroundings(RankSurroundings):
     """Ranks write into files of the scratch folder: no reader blocks them, and a killed rank loses no line."""
 
-    def __init__(self, order: HostOrder, *, scratch: Path) -> None:
-        super().__init__(scratch=scratch, num_ranks=order.num_ranks, interface=order.interface)
+    def __init__(self, order: HostOrder, *, scratch: Path, memory: MemoryFiles | None) -> None:
+        super().__init__(scratch=scratch, num_ranks=order.num_ranks, interface=order.interface, memory=memory)
         self._order = order
 
     def begin(self, envs: dict[int, dict[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""Memory files of the ranks of this host, owned by the launcher: they outlive ranks and end with the launcher.
+"""Memory files of the ranks of this host, owned by its launcher or agent: they outlive ranks and end with it.
 
 Linux's `memfd_create`: no name in a file system, so nothing is left behind however processes end, and no limit of
 /dev/shm. Ranks open them by the launcher's entry in /proc; `checkpoint/memory_file.py` knows what is in them.
@@ -21,6 +21,10 @@ class MemoryFiles:
             [os.memfd_create(f"weft-copy-{rank}-{number}") for number in range(FILES_PER_RANK)]
             for rank in range(num_ranks)
         ]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._files)
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """The environment of a rank."""

@@ -171,6 +171,29 @@ def test_a_lost_host_is_left_out_and_taken_back(hosts: NetHosts, tmp_path: Path)
     assert worst < 1e-4
 
 
+def test_states_come_back_from_memory_of_the_other_host(hosts: NetHosts, tmp_path: Path) -> None:
+    """No disk checkpoint: a lost rank finds its copy on its host, a lost agent's rank on the other host."""
+    (tmp_path / "run.toml").write_text((RUN % 150).replace("every = 2", "every = 0\nmemory_every = 1"))
+    run = tmp_path / "runs/memory"
+    command = ["train", "run.toml", "--out", "runs/memory"]
+    with launcher(hosts, tmp_path, command=command, max_restarts=2, folder="runs/memory") as process:
+        out = []
+        for words in ("weft train", "host_agent"):
+            at = last_step(run)
+            wait_for(lambda at=at: last_step(run) >= at + 15 or process.poll() is not None)  # type: ignore[misc]
+            out.append(last_step(run))
+            for pid in hosts.commands(1, words):
+                os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: last_step(run) < 0 or last_step(run) > out[-1] + 2 or process.poll() is not None)
+        output, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert (output + err).count("copies in memory") >= 2, output + err
+    assert "1 of them from another host" in output + err
+    one = [sys.executable, "-m", "weft", "train", "run.toml", "--nproc", "2", "--out", "runs/one"]
+    subprocess.run(one, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    assert curve(run) == curve(tmp_path / "runs/one")
+
+
 def test_a_lossy_link_is_survived_or_named(hosts: NetHosts, tmp_path: Path) -> None:
     """30% loss and 200 ms each way: either the ranks go on, or one error names the host, and nothing is left."""
     with scripted(hosts, tmp_path, environment={"RANK_TIMEOUT_S": "20"}) as process:
