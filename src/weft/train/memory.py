@@ -66,7 +66,10 @@ def neighbours_of(rank: int, hosts: list[str]) -> tuple[Neighbours | None, str]:
 def _open_files(environment: Mapping[str, str]) -> tuple[list[MemoryFile], str]:
     paths = environment.get(MEMORY_FILES_VARIABLE, "")
     if not paths:
-        return [], "copies in memory are for ranks of `weft train --max-restarts N` or `weft launch --on hosts`, on Linux"
+        return (
+            [],
+            "copies in memory are for ranks of `weft train --max-restarts N` or `weft launch --on hosts`, on Linux",
+        )
     try:
         return [MemoryFile(Path(path)) for path in paths.split(os.pathsep)], ""
     except OSError as error:
