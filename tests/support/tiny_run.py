@@ -135,7 +135,7 @@ def last_step(run: Path) -> int:
 
 def curve(run: Path) -> list[str]:
     """What must be the same bit by bit: everything in the metrics but times and memory, as text (NaN is not NaN)."""
-    measured = {"step_s", "tokens_per_s", "peak_memory_bytes"}
+    measured = {"step_s", "tokens_per_s", "peak_memory_bytes", "slow_rank", "slow_rank_s", "other_ranks_s"}
     return [json.dumps({key: value for key, value in line.items() if key not in measured}) for line in metrics(run)]
 
 

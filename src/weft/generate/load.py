@@ -47,7 +47,7 @@ def load(source: Path, *, step: int | None, dtype: torch.dtype, device: torch.de
 def _load_folder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
     _require_room(folder, device)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise TokenizerError(
             f"{folder} has no tokenizer: {first_line(error)}", hint="copy the tokenizer's files into the folder"

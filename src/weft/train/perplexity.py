@@ -46,7 +46,7 @@ class HeldOutRows:
         """The perplexity of the model in `folder`, on a GPU where there is one."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with redirect_stderr(io.StringIO()):  # progress bars of compressed-tensors, which nothing switches off
-            model = AutoModelForCausalLM.from_pretrained(folder).eval().to(device)
+            model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval().to(device)
             model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))  # the first forward unpacks weights
         loss, count = 0.0, 0
         for row in range(self.num_rows):

@@ -40,7 +40,7 @@ GROUPS: dict[str, Group] = {
             Bug(mutate=bugs.labels_shifted_twice, check="loss", step=1),
             Bug(mutate=bugs.padding_counted_as_tokens, check="loss", step=1),
             Bug(mutate=bugs.last_microbatch_without_gradient, check="gradients", words=("rank",), step=1),
-            Bug(mutate=bugs.gradients_sent_in_bfloat16, check="dtypes", words=("communication", "bfloat16"), step=1),
+            Bug(mutate=bugs.gradients_sent_in_bfloat16, check="dtypes", words=("reduce", "bfloat16"), step=1),
             Bug(mutate=bugs.norm_of_one_shard, check="gradient norm", step=1),
             Bug(mutate=bugs.clipped_by_own_norm, check="first update", step=1),
             Bug(mutate=bugs.not_clipped, check="first update", step=1),

@@ -82,7 +82,7 @@ def test_each_rule_has_a_plan_that_it_alone_refuses(rule: str, tables: dict[str,
 
 
 def test_each_rule_of_the_table_is_tried() -> None:
-    names = {"consistent", "executable", "schedule", "batch", "sequence", "router", "experts", "offload"}
+    names = {"consistent", "executable", "schedule", "batch", "sequence", "router", "experts", "offload", "copies"}
     assert {one.name for one in RULES} == names
 
 
@@ -119,6 +119,22 @@ def test_a_layout_that_cannot_do_what_router_asks_is_refused(
         require_legal(given_plan, given_run)
     assert hint in refused.value.hint
     require_legal(given_plan.model_copy(update={"expert_parallel": Plan().expert_parallel}), run(8))
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream_2bw", "microbatches": 4}},
+        {"offload": {"optimizer": "nvme"}},
+    ],
+)
+def test_a_state_that_does_not_end_with_its_step_is_not_copied(tables: dict[str, Any]) -> None:
+    rule = next(one for one in RULES if one.name == "copies")
+    model = {"model": {"type": "llama"}}
+    asked = RunSpec.from_tables({**model, "checkpoint": {"memory_every": 1}})
+    assert [hint for _, hint in rule.reasons(Plan.from_tables(tables), asked) if "memory_every = 0" in hint]
+    assert not list(rule.reasons(Plan.from_tables(tables), RunSpec.from_tables(model)))
+    assert not list(rule.reasons(Plan(), asked))
 
 
 def test_8_bit_states_on_the_host_are_legal() -> None:

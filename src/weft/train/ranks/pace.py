@@ -8,6 +8,7 @@ they are sums over seconds, and nothing is added to a step. On CPUs only: on a G
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import sys
@@ -23,6 +24,7 @@ from weft.train.ranks.progress import progress
 _LOOK_S = 0.05
 _FEWEST = 40  # looks, below which a share says nothing
 _SLOWER = 1.5  # than the others' median: named
+_SIGMAS = 3.0  # a difference of shares that looks at equal ranks do not show by chance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,8 @@ def slow_rank(paces: Iterable[RankPace], *, step_s: float) -> SlowRank | None:
         return None
     *others, slowest = known
     usual = statistics.median(pace.work_share for pace in others)
-    if slowest.work_share < _SLOWER * usual:
+    by_chance = math.sqrt(usual * (1.0 - usual) * 2 / min(pace.looks for pace in known))
+    if slowest.work_share < max(_SLOWER * usual, usual + _SIGMAS * by_chance):
         return None
     return SlowRank(rank=slowest.rank, host=slowest.host, work_s=slowest.work_share * step_s, others_s=usual * step_s)
 

@@ -255,7 +255,7 @@ def test_weights_without_masters_train_near_those_with(kernel: str) -> None:
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=BF16_LOSS_ABS)
     rows = {row.component: row for row in engine.dtypes()}
     assert all(row.ok for row in rows.values())
-    for component in ("master_weights", "gradients", "optimizer_state", "weights"):
+    for component in ("master_weights", "gradients", "first_moment", "second_moment", "weights"):
         assert rows[component].found == ("bfloat16",)
     assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight  # type: ignore[union-attr]
 

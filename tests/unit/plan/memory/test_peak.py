@@ -37,7 +37,7 @@ def peak_at(request: Request, **plan: Any) -> str:
 def textbook() -> Request:
     """Two-byte weights and gradients, Adam's two float32 moments, no master: 12 bytes a parameter. Hardly a token."""
     request = request_of("llama-2-7b", global_batch=16, sequence_length=1)
-    low = {"master_weights": "bfloat16", "gradients": "bfloat16", "communication": "bfloat16"}
+    low = {"master_weights": "bfloat16", "gradients": "bfloat16", "reduce": "bfloat16"}
     return replace(request, precision=request.precision.model_copy(update=low))
 
 
