@@ -100,7 +100,7 @@ def traffic_case(grid: Grid) -> None:
     q = grid.sizes["i"]
     x, weight = own(numbers(4, 5, 6, seed=1)), own(numbers(7, 6, seed=2))
     moved = bytes_on_the_wire(grid, lambda: summa.linear(x, weight, None, grid))
-    activations, weights = x.numel() * 8 * (q - 1), weight.numel() * 8 * (q - 1)
+    activations, weights = x.numel() * 8 * q, weight.numel() * 8 * q  # of q panels, each passed on once
     assert moved == {
         ("j", "broadcast", "forward"): activations,
         ("i", "broadcast", "forward"): weights,
