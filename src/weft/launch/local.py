@@ -16,7 +16,7 @@ from pathlib import Path
 
 from weft.core.errors import BadValueError, RankError
 from weft.launch.memory_files import MemoryFiles
-from weft.launch.rank_processes import WarmRanks
+from weft.launch.rank_processes import WarmRanks, has_gpu
 from weft.launch.rank_variables import rank_variables
 from weft.launch.stop_signals import StopSignals
 
@@ -103,7 +103,8 @@ def _warm_ranks(
     command: Sequence[str], imports: Sequence[str], *, scratch: Path, num_ranks: int
 ) -> Iterator[WarmRanks | None]:
     is_module = tuple(command[:2]) == (sys.executable, "-m")
-    if not imports or not is_module or sys.platform != "linux":  # elsewhere system libraries do not survive a fork
+    # elsewhere system libraries do not survive a fork; on a machine with GPUs forks are not tested
+    if not imports or not is_module or sys.platform != "linux" or has_gpu():
         yield None
         return
     variables = rank_variables(scratch=scratch, num_ranks=num_ranks, given=os.environ, platform=sys.platform)

@@ -14,9 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 _MODULE = "weft.launch.warm_server"
+_GPU_DRIVERS = ("nvidiactl", "kfd")
 _POLL_S = 0.1
 _CHUNK_BYTES = 1 << 16
 Variables = Mapping[str, str]
@@ -30,6 +32,11 @@ class RankProcess(Protocol):
     def poll(self) -> int | None: ...
 
     def wait(self) -> int: ...
+
+
+def has_gpu(devices: Path = Path("/dev")) -> bool:
+    """Whether this machine has a GPU's driver. A library that looks for GPUs at its import spoils them for forks."""
+    return any((devices / name).exists() for name in _GPU_DRIVERS)
 
 
 def start_cold(

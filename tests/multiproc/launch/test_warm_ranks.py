@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from weft.core.errors import RankError
+from weft.launch import local
 from weft.launch.local import launch
+from weft.launch.rank_processes import has_gpu
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forke
 @pytest.fixture(autouse=True)
 def modules_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setattr(local, "has_gpu", lambda: False)
 
 
 def start(mode: str, folder: Path, *, max_restarts: int = 1, imports: tuple[str, ...] = ("decimal",)) -> list[str]:
@@ -53,6 +56,18 @@ def test_every_generation_is_forked_and_a_killed_rank_does_not_wait_for_its_peer
     assert os.getpid() not in {one["parent"] for one in found}
     assert found[3]["argv"] == ["kill", str(tmp_path)]
     assert found[3]["scratch"] == str(tmp_path / "ranks/generation-1")
+
+
+@pytest.mark.parametrize("driver", ["nvidiactl", "kfd"])
+def test_a_machine_with_gpus_forks_no_ranks(driver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    assert not has_gpu(devices)
+    (devices / driver).touch()
+    assert has_gpu(devices)
+    monkeypatch.setattr(local, "has_gpu", lambda: True)
+    start("kill", tmp_path)
+    assert not facts(tmp_path, 0, 0)["is_warm"]
 
 
 def test_the_exit_code_of_a_forked_rank_is_its_own(tmp_path: Path) -> None:
