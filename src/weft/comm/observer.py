@@ -68,10 +68,11 @@ class CollectiveObserver(OperatorWatch):  # type: ignore[no-untyped-call]
         self._no_dtypes_of = frozenset(no_dtypes_of)
         self.counts: Counter[str] = Counter()
         self.dtypes: dict[str, set[torch.dtype]] = {}
+        self.is_paused = False
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = collective_name(func)
-        if name is not None:
+        if name is not None and not self.is_paused:
             self._record(name, args)
 
     def _record(self, name: str, args: Any) -> None:

@@ -233,7 +233,8 @@ class Engine(EngineState):
         if self.on_gradients is None:
             return
         named, scale = self.model.named_parameters(), self.loss_scale.value
-        self.on_gradients({name: parameter.grad / scale for name, parameter in named if parameter.grad is not None})
+        with self._dtypes.pause():
+            self.on_gradients({name: value.grad / scale for name, value in named if value.grad is not None})
 
     def gradient_norm(self, *, of_stage: bool = False) -> torch.Tensor:
         return global_norm(

@@ -23,7 +23,7 @@ from types import FrameType
 from weft.core.processes import parent_of
 
 FAILED, BAD_INPUT = 3, 2
-_SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_UNUSED_SIGNAL = "SIGURG"
 
 
 def main() -> None:
@@ -43,12 +43,15 @@ def run_node(options: argparse.Namespace) -> int:
 
     if os.environ.get("WEFT_DEBUG", "0") in ("", "0"):
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # pages without the cause
-    # Elastic's own handlers kill ranks 30 s after a signal, saved or not.
-    os.environ[_SIGNALS_VARIABLE] = ""
+    # Elastic's own handlers kill ranks 30 s after a signal, saved or not; it takes no empty list of signals. Newer
+    # versions of torchrun overwrite the variable.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _UNUSED_SIGNAL
+    knows_option = "--signals-to-handle" in torchrun.get_args_parser().format_help()
+    signals = ["--signals-to-handle", _UNUSED_SIGNAL] if knows_option else []
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]  # torchrun would read them again
     try:
-        torchrun.main(torchrun_arguments(options))
+        torchrun.main([*signals, *torchrun_arguments(options)])
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else FAILED

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny import CPU, build_engine, global_batch, train_steps
 from tolerances import BF16_LOSS_ABS, BF16_SAME_LOSS_ABS
 from torch import nn
@@ -25,6 +26,21 @@ COMPUTE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 def by_component(records: list[DtypeRecord]) -> dict[str, DtypeRecord]:
     return {record.component: record for record in records}
+
+
+def test_what_a_caller_does_with_gradients_is_not_in_the_table() -> None:
+    """Verification gathers float32 gradients inside the step; the step itself gathers bfloat16 weights."""
+    engine = build_engine("llama", {"precision": {"preset": "bf16"}, "data_parallel": {"zero": 3}})
+    calls = []
+
+    def look(gradients: dict[str, torch.Tensor]) -> None:
+        calls.append(len(gradients))
+        dist.all_gather([torch.empty(64)], torch.zeros(64))
+
+    engine.on_gradients = look
+    train_steps(engine, 1)
+    assert calls
+    assert all(record.ok for record in engine.dtypes()), engine.dtypes()
 
 
 @pytest.mark.parametrize("zero", [0, 3])

@@ -84,6 +84,19 @@ class DtypeWatch:
         self._routers = [(model.get_submodule(name), place) for name, place in (routers or {}).items()]
         self._policy, self._given, self._is_compiled = policy, given, is_compiled
         self._found: dict[str, set[str]] = {}
+        self._observer: CollectiveObserver | None = None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Collectives inside are not the step's: a caller looks at gradients."""
+        if self._observer is None:
+            yield
+            return
+        self._observer.is_paused = True
+        try:
+            yield
+        finally:
+            self._observer.is_paused = False
 
     @property
     def is_incomplete(self) -> bool:
@@ -95,7 +108,7 @@ class DtypeWatch:
         if not is_on:
             yield
             return
-        observer = CollectiveObserver(no_dtypes_of=self._activation_groups)
+        observer = self._observer = CollectiveObserver(no_dtypes_of=self._activation_groups)
         with ExitStack() as stack:
             stack.callback(self._probe.register_forward_hook(self._see_block, with_kwargs=True).remove)
             for unit, names in _units_in(self._probe):
