@@ -48,6 +48,10 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
             plan.data_parallel.zero > 0 and plan.data_parallel.bucket_bytes != BUCKET_BYTES,
             "data_parallel.bucket_bytes with data_parallel.zero > 0, where blocks are reduced one by one",
         ),
+        (
+            policy.has_wide_logits and plan.mesh.tp > 1,
+            "precision.logits = 'float32' beside weights in 16 bits with tensor parallelism",
+        ),
         *_not_summed(plan),
         *_not_offloaded(plan),
     ]
@@ -229,6 +233,11 @@ def _not_own_gradients(plan: Plan) -> list[tuple[bool, str]]:
         (plan.offload.optimizer != "none", "offload.optimizer"),
         (plan.never_flushes, plan.delayed_by),
         (_is_threaded(plan), "dataparallel"),
+        # sums of micro-batches are rounded at other places than those of one process
+        (
+            plan.data_parallel.zero >= 2 and plan.pipeline.microbatches > 1,
+            "several micro-batches and sharded gradients",
+        ),
     ]
 
 

@@ -53,7 +53,13 @@ def test_a_preset_is_verified(name: str, layout: str, corpus: Path, tmp_path: Pa
     assert wrong_checks({"preset": name}, layout, corpus, tmp_path) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_components_that_are_refused_are_known(layout: str) -> None:
+    plan = Plan.from_tables(tables(COMPONENTS, layout))
+    assert bool(list(not_executed_reasons(plan))) == (layout in ("ZeRO-3", "tp"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["single", "pp", "ep"])
 def test_components_are_verified(layout: str, corpus: Path, tmp_path: Path) -> None:
     assert wrong_checks(COMPONENTS, layout, corpus, tmp_path) == []
