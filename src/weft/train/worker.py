@@ -123,9 +123,8 @@ def _train(
     )
     metrics.changed = tuple(change.key for change in resumed.changes if change.is_of_training)
     _introduce(display, bench, plan, process)
-    for note in (copies_note, *(copies.notes if copies is not None else ())):
-        if note:
-            display.line(f"note: {note}")
+    for note in filter(None, (copies_note, *(copies.notes if copies is not None else ()))):
+        display.line(f"note: {note}")
     account = Account(job.run, bench, plan, display=display, is_main=process.is_main)
     scene.measuring = account.measuring
     watch = PipelineWatch(bench.engine)
@@ -142,13 +141,7 @@ def _train(
         is_saved=resumed.is_saved,
     )
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    display.start(done=bench.engine.steps_done)
-    try:
-        with explained(scene):
-            outcome = loop.run()
-    finally:
-        display.stop()
-        metrics.close()
+    outcome = _run_loop(loop, scene, display, metrics, done=bench.engine.steps_done)
     facts = {
         "started": started,
         "elapsed_s": time.perf_counter() - started_s,
@@ -161,6 +154,19 @@ def _train(
     ledger = _close(job, bench, account, watch, outcome, metrics, folder, display, process, facts, copies)
     bench.engine.close()
     return ledger
+
+
+def _run_loop(
+    loop: TrainingLoop, scene: OutOfMemoryScene, display: Display, metrics: MetricsWriter, *, done: int
+) -> LoopOutcome:
+    """Run to the end; the display and the metrics are closed however it ends."""
+    display.start(done=done)
+    try:
+        with explained(scene):
+            return loop.run()
+    finally:
+        display.stop()
+        metrics.close()
 
 
 def _agree_on_folder(

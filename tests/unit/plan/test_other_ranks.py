@@ -63,6 +63,12 @@ def test_data_parallel_degrees_change_and_micro_batches_do_not_grow(
     assert changed.model_copy(update=kept) == plan
 
 
+def test_micro_batches_divide_the_rows_of_a_rank() -> None:
+    """30 rows: 2 micro-batches of 3 on 5 ranks; 10 rows on each of 3 ranks are 5 micro-batches of 2, not 3 of 3."""
+    changed = with_data_parallel_ranks(plan_of({"dp_replicate": 5}, microbatches=2), run_of(30), 3)
+    assert (changed.mesh.dp_replicate, changed.pipeline.microbatches) == (3, 5)
+
+
 def test_expert_parallelism_shrinks_to_what_divides() -> None:
     run = RunSpec.from_tables(
         {

@@ -30,11 +30,18 @@ def test_the_rank_that_works_longest_is_named_with_its_seconds() -> None:
     [
         [pace(0, waits=20), pace(1, waits=35)],  # about equal
         [pace(0, waits=9, looks=10), pace(1, waits=0, looks=10)],  # too few looks
+        [pace(0, waits=24, looks=40), pace(1, waits=16, looks=40)],  # 1.5 times the work, as 40 looks find by chance
         [pace(0, waits=0)],
     ],
 )
 def test_nobody_is_named_without_need(paces: list[RankPace]) -> None:
     assert slow_rank(paces, step_s=1.0) is None
+
+
+def test_the_same_difference_is_named_once_looks_are_many() -> None:
+    found = slow_rank([pace(0, waits=240, looks=400), pace(1, waits=150, looks=400)], step_s=1.0)
+    assert found is not None
+    assert found.rank == 1
 
 
 def test_paces_are_those_since_they_were_taken() -> None:
