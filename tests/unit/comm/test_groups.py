@@ -1,5 +1,6 @@
 """Groups beyond the default one: they wait for a silent rank as long as that one does, and have a name."""
 
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -55,7 +56,10 @@ def test_torchs_recorder_counts_the_collectives_of_every_group() -> None:
 @pytest.mark.usefixtures("world")
 def test_a_collective_that_is_complete_is_not_pending() -> None:
     dist.all_reduce(torch.ones(2))
-    assert not is_pending()
+    give_up = time.monotonic() + 30.0
+    while is_pending():  # a thread of Gloo records the end, a moment after the caller has its result
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
 
 
 def test_a_skipped_collective_is_not_what_usually_follows() -> None:
