@@ -19,7 +19,7 @@ def write_report(run_dir: Path, *, beside: Sequence[Path] = ()) -> Path:
 
     `beside`: further runs on parameter servers, drawn in the same charts.
     """
-    # Imported here: plotly takes a quarter of a second, which no rank should spend before its first step.
+    # Imported here: no rank needs the page before its first step.
     from weft.report.folder import is_server_run
     from weft.report.page import write_page
 

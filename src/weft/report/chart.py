@@ -1,6 +1,7 @@
-"""`Chart`: a plotly figure with its title, caption and legend; the layouts, lines and bars that all charts share.
+"""`Chart`: a figure with its title, caption and legend; the layouts, lines and bars that all charts share.
 
-Figures are built in the light colours and carry no width: the page's script sets the theme and fits them to their box.
+A figure is the data and layout that plotly.js draws (`report/vendor`; scatter, bar and heatmap only). Figures are built
+in the light colours and carry no width: the page's script sets the theme and fits them to their box.
 Text from files is escaped here too, because plotly reads a small HTML of its own in labels.
 """
 
@@ -8,11 +9,9 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
-
-import plotly.graph_objects as go
 
 from weft.report.fields import number
 from weft.report.markup import NOTHING, Markup, script_json, tag, text
@@ -25,7 +24,19 @@ MAX_FLAT = 12  # a chart with more bars than this has upright ones
 LOG_RATIO = 20.0  # a curve whose maximum is more than this times its minimum gets a log axis
 
 NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
+SPAN = {"xref": "x", "yref": "y domain", "y0": 0, "y1": 1}  # of a vertical line
 _BYTE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """Traces and layout in plotly's names; both grow while a chart is built."""
+
+    layout: dict[str, Any]
+    data: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, kind: Literal["scatter", "bar", "heatmap"], **trace: Any) -> None:
+        self.data.append({"type": kind, **trace})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +55,17 @@ class Chart:
     key: str
     title: str
     caption: str
-    figure: go.Figure
+    figure: Figure
     legend: tuple[Entry, ...] = ()  # in HTML: plotly's own does not wrap on a phone
     is_wide: bool = False
 
     @property
     def height(self) -> int:
-        return int(self.figure.layout.height)
+        return int(self.figure.layout["height"])
 
     def as_json(self) -> dict[str, Any]:
         """The figure as the page's script passes it to plotly."""
-        spec: dict[str, Any] = self.figure.to_plotly_json()
-        return {"data": spec["data"], "layout": {k: v for k, v in spec["layout"].items() if k != "template"}}
+        return {"data": self.figure.data, "layout": self.figure.layout}
 
     def box(self) -> Markup:
         """The chart in the page; the box keeps its height before the chart is drawn, so the page does not jump."""
@@ -87,10 +97,9 @@ def label(value: object) -> str:
     return html.escape(str(value), quote=False)
 
 
-def new_figure(*, height: int = HEIGHT, **layout: Any) -> go.Figure:
+def new_figure(*, height: int = HEIGHT, **layout: Any) -> Figure:
     """An empty figure in the page's style."""
     base = {
-        "template": "none",
         "height": height,
         "margin": {"l": 8, "r": 14, "t": 12, "b": 8},
         "paper_bgcolor": "rgba(0,0,0,0)",
@@ -103,7 +112,7 @@ def new_figure(*, height: int = HEIGHT, **layout: Any) -> go.Figure:
         },
         "showlegend": False,
     }
-    return go.Figure(layout={**base, **layout})
+    return Figure(layout={**base, **layout})
 
 
 def axis(title: str, **settings: Any) -> dict[str, Any]:
@@ -119,7 +128,7 @@ def axis(title: str, **settings: Any) -> dict[str, Any]:
     }
 
 
-def step_figure(steps: Sequence[Numbered], *, title: str, **settings: Any) -> go.Figure:
+def step_figure(steps: Sequence[Numbered], *, title: str, **settings: Any) -> Figure:
     """A figure over steps; `settings` belong to the y axis."""
     x_axis = axis("step", showgrid=False, tickformat=",d")
     if steps and steps[-1].step - steps[0].step < 8:
@@ -127,25 +136,27 @@ def step_figure(steps: Sequence[Numbered], *, title: str, **settings: Any) -> go
     return new_figure(hovermode="x unified", xaxis=x_axis, yaxis=axis(title, **settings))
 
 
-def add_line(figure: go.Figure, points: Points, *, name: str, colour: str, **settings: Any) -> None:
+def add_line(figure: Figure, points: Points, *, name: str, colour: str, **settings: Any) -> None:
     """A curve; a single point is drawn as a dot, since a line of one point is invisible."""
     xs, ys = [x for x, _ in points], [y for _, y in points]
     mode = settings.pop("mode", "lines" if len(points) > 1 else "markers")
     line = {"color": light(colour), "width": settings.pop("width", 1.8), **settings.pop("line", {})}
     marker = {"color": light(colour), "size": 8}
-    figure.add_scatter(x=xs, y=ys, name=name, mode=mode, line=line, marker=marker, **settings)
+    figure.add("scatter", x=xs, y=ys, name=name, mode=mode, line=line, marker=marker, **settings)
 
 
-def mark_steps(figure: go.Figure, steps: Sequence[int], *, note: str) -> None:
+def mark_steps(figure: Figure, steps: Sequence[int], *, note: str) -> None:
     """A dotted vertical line at each of the steps."""
-    if steps:
-        figure.update_layout(margin_t=26)
+    if not steps:
+        return
+    figure.layout["margin"] = {**figure.layout["margin"], "t": 26}
+    line = {"color": light("slate"), "width": 1, "dash": "dot"}
+    font = {"size": 11, "color": light("muted")}
     for step in steps:
-        figure.add_vline(
-            x=step,
-            line={"color": light("slate"), "width": 1, "dash": "dot"},
-            annotation={"text": note, "font": {"size": 11, "color": light("muted")}, "yanchor": "bottom"},
-            annotation_position="top",
+        at = {"x": step, "xref": "x", "yref": "y domain"}
+        figure.layout.setdefault("shapes", []).append({"type": "line", "line": line, "x0": step, "x1": step, **SPAN})
+        figure.layout.setdefault("annotations", []).append(
+            {"text": note, "font": font, "y": 1, "yanchor": "bottom", "showarrow": False, **at}
         )
 
 
@@ -192,7 +203,7 @@ def stack_figure(
     show: Callable[[float], str],
     scale: float = 1,
     bar_title: str = "",
-) -> go.Figure:
+) -> Figure:
     """Stacked bars: one bar per name of `bars`, one colour per term. A few bars are horizontal, many are upright."""
     is_flat = len(bars) <= MAX_FLAT
     values = axis(title, rangemode="tozero")
@@ -205,7 +216,8 @@ def stack_figure(
     places = [label(f"{bar_title} {bar}".strip() if is_flat else bar) for bar in bars]
     for index, (term, sizes) in enumerate(terms.items()):
         lengths = [size / scale for size in sizes]
-        figure.add_bar(
+        figure.add(
+            "bar",
             **({"x": lengths, "y": places, "orientation": "h"} if is_flat else {"x": places, "y": lengths}),
             name=label(readable(term)),
             customdata=[show(size) for size in sizes],

@@ -79,7 +79,7 @@ def draw_loss(
     mark_steps(figure, [step for step in resumed if step not in {change.step for change in marked}], note="resumed")
     for change in marked:
         mark_steps(figure, [change.step], note=label(f"changed: {change.note}"))
-    figure.update_layout(height=360)
+    figure.layout["height"] = 360
     compared = [point for point in losses if point[0] > last_data_change(changes)] or losses
     caption = _loss_caption(compared, groups[-1] if groups else [], num_missing=len(steps) - len(losses))
     if last_held_out_change(changes):

@@ -107,9 +107,7 @@ def _scripts(scripts: Sequence[str]) -> str:
 
 
 def _plotly_script() -> str:
-    from plotly.offline import get_plotlyjs  # a page without charts does not need plotly
-
-    return _script(get_plotlyjs())
+    return _script(_resource("vendor/plotly.min.js"))
 
 
 def _resource(name: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
 import pytest
 
 from weft.core.errors import RunFolderError
@@ -169,10 +170,17 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(whole_folder: Write) ->
     assert not list(folder.glob("*.tmp"))
 
 
-def test_the_report_needs_no_torch_and_its_import_no_plotly() -> None:
-    code = (
-        "import sys, weft.report; assert 'plotly' not in sys.modules; "
-        "import weft.report.page, weft.report.matrix; assert 'plotly' not in sys.modules; "
-        "import weft.report.training.page; assert 'plotly' in sys.modules; assert 'torch' not in sys.modules"
-    )
+def test_a_report_is_small(whole_folder: Write) -> None:
+    assert write_report(whole_folder()).stat().st_size < 1_300_000
+
+
+def test_figures_are_what_plotly_draws(whole_folder: Write, page_of: Any) -> None:
+    """The traces of the vendored bundle, with names and values of plotly's own schema."""
+    for figure in page_of(write_report(whole_folder())).figures().values():
+        assert {trace["type"] for trace in figure["data"]} <= {"scatter", "bar", "heatmap"}
+        go.Figure(figure)  # refuses unknown names and values
+
+
+def test_the_report_needs_no_torch() -> None:
+    code = "import sys, weft.report, weft.report.training.page; assert not {'plotly', 'torch'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -109,7 +109,8 @@ def draw_histogram(folder: ServerFolder) -> Chart | None:
     x_axis = axis("staleness (units applied between a pull and its push)", showgrid=False, tickformat=",d")
     x_axis["range"] = [-0.6 * width, last + width - 0.4]
     figure = new_figure(xaxis=x_axis, yaxis=axis("pushes", rangemode="tozero", tickformat=",d"))
-    figure.add_bar(
+    figure.add(
+        "bar",
         x=[left + (width - 1) / 2 for left in bins],
         y=list(bins.values()),
         width=0.92 * width,  # given: plotly would widen bars with gaps between them

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import plotly.graph_objects as go
-
 from weft.core.units import format_seconds
-from weft.report.chart import Chart, Entry, add_line, axis, label, new_figure, points_of, step_figure
+from weft.report.chart import Chart, Entry, Figure, add_line, axis, label, new_figure, points_of, step_figure
 from weft.report.folder import ServerFolder, ServerStep, train_seconds
 from weft.report.palette import series_colour
 from weft.report.series import Points, smooth, smooth_width, thin
@@ -67,7 +65,7 @@ def _over_seconds(quantity: Quantity, names: Sequence[str], runs: Sequence[Seque
 
 
 def _beside_chart(
-    quantity: Quantity, names: Sequence[str], curves: Sequence[Points], figure: go.Figure, over: str, caption: str
+    quantity: Quantity, names: Sequence[str], curves: Sequence[Points], figure: Figure, over: str, caption: str
 ) -> Chart | None:
     if not any(curves):
         return None

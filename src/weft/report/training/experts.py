@@ -86,7 +86,8 @@ def draw_heat_map(records: Sequence[ExpertLoads]) -> Chart | None:
             "", showgrid=False, autorange="reversed", tickvals=begins, ticktext=[label(_short(name)) for name in layers]
         ),
     )
-    figure.add_heatmap(
+    figure.add(
+        "heatmap",
         x=[str(record.step) for record in shown],
         y=list(range(len(rows))),
         z=rows,

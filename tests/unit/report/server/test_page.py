@@ -115,7 +115,7 @@ def write_run(folder: Path, **files: Any) -> Path:
 
 @pytest.fixture(autouse=True)
 def _short_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    """test_page has plotly in its pages; five megabytes in each of these would only cost time."""
+    """test_page has plotly in its pages; a megabyte in each of these would only cost time."""
     monkeypatch.setattr(pages, "_plotly_script", lambda: "/* plotly */")
 
 

@@ -152,9 +152,9 @@ def require_report_cut(run: Path, lines: list[dict[str, Any]]) -> None:
     folder = read_folder(run)
     chart = draw_loss(folder.metrics.steps, resumed=[4], changes=folder.changes)
     assert chart is not None
-    curves = [trace.x for trace in chart.figure.data if trace.name == "evaluation"]
-    assert curves == [(2, 4), (6, 8)]
-    notes = [annotation.text for annotation in chart.figure.layout.annotations]
+    curves = [trace["x"] for trace in chart.figure.data if trace["name"] == "evaluation"]
+    assert curves == [[2, 4], [6, 8]]
+    notes = [annotation["text"] for annotation in chart.figure.layout["annotations"]]
     assert notes == ["changed: data.source, data.sequence_length, train.steps"]
     best = min((lines[5]["eval_loss"], 6), (lines[7]["eval_loss"], 8))
     assert f"best {best[0]:.4g} at step {best[1]}" in chart.caption
