@@ -29,7 +29,7 @@ from weft.core.errors import RankError, WeftError
 from weft.core.processes import state_of
 from weft.launch.cause import RankEnd, find_cause, has_named, is_certain, judge
 from weft.launch.memory_files import MemoryFiles
-from weft.launch.rank_processes import RankProcess, WarmRanks, start_cold
+from weft.launch.rank_processes import RankProcess, Streams, Variables, WarmRanks, start_cold
 from weft.launch.rank_variables import elastic_variables, rank_variables
 from weft.launch.stop_signals import StopCount
 from weft.train.ranks.environment import SCRATCH_VARIABLE
@@ -106,6 +106,10 @@ class RankSurroundings:
         self._interface = interface
         self.folder = scratch
 
+    def streams(self, variables: Variables) -> Streams | None:
+        """Files for a rank's stdout and stderr; None: those of the launcher."""
+        return None
+
     def common(self) -> dict[str, str]:
         """The variables that all ranks have, in every generation."""
         return rank_variables(
@@ -162,18 +166,22 @@ class RankAgent(SimpleElasticAgent):
         self._processes = {rank: self._start(variables) for rank, variables in envs.items()}
         return {rank: process.pid for rank, process in self._processes.items()}
 
-    def _start(self, variables: dict[str, str]) -> RankProcess:
+    def _start(self, variables: Variables) -> RankProcess:
+        streams = self._surroundings.streams(variables)
         if self._warm is not None:
-            self._warm.wait_until_ready(lambda: self._stops.count > 0)
-            if self._stops.count:
-                raise RankError("stopped before the ranks were ready; nothing was saved")
-            process = self._warm.start(self._spec.args[1:], variables)
+            self._await_imports(self._warm)
+            process = self._warm.start(self._spec.args[1:], variables, streams=streams)
             if process is not None:
                 return process
             if self._spec.max_restarts:
                 self._log(f"note: each restart imports all libraries again: {self._warm.unfit}")
             self._warm = None
-        return start_cold((str(self._spec.entrypoint), *self._spec.args), variables)
+        return start_cold((str(self._spec.entrypoint), *self._spec.args), variables, streams=streams)
+
+    def _await_imports(self, warm: WarmRanks) -> None:
+        warm.wait_until_ready(lambda: self._stops.count > 0)
+        if self._stops.count:
+            raise RankError("stopped before the ranks were ready; nothing was saved")
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()

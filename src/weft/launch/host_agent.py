@@ -2,7 +2,8 @@
 
     first line (folder, environment, files) -> hello with the host's facts -> orders: listen, reach, start, leave
 
-It is light until the first generation starts: torch is imported then, and stays for later generations.
+It imports torch when the first generation starts, and keeps it. The libraries of the ranks are imported from the
+beginning, by the process from which the ranks of all generations are forked (`weft.launch.warm_server`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from weft.launch.host_facts import own_facts
 from weft.launch.host_link import AgentLink, Message
 from weft.launch.meeting import MeetingPoint, addresses_to_offer, reach
 from weft.launch.memory_files import MemoryFiles
+from weft.launch.rank_processes import WarmRanks, warm_ranks
 
 
 def main() -> None:
@@ -39,6 +41,7 @@ class HostAgent:
     def __init__(self, link: AgentLink, scratch: Path) -> None:
         self._link, self._scratch = link, scratch
         self._listener: MeetingPoint | None = None
+        self._warm: WarmRanks | None = None
         self._memory: MemoryFiles | None = None  # outlives generations: ranks that are lost leave their copies in it
 
     def serve(self, first: Message) -> None:
@@ -47,6 +50,7 @@ class HostAgent:
             self._link.write_log = lambda name, text: _append(logs / name, text)
         self._link.start(lease_s=first["lease_s"])
         self._link.send("hello", facts=own_facts(first["files"]), addresses=addresses_to_offer(), pid=os.getpid())
+        self._warm = warm_ranks(first["imports"], scratch=self._scratch, num_ranks=first["num_ranks"], interface=None)
         while self._obey(self._link.next_order()):
             pass
 
@@ -77,7 +81,7 @@ class HostAgent:
         generation = HostOrder.from_message(order)
         self._make_memory(generation.num_ranks)
         with quiet_elastic():
-            run_generation(generation, self._link, scratch=self._scratch, memory=self._memory)
+            run_generation(generation, self._link, scratch=self._scratch, memory=self._memory, warm=self._warm)
 
     def _make_memory(self, num_ranks: int) -> None:
         if sys.platform != "linux" or (self._memory is not None and self._memory.num_ranks >= num_ranks):

@@ -16,6 +16,7 @@ from weft.core.errors import BadValueError, ConfigFileError
 # As ssh takes it, and never an option of ssh.
 _NAME = re.compile(r"(?:[\w.][\w.-]*@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.%\w]+\])")
 _ENTRY = re.compile(rf"(?P<name>{_NAME.pattern})(?:(?::|\s+(?:slots=)?)(?P<ranks>\d+))?")
+_FILE_SUFFIXES = (".txt", ".list", ".hosts", ".toml", ".conf", ".cfg")  # of no host's name
 _FORM = "name:ranks, as gpu1:8,gpu2:8; in a file one host per line"
 
 
@@ -37,7 +38,7 @@ def read_hosts(text: str, *, ranks_per_host: int | None = None) -> tuple[Host, .
                 f"the host file {text} cannot be read: {error}", hint=f"one host per line: {_FORM}"
             ) from None
         return parse_hosts(lines, source=text, ranks_per_host=ranks_per_host)
-    if "/" in text:
+    if "/" in text or Path(text).suffix in _FILE_SUFFIXES:
         raise ConfigFileError(f"there is no host file {text}", hint=f"give its path, or a list: {_FORM}")
     return parse_hosts(text.split(","), source="the list of hosts", ranks_per_host=ranks_per_host)
 

@@ -138,6 +138,8 @@ class HostPool:
         first = {
             "environment": {**kept_environment(), **request.environment},
             "lease_s": request.lease_s,
+            "imports": request.imports,
+            "num_ranks": host.num_ranks,
             "files": self._files,
             "logs": str(request.folder / LOGS_NAME) if request.folder is not None else None,
         }

@@ -20,7 +20,7 @@ from weft.launch.agent import STORE_TIMEOUT_S, Generations, RankAgent, RankSurro
 from weft.launch.cause import RankEnd
 from weft.launch.host_link import AgentLink, Message
 from weft.launch.memory_files import MemoryFiles
-from weft.launch.rank_processes import RankProcess, start_cold
+from weft.launch.rank_processes import Streams, Variables, WarmRanks
 from weft.train.ranks.store import serve_store
 
 _READ_BYTES = 2**16
@@ -47,7 +47,9 @@ class HostOrder:
         return cls(**{**fields, "command": tuple(message["command"])})
 
 
-def run_generation(order: HostOrder, link: AgentLink, *, scratch: Path, memory: MemoryFiles | None) -> None:
+def run_generation(
+    order: HostOrder, link: AgentLink, *, scratch: Path, memory: MemoryFiles | None, warm: WarmRanks | None
+) -> None:
     """Start the ranks, report their output and ends, return when none runs. `memory`: this host's copies of states."""
     surroundings = HostSurroundings(order, scratch=scratch, memory=memory)
     spec = WorkerSpec(
@@ -58,7 +60,7 @@ def run_generation(order: HostOrder, link: AgentLink, *, scratch: Path, memory: 
         args=order.command[1:],
         max_restarts=0,
     )
-    agent = HostRanks(spec, order, link, surroundings)
+    agent = HostRanks(spec, order, link, surroundings, warm)
     link.abandon = agent.kill_all
     try:
         agent.run()
@@ -101,28 +103,41 @@ class HostSurroundings(RankSurroundings):
             variables["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED", "1")
         super().begin(envs)
 
+    def streams(self, variables: Variables) -> Streams | None:
+        return self._stream("stdout", variables["RANK"]), self._stream("stderr", variables["RANK"])
+
+    def _stream(self, name: str, rank: int | str) -> Path:
+        return self.folder / f"{name}-{rank}"
+
     def new_output(self, ranks: list[int], offsets: dict[Path, int]) -> Iterator[tuple[int, str, str]]:
         """What the ranks have written since the last call: rank, stream, text."""
         for rank in ranks:
             for stream in _STREAMS:
-                path = self.folder / f"{stream}-{rank}"
-                while text := _read_from(path, offsets):
+                while text := _read_from(self._stream(stream, rank), offsets):
                     yield rank, stream, text
 
 
 class HostRanks(RankAgent):
     """`RankAgent`, except that the launcher judges the ends, and that other hosts may end the generation."""
 
-    def __init__(self, spec: WorkerSpec, order: HostOrder, link: AgentLink, surroundings: HostSurroundings) -> None:
-        super().__init__(spec, generations=Generations(), surroundings=surroundings, stops=link, log=lambda line: None)
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        order: HostOrder,
+        link: AgentLink,
+        surroundings: HostSurroundings,
+        warm: WarmRanks | None,
+    ) -> None:
+        super().__init__(
+            spec, generations=Generations(), surroundings=surroundings, stops=link, log=lambda line: None, warm=warm
+        )
         self._order, self._link, self._outputs = order, link, surroundings
         self._offsets: dict[Path, int] = {}
         self._has_told = False
 
-    def _start(self, variables: dict[str, str]) -> RankProcess:
-        folder, rank = self._outputs.folder, variables["RANK"]
-        with (folder / f"stdout-{rank}").open("wb") as out, (folder / f"stderr-{rank}").open("wb") as err:
-            return start_cold(self._order.command, variables, stdout=out.fileno(), stderr=err.fileno())
+    def _await_imports(self, warm: WarmRanks) -> None:
+        """A stop does not wait for them: ranks that start by their command end with it, and the launcher judges."""
+        warm.wait_until_ready(lambda: self._link.count > 0 or self._link.ended_generation >= self._order.generation)
 
     def report(self) -> None:
         """The rest of the output, then the ends of all ranks."""

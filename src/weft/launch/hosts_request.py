@@ -30,6 +30,7 @@ class HostsRequest:
     python: str = sys.executable
     environment: Mapping[str, str] = field(default_factory=dict)  # of all ranks, besides what this process has
     program: tuple[str, ...] = ("-m", "weft")  # what this Python runs with `command`
+    imports: tuple[str, ...] = ()  # modules that ranks of `python -m` need: imported once per host
     directory: str = field(default_factory=os.getcwd)
     connect_timeout_s: float = 60.0
     lease_s: float = LEASE_S

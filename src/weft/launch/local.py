@@ -8,7 +8,6 @@ The rank's side is `weft.train.ranks.process`. The command may be anything.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,7 @@ from pathlib import Path
 
 from weft.core.errors import BadValueError, RankError
 from weft.launch.memory_files import MemoryFiles
-from weft.launch.rank_processes import WarmRanks, has_gpu
-from weft.launch.rank_variables import rank_variables
+from weft.launch.rank_processes import WarmRanks, warm_ranks
 from weft.launch.stop_signals import StopSignals
 
 _MONITOR_S = 0.05
@@ -103,16 +101,12 @@ def _warm_ranks(
     command: Sequence[str], imports: Sequence[str], *, scratch: Path, num_ranks: int
 ) -> Iterator[WarmRanks | None]:
     is_module = tuple(command[:2]) == (sys.executable, "-m")
-    # elsewhere system libraries do not survive a fork; on a machine with GPUs forks are not tested
-    if not imports or not is_module or sys.platform != "linux" or has_gpu():
-        yield None
-        return
-    variables = rank_variables(scratch=scratch, num_ranks=num_ranks, given=os.environ, platform=sys.platform)
-    warm = WarmRanks(imports, variables=variables)
+    warm = warm_ranks(imports if is_module else (), scratch=scratch, num_ranks=num_ranks)
     try:
         yield warm
     finally:
-        warm.close()
+        if warm is not None:
+            warm.close()
 
 
 @contextmanager

@@ -17,11 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from weft.launch.rank_variables import rank_variables
+
 _MODULE = "weft.launch.warm_server"
 _GPU_DRIVERS = ("nvidiactl", "kfd")
 _POLL_S = 0.1
 _CHUNK_BYTES = 1 << 16
 Variables = Mapping[str, str]
+Streams = tuple[Path, Path]  # files for stdout and stderr
 
 
 class RankProcess(Protocol):
@@ -39,12 +42,27 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
     return any((devices / name).exists() for name in _GPU_DRIVERS)
 
 
-def start_cold(
-    command: Sequence[str], variables: Variables, *, stdout: int | None = None, stderr: int | None = None
-) -> RankProcess:
+def start_cold(command: Sequence[str], variables: Variables, *, streams: Streams | None = None) -> RankProcess:
     """A process for the command, the leader of a session, so that its own children end with it."""
     environment = {**os.environ, **variables}
-    return subprocess.Popen(list(command), env=environment, start_new_session=True, stdout=stdout, stderr=stderr)
+    with contextlib.ExitStack() as files:
+        out, err = (files.enter_context(path.open("wb")) for path in streams) if streams else (None, None)
+        return subprocess.Popen(list(command), env=environment, start_new_session=True, stdout=out, stderr=err)
+
+
+def warm_ranks(
+    imports: Sequence[str], *, scratch: Path, num_ranks: int, interface: str | None = "lo"
+) -> WarmRanks | None:
+    """A process that imports the modules, to fork ranks from; None where that is not possible.
+
+    System libraries of other platforms do not survive a fork; on a machine with GPUs forks are not tested.
+    """
+    if not imports or sys.platform != "linux" or has_gpu():
+        return None
+    variables = rank_variables(
+        scratch=scratch, num_ranks=num_ranks, given=os.environ, platform=sys.platform, interface=interface
+    )
+    return WarmRanks(imports, variables=variables)
 
 
 class WarmRanks:
@@ -71,11 +89,14 @@ class WarmRanks:
         while self.unfit is None and not should_stop():
             self._receive(timeout_s=_POLL_S)
 
-    def start(self, arguments: Sequence[str], variables: Variables) -> RankProcess | None:
-        """A forked process that runs `python -m arguments...`; None if the server cannot."""
-        if self.unfit:
+    def start(
+        self, arguments: Sequence[str], variables: Variables, *, streams: Streams | None = None
+    ) -> RankProcess | None:
+        """A forked process that runs `python -m arguments...`; None if the server cannot, or still imports."""
+        if self.unfit != "":
             return None
-        request = {"arguments": list(arguments), "variables": {**os.environ, **variables}}
+        files = [str(path) for path in streams or ()]
+        request = {"arguments": list(arguments), "variables": {**os.environ, **variables}, "streams": files}
         try:
             self._channel.sendall(json.dumps(request).encode() + b"\n")
         except OSError:

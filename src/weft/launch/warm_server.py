@@ -2,7 +2,7 @@
 
     python -m weft.launch.warm_server FD MODULE...        FD: a socket to the launcher, lines of JSON
 
-    launcher -> server   {"arguments": [module, argument...], "variables": {...}}   one line per rank
+    launcher -> server   {"arguments": [module, argument...], "variables": {...}, "streams": [...]}   one line per rank
     server -> launcher   {"unfit": why or ""}, then per rank {"started": pid}, and {"ended": pid, "code": exit code}
 
 Forked ranks share the memory of what was imported until they write to it. A fork is right only while this process has
@@ -39,10 +39,12 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class RankRequest:
-    """What a forked process runs: `python -m arguments...` in an environment."""
+    """What a forked process runs: `python -m arguments...` in an environment. `streams`: files for stdout and stderr,
+    or nothing."""
 
     arguments: list[str]
     variables: dict[str, str]
+    streams: list[str]
 
 
 def main() -> None:
@@ -149,6 +151,9 @@ def _run(request: RankRequest) -> None:
     os.environ.clear()
     os.environ.update(request.variables)
     end_with_parent(int(request.variables[LAUNCHER_VARIABLE]))
+    for number, path in enumerate(request.streams, start=1):
+        with open(path, "wb") as file:
+            os.dup2(file.fileno(), number)
     sys.argv = list(request.arguments)
     runpy.run_module(request.arguments[0], run_name="__main__", alter_sys=True)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,26 @@ def test_a_killed_rank_restarts_the_ranks_of_all_hosts(tmp_path: Path) -> None:
     assert len(said) == 1
     assert said[0].startswith("rank 0 on host1 (pid ")
     assert said[0].endswith("was killed by SIGKILL; restarting on host1, host2 (2 ranks) (1 of 1)")
+
+
+def test_ranks_of_hosts_are_forked_after_one_import_per_host(tmp_path: Path) -> None:
+    asked = replace(
+        request("kill", tmp_path, max_restarts=1, folder=tmp_path / "run"),
+        program=("-m", "warm_script"),
+        imports=("decimal",),
+        environment={"PYTHONPATH": str(RANK_SCRIPT.parent)},
+    )
+    launch_hosts(asked, log=lambda line: None)
+    found = {
+        (generation, rank): json.loads((tmp_path / f"facts-{generation}-{rank}").read_text())
+        for generation in (0, 1)
+        for rank in (0, 1)
+    }
+    assert all(facts["is_warm"] and facts["is_leader"] and facts["world"] == "2" for facts in found.values())
+    assert all(found[0, rank]["parent"] == found[1, rank]["parent"] for rank in (0, 1))  # one import, two generations
+    assert found[0, 0]["parent"] != found[0, 1]["parent"]
+    logs = "".join(path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert logs.count("rank 0 began") == logs.count("rank 1 began") == 2
 
 
 @pytest.mark.extended

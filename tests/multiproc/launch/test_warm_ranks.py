@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from weft.core.errors import RankError
-from weft.launch import local
+from weft.launch import rank_processes
 from weft.launch.local import launch
 from weft.launch.rank_processes import has_gpu
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forke
 @pytest.fixture(autouse=True)
 def modules_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
-    monkeypatch.setattr(local, "has_gpu", lambda: False)
+    monkeypatch.setattr(rank_processes, "has_gpu", lambda: False)
 
 
 def start(mode: str, folder: Path, *, max_restarts: int = 1, imports: tuple[str, ...] = ("decimal",)) -> list[str]:
@@ -65,7 +65,7 @@ def test_a_machine_with_gpus_forks_no_ranks(driver: str, tmp_path: Path, monkeyp
     assert not has_gpu(devices)
     (devices / driver).touch()
     assert has_gpu(devices)
-    monkeypatch.setattr(local, "has_gpu", lambda: True)
+    monkeypatch.setattr(rank_processes, "has_gpu", lambda: True)
     start("kill", tmp_path)
     assert not facts(tmp_path, 0, 0)["is_warm"]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 def main() -> None:
     mode, folder = sys.argv[1], Path(sys.argv[2])
     rank, generation = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    print(f"rank {rank} began", flush=True)
     facts = {
         "is_warm": "decimal" in sys.modules,
         "argv": sys.argv[1:],

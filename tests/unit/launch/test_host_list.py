@@ -42,6 +42,7 @@ def test_a_mistake_is_one_sentence_with_the_form(text: str, words: str) -> None:
     assert found.value.hint
 
 
-def test_a_missing_file_is_named() -> None:
-    with pytest.raises(ConfigFileError, match=r"there is no host file \./hosts\.txt"):
-        read_hosts("./hosts.txt")
+@pytest.mark.parametrize("name", ["./hosts", "hosts.txt", "cluster.list"])
+def test_a_missing_file_is_named(name: str) -> None:
+    with pytest.raises(ConfigFileError, match=f"there is no host file {name}"):
+        read_hosts(name, ranks_per_host=1)

@@ -25,7 +25,7 @@ def hosts_request(
     from weft.launch.host_list import read_hosts
     from weft.launch.hosts_request import HostsRequest
     from weft.plan.resolve import most_ranks
-    from weft.train.job import default_folder
+    from weft.train.job import default_folder, imports_of
 
     given = hosts or settings.hosts.list
     if inner.verb != ("train",) or not given:
@@ -43,6 +43,7 @@ def hosts_request(
         hosts=found,
         command=(*inner.verb, *inner.arguments, "--out", str(out), *own),
         folder=out,
+        imports=tuple(imports_of(spec)),
         ssh_options=site.ssh_options,
         python=settings.job.python or sys.executable,
         environment=settings.job.environment,
