@@ -16,6 +16,7 @@ import typer
 import typer.testing
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from weft.cli.main import app
 from weft.core.config import dump
@@ -84,7 +85,17 @@ def section_lines(section: type[BaseModel], key: str, defaults: BaseModel | None
     lines = ["", f"## [{key}]", "", *section_doc(section), *key_table(plain, defaults)]
     for name, field in inside.items():
         lines += section_lines(section_of(field) or section, f"{key}.{name}", field.get_default())
+    for name, field in plain.items():
+        rows = row_of(field)
+        if rows is not None:
+            lines += ["", f"## [[{key}.{name}]]", "", *section_doc(rows), *key_table(dict(rows.model_fields))]
     return lines
+
+
+def row_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The table that a list of tables has."""
+    rows = (one for one in typing.get_args(field.annotation) if isinstance(one, type) and issubclass(one, BaseModel))
+    return next(rows, None)
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -129,8 +140,8 @@ def default_of(key: str, field: FieldInfo, defaults: BaseModel | None) -> Any:
 
 
 def shown(value: Any) -> str:
-    if value is None:
-        return "none"
+    if value is None or value is PydanticUndefined:
+        return "none" if value is None else "required"
     text = str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, str) else str(value)
     return f"`{text}`"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -119,9 +119,12 @@ def unknown_key(kind: type[BaseModel], location: list[str], *, source: str) -> U
 def _model_at(kind: type[BaseModel], location: list[str]) -> type[BaseModel] | None:
     model: type[BaseModel] | None = kind
     for key in location:
+        if key.isdecimal():  # a place in a list of tables
+            continue
         field = model.model_fields.get(key) if model else None
         annotation = field.annotation if field else None
-        model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+        kinds = (annotation, *get_args(annotation))
+        model = next((one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)), None)
     return model
 
 

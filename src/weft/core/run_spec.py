@@ -10,6 +10,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from weft.core.config import Document, Section, sections_of
+from weft.core.optimizers import NAMES, OPTIMIZERS, OptimizerKind
+from weft.core.parameter_groups import GroupSpec
 from weft.core.vocabulary import BYTES
 
 EVALUATION_STEPS = 50
@@ -70,27 +72,35 @@ class TrainSpec(Section):
     steps: int = Field(default=200, ge=1, description="optimizer steps, at least 1")
     global_batch: int = Field(default=32, ge=1, description="sequences per step over all ranks, at least 1")
     learning_rate: float = Field(default=3e-4, gt=0, description="the peak learning rate, above 0")
-    optimizer: Literal["adamw", "adam", "sgd", "adamw8bit"] = Field(
-        default="adamw", description="adamw | adam | sgd | adamw8bit"
-    )
+    optimizer: OptimizerKind = Field(default="adamw", description=NAMES)
     optimizer_kernel: Literal["auto", "fused", "foreach"] = Field(
         default="auto",
         description="how the update runs: auto (adam and adamw fused, sgd one parameter at a time) | fused | "
         "foreach (needs 4 more bytes per parameter)",
     )
     betas: tuple[float, float] = Field(
-        default=(0.9, 0.95), description="decay rates of the moments (adam, adamw, adamw8bit)"
+        default=(0.9, 0.95),
+        description="decay rates of the moments (all but sgd); lion is usually run with (0.9, 0.99)",
     )
     epsilon: float = Field(default=1e-8, gt=0, description="added to the denominator (adam, adamw, adamw8bit), above 0")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of sgd, 0 up to below 1")
-    weight_decay: float = Field(default=0.1, ge=0, description="decay of matrices; vectors (norms, biases) never decay")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="decay of matrices; vectors (norms, biases) decay only if a group says so"
+    )
+    groups: list[GroupSpec] = Field(
+        default_factory=list,
+        description="tables [[train.groups]]: pattern, then learning_rate or learning_rate_ratio, weight_decay",
+    )
     clip_norm: float = Field(default=1.0, ge=0, description="the gradient norm is clipped to this; 0 is off")
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="cosine | linear | constant"
+    schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = Field(
+        default="cosine", description="cosine | linear | constant | wsd (warm-up, stable, decay) | inverse_sqrt"
     )
     warmup_steps: int = Field(default=10, ge=0, description="steps in which the learning rate rises to its peak")
     final_learning_rate_ratio: float = Field(
-        default=0.1, ge=0, le=1, description="the last learning rate over the peak (cosine, linear), 0 to 1"
+        default=0.1, ge=0, le=1, description="the last learning rate over the peak (cosine, linear, wsd), 0 to 1"
+    )
+    decay_share: float = Field(
+        default=0.2, ge=0, le=1, description="share of the steps, at the end, in which wsd falls in a straight line"
     )
     seed: int = Field(
         default=0, ge=0, description="seed of initial weights, data order, dropout and stochastic rounding"
@@ -106,8 +116,8 @@ class TrainSpec(Section):
 
     @model_validator(mode="after")
     def _kernel_exists(self) -> TrainSpec:
-        if self.optimizer == "adamw8bit" and self.optimizer_kernel != "auto":
-            raise ValueError("optimizer_kernel is for adamw, adam and sgd; adamw8bit has its own kernel")
+        if self.optimizer_kernel != "auto" and not OPTIMIZERS[self.optimizer].has_kernels:
+            raise ValueError(f"optimizer_kernel is for adamw, adam and sgd; {self.optimizer} has its own kernel")
         return self
 
 

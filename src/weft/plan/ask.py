@@ -14,6 +14,7 @@ from weft import hardware, zoo
 from weft.core.config import parse, read_toml
 from weft.core.errors import BadValueError, ConfigFileError, MeshError, ModelError, PlanError
 from weft.core.model_shape import ModelShape
+from weft.core.optimizers import NAMES, OPTIMIZERS, OptimizerKind
 from weft.core.plan import DATAPARALLEL_SPREADS, Plan, check_consistent
 from weft.core.precision import PrecisionPolicy, impossible
 from weft.core.precision_section import Precision
@@ -25,7 +26,7 @@ from weft.plan.estimate import Estimate, estimate
 from weft.plan.memory.budget import with_chosen_mixture
 from weft.plan.offloaded_blocks import with_chosen_blocks
 from weft.plan.pp.stages import Place
-from weft.plan.request import AttentionKind, OptimizerKind, Request, Workload
+from weft.plan.request import AttentionKind, Request, Workload
 from weft.plan.rules import check_plan
 from weft.plan.search import Answer, search
 from weft.plan.space import Freedom, check_fixed
@@ -237,9 +238,9 @@ def _with_tokens(shape: ModelShape, run: RunSpec) -> ModelShape:
 
 def _optimizer(given: str | None, run: RunSpec | None) -> OptimizerKind:
     name = given or (run.train.optimizer if run else "adamw")
-    if name not in ("adamw", "adam", "sgd", "adamw8bit"):
-        raise BadValueError(f"there is no optimizer {name!r}", hint="adamw | adam | sgd | adamw8bit")
-    return cast(OptimizerKind, name)
+    if name not in OPTIMIZERS:
+        raise BadValueError(f"there is no optimizer {name!r}", hint=NAMES)
+    return name
 
 
 def _attention(given: str | None, run: RunSpec | None) -> AttentionKind:

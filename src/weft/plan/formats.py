@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from weft.core.optimizers import OPTIMIZERS
 from weft.core.plan import Plan
 from weft.core.precision import COMPONENTS, GROUPS
 from weft.core.precision_presets import PRESETS
@@ -68,7 +69,7 @@ def _is_present(name: str, request: Request, plan: Plan) -> bool:
     return {
         "weights": policy.is_mixed,  # else they are the masters themselves
         "first_moment": work.optimizer != "sgd" or work.momentum > 0,
-        "second_moment": work.optimizer != "sgd",
+        "second_moment": OPTIMIZERS[work.optimizer].has_second,
     }.get(name, True)
 
 

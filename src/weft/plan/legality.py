@@ -12,6 +12,7 @@ from weft.core.errors import BatchError, MeshError, NotBuiltError, PlanError, We
 from weft.core.executable import not_executed_reasons
 from weft.core.masters import has_masters_away
 from weft.core.model_shape import ModelShape
+from weft.core.optimizers import not_executed_with
 from weft.core.plan import Plan, check_consistent
 from weft.core.router_rules import check_router
 from weft.core.run_spec import RunSpec
@@ -99,6 +100,12 @@ def _offload_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
         )
 
 
+def _optimizer_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
+    """The optimizer is executed in this layout and precision."""
+    if run is not None:
+        yield from not_executed_with(run.train.optimizer, plan)
+
+
 def _copy_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
     """Copies of the state between steps need a state that ends with the step and is in memory."""
     if run is None or not run.checkpoint.memory_every:
@@ -129,6 +136,7 @@ RULES = (
     LegalityRule("router", NotBuiltError, _router_reasons),
     LegalityRule("experts", MeshError, _expert_reasons),
     LegalityRule("offload", NotBuiltError, _offload_reasons),
+    LegalityRule("optimizer", NotBuiltError, _optimizer_reasons),
     LegalityRule("copies", NotBuiltError, _copy_reasons),
 )
 

@@ -7,9 +7,9 @@ from typing import Literal
 
 from weft.core.cluster import Cluster
 from weft.core.model_shape import AttentionShape, ModelShape
+from weft.core.optimizers import OPTIMIZERS, OptimizerKind
 from weft.core.precision import PrecisionPolicy
 
-OptimizerKind = Literal["adamw", "adam", "sgd", "adamw8bit"]
 OptimizerKernel = Literal["auto", "fused", "foreach"]
 # sdpa: torch's kernels if they support the family's attention, else materialised scores, as in training; eager: always
 # materialised; fused: a kernel for every variant (soft caps, sinks, ALiBi), as other trainers have
@@ -108,13 +108,12 @@ def byte_sizes(request: Request) -> ByteSizes:
 
 def optimizer_bytes(workload: Workload, *, first: int, second: int) -> float:
     """State bytes per parameter: two moments, two quantised moments with scales, one momentum, or none."""
-    match workload.optimizer:
-        case "adamw8bit":
-            return 2 * (1 + 4 / QUANTISED_BLOCK)
-        case "sgd":
-            return float(first) if workload.momentum > 0 else 0.0
-        case _:
-            return float(first + second)
+    if workload.optimizer == "adamw8bit":
+        return 2 * (1 + 4 / QUANTISED_BLOCK)
+    if workload.optimizer == "sgd":
+        return float(first) if workload.momentum > 0 else 0.0
+    traits = OPTIMIZERS[workload.optimizer]
+    return float(traits.has_first * first + traits.has_second * second)
 
 
 def update_bytes(workload: Workload, *, state_bytes: int, master_bytes: int) -> int:
@@ -122,6 +121,6 @@ def update_bytes(workload: Workload, *, state_bytes: int, master_bytes: int) -> 
 
     adamw: square roots of second moments; adam: those, or gradients with decay; sgd: gradients with decay.
     """
-    if workload.optimizer_kernel != "foreach" or workload.optimizer == "adamw8bit":
+    if workload.optimizer_kernel != "foreach" or not OPTIMIZERS[workload.optimizer].has_kernels:
         return 0
     return {"adamw": state_bytes, "adam": max(state_bytes, master_bytes), "sgd": master_bytes}[workload.optimizer]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from weft.core.parameter_groups import require_matches
 from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec, RunSpec
 from weft.core.state_folder import StateFolder
@@ -71,6 +72,7 @@ def build_workbench(
             scene.config = config
         skeleton = build_skeleton(config, attention=run.model.attention)
         require_isolation(run.data, skeleton)
+        require_matches(run.train.groups, [name for name, _ in skeleton.named_parameters()])
         weights, weight_notes = weight_source(run, config, device=device)
         engine = Engine(
             skeleton,

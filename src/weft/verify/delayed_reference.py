@@ -21,6 +21,7 @@ from weft.core.plan import Plan
 from weft.models.layout import describe
 from weft.models.pp.split import split_model
 from weft.verify.eight_bit import round_moments
+from weft.verify.plain_optimizers import plain_optimizer, set_rate
 from weft.verify.reference import (
     Batch,
     BatchSplit,
@@ -35,7 +36,6 @@ from weft.verify.reference import (
     gradients_of,
     moved,
     on_host,
-    plain_optimizer,
     prepare,
     states_of,
 )
@@ -133,7 +133,7 @@ class _DelayedRun:
             for name, value in exercise.initial.items()
         }
         self._trained = {name: master for name, master in self._masters.items() if master.requires_grad}
-        self._optimizer = plain_optimizer(list(self._trained.values()), exercise.train, is_fused=split.is_reordered)
+        self._optimizer = plain_optimizer(self._trained, exercise.train, is_fused=split.is_reordered)
         self._versions: list[Tensors] = [self._snapshot()]  # since the last restart
         self._trace = RunTrace(initial=exercise.initial)
 
@@ -142,8 +142,7 @@ class _DelayedRun:
         evaluation = [moved(batch, self._device) for batch in exercise.evaluation]
         norms: list[float] = []
         for step, batch in enumerate(exercise.batches):
-            for group in self._optimizer.param_groups:
-                group["lr"] = exercise.rates[step]
+            set_rate(self._optimizer, exercise.rates[step])
             loss, squares = self._step(step, moved(batch, self._device))
             norms.append((sum(squares) / len(squares)) ** 0.5)
             trace.losses.append(loss)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from weft.core.parameter_groups import decay_of, ratio_of
 from weft.core.run_spec import TrainSpec
 from weft.engine.optim.rounding_bits import for_second_moment, for_weight, key_of, random_bits, words_of
 from weft.verify.tolerances import LOW_FLIPPED_SHARE, LOW_STEP, SUM_ROUNDINGS, UNIT_ROUNDOFF
@@ -107,7 +108,8 @@ def _right(
     how: LowUpdate, name: str, gradient: Tensor, before: LowPrecisionStep, step: int, norm: float
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Moments and weight after the update in float64, each with the summed magnitudes of its terms."""
-    train, rate = how.train, how.rates[step - 1]
+    train = how.train
+    rate = how.rates[step - 1] * ratio_of(name, train.groups, peak=train.learning_rate)
     (beta1, beta2), given = train.betas, gradient.double()
     if how.clip_norm > 0:
         given = given * min(1.0, how.clip_norm / (norm + 1e-6))
@@ -115,7 +117,7 @@ def _right(
     kept = before.states.get(f"{name}.exp_avg", zero).double() * beta1
     mean, mean_terms = kept + (1 - beta1) * given, kept.abs() + (1 - beta1) * given.abs()
     square = before.states.get(f"{name}.exp_avg_sq", zero).double() * beta2 + (1 - beta2) * given**2
-    decay = train.weight_decay if gradient.ndim >= 2 else 0.0
+    decay = decay_of(name, train.groups, num_dims=gradient.ndim, weight_decay=train.weight_decay)
     slope = rate / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + train.epsilon)
     began = before.weights[name].double() * (1 - rate * decay)
     weight, weight_terms = began - slope * mean, began.abs() + slope * mean_terms

@@ -31,6 +31,7 @@ from weft.verify.late_division import LateDivision
 from weft.verify.low_update import round_low
 from weft.verify.near_ties import evaluation_swing
 from weft.verify.plain_experts import PlainExperts
+from weft.verify.plain_optimizers import plain_optimizer, set_rate
 from weft.verify.router_reference import RouterReference, compute_in_float32
 
 Tensors = dict[str, torch.Tensor]
@@ -134,7 +135,7 @@ def run_reference(
     trainable = {name: master for name, master in masters.items() if master.requires_grad}
     router = RouterReference(model, exercise.router)
     experts = PlainExperts(model, capacity_factor=exercise.router.capacity_factor)
-    optimizer = plain_optimizer(list(trainable.values()), exercise.train, is_fused=split.is_reordered)
+    optimizer = plain_optimizer(trainable, exercise.train, is_fused=split.is_reordered)
     trace = RunTrace(initial=exercise.initial)
     buffers = on_host(dict(model.named_buffers()))
 
@@ -143,8 +144,7 @@ def run_reference(
         return evaluate(model, evaluation)
 
     for step, batch in enumerate(exercise.batches):
-        for group in optimizer.param_groups:
-            group["lr"] = exercise.rates[step]
+        set_rate(optimizer, exercise.rates[step])
         copy_weights(model, masters, aliases)
         experts.sequence_length = batch["labels"].shape[1]
         loss = _backward(
@@ -194,9 +194,8 @@ def one_update(exercise: Exercise, gradients: Tensors) -> Tensors:
     trainable = {name: master for name, master in masters.items() if master.requires_grad}
     for name, gradient in gradients.items():
         trainable[name].grad = gradient.double()
-    optimizer = plain_optimizer(list(trainable.values()), exercise.train, is_fused=False)
-    for group in optimizer.param_groups:
-        group["lr"] = exercise.rates[0]
+    optimizer = plain_optimizer(trainable, exercise.train, is_fused=False)
+    set_rate(optimizer, exercise.rates[0])
     clip_gradients(list(trainable.values()), exercise.clip_norm)
     optimizer.step()
     return on_host(masters)
@@ -233,19 +232,6 @@ def moved(batch: Batch, device: torch.device) -> Tensors:
 def on_host(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Copies that later steps do not change."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-
-def plain_optimizer(parameters: list[nn.Parameter], train: TrainSpec, *, is_fused: bool) -> torch.optim.Optimizer:
-    """torch's optimizer without foreach, fused only if asked; weight decay on matrices, none on vectors."""
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if train.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=train.learning_rate, momentum=train.momentum, foreach=False, fused=is_fused)
-    kind = torch.optim.Adam if train.optimizer == "adam" else torch.optim.AdamW
-    return kind(groups, lr=train.learning_rate, betas=train.betas, eps=train.epsilon, foreach=False, fused=is_fused)
 
 
 def _backward(

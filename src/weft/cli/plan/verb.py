@@ -10,6 +10,7 @@ import typer
 
 from weft.cli.inference import inference
 from weft.cli.schedule import schedule
+from weft.core.optimizers import NAMES
 from weft.plan.inference import CacheKind, WeightKind
 
 
@@ -29,7 +30,7 @@ def plan(
     devices: Annotated[str | None, typer.Option(help="8xH100-80GB, or 4x8xH100-80GB for 4 nodes of 8.")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per step.")] = None,
     sequence_length: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="adamw | adam | sgd | adamw8bit")] = None,
+    optimizer: Annotated[str | None, typer.Option(help=NAMES)] = None,
     precision: Annotated[str | None, typer.Option(help="fp32 | bf16 | fp16 | deepseek-v3 | ...")] = None,
     plan_path: Annotated[Path | None, typer.Option("--plan", help="Estimate just this plan.toml.")] = None,
     settings: Annotated[

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from weft.core.errors import NotBuiltError
 from weft.core.masters import resting_dtype
 from weft.core.open_choices import update_place
+from weft.core.optimizers import not_executed_with
 from weft.core.plan import Plan
 from weft.core.shards import LocalShard
 from weft.engine.optim.adamw_low import LowStates
@@ -28,6 +30,11 @@ def optimizer_for(
     device: torch.device,
 ) -> Optimizer:
     """Build the engine's `optimizer` argument under `plan`."""
+    if isinstance(given, str):
+        given = OptimizerPolicy(kind=given)  # type: ignore[arg-type]
+    if isinstance(given, OptimizerPolicy):
+        for sentence, hint in not_executed_with(given.kind, plan):
+            raise NotBuiltError(sentence, hint=hint)
     at_rest = torch_dtype(resting_dtype(plan))
     found = LowStates.of(named, plan.precision.policy(), seed=seed, shards=shards, copies=copies, at_rest=at_rest)
     on_host = update_place(plan, device_type=device.type) == "host"

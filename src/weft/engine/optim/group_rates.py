@@ -2,7 +2,8 @@
 
     rate of a group = requested rate * (the group's rate at construction / the base rate)
 
-The base rate is that of the first group with a rate above zero. A group at zero stays there.
+The base rate is that of the first group with a rate above zero. A group at zero stays there. Groups of
+`[[train.groups]]` have their ratio written in them (RATIO): the same on every pipeline stage, whichever group is first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from weft.core.errors import BadValueError
-from weft.engine.optim.optimizers import set_group_rate
+from weft.engine.optim.optimizers import RATIO, set_group_rate
 
 
 class GroupRates:
@@ -25,15 +26,25 @@ class GroupRates:
         self._optimizer = optimizer
         rates = current_rates(optimizer)
         self._leading = next((index for index, rate in enumerate(rates) if rate), 0)
+        written = [float(group[RATIO]) for group in optimizer.param_groups if RATIO in group]
+        self._is_written = bool(rates) and len(written) == len(rates)
         self.base = rates[self._leading] or 1.0
+        if self._is_written and rates[self._leading]:
+            self.base /= written[self._leading]
         self._ratios = [rate / self.base for rate in rates] if any(rates) else [1.0] * len(rates)
+        self._asked: float | None = None
+        if self._is_written:
+            self._ratios = written
 
     @property
     def rate(self) -> float:
-        """The rate that a schedule sets: the leading group's."""
-        return current_rates(self._optimizer)[self._leading]
+        """The rate that a schedule sets: the leading group's, or the run's where ratios are written."""
+        if self._asked is not None:
+            return self._asked
+        return self.base if self._is_written else current_rates(self._optimizer)[self._leading]
 
     def set(self, learning_rate: float) -> None:
+        self._asked = learning_rate if self._is_written else None
         groups = self._optimizer.param_groups
         # groups added later keep the ratio of their first rate
         self._ratios += [float(group["lr"]) / self.base for group in groups[len(self._ratios) :]]

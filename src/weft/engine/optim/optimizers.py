@@ -1,7 +1,8 @@
 """Optimizers by name or from a user's factory, their decay groups, and their states before the first step.
 
-Matrices decay, vectors (norms, biases) do not. The kernel is the same on every device and layout, so that a dry run on
-another device has the memory of the real one: adam and adamw fused, sgd per parameter, unless the policy names one.
+Matrices decay, vectors (norms, biases) do not, and `[[train.groups]]` says otherwise by name. The kernel is the same on
+every device and layout, so that a dry run on another device has the memory of the real one: adam and adamw fused, sgd
+per parameter, unless the policy names one.
 With states or weights in bfloat16 adamw is `adamw_low`; for large tensors on a GPU too, with the memory of fused.
 Temporaries of an update: fused none; foreach one tensor per parameter of the larger group (the matrices).
 """
@@ -19,13 +20,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from weft.core.errors import BadValueError, NotBuiltError
+from weft.core.optimizers import OPTIMIZERS, OptimizerKind
+from weft.core.parameter_groups import GroupSpec, decay_of, ratio_of
 from weft.core.run_spec import TrainSpec
 from weft.core.shards import LocalShard
 from weft.engine.optim.adamw_low import AdamWLow, LowStates
+from weft.engine.optim.lion import Lion
 from weft.engine.precision import zero_gradient
 
-Kind = Literal["adamw", "adam", "sgd", "adamw8bit"]
+Kind = OptimizerKind
 Kernel = Literal["auto", "fused", "foreach"]
+RATIO = "learning_rate_ratio"  # of a group of parameters: its rate over the run's, where the optimizer has groups
 # Takes one group with "params" and "param_names", as torch's optimizers do; or, if the argument is called
 # `named_parameters`, (name, parameter) pairs.
 OptimizerFactory = Callable[[list[Any]], Optimizer]
@@ -42,6 +47,7 @@ class OptimizerPolicy:
     momentum: float = 0.9
     weight_decay: float = 0.1
     kernel: Kernel = "auto"
+    groups: tuple[GroupSpec, ...] = ()
 
     @staticmethod
     def of(train: TrainSpec) -> OptimizerPolicy:
@@ -53,6 +59,7 @@ class OptimizerPolicy:
             momentum=train.momentum,
             weight_decay=train.weight_decay,
             kernel=train.optimizer_kernel,
+            groups=tuple(train.groups),
         )
 
 
@@ -75,7 +82,8 @@ def make_optimizer(
         shapes: dict[torch.Tensor, torch.Size] = {
             named[name]: torch.Size(shard.shape) for name, shard in shards.items() if name in named
         }
-        return build_optimizer(list(named.values()), given, low=low, shapes=shapes)
+        names = {parameter: name for name, parameter in named.items()}
+        return build_optimizer(list(named.values()), given, low=low, shapes=shapes, names=names)
     if low is not None and low.rounds:
         raise BadValueError(
             "bfloat16 states and weights need weft's adamw, and the engine got another optimizer",
@@ -103,23 +111,32 @@ def build_optimizer(
     *,
     low: LowStates | None = None,
     shapes: Mapping[torch.Tensor, torch.Size] | None = None,
+    names: Mapping[nn.Parameter, str] | None = None,
 ) -> Optimizer:
     """The optimizer of `policy` over the trainable parameters; `low` if the precision rounds in the update.
 
-    `shapes`: the full shapes of parameters that axes other than ZeRO's shard.
+    `shapes`: the full shapes of parameters that axes other than ZeRO's shard. `names`: for groups by pattern.
     """
     groups = decay_groups(parameters, policy.weight_decay)
+    if policy.groups:
+        groups = parameter_groups(names or {}, policy)
     if low is not None and not low.rounds and (policy.kind, policy.kernel) != ("adamw", "auto"):
         low = None
     if policy.kind == "sgd" and low is None:
         return SGD(groups, lr=policy.learning_rate, momentum=policy.momentum, **_sgd_kernel(parameters, policy.kernel))
+    if policy.kernel != "auto" and not OPTIMIZERS[policy.kind].has_kernels:
+        raise BadValueError(
+            f"{policy.kind} has a single kernel, and not {policy.kernel!r}", hint="leave optimizer_kernel at 'auto'"
+        )
+    if policy.kind == "lion" and low is None:
+        return Lion(groups, lr=policy.learning_rate, betas=policy.betas)
     adam: dict[str, Any] = {"lr": policy.learning_rate, "betas": policy.betas, "eps": policy.epsilon}
     if low is not None:
         if low.rounds:
             _require_adamw(policy)
         return AdamWLow(groups, states=low, **adam)
     if policy.kind == "adamw8bit":
-        return _adamw8bit(groups, policy, {**adam, "shapes": shapes})
+        return _adamw8bit(groups, {**adam, "shapes": shapes})
     return (AdamW if policy.kind == "adamw" else Adam)(groups, **_adam_kernel(parameters, policy.kernel), **adam)
 
 
@@ -133,11 +150,7 @@ def _require_adamw(policy: OptimizerPolicy) -> None:
         )
 
 
-def _adamw8bit(groups: list[dict[str, Any]], policy: OptimizerPolicy, adam: dict[str, Any]) -> Optimizer:
-    if policy.kernel != "auto":
-        raise BadValueError(
-            f"adamw8bit has a single kernel, and not {policy.kernel!r}", hint="leave optimizer_kernel at 'auto'"
-        )
+def _adamw8bit(groups: list[dict[str, Any]], adam: dict[str, Any]) -> Optimizer:
     from weft.engine.optim.adamw_8bit import build_adamw8bit
 
     return build_adamw8bit(groups, **adam)
@@ -166,11 +179,25 @@ def decay_groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> lis
     """Matrices decay, vectors do not. Torch's kernels take tensors of one mesh at a time: experts have their own."""
     groups: dict[tuple[bool, Any], dict[str, Any]] = {}
     for parameter in sorted(parameters, key=lambda one: one.ndim < 2):
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         decay = weight_decay if parameter.ndim >= 2 else 0.0
-        group = groups.setdefault((parameter.ndim >= 2, mesh), {"params": [], "weight_decay": decay})
+        group = groups.setdefault((parameter.ndim >= 2, mesh_of(parameter)), {"params": [], "weight_decay": decay})
         group["params"].append(parameter)
     return list(groups.values())
+
+
+def parameter_groups(names: Mapping[nn.Parameter, str], policy: OptimizerPolicy) -> list[dict[str, Any]]:
+    """As `decay_groups`, for a policy with groups by pattern: by decay, rate and mesh; `GroupRates` reads RATIO."""
+    groups: dict[tuple[float, float, Any], dict[str, Any]] = {}
+    for parameter, name in names.items():
+        decay = decay_of(name, policy.groups, num_dims=parameter.ndim, weight_decay=policy.weight_decay)
+        ratio = ratio_of(name, policy.groups, peak=policy.learning_rate)
+        new = {"params": [], "weight_decay": decay, "lr": policy.learning_rate * ratio, RATIO: ratio}
+        groups.setdefault((decay, ratio, mesh_of(parameter)), new)["params"].append(parameter)
+    return list(groups.values())
+
+
+def mesh_of(parameter: nn.Parameter) -> Any:
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def create_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:

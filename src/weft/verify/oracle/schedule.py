@@ -1,7 +1,9 @@
 """The learning rate by its documented formula, compared with the run's own over its full length.
 
 With w warm-up steps of n and final ratio f, in step s from 1: peak s/w for s <= w; then, with x = (s - w)/(n - w),
-peak (f + (1 - f) (1 + cos(pi x))/2) for cosine, peak (f + (1 - f) (1 - x)) for linear, peak for constant.
+peak (f + (1 - f) (1 + cos(pi x))/2) for cosine, peak (f + (1 - f) (1 - x)) for linear, peak for constant,
+peak sqrt(max(w, 1)/s) for inverse_sqrt. wsd has the peak until its decay, whose last step is n and whose length is
+round(decay_share n), or less where the warm-up reaches into it; there it is linear.
 """
 
 from __future__ import annotations
@@ -24,8 +26,15 @@ def rate_of(train: Tables, step: int) -> float:
         return peak * step / warmup
     if train["schedule"] == "constant":
         return peak
-    x = (step - warmup) / (steps - warmup)
-    if train["schedule"] == "linear":
+    if train["schedule"] == "inverse_sqrt":
+        return peak / math.sqrt(step / max(warmup, 1))
+    length = steps - warmup
+    if train["schedule"] == "wsd":
+        length = min(length, round(float(train["decay_share"]) * steps))
+        if step <= steps - length:
+            return peak
+    x = 1.0 - (steps - step) / length
+    if train["schedule"] in ("linear", "wsd"):
         return peak * (final + (1.0 - final) * (1.0 - x))
     return peak * (final + (1.0 - final) * (1.0 + math.cos(math.pi * x)) / 2.0)
 

@@ -5,10 +5,11 @@ The gradient g of an update follows from its moments, m' = b1 m + (1 - b1) g, so
     adamw   w' = w (1 - lr wd) - lr m'/(1 - b1^t) / (sqrt(v'/(1 - b2^t)) + eps),  v' = b2 v + (1 - b2) g^2
     adam    the same without decay, with g + wd w for g
     sgd     u' = mu u + g + wd w, w' = w - lr u'
+    lion    w' = w (1 - lr wd) - lr sign(b1 m + (1 - b1) g), m' = b2 m + (1 - b2) g
     clip    |g| over all parameters is min(1, c / (n + 1e-6)) n, where n is the norm that was recorded
 
-Matrices decay, vectors do not. Parameters without a gradient keep their bits: frozen ones, and those that the loss of
-the plain model does not depend on.
+Matrices decay, vectors do not, and [[train.groups]] says otherwise by name. Parameters without a gradient keep their
+bits: frozen ones, and those that the loss of the plain model does not depend on.
 """
 
 from __future__ import annotations
@@ -57,8 +58,23 @@ class OracleUpdate:
     def is_frozen(self, name: str) -> bool:
         return name in self.untrained or any(fnmatchcase(name, pattern) for pattern in self.train["frozen"])
 
-    def decay(self, weight: torch.Tensor) -> float:
+    def group(self, name: str) -> Tables:
+        """The table of [[train.groups]] that the parameter is in, or none."""
+        return next((group for group in self.train["groups"] if fnmatchcase(name, group["pattern"])), {})
+
+    def decay(self, name: str, weight: torch.Tensor) -> float:
+        given = self.group(name).get("weight_decay")
+        if given is not None:
+            return float(given)
         return float(self.train["weight_decay"]) if weight.ndim >= 2 else 0.0
+
+    def rate_of(self, name: str) -> float:
+        """The step's rate of a parameter: by its group's own peak, or its ratio to the run's."""
+        group, peak = self.group(name), float(self.train["learning_rate"])
+        if group.get("learning_rate") is not None:
+            return self.rate / peak * float(group["learning_rate"])
+        ratio = group.get("learning_rate_ratio")
+        return self.rate * (1.0 if ratio is None else float(ratio))
 
 
 def check_updates(
@@ -97,16 +113,16 @@ def recovered_gradients(update: OracleUpdate, names: Mapping[str, object] | Tens
         if train["optimizer"] == "sgd":
             new, old = _state(update.after, name, "momentum_buffer"), _state(update.before, name, "momentum_buffer")
             if new is None:  # without momentum
-                new, old = (weight - update.after.weights[name].double()) / update.rate, None
+                new, old = (weight - update.after.weights[name].double()) / update.rate_of(name), None
             gradient = new - float(train["momentum"]) * (0.0 if old is None else old)
-            found[name] = gradient - update.decay(weight) * weight
+            found[name] = gradient - update.decay(name, weight) * weight
         else:
             new, old = _state(update.after, name, "exp_avg"), _state(update.before, name, "exp_avg")
             if new is None:
                 continue
-            beta = float(train["betas"][0])
+            beta = float(train["betas"][1 if train["optimizer"] == "lion" else 0])
             gradient = (new - beta * (0.0 if old is None else old)) / (1.0 - beta)
-            found[name] = gradient - (update.decay(weight) * weight if train["optimizer"] == "adam" else 0.0)
+            found[name] = gradient - (update.decay(name, weight) * weight if train["optimizer"] == "adam" else 0.0)
     return found
 
 
@@ -135,14 +151,16 @@ def _wrong(update: OracleUpdate, initial: Tensors) -> Finding | None:
 
 def _expected(update: OracleUpdate, name: str, gradients: Tensors) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(weight before, expected change); None if states are missing."""
-    weight, train, rate = update.before.weights[name].double(), update.train, update.rate
-    decay = update.decay(weight)
+    weight, train, rate = update.before.weights[name].double(), update.train, update.rate_of(name)
+    decay = update.decay(name, weight)
     if train["optimizer"] == "sgd":
         buffer = _state(update.after, name, "momentum_buffer")
         if buffer is None:
             buffer = gradients[name] + decay * weight
         return weight, -rate * buffer
     first, second = (float(beta) for beta in train["betas"])
+    if train["optimizer"] == "lion":
+        return _lion(update, name, gradients[name])
     moment, square = _state(update.after, name, "exp_avg"), _state(update.after, name, "exp_avg_sq")
     if moment is None or square is None:
         return None
@@ -155,6 +173,18 @@ def _expected(update: OracleUpdate, name: str, gradients: Tensors) -> tuple[torc
     denominator = (square / (1.0 - second**update.count)).sqrt() + float(train["epsilon"])
     added = -rate * moment / (1.0 - first**update.count) / denominator
     return weight, added - (0.0 if is_coupled else rate * decay * weight)
+
+
+def _lion(update: OracleUpdate, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_expected`. The sign of a sum that rounding decides is taken from the weights."""
+    weight, old = update.before.weights[name].double(), _state(update.before, name, "exp_avg")
+    first, rate = float(update.train["betas"][0]), update.rate_of(name)
+    kept = torch.zeros_like(weight) if old is None else first * old
+    mixed = kept + (1.0 - first) * gradient
+    change = update.after.weights[name].double() - weight + rate * update.decay(name, weight) * weight
+    is_open = mixed.abs() <= UPDATE_ROUNDINGS * ROUNDOFF * (kept.abs() + (1.0 - first) * gradient.abs())
+    sign = torch.where(is_open, -change.sign(), mixed.sign())
+    return weight, -rate * (sign + update.decay(name, weight) * weight)
 
 
 def _near(found: torch.Tensor, expected: torch.Tensor) -> bool:

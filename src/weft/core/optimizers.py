@@ -1,0 +1,50 @@
+"""The optimizers of `train.optimizer`: the states of each, and the plans that it is not executed with.
+
+Planner, refusals and documents read this table; `engine/optim` has the updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from weft.core.plan import Plan
+
+OptimizerKind = Literal["adamw", "adam", "sgd", "adamw8bit", "lion"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerTraits:
+    """What a plan and its prediction need to know of an optimizer."""
+
+    has_first: bool = True  # one state per element like a first moment (without momentum, sgd has none)
+    has_second: bool = False
+    has_kernels: bool = False  # torch's fused and foreach forms
+    is_plain: bool = False  # in every layout, host memory and files, with low precision: all that `Plan` can say
+
+
+OPTIMIZERS: dict[OptimizerKind, OptimizerTraits] = {
+    "adamw": OptimizerTraits(has_second=True, has_kernels=True, is_plain=True),
+    "adam": OptimizerTraits(has_second=True, has_kernels=True, is_plain=True),
+    "sgd": OptimizerTraits(has_kernels=True, is_plain=True),
+    "adamw8bit": OptimizerTraits(has_second=True, is_plain=True),
+    "lion": OptimizerTraits(),
+}
+NAMES = " | ".join(OPTIMIZERS)
+
+
+def not_executed_with(kind: str, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Features of the plan that this optimizer is not executed with, as (sentence, hint)."""
+    traits = OPTIMIZERS.get(kind)  # type: ignore[call-overload]
+    if traits is None or traits.is_plain:
+        return
+    policy = plan.precision.policy()
+    for is_refused, what, hint in (
+        (plan.offload.optimizer != "none", "offload.optimizer", "set offload.optimizer = 'none'"),
+        (plan.has_delayed_updates, plan.delayed_by, "choose a schedule that drains"),
+        (policy.has_low_states, "states or weights in bfloat16", "leave precision.optimizer_state and master_weights"),
+        (policy.has_own_gradients, "gradients of their own dtype", "leave precision.gradients at its preset"),
+    ):
+        if is_refused:
+            yield f"train.optimizer = {kind!r} is not executed with {what}", f"{hint}, or use train.optimizer = 'adamw'"
