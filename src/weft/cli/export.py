@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from weft.core.errors import InputError
+
 
 class ExportDtype(StrEnum):
     AS_TRAINED = "as-trained"
@@ -24,9 +26,13 @@ class LowBitFormat(StrEnum):
     FLOAT8 = "float8"
 
 
+class CalibrationMethod(StrEnum):
+    GPTQ = "gptq"
+
+
 def export(
     run: Annotated[Path, typer.Argument(help="The run folder.")],
-    out: Annotated[Path, typer.Option(help="The folder to write; it must be new or empty.")],
+    out: Annotated[Path | None, typer.Option(help="The folder to write; it must be new or empty.")] = None,
     step: Annotated[
         int | None, typer.Option(min=0, help="The step of the checkpoint; default the newest valid one.")
     ] = None,
@@ -37,28 +43,49 @@ def export(
         LowBitFormat | None,
         typer.Option("--format", help="Low-bit weights of linear layers and experts, as compressed-tensors."),
     ] = None,
+    calibrate: Annotated[
+        CalibrationMethod | None, typer.Option(help="Round --format by what the model computes; default to nearest.")
+    ] = None,
+    calibrate_rows: Annotated[int, typer.Option(min=1, help="Held-out rows to calibrate with.")] = 64,
     evaluate_rows: Annotated[
         int, typer.Option(min=0, help="With --format: held-out rows for the perplexity before and after; 0: none.")
     ] = 16,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Print bytes and perplexity of every format; write nothing.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the written files as JSON on stdout.")] = False,
 ) -> None:
     """Write a run's weights as a folder that AutoModelForCausalLM.from_pretrained loads."""
+    if (out is None) != compare:
+        raise InputError("give --out FOLDER, or --compare", hint="--compare measures all formats and keeps no folder")
+    if compare and (weights or calibrate or dtype):
+        raise InputError("--compare takes every format", hint="leave --format, --calibrate and --dtype out")
+    if compare and not evaluate_rows:
+        raise InputError("--compare needs rows to measure", hint="give --evaluate-rows at least 1")
+    if calibrate and weights is None:
+        raise InputError("--calibrate is for low-bit weights", hint="add --format int4 or another format")
     from weft.core.quiet import quiet_libraries
 
     quiet_libraries()
     from rich.console import Console
 
-    from weft.train.export import export_run
+    from weft.train.export import compare_formats, export_run
 
+    if compare:
+        with Console(stderr=True).status("exporting and measuring every format"):
+            found = compare_formats(run, step=step, calibrate_rows=calibrate_rows, evaluate_rows=evaluate_rows)
+        print(json.dumps(found) if as_json else "\n".join(_compared_lines(found)))
+        return
     if dtype is None:
         dtype = ExportDtype.AS_TRAINED if weights is None else ExportDtype.BFLOAT16
     with Console(stderr=True).status("exporting" if weights is None else f"exporting and measuring {weights}"):
         result = export_run(
             run,
-            out,
+            out or Path(),
             step=step,
             dtype=None if dtype is ExportDtype.AS_TRAINED else dtype.value,
             weights=weights.value if weights is not None else None,
+            calibrate_rows=calibrate_rows if calibrate else 0,
             evaluate_rows=evaluate_rows,
         )
     if as_json:
@@ -80,6 +107,7 @@ def _low_bit_lines(found: dict[str, Any] | None) -> list[str]:
         f"{format_count(found['quantised_parameters'])} parameters in {found['format']}, {format_bytes(found['bytes'])}"
         " of weights in all"
     ]
+    lines += _calibration_lines(found["calibration"])
     lines += [f"kept in high precision, {reason}: {_some(names)}" for reason, names in found["kept"].items()]
     measured = found.get("perplexity")
     if measured is None:
@@ -88,6 +116,28 @@ def _low_bit_lines(found: dict[str, Any] | None) -> list[str]:
         return [*lines, f"perplexity was not measured: {measured['not_measured']}"]
     change = f"{measured['before']:.4f} -> {measured['after']:.4f} ({measured['change']:+.2%})"
     return [*lines, f"perplexity on {measured['rows']} held-out rows: {change}"]
+
+
+def _calibration_lines(record: dict[str, Any] | None) -> list[str]:
+    if record is None:
+        return []
+    lines = [f"{record['matrices']} matrices calibrated by GPTQ on {record['rows']} held-out rows"]
+    if record["rounded"]:
+        number = sum(record["rounded"].values())
+        lines.append(f"{number} rounded to nearest, too few tokens: {_some(list(record['rounded']))}")
+    return lines
+
+
+def _compared_lines(found: dict[str, Any]) -> list[str]:
+    from weft.core.units import format_bytes
+
+    lines = [f"{'format':10} {'rounding':9} {'weights':>10} {'perplexity':>11} {'change':>8}"]
+    lines += [
+        f"{row['format']:10} {row['rounding']:9} {format_bytes(row['bytes']):>10} {row['perplexity']:11.4f}"
+        f" {row['change']:+8.2%}"
+        for row in found["formats"]
+    ]
+    return [*lines, f"on {found['rows']} held-out rows of step {found['step']}"]
 
 
 def _some(names: list[str]) -> str:

@@ -5,8 +5,9 @@ The folder includes the run's tokenizer, the byte tokenizer too: it is complete 
 
 from __future__ import annotations
 
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from typing import Any
 import torch
 
 from weft.checkpoint import peek_newest, read_manifest, read_tensors
-from weft.core.errors import CheckpointError, TokenizerError, WeftError
+from weft.core.errors import CheckpointError, DataError, TokenizerError, WeftError
 from weft.core.run_spec import RunSpec
 from weft.data import open_tokenizer
 from weft.engine.state import MODEL
 from weft.models.hf_export import export_folder, skeleton_of
-from weft.models.quantised import FORMATS, Quantiser
+from weft.models.quantised import Quantiser
+from weft.models.weight_codes import FORMATS
+from weft.train.calibration import BlockCalibration
 from weft.train.folder.run_folder import RunFolder, require_run
 from weft.train.perplexity import HeldOutRows, why_not_loaded
 
@@ -31,40 +34,96 @@ def export_run(
     step: int | None = None,
     dtype: str | None = None,
     weights: str | None = None,
+    calibrate_rows: int = 0,
     evaluate_rows: int = 0,
 ) -> dict[str, Any]:
     """Write the newest good (or the named) checkpoint of `run_dir` to `out`; return step, files and note.
 
-    `weights` is a format of `models.quantised`; with `evaluate_rows` the perplexity before and after is measured.
+    `weights` is a format of `models.weight_codes`, rounded to nearest or, with `calibrate_rows`, by GPTQ on so many
+    held-out rows. With `evaluate_rows` the perplexity before and after is measured, on other rows.
     """
-    require_run(run_dir)
-    folder = RunFolder(run_dir)
-    checkpoint = peek_newest(folder.checkpoints_path, step=step)
-    if checkpoint is None:
-        raise CheckpointError(f"{run_dir} has no checkpoint", hint="train with checkpoint.at_end = true, the default")
-    run = RunSpec.from_file(run_dir / "run.toml")
-    source = _Source(folder.model_path, checkpoint.path, dtype=getattr(torch, dtype) if dtype else None)
+    source = _Source.open(run_dir, step=step, dtype=dtype)
+    rows = source.held_out(evaluate_rows) if weights and (evaluate_rows or calibrate_rows) else None
     with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as tokenizer:
-        note = _save_tokenizer(run.tokenizer, Path(tokenizer))
-        files, low_bit = source.write(out, weights=weights, tokenizer=None if note else Path(tokenizer))
+        note = _save_tokenizer(source.run.tokenizer, Path(tokenizer))
+        files, low_bit = source.write(
+            out,
+            weights=weights,
+            tokenizer=None if note else Path(tokenizer),
+            calibration=_calibration_rows(rows, calibrate_rows),
+        )
     if low_bit is not None:
-        low_bit["bytes"] = sum(file.stat().st_size for file in files if file.suffix == ".safetensors")
+        low_bit["bytes"] = _weight_bytes(out)
         if evaluate_rows:
-            low_bit["perplexity"] = _perplexity(source, run, out, num_rows=evaluate_rows)
+            low_bit["perplexity"] = _perplexity(source, rows, out)
     names = [file.name for file in files]
-    return {"step": checkpoint.step, "out": str(out), "files": names, "note": note, "weights": low_bit}
+    return {"step": source.step, "out": str(out), "files": names, "note": note, "weights": low_bit}
+
+
+def compare_formats(
+    run_dir: Path, *, step: int | None = None, calibrate_rows: int, evaluate_rows: int
+) -> dict[str, Any]:
+    """Bytes and perplexity of every format, rounded to nearest and calibrated; no export is kept."""
+    source = _Source.open(run_dir, step=step, dtype="bfloat16")
+    rows = source.held_out(evaluate_rows)
+    if isinstance(rows, WeftError):
+        raise rows
+    cases: list[tuple[str | None, int]] = [(None, 0)]
+    cases += [(kind, count) for kind in FORMATS for count in (0, calibrate_rows)]
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="weft-compare-") as scratch:
+        for number, (kind, count) in enumerate(cases):
+            out = Path(scratch, str(number))
+            source.write(out, weights=kind, calibration=_calibration_rows(rows, count))
+            missing = why_not_loaded(out)
+            if missing:
+                raise DataError(f"perplexity cannot be measured: {missing}", hint="export one --format instead")
+            method = "" if kind is None else "gptq" if count else "nearest"
+            measured = rows.perplexity(out)
+            change = measured / found[0]["perplexity"] - 1 if found else 0.0
+            row = {"format": kind or "bfloat16", "rounding": method, "bytes": _weight_bytes(out)}
+            found.append(row | {"perplexity": measured, "change": change})
+            shutil.rmtree(out)
+    return {"step": source.step, "rows": rows.num_rows, "calibrate_rows": calibrate_rows, "formats": found}
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint that is exported, once or in two formats."""
+    """A checkpoint that is exported, once or in several formats."""
 
+    run: RunSpec
     model_path: Path
     checkpoint: Path
+    step: int
     dtype: torch.dtype | None
 
+    @classmethod
+    def open(cls, run_dir: Path, *, step: int | None, dtype: str | None) -> _Source:
+        require_run(run_dir)
+        folder = RunFolder(run_dir)
+        checkpoint = peek_newest(folder.checkpoints_path, step=step)
+        if checkpoint is None:
+            raise CheckpointError(
+                f"{run_dir} has no checkpoint", hint="train with checkpoint.at_end = true, the default"
+            )
+        run = RunSpec.from_file(run_dir / "run.toml")
+        cast = getattr(torch, dtype) if dtype else None
+        return cls(run, folder.model_path, checkpoint.path, checkpoint.step, cast)
+
+    def held_out(self, count: int) -> HeldOutRows | WeftError:
+        """The rows to measure with; an error if the run's data has moved since."""
+        try:
+            return HeldOutRows(self.run, count)
+        except WeftError as error:
+            return error
+
     def write(
-        self, out: Path, *, weights: str | None = None, tokenizer: Path | None = None
+        self,
+        out: Path,
+        *,
+        weights: str | None = None,
+        tokenizer: Path | None = None,
+        calibration: Sequence[dict[str, torch.Tensor]] = (),
     ) -> tuple[list[Path], dict[str, Any] | None]:
         """The files written, and a record of low-bit weights."""
         from transformers import AutoConfig
@@ -72,32 +131,53 @@ class _Source:
         config = AutoConfig.from_pretrained(str(self.model_path), trust_remote_code=False)
         skeleton = skeleton_of(config)
         quantiser = Quantiser(skeleton, FORMATS[weights]) if weights else None
-        tensors = _model_tensors(self.checkpoint)
+        tensors, calibrated = _model_tensors(self.checkpoint), None
+        if quantiser is not None and calibration:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            dtype = self.dtype or torch.float32
+            calibrated = BlockCalibration(config, calibration, quantiser, dtype=dtype, device=device)
+            tensors = calibrated.tensors(_model_tensors(self.checkpoint, order=calibrated.order))
         files = export_folder(
             config, tensors, out, skeleton=skeleton, dtype=self.dtype, tokenizer=tokenizer, quantiser=quantiser
         )
-        return files, None if quantiser is None else {"format": weights} | quantiser.record()
+        if quantiser is None:
+            return files, None
+        record = calibrated.record.as_dict() if calibrated is not None else None
+        return files, {"format": weights} | quantiser.record() | {"calibration": record}
 
 
-def _perplexity(source: _Source, run: RunSpec, out: Path, *, num_rows: int) -> dict[str, Any]:
+def _calibration_rows(rows: HeldOutRows | WeftError | None, count: int) -> Sequence[dict[str, torch.Tensor]]:
+    if not count or rows is None:
+        return ()
+    if isinstance(rows, WeftError):
+        raise rows
+    return rows.following(count)
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def _perplexity(source: _Source, rows: HeldOutRows | WeftError | None, out: Path) -> dict[str, Any]:
     """The perplexity of the same export without and with the low-bit weights, or why it was not measured."""
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-unquantised-", dir=out.parent) as scratch:
         plain = Path(scratch) / "plain"
         source.write(plain)
         missing = why_not_loaded(plain)
-        if missing:
+        if isinstance(rows, WeftError):  # the run's data has moved since: the export is good without
+            missing = missing or rows.message
+        if missing or not isinstance(rows, HeldOutRows):
             return {"not_measured": missing}
-        try:
-            rows = HeldOutRows(run, num_rows)
-        except WeftError as error:  # the run's data has moved since: the export is good without
-            return {"not_measured": error.message}
         before, after = rows.perplexity(plain), rows.perplexity(out)
     return {"rows": rows.num_rows, "before": before, "after": after, "change": after / before - 1}
 
 
-def _model_tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    keys = [key for key in read_manifest(checkpoint).tensors if key.startswith(MODEL)]
-    for key, tensor in read_tensors(checkpoint, keys):
+def _model_tensors(
+    checkpoint: Path, *, order: Callable[[list[str]], list[str]] = list
+) -> Iterator[tuple[str, torch.Tensor]]:
+    stored = read_manifest(checkpoint).tensors
+    names = order([key.removeprefix(MODEL) for key in stored if key.startswith(MODEL)])
+    for key, tensor in read_tensors(checkpoint, [f"{MODEL}{name}" for name in names]):
         yield key.removeprefix(MODEL), tensor
 
 

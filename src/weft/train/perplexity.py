@@ -41,6 +41,16 @@ class HeldOutRows:
         )
         self.num_rows = min(num_rows, self._loader.num_rows)
 
+    def following(self, count: int) -> list[dict[str, torch.Tensor]]:
+        """Up to `count` rows that perplexity does not read, to calibrate with."""
+        end = min(self.num_rows + count, self._loader.num_rows)
+        if end == self.num_rows:
+            raise DataError(
+                f"all {self.num_rows} held-out rows measure the perplexity, and none is left to calibrate with",
+                hint="lower --evaluate-rows, or raise data.eval_fraction in a new run",
+            )
+        return [self._loader.batch(row) for row in range(self.num_rows, end)]
+
     @torch.inference_mode()
     def perplexity(self, folder: Path) -> float:
         """The perplexity of the model in `folder`, on a GPU where there is one."""

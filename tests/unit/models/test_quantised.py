@@ -15,7 +15,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from weft.core.errors import WeightsError
 from weft.models.hf_export import export_folder, skeleton_of
-from weft.models.quantised import FORMATS, Quantiser, WeightFormat, pack, quantise
+from weft.models.quantised import Quantiser
+from weft.models.weight_codes import FORMATS, WeightFormat, pack, quantise
 
 _LLAMA = {
     "vocab_size": 96,
@@ -185,6 +186,6 @@ def test_packing_reads_back(bits: int) -> None:
 def test_blocks_of_rows_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(37, 256, generator=torch.Generator().manual_seed(1))
     whole = quantise(weight, FORMATS["int4"], scale_dtype=torch.bfloat16)
-    monkeypatch.setattr("weft.models.quantised._BLOCK_NUMBERS", 256 * 5)
+    monkeypatch.setattr("weft.models.weight_codes._BLOCK_NUMBERS", 256 * 5)
     parts = quantise(weight, FORMATS["int4"], scale_dtype=torch.bfloat16)
     assert all(map(torch.equal, whole, parts))

@@ -12,6 +12,7 @@ from tiny_run import metrics, train_here
 from typer.testing import CliRunner
 
 from weft.cli.main import app
+from weft.core.errors import DataError, InputError
 from weft.train import perplexity
 from weft.train.export import export_run
 
@@ -72,3 +73,38 @@ def test_the_command_prints_formats_and_perplexity(run: Path, tmp_path: Path) ->
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+def test_a_calibrated_export_reads_rows_that_are_not_measured(run: Path, tmp_path: Path) -> None:
+    arguments = ["export", str(run), "--out", str(tmp_path / "out"), "--format", "int4", "--calibrate", "gptq"]
+    result = CliRunner().invoke(app, [*arguments, "--evaluate-rows", "1", "--calibrate-rows", "2"])
+    assert result.exit_code == 0, result.output
+    assert "matrices calibrated by GPTQ on 2 held-out rows" in result.stderr
+    result = CliRunner().invoke(app, [*arguments, "--evaluate-rows", "10000"])
+    assert isinstance(result.exception, DataError)
+    assert "none is left to calibrate with" in result.exception.message
+
+
+def test_formats_are_compared_in_one_table(run: Path) -> None:
+    arguments = ["export", str(run), "--compare", "--evaluate-rows", "1", "--calibrate-rows", "2", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["formats"]
+    assert [(row["format"], row["rounding"]) for row in rows] == [
+        ("bfloat16", ""),
+        *((kind, method) for kind in ("int8", "int4", "float8") for method in ("nearest", "gptq")),
+    ]
+    sizes = {row["format"]: row["bytes"] for row in rows}
+    assert sizes["int4"] < sizes["int8"] < sizes["bfloat16"]
+    assert all(abs(row["change"]) < 0.01 for row in rows)
+    assert len({row["perplexity"] for row in rows}) == 7
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--compare", "--format", "int8"], ["--compare", "--out", "x"], [], ["--out", "x", "--calibrate", "gptq"]],
+)
+def test_options_that_do_not_go_together_are_refused(run: Path, options: list[str]) -> None:
+    result = CliRunner().invoke(app, ["export", str(run), *options])
+    assert isinstance(result.exception, InputError)
+    assert result.exception.hint
