@@ -54,14 +54,14 @@ def test_a_killed_rank_is_the_cause_and_not_its_peers_lost_connection(tmp_path: 
         start("kill", tmp_path)
     assert "--max-restarts" in caught.value.hint
     # Generous: only to tell "at once" from the collective timeout of minutes.
-    assert time.time() - float((tmp_path / "killed-0").read_text()) < 15
+    assert time.time() - float((tmp_path / "killed-0").read_text()) < 60
 
 
 def test_neither_a_lingering_thread_nor_a_busy_peer_keeps_a_failed_job_alive(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"^rank 1 failed in step 3: ValueError: boom$"):
         start("linger", tmp_path)
     failed_at = json.loads((tmp_path / "ranks/generation-0/error-1.json").read_text())["time"]
-    assert time.time() - failed_at < 15
+    assert time.time() - failed_at < 60
 
 
 def test_a_rank_that_leaves_without_a_word_is_the_cause(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_a_name_that_does_not_resolve_is_one_sentence_at_once() -> None:
     started = time.monotonic()
     with pytest.raises(InputError, match=r"gpu07\.invalid, does not resolve on this host") as found:
         with_known_address(rendezvous("gpu07.invalid"), {"MASTER_ADDR": "gpu07.invalid"})
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30  # a resolver may wait for its own timeouts; the store waits for minutes
     assert "MASTER_ADDR" in found.value.hint
 
 
