@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from weft.core.run_spec import RunSpec
 from weft.data import Loader, open_corpus
+from weft.data.rows import RowLayout
 from weft.generate.kv_cache import FORMATS, cache_bytes, low_bit_cache
 from weft.generate.load import load
 
@@ -55,7 +56,7 @@ def held_out(folder: Path, count: int) -> torch.Tensor:
     split = open_corpus(run.data).evaluation
     assert split is not None, "the run holds nothing out"
     length = run.data.sequence_length
-    loader = Loader(split, seed=0, global_batch=1, sequence_length=length, epochs=1, shuffle=False)
+    loader = Loader(split, seed=0, global_batch=1, layout=RowLayout(sequence_length=length), epochs=1, shuffle=False)
     return torch.cat([loader.batch(row)["input_ids"] for row in range(min(count, loader.num_rows))])
 
 

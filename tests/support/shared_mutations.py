@@ -32,7 +32,8 @@ import weft.models.initial
 import weft.train.build
 import weft.train.rate
 import weft.verify.reference
-from weft.data.loader import IGNORED, Loader
+from weft.data.loader import Loader
+from weft.data.rows import IGNORED
 
 Bug = AbstractContextManager[None]
 

@@ -16,6 +16,11 @@ from weft.core.vocabulary import BYTES
 
 EVALUATION_STEPS = 50
 
+DataFormat = Literal["text", "chat", "prompt-completion", "preference"]
+Packing = Literal["none", "concatenate", "documents"]
+Truncation = Literal["end", "start", "drop", "error", "split"]
+Turns = Literal["assistant", "all", "last"]
+
 
 class ModelSpec(Section):
     """A Hugging Face causal LM: `type` + `config` with random weights, or `path`, a folder with config.json."""
@@ -62,10 +67,73 @@ class DataSpec(Section):
     text_field: str = Field(default="text", description="the field of JSONL, parquet and HF rows that holds the text")
     split: str = Field(default="train", description="the split of an HF dataset")
     eval_fraction: float = Field(default=0.02, ge=0, lt=1, description="share of documents held out for evaluation")
+    format: DataFormat = Field(
+        default="text",
+        description="text | chat (rows of `messages`, or `conversations`) | prompt-completion (rows of `prompt` and "
+        "`completion`) | preference (rows of `prompt`, `chosen`, `rejected`)",
+    )
+    chat_template: str | None = Field(
+        default=None,
+        description="a file with the chat template in Jinja; without it the tokenizer's own (all formats but text)",
+    )
+    train_on: Literal["assistant", "all", "last"] | None = Field(
+        default=None,
+        description="tokens with a loss in chats: assistant (all assistant turns; the default) | last (the last "
+        "assistant turn) | all",
+    )
+    packing: Literal["none", "concatenate", "documents"] | None = Field(
+        default=None,
+        description="none (a sample per row, padded with positions without a loss) | concatenate (one stream, "
+        "cut into rows) | documents (whole samples packed into rows by best fit; attention and positions restart at "
+        "each); absent: concatenate for text, none otherwise",
+    )
+    truncation: Literal["end", "start", "drop", "error", "split"] | None = Field(
+        default=None,
+        description="samples longer than a row, with packing none and documents: end (the end is cut off) | start | "
+        "drop | error | split (into several samples); absent: split for text, end otherwise",
+    )
     isolate_documents: bool = Field(
-        default=False, description="true: attention and positions restart at every document inside a row"
+        default=False,
+        description="with packing concatenate: true: attention and positions restart at every document inside a row",
     )
     epochs: int | None = Field(default=None, ge=1, description="passes over the data; absent: as many as steps need")
+
+    @property
+    def row_packing(self) -> Packing:
+        return self.packing or ("concatenate" if self.format == "text" else "none")
+
+    @property
+    def row_truncation(self) -> Truncation:
+        return self.truncation or ("split" if self.format == "text" else "end")
+
+    @property
+    def isolates(self) -> bool:
+        """Whether rows have several documents that do not attend to each other."""
+        return self.isolate_documents or self.row_packing == "documents"
+
+    @property
+    def turns(self) -> Turns:
+        return self.train_on or "assistant"
+
+    @model_validator(mode="after")
+    def _keys_fit(self) -> DataSpec:
+        if self.isolate_documents and self.row_packing != "concatenate":
+            raise ValueError(
+                "isolate_documents is for packing = 'concatenate'; packing = 'documents' isolates documents"
+            )
+        if self.truncation is not None and self.row_packing == "concatenate":
+            raise ValueError("truncation is for packing = 'none' and 'documents': a stream has no longest sample")
+        if self.format == "preference" and self.row_packing != "none":
+            raise ValueError("pairs of format = 'preference' are not packed: set packing = 'none'")
+        if self.format == "preference" and self.truncation == "split":
+            raise ValueError(
+                "pairs of format = 'preference' cannot be split: set truncation to end, start, drop or error"
+            )
+        if self.format == "text" and self.chat_template is not None:
+            raise ValueError("chat_template is for the formats chat, prompt-completion and preference")
+        if self.format != "chat" and self.train_on is not None:
+            raise ValueError("train_on is for format = 'chat'")
+        return self
 
 
 class TrainSpec(Section):

@@ -21,8 +21,10 @@ from weft.core.processes import num_cores
 from weft.data import parts
 from weft.data.documents import Document
 from weft.data.encode_pool import EncodePool, EncodeTask
+from weft.data.samples import SampleEncoder
 from weft.data.store import write_store
 from weft.data.tokenizers import HuggingFaceTokenizer, Tokenizer
+from weft.data.words import word_dtype
 
 # With fewer parts, one process finishes before others have started.
 PARTS_FOR_A_POOL = 3
@@ -56,7 +58,7 @@ class Silent(BuildProgress):
 @dataclass(frozen=True, kw_only=True)
 class _Build:
     folder: Path
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | SampleEncoder
     key: str
     progress: BuildProgress
 
@@ -68,7 +70,7 @@ def build_store(
     path: Path,
     documents: Iterable[Document],
     *,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | SampleEncoder,
     key: str,
     num_workers: int = 1,
     total_bytes: int | None = None,
@@ -82,7 +84,7 @@ def build_store(
         build.folder.mkdir(parents=True, exist_ok=True)
         progress.start(total_bytes)
         num_parts = _encode(build, documents, num_workers=num_workers)
-        dtype = parts.token_dtype(tokenizer.vocab_size)
+        dtype = word_dtype(tokenizer.vocab_size, has_mask=isinstance(tokenizer, SampleEncoder))
         found = (parts.read_part(build.path(index), dtype=dtype) for index in range(num_parts))
         write_store(path, found, tokenizer=tokenizer, key=key, scratch=build.folder)
     except DataError:
@@ -113,8 +115,9 @@ def _encode(build: _Build, documents: Iterable[Document], *, num_workers: int) -
     first = list(itertools.islice(tasks, PARTS_FOR_A_POOL))
     tasks = itertools.chain(first, tasks)
     is_worth_it = num_workers > 1 and len(first) == PARTS_FOR_A_POOL
-    if is_worth_it and isinstance(build.tokenizer, HuggingFaceTokenizer):
-        with EncodePool(build.tokenizer.name, num_workers=num_workers, key=build.key) as pool:
+    if is_worth_it and isinstance(build.tokenizer, HuggingFaceTokenizer | SampleEncoder):
+        encoder = build.tokenizer.name if isinstance(build.tokenizer, HuggingFaceTokenizer) else build.tokenizer.spec
+        with EncodePool(encoder, num_workers=num_workers, key=build.key) as pool:
             pool.run(tasks, done=lambda task: build.progress.advance(task.num_bytes))
     else:
         for task in tasks:

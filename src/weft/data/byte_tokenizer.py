@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from weft.data.documents import Document
 TokenArray = NDArray[np.integer[Any]]
 
 END_TOKEN = "<|endoftext|>"
+TEMPLATE_FILE = "chat_template.jinja"
 
 
 class ByteTokenizer:
@@ -27,6 +29,10 @@ class ByteTokenizer:
 
     vocab_size = BYTE_VOCABULARY
     end_of_document = BYTE_VOCABULARY - 1
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """`folder`: an exported one, which may have a chat template."""
+        self._folder = folder
 
     def identity(self) -> str:
         return BYTES
@@ -36,11 +42,33 @@ class ByteTokenizer:
         data = document.encode("utf-8", errors="replace") if isinstance(document, str) else document
         return np.frombuffer(data, dtype=np.uint8)
 
+    encode_text = encode
+
+    def template_identity(self) -> str:
+        template = self._template()
+        return template.read_text(encoding="utf-8") if template is not None else ""
+
+    @cached_property
+    def backend(self) -> Any:
+        """The same tokenizer of transformers, which renders chats."""
+        from tokenizers import Tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        made = Tokenizer.from_str(_files()["tokenizer.json"])
+        return PreTrainedTokenizerFast(
+            tokenizer_object=made, eos_token=END_TOKEN, chat_template=self.template_identity() or None
+        )
+
+    def _template(self) -> Path | None:
+        path = self._folder / TEMPLATE_FILE if self._folder is not None else None
+        return path if path is not None and path.is_file() else None
+
     def encode_batch(self, documents: Sequence[Document]) -> list[TokenArray]:
         return [self.encode(document) for document in documents]
 
     def save(self, folder: Path) -> None:
-        for name, text in _files().items():
+        template = self._template()
+        for name, text in {**_files(), **({TEMPLATE_FILE: self.template_identity()} if template else {})}.items():
             (folder / name).write_text(text, encoding="utf-8")
 
 

@@ -9,21 +9,25 @@ digest(format version, identity of the sources, identity of the tokenizer); the 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from weft.core.errors import DataError
 from weft.core.run_spec import DataSpec
-from weft.core.vocabulary import BYTES
 from weft.data.build_lock import BuildLock
 from weft.data.building import BuildProgress, Silent, build_store, cannot_write, count_workers
+from weft.data.row_fields import SampleRow
+from weft.data.samples import SampleEncoder, open_encoder
 from weft.data.sources import Source, iterate_documents, open_sources, total_bytes
 from weft.data.split import Split, split_documents
 from weft.data.store import FORMAT_VERSION, DamagedStoreError, TokenStore, open_store
-from weft.data.tokenizers import Tokenizer, open_tokenizer
+from weft.data.tokenizers import Tokenizer
 
 POLL_S = 0.2
 
@@ -46,11 +50,30 @@ def open_corpus(
 ) -> Corpus:
     """The corpus of `spec`, built first if it is not cached, by this process or by another."""
     folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    sources, tokenizer = open_sources(spec), open_tokenizer(spec.tokenizer or BYTES)
+    sources, tokenizer = open_sources(spec), open_encoder(spec)
     key = _key(sources, tokenizer)
     place = _Place(path=folder.expanduser() / f"tokens-{key}.bin", key=key)
     store = place.find() or _await(place, sources, tokenizer, progress or Silent())
-    return _as_corpus(store, eval_fraction=spec.eval_fraction)
+    if spec.row_truncation == "error" and spec.row_packing != "concatenate":
+        _require_short(store, sources, spec)
+    return _as_corpus(store, eval_fraction=spec.eval_fraction, together=2 if spec.format == "preference" else 1)
+
+
+def _require_short(store: TokenStore, sources: list[Source], spec: DataSpec) -> None:
+    """Raise for the first sample that is longer than a row, with its place."""
+    lengths = np.diff(store.offsets)
+    long = np.flatnonzero(lengths > spec.sequence_length + 1)
+    if not len(long):
+        return
+    index = int(long[0]) // (2 if spec.format == "preference" else 1)
+    document = next(itertools.islice(iterate_documents(sources), index, None))
+    where = f"document {index + 1}" if spec.format == "text" else SampleRow.from_text(document).where
+    raise DataError(
+        f"{where}: the sample has {int(lengths[long[0]])} tokens, and a row of data.sequence_length ="
+        f" {spec.sequence_length} has room for {spec.sequence_length + 1} ({len(long)} of"
+        f" {len(lengths)} samples are too long)",
+        hint="raise data.sequence_length, or set data.truncation to end, start or drop",
+    )
 
 
 def default_cache_dir() -> Path:
@@ -77,7 +100,9 @@ class _Place:
             return None
 
 
-def _await(place: _Place, sources: list[Source], tokenizer: Tokenizer, progress: BuildProgress) -> TokenStore:
+def _await(
+    place: _Place, sources: list[Source], tokenizer: Tokenizer | SampleEncoder, progress: BuildProgress
+) -> TokenStore:
     """The store, built by another process or by this one."""
     lock = BuildLock(place.path.with_suffix(".lock"))
     while not _acquire(lock, place.path.parent):
@@ -92,7 +117,9 @@ def _await(place: _Place, sources: list[Source], tokenizer: Tokenizer, progress:
         lock.release()
 
 
-def _build(place: _Place, sources: list[Source], tokenizer: Tokenizer, progress: BuildProgress) -> TokenStore:
+def _build(
+    place: _Place, sources: list[Source], tokenizer: Tokenizer | SampleEncoder, progress: BuildProgress
+) -> TokenStore:
     try:
         build_store(
             place.path,
@@ -122,12 +149,12 @@ def _acquire(lock: BuildLock, folder: Path) -> bool:
         raise cannot_write(folder, error) from None
 
 
-def _key(sources: list[Source], tokenizer: Tokenizer) -> str:
+def _key(sources: list[Source], tokenizer: Tokenizer | SampleEncoder) -> str:
     identity = [FORMAT_VERSION, [source.identity() for source in sources], tokenizer.identity()]
     return hashlib.sha256(json.dumps(identity).encode("utf-8", errors="surrogateescape")).hexdigest()[:32]
 
 
-def _as_corpus(store: TokenStore, *, eval_fraction: float) -> Corpus:
+def _as_corpus(store: TokenStore, *, eval_fraction: float, together: int) -> Corpus:
     header = store.header
     training, evaluation = split_documents(
         store.tokens,
@@ -135,6 +162,8 @@ def _as_corpus(store: TokenStore, *, eval_fraction: float) -> Corpus:
         eval_fraction=eval_fraction,
         vocab_size=header.vocab_size,
         end_of_document=header.end_of_document,
+        has_mask=header.has_mask,
+        together=together,
     )
     return Corpus(
         training=training,

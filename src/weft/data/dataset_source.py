@@ -14,7 +14,8 @@ from typing import Any
 
 from weft.core.errors import DataError, first_line
 from weft.core.extras import import_extra
-from weft.data.documents import Document, file_identity, is_path_like, missing_field, require_text
+from weft.data.documents import Document, file_identity, is_path_like
+from weft.data.row_fields import RowFields
 
 ROWS_AT_ONCE = 1000
 
@@ -25,7 +26,7 @@ class DatasetSource:
 
     dataset: str
     split: str
-    text_field: str
+    fields: RowFields
 
     @property
     def name(self) -> str:
@@ -40,23 +41,21 @@ class DatasetSource:
             files = sorted(path for path in self._folder.rglob("*") if path.is_file())
         else:
             files = [Path(entry["filename"]) for entry in self._rows.cache_files]
-        return ["hf", self.dataset, self.split, self.text_field, [file_identity(path) for path in files]]
+        return ["hf", self.dataset, self.split, self.fields.identity(), [file_identity(path) for path in files]]
 
     def documents(self) -> Iterator[Document]:
         rows = self._rows
-        known = list(rows.column_names)
-        if self.text_field not in known:
-            raise missing_field(self.text_field, where=self.name, known=known)
+        columns = self.fields.columns(list(rows.column_names), where=self.name)
         number = 0
-        for batch in rows.select_columns([self.text_field]).iter(batch_size=ROWS_AT_ONCE):
-            for value in batch[self.text_field]:
+        for batch in rows.select_columns(columns).iter(batch_size=ROWS_AT_ONCE):
+            for values in zip(*(batch[name] for name in columns), strict=True):
                 number += 1
-                yield require_text(value, text_field=self.text_field, where=f"{self.name}: row {number}")
+                yield self.fields.document(dict(zip(columns, values, strict=True)), where=f"{self.name}: row {number}")
 
     def size_bytes(self) -> int | None:
-        """The buffers of the text column; a selection of rows reads less."""
+        """The buffers of the columns that are read; a selection of rows reads less."""
         rows = self._rows
-        return int(rows.select_columns([self.text_field]).data.nbytes) if self.text_field in rows.column_names else None
+        return int(rows.select_columns(self.fields.columns(list(rows.column_names), where=self.name)).data.nbytes)
 
     @cached_property
     def _folder(self) -> Path | None:

@@ -2,14 +2,14 @@
 
 A document is `bytes` (text files, exactly as on disk) or `str` (rows of JSONL and parquet).
 Text files: one document per file; a file of more than a MiB becomes several, split at line ends.
-Row files: one document per row, from one field; a null is an empty document, a missing field is an error.
+Row files: one document per row, made of its fields by `row_fields`; a missing field is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from weft.core.errors import DataError, first_line
 from weft.core.extras import import_extra
@@ -26,14 +26,22 @@ PIECE_BYTES = 1 << 20
 PARQUET_ROWS = 1024
 
 
-def read_documents(path: Path, *, text_field: str) -> Iterator[Document]:
+class Fields(Protocol):
+    """What `read_documents` needs of `row_fields.RowFields`."""
+
+    def columns(self, known: Sequence[str], *, where: str) -> list[str]: ...
+
+    def document(self, row: Mapping[str, Any], *, where: str) -> Document: ...
+
+
+def read_documents(path: Path, *, fields: Fields) -> Iterator[Document]:
     """The documents of a file with one of `SUFFIXES`."""
     suffix = path.suffix.lower()
     try:
         if suffix == ".jsonl":
-            yield from _read_jsonl(path, text_field=text_field)
+            yield from _read_jsonl(path, fields=fields)
         elif suffix == ".parquet":
-            yield from _read_parquet(path, text_field=text_field)
+            yield from _read_parquet(path, fields=fields)
         else:
             yield from read_text(path)
     except OSError as error:
@@ -82,14 +90,12 @@ def missing_field(text_field: str, *, where: str, known: list[str]) -> DataError
     )
 
 
-def _read_jsonl(path: Path, *, text_field: str) -> Iterator[Document]:
+def _read_jsonl(path: Path, *, fields: Fields) -> Iterator[Document]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                row = _parse_row(line, where=f"{path}:{number}")
-                if text_field not in row:
-                    raise missing_field(text_field, where=f"{path}:{number}", known=sorted(row))
-                yield require_text(row[text_field], text_field=text_field, where=f"{path}:{number}")
+                where = f"{path}:{number}"
+                yield fields.document(_parse_row(line, where=where), where=where)
 
 
 def _parse_row(line: bytes, *, where: str) -> dict[str, Any]:
@@ -104,18 +110,16 @@ def _parse_row(line: bytes, *, where: str) -> dict[str, Any]:
     return row
 
 
-def _read_parquet(path: Path, *, text_field: str) -> Iterator[Document]:
+def _read_parquet(path: Path, *, fields: Fields) -> Iterator[Document]:
     pyarrow, parquet = import_extra("pyarrow"), import_extra("pyarrow", "pyarrow.parquet")
     try:
         with parquet.ParquetFile(path) as file:
-            known = list(file.schema_arrow.names)
-            if text_field not in known:
-                raise missing_field(text_field, where=str(path), known=known)
+            columns = fields.columns(list(file.schema_arrow.names), where=str(path))
             number = 0
-            for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[text_field]):
-                for value in batch.column(0).to_pylist():
+            for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
+                for row in batch.to_pylist():
                     number += 1
-                    yield require_text(value, text_field=text_field, where=f"{path}: row {number}")
+                    yield fields.document(row, where=f"{path}: row {number}")
     except pyarrow.ArrowInvalid as error:
         reason = first_line(error)
         raise DataError(f"{path} is not a readable parquet file: {reason}", hint="write the file again") from None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.errors import RunError, error_from_dict
+from weft.core.run_spec import DataSpec
 from weft.data.documents import Document
 
 COMMAND = (sys.executable, "-m", "weft.data.encode_worker")
@@ -37,11 +38,11 @@ class EncodeTask:
 
 
 class EncodePool:
-    """`num_workers` processes, each with the tokenizer `name`."""
+    """`num_workers` processes, each with a tokenizer by name, or the encoder of samples of a run's data."""
 
-    def __init__(self, name: str, *, num_workers: int, key: str) -> None:
+    def __init__(self, encoder: str | DataSpec, *, num_workers: int, key: str) -> None:
         self._lock = threading.Lock()
-        self._workers = [_start(name, key) for _ in range(num_workers)]
+        self._workers = [_start(encoder, key) for _ in range(num_workers)]
 
     def __enter__(self) -> EncodePool:
         return self
@@ -78,12 +79,12 @@ class EncodePool:
             return next(tasks, None)
 
 
-def _start(name: str, key: str) -> subprocess.Popen[bytes]:
+def _start(encoder: str | DataSpec, key: str) -> subprocess.Popen[bytes]:
     # One core each: the threads of the tokenizers would compete.
     one_core = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **one_core, "CUDA_VISIBLE_DEVICES": ""}
     worker = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-    _send(worker, (name, key))
+    _send(worker, (encoder, key))
     return worker
 
 

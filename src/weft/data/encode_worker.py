@@ -13,6 +13,7 @@ from weft.core.errors import RunError, WeftError
 from weft.core.quiet import quiet_libraries
 from weft.data.encode_pool import EncodeTask
 from weft.data.parts import encode_part, write_part
+from weft.data.samples import SampleEncoder
 from weft.data.tokenizers import Tokenizer, open_tokenizer
 
 
@@ -22,8 +23,8 @@ def main() -> None:
     # Otherwise output of a library would mix with the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    name, key = pickle.load(sys.stdin.buffer)
-    tokenizer = open_tokenizer(name)
+    encoder, key = pickle.load(sys.stdin.buffer)
+    tokenizer = open_tokenizer(encoder) if isinstance(encoder, str) else SampleEncoder(encoder)
     with suppress(EOFError, BrokenPipeError):
         while True:
             answer = _carry_out(pickle.load(sys.stdin.buffer), tokenizer=tokenizer, key=key)
@@ -31,7 +32,7 @@ def main() -> None:
             answers.flush()
 
 
-def _carry_out(task: EncodeTask, *, tokenizer: Tokenizer, key: str) -> dict[str, Any]:
+def _carry_out(task: EncodeTask, *, tokenizer: Tokenizer | SampleEncoder, key: str) -> dict[str, Any]:
     """Encode and write the part; returns the error's fields, empty on success."""
     try:
         part = encode_part(task.documents, tokenizer=tokenizer)

@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from weft.core.disk import drafted
 from weft.data.byte_tokenizer import TokenArray
 from weft.data.documents import Document
+from weft.data.samples import SampleEncoder
 from weft.data.tokenizers import Tokenizer
+from weft.data.words import word_dtype
 
 # Large enough to pay for the start of a process, small enough that a kill loses seconds and memory stays small.
 PART_DOCUMENTS = 1 << 16
@@ -49,25 +51,22 @@ class TokenPart:
     tokens: TokenArray
 
 
-def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    return np.dtype(np.uint16 if vocab_size < 1 << 16 else np.uint32)
-
-
 def divide(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """The documents of each part: a function of the documents only, so that every build has the same parts."""
     return _grouped(documents, num_documents=PART_DOCUMENTS, characters=PART_CHARACTERS)
 
 
-def encode_part(documents: Sequence[Document], *, tokenizer: Tokenizer) -> TokenPart:
-    """Encode each document, with one end token: a second EOS is never added."""
-    dtype, end = token_dtype(tokenizer.vocab_size), tokenizer.end_of_document
+def encode_part(documents: Sequence[Document], *, tokenizer: Tokenizer | SampleEncoder) -> TokenPart:
+    """Encode each document. Text gets one end token, never a second one; samples have the ends of their template."""
+    has_mask, end = isinstance(tokenizer, SampleEncoder), tokenizer.end_of_document
+    dtype = word_dtype(tokenizer.vocab_size, has_mask=has_mask)
     chunks: list[TokenArray] = []
     lengths: list[int] = []
     last = np.array([end], dtype=dtype)
     for batch in _grouped(documents, num_documents=BATCH_DOCUMENTS, characters=BATCH_CHARACTERS):
         for tokens in tokenizer.encode_batch(batch):
             if len(tokens):
-                is_ended = tokens[-1] == end
+                is_ended = has_mask or tokens[-1] == end
                 chunks += [tokens.astype(dtype)] if is_ended else [tokens.astype(dtype), last]
                 lengths.append(len(tokens) + (not is_ended))
     tokens = np.concatenate(chunks) if chunks else np.empty(0, dtype=dtype)

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 from weft.core.errors import DataError
 from weft.core.run_spec import DataSpec
 from weft.data.dataset_source import DatasetSource
-from weft.data.documents import SUFFIXES, Document, file_identity, read_documents, read_text
+from weft.data.documents import ROW_SUFFIXES, SUFFIXES, Document, file_identity, read_documents, read_text
+from weft.data.row_fields import RowFields, fields_of
 
 STDLIB = "python-stdlib"
 DATASET_PREFIX = "hf:"
@@ -66,12 +67,20 @@ def total_bytes(sources: list[Source]) -> int | None:
 
 def _open_source(name: str, *, spec: DataSpec) -> Source:
     if name == STDLIB:
+        if spec.format != "text":
+            raise DataError(
+                f"data.source = '{STDLIB}' has no rows of data.format = {spec.format!r}",
+                hint="set data.source to a file or folder of .jsonl or .parquet, or 'hf:NAME'",
+            )
         return StdlibSource(root=Path(sysconfig.get_paths()["stdlib"]))
     if name.startswith(DATASET_PREFIX):
         return DatasetSource(
-            dataset=name.removeprefix(DATASET_PREFIX).strip(), split=spec.split, text_field=spec.text_field
+            dataset=name.removeprefix(DATASET_PREFIX).strip(), split=spec.split, fields=fields_of(spec)
         )
-    return FileSource(name=name, files=tuple(_find_files(name)), text_field=spec.text_field)
+    files = tuple(_find_files(name))
+    return FileSource(
+        name=name, files=files if spec.format == "text" else _row_files(files, spec), fields=fields_of(spec)
+    )
 
 
 @dataclass(frozen=True)
@@ -80,14 +89,14 @@ class FileSource:
 
     name: str
     files: tuple[Path, ...]
-    text_field: str
+    fields: RowFields
 
     def identity(self) -> list[Any]:
-        return ["files", self.text_field, [file_identity(path) for path in self.files]]
+        return ["files", self.fields.identity(), [file_identity(path) for path in self.files]]
 
     def documents(self) -> Iterator[Document]:
         for path in self.files:
-            yield from read_documents(path, text_field=self.text_field)
+            yield from read_documents(path, fields=self.fields)
 
     def size_bytes(self) -> int | None:
         is_compressed = any(path.suffix.lower() == ".parquet" for path in self.files)
@@ -125,6 +134,17 @@ class StdlibSource:
                 hint="set data.source to a file or folder of text",
             )
         return files
+
+
+def _row_files(files: tuple[Path, ...], spec: DataSpec) -> tuple[Path, ...]:
+    """The files, which must all have rows; text files of a folder, such as a README, are passed over."""
+    rows = tuple(path for path in files if path.suffix.lower() in ROW_SUFFIXES)
+    if not rows:
+        raise DataError(
+            f"{files[0]} has no rows, which data.format = {spec.format!r} needs",
+            hint=f"give files with one of {' '.join(sorted(ROW_SUFFIXES))}, or a dataset as 'hf:NAME'",
+        )
+    return rows
 
 
 def _find_files(name: str) -> list[Path]:

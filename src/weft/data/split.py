@@ -8,6 +8,7 @@ A document is held out if its hashed index is below the fraction: no seed, and a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,17 @@ class Split:
     num_documents: int
     vocab_size: int
     end_of_document: int
+    has_mask: bool = False  # tokens are words of samples
+    offsets: NDArray[np.int64] | None = None  # of all documents of the store
+    runs: NDArray[np.int64] | None = None  # [runs, 2]: first document, and the one after the last
+
+    @cached_property
+    def bounds(self) -> NDArray[np.int64]:
+        """[documents, 2]: begin and end of each document in `tokens`."""
+        if self.offsets is None or self.runs is None:
+            raise ValueError("this split does not know its documents")
+        indices = np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(*run) for run in self.runs.tolist())])
+        return np.stack([self.offsets[indices], self.offsets[indices + 1]], axis=1).astype(np.int64)
 
     @property
     def num_tokens(self) -> int:
@@ -75,8 +87,13 @@ def split_documents(
     eval_fraction: float,
     vocab_size: int,
     end_of_document: int,
+    has_mask: bool = False,
+    together: int = 1,
 ) -> tuple[Split, Split | None]:
-    """(training, evaluation); document d is tokens[offsets[d]:offsets[d + 1]], its end token included."""
+    """(training, evaluation); document d is tokens[offsets[d]:offsets[d + 1]], its end token included.
+
+    `together`: documents that are held out together, as the two of a pair."""
+    all_offsets, offsets = offsets, offsets[::together]
 
     def build(first: NDArray[np.int64], last: NDArray[np.int64]) -> Split:
         kept = last > first
@@ -86,9 +103,12 @@ def split_documents(
             tokens=tokens,
             run_starts=np.asarray(offsets[first], dtype=np.int64),
             stream_starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            num_documents=int((last - first).sum()),
+            num_documents=int((last - first).sum()) * together,
             vocab_size=vocab_size,
             end_of_document=end_of_document,
+            has_mask=has_mask,
+            offsets=all_offsets,
+            runs=np.stack([first, last], axis=1) * together,
         )
 
     num_documents = len(offsets) - 1

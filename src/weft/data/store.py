@@ -3,7 +3,7 @@
 It has no splits, rows or sources; `building` creates its parts. The layout, in this order:
 
     header   4096 bytes: one line of JSON (kind, counts, digest of the line itself), padded with spaces
-    tokens   num_tokens of uint16 (vocabulary below 65536) or uint32, padded to a multiple of 8 bytes
+    tokens   num_tokens of uint16 (vocabulary below 65536) or uint32, padded to a multiple of 8 bytes; of samples: words
     offsets  num_documents + 1 of int64; document d is tokens[offsets[d]:offsets[d + 1]], its end token included
 
 A file is written under a temporary name and renamed when complete.
@@ -29,8 +29,10 @@ from weft.core.disk import drafted
 from weft.core.errors import DataError
 from weft.core.json_files import parse_json
 from weft.data.byte_tokenizer import TokenArray
-from weft.data.parts import TokenPart, token_dtype
+from weft.data.parts import TokenPart
+from weft.data.samples import SampleEncoder
 from weft.data.tokenizers import Tokenizer
+from weft.data.words import word_dtype
 
 FORMAT_VERSION = 2
 HEADER_BYTES = 4096
@@ -51,10 +53,11 @@ class StoreHeader:
     num_documents: int = 0
     offsets_crc32: int = 0
     format_version: int = FORMAT_VERSION
+    has_mask: bool = False  # tokens are words of samples
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
-        return token_dtype(self.vocab_size)
+        return word_dtype(self.vocab_size, has_mask=self.has_mask)
 
     @property
     def offsets_at(self) -> int:
@@ -109,7 +112,9 @@ def open_store(path: Path, *, key: str) -> TokenStore:
     return TokenStore(path=path, header=header, tokens=tokens.view(np.ndarray), offsets=offsets.view(np.ndarray))
 
 
-def write_store(path: Path, parts: Iterable[TokenPart], *, tokenizer: Tokenizer, key: str, scratch: Path) -> None:
+def write_store(
+    path: Path, parts: Iterable[TokenPart], *, tokenizer: Tokenizer | SampleEncoder, key: str, scratch: Path
+) -> None:
     """Write the parts, in order, as the store `path`; drafted in `scratch`, a folder of the same file system."""
     draft = scratch / f".store.{uuid.uuid4().hex}"  # with the permissions of the umask: a cache may be shared
     with drafted(draft, path), draft.open("xb") as file:
@@ -119,8 +124,13 @@ def write_store(path: Path, parts: Iterable[TokenPart], *, tokenizer: Tokenizer,
         os.fsync(file.fileno())
 
 
-def _write(file: IO[bytes], parts: Iterable[TokenPart], *, tokenizer: Tokenizer, key: str) -> None:
-    header = StoreHeader(key=key, vocab_size=tokenizer.vocab_size, end_of_document=tokenizer.end_of_document)
+def _write(file: IO[bytes], parts: Iterable[TokenPart], *, tokenizer: Tokenizer | SampleEncoder, key: str) -> None:
+    header = StoreHeader(
+        key=key,
+        vocab_size=tokenizer.vocab_size,
+        end_of_document=tokenizer.end_of_document,
+        has_mask=isinstance(tokenizer, SampleEncoder),
+    )
     file.write(bytes(HEADER_BYTES))
     offsets = array("q", [0])
     for part in parts:

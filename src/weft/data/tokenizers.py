@@ -44,6 +44,19 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, documents: Sequence[Document]) -> list[TokenArray]: ...
 
+    def encode_text(self, document: Document) -> TokenArray:
+        """The tokens of a text inside of a document: without special tokens."""
+        ...
+
+    @property
+    def backend(self) -> Any:
+        """The tokenizer of transformers."""
+        ...
+
+    def template_identity(self) -> str:
+        """A value that changes when the tokenizer's own chat template may have changed."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write files to `folder` that `open_tokenizer` and transformers load as the same tokenizer."""
         ...
@@ -62,8 +75,9 @@ def open_tokenizer(name: str) -> Tokenizer:
         return HuggingFaceTokenizer(name=name, path=None)
     if path.is_dir() and not _tokenizer_files(path):
         raise TokenizerError(f"{name} holds no tokenizer files", hint=_HINT)
-    if holds_byte_tokenizer(path.parent if path.name == "tokenizer.json" else path):
-        return ByteTokenizer()
+    folder = path.parent if path.name == "tokenizer.json" else path
+    if holds_byte_tokenizer(folder):
+        return ByteTokenizer(folder)
     return HuggingFaceTokenizer(name=name, path=path.resolve())
 
 
@@ -87,16 +101,16 @@ class HuggingFaceTokenizer:
     @cached_property
     def vocab_size(self) -> int:
         # Ids may have gaps, so the number of tokens is not always one past the largest id.
-        return max(len(self._backend), 1 + max(self._backend.get_vocab().values(), default=0))
+        return max(len(self.backend), 1 + max(self.backend.get_vocab().values(), default=0))
 
     @cached_property
     def end_of_document(self) -> int:
-        token = self._backend.eos_token_id
+        token = self.backend.eos_token_id
         if token is None:
-            vocabulary = self._backend.get_vocab()
+            vocabulary = self.backend.get_vocab()
             token = next((vocabulary[name] for name in _END_TOKENS if name in vocabulary), None)
         if token is None:
-            token = self._backend.sep_token_id  # ends a text in encoders
+            token = self.backend.sep_token_id  # ends a text in encoders
         if token is None:
             raise TokenizerError(
                 f"the tokenizer {self.name} has no end-of-sequence token, which must end each document",
@@ -108,7 +122,7 @@ class HuggingFaceTokenizer:
         """A digest of the tokenizer's files, so that a known corpus opens without loading the tokenizer."""
         digest = hashlib.sha256()
         if self.path is None:
-            digest.update(_printed_form(self._backend))
+            digest.update(_printed_form(self.backend))
         else:
             for file in _tokenizer_files(self.path):
                 digest.update(f"{file.name}:{file.stat().st_size}:".encode())
@@ -118,23 +132,37 @@ class HuggingFaceTokenizer:
     def encode(self, document: Document) -> TokenArray:
         return self.encode_batch([document])[0]
 
+    def encode_text(self, document: Document) -> TokenArray:
+        ids = self.backend(_as_text(document), add_special_tokens=False, verbose=False)["input_ids"]
+        return np.asarray(ids, dtype=np.int64)
+
+    def template_identity(self) -> str:
+        if self.path is None:
+            return str(getattr(self.backend, "chat_template", None))
+        return "".join(file.read_text(encoding="utf-8") for file in self._template_files())
+
     def encode_batch(self, documents: Sequence[Document]) -> list[TokenArray]:
         texts = [_as_text(document) for document in documents]
         # verbose=False: a document may be longer than the model's window, rows are split later.
-        encoded = self._backend(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+        encoded = self.backend(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)
         # A text with special tokens only is an empty document.
-        added = self._backend.num_special_tokens_to_add()
+        added = self.backend.num_special_tokens_to_add()
         return [np.asarray(ids if len(ids) > added else [], dtype=np.int64) for ids in encoded["input_ids"]]
 
     def save(self, folder: Path) -> None:
         if self.path is None or self.path.is_file():
-            self._backend.save_pretrained(folder)
+            self.backend.save_pretrained(folder)
             return
-        for file in [*_tokenizer_files(self.path), *self.path.glob("chat_template*")]:
+        for file in [*_tokenizer_files(self.path), *self._template_files()]:
             shutil.copyfile(file, folder / file.name)
 
+    def _template_files(self) -> list[Path]:
+        """Files with nothing but a chat template; others have it in tokenizer_config.json."""
+        path = self.path
+        return sorted(file for file in path.glob("chat_template*") if file.is_file()) if path and path.is_dir() else []
+
     @cached_property
-    def _backend(self) -> Any:
+    def backend(self) -> Any:
         try:
             backend = self._load()
         except Exception as error:  # the loaders raise many kinds; all mean "not loadable"

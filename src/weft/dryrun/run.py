@@ -240,7 +240,7 @@ def _notes(stage: FakeTraining) -> tuple[str, ...]:
     notes = []
     if stage.plan.data_parallel.zero == 0 and stage.plan.mesh.dp_degree > 1:
         notes.append("DDP's reducer is modelled: buckets and all-reduces are counted, its internals are not")
-    if stage.run.data.isolate_documents:
+    if stage.run.data.isolates:
         notes.append("documents are not isolated in a dry run: attention masks of packed rows are not counted")
     return tuple(notes)
 

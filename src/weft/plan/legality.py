@@ -117,6 +117,15 @@ def _copy_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
         yield "checkpoint.memory_every with states in files is not executed: offload.durable = 'step' keeps them", hint
 
 
+def _data_reasons(_plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
+    """There is an objective for the rows of the run."""
+    if run is not None and run.data.format == "preference":
+        yield (
+            "data.format = 'preference' gives pairs, and this version of weft has no objective that trains on pairs",
+            "set data.format to chat or prompt-completion to train on the chosen answers",
+        )
+
+
 def known_shape(run: RunSpec) -> ModelShape | None:
     """The shape of the run's model; None if the planner has none: the engine then judges the model itself."""
     from weft.plan.ask import resolve_model
@@ -138,6 +147,7 @@ RULES = (
     LegalityRule("offload", NotBuiltError, _offload_reasons),
     LegalityRule("optimizer", NotBuiltError, _optimizer_reasons),
     LegalityRule("copies", NotBuiltError, _copy_reasons),
+    LegalityRule("data", NotBuiltError, _data_reasons),
 )
 
 

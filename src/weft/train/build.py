@@ -16,6 +16,7 @@ from weft.core.run_spec import ModelSpec, RunSpec
 from weft.core.state_folder import StateFolder
 from weft.core.vocabulary import padded
 from weft.data import Corpus, Loader, find_tokenizer, open_corpus, open_tokenizer
+from weft.data.rows import RowLayout
 from weft.engine.engine import Engine
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.models.build import build_config, build_skeleton
@@ -141,14 +142,13 @@ def _loaders(run: RunSpec, engine: Engine, corpus: Corpus, *, missing: str) -> t
     share: dict[str, Any] = {
         "seed": run.train.seed,
         "global_batch": run.train.global_batch,
-        "sequence_length": run.data.sequence_length,
+        "layout": RowLayout.of(run.data),
         "dp_rank": engine.topology.dp_rank,
         "dp_degree": engine.topology.dp_degree,
-        "isolate_documents": run.data.isolate_documents,
     }
     training = Loader(corpus.training, epochs=run.data.epochs, **share)
     held_out = corpus.evaluation
-    if held_out is None or missing:
+    if held_out is None or missing or run.evaluation.interval == 0:
         return training, None
     return training, Loader(held_out, epochs=1, shuffle=False, **share)
 

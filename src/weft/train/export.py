@@ -18,6 +18,8 @@ from weft.checkpoint import peek_newest, read_manifest, read_tensors
 from weft.core.errors import CheckpointError, DataError, TokenizerError, WeftError
 from weft.core.run_spec import RunSpec
 from weft.data import open_tokenizer
+from weft.data.byte_tokenizer import TEMPLATE_FILE
+from weft.data.samples import read_template
 from weft.engine.state import MODEL
 from weft.models.hf_export import export_folder, skeleton_of
 from weft.models.quantised import Quantiser
@@ -45,7 +47,7 @@ def export_run(
     source = _Source.open(run_dir, step=step, dtype=dtype)
     rows = source.held_out(evaluate_rows) if weights and (evaluate_rows or calibrate_rows) else None
     with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as tokenizer:
-        note = _save_tokenizer(source.run.tokenizer, Path(tokenizer))
+        note = _save_tokenizer(source.run, Path(tokenizer))
         files, low_bit = source.write(
             out,
             weights=weights,
@@ -181,10 +183,12 @@ def _model_tensors(
         yield key.removeprefix(MODEL), tensor
 
 
-def _save_tokenizer(name: str, folder: Path) -> str:
+def _save_tokenizer(run: RunSpec, folder: Path) -> str:
     """Save the tokenizer; return why it failed: a tokenizer that has moved since must not prevent the export."""
     try:
-        open_tokenizer(name).save(folder)
+        open_tokenizer(run.tokenizer).save(folder)
+        if run.data.chat_template is not None:
+            (folder / TEMPLATE_FILE).write_text(read_template(run.data.chat_template), encoding="utf-8")
     except TokenizerError as error:
         return f"the export has no tokenizer: {error.message}"
     return ""

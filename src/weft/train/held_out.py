@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from weft.core.errors import DataError
 from weft.core.run_spec import RunSpec
-from weft.data import Corpus
+from weft.data import Corpus, Split
+from weft.data.rows import RowLayout, has_pieces
 
 _HINT = "raise data.eval_fraction, lower data.sequence_length or add documents; evaluation.every = 0 turns it off"
 
 
 def why_no_evaluation(run: RunSpec, corpus: Corpus) -> str:
     """Empty if there are rows to evaluate, or none are wanted; else the reason and the keys that change it."""
-    is_trainable = corpus.training.num_rows(run.data.sequence_length) > 0  # else the training data is the error
+    is_trainable = _has_rows(corpus.training, run)  # else the training data is the error
     reason = _missing(run, corpus) if run.evaluation.interval > 0 and is_trainable else ""
     if not reason:
         return ""
@@ -31,9 +32,17 @@ def _missing(run: RunSpec, corpus: Corpus) -> str:
         return "data.eval_fraction = 0 holds out no rows" if run.evaluation.every is not None else ""
     if held_out is None:
         return "0 rows are held out: the data is a single document"
-    if held_out.num_rows(length) > 0:
+    if _has_rows(held_out, run):
         return ""
+    if run.data.row_packing != "concatenate":
+        return f"0 rows are held out: no sample of {held_out.num_documents} is left for data.sequence_length = {length}"
     return (
         f"0 rows are held out: {held_out.num_tokens} tokens in {held_out.num_documents} of {corpus.num_documents}"
         f" documents, but a row of data.sequence_length = {length} needs {length + 1}"
     )
+
+
+def _has_rows(split: Split, run: RunSpec) -> bool:
+    """Whether there is a row; streams are only counted, since packing takes time."""
+    layout = RowLayout.of(run.data)
+    return split.num_rows(layout.sequence_length) > 0 if layout.packing == "concatenate" else has_pieces(split, layout)

@@ -25,8 +25,8 @@ _ISOLATING_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 def require_isolation(data: DataSpec, model: nn.Module) -> None:
-    """Refuse isolate_documents for models whose documents would silently attend to each other."""
-    if not data.isolate_documents:
+    """Refuse rows of several documents for models whose documents would silently attend to each other."""
+    if not data.isolates:
         return
     config = getattr(model, "config", None)
     family = getattr(config, "model_type", type(model).__name__)
@@ -34,5 +34,6 @@ def require_isolation(data: DataSpec, model: nn.Module) -> None:
     if family not in ISOLATING_FAMILIES or not layers <= _ISOLATING_LAYERS:
         raise NotBuiltError(
             f"{family!r} models are not known to isolate packed documents",
-            hint="set data.isolate_documents = false, or use a family such as llama, qwen3, gpt2, mixtral",
+            hint="set data.packing = 'none', or 'concatenate' without data.isolate_documents; "
+            "or use a family such as llama, qwen3, gpt2, mixtral",
         )

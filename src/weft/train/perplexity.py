@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from weft.core.errors import DataError
 from weft.core.run_spec import RunSpec
 from weft.data import Loader, open_corpus
-from weft.data.loader import IGNORED
+from weft.data.rows import IGNORED, RowLayout
 from weft.engine.offload.host_room import available_bytes
 
 
@@ -34,8 +34,7 @@ class HeldOutRows:
             corpus.evaluation,
             seed=run.train.seed,
             global_batch=1,
-            sequence_length=run.data.sequence_length,
-            isolate_documents=run.data.isolate_documents,
+            layout=RowLayout.of(run.data),
             epochs=1,
             shuffle=False,
         )

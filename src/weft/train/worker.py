@@ -26,6 +26,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.state_folder import ANY_STEP
 from weft.data import Corpus
+from weft.data.preview import preview_of
 from weft.engine.state import meta_read
 from weft.report import write_report
 from weft.train.account import Account
@@ -123,6 +124,8 @@ def _train(
     )
     metrics.changed = tuple(change.key for change in resumed.changes if change.is_of_training)
     _introduce(display, bench, plan, process)
+    if process.is_main and job.run.data.format != "text":
+        _show_data(job.run, bench, folder, display)
     for note in filter(None, (copies_note, *(copies.notes if copies is not None else ()))):
         display.line(f"note: {note}")
     account = Account(job.run, bench, plan, display=display, is_main=process.is_main)
@@ -291,6 +294,14 @@ def _introduce(display: Display, bench: Workbench, plan: Plan, process: Process)
         display.line(f"recompute by budget: {full} blocks fully, {selective} selectively, {saved} not at all")
     for note in bench.notes:
         display.line(f"note: {note}")
+
+
+def _show_data(run: RunSpec, bench: Workbench, folder: RunFolder, display: Display) -> None:
+    """Show which tokens have a loss, on the terminal and in the run folder: a wrong mask trains without an error."""
+    with phase("showing a row of the data", is_slow=True):
+        preview = preview_of(run.data, bench.training)
+        display.data(preview)
+        folder.sample_path.write_text("\n".join([*preview.lines, "", preview.plain(), ""]), encoding="utf-8")
 
 
 def _close(

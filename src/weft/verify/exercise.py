@@ -19,6 +19,7 @@ from torch import nn
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec, TrainSpec
 from weft.data import Corpus, Loader, open_corpus
+from weft.data.rows import RowLayout
 from weft.models.build import build_config, build_skeleton
 from weft.models.initial import InitialWeights
 from weft.models.layout import describe
@@ -93,10 +94,9 @@ class Subject:
             split,
             seed=self.run.train.seed,
             global_batch=self.run.train.global_batch,
-            sequence_length=self.run.data.sequence_length,
+            layout=RowLayout.of(self.run.data),
             dp_rank=dp_rank,
             dp_degree=dp_degree,
-            isolate_documents=self.run.data.isolate_documents,
             epochs=1 if evaluation else self.run.data.epochs,
             shuffle=not evaluation,
         )

@@ -19,6 +19,7 @@ from weft.checkpoint import read_tensors
 from weft.core.errors import RunFolderError
 from weft.core.run_spec import DataSpec
 from weft.data import Loader, open_corpus
+from weft.data.rows import RowLayout
 from weft.train.ranks.process import leave
 
 DDP_X2 = {"mesh": {"dp_replicate": 2}}
@@ -107,7 +108,7 @@ def test_a_folder_of_weights_is_trained_from_its_own_values(
     runs: Path, corpus: Path, cache: Path, weights: Path
 ) -> None:
     data = open_corpus(DataSpec(source=str(corpus), eval_fraction=0.1))
-    batch = Loader(data.training, seed=3, global_batch=8, sequence_length=32).batch(0)
+    batch = Loader(data.training, seed=3, global_batch=8, layout=RowLayout(sequence_length=32)).batch(0)
     model = LlamaForCausalLM.from_pretrained(weights)
     with torch.no_grad():
         expected = F.cross_entropy(model(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten())

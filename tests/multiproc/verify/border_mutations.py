@@ -23,7 +23,8 @@ import weft.engine.tp.cross_entropy
 import weft.engine.tp_grid.embedding
 import weft.engine.updates
 from weft.checkpoint.staging import StagingBuffers
-from weft.data.loader import IGNORED, Loader
+from weft.data.loader import Loader
+from weft.data.rows import IGNORED
 from weft.engine import collectives
 from weft.engine.dp.pipeline_replicas import Summed
 from weft.engine.engine import Engine

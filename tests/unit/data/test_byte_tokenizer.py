@@ -34,7 +34,7 @@ def test_transformers_gives_the_same_ids(backend: HuggingFaceTokenizer, text: st
 def test_sizes_ends_and_the_way_back(backend: HuggingFaceTokenizer) -> None:
     assert (backend.vocab_size, backend.end_of_document) == (257, 256)
     text = "it's  a naïve\n\ttest \N{SPOOL OF THREAD}."
-    assert backend._backend.decode(list(text.encode())) == text
+    assert backend.backend.decode(list(text.encode())) == text
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "gemma2"])

@@ -18,6 +18,7 @@ from weft.data import corpus as corpus_module
 from weft.data.building import Silent, build_store
 from weft.data.byte_tokenizer import ByteTokenizer
 from weft.data.documents import Document
+from weft.data.rows import RowLayout
 from weft.data.store import HEADER_BYTES, DamagedStoreError, StoreHeader, open_store
 
 
@@ -72,7 +73,9 @@ def test_held_out_documents_are_not_trained_on(source: Path, tmp_path: Path, rea
     other = open_corpus(spec_of(source, eval_fraction=0.5), cache_dir=tmp_path / "cache")
     assert other.path == corpus.path
     assert len(reads) == 1  # another split is no reason to tokenise again
-    held_out = Loader(corpus.evaluation, seed=0, global_batch=2, sequence_length=8, epochs=1, shuffle=False)
+    held_out = Loader(
+        corpus.evaluation, seed=0, global_batch=2, layout=RowLayout(sequence_length=8), epochs=1, shuffle=False
+    )
     assert held_out.batch(0)["input_ids"].shape == (2, 8)
 
 

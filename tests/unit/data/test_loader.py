@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from weft.core.errors import BatchError, DataError
 from weft.data.loader import Loader
+from weft.data.rows import RowLayout
 from weft.data.split import Split, split_documents
 
 END = 60000
@@ -32,7 +33,9 @@ def make_split(lengths: list[int], *, eval_fraction: float = 0.0) -> Split:
 
 
 def make_loader(split: Split, **changes: Any) -> Loader:
-    return Loader(split, **{"seed": 0, "global_batch": 4, "sequence_length": 5, **changes})
+    names = ("sequence_length", "isolate_documents")
+    layout = RowLayout(**{"sequence_length": 5, **{name: changes.pop(name) for name in names if name in changes}})
+    return Loader(split, layout=layout, **{"seed": 0, "global_batch": 4, **changes})
 
 
 def joined(split: Split, position: int, *, dp_degree: int, **changes: Any) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from weft.core.errors import DataError
 from weft.core.run_spec import RunSpec
 from weft.data import Loader, open_corpus
+from weft.data.rows import RowLayout
 from weft.train.export import export_run
 from weft.train.held_out import why_no_evaluation
 
@@ -88,7 +89,9 @@ def test_a_batch_of_one_held_out_row_is_that_rows_loss(tmp_path: Path) -> None:
     held_out = open_corpus(run.data).evaluation
     assert held_out is not None
     assert held_out.num_rows(32) == 1
-    row = Loader(held_out, seed=0, global_batch=1, sequence_length=32, epochs=1, shuffle=False).batch(0)
+    row = Loader(held_out, seed=0, global_batch=1, layout=RowLayout(sequence_length=32), epochs=1, shuffle=False).batch(
+        0
+    )
     export_run(tmp_path / "run", tmp_path / "exported")
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")(row["input_ids"]).logits

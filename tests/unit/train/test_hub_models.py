@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from weft.core.errors import WeightsError
 from weft.core.run_spec import RunSpec
 from weft.data import Loader, open_corpus
+from weft.data.rows import RowLayout
 from weft.train.ranks.process import leave
 
 ONE_STEP = {"train.steps": 1, "evaluation.every": 0, "checkpoint.at_end": False}
@@ -41,7 +42,10 @@ def expected_loss(folder: Path, corpus: Path) -> float:
     """The first batch through transformers' own loading and loss."""
     run = RunSpec.from_tables(run_tables(corpus))
     rows = Loader(
-        open_corpus(run.data).training, seed=run.train.seed, global_batch=run.train.global_batch, sequence_length=32
+        open_corpus(run.data).training,
+        seed=run.train.seed,
+        global_batch=run.train.global_batch,
+        layout=RowLayout(sequence_length=32),
     )
     batch = rows.batch(0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()

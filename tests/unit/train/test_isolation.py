@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from weft.core.errors import NotBuiltError
 from weft.core.run_spec import DataSpec, ModelSpec
 from weft.data import Loader, open_corpus
-from weft.data.loader import document_positions
+from weft.data.rows import RowLayout, document_positions
 from weft.models.build import build_config, build_skeleton
 from weft.train.isolation import ISOLATING_FAMILIES, require_isolation
 
@@ -91,7 +91,7 @@ def test_a_run_has_the_loss_of_its_documents_one_by_one(
     train_here(tmp_path / "run", corpus, settings)
 
     data = open_corpus(DataSpec(source=str(corpus), eval_fraction=0.1)).training
-    batch = Loader(data, seed=3, global_batch=8, sequence_length=32, isolate_documents=True).batch(0)
+    batch = Loader(data, seed=3, global_batch=8, layout=RowLayout(sequence_length=32, isolate_documents=True)).batch(0)
     pieces = [piece for row in range(8) for piece in documents(batch["input_ids"][row], batch["labels"][row])]
     assert len(pieces) > 8
     with torch.no_grad():

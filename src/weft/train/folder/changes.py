@@ -28,9 +28,18 @@ _GUARDED = (
     "train.frozen",
     "evaluation.batches",
 )
-_CONTENT = ("data.source", "data.tokenizer", "data.text_field", "data.split", "data.eval_fraction")
-_ORDER = (*_CONTENT, "data.sequence_length", "train.seed")
-_HELD_OUT = (*_CONTENT, "data.sequence_length", "data.isolate_documents", "train.global_batch", "evaluation.batches")
+_CONTENT = (
+    "data.source",
+    "data.tokenizer",
+    "data.text_field",
+    "data.split",
+    "data.eval_fraction",
+    "data.format",
+    "data.chat_template",
+    "data.train_on",
+)
+_ORDER = (*_CONTENT, "data.sequence_length", "data.packing", "data.truncation", "train.seed")
+_HELD_OUT = (*_ORDER[:-1], "data.isolate_documents", "train.global_batch", "evaluation.batches")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from weft.core.agreement import GUESSED_TIMES, has_guessed_times
 from weft.core.records import DtypeRecord, StepRecord
 from weft.core.units import format_bytes, format_count, format_seconds
+from weft.data.preview import Preview
 from weft.train.ledger.table import cost_table
 from weft.train.loggers.step_progress import StepProgress
 
@@ -21,6 +23,23 @@ class Display(StepProgress):
 
     def step(self, record: StepRecord) -> None:
         self.advance(record.step, step_figures(record), step_s=record.step_s)
+
+    def data(self, preview: Preview) -> None:
+        """Print the counts and one row: colours show the tokens with a loss, brackets where there are none."""
+        for line in preview.lines:
+            self.line(f"data: {line}")
+        self.line(
+            "data: one row; [[what counts]]:"
+            if not self.console.is_terminal
+            else "data: one row; what counts is green:"
+        )
+        if not self.console.is_terminal:
+            self.line(preview.plain())
+            return
+        row = Text()
+        for text, counts in preview.row:
+            row.append(text, style="bold green" if counts else "dim")
+        self.console.print(row)
 
     def dtypes(self, records: list[DtypeRecord]) -> None:
         table = Table(title="dtypes found after step 1", title_justify="left")

@@ -9,7 +9,7 @@ import torch
 import transformers.masking_utils as masks
 from tiny import build_engine, global_batch
 
-from weft.data.loader import document_positions
+from weft.data.rows import document_positions
 
 
 @pytest.fixture

@@ -1,0 +1,98 @@
+"""What a run is about to train on: counts of samples and tokens, and one row as text with the tokens that count.
+
+It reads the row that the loader returns, not the source: what is shown is what is trained.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.run_spec import DataSpec
+from weft.core.vocabulary import BYTES
+from weft.data.loader import Loader
+from weft.data.rows import IGNORED, SampleRows
+from weft.data.tokenizers import Tokenizer, open_tokenizer
+
+MOST_ROWS = 4096  # rows whose tokens are counted; of more, evenly spaced ones
+MOST_TOKENS = 400  # of the row that is shown
+
+_CUT = {
+    "end": "their end is cut off",
+    "start": "their start is cut off",
+    "drop": "they are left out",
+    "error": "an error",
+    "split": "they are split",
+}
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Sentences, and the first row as stretches of text with or without a loss."""
+
+    lines: list[str]
+    row: list[tuple[str, bool]]
+
+    def plain(self) -> str:
+        """The row with brackets around what counts."""
+        return "".join(f"[[{text}]]" if counts else text for text, counts in self.row)
+
+
+def preview_of(data: DataSpec, loader: Loader) -> Preview:
+    tokenizer = open_tokenizer(data.tokenizer or BYTES)
+    batch = {key: value.numpy() for key, value in loader.batch(0).items()}
+    first = {key: values[0] for key, values in batch.items()}
+    return Preview(lines=[*_of_samples(data, loader), _of_tokens(loader)], row=_stretches(first, tokenizer))
+
+
+def _of_samples(data: DataSpec, loader: Loader) -> list[str]:
+    rows = loader.rows
+    if not isinstance(rows, SampleRows):
+        return [f"{loader.num_rows:,} rows of {data.sequence_length} tokens, cut from one stream ({data.format})"]
+    pieces, kind = rows.pieces, "pairs" if rows.per_sample == 2 else "samples"
+    count = pieces.num_samples // rows.per_sample
+    found = [f"{loader.num_rows:,} rows of {count:,} {kind} ({data.format}, packing {data.row_packing})"]
+    if pieces.num_long:
+        share, what = pieces.num_long / pieces.num_samples, _CUT[data.row_truncation]
+        long = f"{pieces.num_long:,} ({share:.1%}) are longer than {data.sequence_length} tokens: {what}"
+        found.append(f"{long} (data.truncation = {data.row_truncation!r})")
+    if pieces.num_dropped:
+        found.append(f"{pieces.num_dropped:,} are left out: too long, or no token that counts is left")
+    return found
+
+
+def _of_tokens(loader: Loader) -> str:
+    """The share of positions with a loss."""
+    num_rows = loader.num_rows
+    chosen = np.unique(np.linspace(0, num_rows - 1, min(num_rows, MOST_ROWS)).astype(np.int64))
+    labels = np.concatenate(
+        [loader.rows.read(part)["labels"] for part in np.array_split(chosen, -(-len(chosen) // 64))]
+    )
+    counted = int((labels != IGNORED).sum())
+    about = "" if len(chosen) == num_rows else "about "
+    total, positions = round(counted * num_rows / len(chosen)), labels.size * num_rows // len(chosen)
+    return f"tokens that count: {about}{total:,} of {positions:,} positions ({counted / labels.size:.1%})"
+
+
+def _stretches(row: dict[str, NDArray[Any]], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    """The first sample of a row, without the padding behind it."""
+    inputs, labels = row["input_ids"], row["labels"]
+    restarts = np.flatnonzero(row["position_ids"][1:] == 0) if "position_ids" in row else np.empty(0, dtype=np.int64)
+    end = int(restarts[0]) + 1 if len(restarts) else len(inputs)
+    counted = np.flatnonzero(labels[:end] != IGNORED)
+    end = min(int(counted[-1]) + 1 if len(counted) else end, MOST_TOKENS)
+    tokens = np.concatenate(
+        [inputs[:1], np.where(labels[:end] == IGNORED, np.append(inputs[1:], 0)[:end], labels[:end])]
+    )
+    counts = np.concatenate([[False], labels[:end] != IGNORED])
+    borders = [0, *(np.flatnonzero(counts[1:] != counts[:-1]) + 1).tolist(), len(tokens)]
+    pairs = itertools.pairwise(borders)
+    return [(_text(tokenizer, tokens[begin:stop]), bool(counts[begin])) for begin, stop in pairs]
+
+
+def _text(tokenizer: Tokenizer, tokens: NDArray[np.int64]) -> str:
+    return str(tokenizer.backend.decode(tokens.tolist(), skip_special_tokens=False))
