@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from weft.core.errors import InputError
+from weft.core.errors import BadValueError, InputError
 
 
 class ExportDtype(StrEnum):
@@ -47,6 +47,9 @@ def export(
         CalibrationMethod | None, typer.Option(help="Round --format by what the model computes; default to nearest.")
     ] = None,
     calibrate_rows: Annotated[int, typer.Option(min=1, help="Held-out rows to calibrate with.")] = 64,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run with [adapter]: the full model, the adapter added to its base.")
+    ] = False,
     evaluate_rows: Annotated[
         int, typer.Option(min=0, help="With --format: held-out rows for the perplexity before and after; 0: none.")
     ] = 16,
@@ -55,7 +58,10 @@ def export(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the written files as JSON on stdout.")] = False,
 ) -> None:
-    """Write a run's weights as a folder that AutoModelForCausalLM.from_pretrained loads."""
+    """Write a run's weights as a folder that AutoModelForCausalLM.from_pretrained loads.
+
+    A run with [adapter] is written in PEFT's format, the adapter alone, unless --merge is given.
+    """
     if (out is None) != compare:
         raise InputError("give --out FOLDER, or --compare", hint="--compare measures all formats and keeps no folder")
     if compare and (weights or calibrate or dtype):
@@ -76,18 +82,25 @@ def export(
             found = compare_formats(run, step=step, calibrate_rows=calibrate_rows, evaluate_rows=evaluate_rows)
         print(json.dumps(found) if as_json else "\n".join(_compared_lines(found)))
         return
+    is_adapter = _is_adapter_alone(run, merge=merge, weights=weights)
     if dtype is None:
         dtype = ExportDtype.AS_TRAINED if weights is None else ExportDtype.BFLOAT16
     with Console(stderr=True).status("exporting" if weights is None else f"exporting and measuring {weights}"):
-        result = export_run(
-            run,
-            out or Path(),
-            step=step,
-            dtype=None if dtype is ExportDtype.AS_TRAINED else dtype.value,
-            weights=weights.value if weights is not None else None,
-            calibrate_rows=calibrate_rows if calibrate else 0,
-            evaluate_rows=evaluate_rows,
-        )
+        cast = None if dtype is ExportDtype.AS_TRAINED else dtype.value
+        if is_adapter:
+            from weft.train.adapter_export import export_adapter
+
+            result = export_adapter(run, out or Path(), step=step, dtype=cast)
+        else:
+            result = export_run(
+                run,
+                out or Path(),
+                step=step,
+                dtype=cast,
+                weights=weights.value if weights is not None else None,
+                calibrate_rows=calibrate_rows if calibrate else 0,
+                evaluate_rows=evaluate_rows,
+            )
     if as_json:
         print(json.dumps(result))
     else:
@@ -96,6 +109,18 @@ def export(
             print(line, file=sys.stderr)
     if result["note"]:
         print(f"note: {result['note']}", file=sys.stderr)
+
+
+def _is_adapter_alone(run: Path, *, merge: bool, weights: LowBitFormat | None) -> bool:
+    """Whether the export is an adapter in PEFT's format."""
+    from weft.train.trained_tensors import has_adapter
+
+    is_adapter = has_adapter(run)
+    if merge and not is_adapter:
+        raise BadValueError(f"{run} has no adapter to merge", hint="leave --merge out")
+    if is_adapter and not merge and weights is not None:
+        raise BadValueError("--format is for full models, and this run trained an adapter", hint="add --merge")
+    return is_adapter and not merge
 
 
 def _low_bit_lines(found: dict[str, Any] | None) -> list[str]:

@@ -17,6 +17,7 @@ Programming errors do not belong here: they stay ordinary Python exceptions with
     │   ├── ModelError        W301   the model is unknown or cannot be built
     │   ├── NoBlocksError     W302   no repeated blocks, so nothing to shard by
     │   ├── WeightsError      W303   weight files are missing or do not match the model
+    │   ├── AdapterError      W304   the adapter does not match the model, or its files are damaged
     │   ├── DataError         W401   the data source is missing, empty or too short
     │   ├── TokenizerError    W402   the tokenizer is missing or does not fit the model
     │   ├── MissingExtraError W403   an optional dependency is not installed
@@ -154,6 +155,12 @@ class WeightsError(InputError):
     """Weight files are missing or do not match the model."""
 
     code = "W303"
+
+
+class AdapterError(InputError):
+    """The adapter does not match the model, or its files are missing or damaged."""
+
+    code = "W304"
 
 
 class DataError(InputError):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from weft.core.adapter_spec import AdapterSpec
 from weft.core.config import Document, Section, sections_of
 from weft.core.optimizers import NAMES, OPTIMIZERS, OptimizerKind
 from weft.core.parameter_groups import GroupSpec
@@ -277,6 +278,7 @@ class RunSpec(Document):
     """The complete run."""
 
     model: ModelSpec
+    adapter: AdapterSpec = AdapterSpec()
     data: DataSpec = DataSpec()
     train: TrainSpec = TrainSpec()
     router: RouterSpec = RouterSpec()

@@ -35,7 +35,8 @@ from weft.engine.measure.tracker import plain_tensors
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.engine.pp.runtime import PipelineRuntime
 from weft.engine.precision import torch_dtype
-from weft.models.build import build_config, build_skeleton
+from weft.models.adapter.build import run_skeleton
+from weft.models.build import build_config
 from weft.models.layout import ModelLayout, describe
 from weft.plan.legality import require_legal
 
@@ -185,7 +186,7 @@ class FakeTraining:
     def __init__(self, run: RunSpec, plan: Plan, *, device: torch.device = CPU) -> None:
         self.run, self.plan, self.device = run, plan, device
         self.config = build_config(run.model, vocab_size=_vocab_size(run))
-        self.skeleton = build_skeleton(self.config, attention=run.model.attention)
+        self.skeleton = run_skeleton(run, self.config)
         self.num_parameters = sum(parameter.numel() for parameter in self.skeleton.parameters())
 
     def build(self) -> None:

@@ -25,6 +25,7 @@ from weft.engine.precision import LossScale
 from weft.engine.router.routers import Routers
 from weft.engine.state import MODEL, OPTIMIZER, master_tensors, meta_read, state_tensors
 from weft.engine.updates import Updates
+from weft.models.adapter.lora import names_elsewhere
 from weft.models.layout import ModelLayout
 
 
@@ -69,7 +70,12 @@ class EngineState:
         self.updates.restart()
         create_state(self.optimizer, self.parameters)
         state = state_tensors(self.model, self.optimizer, self.shards, self.masters)
-        state = {key: value for key, value in state.items() if not self.buffer_sync.is_foreign(key.removeprefix(MODEL))}
+        elsewhere = names_elsewhere(self.model)
+        state = {
+            key: value
+            for key, value in state.items()
+            if not self.buffer_sync.is_foreign(name := key.removeprefix(MODEL)) and name not in elsewhere
+        }
         copied = tuple(f"{prefix}{name}" for prefix in (MODEL, OPTIMIZER) for name in self.layout.copies)
         return {key: value for key, value in state.items() if not key.startswith(copied)} if copied else state
 

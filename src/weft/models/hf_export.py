@@ -61,10 +61,10 @@ def export_folder(
     read from the model by default; `skeleton` is the model on the meta device, built from `config` by default.
     `quantiser` stores linear layers and experts as codes.
     """
-    _require_free(out)
+    require_free(out)
     model = skeleton if skeleton is not None else skeleton_of(config)
     stream = _Stream(model, dtype=dtype, tied=stored_ties(model) if tied is None else tied, quantiser=quantiser)
-    with _committed_folder(out) as folder:
+    with committed_folder(out) as folder:
         writer = ShardWriter(folder, max_shard_bytes=max_shard_bytes)
         for name, tensor in stream.stored(tensors):
             writer.add(name, tensor)
@@ -198,7 +198,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
         shutil.copyfile(file, folder / file.name)
 
 
-def _require_free(out: Path) -> None:
+def require_free(out: Path) -> None:
     if out.is_dir() and any(out.iterdir()):
         raise RunFolderError(f"{out} is not empty", hint="give a new folder; an export never overwrites one")
     if out.exists() and not out.is_dir():
@@ -206,7 +206,7 @@ def _require_free(out: Path) -> None:
 
 
 @contextmanager
-def _committed_folder(out: Path) -> Iterator[Path]:
+def committed_folder(out: Path) -> Iterator[Path]:
     """A temporary folder that becomes `out` if the block succeeds, and is removed otherwise."""
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
@@ -216,7 +216,7 @@ def _committed_folder(out: Path) -> Iterator[Path]:
         for file in folder.iterdir():
             sync_path(file)
         sync_path(folder)
-        _require_free(out)
+        require_free(out)
         folder.replace(out)
         sync_path(out.parent)
     except BaseException:

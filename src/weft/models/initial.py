@@ -68,7 +68,7 @@ class InitialWeights:
                     for name, drawers in drawn_by.items():
                         # HF skips flagged tensors: the other owner of a tied weight must not redraw it
                         self._skeleton.get_parameter(name)._is_hf_initialized = module_name not in drawers  # type: ignore[attr-defined]
-                    seed_generators(_mix(self._seed, module_name))
+                    seed_generators(mixed_seed(self._seed, module_name))
                     _initialise_module(module, owner)
                 for name in names:
                     parameter = self._skeleton.get_parameter(name)
@@ -103,7 +103,7 @@ class InitialWeights:
             parameter.copy_(constructed)
             return
         self.by_rule.append(name)
-        seed_generators(_mix(self._seed, name))
+        seed_generators(mixed_seed(self._seed, name))
         if parameter.ndim >= 2:
             parameter.normal_(0.0, 0.02)
         elif name.endswith("weight"):
@@ -121,7 +121,7 @@ def _above(parameter: str) -> set[str]:
     return {".".join(parts[:depth]) for depth in range(len(parts) + 1)}
 
 
-def _mix(seed: int, name: str) -> int:
+def mixed_seed(seed: int, name: str) -> int:
     """A 63-bit seed from (seed, name), the same on every machine."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from weft.core.adapter_rules import check_adapter
 from weft.core.errors import BatchError, MeshError, NotBuiltError, PlanError, WeftError
 from weft.core.executable import not_executed_reasons
 from weft.core.masters import has_masters_away
@@ -80,6 +81,11 @@ def _router_reasons(plan: Plan, run: RunSpec | None) -> Iterable[Reason]:
     return check_router(plan, run.router) if run is not None else []
 
 
+def _adapter_reasons(plan: Plan, run: RunSpec | None) -> Iterable[Reason]:
+    """The layout can train the adapter of the run."""
+    return check_adapter(plan, run.adapter) if run is not None else []
+
+
 def _expert_reasons(plan: Plan, run: RunSpec | None) -> list[Reason]:
     """Every rank of ep holds an expert of the run's model."""
     if run is None or plan.mesh.ep == 1:
@@ -143,6 +149,7 @@ RULES = (
     LegalityRule("batch", BatchError, _batch_reasons),
     LegalityRule("sequence", BatchError, _sequence_reasons),
     LegalityRule("router", NotBuiltError, _router_reasons),
+    LegalityRule("adapter", NotBuiltError, _adapter_reasons),
     LegalityRule("experts", MeshError, _expert_reasons),
     LegalityRule("offload", NotBuiltError, _offload_reasons),
     LegalityRule("optimizer", NotBuiltError, _optimizer_reasons),

@@ -32,7 +32,8 @@ from weft.engine.engine import Engine
 from weft.engine.kernels.fast_path import fast_path
 from weft.engine.measure.timer import now, seconds_between
 from weft.engine.optim.optimizers import OptimizerPolicy
-from weft.models.build import build_config, build_skeleton
+from weft.models.adapter.build import run_skeleton
+from weft.models.build import build_config
 from weft.plan.legality import require_legal
 from weft.plan.time.compute import model_flops
 from weft.train.build import weight_source
@@ -151,7 +152,7 @@ def _world(num_ranks: int) -> Iterator[None]:
 def _engine(bench: Bench, config: Any) -> Engine:
     weights, _ = weight_source(bench.run, config, device=bench.device)
     return Engine(
-        build_skeleton(config, attention=bench.run.model.attention),
+        run_skeleton(bench.run, config),
         bench.plan,
         optimizer=OptimizerPolicy.of(bench.run.train),
         seed=bench.run.train.seed,

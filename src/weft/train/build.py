@@ -19,6 +19,8 @@ from weft.data import Corpus, Loader, find_tokenizer, open_corpus, open_tokenize
 from weft.data.rows import RowLayout
 from weft.engine.engine import Engine
 from weft.engine.optim.optimizers import OptimizerPolicy
+from weft.models.adapter.build import run_skeleton, with_adapter
+from weft.models.adapter.targets import notes_on_experts
 from weft.models.build import build_config, build_skeleton
 from weft.models.hf_config import unread_keys
 from weft.models.initial import InitialWeights, WeightSource
@@ -71,7 +73,7 @@ def build_workbench(
         config = build_config(run.model, vocab_size=corpus.vocab_size, end_of_document=corpus.end_of_document)
         if scene is not None:
             scene.config = config
-        skeleton = build_skeleton(config, attention=run.model.attention)
+        skeleton = run_skeleton(run, config)
         require_isolation(run.data, skeleton)
         require_matches(run.train.groups, [name for name, _ in skeleton.named_parameters()])
         weights, weight_notes = weight_source(run, config, device=device)
@@ -112,6 +114,14 @@ def prepare_data(run: RunSpec, process: Process, *, is_speaking: bool) -> Corpus
 
 def weight_source(run: RunSpec, config: Any, *, device: torch.device) -> tuple[WeightSource, list[str]]:
     """The values of the model's files, or random ones without a path or if asked for; and notes."""
+    base, notes = base_weights(run, config, device=device)
+    if run.adapter.is_on:
+        notes += notes_on_experts(build_skeleton(config, attention=run.model.attention))
+    return with_adapter(base, run, config), notes
+
+
+def base_weights(run: RunSpec, config: Any, *, device: torch.device) -> tuple[WeightSource, list[str]]:
+    """As `weight_source`, of the model without adapters."""
     skeleton = build_skeleton(config, attention=run.model.attention)
     notes = _config_notes(run.model, config)
     if reads_weights(run.model):

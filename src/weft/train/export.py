@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from weft.checkpoint import peek_newest, read_manifest, read_tensors
-from weft.core.errors import CheckpointError, DataError, TokenizerError, WeftError
+from weft.core.errors import DataError, TokenizerError, WeftError
 from weft.core.run_spec import RunSpec
 from weft.data import open_tokenizer
 from weft.data.byte_tokenizer import TEMPLATE_FILE
 from weft.data.samples import read_template
-from weft.engine.state import MODEL
 from weft.models.hf_export import export_folder, skeleton_of
 from weft.models.quantised import Quantiser
 from weft.models.weight_codes import FORMATS
 from weft.train.calibration import BlockCalibration
-from weft.train.folder.run_folder import RunFolder, require_run
+from weft.train.folder.run_folder import RunFolder
 from weft.train.perplexity import HeldOutRows, why_not_loaded
+from weft.train.trained_tensors import checkpoint_of, full_tensors
 
 
 def export_run(
@@ -40,6 +39,8 @@ def export_run(
     evaluate_rows: int = 0,
 ) -> dict[str, Any]:
     """Write the newest good (or the named) checkpoint of `run_dir` to `out`; return step, files and note.
+
+    Adapters are added to their base; `train/adapter_export.py` writes them alone.
 
     `weights` is a format of `models.weight_codes`, rounded to nearest or, with `calibrate_rows`, by GPTQ on so many
     held-out rows. With `evaluate_rows` the perplexity before and after is measured, on other rows.
@@ -101,13 +102,7 @@ class _Source:
 
     @classmethod
     def open(cls, run_dir: Path, *, step: int | None, dtype: str | None) -> _Source:
-        require_run(run_dir)
-        folder = RunFolder(run_dir)
-        checkpoint = peek_newest(folder.checkpoints_path, step=step)
-        if checkpoint is None:
-            raise CheckpointError(
-                f"{run_dir} has no checkpoint", hint="train with checkpoint.at_end = true, the default"
-            )
+        checkpoint, folder = checkpoint_of(run_dir, step=step), RunFolder(run_dir)
         run = RunSpec.from_file(run_dir / "run.toml")
         cast = getattr(torch, dtype) if dtype else None
         return cls(run, folder.model_path, checkpoint.path, checkpoint.step, cast)
@@ -133,12 +128,12 @@ class _Source:
         config = AutoConfig.from_pretrained(str(self.model_path), trust_remote_code=False)
         skeleton = skeleton_of(config)
         quantiser = Quantiser(skeleton, FORMATS[weights]) if weights else None
-        tensors, calibrated = _model_tensors(self.checkpoint), None
+        tensors, calibrated = full_tensors(self.run, self.checkpoint), None
         if quantiser is not None and calibration:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             dtype = self.dtype or torch.float32
             calibrated = BlockCalibration(config, calibration, quantiser, dtype=dtype, device=device)
-            tensors = calibrated.tensors(_model_tensors(self.checkpoint, order=calibrated.order))
+            tensors = calibrated.tensors(full_tensors(self.run, self.checkpoint, order=calibrated.order))
         files = export_folder(
             config, tensors, out, skeleton=skeleton, dtype=self.dtype, tokenizer=tokenizer, quantiser=quantiser
         )
@@ -172,15 +167,6 @@ def _perplexity(source: _Source, rows: HeldOutRows | WeftError | None, out: Path
             return {"not_measured": missing}
         before, after = rows.perplexity(plain), rows.perplexity(out)
     return {"rows": rows.num_rows, "before": before, "after": after, "change": after / before - 1}
-
-
-def _model_tensors(
-    checkpoint: Path, *, order: Callable[[list[str]], list[str]] = list
-) -> Iterator[tuple[str, torch.Tensor]]:
-    stored = read_manifest(checkpoint).tensors
-    names = order([key.removeprefix(MODEL) for key in stored if key.startswith(MODEL)])
-    for key, tensor in read_tensors(checkpoint, [f"{MODEL}{name}" for name in names]):
-        yield key.removeprefix(MODEL), tensor
 
 
 def _save_tokenizer(run: RunSpec, folder: Path) -> str:

@@ -20,8 +20,8 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec, TrainSpec
 from weft.data import Corpus, Loader, open_corpus
 from weft.data.rows import RowLayout
-from weft.models.build import build_config, build_skeleton
-from weft.models.initial import InitialWeights
+from weft.models.adapter.build import initial_weights, run_skeleton
+from weft.models.build import build_config
 from weft.models.layout import describe
 from weft.train.rate import learning_rate_at
 from weft.verify.borders import Borders
@@ -65,13 +65,11 @@ class Subject:
         )
 
     def skeleton(self) -> nn.Module:
-        return build_skeleton(self.config, attention=self.run.model.attention)
+        return run_skeleton(self.run, self.config)
 
     def build(self) -> nn.Module:
         """A plain model with allocated memory; the caller fills in the values."""
-        skeleton = build_skeleton(
-            copy.deepcopy(self.config), attention=self.run.model.attention
-        )  # building may change it
+        skeleton = run_skeleton(self.run, copy.deepcopy(self.config))  # building may change it
         buffers = {name: buffer.clone() for name, buffer in skeleton.named_buffers()}
         model = skeleton.to_empty(device=self.device)
         with torch.no_grad():
@@ -81,10 +79,9 @@ class Subject:
         return model.train()
 
     def initial(self) -> Tensors:
-        skeleton = self.skeleton()
-        layout = describe(skeleton)
-        source = InitialWeights(skeleton, layout, seed=self.run.train.seed, device=self.device)
-        return {name: read(()).to(CPU, copy=True) for name, read in source.readers(list(layout.unit_of))}
+        names = list(describe(self.skeleton()).unit_of)
+        source = initial_weights(self.run, self.config, device=self.device)
+        return {name: read(()).to(CPU, copy=True) for name, read in source.readers(names)}
 
     def loader(self, *, evaluation: bool = False, dp_rank: int = 0, dp_degree: int = 1) -> Loader:
         split = self.corpus.evaluation if evaluation else self.corpus.training
@@ -220,7 +217,7 @@ def joint_split(plan: Plan, train: TrainSpec) -> BatchSplit:
 
 def _frozen(subject: Subject) -> frozenset[str]:
     """Parameters that the run freezes, or the model itself: biases of routers are often parameters of that kind."""
-    parameters, patterns = build_skeleton(subject.config).named_parameters(), subject.run.train.frozen
+    parameters, patterns = subject.skeleton().named_parameters(), subject.run.train.frozen
     return frozenset(
         name
         for name, parameter in parameters

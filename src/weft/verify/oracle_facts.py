@@ -22,10 +22,11 @@ from weft.core.precision import PrecisionPolicy
 from weft.core.run_spec import RunSpec
 from weft.data.split import Split
 from weft.engine.state import MODEL, OPTIMIZER
-from weft.models.initial import InitialWeights
+from weft.models.adapter.build import initial_weights
+from weft.models.adapter.lora import factor_names
 from weft.models.layout import describe
 from weft.models.pretrained import PretrainedWeights
-from weft.train.build import weight_source
+from weft.train.build import base_weights
 from weft.train.folder.run_folder import RunFolder
 from weft.verify.exercise import CPU, Subject, plan_precision, plan_split
 from weft.verify.oracle import CorpusFacts, LoopFacts, RankShare, RunFacts, Saved
@@ -37,10 +38,9 @@ KEPT, SMALL = 8, 5_000_000  # cached checkpoints of models below SMALL elements;
 def collect_facts(run: RunSpec, loop_run: RunSpec, plan: Plan, folder: Path, export: Path, references: References,
                   subject: Subject) -> RunFacts:  # fmt: skip
     """Collect on rank 0, which has the folder and the references. `subject` is the loop's."""
-    skeleton = subject.skeleton()
-    layout = describe(skeleton)
-    source = InitialWeights(skeleton, layout, seed=run.train.seed, device=subject.device)
-    initial = {name: read(()).to(CPU, copy=True) for name, read in source.readers(list(layout.unit_of))}
+    names = list(describe(subject.skeleton()).unit_of)
+    source: Any = initial_weights(subject.run, subject.config, device=subject.device)
+    initial = {name: read(()).to(CPU, copy=True) for name, read in source.readers(names)}
     return RunFacts(
         run=run.model_dump(mode="json"),
         loop_run=loop_run.model_dump(mode="json"),
@@ -59,10 +59,11 @@ def _pretrained(run: RunSpec, subject: Subject) -> dict[str, torch.Tensor] | Non
     """Weights of the run's model folder, as training reads them. None for a shrunk run, which starts at random."""
     if run.model.path is None or run.model.weights == "random":
         return None
-    source, _ = weight_source(run, subject.config, device=CPU)
+    source, _ = base_weights(run, subject.config, device=CPU)
     if not isinstance(source, PretrainedWeights):
         return None
-    names = [name for name, _ in subject.skeleton().named_parameters()]
+    factors = set(factor_names(skeleton := subject.skeleton()))
+    names = [name for name, _ in skeleton.named_parameters() if name not in factors]
     return {name: read(()).to(CPU, copy=True) for name, read in source.readers(names)}
 
 

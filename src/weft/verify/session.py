@@ -24,8 +24,7 @@ from weft.engine.activations import kept_tensors
 from weft.engine.engine import Engine
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.engine.router.apply import with_router_of
-from weft.models.initial import InitialWeights
-from weft.models.layout import describe
+from weft.models.adapter.build import initial_weights
 from weft.plan.legality import is_legal
 from weft.schedule import Calls
 from weft.train.ranks.process import Process
@@ -198,8 +197,8 @@ class Session:
     def engine(self, plan: Plan) -> Engine:
         subject = self.subject
         kept_tensors.LEAST_BYTES = 1  # models are small here, and their saved tensors must leave too
-        skeleton, source = subject.skeleton(), subject.skeleton()
-        weights = InitialWeights(source, describe(source), seed=subject.run.train.seed, device=self.device)
+        skeleton = subject.skeleton()
+        weights = initial_weights(subject.run, subject.config, device=self.device)
         engine = Engine(
             skeleton,
             plan,

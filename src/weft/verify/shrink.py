@@ -11,6 +11,7 @@ from typing import Any
 from weft.core.errors import ModelError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
+from weft.models.adapter.targets import matching_parameters, matching_patterns
 from weft.models.build import build_config, build_skeleton
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -29,6 +30,21 @@ MIN_EXPERTS = 4
 
 def shrink(run: RunSpec, plan: Plan, *, vocab_size: int) -> tuple[RunSpec, list[str]]:
     """The small run, and the list of changes."""
+    small, changes = _smaller(run, plan, vocab_size=vocab_size)
+    return _with_adapter_of(small, vocab_size=vocab_size), changes
+
+
+def _with_adapter_of(run: RunSpec, *, vocab_size: int) -> RunSpec:
+    """The run with those patterns of its adapter that match the small model, and with drawn factors."""
+    if not run.adapter.is_on:
+        return run
+    model = build_skeleton(build_config(run.model, vocab_size=vocab_size), attention=run.model.attention)
+    targets, also = matching_patterns(model, run.adapter.targets), matching_parameters(model, run.adapter.train_also)
+    adapter = run.adapter.model_copy(update={"targets": targets, "train_also": also, "path": None})
+    return run.model_copy(update={"adapter": adapter})
+
+
+def _smaller(run: RunSpec, plan: Plan, *, vocab_size: int) -> tuple[RunSpec, list[str]]:
     config = build_config(run.model, vocab_size=vocab_size).get_text_config()
     stages, listed = plan.mesh.pp * plan.pipeline.virtual_stages, sum(plan.pipeline.blocks or ())
     policies = 3 if plan.activations.policy == "budget" else 2  # of blocks: saved, fully or selectively recomputed

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from weft.verify.exercise import Subject, loop_exercise
 from weft.verify.finite_text import EVAL_FRACTION, FiniteText
 from weft.verify.layouts import other_layout, plan_name
 from weft.verify.oracle import Oracle
+from weft.verify.oracle.adapter import AdaptedPlainModel
 from weft.verify.oracle_facts import collect_facts
 from weft.verify.reference import RunTrace
 from weft.verify.references import ReferenceCache, References
@@ -272,8 +274,10 @@ class WholeRuns:
         export_run(folder, out)
         loaded = AutoModelForCausalLM.from_pretrained(str(out), dtype=torch.float32, trust_remote_code=False)
         named = dict(loaded.named_parameters())
+        adapter = self._run.adapter
+        plain = AdaptedPlainModel(loaded.config, adapter.model_dump()) if adapter.is_on else None
         for key, parameter in named.items():
-            if key not in straight.weights or not torch.equal(parameter.detach(), straight.weights[key].float()):
+            if key not in straight.weights or _is_other(key, parameter.detach(), straight.weights, plain):
                 finding = Finding(rule=5, parameter=key, expected="the trained values", found="other values")
                 return Check.failed("export", finding)
         return Check.passed("export", f"{len(named)} parameters reload with equal bits")
@@ -326,6 +330,15 @@ class WholeRuns:
     def _barrier(self) -> None:
         if self._process.world_size > 1:
             dist.barrier()
+
+
+def _is_other(
+    key: str, found: torch.Tensor, trained: Mapping[str, torch.Tensor], plain: AdaptedPlainModel | None
+) -> bool:
+    """Whether an exported parameter is not the trained one, with its adapter added if it has one."""
+    if plain is not None:
+        return plain.wrong_merge(key, found, trained)
+    return not torch.equal(found, trained[key].float())
 
 
 def _export_of(folder: Path) -> Path:

@@ -26,6 +26,7 @@ from weft.engine.tp.grid import TP_GROUP, Grid
 from weft.engine.tp.one_d_shards import local_units
 from weft.engine.tp.statistics import spanning
 from weft.engine.wrap_forward import Forward, Layer, wrap_forward
+from weft.models.adapter.lora import Adapted
 from weft.models.layout import ModelLayout
 from weft.models.tp.layout import Region, TensorLayout
 
@@ -149,7 +150,10 @@ class _Row:
 
     def __call__(self, _forward: Forward, x: Tensor) -> Tensor:
         weight, bias = self.module.weight, self.module.bias
-        total = self.passage.leave(x @ weight if self.is_transposed else F.linear(x, weight))
+        partial = x @ weight if self.is_transposed else F.linear(x, weight)
+        if isinstance(self.module, Adapted):  # its rank of A has the local inputs: a partial sum too
+            partial = partial + self.module.adapter_delta(x)
+        total = self.passage.leave(partial)
         return total if bias is None else total + bias
 
 

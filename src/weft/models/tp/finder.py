@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from weft.models.layout import ModelLayout
+from weft.models.tp.adapters import with_adapters
 from weft.models.tp.attention import attention_region, split_attention_region
 from weft.models.tp.checks import wrong_arithmetic
 from weft.models.tp.experts import experts_region
@@ -49,7 +50,7 @@ def find_tensor_layout(model: nn.Module, layout: ModelLayout) -> TensorLayout:
         _search(site, _Finder(model, text, config), found)
         _decline_kin(model, text, found)
     mixers = mixers_of(model, text, found)
-    regions = tuple(found.regions)
+    regions = tuple(with_adapters(model, region) for region in found.regions)
     bare = TensorLayout(
         regions=regions, embedding=ends.embedding, head=ends.head, hidden_size=hidden_size, replicated={},
         mixers=mixers, norms=tuple(name for name in found.norms if not is_inside(name, mixers)),

@@ -153,7 +153,13 @@ def parameters_beside(site: Site, linears: tuple[LinearFacts, ...]) -> Iterator[
         if owner_name in taken:
             continue
         for key, parameter in owner.named_parameters(recurse=False):
-            yield f"{owner_name}.{key}", owner, parameter
+            if not is_factor(owner_name):  # of an adapter: sharded with its linear
+                yield f"{owner_name}.{key}", owner, parameter
+
+
+def is_factor(module_name: str) -> bool:
+    """Whether the module is a factor of a low-rank adapter, by its name."""
+    return module_name.endswith((".lora_A", ".lora_B"))
 
 
 def names_used(module: nn.Module) -> frozenset[str]:

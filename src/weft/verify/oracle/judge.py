@@ -5,10 +5,13 @@ config -> initial weights -> data -> schedule -> update by its gradients -> loss
 
 from __future__ import annotations
 
+from typing import Any
+
+from weft.verify.oracle.adapter import AdaptedPlainModel, without_factors
 from weft.verify.oracle.config import asked_config, check_config
 from weft.verify.oracle.documents import Beginning, NotReadAgainError, read_beginning
 from weft.verify.oracle.export import check_export
-from weft.verify.oracle.facts import RankShare, RunFacts, Saved
+from weft.verify.oracle.facts import RankShare, RunFacts, Saved, Tables
 from weft.verify.oracle.initial import Statistics, check_initial, check_pretrained, draw_statistics
 from weft.verify.oracle.loss import LossJudge
 from weft.verify.oracle.model import Batch, PlainModel
@@ -33,19 +36,21 @@ class Oracle:
     def checks(self, facts: RunFacts) -> list[Check]:
         asked, loop = asked_config(facts.run["model"], facts.config), facts.loop
         if self._plain is None or self._statistics is None:
-            self._plain, self._statistics = PlainModel(asked), draw_statistics(asked)
+            self._plain, self._statistics = _plain_of(asked, facts.run["adapter"]), draw_statistics(asked)
         plain, corpus = self._plain, facts.corpus
         held_out = None if corpus.held_out is None else _stream(facts, corpus.held_out)
         both = _stream(facts, corpus.training), held_out
         checks = [
             check_config(asked, plain.model.config, facts.config, vocab_size=corpus.vocab_size),
-            check_initial(self._statistics, facts.initial, without_rule=facts.without_rule),
+            check_initial(self._statistics, without_factors(facts.initial), without_rule=facts.without_rule),
             check_data(facts.run, corpus, self._read_again(facts), both, dp_degree=facts.dp_degree),
             check_schedule(facts.run, facts.rate, facts.loop_run, loop.rates),
         ]
         if facts.pretrained is not None:
             checks.append(check_pretrained(str(facts.run["model"]["path"]), facts.pretrained))
-        if {name for name, _ in plain.model.named_parameters()} != set(facts.initial):
+        if isinstance(plain, AdaptedPlainModel):
+            checks.append(plain.check_initial(facts.initial))
+        if {name for name, _ in plain.model.named_parameters()} != set(without_factors(facts.initial)):
             return checks  # a different model: later checks would only repeat that
         checks.append(self._updates(facts, plain, both[0]))
         checks.append(LossJudge(facts=facts, plain=plain, streams=both).check())
@@ -71,6 +76,10 @@ class Oracle:
             except NotReadAgainError as reason:
                 self._beginning = str(reason)
         return self._beginning
+
+
+def _plain_of(config: Any, adapter: Tables) -> PlainModel:
+    return PlainModel(config) if adapter["kind"] == "none" else AdaptedPlainModel(config, adapter)
 
 
 def _last(facts: RunFacts) -> Saved:

@@ -1,0 +1,53 @@
+"""The trained tensors of a checkpoint, one at a time: as they were saved, or with adapters added to their base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.checkpoint import peek_newest, read_manifest, read_tensors
+from weft.core.errors import CheckpointError
+from weft.core.run_spec import RunSpec
+from weft.engine.state import MODEL
+from weft.models.adapter.merge import merged_tensors
+from weft.models.build import build_config
+from weft.train.build import base_weights
+from weft.train.folder.run_folder import RunFolder, require_run
+
+Order = Callable[[list[str]], list[str]]
+
+
+def has_adapter(run_dir: Path) -> bool:
+    """Whether the run trained an adapter."""
+    require_run(run_dir)
+    return RunSpec.from_file(run_dir / "run.toml").adapter.is_on
+
+
+def checkpoint_of(run_dir: Path, *, step: int | None) -> Any:
+    """The newest good (or the named) checkpoint of a run."""
+    require_run(run_dir)
+    checkpoint = peek_newest(RunFolder(run_dir).checkpoints_path, step=step)
+    if checkpoint is None:
+        raise CheckpointError(f"{run_dir} has no checkpoint", hint="train with checkpoint.at_end = true, the default")
+    return checkpoint
+
+
+def saved_tensors(checkpoint: Path, *, order: Order = list) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of a checkpoint."""
+    stored = read_manifest(checkpoint).tensors
+    names = order([key.removeprefix(MODEL) for key in stored if key.startswith(MODEL)])
+    for key, tensor in read_tensors(checkpoint, [f"{MODEL}{name}" for name in names]):
+        yield key.removeprefix(MODEL), tensor
+
+
+def full_tensors(run: RunSpec, checkpoint: Path, *, order: Order = list) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of the run's model; of a run with adapters the merged ones."""
+    if not run.adapter.is_on:
+        yield from saved_tensors(checkpoint, order=order)
+        return
+    config = build_config(run.model, vocab_size=1)
+    base, _ = base_weights(run, config, device=torch.device("cpu"))
+    yield from merged_tensors(run, config, base, dict(saved_tensors(checkpoint)), order=order)
