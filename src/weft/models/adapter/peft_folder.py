@@ -93,7 +93,7 @@ def peft_config(
         "base_model_name_or_path": base,
         "revision": revision,
         "r": spec.rank,
-        "lora_alpha": spec.alpha,
+        "lora_alpha": int(spec.alpha) if spec.alpha.is_integer() else spec.alpha,
         "lora_dropout": spec.dropout,
         "use_rslora": spec.rslora,
         "use_dora": False,
