@@ -121,6 +121,11 @@ class BlockCalibration:
         if gram is None:
             self.record.rounded[name] = self.record.rounded.get(name, 0) + 1
             return quantise(weight, form, scale_dtype=dtype)
+        if not gram.isfinite().all():
+            raise WeightsError(
+                f"inputs of {name} overflow on the calibration rows, so its codes cannot be calibrated",
+                hint="export a checkpoint from before the run diverged, or leave --calibrate out",
+            )
         self.record.matrices += 1
         return calibrated_codes(weight, gram, form, scale_dtype=dtype)
 

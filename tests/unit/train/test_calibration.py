@@ -155,3 +155,14 @@ def test_a_family_whose_blocks_share_values_is_refused() -> None:
             config, [], Quantiser(skeleton, FORMATS["int8"]), dtype=torch.float32, device=torch.device("cpu")
         )
     assert "--calibrate" in raised.value.hint
+
+
+def test_a_model_that_overflows_is_refused(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**_TINY)).eval()
+    quantiser = Quantiser(skeleton_of(model.config), FORMATS["int4"])
+    calibration = BlockCalibration(
+        model.config, token_rows(1), quantiser, dtype=torch.float32, device=torch.device("cpu")
+    )
+    own = {name: one.detach() * (torch.inf if "up_proj" in name else 1.0) for name, one in model.named_parameters()}
+    with pytest.raises(WeightsError, match=r"inputs of .*down_proj\.weight overflow"):
+        list(calibration.tensors((name, own[name]) for name in calibration.order(list(own))))
