@@ -59,6 +59,19 @@ def carries_buffers() -> bool:
     return _carries_buffers.get()
 
 
+_component: ContextVar[tuple[str, str] | None] = ContextVar("component", default=None)
+
+
+@contextmanager
+def wire_format(component: str, name: str) -> Iterator[None]:
+    """Collectives inside carry a component of the table of formats in this format; Gloo has bytes for float8."""
+    token = _component.set((component, name))
+    try:
+        yield
+    finally:
+        _component.reset(token)
+
+
 class CollectiveObserver(OperatorWatch):  # type: ignore[no-untyped-call]
     """Inside `with CollectiveObserver() as seen:`, `seen.counts` and `seen.dtypes` fill by collective name."""
 
@@ -68,6 +81,7 @@ class CollectiveObserver(OperatorWatch):  # type: ignore[no-untyped-call]
         self._no_dtypes_of = frozenset(no_dtypes_of)
         self.counts: Counter[str] = Counter()
         self.dtypes: dict[str, set[torch.dtype]] = {}
+        self.formats: dict[str, set[str]] = {}  # by component, of collectives inside `wire_format`
         self.is_paused = False
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -83,6 +97,10 @@ class CollectiveObserver(OperatorWatch):  # type: ignore[no-untyped-call]
         elif carries_buffers():
             name = f"{BUFFERS}_{name}"
         self.counts[name] += 1
+        if (carried := _component.get()) is not None:
+            found = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+            self.formats.setdefault(carried[0], set()).update(carried[1] if one == "uint8" else one for one in found)
+            return
         group = group_of(args) if self._no_dtypes_of else None
         if group is not None and str(group.group_name) in self._no_dtypes_of:
             return

@@ -78,6 +78,9 @@ class GroupSum:
             return done
         return self._in_thread(values)
 
+    def finish(self) -> None:
+        """After the last sum of a backward; a no-op unless one waits for its next."""
+
     def _in_thread(self, values: Tensor) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         if self._thread is None:

@@ -53,6 +53,7 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
             "precision.logits = 'float32' beside weights in 16 bits with tensor parallelism",
         ),
         *_not_summed(plan),
+        *_not_coded(plan),
         *_not_offloaded(plan),
     ]
     refused += [(True, f"precision.{name} = {getattr(policy, name)!r}") for name in not_executed(policy)]
@@ -81,6 +82,23 @@ def _not_summed(plan: Plan) -> list[tuple[bool, str]]:
             f"{what} with HSDP outside of a pipeline, where fully_shard sums over the replicas",
         ),
         (is_chosen and _is_threaded(plan), f"{what} with dataparallel"),
+    ]
+
+
+def _not_coded(plan: Plan) -> list[tuple[bool, str]]:
+    """Layouts whose gradients do not travel as codes."""
+    policy, dp = plan.precision.policy(), plan.data_parallel
+    is_on, what = policy.has_coded_sums, f"precision.reduce = {policy.reduce!r}"
+    return [
+        (is_on and _is_threaded(plan), f"{what} with dataparallel, which has no ranks"),
+        (is_on and dp.all_reduce != "auto", f"{what} with data_parallel.all_reduce: codes travel as an all-to-all"),
+        (is_on and plan.has_delayed_updates, f"{what} with {plan.delayed_by}"),
+        (is_on and dp.find_unused_parameters, f"{what} with data_parallel.find_unused_parameters"),
+        (
+            is_on and plan.mesh.ep > 1 and dp.zero == 0,
+            f"{what} with replicated experts (mesh.ep > 1, data_parallel.zero = 0), whose gradients are summed one by "
+            "one",
+        ),
     ]
 
 

@@ -49,6 +49,11 @@ class PrecisionPolicy(BaseModel):
     loss: Format
 
     @property
+    def has_coded_sums(self) -> bool:
+        """Whether gradients are rounded on their way over the ranks; sums are made in float32 or better."""
+        return self.reduce != "float32"
+
+    @property
     def loss_scaling(self) -> bool:
         """Whether losses are scaled, since gradients have the small range of float16."""
         return self.weights == "float16"
@@ -139,7 +144,10 @@ _FREE: dict[str, tuple[tuple[Format, ...], str]] = {
         "for 8-bit moments use train.optimizer = 'adamw8bit'; float16 underflows",
     ),
     "gradients": (("float32", "bfloat16"), "accumulated gradients need the range of float32"),
-    "reduce": (("float32", "bfloat16"), "sums over ranks need the range of float32"),
+    "reduce": (
+        ("float32", "bfloat16", "float8_e4m3", "int8"),
+        "gradients of the ranks need the range of float32, or a scale per block",
+    ),
     "norm_statistics": (("float32",), _ONE_KERNEL),
     "softmax": (("float32",), _ONE_KERNEL),
     "aux_loss": (("float32",), "sums over a batch's tokens lose small terms in less"),
@@ -174,7 +182,7 @@ def _tied(policy: PrecisionPolicy) -> Iterator[tuple[str, tuple[Format, ...], st
     for name in ("router", "logits"):
         yield name, (weights, "float32"), "it is computed as the rest, or in float32"
     yield "residual", (weights, "float32"), "blocks add to it what they compute"
-    for name in ("master_weights", "first_moment", "second_moment", "gradients", "reduce"):
+    for name in ("master_weights", "first_moment", "second_moment", "gradients"):
         yield name, low, "bfloat16 there needs weights in bfloat16"
 
 
@@ -182,6 +190,5 @@ def not_executed(policy: PrecisionPolicy) -> list[str]:
     """Possible components that this version's engine does not support."""
     refused = {
         "residual": policy.residual != policy.weights,
-        "reduce": policy.reduce != "float32",
     }
     return [name for name, is_refused in refused.items() if is_refused]

@@ -25,7 +25,9 @@ class Precision(Section):
     activations: Format | None = _component("outputs of layers")
     residual: Format | None = _component("the residual stream")
     gradients: Format | None = _component("gradients as they accumulate and as the optimizer reads them")
-    reduce: Format | None = _component("gradients on their way over data-parallel ranks")
+    reduce: Format | None = _component(
+        "gradients on their way over data-parallel ranks; bfloat16, float8_e4m3 and int8 too"
+    )
     communication: Format | None = _component("another name of reduce")
     gather: Format | None = _component("sharded weights on their way; float8_e4m3 too (float8.gather)")
     master_weights: Format | None = _component("weights that the optimizer updates")

@@ -56,6 +56,7 @@ class Topology:
     groups: OwnedGroups = field(default_factory=OwnedGroups)  # all groups created for this topology
     expert_mesh: DeviceMesh | None = None  # dp_shard x cp (x tp) as edp x ep, in expert parallelism
     expert_group: dist.ProcessGroup | None = None  # the ranks of ep
+    splits_replicas: bool = False  # `fully_shard` does not get the axis of replicas (see `dp/sharded.py`)
 
     @property
     def stage_size(self) -> int:
@@ -69,8 +70,8 @@ class Topology:
 
     @property
     def dp_mesh(self) -> DeviceMesh:
-        """The mesh of `fully_shard`: in a pipeline without the axis of replicas (see `dp/sharded.py`)."""
-        known = axes.DATA_AXES if self.pp_degree == 1 else (axes.DP_SHARD,)
+        """The mesh of `fully_shard`."""
+        known = (axes.DP_SHARD,) if self.splits_replicas else axes.DATA_AXES
         names = tuple(name for name in self.axis_names if name in known)
         return self.mesh if names == self.axis_names else self.mesh[names]
 
@@ -79,13 +80,13 @@ class Topology:
         """The mesh of `fully_shard` for experts: the ranks that hold the same ones."""
         if self.expert_mesh is None:
             return None
-        known = (axes.DP_REPLICATE, axes.EDP) if self.pp_degree == 1 else (axes.EDP,)
+        known = (axes.EDP,) if self.splits_replicas else (axes.DP_REPLICATE, axes.EDP)
         return self.expert_mesh[tuple(name for name in self.expert_mesh.mesh_dim_names or () if name in known)]
 
     @property
     def replicas_beside_shards(self) -> dist.ProcessGroup | None:
         """The replicas of this rank's shards that are not in `dp_mesh`; None if there are none."""
-        is_left_out = self.pp_degree > 1 and axes.DP_REPLICATE in self.axis_names
+        is_left_out = self.splits_replicas and axes.DP_REPLICATE in self.axis_names
         return self.group(axes.DP_REPLICATE) if is_left_out else None
 
     @property
@@ -194,6 +195,7 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
         groups=groups,
         expert_mesh=expert_mesh,
         expert_group=expert_group,
+        splits_replicas=pp > 1 or (plan.data_parallel.zero > 0 and plan.precision.policy().has_coded_sums),
     )
 
 

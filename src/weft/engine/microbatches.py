@@ -41,7 +41,8 @@ class MicrobatchRunner(Protocol):
 class SequentialRunner:
     """Forward and backward of each micro-batch, one after the other."""
 
-    is_in_backward = False
+    def __init__(self) -> None:
+        self.is_in_backward = False
 
     def callable_for(self, module: nn.Module, stage: int) -> Any:
         return module
@@ -54,6 +55,10 @@ class SequentialRunner:
                 loss = forward(0, index)
                 timer.mark(TimeTerm.FORWARD)
                 loss.backward()  # type: ignore[no-untyped-call]
+                if index == len(microbatches) - 1:
+                    self.is_in_backward = True  # sums over replicas are its traffic
+                    strategy.after_backwards()
+                    self.is_in_backward = False
                 timer.mark(TimeTerm.BACKWARD)
 
     def measure(self, forward: Forward, microbatches: Sequence[Batch], strategy: Strategy) -> None:

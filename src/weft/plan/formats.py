@@ -13,9 +13,10 @@ from weft.core.optimizers import OPTIMIZERS
 from weft.core.plan import Plan
 from weft.core.precision import COMPONENTS, GROUPS
 from weft.core.precision_presets import PRESETS
+from weft.core.wire_bytes import wire_bytes
 from weft.plan.request import QUANTISED_BLOCK, Request
 
-_BYTES = {"float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3": 1.0}
+_BYTES = {"float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3": 1.0, "int8": 1.0}
 _AT_REST = ("master_weights", "first_moment", "second_moment", "gradients")
 # components of collectives, and whether a plan has them
 _COLLECTIVE: dict[str, Callable[[Plan], bool]] = {
@@ -53,6 +54,8 @@ def _row(name: str, request: Request, plan: Plan) -> FormatRow:
     size = _BYTES[value] if name in _OF_PARAMETERS and _is_present(name, request, plan) else 0.0
     if name in ("first_moment", "second_moment") and request.workload.optimizer == "adamw8bit":
         value, size = "8 bits", 1 + 4 / QUANTISED_BLOCK
+    if name == "reduce" and size:
+        size = wire_bytes(value)
     return FormatRow(
         component=name,
         format=value,

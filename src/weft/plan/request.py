@@ -9,6 +9,7 @@ from weft.core.cluster import Cluster
 from weft.core.model_shape import AttentionShape, ModelShape
 from weft.core.optimizers import OPTIMIZERS, OptimizerKind
 from weft.core.precision import PrecisionPolicy
+from weft.core.wire_bytes import wire_bytes
 
 OptimizerKernel = Literal["auto", "fused", "foreach"]
 # sdpa: torch's kernels if they support the family's attention, else materialised scores, as in training; eager: always
@@ -81,11 +82,16 @@ class ByteSizes:
     compute: int  # weights in all-gathers and matmuls
     master: int  # weights at rest
     gradient: int  # gradients as the optimizer sees them
-    communication: int  # gradients in collectives
+    communication: int  # gradients in the buffers of collectives
+    wire: float  # gradients on their way, scales of codes included
+    coding: int  # codes of gradients on their way out and in, and temporaries of encoding them
     activation: int
     optimizer: float  # all optimizer states, per parameter
     update: int  # temporaries of the update, per parameter
     is_mixed: bool
+
+
+_CODING = {"bfloat16": 2 + 2, "int8": 4 + 1 + 1, "float8_e4m3": 4 + 1 + 1}
 
 
 def byte_sizes(request: Request) -> ByteSizes:
@@ -96,7 +102,9 @@ def byte_sizes(request: Request) -> ByteSizes:
         compute=of[policy.weights],
         master=of[policy.master_weights],
         gradient=of[policy.gradients],
-        communication=of[policy.reduce],
+        communication=of["float32"],
+        wire=wire_bytes(policy.reduce),
+        coding=_CODING.get(policy.reduce, 0),
         activation=of[policy.activations],
         optimizer=optimizer_bytes(request.workload, first=of[policy.first_moment], second=of[policy.second_moment]),
         update=update_bytes(

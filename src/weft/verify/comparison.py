@@ -98,6 +98,7 @@ class Comparison:
             check_rows(self.exercise.batches, found.batches, describe_row=self._rank_of_row),
             check_initial(self.exercise.initial, found.initial, describe_owner=self._owner),
             check_dtypes(found.dtypes),
+            *([found.sums.check()] if found.sums.format else []),
             check_scalars("loss", truth.losses, same.losses, found.losses, rule=1, least=allowance.losses),
             self._gradients(truth, same, dtype=self.plan.precision.policy().weights)[0],
             check_scalars("gradient norm", truth.norms, same.norms, found.norms, rule=2, least=allowance.norms),
@@ -136,7 +137,8 @@ class Comparison:
         self, right: RunTrace, near: RunTrace, *, dtype: str = "float32", drifts: Drifts = None
     ) -> tuple[Check, Worst]:
         return check_tensors(
-            "gradients", right.first_gradients, near.first_gradients, self.found.first_gradients,
+            "gradients", right.first_gradients, near.first_gradients,
+            self.found.exact_gradients or self.found.first_gradients,
             rule=1, dtype=dtype, step=1, owners=self.found.owners, describe_rank=self._describe, drifts=drifts,
         )  # fmt: skip
 
@@ -264,6 +266,7 @@ class Comparison:
         return [loss, gradients, self._first_norm()]
 
     def _first_norm(self) -> Check:
+        """Check the first norm; where gradients travel as codes their error may lie along them."""
         same, found, own = self.references.same, self.found, self._own_gradients()
         gaps = [distance_of(own[key], value) for key, value in same.first_gradients.items()]
         bound = first_norm_bound(
@@ -273,6 +276,8 @@ class Comparison:
             allowance=self.references.allowance,
             roundoff=self._roundoff(),
         )
+        if found.sums.format:
+            bound = replace(bound, floor=bound.floor + 2 * found.sums.error * same.norms[0])
         return check_scalar("gradient norm", same.norms[0], found.norms[0], bound, rule=6, step=1)
 
     def _scalar_drifts(self, truth: list[float], same: list[float]) -> list[float]:

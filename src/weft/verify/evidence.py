@@ -25,6 +25,7 @@ from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import chunks_of
 from weft.engine.state import MODEL, OPTIMIZER, as_shard
 from weft.verify.checks import Block
+from weft.verify.coded_sums import SumEvidence, SumWatch
 from weft.verify.eight_bit import decode_moments
 from weft.verify.low_update import LowPrecisionStep
 from weft.verify.reference import RunTrace, Tensors
@@ -45,6 +46,8 @@ class Evidence(RunTrace):
     buffer_digests: dict[str, list[int]] = field(default_factory=dict)  # of buffers that forwards change, by rank
     loads: list[Tensors] = field(default_factory=list)  # by step and module of experts: choices of each expert
     updates: list[LowPrecisionStep] = field(default_factory=list)  # the first ones, if the optimizer rounds
+    exact_gradients: Tensors = field(default_factory=dict)  # the first ones, of a run without that rounding
+    sums: SumEvidence = field(default_factory=SumEvidence)  # of the first step, where gradients travel as codes
 
 
 def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], evaluation: Sequence[Batch]) -> Evidence:
@@ -74,7 +77,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
                 record = _step(engine, batch, rate, evidence)
             evidence.traffic = meter.traffic
         else:
-            record = _step(engine, batch, rate, evidence)
+            record = _first_step(engine, batch, rate, evidence) if step == 0 else _step(engine, batch, rate, evidence)
         evidence.losses.append(record.loss)
         evidence.norms.append(record.grad_norm)
         if step < min(LOW_UPDATES, last) and _rounds(engine):
@@ -96,6 +99,23 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
     evidence.buffer_digests = _owned_digests(engine)
     evidence.biases = {name: evidence.weights[name] for name in engine.routers.biases if name in evidence.weights}
     return evidence
+
+
+def first_gradients(engine: Engine, batch: Batch) -> Tensors:
+    """The gradients of one step."""
+    found: Tensors = {}
+    engine.on_gradients = lambda gradients: found.update(_full_tensors(engine, gradients))
+    engine.step(batch)
+    engine.on_gradients = None
+    return found
+
+
+def _first_step(engine: Engine, batch: Batch, rate: float, evidence: Evidence) -> StepRecord:
+    sums = SumWatch()
+    with sums.watching():
+        record = _step(engine, batch, rate, evidence)
+    evidence.sums = sums.judge()
+    return record
 
 
 def _step(engine: Engine, batch: Batch, rate: float, evidence: Evidence) -> StepRecord:

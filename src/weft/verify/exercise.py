@@ -193,7 +193,21 @@ def plan_precision(plan: Plan, train: TrainSpec) -> ReferencePrecision:
         ),
         rounds_weights=is_master_free,
         rounds_gradients=policy.gradients == "bfloat16",
+        **_coded_sums(plan),
     )
+
+
+def _coded_sums(plan: Plan) -> dict[str, Any]:
+    """How gradients of ranks are rounded on their way: which micro-batches are summed before, and whether sums are."""
+    dp, mesh, policy = plan.data_parallel, plan.mesh, plan.precision.policy()
+    if mesh.dp_degree == 1 or not policy.has_coded_sums:
+        return {}
+    each = dp.zero >= 2 and mesh.dp_shard > 1
+    return {
+        "reduce": policy.reduce,
+        "chunks_per_sum": 1 if each else plan.pipeline.microbatches,
+        "rounds_sums": mesh.dp_replicate > 1,
+    }
 
 
 def at_rest(exercise: Exercise, precision: ReferencePrecision) -> Exercise:

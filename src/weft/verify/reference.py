@@ -30,6 +30,7 @@ from weft.verify.float8_reference import multiply_in_float8, round_inputs_of_exp
 from weft.verify.late_division import LateDivision
 from weft.verify.low_update import round_low
 from weft.verify.near_ties import evaluation_swing
+from weft.verify.plain_codes import rounded_like
 from weft.verify.plain_experts import PlainExperts
 from weft.verify.plain_optimizers import plain_optimizer, set_rate
 from weft.verify.router_reference import RouterReference, compute_in_float32
@@ -55,6 +56,9 @@ class ReferencePrecision:
     has_wide_logits: bool = False  # so does the head
     rounds_weights: bool = False  # the same for weights: no `master` copy outlives an update
     rounds_gradients: bool = False  # to bfloat16, as the optimizer reads them
+    reduce: str = "float32"  # gradients of a rank on their way, rounded in blocks of each parameter
+    chunks_per_sum: int = 1  # chunks of rows whose gradients a rank adds before
+    rounds_sums: bool = False  # all ranks get the sum, as codes too
 
     @property
     def has_float8(self) -> bool:
@@ -62,7 +66,8 @@ class ReferencePrecision:
 
     @property
     def is_low(self) -> bool:
-        return self.compute.itemsize < self.master.itemsize or self.has_8bit_moments or self.has_float8_wire
+        is_narrow = self.compute.itemsize < self.master.itemsize or self.reduce != "float32"
+        return is_narrow or self.has_8bit_moments or self.has_float8_wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,11 +152,11 @@ def run_reference(
         set_rate(optimizer, exercise.rates[step])
         copy_weights(model, masters, aliases)
         experts.sequence_length = batch["labels"].shape[1]
-        loss = _backward(
+        loss, exact = _backward(
             model, trainable, moved(batch, device), exercise, precision, split, aliases, step=step, router=router
         )  # fmt: skip
         if step == 0:
-            trace.first_gradients = on_host(gradients_of(trainable))
+            trace.first_gradients = on_host(exact or gradients_of(trainable))
         norm = clip_gradients(list(trainable.values()), exercise.clip_norm)
         if step not in exercise.skipped:
             optimizer.step()
@@ -245,8 +250,9 @@ def _backward(
     *,
     step: int,
     router: RouterReference,
-) -> float:
-    """Add the gradients of the mean token loss to the masters; return the loss."""
+) -> tuple[float, Tensors]:
+    """Add the gradients of the mean token loss to the masters; return the loss, and gradients before they were rounded
+    on their way, if they were."""
     count = max(1, int((batch["labels"] != -100).sum()))
     rows = batch["labels"].shape[0]
     if split.ranks > 1:  # each rank's rows of the first micro-batch, then of the second, …
@@ -254,18 +260,46 @@ def _backward(
         order = torch.arange(rows).view(split.ranks, num_chunks, -1).transpose(0, 1).reshape(-1)
         batch = {key: value[order] for key, value in batch.items()}
     begins = range(0, rows, split.chunk_rows)
-    total = sum(
-        add_gradients(
+    total, sums = 0.0, RankSums(trainable, precision)
+    for begin in reversed(begins) if split.is_reordered else begins:
+        total += add_gradients(
             model, trainable, batch, range(begin, min(rows, begin + split.chunk_rows)), exercise, precision,
             aliases, step=step, count=count, router=router,
-        )
-        for begin in (reversed(begins) if split.is_reordered else begins)
-    )  # fmt: skip
+        )  # fmt: skip
+        sums.finish_chunk()
+    sums.finish()
     for gradient in gradients_of(trainable).values():
         gradient.div_(precision.loss_scale)
         if precision.rounds_gradients:
             gradient.copy_(gradient.bfloat16())
-    return total / count
+    return total / count, {name: exact / precision.loss_scale for name, exact in sums.exact.items()}
+
+
+class RankSums:
+    """The sum of the gradients of ranks, rounded on their way as `precision` says; a no-op in float32."""
+
+    def __init__(self, trainable: Mapping[str, nn.Parameter], precision: ReferencePrecision) -> None:
+        self._trainable, self._precision = trainable, precision
+        self._totals: Tensors = {}
+        self.exact: Tensors = {}
+        self._chunks = 0
+
+    def finish_chunk(self) -> None:
+        self._chunks += 1
+        if self._precision.reduce != "float32" and self._chunks % self._precision.chunks_per_sum == 0:
+            self._send()
+
+    def _send(self) -> None:
+        for name, gradient in gradients_of(self._trainable).items():
+            arrived = rounded_like(gradient, self._precision.reduce)
+            for kept, values in ((self._totals, arrived), (self.exact, gradient)):
+                kept[name] = kept[name] + values if name in kept else values
+            self._trainable[name].grad = None
+
+    def finish(self) -> None:
+        for name, total in self._totals.items():
+            is_rounded = self._precision.rounds_sums
+            self._trainable[name].grad = rounded_like(total, self._precision.reduce) if is_rounded else total
 
 
 def add_gradients(

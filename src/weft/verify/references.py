@@ -15,7 +15,15 @@ from weft.verify.delayed_reference import Delay, run_delayed
 from weft.verify.exercise import Subject, at_rest, joint_split, plan_precision, plan_split
 from weft.verify.late_division import is_fused
 from weft.verify.reference import TRUTH, BatchSplit, Exercise, ReferencePrecision, RunTrace, has_experts, run_reference
-from weft.verify.tolerances import ALONG_SHARE, ROUTED_ALONG, RoundingAllowance, flipped_terms, rounded_terms
+from weft.verify.tolerances import (
+    ALONG_SHARE,
+    ROUTED_ALONG,
+    UNIT_ROUNDOFF,
+    RoundingAllowance,
+    coded_terms,
+    flipped_terms,
+    rounded_terms,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +118,9 @@ def _allowance(plan: Plan, precision: ReferencePrecision, *, routes: bool) -> Ro
     if precision.has_float8:  # another order of a float32 sum makes an operand round the other way
         return rounded_terms("float8_e4m3fn", along=along)
     is_float32, compute = precision.compute == precision.master, str(precision.compute).removeprefix("torch.")
+    if precision.reduce != "float32":
+        coarse = max(compute, precision.reduce, key=UNIT_ROUNDOFF.__getitem__)
+        return coded_terms(compute, coarse, along=along)
     if precision.rounds_weights or (not is_float32 and (plan.mesh.tp > 1 or plan.mesh.ep > 1 or plan.compile.enabled)):
         return rounded_terms(compute, along=along)
     return flipped_terms(compute) if not is_float32 and precision.divides_last else RoundingAllowance()

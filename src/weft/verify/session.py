@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.comm.coded_sums import without_rounding
 from weft.core.errors import PipelineError, PlanError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
@@ -32,7 +33,7 @@ from weft.train.rate import learning_rate_at
 from weft.verify.borders import check_reach
 from weft.verify.checks import check_same_bits, check_scalars
 from weft.verify.comparison import Comparison
-from weft.verify.evidence import Evidence, collect
+from weft.verify.evidence import Evidence, collect, first_gradients
 from weft.verify.exercise import (
     LOSS_SCALE,
     Subject,
@@ -45,7 +46,7 @@ from weft.verify.exercise import (
 from weft.verify.layouts import plan_name
 from weft.verify.planned import PlannedCollectives, check_collectives
 from weft.verify.prediction import check_prediction
-from weft.verify.reference import Exercise
+from weft.verify.reference import Exercise, Tensors
 from weft.verify.references import ReferenceCache, References
 from weft.verify.repeatable import repeatable
 from weft.verify.router_reference import is_declared, require_declared, require_verifiable
@@ -189,10 +190,19 @@ class Session:
 
     def evidence(self, plan: Plan) -> Evidence:
         """The plan's run of the exercise."""
+        exact = self._exact_gradients(plan) if plan.precision.policy().has_coded_sums else {}
         with self.engine(plan) as engine:
             share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
             batches = training_batches(self.subject, steps=self.steps, **share)
-            return collect(engine, batches, self._rates, evaluation_batches(self.subject, **share))
+            found = collect(engine, batches, self._rates, evaluation_batches(self.subject, **share))
+        found.exact_gradients = exact
+        return found
+
+    def _exact_gradients(self, plan: Plan) -> Tensors:
+        """First gradients that travel in float32 through the collectives of codes."""
+        with without_rounding(), self.engine(plan) as engine:
+            share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
+            return first_gradients(engine, training_batches(self.subject, steps=self.steps, **share)[0])
 
     def engine(self, plan: Plan) -> Engine:
         subject = self.subject

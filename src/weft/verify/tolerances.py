@@ -19,6 +19,8 @@ UNIT_ROUNDOFF = {
     "bfloat16": 2.0**-9,
     "float16": 2.0**-11,
     "float8_e4m3fn": 2.0**-4,
+    "float8_e4m3": 2.0**-4,
+    "int8": 2.0**-8,  # of the largest magnitude of a block
 }
 
 # Two runs that only differ in the order of sums are each about one measured distance from the truth, in independent
@@ -138,6 +140,13 @@ def rounded_terms(compute: str, *, along: float) -> RoundingAllowance:
         update=TERM_UPDATE,
         along=along,
     )
+
+
+def coded_terms(compute: str, reduce: str, *, along: float) -> RoundingAllowance:
+    """Allowance where gradients travel as codes, whose blocks are those of a layout: a loss before any update has the
+    roundings of one process, gradients have others."""
+    allowance = rounded_terms(reduce, along=along)
+    return replace(allowance, first=TERM_SHARE * UNIT_ROUNDOFF[compute])
 
 
 def flipped_terms(compute: str) -> RoundingAllowance:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from weft.comm.coded_sums import CodedSum
 from weft.comm.sums import BACKEND, GroupSum
 from weft.core import axes
 from weft.core.plan import Plan
@@ -14,7 +15,6 @@ from weft.engine.dp.sharded import Sharded
 from weft.engine.dp.strategy import Strategy
 from weft.engine.dp.threads import Threaded
 from weft.engine.mesh import Topology
-from weft.engine.precision import torch_dtype
 
 
 def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strategy:
@@ -30,18 +30,18 @@ def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strateg
         return Strategy(model)
     if topology.pp_degree > 1:
         return Summed(model, sums=_between_ranks(plan, topology), bucket_bytes=dp.bucket_bytes)
-    wire = torch_dtype(plan.precision.policy().reduce)
     return Replicated(
         model,
         sums=_between_ranks(plan, topology),
         find_unused_parameters=dp.find_unused_parameters,
-        wire=wire,
         bucket_bytes=dp.bucket_bytes,
     )
 
 
 def _between_ranks(plan: Plan, topology: Topology) -> GroupSum:
     """The sum over all ranks with different rows."""
+    if plan.precision.policy().has_coded_sums:
+        return CodedSum(topology.dp_group, name=plan.precision.policy().reduce)
     name = plan.data_parallel.all_reduce
     ways = topology.new_ways(axes.DATA_AXES) if name != BACKEND else None
     return GroupSum(topology.dp_group, algorithm=name, ways=ways)
@@ -52,5 +52,7 @@ def _between_shards(plan: Plan, topology: Topology) -> GroupSum | None:
     group, name = topology.replicas_beside_shards, plan.data_parallel.all_reduce
     if group is None:
         return None
+    if plan.precision.policy().has_coded_sums:
+        return CodedSum(group, name=plan.precision.policy().reduce)
     ways = topology.new_ways((axes.DP_REPLICATE,)) if name != BACKEND else None
     return GroupSum(group, algorithm=name, ways=ways)

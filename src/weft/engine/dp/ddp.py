@@ -35,7 +35,6 @@ class Replicated(Strategy):
         *,
         sums: GroupSum,
         find_unused_parameters: bool,
-        wire: torch.dtype,
         bucket_bytes: int,
     ) -> None:
         self._leaves = GradientLeaves(model) if has_wide_gradients(model) else None
@@ -50,7 +49,7 @@ class Replicated(Strategy):
             )
         # before the reducer is wrapped: the hook needs torch's own
         self._buckets: dict[int, torch.Tensor] = {}
-        module.register_comm_hook(_HookState(sums=sums, buckets=self._buckets, wire=wire), _sum_over_ranks)
+        module.register_comm_hook(_HookState(sums=sums, buckets=self._buckets), _sum_over_ranks)
         module.reducer = _FixedBuckets(module.reducer)  # type: ignore[assignment]
         super().__init__(module)
         self._may_be_unused = find_unused_parameters
@@ -95,11 +94,10 @@ class Replicated(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class _HookState:
-    """The state of DDP's communication hook: the sum, its dtype, and a record of the buffers."""
+    """The state of DDP's communication hook: the sum, and a record of the buffers."""
 
     sums: GroupSum
     buckets: dict[int, torch.Tensor]
-    wire: torch.dtype
 
 
 def _sum_over_ranks(
@@ -108,9 +106,11 @@ def _sum_over_ranks(
 ) -> torch.futures.Future[torch.Tensor]:
     buffer: torch.Tensor = bucket.buffer()
     state.buckets[bucket.index()] = buffer
-    sent = buffer.to(state.wire)  # the buffer itself, unless gradients have a lower precision than communication
-    summed = state.sums.begin(sent)
-    if sent is buffer:
+    wide = buffer.float()  # the buffer itself, unless gradients have a lower precision than sums
+    summed = state.sums.begin(wide)
+    if bucket.is_last():
+        state.sums.finish()
+    if wide is buffer:
         return summed
     return summed.then(lambda future: buffer.copy_(future.value()))
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from weft.comm.observer import wire_format
 from weft.core.precision import PrecisionPolicy
 from weft.engine.kernels.float8 import E4M3, Float8Linear, scale_of
 from weft.engine.kernels.triton_here import has_triton
@@ -48,7 +49,7 @@ class Float8Gather:
     def __init__(self, layers: dict[Tensor, list[Float8Linear]], precision: PrecisionPolicy) -> None:
         self._layers = list(layers.values())
         self._shards = [_shard(weight) for weight in layers]
-        self._compute, self._wire = torch_dtype(precision.weights), torch_dtype(precision.reduce)
+        self._compute = torch_dtype(precision.weights)
         self._group = _group(next(iter(layers)))
         # every fourth float: cuBLAS takes only scales at addresses that are multiples of 16 bytes
         held = torch.ones(2, len(layers), 4, device=self._shards[0].device)
@@ -69,8 +70,9 @@ class Float8Gather:
     @torch.no_grad()
     def _update_scales(self) -> None:
         largest = torch.stack(torch._foreach_norm(self._shards, float("inf"))).float()
-        largest = largest.to(self._compute).to(self._wire)  # both formats hold it exactly
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        largest = largest.to(self._compute).float()
+        with wire_format("scales", "float32"):  # no gradients
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         self._scales.copy_(scale_of(largest, E4M3))
         self._back.copy_(self._scales.reciprocal())
         self._is_stale = False

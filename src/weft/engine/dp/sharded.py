@@ -13,7 +13,8 @@ HSDP's all-reduce over the replicas happens on the last micro-batch only. Gradie
 
 In a pipeline `fully_shard` does not get the replicas: it accumulates gradients for them in one flat tensor per unit, so
 every micro-batch must have gradients of the same parameters. Stages and split backwards have them one after the other.
-There it shards inside a replica, and each unit's shards are summed over the replicas when the last backward is done.
+Nor does it where gradients travel as codes (`coded.py`): its own all-reduce cannot be replaced. It shards inside a
+replica then, and each unit's shards are summed over the replicas when the last backward is done.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -33,6 +36,7 @@ from torch.distributed.tensor import Shard
 from weft.comm.sums import GroupSum
 from weft.core.precision import PrecisionPolicy
 from weft.core.shards import zero_dim
+from weft.engine.dp.coded import CodedReduceScatter
 from weft.engine.dp.pipeline_replicas import sum_bucket
 from weft.engine.dp.strategy import Strategy
 from weft.engine.ownership import local
@@ -70,9 +74,8 @@ def shard_units(
     """
     mixed = MixedPrecisionPolicy()
     if precision.is_low:
-        mixed = MixedPrecisionPolicy(
-            param_dtype=torch_dtype(precision.weights), reduce_dtype=torch_dtype(precision.reduce)
-        )
+        # gradients accumulate in it; `coded.py` rounds what travels
+        mixed = MixedPrecisionPolicy(param_dtype=torch_dtype(precision.weights), reduce_dtype=torch.float32)
     # the inputs of experts have been cast with those of their block: weights of a float32 router stay float32
     inside = replace(mixed, cast_forward_inputs=False)
     reshard = not STAGES[stage].keep_gathered
@@ -84,6 +87,8 @@ def shard_units(
             module, mesh=own, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement
         )
         _require_sums(unit, num_ranks=own.size())
+        if precision.has_coded_sums:
+            unit.set_custom_reduce_scatter(cast(Any, CodedReduceScatter(precision.reduce)))
     # torch warns when a sharded module returns a view, since writing into it loses a hook. The objective only reads
     # the root's output; the warning stays on for blocks, whose outputs the model's own code handles.
     root = re.escape(type(model).__name__)

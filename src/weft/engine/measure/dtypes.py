@@ -122,6 +122,8 @@ class DtypeWatch:
             for dtype in {dtype for name in collectives for dtype in observer.dtypes.get(name, ())}:
                 if dtype.is_floating_point:  # DDP also all-reduces the set of used parameters
                     self._add(component, dtype)
+            for name in observer.formats.get(component, ()):
+                self._add(component, name)
 
     def _look_inside(self, stack: ExitStack, operators: OperatorDtypes) -> None:
         for router, place in self._routers:

@@ -1,12 +1,15 @@
 """Traffic of data parallelism: all-gathers and reduce-scatters by ZeRO stage, all-reduces of replicas.
 
 Per unit: an all-gather per step (ZeRO-1, 2), or per forward and backward (ZeRO-3); a reduce-scatter per step (ZeRO-1),
-or per backward (ZeRO-2, 3). Replicas: an all-reduce per unit and step; without ZeRO one per bucket.
+or per backward (ZeRO-2, 3). Replicas: an all-reduce per unit and step; without ZeRO one per bucket. Where codes travel
+(`precision.reduce`) a reduce-scatter is an all-to-all, an all-reduce an all-to-all and an all-gather.
 In expert parallelism the experts of a block are a unit of their own, on edp; without ZeRO each of their gradients is
 all-reduced there before the update.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -39,11 +42,11 @@ def traffic(view: View) -> list[TrafficRow]:
     # two stages of a rank with embedding and head have gradients of the root: each is reduced, a tied table twice
     is_twice = (columns.zero >= 2) & (columns.pp > 1) & stage.holds_embedding & stage.holds_head
     twice = table_elements(view.shape, columns).padded * (is_twice & view.shape.tied_head)
-    reduced = gather_bytes((share.root.padded + blocks + twice) * sizes.communication, shards)
+    reduced = gather_bytes((share.root.padded + blocks + twice) * sizes.wire, shards)
     edp = columns.edp.astype(np.float64)
     are_sharded = (columns.zero > 0) & (edp > 1)
     gathered_experts = gather_bytes(share.experts.padded * sizes.compute, edp)
-    reduced_experts = gather_bytes(share.experts.padded * sizes.communication, edp)
+    reduced_experts = gather_bytes(share.experts.padded * sizes.wire, edp)
     is_zero3 = columns.zero == 3
     forwards, backwards, reductions = (
         np.where(is_zero3, m, 1.0), np.where(is_zero3, m, 0.0), np.where(columns.zero >= 2, m, 1.0)
@@ -51,31 +54,42 @@ def traffic(view: View) -> list[TrafficRow]:
     forward_times, backward_times, reduce_times = (times * is_sharded for times in (forwards, backwards, reductions))
     reduces = (units + is_twice) * reduce_times
     replicas = np.where(columns.zero > 0, columns.dp_replicate, columns.dp * columns.cp).astype(np.float64)
-    held = np.where(columns.zero > 0, share.total.shard, share.total.unsharded) * sizes.communication
+    held = np.where(columns.zero > 0, share.total.shard, share.total.unsharded)
     has_scales = is_sharded & (view.num_in_float8 > SMALL_ELEMENTS)  # all together, once per step
     scales = reduce_bytes(view.num_in_float8 * sizes.communication, shards) * has_scales
-    is_sent = (replicas > 1) * columns.updates.astype(np.float64)
-    marks = columns.find_unused * has_buckets(view)  # DDP all-reduces the set of used parameters
+    is_coded = view.request.precision.has_coded_sums
+    reduction = "all_to_all" if is_coded else "reduce_scatter"
     return [
         TrafficRow(axes.DP_SHARD, "all_reduce", "forward", scales, has_scales.astype(np.float64)),
         TrafficRow(axes.DP_SHARD, "all_gather", "forward", gathered * forward_times, gathered_units * forward_times),
         TrafficRow(axes.DP_SHARD, "all_gather", "backward", gathered * backward_times, gathered_units * backward_times),
-        TrafficRow(axes.DP_SHARD, "reduce_scatter", "backward", reduced * reduce_times, reduces),
-        TrafficRow(
-            axes.DP_REPLICATE, "all_reduce", "backward", replica_bytes(held, replicas, columns) * columns.updates,
-            np.where(columns.zero > 0, units + expert_units, _most_buckets(view) + marks) * is_sent,
-            least=np.where(columns.zero > 0, units + expert_units, 1.0 + marks) * is_sent,
-        ),
+        TrafficRow(axes.DP_SHARD, reduction, "backward", reduced * reduce_times, reduces),
+        *_between_replicas(view, held, replicas, units + expert_units),
         *(
             TrafficRow(axes.EDP, name, phase, nbytes * times * are_sharded, expert_units * times * are_sharded)
             for name, phase, nbytes, times in (
                 ("all_gather", "forward", gathered_experts, forwards),
                 ("all_gather", "backward", gathered_experts, backwards),
-                ("reduce_scatter", "backward", reduced_experts, reductions),
+                (reduction, "backward", reduced_experts, reductions),
             )
         ),
         TrafficRow(axes.EDP, "all_reduce", "update", *_summed_experts(view)),
     ]  # fmt: skip
+
+
+def _between_replicas(view: View, held: Floats, replicas: Floats, units: Floats) -> Iterator[TrafficRow]:
+    """All-reduces of gradients over the replicas, or their two halves where codes travel."""
+    columns, sizes = view.columns, view.sizes
+    is_sent = (replicas > 1) * columns.updates.astype(np.float64)
+    marks = columns.find_unused * has_buckets(view)  # DDP all-reduces the set of used parameters
+    most, least = (np.where(columns.zero > 0, units, number + marks) * is_sent for number in (_most_buckets(view), 1.0))
+    if view.request.precision.has_coded_sums:
+        half = gather_bytes(held * sizes.wire, replicas) * columns.updates
+        for name in ("all_to_all", "all_gather"):
+            yield TrafficRow(axes.DP_REPLICATE, name, "backward", half, most, least=least)
+        return
+    summed = replica_bytes(held * sizes.communication, replicas, columns) * columns.updates
+    yield TrafficRow(axes.DP_REPLICATE, "all_reduce", "backward", summed, most, least=least)
 
 
 def _summed_experts(view: View) -> tuple[Floats, Floats]:

@@ -182,12 +182,12 @@ def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
     of_head = head_gradient(view)
     grown = np.maximum(before, np.where(parts.has_gradients, before, reduced))
     reduce_input = np.where(columns.zero == 0, 0.0, share.largest_padded * sizes.communication)
-    reduce_input = np.where(is_first, _held_reduce_input(parts), reduce_input)
+    reduce_input = np.where(is_first, _held_reduce_input(parts), reduce_input + _codes(view, share.largest_padded))
     own_gradient = share.largest_block * sizes.compute
     wide = 2 * view.tokens * sizes.activation * parts.widest / columns.tp
     waiting = np.where(columns.zero > 0, of_head, 0.0)  # the root is reduced last
     temporaries = wide + own_gradient / 3 + view.stream_bytes + waiting + _entry_gradients(view) + _received(view)
-    temporaries = temporaries + staged_in_step(view, done=done)
+    temporaries = temporaries + staged_in_step(view, done=done) + _codes_of_bucket(view)
     return instant(
         parts,
         saved=np.maximum(parts.saved - parts.blocks.freed(done), 0.0) + parts.blocks.restored(done),
@@ -283,8 +283,21 @@ def _at_sum(parts: TermParts) -> Terms:
     none = np.zeros(len(columns))
     return instant(
         parts, saved=none, gathered=none, gradients=np.where(is_summed, gradients, 0.0), buffers=none,
-        temporaries=np.where(is_summed, bucket, 0.0),
+        temporaries=np.where(is_summed, bucket * (1 + view.sizes.coding / view.sizes.gradient), 0.0),
     )  # fmt: skip
+
+
+def _codes(view: View, elements: Floats) -> Floats:
+    """Codes of a unit's gradients on their way, with the temporaries of encoding."""
+    return np.asarray(elements * view.sizes.coding * (view.columns.shards > 1), dtype=np.float64)
+
+
+def _codes_of_bucket(view: View) -> Floats:
+    """The same for a bucket of DDP."""
+    if not view.sizes.coding:
+        return np.zeros(len(view.columns))
+    elements = np.minimum(view.columns.bucket_bytes / view.sizes.gradient, view.share.total.unsharded)
+    return np.where(has_buckets(view), elements * view.sizes.coding, 0.0)
 
 
 def _table_elements(view: View) -> Floats:
@@ -308,7 +321,8 @@ def _at_root(parts: TermParts) -> Terms:
     return {
         term: np.where(columns.zero > 0, values, 0.0)
         for term, values in instant(
-            parts, saved=none, gathered=gathered, gradients=gradients, buffers=wire * sizes.communication,
+            parts, saved=none, gathered=gathered, gradients=gradients,
+            buffers=wire * sizes.communication + _codes(view, share.root.padded),
             temporaries=np.where(is_alone, 0.0, share.root.unsharded * per_element) + _ahead(parts),
         ).items()
     }  # fmt: skip

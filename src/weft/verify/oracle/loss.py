@@ -103,7 +103,7 @@ class LossJudge:
     def _judge_gradients(self, gradients: Tensors, norm: float) -> None:
         """Compare the gradients of the first update, recovered from its moments, with the plain model's backward."""
         loop = self.loop
-        if loop.compute != "float32" or loop.rounded_states or 1 not in loop.saved_steps:
+        if loop.compute != "float32" or loop.rounded_states or loop.has_coded_sums or 1 not in loop.saved_steps:
             return
         before, train = Saved(weights=self.facts.initial, states={}), self.facts.loop_run["train"]
         update = OracleUpdate(before=before, after=loop.saved(1), step=1, count=1, train=train, norm=loop.norms[0])
