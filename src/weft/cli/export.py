@@ -24,6 +24,10 @@ class LowBitFormat(StrEnum):
     INT8 = "int8"
     INT4 = "int4"
     FLOAT8 = "float8"
+    GGUF_F16 = "gguf-f16"
+    GGUF_BF16 = "gguf-bf16"
+    GGUF_Q8_0 = "gguf-q8_0"
+    GGUF_Q4_0 = "gguf-q4_0"
 
 
 class CalibrationMethod(StrEnum):
@@ -41,7 +45,7 @@ def export(
     ] = None,
     weights: Annotated[
         LowBitFormat | None,
-        typer.Option("--format", help="Low-bit weights of linear layers and experts, as compressed-tensors."),
+        typer.Option("--format", help="Low-bit weights: a compressed-tensors folder, or a GGUF file."),
     ] = None,
     calibrate: Annotated[
         CalibrationMethod | None, typer.Option(help="Round --format by what the model computes; default to nearest.")
@@ -70,6 +74,8 @@ def export(
         raise InputError("--compare needs rows to measure", hint="give --evaluate-rows at least 1")
     if calibrate and weights is None:
         raise InputError("--calibrate is for low-bit weights", hint="add --format int4 or another format")
+    if calibrate and weights and weights.startswith("gguf"):
+        raise InputError("weights of GGUF files are rounded to nearest", hint="leave --calibrate out, or take int4")
     from weft.core.quiet import quiet_libraries
 
     quiet_libraries()
@@ -134,6 +140,7 @@ def _low_bit_lines(found: dict[str, Any] | None) -> list[str]:
     ]
     lines += _calibration_lines(found["calibration"])
     lines += [f"kept in high precision, {reason}: {_some(names)}" for reason, names in found["kept"].items()]
+    lines += found["notes"]
     measured = found.get("perplexity")
     if measured is None:
         return lines

@@ -63,7 +63,7 @@ def export_folder(
     """
     require_free(out)
     model = skeleton if skeleton is not None else skeleton_of(config)
-    stream = _Stream(model, dtype=dtype, tied=stored_ties(model) if tied is None else tied, quantiser=quantiser)
+    stream = StoredStream(model, dtype=dtype, tied=tied, quantiser=quantiser)
     with committed_folder(out) as folder:
         writer = ShardWriter(folder, max_shard_bytes=max_shard_bytes)
         for name, tensor in stream.stored(tensors):
@@ -75,18 +75,18 @@ def export_folder(
     return sorted(out.iterdir())
 
 
-class _Stream:
+class StoredStream:
     """Turns the model's tensors into stored ones: resolves ties, casts, checks, converts unit by unit."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         *,
-        dtype: torch.dtype | None,
-        tied: Mapping[str, str],
-        quantiser: Quantiser | None,
+        dtype: torch.dtype | None = None,
+        tied: Mapping[str, str] | None = None,
+        quantiser: Quantiser | None = None,
     ) -> None:
-        self._tied = tied
+        self._tied = stored_ties(model) if tied is None else tied
         self._dtype = dtype
         self._quantiser = quantiser
         self._codes = quantiser.model_names if quantiser is not None else frozenset[str]()

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from weft.core.errors import DataError, TokenizerError, WeftError
+from weft.core.errors import DataError, TokenizerError, WeftError, WeightsError
 from weft.core.run_spec import RunSpec
 from weft.data import open_tokenizer
 from weft.data.byte_tokenizer import TEMPLATE_FILE
 from weft.data.samples import read_template
+from weft.models import gguf_export
 from weft.models.hf_export import export_folder, skeleton_of
 from weft.models.quantised import Quantiser
 from weft.models.weight_codes import FORMATS
@@ -73,6 +74,7 @@ def compare_formats(
         raise rows
     cases: list[tuple[str | None, int]] = [(None, 0)]
     cases += [(kind, count) for kind in FORMATS for count in (0, calibrate_rows)]
+    cases += [(kind, 0) for kind in source.gguf_formats()]
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="weft-compare-") as scratch:
         for number, (kind, count) in enumerate(cases):
@@ -107,6 +109,13 @@ class _Source:
         cast = getattr(torch, dtype) if dtype else None
         return cls(run, folder.model_path, checkpoint.path, checkpoint.step, cast)
 
+    def gguf_formats(self) -> Sequence[str]:
+        """The GGUF formats that the model can be written in and measured."""
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(str(self.model_path), trust_remote_code=False)
+        return gguf_export.measured_formats(config)
+
     def held_out(self, count: int) -> HeldOutRows | WeftError:
         """The rows to measure with; an error if the run's data has moved since."""
         try:
@@ -127,6 +136,10 @@ class _Source:
 
         config = AutoConfig.from_pretrained(str(self.model_path), trust_remote_code=False)
         skeleton = skeleton_of(config)
+        if weights in gguf_export.FORMATS:
+            tensors = full_tensors(self.run, self.checkpoint)
+            record = gguf_export.export_gguf(config, tensors, out, kind=weights, skeleton=skeleton, tokenizer=tokenizer)
+            return sorted(out.iterdir()), record
         quantiser = Quantiser(skeleton, FORMATS[weights]) if weights else None
         tensors, calibrated = full_tensors(self.run, self.checkpoint), None
         if quantiser is not None and calibration:
@@ -139,8 +152,8 @@ class _Source:
         )
         if quantiser is None:
             return files, None
-        record = calibrated.record.as_dict() if calibrated is not None else None
-        return files, {"format": weights} | quantiser.record() | {"calibration": record}
+        used = calibrated.record.as_dict() if calibrated is not None else None
+        return files, {"format": weights} | quantiser.record() | {"notes": [], "calibration": used}
 
 
 def _calibration_rows(rows: HeldOutRows | WeftError | None, count: int) -> Sequence[dict[str, torch.Tensor]]:
@@ -152,7 +165,8 @@ def _calibration_rows(rows: HeldOutRows | WeftError | None, count: int) -> Seque
 
 
 def _weight_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.gguf")]
+    return sum(file.stat().st_size for file in files)
 
 
 def _perplexity(source: _Source, rows: HeldOutRows | WeftError | None, out: Path) -> dict[str, Any]:
@@ -165,7 +179,10 @@ def _perplexity(source: _Source, rows: HeldOutRows | WeftError | None, out: Path
             missing = missing or rows.message
         if missing or not isinstance(rows, HeldOutRows):
             return {"not_measured": missing}
-        before, after = rows.perplexity(plain), rows.perplexity(out)
+        try:
+            before, after = rows.perplexity(plain), rows.perplexity(out)
+        except WeightsError as error:
+            return {"not_measured": error.message}
     return {"rows": rows.num_rows, "before": before, "after": after, "change": after / before - 1}
 
 

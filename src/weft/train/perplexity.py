@@ -14,13 +14,14 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from weft.core.errors import DataError
 from weft.core.run_spec import RunSpec
 from weft.data import Loader, open_corpus
 from weft.data.rows import IGNORED, RowLayout
 from weft.engine.offload.host_room import available_bytes
+from weft.models import gguf_export
 
 
 class HeldOutRows:
@@ -55,7 +56,7 @@ class HeldOutRows:
         """The perplexity of the model in `folder`, on a GPU where there is one."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with redirect_stderr(io.StringIO()):  # progress bars of compressed-tensors, which nothing switches off
-            model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval().to(device)
+            model = _loaded(folder).eval().to(device)
             model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))  # the first forward unpacks weights
         loss, count = 0.0, 0
         for row in range(self.num_rows):
@@ -65,6 +66,13 @@ class HeldOutRows:
             loss += float(cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum"))
             count += int((labels != IGNORED).sum())
         return math.exp(loss / count) if count else math.nan
+
+
+def _loaded(folder: Path) -> PreTrainedModel:
+    if (folder / gguf_export.FILE).is_file():
+        return gguf_export.load_gguf(folder)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    return model
 
 
 def why_not_loaded(folder: Path) -> str:

@@ -93,11 +93,13 @@ def test_formats_are_compared_in_one_table(run: Path) -> None:
     assert [(row["format"], row["rounding"]) for row in rows] == [
         ("bfloat16", ""),
         *((kind, method) for kind in ("int8", "int4", "float8") for method in ("nearest", "gptq")),
+        ("gguf-q8_0", "nearest"),
+        ("gguf-q4_0", "nearest"),
     ]
     sizes = {row["format"]: row["bytes"] for row in rows}
     assert sizes["int4"] < sizes["int8"] < sizes["bfloat16"]
     assert all(abs(row["change"]) < 0.01 for row in rows)
-    assert len({row["perplexity"] for row in rows}) == 7
+    assert len({row["perplexity"] for row in rows}) == 9
 
 
 @pytest.mark.parametrize(
