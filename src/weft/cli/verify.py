@@ -44,13 +44,12 @@ def verify(
     from weft.plan.legality import require_legal
     from weft.plan.resolve import resolve
     from weft.train.devices import choose_device_type, num_gpus
-    from weft.verify.request import VerifyRequest, every_plan, require_verifiable
+    from weft.verify.request import VerifyRequest, every_plan
     from weft.verify.verdict import VerdictTable
 
     given = settings or []
     require_known_sections(given)
     spec, source = resolve_run(run, given), str(plan or "the plan")
-    require_verifiable(spec)
     tables = plan_tables(plan, given)
     num_ranks = nproc or Plan.from_tables(tables, source=source).num_ranks
     has_too_few = device is DeviceChoice.AUTO and num_gpus() < num_ranks  # then CPU processes

@@ -62,6 +62,7 @@ class Borders:
     rows: int
     length: int
     end_of_document: int | None = None  # only with isolated documents
+    has_gaps: bool = False  # text has positions without a label, which planted tokens get
 
     @cached_property
     def ends(self) -> list[int]:
@@ -105,7 +106,7 @@ class Borders:
         count = min(len(row), len(ids))
         tokens = torch.full((self.rows, self.length), NO_TOKEN)
         tokens[row[:count], column[:count] + 1] = ids[:count]  # column c is the label of position c - 1
-        return Planted(tokens=tokens, missing=missing, end_of_document=self.end_of_document)
+        return Planted(tokens=tokens, missing=missing, end_of_document=self.end_of_document, has_gaps=self.has_gaps)
 
     def _missing(self, step: int, *, steps: int, has_empty_half: bool) -> torch.Tensor:
         """Positions without a label. Ranks and micro-batches must have different token counts, some of them zero."""
@@ -144,6 +145,7 @@ class Planted:
     tokens: torch.Tensor
     missing: torch.Tensor
     end_of_document: int | None
+    has_gaps: bool = False
 
     def into(self, batch: Batch, *, first_row: int) -> Batch:
         """Plant into one rank's rows; its first row is row `first_row` of the global batch."""
@@ -154,7 +156,7 @@ class Planted:
         if self.end_of_document is not None:  # the loader's documents stay where they are
             is_put = is_put & (inputs != self.end_of_document)
         inputs[is_put] = tokens[is_put]
-        follows = is_put[:, 1:] & (labels[:, :-1] != IGNORED)
+        follows = is_put[:, 1:] & ((labels[:, :-1] != IGNORED) | self.has_gaps)
         labels[:, :-1][follows] = tokens[:, 1:][follows]
         made = {**batch, "input_ids": inputs, "labels": labels}
         own_row = self.tokens.shape[0] // 2 - first_row

@@ -62,6 +62,7 @@ class Subject:
             rows=self.run.train.global_batch,
             length=data.sequence_length,
             end_of_document=self.corpus.end_of_document if data.isolate_documents else None,
+            has_gaps=data.row_packing != "concatenate" or self.corpus.training.has_mask,
         )
 
     def skeleton(self) -> nn.Module:

@@ -21,6 +21,7 @@ from weft.core.plan import Plan
 from weft.core.precision import PrecisionPolicy
 from weft.core.run_spec import RunSpec
 from weft.data.split import Split
+from weft.data.words import counted_of, tokens_of
 from weft.engine.state import MODEL, OPTIMIZER
 from weft.models.adapter.build import initial_weights
 from weft.models.adapter.lora import factor_names
@@ -68,9 +69,11 @@ def _pretrained(run: RunSpec, subject: Subject) -> dict[str, torch.Tensor] | Non
 
 
 def _corpus(subject: Subject) -> CorpusFacts:
-    corpus = subject.corpus
+    corpus, words = subject.corpus, subject.corpus.training.tokens
+    has_mask, is_stream = corpus.training.has_mask, subject.run.data.row_packing == "concatenate"
     return CorpusFacts(
-        tokens=corpus.training.tokens,
+        tokens=tokens_of(words, words.dtype) if has_mask else words,
+        counted=counted_of(words, words.dtype) if has_mask else None if is_stream else np.ones(len(words), dtype=bool),
         vocab_size=corpus.vocab_size,
         end_of_document=corpus.end_of_document,
         training=_share(subject, corpus.training, is_held_out=False),
@@ -88,7 +91,10 @@ def _share(subject: Subject, split: Split, *, is_held_out: bool) -> RankShare:
     def batch(position: int, *, dp_rank: int, dp_degree: int) -> dict[str, NDArray[Any]]:
         return {key: value.numpy() for key, value in loader(dp_rank, dp_degree).batch(position).items()}
 
-    return RankShare(ranges=ranges, num_rows=split.num_rows(subject.run.data.sequence_length), batch=batch)
+    if subject.run.data.row_packing == "concatenate":
+        return RankShare(ranges=ranges, num_rows=split.num_rows(subject.run.data.sequence_length), batch=batch)
+    documents = [(int(begin), int(end)) for begin, end in split.bounds]
+    return RankShare(ranges=ranges, num_rows=loader(0, 1).num_rows, batch=batch, documents=documents)
 
 
 def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: References) -> LoopFacts:

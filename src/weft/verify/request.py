@@ -7,7 +7,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from weft.core.errors import NotBuiltError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.plan.legality import is_legal
@@ -142,13 +141,3 @@ def _filled(layouts: list[dict[str, Any]], base: dict[str, Any]) -> list[Plan]:
     """Layouts completed with the other sections of the base plan."""
     kept = {key: value for key, value in base.items() if key not in ("mesh", "data_parallel", "tensor_parallel")}
     return [Plan.from_tables({**kept, **layout}) for layout in layouts]
-
-
-def require_verifiable(run: RunSpec) -> None:
-    """Refuse data that the reference does not read yet."""
-    if run.data.format != "text" or run.data.row_packing != "concatenate":
-        raise NotBuiltError(
-            f"this version of weft does not verify data.format = {run.data.format!r} with packing"
-            f" {run.data.row_packing!r}",
-            hint="verify the plan with text: --set data.format=text --set data.packing=concatenate",
-        )

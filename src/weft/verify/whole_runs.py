@@ -135,11 +135,15 @@ class WholeRuns:
             text.write(source)
         self._barrier()
         run = self._with(
-            data={"source": str(source), "tokenizer": "bytes", "epochs": 1, "eval_fraction": EVAL_FRACTION},
+            data={
+                "source": str(source), "tokenizer": "bytes", "epochs": 1, "eval_fraction": EVAL_FRACTION,
+                "format": "text", "packing": None, "truncation": None, "chat_template": None, "train_on": None,
+                "isolate_documents": self._run.data.isolates,
+            },
             train={"steps": 10, "clip_norm": LOOSE_CLIP if self._run.train.clip_norm > 0 else 0.0},
             checkpoint={"every": 0, "at_end": False},
             evaluation={"every": 1, "batches": 3},
-        )
+        )  # fmt: skip
         folder = self._train(run, plan, self._new_folder())
         if not self._process.is_main:
             return []

@@ -44,7 +44,7 @@ def check_export(folder: Path, asked: Any, data: Tables, plain: PlainModel, batc
     if not gap <= LOGIT_TOLERANCE * scale:
         finding = Finding(rule=RULE, expected="the logits of the trained weights", found=f"logits off by {gap:.3g}")
         return Check.failed(NAME, finding)
-    return Check.passed(NAME, f"{detail}, logits of {len(batch.rows)} rows through from_pretrained")
+    return Check.passed(NAME, f"{detail}, logits of {len(batch.fields['labels'])} rows through from_pretrained")
 
 
 def _as_saved(config: Any) -> Any:

@@ -31,11 +31,13 @@ class RankShare:
     ranges: Sequence[tuple[int, int]]  # of stored tokens, in the order of the stream
     num_rows: int
     batch: ReadBatch
+    documents: Sequence[tuple[int, int]] = ()  # ranges of each sample, unless rows are cut from a stream
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusFacts:
     tokens: NDArray[Any]  # as stored, all documents concatenated
+    counted: NDArray[Any] | None = None  # whether each has a loss; None: rows are cut from a stream of text
     vocab_size: int
     end_of_document: int
     training: RankShare

@@ -16,6 +16,7 @@ from weft.verify.oracle.initial import Statistics, check_initial, check_pretrain
 from weft.verify.oracle.loss import LossJudge
 from weft.verify.oracle.model import Batch, PlainModel
 from weft.verify.oracle.rows import check_data
+from weft.verify.oracle.samples import SampleStream
 from weft.verify.oracle.schedule import check_schedule
 from weft.verify.oracle.streams import Stream, stream_of
 from weft.verify.oracle.updates import check_updates
@@ -55,20 +56,23 @@ class Oracle:
         checks.append(self._updates(facts, plain, both[0]))
         checks.append(LossJudge(facts=facts, plain=plain, streams=both).check())
         plain.put({**facts.initial, **_last(facts).weights})
-        batch = Batch.of(both[0].rows(range(min(EXPORTED_ROWS, both[0].num_rows))), both[0])
+        batch = Batch(fields=dict(both[0].batch_at(range(min(EXPORTED_ROWS, both[0].num_rows)))))
         return [*checks, check_export(loop.export, asked, facts.run["data"], plain, batch)]
 
-    def _updates(self, facts: RunFacts, plain: PlainModel, stream: Stream) -> Check:
+    def _updates(self, facts: RunFacts, plain: PlainModel, stream: Stream | SampleStream) -> Check:
         """Check updates. A bias of routers that the run moves without a gradient has a check of its own."""
         if self._untrained is None:
             plain.put(facts.initial)
-            rows = stream.rows(range(min(int(facts.loop_run["train"]["global_batch"]), stream.num_rows)))
-            self._untrained = plain.untrained(Batch.of(rows, stream), chunk_rows=facts.loop.chunk_rows)
+            rows = range(min(int(facts.loop_run["train"]["global_batch"]), stream.num_rows))
+            batch = Batch(fields=dict(stream.batch_at(rows)))
+            self._untrained = plain.untrained(batch, chunk_rows=facts.loop.chunk_rows)
         moved = plain.frozen() if facts.loop_run["router"]["bias_rate"] else frozenset()
         initial = {name: value for name, value in facts.initial.items() if name not in moved}
         return check_updates(facts.loop_run["train"], initial, facts.loop, untrained=self._untrained)
 
     def _read_again(self, facts: RunFacts) -> Beginning | str:
+        if facts.corpus.counted is not None:
+            return "samples are checked by their own"
         if self._beginning is None:
             try:
                 end = facts.corpus.end_of_document
@@ -86,8 +90,19 @@ def _last(facts: RunFacts) -> Saved:
     return facts.loop.saved(max(facts.loop.saved_steps))
 
 
-def _stream(facts: RunFacts, share: RankShare) -> Stream:
+def _stream(facts: RunFacts, share: RankShare) -> Stream | SampleStream:
     data, corpus = facts.run["data"], facts.corpus
+    if corpus.counted is not None:
+        is_text = data["format"] == "text"
+        return SampleStream(
+            share=share,
+            tokens=corpus.tokens,
+            counted=corpus.counted,
+            length=int(data["sequence_length"]),
+            end=corpus.end_of_document,
+            truncation=data["truncation"] or ("split" if is_text else "end"),
+            is_packed=data["packing"] == "documents",
+        )
     return stream_of(
         corpus.tokens, share.ranges, length=int(data["sequence_length"]), end=corpus.end_of_document,
         isolates=bool(data["isolate_documents"]),

@@ -17,6 +17,7 @@ import torch
 
 from weft.verify.oracle.facts import LoopFacts, RunFacts, Saved, Tensors
 from weft.verify.oracle.model import Batch, Loss, PlainModel
+from weft.verify.oracle.samples import SampleStream
 from weft.verify.oracle.streams import IGNORED, Stream
 from weft.verify.oracle.updates import OracleUpdate, recovered_gradients
 from weft.verify.tolerances import SLACK, SUM_ROUNDINGS, UNIT_ROUNDOFF, envelope, scalar_bound
@@ -42,7 +43,7 @@ class LossJudge:
 
     facts: RunFacts
     plain: PlainModel
-    streams: tuple[Stream, Stream | None]
+    streams: tuple[Stream | SampleStream, Stream | SampleStream | None]
 
     def check(self) -> Check:
         if self.plain.draws_buffers:
@@ -124,8 +125,8 @@ class LossJudge:
             return ["no evaluation was recorded"]
         step, asked = steps[-1], int(self.facts.loop_run["evaluation"]["batches"]) * self.rows
         indices = list(range(min(asked, stream.num_rows)))
-        rows = [stream.rows(indices[at : at + self.rows]) for at in range(0, len(indices), self.rows)]
-        batches = [Batch.of(part, stream) for part in rows]
+        parts = [indices[at : at + self.rows] for at in range(0, len(indices), self.rows)]
+        batches = [Batch(fields=dict(stream.batch_at(part))) for part in parts]
         self.plain.put({**self.facts.initial, **loop.saved(step).weights})
         how, value = _how(self._loss(batches[0], is_training=False)), self._mean(batches)
         allowed = PLAIN * abs(value) + self._low_share(batches, value)
@@ -167,6 +168,9 @@ class LossJudge:
         read = self.facts.corpus.training.batch(position, dp_rank=0, dp_degree=1)
         epochs = self.facts.loop_run["data"].get("epochs")
         left = self.rows if epochs is None else min(self.rows, epochs * stream.num_rows - position)
+        if isinstance(stream, SampleStream):
+            stream.require_known(read, left, place=f"the batch of step {step}")
+            return Batch(fields=dict(read))
         rows = []
         for inputs, labels in zip(read["input_ids"], read["labels"], strict=True):
             at = stream.find(inputs, int(labels[-1]))

@@ -1,6 +1,6 @@
 """The plain transformers model of a config: its loss by its own `labels=`, its gradients, its logits. Float32, eager.
 
-A row of S + 1 tokens goes in unshifted: transformers itself takes the next token as the label. In addition, the
+Rows of S + 1 tokens go in unshifted: transformers itself takes the next token as the label. In addition, the
 same loss is computed from the logits of the first S tokens. If a family's own loss is another number (it adds
 terms, or cannot take a row of S + 1), the computed one is compared with, and the verdict reports this.
 """
@@ -26,14 +26,14 @@ OWN_TOLERANCE = 1e-5  # relative: the same float32 numbers, averaged in another 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of S + 1 tokens, and the model's inputs and labels for them."""
+    """The model's inputs and labels for some rows."""
 
-    rows: NDArray[np.int64]
     fields: dict[str, NDArray[np.int64]]
 
     @staticmethod
     def of(rows: NDArray[np.int64], stream: Stream) -> Batch:
-        return Batch(rows=rows, fields=stream.batch(rows))
+        """The batch of rows of S + 1 tokens."""
+        return Batch(fields=stream.batch(rows))
 
     @property
     def count(self) -> int:
@@ -131,13 +131,14 @@ class PlainModel:
 
     def _own(self, batch: Batch) -> tuple[float | None, str]:
         """transformers' loss of unshifted rows, with the same labels ignored."""
-        rows, labels = batch.rows, batch.rows.copy()
-        labels[:, 1:][batch.fields["labels"] == IGNORED] = IGNORED
+        following = np.maximum(batch.fields["labels"][:, -1:], 0)  # without a label, any token may follow
+        rows = np.concatenate([batch.fields["input_ids"], following], axis=1)
+        labels = np.concatenate([np.full_like(following, IGNORED), batch.fields["labels"]], axis=1)
         given = {"input_ids": rows, "labels": labels}
         if "position_ids" in batch.fields:
             before = batch.fields["position_ids"]
-            following = np.where(batch.fields["labels"][:, -1] == IGNORED, 0, before[:, -1] + 1)
-            given["position_ids"] = np.concatenate([before, following[:, None]], axis=1)
+            last = np.where(batch.fields["labels"][:, -1] == IGNORED, 0, before[:, -1] + 1)
+            given["position_ids"] = np.concatenate([before, last[:, None]], axis=1)
         try:
             with _quiet():
                 loss = self.model(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from weft.verify.oracle.documents import Beginning
 from weft.verify.oracle.facts import CorpusFacts, RankShare, Rows, Tables
+from weft.verify.oracle.samples import SampleStream, WrongSampleError, check_epoch, check_rendered, check_shares
 from weft.verify.oracle.streams import IGNORED, Hashes, Stream
 from weft.verify.verdict import Check, Finding
 
@@ -36,22 +37,40 @@ def check_data(
     run: Tables,
     corpus: CorpusFacts,
     beginning: Beginning | str,
-    streams: tuple[Stream, Stream | None],
+    streams: tuple[Stream | SampleStream, Stream | SampleStream | None],
     *,
     dp_degree: int,
 ) -> Check:
     """Check the data. `beginning`: the documents read again, or why not; `streams`: training and held out."""
     data, rows = run["data"], int(run["train"]["global_batch"])
+    if isinstance(streams[0], SampleStream):
+        return _check_samples(data, corpus, streams[0], streams[1], rows=rows, dp_degree=dp_degree)
     try:
         read = _check_stored(corpus, beginning)
         _check_shares(float(data["eval_fraction"]), corpus)
         training = Epoch(share=corpus.training, stream=streams[0], rows=rows, num_epochs=data.get("epochs"))
         details = [training.check(dp_degree=dp_degree)]
-        if corpus.held_out is not None and streams[1] is not None:
+        if corpus.held_out is not None and isinstance(streams[1], Stream):
             details.append(_check_held_out(corpus.held_out, streams[1], rows=rows))
     except WrongRowsError as wrong:
         return Check.failed(NAME, wrong.finding)
     return Check.passed(NAME, "; ".join([*details, read]))
+
+
+def _check_samples(
+    data: Tables, corpus: CorpusFacts, training: SampleStream, held_out: Any, *, rows: int, dp_degree: int
+) -> Check:
+    """Check samples that are not cut by rows."""
+    try:
+        check_shares(corpus)
+        details = [check_epoch(training, rows=rows, num_epochs=data.get("epochs"), dp_degree=dp_degree)]
+        if isinstance(held_out, SampleStream) and held_out.num_rows:
+            details.append(f"held out: {check_epoch(held_out, rows=rows, num_epochs=1, dp_degree=1)}")
+        details.append(check_rendered(data, corpus))
+    except WrongSampleError as wrong:
+        finding = Finding(rule=RULE, expected=wrong.expected, found=wrong.found, coordinates=wrong.place)
+        return Check.failed(NAME, finding)
+    return Check.passed(NAME, "; ".join(details))
 
 
 def _check_stored(corpus: CorpusFacts, beginning: Beginning | str) -> str:

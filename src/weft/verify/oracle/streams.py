@@ -46,6 +46,9 @@ class Stream:
         positions = np.stack([self._positions(row) for row in inputs])
         return {"input_ids": inputs, "labels": labels, "position_ids": positions}
 
+    def batch_at(self, indices: Sequence[int]) -> dict[str, Tokens]:
+        return self.batch(self.rows(indices))
+
     def hashes_of(self, rows: NDArray[Any]) -> Hashes:
         """One hash per row, for any number of columns up to S + 1."""
         hashes = np.zeros(len(rows), dtype=np.uint64)
