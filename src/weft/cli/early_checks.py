@@ -40,7 +40,7 @@ def _require_data(run: RunSpec) -> None:
     from weft.data.sources import FileSource, open_sources
     from weft.data.tokenizers import open_tokenizer
 
-    for source in open_sources(run.data):
+    for source in (source for part in run.data.parts for source in open_sources(part)):
         if isinstance(source, DatasetSource):
             require_extra("datasets")
             source.require_folder()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from weft.core.adapter_spec import AdapterSpec
 from weft.core.config import Document, Section, sections_of
@@ -53,11 +53,30 @@ class ModelSpec(Section):
         return self
 
 
+class SourceSpec(Section):
+    """One source of a mixture; keys that are left out are those of [data]."""
+
+    source: str | list[str] = Field(description="as data.source")
+    weight: float = Field(default=1.0, gt=0, description="share of the samples or tokens, over the sum of all weights")
+    format: DataFormat | None = Field(default=None, description="as data.format")
+    text_field: str | None = Field(default=None, description="as data.text_field")
+    split: str | None = Field(default=None, description="as data.split")
+    train_on: Turns | None = Field(default=None, description="as data.train_on")
+
+
 class DataSpec(Section):
     source: str | list[str] = Field(
         default="python-stdlib",
         description="'python-stdlib', a file, folder or glob (.txt .py .md .jsonl .parquet), a list of them, "
         "or 'hf:NAME' for a dataset of the datasets library (a local folder or a hub name)",
+    )
+    sources: list[SourceSpec] = Field(
+        default_factory=list,
+        description="several sources in place of `source`, each with `source`, `weight`, and its own `format`, "
+        "`text_field`, `split`, `train_on`",
+    )
+    weigh_by: Literal["samples", "tokens"] = Field(
+        default="samples", description="what the weights of `sources` are shares of; tokens: without padding"
     )
     tokenizer: str | None = Field(
         default=None,
@@ -110,14 +129,45 @@ class DataSpec(Section):
     @property
     def isolates(self) -> bool:
         """Whether rows have several documents that do not attend to each other."""
-        return self.isolate_documents or self.row_packing == "documents"
+        return any(part.isolate_documents or part.row_packing == "documents" for part in self.parts)
 
     @property
     def turns(self) -> Turns:
         return self.train_on or "assistant"
 
+    @property
+    def parts(self) -> list[DataSpec]:
+        """The data of each source: itself if there is one."""
+        return [self._part(source) for source in self.sources] or [self]
+
+    def _part(self, source: SourceSpec) -> DataSpec:
+        """The data of one source, without keys of [data] that are for other formats and packings."""
+        keys = self.model_dump(exclude={"sources", "weigh_by", "source"})
+        keys |= source.model_dump(exclude={"weight"}, exclude_none=True)
+        is_stream = (keys["packing"] or ("concatenate" if keys["format"] == "text" else "none")) == "concatenate"
+        unused = {"truncation"} if is_stream else {"isolate_documents"}
+        unused |= {"chat_template"} if keys["format"] == "text" else set()
+        unused |= {"train_on"} if keys["format"] != "chat" and source.train_on is None else set()
+        return DataSpec(**{key: value for key, value in keys.items() if key not in unused})
+
+    @model_validator(mode="after")
+    def _sources_fit(self) -> DataSpec:
+        if self.sources and self.source != "python-stdlib":
+            raise ValueError("give source or sources, not both")
+        for index, source in enumerate(self.sources):
+            try:
+                part = self._part(source)
+            except ValidationError as error:
+                reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"sources[{index}]: {reason}") from None
+            if part.format == "preference":
+                raise ValueError(f"sources[{index}]: pairs of format = 'preference' are not mixed")
+        return self
+
     @model_validator(mode="after")
     def _keys_fit(self) -> DataSpec:
+        if self.sources:
+            return self
         if self.isolate_documents and self.row_packing != "concatenate":
             raise ValueError(
                 "isolate_documents is for packing = 'concatenate'; packing = 'documents' isolates documents"

@@ -22,7 +22,9 @@ from weft.core.errors import DataError
 from weft.core.run_spec import DataSpec
 from weft.data.build_lock import BuildLock
 from weft.data.building import BuildProgress, Silent, build_store, cannot_write, count_workers
+from weft.data.mixture import MixedSource, Mixture
 from weft.data.row_fields import SampleRow
+from weft.data.rows import RowLayout
 from weft.data.samples import SampleEncoder, open_encoder
 from weft.data.sources import Source, iterate_documents, open_sources, total_bytes
 from weft.data.split import Split, split_documents
@@ -34,10 +36,10 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens of a run. `evaluation` is None if no document is held out."""
+    """The tokens of a run. `evaluation` is None if no document is held out. Several sources are a mixture."""
 
-    training: Split
-    evaluation: Split | None
+    training: Split | Mixture
+    evaluation: Split | Mixture | None
     vocab_size: int
     end_of_document: int
     num_documents: int
@@ -49,6 +51,9 @@ def open_corpus(
     spec: DataSpec, *, cache_dir: str | Path | None = None, progress: BuildProgress | None = None
 ) -> Corpus:
     """The corpus of `spec`, built first if it is not cached, by this process or by another."""
+    if spec.sources:
+        corpora = [open_corpus(part, cache_dir=cache_dir, progress=progress) for part in spec.parts]
+        return _mixed(spec, corpora)
     folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     sources, tokenizer = open_sources(spec), open_encoder(spec)
     key = _key(sources, tokenizer)
@@ -57,6 +62,30 @@ def open_corpus(
     if spec.row_truncation == "error" and spec.row_packing != "concatenate":
         _require_short(store, sources, spec)
     return _as_corpus(store, eval_fraction=spec.eval_fraction, together=2 if spec.format == "preference" else 1)
+
+
+def _mixed(spec: DataSpec, corpora: list[Corpus]) -> Corpus:
+    """One corpus of several."""
+
+    def mix(splits: list[Split | Mixture | None]) -> Mixture:
+        given = zip(spec.sources, spec.parts, splits, strict=True)
+        mixed = tuple(
+            MixedSource(str(source.source), split, RowLayout.of(part), source.weight)
+            for source, part, split in given
+            if isinstance(split, Split)
+        )
+        return Mixture(mixed, by_tokens=spec.weigh_by == "tokens")
+
+    held_out = mix([corpus.evaluation for corpus in corpora])
+    return Corpus(
+        training=mix([corpus.training for corpus in corpora]),
+        evaluation=held_out if held_out.sources else None,
+        vocab_size=corpora[0].vocab_size,
+        end_of_document=corpora[0].end_of_document,
+        num_documents=sum(corpus.num_documents for corpus in corpora),
+        num_tokens=sum(corpus.num_tokens for corpus in corpora),
+        path=corpora[0].path,
+    )
 
 
 def _require_short(store: TokenStore, sources: list[Source], spec: DataSpec) -> None:

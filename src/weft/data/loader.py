@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from weft.core.errors import BatchError
+from weft.data.mixture import MixedRows, Mixture
 from weft.data.order import permute
-from weft.data.rows import IGNORED, RowLayout, open_rows, require_rows
+from weft.data.rows import IGNORED, RowLayout, RowTable, open_rows, require_rows
 from weft.data.split import Split
 
 
@@ -22,11 +23,11 @@ class Loader:
 
     def __init__(
         self,
-        split: Split,
+        split: Split | Mixture,
         *,
         seed: int,
         global_batch: int,
-        layout: RowLayout,
+        layout: RowLayout,  # of a split; the sources of a mixture have their own
         dp_rank: int = 0,
         dp_degree: int = 1,
         epochs: int | None = None,
@@ -41,14 +42,21 @@ class Loader:
         self.dp_rank = dp_rank
         self.dp_degree = dp_degree
         self.shuffle = shuffle
-        self.rows = open_rows(split, layout)
-        require_rows(self.rows, split, sequence_length=layout.sequence_length)
+        self.rows = _rows_of(split, layout)
+        self._mixed = self.rows.order(seed=seed) if isinstance(self.rows, MixedRows) and shuffle else None
         self.num_rows = self.rows.num_rows
         self.total_samples = None if epochs is None else epochs * self.num_rows
 
     def has_batch(self, position: int) -> bool:
         """Whether a batch that starts at this sample is not empty; equal on every rank."""
         return position >= 0 and (self.total_samples is None or position < self.total_samples)
+
+    def epochs(self, position: int) -> dict[str, float]:
+        """How often each source of a mixture was seen after so many samples; of other data, the data itself."""
+        if self._mixed is None or not isinstance(self.split, Mixture):
+            return {"data": position / self.num_rows}
+        names = [source.name for source in self.split.sources]
+        return dict(zip(names, self._mixed.epochs(position), strict=True))
 
     def batch(self, position: int) -> dict[str, torch.Tensor]:
         """This rank's rows of the global batch that begins at sample `position`."""
@@ -67,10 +75,24 @@ class Loader:
         if self.total_samples is not None:
             filler = samples >= self.total_samples
             samples = np.where(filler, 0, samples)
+        if self._mixed is not None:
+            return self._mixed.rows(samples), filler
         epochs, indices = np.divmod(samples, self.num_rows)
         if self.shuffle:
             indices = permute(indices, size=self.num_rows, seed=self.seed, epoch=epochs)
         return indices, filler
+
+
+def _rows_of(data: Split | Mixture, layout: RowLayout) -> RowTable:
+    """The rows; each source must have some."""
+    if isinstance(data, Split):
+        rows = open_rows(data, layout)
+        require_rows(rows, data, sequence_length=layout.sequence_length)
+        return rows
+    mixed = MixedRows(data)
+    for source, table in zip(data.sources, mixed.tables, strict=True):
+        require_rows(table, source.split, sequence_length=source.layout.sequence_length)
+    return mixed
 
 
 def _require_divisible(global_batch: int, *, dp_degree: int) -> None:

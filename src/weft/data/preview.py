@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from weft.core.run_spec import DataSpec
 from weft.core.vocabulary import BYTES
 from weft.data.loader import Loader
+from weft.data.mixture import MixedRows
 from weft.data.rows import IGNORED, SampleRows
 from weft.data.tokenizers import Tokenizer, open_tokenizer
 
@@ -42,15 +43,24 @@ class Preview:
         return "".join(f"[[{text}]]" if counts else text for text, counts in self.row)
 
 
-def preview_of(data: DataSpec, loader: Loader) -> Preview:
+def preview_of(data: DataSpec, loader: Loader, *, num_samples: int) -> Preview:
+    """`num_samples`: of the whole run."""
     tokenizer = open_tokenizer(data.tokenizer or BYTES)
     batch = {key: value.numpy() for key, value in loader.batch(0).items()}
     first = {key: values[0] for key, values in batch.items()}
-    return Preview(lines=[*_of_samples(data, loader), _of_tokens(loader)], row=_stretches(first, tokenizer))
+    return Preview(
+        lines=[*_of_samples(data, loader, num_samples), _of_tokens(loader)], row=_stretches(first, tokenizer)
+    )
 
 
-def _of_samples(data: DataSpec, loader: Loader) -> list[str]:
+def _of_samples(data: DataSpec, loader: Loader, num_samples: int) -> list[str]:
     rows = loader.rows
+    if isinstance(rows, MixedRows):
+        seen = loader.epochs(num_samples)
+        return [
+            f"{name}: {size:,} rows, {share:.1%} of the samples, {seen[name]:.2f} epochs in {num_samples:,} samples"
+            for name, size, share in zip(seen, rows.sizes, rows.shares, strict=True)
+        ]
     if not isinstance(rows, SampleRows):
         return [f"{loader.num_rows:,} rows of {data.sequence_length} tokens, cut from one stream ({data.format})"]
     pieces, kind = rows.pieces, "pairs" if rows.per_sample == 2 else "samples"

@@ -51,6 +51,11 @@ class RowTable(Protocol):
     def num_rows(self) -> int: ...
 
     @property
+    def length(self) -> int:
+        """Positions of a row."""
+        ...
+
+    @property
     def per_sample(self) -> int:
         """Rows of a batch for each row number: 2 for pairs."""
         ...

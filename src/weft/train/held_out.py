@@ -8,6 +8,7 @@ from __future__ import annotations
 from weft.core.errors import DataError
 from weft.core.run_spec import RunSpec
 from weft.data import Corpus, Split
+from weft.data.mixture import Mixture
 from weft.data.rows import RowLayout, has_pieces
 
 _HINT = "raise data.eval_fraction, lower data.sequence_length or add documents; evaluation.every = 0 turns it off"
@@ -34,6 +35,8 @@ def _missing(run: RunSpec, corpus: Corpus) -> str:
         return "0 rows are held out: the data is a single document"
     if _has_rows(held_out, run):
         return ""
+    if isinstance(held_out, Mixture):
+        return "0 rows of a source of data.sources are held out"
     if run.data.row_packing != "concatenate":
         return f"0 rows are held out: no sample of {held_out.num_documents} is left for data.sequence_length = {length}"
     return (
@@ -42,7 +45,12 @@ def _missing(run: RunSpec, corpus: Corpus) -> str:
     )
 
 
-def _has_rows(split: Split, run: RunSpec) -> bool:
-    """Whether there is a row; streams are only counted, since packing takes time."""
-    layout = RowLayout.of(run.data)
+def _has_rows(split: Split | Mixture, run: RunSpec) -> bool:
+    """Whether there is a row, of every source; streams are only counted, since packing takes time."""
+    if isinstance(split, Mixture):
+        return all(_has(source.split, source.layout) for source in split.sources)
+    return _has(split, RowLayout.of(run.data))
+
+
+def _has(split: Split, layout: RowLayout) -> bool:
     return split.num_rows(layout.sequence_length) > 0 if layout.packing == "concatenate" else has_pieces(split, layout)

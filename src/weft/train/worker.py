@@ -124,7 +124,7 @@ def _train(
     )
     metrics.changed = tuple(change.key for change in resumed.changes if change.is_of_training)
     _introduce(display, bench, plan, process)
-    if process.is_main and job.run.data.format != "text":
+    if process.is_main and (job.run.data.sources or job.run.data.format != "text"):
         _show_data(job.run, bench, folder, display)
     for note in filter(None, (copies_note, *(copies.notes if copies is not None else ()))):
         display.line(f"note: {note}")
@@ -152,6 +152,7 @@ def _train(
         "steps": bench.engine.steps_done,
         "resumed_from": resumed_from,
         "no_evaluation": bench.no_evaluation or None,
+        "epochs": bench.training.epochs(loop.samples),
         **comparable(metrics.records, history.read() if process.is_main else []),
     }
     ledger = _close(job, bench, account, watch, outcome, metrics, folder, display, process, facts, copies)
@@ -299,7 +300,7 @@ def _introduce(display: Display, bench: Workbench, plan: Plan, process: Process)
 def _show_data(run: RunSpec, bench: Workbench, folder: RunFolder, display: Display) -> None:
     """Show which tokens have a loss, on the terminal and in the run folder: a wrong mask trains without an error."""
     with phase("showing a row of the data", is_slow=True):
-        preview = preview_of(run.data, bench.training)
+        preview = preview_of(run.data, bench.training, num_samples=run.train.steps * run.train.global_batch)
         display.data(preview)
         folder.sample_path.write_text("\n".join([*preview.lines, "", preview.plain(), ""]), encoding="utf-8")
 

@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.core.errors import NotBuiltError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec, TrainSpec
 from weft.data import Corpus, Loader, open_corpus
+from weft.data.mixture import Mixture
 from weft.data.rows import RowLayout
+from weft.data.split import Split
 from weft.models.adapter.build import initial_weights, run_skeleton
 from weft.models.build import build_config
 from weft.models.layout import describe
@@ -52,6 +55,14 @@ class Subject:
         config = build_config(run.model, vocab_size=corpus.vocab_size, end_of_document=corpus.end_of_document)
         return Subject(run=run, corpus=corpus, config=config, device=device, num_ranks=num_ranks)
 
+    @property
+    def training(self) -> Split:
+        return _one_split(self.corpus.training)
+
+    @property
+    def held_out(self) -> Split | None:
+        return _one_split(self.corpus.evaluation) if self.corpus.evaluation is not None else None
+
     @functools.cached_property
     def borders(self) -> Borders:
         """The planted cases, the same for every plan of `num_ranks`."""
@@ -62,7 +73,7 @@ class Subject:
             rows=self.run.train.global_batch,
             length=data.sequence_length,
             end_of_document=self.corpus.end_of_document if data.isolate_documents else None,
-            has_gaps=data.row_packing != "concatenate" or self.corpus.training.has_mask,
+            has_gaps=data.row_packing != "concatenate" or self.training.has_mask,
         )
 
     def skeleton(self) -> nn.Module:
@@ -228,6 +239,13 @@ def joint_split(plan: Plan, train: TrainSpec) -> BatchSplit:
     """The rows of one micro-batch of all ranks: the input of a forward that changes buffers."""
     rows = max(1, train.global_batch // plan.pipeline.microbatches)
     return BatchSplit(chunk_rows=rows, ranks=plan.mesh.dp_degree, unties=plan.mesh.pp > 1)
+
+
+def _one_split(data: Split | Mixture) -> Split:
+    """Runs are verified on one source (`worker`)."""
+    if isinstance(data, Mixture):
+        raise NotBuiltError("a mixture of data.sources is not verified at once", hint="give one of them as data.source")
+    return data
 
 
 def _frozen(subject: Subject) -> frozenset[str]:

@@ -69,15 +69,15 @@ def _pretrained(run: RunSpec, subject: Subject) -> dict[str, torch.Tensor] | Non
 
 
 def _corpus(subject: Subject) -> CorpusFacts:
-    corpus, words = subject.corpus, subject.corpus.training.tokens
-    has_mask, is_stream = corpus.training.has_mask, subject.run.data.row_packing == "concatenate"
+    corpus, words, held_out = subject.corpus, subject.training.tokens, subject.held_out
+    has_mask, is_stream = subject.training.has_mask, subject.run.data.row_packing == "concatenate"
     return CorpusFacts(
         tokens=tokens_of(words, words.dtype) if has_mask else words,
         counted=counted_of(words, words.dtype) if has_mask else None if is_stream else np.ones(len(words), dtype=bool),
         vocab_size=corpus.vocab_size,
         end_of_document=corpus.end_of_document,
-        training=_share(subject, corpus.training, is_held_out=False),
-        held_out=None if corpus.evaluation is None else _share(subject, corpus.evaluation, is_held_out=True),
+        training=_share(subject, subject.training, is_held_out=False),
+        held_out=None if held_out is None else _share(subject, held_out, is_held_out=True),
     )
 
 

@@ -89,7 +89,11 @@ def _small_run(request: VerifyRequest, plan: Plan) -> tuple[RunSpec, Plan, list[
 
 
 def _apart(run: RunSpec) -> tuple[RunSpec, list[str]]:
-    """A sample per row where a stream would have tokens without a loss, which the oracle does not find again."""
+    """The first source of a mixture; a sample per row where a stream would have tokens without a loss, which the oracle
+    does not find again."""
+    if run.data.sources:
+        first, changes = _apart(run.model_copy(update={"data": run.data.parts[0]}))
+        return first, [f"sources: the first of {len(run.data.sources)}", *changes]
     if run.data.format == "text" or run.data.row_packing != "concatenate":
         return run, []
     data = run.data.model_copy(update={"packing": "none", "isolate_documents": False})

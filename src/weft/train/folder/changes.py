@@ -30,6 +30,8 @@ _GUARDED = (
 )
 _CONTENT = (
     "data.source",
+    "data.sources",
+    "data.weigh_by",
     "data.tokenizer",
     "data.text_field",
     "data.split",
