@@ -26,7 +26,8 @@ from weft.engine.dp.reduce_scatter_copy import patch_reduce_scatter_copy
 from weft.engine.kernels.attention import Shape
 from weft.engine.kernels.compiled import failures
 from weft.engine.kernels.cross_entropy import Cap, cross_entropy_
-from weft.engine.kernels.float8 import E4M3, _columns_first, _multiply, quantise
+from weft.engine.kernels.float8 import _columns_first, _multiply, quantise
+from weft.engine.kernels.float8_operands import E4M3
 
 pytestmark = [
     pytest.mark.gpu,

@@ -237,9 +237,9 @@ def _not_fused(plan: Plan) -> list[tuple[bool, str]]:
 
 
 def _not_float8(plan: Plan) -> list[tuple[bool, str]]:
+    mode = plan.tensor_parallel.mode
     return [
-        (plan.mesh.tp > 1, "tensor parallelism"),
-        _split_backward(plan),
+        (plan.mesh.tp > 1 and mode != "1d", f"tensor_parallel.mode = {mode!r}"),
         (_is_threaded(plan), "dataparallel"),
         (plan.precision.policy().weights != "bfloat16", "weights other than bfloat16 (precision.preset = 'bf16')"),
     ]
@@ -275,7 +275,7 @@ def _not_low(plan: Plan) -> list[tuple[bool, str, str]]:
 
 
 def _split_backward(plan: Plan) -> tuple[bool, str]:
-    """Schedules that defer weight gradients: matmuls inside a compiled graph, or in float8, cannot be split."""
+    """Schedules that defer weight gradients: matmuls inside a compiled graph cannot be split."""
     is_split = plan.mesh.pp > 1 and plan.pipeline.splits_backwards
     return is_split, f"pipeline.schedule = {plan.pipeline.schedule!r}, which splits the backward"
 

@@ -7,10 +7,11 @@ Measured on an H200, break-even is between 1024 (2048 x 2048: 0.6 of the speed o
 
 from __future__ import annotations
 
-from weft.core.plan import Float8Choice
+from weft.core.float8_section import Float8Choice, Float8Recipe
 
 WORTH_IT = 1300.0  # least 1 / (1/K + 1/N)
 DIVISOR = 16  # the hardware's requirement on every dimension
+BLOCKS: dict[Float8Recipe, int] = {"blockwise": 128}  # elements of a row with one scale, in recipes of blocks
 
 
 def takes_float8(in_features: int, out_features: int, choice: Float8Choice) -> bool:

@@ -16,8 +16,10 @@ from weft.core import axes
 from weft.core.config import Document, Section, sections_of
 from weft.core.errors import PlanError
 from weft.core.experts import WireFormat
+from weft.core.float8_section import GATHERED, Float8
 from weft.core.memory_sections import Activations, Offload
 from weft.core.precision import E4M3, LOW_STATES, PrecisionPolicy, impossible
+from weft.core.precision_presets import PRESETS
 from weft.core.precision_section import Precision
 
 SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules that split the backward
@@ -199,20 +201,6 @@ class Kernels(Section):
     )
 
 
-Float8Choice = Literal["none", "auto", "all"]
-
-
-class Float8(Section):
-    """Linear layers of the blocks that multiply in float8; weights, norms, head and loss keep their precision."""
-
-    linears: Float8Choice = Field(default="none", description="none | auto (layers large enough to gain speed) | all")
-    gather: Literal["float8", "weights"] = Field(
-        default="float8",
-        description="dtype in which their sharded weights are all-gathered: float8 (half the bytes) | weights (the "
-        "compute dtype)",
-    )
-
-
 class Plan(Document):
     """The complete layout."""
 
@@ -266,9 +254,16 @@ class Plan(Document):
     def _float8_follows_precision(self) -> Self:
         """Products and exchanges in float8 have sections of their own, which a preset or a component switches on."""
         policy, set_now = self.precision.policy(), dict[str, Section]()
-        if policy.products == E4M3 and "linears" not in self.float8.model_fields_set:
-            gather: dict[str, Any] = {} if policy.gather == E4M3 else {"gather": "weights"}
-            set_now["float8"] = self.float8.model_copy(update={**gather, "linears": "all"})
+        is_implied = policy.products == E4M3
+        named = {"linears": "all", **PRESETS[self.precision.preset].float8} if is_implied else {}
+        update = {key: value for key, value in named.items() if key not in self.float8.model_fields_set}
+        float8 = self.float8.model_copy(update=update)
+        if "gather" not in self.float8.model_fields_set and (
+            float8.recipe != GATHERED or (is_implied and policy.gather != E4M3)
+        ):
+            update["gather"] = "weights"
+        if update:
+            set_now["float8"] = self.float8.model_copy(update=update)
         if policy.dispatch == E4M3 and "wire" not in self.expert_parallel.model_fields_set:
             set_now["expert_parallel"] = self.expert_parallel.model_copy(update={"wire": "float8"})
         for name, section in set_now.items():
@@ -383,6 +378,10 @@ def _check_float8(plan: Plan) -> Iterator[tuple[str, str]]:
         if name in given and given[name] != getattr(found, name):
             sentence = f"precision.{name} is {given[name]!r}, but {key} says {getattr(found, name)}"
             yield sentence, f"remove one of precision.{name} and {key}"
+    float8 = plan.float8
+    if float8.linears != "none" and float8.gather == "float8" and float8.recipe != GATHERED:
+        sentence = f"float8.gather = 'float8' sends one scale per weight, but float8.recipe is {float8.recipe!r}"
+        yield sentence, f"set float8.gather = 'weights', or float8.recipe = {GATHERED!r}"
 
 
 def _check_blocks(plan: Plan) -> list[tuple[str, str]]:

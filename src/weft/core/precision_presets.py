@@ -21,6 +21,7 @@ class PresetData:
     """The components that a preset names, and where they are from."""
 
     components: dict[str, Any] = field(default_factory=dict)
+    float8: dict[str, Any] = field(default_factory=dict)  # keys of [float8] that its products imply
     source: str
     untold: str = ""  # what the source does not tell, or what this version does otherwise
 
@@ -61,13 +62,13 @@ PRESETS: dict[PresetName, PresetData] = {
         components={
             **_BF16,
             "products": "float8_e4m3",
-            "gather": "float8_e4m3",
             "dispatch": "float8_e4m3",
             "optimizer_state": "bfloat16",
         },
+        float8={"recipe": "blockwise"},
         source="DeepSeek-V3 Technical Report, arXiv:2412.19437, 3.3: float8 products, bfloat16 moments, "
         "float32 masters and gradients, float8 dispatch, bfloat16 combine",
-        untold="scales are per tensor, not per block; gradients in products are e5m2; experts multiply in bfloat16",
+        untold="which format sharded weights are gathered in: bfloat16 here; experts multiply in bfloat16",
     ),
     "mistral": PresetData(
         components=_BF16,

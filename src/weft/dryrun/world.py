@@ -31,6 +31,7 @@ import weft.engine.buffers.sync as buffer_sync
 import weft.engine.dp.choose as choose
 import weft.engine.ep.counts as expert_counts
 import weft.engine.kernels.float8 as float8
+import weft.engine.kernels.float8_products as float8_products
 import weft.engine.kernels.head_loss as head_loss
 import weft.engine.mesh as mesh
 import weft.engine.offload.ahead as ahead
@@ -41,6 +42,7 @@ import weft.engine.pp.stages as stages
 import weft.engine.router.apply as router
 import weft.engine.updates as updates
 from weft.core.experts import Routing
+from weft.core.float8_section import EMULATED
 from weft.dryrun.kernels import Kernel, gpu_attention
 from weft.dryrun.replicas import FakeReplicated
 from weft.dryrun.streams import CurrentStream
@@ -130,6 +132,7 @@ def _gpu_patches(kernel: Kernel, live: LiveBytes) -> list[Any]:
         mock.patch.object(head_loss, "_add_product", _sum_inside_product),
         # a CPU multiplies float8 in float32, on copies
         mock.patch.object(float8, "_multiply", float8.multiply_on_gpu),
+        mock.patch.object(float8_products, "has_kernel", lambda recipe, _device: recipe not in EMULATED),
         mock.patch.object(F, "scaled_dot_product_attention", attend),
         mock.patch.object(randomness, "_attend", attend),
     ]

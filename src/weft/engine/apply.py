@@ -126,7 +126,7 @@ def apply_plan(
         keep_gradients_in(model, torch_dtype(precision.gradients))
     if dp.zero == 0:
         apply_compute_dtype(model, own, precision)
-    float8 = apply_float8(model, own, plan.float8.linears, device=device)
+    float8 = apply_float8(model, own, plan.float8, tp=tp, device=device)
     notes = apply_compile(model, own, device=device) if plan.compile.enabled else ()
     is_fused = plan.kernels.loss == "fused" and not has_own_objective
     head_loss, why_not = fuse_loss(

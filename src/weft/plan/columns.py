@@ -16,9 +16,10 @@ import numpy.typing as npt
 from weft.core import axes
 from weft.core.errors import PlanError
 from weft.core.experts import WIRE_FORMATS
+from weft.core.float8_section import RECIPES, Float8Choice
 from weft.core.memory_sections import Offload
 from weft.core.offload_sizes import CHUNK_ELEMENTS
-from weft.core.plan import DataParallel, ExpertParallel, ExpertTensor, Float8Choice, Pipeline, Plan, TensorParallel
+from weft.core.plan import DataParallel, ExpertParallel, ExpertTensor, Pipeline, Plan, TensorParallel
 from weft.core.tensor_grid import tensor_depth
 
 Ints = npt.NDArray[np.int64]
@@ -89,6 +90,7 @@ class Columns:
     fused_loss: Ints
     float8: Ints  # index into FLOAT8: weights that are all-gathered in float8
     float8_linears: Ints  # index into FLOAT8: linears with float8 matmuls
+    float8_recipe: Ints  # index into RECIPES
     vertical_sync: Ints
     find_unused: Ints
     bucket_bytes: Ints
@@ -260,6 +262,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         fused_loss=column(int(plan.kernels.loss == "fused") for plan in plans),
         float8=column(FLOAT8.index(_in_float8(plan)) for plan in plans),
         float8_linears=column(FLOAT8.index(plan.float8.linears) for plan in plans),
+        float8_recipe=column(RECIPES.index(plan.float8.recipe) for plan in plans),
         vertical_sync=column(int(plan.pipeline.vertical_sync) for plan in plans),
         find_unused=column(int(plan.data_parallel.find_unused_parameters) for plan in plans),
         bucket_bytes=column(plan.data_parallel.bucket_bytes for plan in plans),
@@ -326,13 +329,13 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
         },
         "compile": {"enabled": bool(at("compiled"))},
         "kernels": {"loss": "fused" if at("fused_loss") else "whole"},
-        "float8": _float8_table(FLOAT8[at("float8_linears")], FLOAT8[at("float8")]),
+        "float8": {
+            "linears": FLOAT8[at("float8_linears")],
+            **({"gather": "weights"} if at("float8_linears") != at("float8") else {}),
+            "recipe": RECIPES[at("float8_recipe")],
+        },
     }
     return Plan.from_tables(tables, source="the planner")
-
-
-def _float8_table(linears: Float8Choice, gathered: Float8Choice) -> dict[str, Any]:
-    return {"linears": linears, **({"gather": "weights"} if linears != gathered else {})}
 
 
 def _mixture(plan: Plan) -> tuple[int, int]:

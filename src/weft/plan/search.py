@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.core.precision_presets import PRESETS
 from weft.plan.columns import Bools, Columns, Floats, Ints, columns_of, plan_at
 from weft.plan.estimate import Costs, Estimate, estimate_columns, fitting, record_at
 from weft.plan.memory.peak import estimate_memory
@@ -52,13 +53,20 @@ def search(
     request: Request, *, freedom: Freedom | None = None, precision: dict[str, Any] | None = None, top: int = 5
 ) -> Answer:
     """The best legal plans."""
-    freedom = freedom or Freedom()
+    freedom = with_preset(freedom or Freedom(), precision or {})
     answer = replace(_search_once(request, freedom, precision or {}, top), fixed=freedom.fixed)
     can_offload = request.cluster.host_memory_bytes > 0 and "offload.optimizer" not in freedom.fixed
     if answer.num_fitting or not answer.estimated or not can_offload:
         return answer
     offloaded = replace(freedom, fixed={**freedom.fixed, "offload.optimizer": "cpu"})
     return replace(_merged(answer, _search_once(request, offloaded, precision or {}, top)), fixed=freedom.fixed)
+
+
+def with_preset(freedom: Freedom, precision: dict[str, Any]) -> Freedom:
+    """The keys of [float8] that a preset implies are fixed too."""
+    preset = PRESETS[precision.get("preset", "fp32")]
+    implied = {f"float8.{key}": value for key, value in preset.float8.items()}
+    return replace(freedom, fixed={**implied, **freedom.fixed})
 
 
 def _merged(without: Answer, offloaded: Answer) -> Answer:

@@ -15,8 +15,9 @@ import numpy as np
 
 from weft.core import axes
 from weft.core.experts import WIRE_FORMATS, WireFormat
+from weft.core.float8_section import GATHERED, RECIPES, Float8Choice, Float8Recipe
 from weft.core.offload_sizes import CHUNK_ELEMENTS
-from weft.core.plan import BUCKET_BYTES, SPLIT, ExpertParallel, ExpertTensor, Float8Choice
+from weft.core.plan import BUCKET_BYTES, SPLIT, ExpertParallel, ExpertTensor
 from weft.core.precision import E4M3
 from weft.plan.columns import (
     DISPATCHERS,
@@ -68,7 +69,7 @@ SEARCHED = frozenset(
         *("activations.policy", "activations.offload", "activations.partition", "compile.enabled"),
         *(f"offload.{key}" for key in ("optimizer", "parameters", "masters", "update", "delayed", "durable")),
         *("offload.staging_bytes", "offload.chunk_elements"),
-        *("kernels.loss", "float8.linears", "float8.gather"),
+        *("kernels.loss", "float8.linears", "float8.gather", "float8.recipe"),
     )
 )
 
@@ -214,7 +215,8 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
     usual_wire: WireFormat = "float8" if policy.dispatch == E4M3 else "activations"
     wire = cast(WireFormat, freedom.fixed.get("expert_parallel.wire", usual_wire))
     linears = cast(Float8Choice, freedom.fixed.get("float8.linears", "all" if policy.products == E4M3 else "none"))
-    gather = freedom.fixed.get("float8.gather", "float8")
+    recipe = cast(Float8Recipe, freedom.fixed.get("float8.recipe", GATHERED))
+    gather = freedom.fixed.get("float8.gather", "float8" if recipe == GATHERED else "weights")
 
     def number(key: str, default: int) -> Ints:
         return np.full(size, int(str(freedom.fixed.get(key, default))), dtype=np.int64)
@@ -246,6 +248,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         fused_loss=fused,
         float8=np.full(size, FLOAT8.index(linears if gather == "float8" else "none"), dtype=np.int64),
         float8_linears=np.full(size, FLOAT8.index(linears), dtype=np.int64),
+        float8_recipe=np.full(size, RECIPES.index(recipe), dtype=np.int64),
         vertical_sync=np.zeros(size, dtype=np.int64), find_unused=np.zeros(size, dtype=np.int64),
         bucket_bytes=np.full(size, BUCKET_BYTES, dtype=np.int64), all_reduce=np.zeros(size, dtype=np.int64),
         full_blocks=np.zeros(size, dtype=np.int64), selective_blocks=np.zeros(size, dtype=np.int64),

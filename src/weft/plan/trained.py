@@ -9,21 +9,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.core.executable import not_executed_reasons
-from weft.core.plan import SPLIT
 from weft.plan.estimate import Estimate
 from weft.plan.search import Answer, search
-from weft.plan.space import SYNCHRONOUS, Freedom
+from weft.plan.space import Freedom
 
 # Keys that restrict a search to layouts that the engine runs; it runs all schedules of a search.
 BUILT = {"tensor_parallel.mode": "1d", "mesh.cp": 1}
 
 
 def built(fixed: Mapping[str, Any]) -> Freedom:
-    """A search of trainable layouts; float8 matmuls exclude tensor parallelism and split backwards."""
-    if fixed.get("float8.linears", "none") == "none":
-        return Freedom(fixed={**BUILT, **fixed})
-    unsplit = tuple(name for name in SYNCHRONOUS if name not in SPLIT)
-    return Freedom(schedules=unsplit, fixed={**BUILT, "mesh.tp": 1, **fixed})
+    """A search of trainable layouts."""
+    return Freedom(fixed={**BUILT, **fixed})
 
 
 def why_not_trained(found: Estimate) -> str:

@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
+from weft.core.float8_section import Float8Choice
 from weft.core.model_shape import BlockShape, ModelShape
-from weft.core.plan import Float8Choice
 from weft.plan.columns import FLOAT8, Bools, Columns, Floats, Ints
 from weft.plan.memory.parameters import Share, share_of
 from weft.plan.pp.stages import PLACES, Seen, Stage, stage_of

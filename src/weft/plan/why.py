@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from weft.core.plan import Float8, Plan
+from weft.core.float8_section import Float8
+from weft.core.plan import Plan
 from weft.core.terms import StepTerm
 from weft.core.units import format_bytes, format_seconds
 from weft.plan.changes import fewest_devices

@@ -27,6 +27,7 @@ from weft.engine.state import MODEL, OPTIMIZER, as_shard
 from weft.verify.checks import Block
 from weft.verify.coded_sums import SumEvidence, SumWatch
 from weft.verify.eight_bit import decode_moments
+from weft.verify.float8_check import wrong_products
 from weft.verify.low_update import LowPrecisionStep
 from weft.verify.reference import RunTrace, Tensors
 
@@ -45,6 +46,7 @@ class Evidence(RunTrace):
     digests: dict[str, list[int]] = field(default_factory=dict)  # of every full tensor at the end, by rank
     buffer_digests: dict[str, list[int]] = field(default_factory=dict)  # of buffers that forwards change, by rank
     loads: list[Tensors] = field(default_factory=list)  # by step and module of experts: choices of each expert
+    wrong_products: list[str] = field(default_factory=list)  # in float8, on any rank
     updates: list[LowPrecisionStep] = field(default_factory=list)  # the first ones, if the optimizer rounds
     exact_gradients: Tensors = field(default_factory=dict)  # the first ones, of a run without that rounding
     sums: SumEvidence = field(default_factory=SumEvidence)  # of the first step, where gradients travel as codes
@@ -66,6 +68,8 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
             evidence.first_gradients = evidence.first_gradients or full_gradients
             evidence.updates += [LowPrecisionStep(gradients=full_gradients)] if is_kept else []
 
+    if any(engine.float8.values()):
+        evidence.wrong_products = _of_all_ranks(wrong_products(engine))
     engine.on_gradients = keep
     last = len(batches) - 1
     for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
@@ -116,6 +120,12 @@ def _first_step(engine: Engine, batch: Batch, rate: float, evidence: Evidence) -
         record = _step(engine, batch, rate, evidence)
     evidence.sums = sums.judge()
     return record
+
+
+def _of_all_ranks(own: list[str]) -> list[str]:
+    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, own)
+    return [line for lines in found for line in lines]
 
 
 def _step(engine: Engine, batch: Batch, rate: float, evidence: Evidence) -> StepRecord:

@@ -1,18 +1,19 @@
 """Float8 of the reference: values rounded to float8 and back, then multiplied in float32. No float8 kernel.
 
-Matmuls: the engine chooses the layers (`engine.kernels.float8.chosen_linears`); the arithmetic is written here
-independently: forward operands in e4m3, output gradients in e5m2, one scale per tensor from its largest magnitude.
+Matmuls: the engine chooses the layers (`engine.kernels.float8.chosen_linears`); the arithmetic of every recipe is
+written here independently.
 Tokens that travel to experts: e4m3, a power of two per 128 elements of a token; gradients pass unchanged.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft.core.plan import Float8Choice
+from weft.core.float8_section import Float8Choice, Float8Recipe
 from weft.engine.kernels.float8 import chosen_linears
 from weft.models.layout import describe
 from weft.verify.plain_experts import by_position, plain_experts
@@ -21,43 +22,63 @@ WIRE_BLOCK = 128
 LEAST_POWER = -126  # of normal float32 numbers
 
 
-def multiply_in_float8(model: nn.Module, choice: Float8Choice) -> None:
+def multiply_in_float8(model: nn.Module, choice: Float8Choice, recipe: Float8Recipe) -> None:
     """Make the chosen linear layers of `model`'s blocks multiply in float8."""
     for name, is_chosen in chosen_linears(model, describe(model), choice).items():
         if is_chosen:
             linear = model.get_submodule(name)
-            linear.register_forward_hook(_recompute)
+            linear.register_forward_hook(functools.partial(_recompute, recipe))
 
 
-def _recompute(linear: nn.Module, args: tuple[Tensor, ...], plain: Tensor) -> Tensor:
+def _recompute(recipe: Float8Recipe, linear: nn.Module, args: tuple[Tensor, ...], plain: Tensor) -> Tensor:
     """Forward hook: replace the layer's output."""
-    out: Tensor = _Rounded.apply(args[0], linear.weight)  # type: ignore[no-untyped-call]
+    out: Tensor = _Rounded.apply(args[0].flatten(0, -2), linear.weight, recipe)  # type: ignore[no-untyped-call]
+    out = out.view(plain.shape)
     return out if linear.bias is None else out + linear.bias  # type: ignore[operator]
 
 
 class _Rounded(torch.autograd.Function):
+    """Every operand is rounded for its product, along the dimension that the product sums over."""
+
     @staticmethod
-    def forward(ctx: Any, *given: Tensor) -> Tensor:
-        inputs, weight = (rounded(tensor, torch.float8_e4m3fn) for tensor in given)
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, recipe: Float8Recipe) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.dtype = given[0].dtype
-        return torch.einsum("...i,oi->...o", inputs, weight).to(ctx.dtype)
+        ctx.recipe = recipe
+        x, w = rounded(inputs, recipe), rounded(weight, recipe, is_weight=True)
+        return torch.einsum("mk,nk->mn", x, w).to(inputs.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor, Tensor, None]:
         inputs, weight = ctx.saved_tensors
-        gradient = rounded(arriving[0], torch.float8_e5m2)
-        by_input = torch.einsum("...o,oi->...i", gradient, weight)
-        by_weight = torch.einsum("no,ni->oi", gradient.flatten(0, -2), inputs.flatten(0, -2))
-        return by_input.to(ctx.dtype), by_weight.to(ctx.dtype)
+        (gradient,) = arriving
+        g = rounded(gradient, ctx.recipe, is_gradient=True)
+        by_input = torch.einsum("mn,kn->mk", g, rounded(weight.t(), ctx.recipe, is_weight=True))
+        g = rounded(gradient.t(), ctx.recipe, is_gradient=True)
+        by_weight = torch.einsum("nm,km->nk", g, rounded(inputs.t(), ctx.recipe))
+        return by_input.to(inputs.dtype), by_weight.to(inputs.dtype), None
 
 
-def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest float8 numbers at the tensor's own scale, as float32."""
-    largest = values.abs().max().float()
-    if largest == 0:
-        return torch.zeros_like(values, dtype=torch.float32)
-    scale = torch.finfo(dtype).max / largest
+def rounded(values: Tensor, recipe: Float8Recipe, *, is_weight: bool = False, is_gradient: bool = False) -> Tensor:
+    """The nearest numbers that the recipe can write, as float32; the last dimension is summed over."""
+    rows, columns = values.shape
+    if recipe == "tensorwise":
+        dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
+        return _nearest(values, values.abs().max(), dtype)
+    width = columns if recipe == "rowwise" else 128
+    height = 128 if recipe == "blockwise" and is_weight else 1
+    made = torch.empty(rows, columns, dtype=torch.float32, device=values.device)
+    for left in range(0, columns, width):
+        strip = values[:, left : left + width]
+        largest = strip.abs().amax(-1)
+        for top in range(0, rows, height) if height > 1 else ():
+            largest[top : top + height] = largest[top : top + height].max()
+        made[:, left : left + width] = _nearest(strip, largest[:, None], torch.float8_e4m3fn)
+    return made
+
+
+def _nearest(values: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where `largest` is 0 all values are."""
+    scale = torch.finfo(dtype).max / torch.where(largest == 0, 1.0, largest.float())
     return (values.float() * scale).to(dtype).float() / scale
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from weft.core.plan import Float8Choice
+from weft.core.float8_section import Float8Choice, Float8Recipe
 from weft.core.run_spec import RouterSpec, TrainSpec
 from weft.engine.activations.dropout import number_blocks, seeded_forward, uses_randomness
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
@@ -49,6 +49,7 @@ class ReferencePrecision:
     loss_scale: float = 1.0  # multiplies the loss before a low-precision backward; gradients are divided by it
     has_8bit_moments: bool = False
     float8: Float8Choice = "none"  # linear layers that multiply in float8
+    recipe: Float8Recipe = "tensorwise"
     has_float8_wire: bool = False  # tokens reach experts in float8
     divides_last: bool = False  # divide by the token count after the head's backward, as a fused loss does
     rounds_moments: frozenset[str] = frozenset()  # states that are rounded to bfloat16 after every update
@@ -363,7 +364,7 @@ def prepare(model: nn.Module, precision: ReferencePrecision, split: BatchSplit) 
     layout = describe(model)
     model = _cast(model, precision)
     number_blocks(model, layout)
-    multiply_in_float8(model, precision.float8)
+    multiply_in_float8(model, precision.float8, precision.recipe)
     if precision.has_float8_wire:
         round_inputs_of_experts(model)
     if precision.divides_last:

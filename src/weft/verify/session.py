@@ -43,6 +43,7 @@ from weft.verify.exercise import (
     plan_precision,
     training_batches,
 )
+from weft.verify.float8_check import check_products
 from weft.verify.layouts import plan_name
 from weft.verify.planned import PlannedCollectives, check_collectives
 from weft.verify.prediction import check_prediction
@@ -144,7 +145,8 @@ class Session:
             reach = check_reach(self.subject.borders, plan, kept["found"].batches, comparison.exercise.evaluation)
             run, config, coverage = self.subject.run, self.subject.config, kept["found"].coverage
             planned = PlannedCollectives.of(run, plan, config=config, coverage=coverage)
-            return [*comparison.checks(), check_collectives(planned, kept["found"].traffic), reach]
+            scales = check_products(kept["found"].wrong_products, plan.float8)
+            return [*comparison.checks(), *scales, check_collectives(planned, kept["found"].traffic), reach]
 
         def repeat() -> list[Check]:
             with repeatable(plan, self.device) as steady:

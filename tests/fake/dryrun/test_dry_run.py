@@ -100,6 +100,31 @@ def test_the_planner_knows_what_weights_in_float8_weigh(zero: int, gather: str) 
     assert ("dp_shard", "all_reduce", "forward") in wire or gather == "weights"  # the scales
 
 
+WIDE = {"type": "llama", "config": {**LLAMA["config"], "num_key_value_heads": 8}}  # type: ignore[dict-item]
+SCALES: list[tuple[str, bool, str]] = [
+    ("rowwise", True, "none"), ("tensorwise", False, "full"), ("blockwise", True, "none"), ("tensorwise", True, "none"),
+    ("rowwise", False, "full"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "is_stream", "policy"), by_default(SCALES[:1], SCALES))
+def test_scales_of_tensor_parallel_ranks_are_counted(recipe: str, is_stream: bool, policy: str) -> None:
+    run = run_of(WIDE)
+    plan = Plan.from_tables({
+        "mesh": {"tp": 2, "dp_shard": 2}, "data_parallel": {"zero": 3}, "pipeline": {"microbatches": 2}, **BF16,
+        "tensor_parallel": {"sequence_parallel": is_stream}, "activations": {"policy": policy},
+        "float8": {"linears": "all", "recipe": recipe},
+    })  # fmt: skip
+    found, predicted = dry_run(run, plan), estimate_plan(run, plan, "4xH100-80GB")
+    wire, guessed = (
+        {(row["axis"], row["collective"], row["phase"]): (row["count"], row["bytes"]) for row in rows}
+        for rows in (found.traffic, predicted.traffic)
+    )
+    assert {key: count for key, (count, _) in guessed.items()} == {key: count for key, (count, _) in wire.items()}
+    for key, (_, nbytes) in wire.items():
+        assert guessed[key][1] == pytest.approx(nbytes, rel=1e-3), key
+
+
 BUDGETS = [
     (0, 1, (1, 1), False), (2, 2, (1, 0), False), (0, 1, (1, 1), True), (3, 1, (1, 1), True), (3, 1, (2, 0), True)
 ]  # fmt: skip

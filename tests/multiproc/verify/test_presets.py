@@ -20,8 +20,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp": {"mesh": {"pp": 2}, "pipeline": {"microbatches": 2}},
     "ep": {"mesh": {"dp_shard": 2, "ep": 2}, "data_parallel": {"zero": 3}},
 }
-# refused by name: float8 products and weights without masters beside tensor parallelism, the latter in pipelines too
-REFUSED = {("deepseek-v3", "tp"), ("bf16-pure", "tp"), ("bf16-pure", "pp")}
+# refused by name: weights without masters beside tensor parallelism and in pipelines
+REFUSED = {("bf16-pure", "tp"), ("bf16-pure", "pp")}
 # the rest of the components that may differ from a preset
 COMPONENTS = {"preset": "bf16", "gradients": "bfloat16", "second_moment": "bfloat16", "logits": "float32"}
 

@@ -111,14 +111,13 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
         {"offload": {"optimizer": "cpu"}, "mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream"}},
         {"compile": {"enabled": True}, "mesh": {"tp": 2}},
         {"compile": {"enabled": True}, "mesh": {"pp": 2}, "pipeline": {"schedule": "zero_bubble"}},
-        {"float8": {"linears": "auto"}, "mesh": {"pp": 2}, "pipeline": {"schedule": "dualpipev"}},
+        {"float8": {"linears": "auto"}, "mesh": {"tp": 4}, "tensor_parallel": {"mode": "2d"}},
         {"kernels": {"loss": "fused"}, "mesh": {"tp": 4}, "tensor_parallel": {"mode": "2d"}},
         {"kernels": {"loss": "fused"}, "data_parallel": {"strategy": "dataparallel"}},
         {"float8": {"linears": "auto"}, "precision": {"preset": "fp16"}},
         {"precision": {"preset": "bf16", "residual": "float32"}},
         {"precision": {"preset": "bf16", "logits": "float32"}, "kernels": {"loss": "fused"}},
         {"precision": {"preset": "bf16", "gradients": "bfloat16"}, "offload": {"optimizer": "cpu"}},
-        {"precision": {"preset": "deepseek-v3"}, "mesh": {"tp": 2}},
         {"precision": {"preset": "bf16", "communication": "bfloat16"}},
         {"precision": {"preset": "bf16", "master_weights": "bfloat16"}, "mesh": {"tp": 2}},
         {"precision": {"preset": "bf16", "master_weights": "bfloat16"}, "mesh": {"pp": 2}},
@@ -145,6 +144,8 @@ def test_everything_the_engine_has_is_executable() -> None:
     meshes = [{"mesh": hsdp}, {"mesh": {"tp": 2}}, {"mesh": {"pp": 2, **hsdp}}]
     fused = [{"kernels": {"loss": "fused"}, "mesh": mesh} for mesh in ({"pp": 2, "tp": 2}, hsdp)]
     fast = [{"compile": {"enabled": True}, "mesh": {"pp": 2}}, {"float8": {"linears": "auto"}, "mesh": {"pp": 2}}]
+    fast += [{"float8": {"linears": "auto"}, "mesh": {"pp": 2}, "pipeline": {"schedule": "dualpipev"}}]
+    fast += [{"precision": {"preset": "deepseek-v3"}, "mesh": {"tp": 2}}]
     for tables in ({}, *meshes, *fused, *fast, {"precision": {"preset": "fp16"}}, *recomputed):
         require_executable(Plan.from_tables(tables))
 

@@ -61,7 +61,7 @@ def test_every_preset_has_a_source_and_is_executed(name: str) -> None:
 
 def test_deepseek_v3_switches_on_products_and_exchanges_in_float8() -> None:
     plan = Plan.from_tables({"precision": {"preset": "deepseek-v3"}, "mesh": {"dp_shard": 2}})
-    assert (plan.float8.linears, plan.float8.gather, plan.expert_parallel.wire) == ("all", "float8", "float8")
+    assert (plan.float8.linears, plan.float8.recipe, plan.expert_parallel.wire) == ("all", "blockwise", "float8")
     policy = plan.policy()
     assert (policy.products, policy.dispatch, policy.combine) == ("float8_e4m3", "float8_e4m3", "bfloat16")
     assert (policy.first_moment, policy.second_moment, policy.master_weights) == ("bfloat16", "bfloat16", "float32")

@@ -69,6 +69,7 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("asynchronous", LLAMA, {"pp": 4, "dp_shard": 2, "zero": 1, "schedule": "pipedream", "microbatches": 8}),
     ("float8", request_of(devices="8xA100-80GB"), {"dp_replicate": 8, "linears": "all"}),
     ("float8_weights", request_of(preset="fp32"), {"dp_replicate": 8, "linears": "auto"}),
+    ("float8_blocks", request_of("llama-3.2-1b", preset="bf16"), {"tp": 8, "linears": "all", "recipe": "blockwise"}),
     ("host", NO_HOST, {"dp_replicate": 8, "optimizer": "cpu"}),
     ("host", NO_HOST, {"dp_replicate": 8, "offload_activations": "cpu", "policy": "full"}),
     ("disk", NO_DISK, {"dp_replicate": 8, "optimizer": "nvme"}),

@@ -8,7 +8,10 @@ forward; autograd's graph stays intact.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -16,6 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+
+@dataclass(frozen=True)
+class LateGradient:
+    """A weight gradient that is computed later, from the gradient of the product's output."""
+
+    weight: Tensor
+    output_gradient: Tensor
+    compute: Callable[[], Tensor]
 
 
 class SplitBackward(TorchFunctionMode):
@@ -26,13 +38,13 @@ class SplitBackward(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, input, gradient of the output
+        self.waiting: list[LateGradient] = []
         SplitBackward.alive.add(self)
 
     @property
     def gradients(self) -> list[Tensor]:
         """Output gradients whose weight gradients are still to be computed."""
-        return [gradient for _, _, gradient in self._waiting]
+        return [one.output_gradient for one in self.waiting]
 
     def __enter__(self) -> SplitBackward:
         SplitBackward.active = self
@@ -49,18 +61,18 @@ class SplitBackward(TorchFunctionMode):
 
     def run(self) -> None:
         """Accumulate the gradients of all waiting weights into the weights (through their casts, if any)."""
-        while self._waiting:  # each is freed before the next gradient is computed
-            weight, x, grad = self._waiting.pop(0)
+        while self.waiting:  # each is freed before the next gradient is computed
+            one = self.waiting.pop(0)
             with torch.no_grad():
-                gradient = _of_weight(x, grad)
-            torch.autograd.backward(weight, gradient)
+                gradient = one.compute()
+            torch.autograd.backward(one.weight, gradient)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # an input without gradient would end the backward before this product is reached
         if not (input.requires_grad and weight.requires_grad):
             return F.linear(input, weight, bias)
         # the weight is passed in a tuple: as a tensor it would be part of the graph that the input backward frees
-        return _SplitProduct.apply(input, weight.detach(), bias, (weight,), self._waiting)  # type: ignore[no-any-return, no-untyped-call]
+        return _SplitProduct.apply(input, weight.detach(), bias, (weight,), self.waiting)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def splitting_again() -> AbstractContextManager[Any]:
@@ -71,7 +83,7 @@ def splitting_again() -> AbstractContextManager[Any]:
 class _SplitProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, owner: tuple[Tensor], waiting: list[Any]
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, owner: tuple[Tensor], waiting: list[LateGradient]
     ) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.owner, ctx.waiting, ctx.has_bias = owner, waiting, bias is not None
@@ -81,7 +93,7 @@ class _SplitProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         input, weight = ctx.saved_tensors
         # detached: an input with its graph would hold this node, which holds the list, and nothing would ever be freed
-        ctx.waiting.append((ctx.owner[0], input.detach(), grad))
+        ctx.waiting.append(LateGradient(ctx.owner[0], grad, functools.partial(_of_weight, input.detach(), grad)))
         own_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return grad @ weight, None, own_bias, None, None
 

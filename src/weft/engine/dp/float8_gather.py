@@ -1,8 +1,8 @@
 """All-gathers the weights of float8 layers in float8: half the bytes, quantised per shard.
 
 A tensor has one scale, from the largest magnitude of all shards: one small all-reduce before the first gather after an
-update serves all weights. Shards are rounded to the compute dtype before they are quantised, so they equal the
-quantised gathered weight, bit by bit.
+update serves all weights (and one over tensor-parallel ranks). Shards are rounded to the compute dtype before they are
+quantised, so they equal the quantised gathered weight, bit by bit.
 
 The parameter that `fully_shard` then shows has a shape and takes a gradient, but no values: the layer has them in
 float8. A layer whose weight the model's own code reads is excluded; an undetected one reads NaN.
@@ -11,6 +11,7 @@ float8. A layer whose weight the model's own code reads is excluded; an undetect
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +24,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from weft.comm.observer import wire_format
 from weft.core.precision import PrecisionPolicy
-from weft.engine.kernels.float8 import E4M3, Float8Linear, scale_of
+from weft.engine.kernels.float8 import Float8Linear
+from weft.engine.kernels.float8_operands import E4M3, scale_of
 from weft.engine.kernels.triton_here import has_triton
 from weft.engine.precision import torch_dtype
 from weft.models.module_sources import module_sources
@@ -50,7 +52,8 @@ class Float8Gather:
         self._layers = list(layers.values())
         self._shards = [_shard(weight) for weight in layers]
         self._compute = torch_dtype(precision.weights)
-        self._group = _group(next(iter(layers)))
+        tensor = [layer.scaling.group for layer in itertools.chain(*self._layers) if layer.scaling.divided]
+        self._groups = [_group(next(iter(layers))), *tensor[:1]]
         # every fourth float: cuBLAS takes only scales at addresses that are multiples of 16 bytes
         held = torch.ones(2, len(layers), 4, device=self._shards[0].device)
         self._scales, self._back = held[0, :, 0], held[1, :, 0]
@@ -72,7 +75,8 @@ class Float8Gather:
         largest = torch.stack(torch._foreach_norm(self._shards, float("inf"))).float()
         largest = largest.to(self._compute).float()
         with wire_format("scales", "float32"):  # no gradients
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+            for group in self._groups:
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         self._scales.copy_(scale_of(largest, E4M3))
         self._back.copy_(self._scales.reciprocal())
         self._is_stale = False

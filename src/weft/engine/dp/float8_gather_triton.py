@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.engine.kernels.float8 import E4M3
+from weft.engine.kernels.float8_operands import E4M3
 
 BLOCK, WARPS = 4096, 8
 _FORMATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

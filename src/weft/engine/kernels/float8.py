@@ -1,15 +1,20 @@
-"""Matmuls in float8: chosen linear layers quantise their operands, one scale per tensor, in forward and backward.
+"""Matmuls in float8: chosen linear layers quantise their operands, in forward and backward (`float8_operands.py`).
+
+With one scale per tensor codes serve both ways:
 
     y = x w^T      x, w in e4m3 (448 at most)         scale = 448 / largest magnitude, of this very tensor
     dx = g w       g in e5m2 (57344 at most), w as before
     dw = g^T x     g, x as before; all sums in float32, all results in the dtype of x
 
-Weights, norms, routers, the head and the loss keep their precision. `core/float8.py` chooses the layers that gain.
+Other recipes quantise x, w and g for each product, along its contraction. Weights, norms, routers, the head and the
+loss keep their precision. `core/float8.py` chooses the layers that gain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,27 +22,39 @@ from torch import Tensor, nn
 
 from weft.core.errors import DeviceError
 from weft.core.float8 import takes_float8
-from weft.core.plan import Float8Choice
+from weft.core.float8_section import Float8, Float8Choice
+from weft.engine.activations.split_backward import LateGradient, SplitBackward
+from weft.engine.kernels.float8_operands import E4M3, E5M2, WHOLE, Sharing, codes_of, scale_of
+from weft.engine.kernels.float8_scaling import Scaling, scaling_of
+from weft.engine.tp.context import TPContext
+from weft.engine.wrap_forward import is_wrapped, replace_own
 from weft.models.layout import ModelLayout
 
 FIRST_CAPABILITY = (8, 9)
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def apply_float8(
-    model: nn.Module, layout: ModelLayout, choice: Float8Choice, *, device: torch.device
+    model: nn.Module, layout: ModelLayout, float8: Float8, *, tp: TPContext | None = None, device: torch.device
 ) -> dict[str, bool]:
     """Every linear layer of the blocks by name, and whether it multiplies in float8 from now on; empty for "none".
 
     The sizes of a layer decide: where speed matters, micro-batches have more rows than layers have columns.
     """
-    chosen = chosen_linears(model, layout, choice)
+    chosen = chosen_linears(model, layout, float8.linears, tp=tp)
     if any(chosen.values()):
         _require_float8(device)
     for name, is_chosen in chosen.items():
-        if is_chosen:  # the same parameters under the same names, with another forward
-            model.get_submodule(name).__class__ = Float8Linear
+        if is_chosen:
+            _multiply_in_float8(model.get_submodule(name), name, float8, tp)
     return chosen
+
+
+def _multiply_in_float8(linear: Any, name: str, float8: Float8, tp: TPContext | None) -> None:
+    """The same parameters under the same names, with another forward."""
+    linear.__class__ = Float8Linear
+    linear.scaling = scaling_of(f"{name}.weight", float8.recipe, tp)
+    if is_wrapped(linear):
+        replace_own(linear, lambda _: types.MethodType(Float8Linear.forward, linear))
 
 
 def _require_float8(device: torch.device) -> None:
@@ -49,61 +66,126 @@ def _require_float8(device: torch.device) -> None:
         )
 
 
-def chosen_linears(model: nn.Module, layout: ModelLayout, choice: Float8Choice) -> dict[str, bool]:
-    """The choice of `apply_float8`, without applying it."""
+def chosen_linears(
+    model: nn.Module, layout: ModelLayout, choice: Float8Choice, *, tp: TPContext | None = None
+) -> dict[str, bool]:
+    """The choice of `apply_float8`, without applying it: by the sizes of whole layers, whatever a rank has of them."""
     if choice == "none":
         return {}
-    return {
-        name: takes_float8(linear.in_features, linear.out_features, choice) for name, linear in _linears(model, layout)
-    }
+    shards = tp.shards if tp is not None else {}
+    found = {}
+    for name, linear in _linears(model, layout):
+        shard = shards.get(f"{name}.weight")
+        outputs, inputs = shard.shape if shard is not None else linear.weight.shape
+        found[name] = takes_float8(inputs, outputs, choice)
+    return found
 
 
 class Float8Linear(nn.Linear):
     """A linear layer whose three matmuls are in float8."""
 
+    scaling: Scaling = Scaling()
     # the weight and its scale, if it is gathered in float8: the parameter has no values then
     gathered: Tensor | None = None
     gathered_scale: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = input.reshape(-1, input.shape[-1])
-        w, w_scale = self.gathered, self.gathered_scale
-        if w is None or w_scale is None:
-            w, w_scale = quantise(self.weight.detach(), E4M3)
-        out: Tensor = _Product.apply(rows, self.weight, w, w_scale)  # type: ignore[no-untyped-call]
-        out = out.view(*input.shape[:-1], -1)
+        out = self.product(input)
         return out if self.bias is None else out + self.bias
+
+    def product(self, input: Tensor) -> Tensor:
+        """The output without the bias."""
+        rows = input.reshape(-1, input.shape[-1])
+        gathered = None
+        if self.gathered is not None and self.gathered_scale is not None:
+            gathered = self.gathered, self.gathered_scale
+        made = scaled_product(rows, self.weight, self.scaling.here(), gathered)
+        return made.view(*input.shape[:-1], -1)
+
+
+def scaled_product(
+    rows: Tensor, weight: Tensor, scaling: Scaling, gathered: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """rows @ weight^T. `gathered`: the weight's codes and their scale, if it has arrived as such."""
+    values, deferred = _for_split(rows, weight)
+    if scaling.recipe != "tensorwise":
+        return _ScaledProduct.apply(rows, values, scaling, deferred)  # type: ignore[no-any-return, no-untyped-call]
+    w, w_scale = gathered or quantise(weight.detach(), E4M3, scaling.sharing("NK"))
+    return _Product.apply(rows, values, w, w_scale, scaling, deferred)  # type: ignore[no-any-return, no-untyped-call]
+
+
+Owner = tuple[tuple[Tensor], list[LateGradient]]  # in a tuple: a tensor would be part of the graph
+
+
+def _for_split(rows: Tensor, weight: Tensor) -> tuple[Tensor, Owner | None]:
+    """The weight of a product, and where its gradient is deferred to; None: the backward computes it."""
+    split = SplitBackward.active
+    if split is None or not (rows.requires_grad and weight.requires_grad):
+        return weight, None
+    return weight.detach(), ((weight,), split.waiting)
+
+
+def _gradient_of_weight(deferred: Owner | None, gradient: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
+    if deferred is None:
+        return compute()
+    (owner,), waiting = deferred
+    waiting.append(LateGradient(owner, gradient, compute))
+    return None
+
+
+class _ScaledProduct(torch.autograd.Function):
+    """Operands quantised along the contraction of each product, from unquantised rows, weight and gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, scaling: Scaling, deferred: Owner | None) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.scaling, ctx.deferred = scaling, deferred
+        return scaling.multiply((rows, "MK", "activation"), (weight, "NK", "weight"), rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        rows, weight = ctx.saved_tensors
+        gradient, scaling = arriving[0], ctx.scaling
+        d_rows = scaling.multiply((gradient, "MN", "gradient"), (weight.t(), "KN", "weight"), gradient.dtype)
+
+        # detached: else it would hold the graph, which holds the list of late gradients
+        of_weight = functools.partial(_weight_product, scaling, gradient, rows.detach())
+        return d_rows, _gradient_of_weight(ctx.deferred, gradient, of_weight), None, None
+
+
+def _weight_product(scaling: Scaling, gradient: Tensor, rows: Tensor) -> Tensor:
+    return scaling.multiply((gradient.t(), "NM", "gradient"), (rows.t(), "KM", "activation"), gradient.dtype)
 
 
 class _Product(torch.autograd.Function):
-    """The product of rows and a quantised weight; the gradient goes to the unquantised weight."""
+    """The product of rows and a quantised weight, codes used both ways; the gradient goes to the unquantised weight."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Tensor) -> Tensor:
-        rows, _, w, w_scale = given
-        x, x_scale = quantise(rows, E4M3)
+    def forward(
+        ctx: Any, rows: Tensor, _: Tensor, w: Tensor, w_scale: Tensor, scaling: Scaling, deferred: Owner | None
+    ) -> Tensor:
+        x, x_scale = quantise(rows, E4M3, scaling.sharing("MK"))
         ctx.save_for_backward(x, x_scale, w, w_scale)
+        ctx.scaling, ctx.deferred = scaling, deferred
         return _multiply(x, w.t(), x_scale, w_scale, rows.dtype, is_fast=True)
 
     @staticmethod
-    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         x, x_scale, w, w_scale = ctx.saved_tensors
         (gradient,) = arriving
-        g, g_scale = quantise(gradient, E5M2)
+        g, g_scale = quantise(gradient, E5M2, ctx.scaling.sharing("MN"))
         d_rows = _multiply(g, _columns_first(w), g_scale, w_scale, gradient.dtype, is_fast=False)
-        d_weight = _multiply(g.t().contiguous(), _columns_first(x), g_scale, x_scale, gradient.dtype, is_fast=False)
-        return d_rows, d_weight, None, None
+
+        def of_weight(x: Tensor = x, x_scale: Tensor = x_scale) -> Tensor:
+            return _multiply(g.t().contiguous(), _columns_first(x), g_scale, x_scale, gradient.dtype, is_fast=False)
+
+        return d_rows, _gradient_of_weight(ctx.deferred, gradient, of_weight), None, None, None, None
 
 
-def quantise(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantise(values: Tensor, dtype: torch.dtype, sharing: Sharing = WHOLE) -> tuple[Tensor, Tensor]:
     """`values` in `dtype`, and the factor that restores them; a tensor of zeros stays zero."""
-    most, scale = torch.finfo(dtype).max, scale_of(values.abs().amax(), dtype)
-    return (values.float() * scale).clamp(-most, most).to(dtype), scale.reciprocal()
-
-
-def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factor that maps the largest magnitude to the largest number of `dtype`."""
-    return torch.finfo(dtype).max / largest.float().clamp(min=1e-12)
+    scale = scale_of(sharing.largest(values.abs().amax().float(), is_of_row=False), dtype)
+    return codes_of(values, scale, dtype), scale.reciprocal()
 
 
 def _columns_first(matrix: Tensor) -> Tensor:

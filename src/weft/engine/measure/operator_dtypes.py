@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.engine.kernels.float8 import E4M3, Float8Linear
+from weft.engine.kernels.float8 import Float8Linear
+from weft.engine.kernels.float8_operands import E4M3
 
 _PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}  # and the place of an operand
 _FUSED_NORMS = ("aten::native_layer_norm", "aten::_fused_rms_norm")

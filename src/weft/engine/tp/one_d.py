@@ -149,12 +149,19 @@ class _Row:
         self.module, self.passage, self.is_transposed = module, passage, is_transposed
 
     def __call__(self, _forward: Forward, x: Tensor) -> Tensor:
-        weight, bias = self.module.weight, self.module.bias
-        partial = x @ weight if self.is_transposed else F.linear(x, weight)
+        bias = self.module.bias
+        partial = self._product(x)
         if isinstance(self.module, Adapted):  # its rank of A has the local inputs: a partial sum too
             partial = partial + self.module.adapter_delta(x)
         total = self.passage.leave(partial)
         return total if bias is None else total + bias
+
+    def _product(self, x: Tensor) -> Tensor:
+        own = getattr(self.module, "product", None)  # in float8
+        if own is not None:
+            return own(x)  # type: ignore[no-any-return]
+        weight = self.module.weight
+        return x @ weight if self.is_transposed else F.linear(x, weight)
 
 
 class _Table:

@@ -56,7 +56,7 @@ def traffic(view: View) -> list[TrafficRow]:
     replicas = np.where(columns.zero > 0, columns.dp_replicate, columns.dp * columns.cp).astype(np.float64)
     held = np.where(columns.zero > 0, share.total.shard, share.total.unsharded)
     has_scales = is_sharded & (view.num_in_float8 > SMALL_ELEMENTS)  # all together, once per step
-    scales = reduce_bytes(view.num_in_float8 * sizes.communication, shards) * has_scales
+    scales = reduce_bytes(view.num_in_float8 * 4.0, shards) * has_scales
     is_coded = view.request.precision.has_coded_sums
     reduction = "all_to_all" if is_coded else "reduce_scatter"
     return [

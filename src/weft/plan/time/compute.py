@@ -22,7 +22,7 @@ from weft.plan.columns import FLOAT8, Bools, Columns, Floats
 from weft.plan.memory.block_activations import bytes_of, mean_keys, saved_by_default, saved_by_selective
 from weft.plan.memory.fused_loss import is_sharded
 from weft.plan.request import Request, byte_sizes, rate_format
-from weft.plan.time.float8 import RATE, has_float8, multiplies_in_float8, quantise_bytes
+from weft.plan.time.float8 import RATE, has_float8, multiplies_in_float8, quantise_bytes, rate_share
 from weft.plan.view import View
 
 ATTENTION_SHARE = 0.6
@@ -183,7 +183,7 @@ def _linear_of_block_s(request: Request, columns: Columns, linear: LinearShape, 
     taken = _takes_float8(columns, linear)
     if not np.any(taken):
         return _LinearSeconds(linear.copies * matmul, nothing, nothing, nothing)
-    short = linear_s(device, request, rows=tokens, inner=inner, outer=outer, in_float8=True)
+    short = linear_s(device, request, rows=tokens, inner=inner, outer=outer, in_float8=True) / rate_share(columns)
     passes = quantise_bytes(columns, rows=tokens, inner=inner, outer=outer)
     share = linear.copies * taken / _bandwidth(device)
     return _LinearSeconds(

@@ -7,6 +7,7 @@ import numpy as np
 from weft.plan.axis import Rule, common, divisors, head_counts, sharding_ranks
 from weft.plan.columns import TP_MODES, Bools, Columns
 from weft.plan.request import Request
+from weft.plan.tp.float8 import blocks_are_cut
 
 
 def _heads_divide(request: Request, columns: Columns) -> Bools:
@@ -84,6 +85,12 @@ RULES: tuple[Rule, ...] = (
         "sequence parallel does not work with this family's blocks",
         _stream_is_straight,
         lambda request, columns: "set tensor_parallel.sequence_parallel = false",
+    ),
+    Rule(
+        "float8_blocks",
+        "shards over tp must be whole blocks of float8 scales",
+        blocks_are_cut,
+        lambda request, columns: "choose a smaller mesh.tp, or set float8.recipe = 'rowwise'",
     ),
     Rule("node", "tensor parallelism stays inside a node", _tensor_stays_in_node),
 )

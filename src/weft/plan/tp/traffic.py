@@ -21,6 +21,7 @@ With folded expert parallelism tensor ranks hold full experts, which have no ent
 slice of the sequence, or else its share of s tokens: t, padded to a multiple of tp.
 Recompute, full or selective, repeats the collectives of a block's forward in the backward, except the last exit if
 nothing after it is saved (no norm, no dropout, no gate): recompute stops at the last saved tensor.
+Float8 adds those of scales (`float8.py`).
 Once per step: all_reduce of partial gradients (see block_tensors.py), in the update.
 """
 
@@ -38,6 +39,7 @@ from weft.plan.columns import TP_MODES, Bools, Floats
 from weft.plan.memory.block_tensors import is_wide, tensors_of
 from weft.plan.memory.fused_loss import num_chunks
 from weft.plan.time.links import gather_bytes, reduce_bytes
+from weft.plan.tp.float8 import scale_collectives
 from weft.plan.view import View
 
 FLOAT32_BYTES = 4
@@ -135,7 +137,7 @@ def _sent(view: View) -> Iterator[Sent]:
             yield from _among(_blocks(view, sequence=False, is_folded=is_folded), among & ~sequence)
     yield from _among(_between_blocks(view), is_line & sequence)
     yield from _among(_partitioned_inputs(view), is_line & ~sequence & (columns.partition_inputs > 0))
-    yield from _among([*_ends(view), *_update(view)], is_line)
+    yield from _among([*_ends(view), *_update(view), *scale_collectives(view)], is_line)
 
 
 def _among(sent: Iterable[Sent], plans: Bools) -> Iterator[Sent]:

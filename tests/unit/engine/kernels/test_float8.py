@@ -13,7 +13,8 @@ import weft.core.float8 as rule
 import weft.engine.kernels.float8 as float8
 from weft.core.errors import DeviceError, NotBuiltError
 from weft.engine.kernels.fast_path import fast_path
-from weft.engine.kernels.float8 import E4M3, E5M2, Float8Linear, quantise
+from weft.engine.kernels.float8 import Float8Linear, quantise
+from weft.engine.kernels.float8_operands import E4M3, E5M2
 
 FLOAT8 = {"precision": {"preset": "bf16"}, "float8": {"linears": "all"}}
 # e4m3 keeps 4 bits: half a step is 1/32 of a number near its largest; a product of a few dozen averages such errors
@@ -81,7 +82,7 @@ def test_the_break_even_is_between_the_measured_shapes() -> None:
 
 @pytest.mark.parametrize(
     "tables",
-    [{"precision": {"preset": "fp32"}}, {"mesh": {"tp": 2}}, {"mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}}],
+    [{"precision": {"preset": "fp32"}}, {"mesh": {"tp": 4}, "tensor_parallel": {"mode": "2d"}}],
 )
 def test_what_it_does_not_go_with_is_refused(tables: dict[str, Any]) -> None:
     with pytest.raises(NotBuiltError, match="float8"):

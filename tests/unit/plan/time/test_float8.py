@@ -170,7 +170,7 @@ def test_a_search_takes_float8_where_it_is_asked_for_and_says_what_it_brings() -
     assert best.step_s == pytest.approx(estimate(found.request, best.plan).step_s)
 
 
-def test_what_is_trained_in_float8_has_neither_tensor_parallelism_nor_halved_backwards() -> None:
+def test_what_a_search_finds_is_trained_in_float8() -> None:
     question = ask("llama-3-70b", "4x8xH100-80GB", global_batch=64, sequence_length=8192)
     from weft.plan.search import search
 

@@ -1,0 +1,31 @@
+"""The section `[float8]` of plan.toml: which matrices multiply in float8 (or float4), and by which recipe of scales."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pydantic import Field
+
+from weft.core.config import Section
+
+Float8Choice = Literal["none", "auto", "all"]
+Float8Recipe = Literal["tensorwise", "rowwise", "blockwise"]
+GATHERED: Float8Recipe = "tensorwise"  # the recipe whose codes of a weight serve every product, wherever it is sharded
+EMULATED: tuple[Float8Recipe, ...] = ()  # on every device
+RECIPES: tuple[Float8Recipe, ...] = get_args(Float8Recipe)
+
+
+class Float8(Section):
+    """Linear layers of the blocks that multiply in float8; weights, norms, head and loss keep their precision."""
+
+    linears: Float8Choice = Field(default="none", description="none | auto (layers large enough to gain speed) | all")
+    recipe: Float8Recipe = Field(
+        default="tensorwise",
+        description="what shares a scale: tensorwise (an operand) | rowwise (a row of an activation or gradient, a "
+        "channel of a weight) | blockwise (1 x 128 elements, 128 x 128 of a weight; e4m3 throughout)",
+    )
+    gather: Literal["float8", "weights"] = Field(
+        default="float8",
+        description="dtype in which their sharded weights are all-gathered: float8 (half the bytes; tensorwise alone) "
+        "| weights (the compute dtype; absent with another recipe: this)",
+    )
