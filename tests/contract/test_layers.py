@@ -28,13 +28,14 @@ LEVELS = {
     "engine": 3,
     "dryrun": 4,
     "train": 4,
+    "ui": 4,
     "server": 5,
     "generate": 5,
     "verify": 6,
     "launch": 7,
     "cli": 8,
 }
-WITHOUT_TORCH = {"core", "hardware", "zoo", "schedule", "plan", "report", "doctor"}
+WITHOUT_TORCH = {"core", "hardware", "zoo", "schedule", "plan", "report", "doctor", "ui"}
 FORBIDDEN_NAMES = {"utils.py", "helpers.py", "common.py"}
 
 
@@ -117,6 +118,8 @@ def test_parts_of_train_import_only_those_before_them() -> None:
         ["-m", "weft", "train", "--help"],
         ["-m", "weft", "export", "--help"],
         ["-m", "weft", "report", "--help"],
+        ["-m", "weft", "ui", "--help"],
+        ["-m", "weft", "ui", "missing"],
         ["-m", "weft", "verify", "--help"],
         ["-m", "weft", "plan", "--help"],
         ["-m", "weft", "doctor", "--json"],

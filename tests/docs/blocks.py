@@ -43,7 +43,7 @@ PAGES = (
     "README.md",
     "docs/start/first-run.md",
     "docs/start/next-steps.md",
-    *(f"docs/guides/{name}.md" for name in (*GUIDES, "python-api", "export", "generate")),
+    *(f"docs/guides/{name}.md" for name in (*GUIDES, "python-api", "export", "generate", "ui")),
     LEDGER,
 )
 # Run by tests of their own (test_readme.py): they set up a virtual environment, which takes minutes.

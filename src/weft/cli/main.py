@@ -23,6 +23,7 @@ from weft.cli.report import report
 from weft.cli.schedule import schedule
 from weft.cli.server import server_app
 from weft.cli.train import train
+from weft.cli.ui import ui
 from weft.cli.verify import verify
 from weft.core.disk import disk_full, is_full
 from weft.core.errors import InputError, WeftError
@@ -39,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (plan, inference, schedule, dryrun, train, verify, export, generate, report, doctor):
+for verb in (plan, inference, schedule, dryrun, train, verify, export, generate, report, ui, doctor):
     app.command()(verb)
 app.add_typer(bench_app)
 app.add_typer(comm_app)
