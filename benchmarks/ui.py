@@ -71,10 +71,14 @@ def write_run(path: Path, *, steps: int, seed: int) -> None:
 
 def measure(folder: Path, cache: Path, *, wait_for_index: bool) -> dict[str, float]:
     with serving(folder, cache) as (url, process), Chromium(width=1400, height=1000) as browser:
+        browser_before_s = sum(map(processor_seconds, browser.processes()))
+        imports_s = processor_seconds(process.pid)
         began_s = time.perf_counter()
         browser.open(url)
         browser.wait_for("document.body && document.body.dataset.drawn === '1'")
         outside_s = time.perf_counter() - began_s
+        browser_s = sum(map(processor_seconds, browser.processes())) - browser_before_s
+        server_s = processor_seconds(process.pid)
         drawn_ms = browser.run("performance.getEntriesByName('drawn')[0].startTime")
         index_s = 0.0
         if wait_for_index:
@@ -87,6 +91,8 @@ def measure(folder: Path, cache: Path, *, wait_for_index: bool) -> dict[str, flo
         assert not browser.errors, browser.errors
         return {
             "first_drawing_s": drawn_ms / 1e3, "with_navigation_s": outside_s, "index_s": index_s,
+            "processor_s_of_browser": browser_s,
+            "processor_s_of_server": server_s - imports_s,
             "server_peak_rss_mib": peak_rss(process.pid), "server_rss_mib": peak_rss(process.pid, key="VmRSS"),
         }  # fmt: skip
 
@@ -102,6 +108,11 @@ def serving(folder: Path, cache: Path) -> Iterator[tuple[str, subprocess.Popen[s
     finally:
         process.terminate()
         process.wait()
+
+
+def processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_rss(pid: int, *, key: str = "VmHWM") -> float:

@@ -6,6 +6,7 @@ Messages are JSON with a zero byte at their end, on two file descriptors: no lib
 from __future__ import annotations
 
 import base64
+import contextlib
 import fcntl
 import json
 import os
@@ -67,6 +68,17 @@ class Chromium:
         os.close(self._in)
         os.close(self._out)
         self._folder.cleanup()
+
+    def processes(self) -> list[int]:
+        """The browser's process and those that it started, by the parents that the kernel knows."""
+        parents = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        found = [self._process.pid]
+        for process in found:
+            found += [child for child, parent in parents.items() if parent == process]
+        return found
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)

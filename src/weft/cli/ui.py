@@ -21,13 +21,14 @@ def ui(
     """
     import os
 
-    from weft.ui.answers import Answers
     from weft.ui.runs import require_folder
-    from weft.ui.server import PageServer
 
     require_folder(folder)
+    from weft.ui.page_data import PageData
+    from weft.ui.server import PageServer
+
     base = os.environ.get("XDG_CACHE_HOME")
-    answers = Answers(folder, (Path(base) if base else Path.home() / ".cache") / "weft" / "ui")
+    answers = PageData(folder, (Path(base) if base else Path.home() / ".cache") / "weft" / "ui")
     server = PageServer(answers, port=port)
     with contextlib.suppress(KeyboardInterrupt):
         answers.indexer.start()

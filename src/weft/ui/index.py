@@ -22,8 +22,8 @@ from weft.ui.rows import ROW, Rows, fields_of, parse_rows, sampled_sums, with_su
 
 CHUNK_BYTES = 2 * 2**20
 TAIL_BYTES = 64  # an inode number may be given to another file
-NUM_SAMPLES = 400
-SAMPLE_BYTES = 4096
+NUM_SAMPLES = 300
+SAMPLE_BYTES = 2048
 VERSION = 1
 
 

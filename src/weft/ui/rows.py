@@ -14,23 +14,8 @@ from numpy.typing import NDArray
 
 from weft.core.json_files import parse_json
 from weft.report.fields import count, number
+from weft.ui.values import VALUES
 
-VALUES = (
-    "loss",
-    "eval_loss",
-    "grad_norm",
-    "learning_rate",
-    "tokens_per_s",
-    "samples_per_s",
-    "step_s",
-    "peak_memory_bytes",
-    "loss_scale",
-    "expert_load",
-    "dropped_share",
-    "auc",
-    "staleness_mean",
-    "wait_s",
-)
 ROW = np.dtype([("step", "<i8"), ("tokens", "<f8"), ("seconds", "<f8"), *((name, "<f4") for name in VALUES)])
 _PLAIN = {float, type(None)}  # an int may be too large for a float, a bool or a string is no number
 MOST = 1e30  # of a value: larger ones have no place in 32 bits

@@ -19,7 +19,7 @@ from weft.core.plan import Plan
 from weft.core.processes import is_running
 from weft.report.fields import count, number, table, word
 from weft.report.folder import EXPERTS, LEDGER, METRICS, PIPELINE, PLAN, RUN, SERVER
-from weft.ui.rows import VALUES
+from weft.ui.values import VALUES
 
 MAX_DEPTH = 3  # levels of folders below the given one
 MAX_RUNS = 2_000

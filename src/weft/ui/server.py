@@ -25,8 +25,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from weft.core.errors import InputError, WeftError
 from weft.report.palette import PALETTE, css_variables
-from weft.ui.answers import Answers
 from weft.ui.explorer import choices
+from weft.ui.page_data import PageData
 
 HOST = "127.0.0.1"
 SCRIPT, STYLE, HTML, JSON = "text/javascript", "text/css", "text/html", "application/json"
@@ -51,7 +51,7 @@ class PageServer(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, answers: Answers, *, port: int = 0) -> None:
+    def __init__(self, answers: PageData, *, port: int = 0) -> None:
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:

@@ -19,7 +19,7 @@ from chromium import PROGRAM, Chromium
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.report import write_report
-from weft.ui.answers import Answers
+from weft.ui.page_data import PageData
 from weft.ui.server import PageServer
 
 PICTURES = Path(__file__).parents[3] / "docs" / "pictures"
@@ -64,7 +64,7 @@ def line(step: int, noise: random.Random, rate: float) -> str:
 
 @pytest.fixture
 def url(folder: Path, tmp_path: Path) -> Iterator[str]:
-    answers = Answers(folder, tmp_path / "cache")
+    answers = PageData(folder, tmp_path / "cache")
     server = PageServer(answers)
     answers.indexer.start()
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

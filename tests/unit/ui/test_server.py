@@ -18,7 +18,7 @@ import pytest
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.ui.answers import Answers
+from weft.ui.page_data import PageData
 from weft.ui.server import PageServer
 
 
@@ -26,7 +26,7 @@ class Site:
     """A server over `folder`, and requests to it."""
 
     def __init__(self, folder: Path, cache: Path) -> None:
-        self.folder, self.answers = folder, Answers(folder, cache)
+        self.folder, self.answers = folder, PageData(folder, cache)
         self.server = PageServer(self.answers)
         self.cookie = f"{self.server.cookie}={self.server.token}"
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

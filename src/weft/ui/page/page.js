@@ -18,6 +18,8 @@ const weft = (function () {
   const STATUS = { finished: "good", done: "good", running: "shard", stopped: "warn", failed: "bad" };
   const COLOURS = ["blue", "orange", "teal", "purple", "slate", "rose", "gold", "sky", "moss", "brick"];
   const OVER = { step: "step", tokens: "tokens", time: "seconds" };
+  const MANY = 12; // runs: beyond, smoothed curves are drawn without the raw ones below them
+  const plotly = new Promise((done) => { window.addEventListener("load", done); });
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const style = getComputedStyle(document.documentElement);
   const state = { runs: [], chosen: null, sort: "updated", down: true, charts: new Map(), drawn: false };
@@ -144,7 +146,7 @@ const weft = (function () {
       const base = { type: "scatter", mode, name: curve.run, marker: { color: colourOf(curve.run) } };
       const line = { color: colourOf(curve.run), width: weight ? 1 : 1.6, simplify: false };
       const isFaint = weight > 0 && curve.mean_y.length > 2 && field !== "eval_loss";
-      found.push({ ...base, x: curve.x, y: curve.y.map(value), line, opacity: isFaint ? 0.25 : 1, hoverinfo: isFaint ? "skip" : "all" });
+      if (!isFaint || curves.length <= MANY) found.push({ ...base, x: curve.x, y: curve.y.map(value), line, opacity: isFaint ? 0.25 : 1, hoverinfo: isFaint ? "skip" : "all" });
       if (isFaint) {
         const y = smooth(curve.mean_x, curve.mean_y.map(value), weight);
         found.push({ ...base, x: curve.mean_x, y, line: { ...line, width: 2 } });
@@ -202,7 +204,7 @@ const weft = (function () {
     if (!chart.visible && chart.field !== "loss") return;
     const runs = state.runs.filter((run) => state.chosen.has(run.name));
     const query = new URLSearchParams({ field: chart.field, x: id("over").value, log: id("log-x").checked ? "1" : "0" });
-    query.set("width", String(runs.length > 12 ? 300 : 700));
+    query.set("width", String(runs.length > MANY ? 300 : 700));
     if (chart.range) { query.set("low", chart.range[0]); query.set("high", chart.range[1]); }
     for (const run of runs) query.append("run", run.name);
     const key = `${query} ${runs.map((run) => run.size)} ${state.read}`;
@@ -217,7 +219,8 @@ const weft = (function () {
     if (chart.curves) redraw(chart);
   }
 
-  function redraw(chart) {
+  async function redraw(chart) {
+    await plotly; // its script is read while the first curves are on their way
     const isPerplexity = id("perplexity").checked && chart.field.endsWith("loss");
     const title = isPerplexity ? chart.title.replace(/loss/i, "perplexity") : chart.title;
     chart.figure.querySelector("h3").textContent = title;

@@ -12,16 +12,16 @@ import numpy as np
 from weft.core.errors import BadValueError, RunFolderError
 from weft.ui import explorer
 from weft.ui.indexer import Indexer
-from weft.ui.rows import VALUES
 from weft.ui.runs import RunList
 from weft.ui.thinning import thin_curve
+from weft.ui.values import VALUES
 
 AXES = {"step": "step", "tokens": "tokens", "time": "seconds"}
 MAX_WIDTH, MAX_CURVES = 4_000, 400
 Query = Mapping[str, Sequence[str]]
 
 
-class Answers:
+class PageData:
     """One method per path of the server."""
 
     def __init__(self, folder: Path, cache: Path) -> None:
