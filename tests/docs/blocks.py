@@ -24,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 GUIDES = (
     "data",
+    "fine-tune",
     "models",
     "layouts",
     "tensor-parallel",

@@ -69,6 +69,10 @@ class Loader:
         batch["labels"][np.repeat(filler, self.rows.per_sample)] = IGNORED
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
+    def rows_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row of each sample."""
+        return self._rows(samples)[0]
+
     def _rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The row of each sample, and a mask of padding samples beyond the end."""
         filler = np.zeros(samples.shape, dtype=bool)
@@ -78,6 +82,8 @@ class Loader:
         if self._mixed is not None:
             return self._mixed.rows(samples), filler
         epochs, indices = np.divmod(samples, self.num_rows)
+        if isinstance(self.rows, MixedRows):
+            return self.rows.interleaved[indices], filler
         if self.shuffle:
             indices = permute(indices, size=self.num_rows, seed=self.seed, epoch=epochs)
         return indices, filler

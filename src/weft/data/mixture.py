@@ -69,6 +69,12 @@ class MixedRows:
             weights = [weight / _tokens_per_row(table) for weight, table in zip(weights, self.tables, strict=True)]
         return [weight / sum(weights) for weight in weights]
 
+    @cached_property
+    def interleaved(self) -> NDArray[np.int64]:
+        """All rows once, those of every source spread evenly: the order of an evaluation."""
+        times = np.concatenate([(np.arange(size) + 0.5) / size for size in self.sizes])
+        return np.argsort(times, kind="stable")
+
     def order(self, *, seed: int) -> MixtureOrder:
         return MixtureOrder(self.shares, self.sizes, seed=seed)
 

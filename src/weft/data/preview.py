@@ -49,7 +49,8 @@ def preview_of(data: DataSpec, loader: Loader, *, num_samples: int) -> Preview:
     batch = {key: value.numpy() for key, value in loader.batch(0).items()}
     first = {key: values[0] for key, values in batch.items()}
     return Preview(
-        lines=[*_of_samples(data, loader, num_samples), _of_tokens(loader)], row=_stretches(first, tokenizer)
+        lines=[*_of_samples(data, loader, num_samples), _of_tokens(loader, num_samples)],
+        row=_stretches(first, tokenizer),
     )
 
 
@@ -75,10 +76,12 @@ def _of_samples(data: DataSpec, loader: Loader, num_samples: int) -> list[str]:
     return found
 
 
-def _of_tokens(loader: Loader) -> str:
-    """The share of positions with a loss."""
-    num_rows = loader.num_rows
+def _of_tokens(loader: Loader, num_samples: int) -> str:
+    """The share of positions with a loss, of all rows; of a mixture in the samples that are drawn."""
+    num_rows = num_samples if isinstance(loader.rows, MixedRows) else loader.num_rows
     chosen = np.unique(np.linspace(0, num_rows - 1, min(num_rows, MOST_ROWS)).astype(np.int64))
+    if isinstance(loader.rows, MixedRows):
+        chosen = loader.rows_of(chosen)
     labels = np.concatenate(
         [loader.rows.read(part)["labels"] for part in np.array_split(chosen, -(-len(chosen) // 64))]
     )

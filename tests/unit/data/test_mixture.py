@@ -88,6 +88,15 @@ def test_weights_are_shares_of_samples_or_of_tokens(
     assert abs(letters(loader, 40).count("a") - expected) <= 1
 
 
+def test_an_evaluation_has_every_row_once_and_all_sources_from_the_start(spec: DataSpec, tmp_path: Path) -> None:
+    corpus = open_corpus(spec, cache_dir=tmp_path)
+    loader = Loader(corpus.training, seed=0, global_batch=1, layout=RowLayout.of(spec), epochs=1, shuffle=False)
+    seen = letters(loader, loader.num_rows)
+    assert (seen.count("a"), seen.count("b")) == (31, 20)
+    assert set(seen[:4]) == {"a", "b"}
+    assert not loader.has_batch(loader.num_rows)
+
+
 def test_ranks_and_resume_read_the_same_samples(spec: DataSpec, tmp_path: Path) -> None:
     corpus = open_corpus(spec, cache_dir=tmp_path)
     run: dict[str, Any] = {"seed": 3, "layout": RowLayout.of(spec)}
