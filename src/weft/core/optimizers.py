@@ -11,7 +11,7 @@ from typing import Literal
 
 from weft.core.plan import Plan
 
-OptimizerKind = Literal["adamw", "adam", "sgd", "adamw8bit", "lion"]
+OptimizerKind = Literal["adamw", "adam", "sgd", "adamw8bit", "lion", "muon"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,7 @@ OPTIMIZERS: dict[OptimizerKind, OptimizerTraits] = {
     "sgd": OptimizerTraits(has_kernels=True, is_plain=True),
     "adamw8bit": OptimizerTraits(has_second=True, is_plain=True),
     "lion": OptimizerTraits(),
+    "muon": OptimizerTraits(has_second=True),  # of parameters that are no matrices of blocks
 }
 NAMES = " | ".join(OPTIMIZERS)
 

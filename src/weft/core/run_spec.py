@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from weft.core.adapter_spec import AdapterSpec
 from weft.core.config import Document, Section, sections_of
+from weft.core.muon import Precision, Scale
 from weft.core.optimizers import NAMES, OPTIMIZERS, OptimizerKind
 from weft.core.parameter_groups import GroupSpec
 from weft.core.vocabulary import BYTES
@@ -202,6 +203,17 @@ class TrainSpec(Section):
         description="decay rates of the moments (all but sgd); lion is usually run with (0.9, 0.99)",
     )
     epsilon: float = Field(default=1e-8, gt=0, description="added to the denominator (adam, adamw, adamw8bit), above 0")
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="momentum of muon, 0 up to below 1")
+    muon_scale: Scale = Field(
+        default="match_rms_adamw",
+        description="the rate of a matrix over learning_rate: match_rms_adamw (0.2 sqrt(max(rows, columns)): that of "
+        "adamw fits) | original (sqrt(max(1, rows / columns)): usually with 0.02 and groups for all other parameters)",
+    )
+    muon_precision: Precision = Field(
+        default="auto",
+        description="dtype of muon's Newton-Schulz steps and of matrices on their way to their owners: auto (bfloat16 "
+        "on GPUs, float32 on CPUs) | bfloat16 | float32",
+    )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of sgd, 0 up to below 1")
     weight_decay: float = Field(
         default=0.1, ge=0, description="decay of matrices; vectors (norms, biases) decay only if a group says so"

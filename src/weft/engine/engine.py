@@ -104,9 +104,7 @@ class Engine(EngineState):
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.parameters = list(self.trained.values())
         self._seed = seed
-        self.optimizer = optimizer_for(
-            self.trained, optimizer, plan, seed=seed, shards=self.shards, copies=self.layout.copies, device=self.device
-        )
+        self.optimizer = optimizer_for(self, optimizer, seed=seed)
         self.offload = offload_states(
             self.optimizer, plan, model, self.layout, self.strategy, device=self.device, folder=state_folder
         )

@@ -57,6 +57,7 @@ class Topology:
     expert_mesh: DeviceMesh | None = None  # dp_shard x cp (x tp) as edp x ep, in expert parallelism
     expert_group: dist.ProcessGroup | None = None  # the ranks of ep
     splits_replicas: bool = False  # `fully_shard` does not get the axis of replicas (see `dp/sharded.py`)
+    more_axes: dict[str, str] = field(default_factory=dict)  # names of further groups -> what traffic calls them
 
     @property
     def stage_size(self) -> int:
@@ -142,7 +143,8 @@ class Topology:
         meshes = [(self.mesh, self.axis_names)]
         if self.expert_mesh is not None:
             meshes.append((self.expert_mesh, tuple(self.expert_mesh.mesh_dim_names or ())))
-        return {str(mesh.get_group(axis).group_name): axis for mesh, names in reversed(meshes) for axis in names}
+        known = {str(mesh.get_group(axis).group_name): axis for mesh, names in reversed(meshes) for axis in names}
+        return known | self.more_axes
 
     def sum_over(self, value: torch.Tensor, axis_names: Sequence[str]) -> None:
         """Sum `value` in place over the ranks of some axes. Collective."""

@@ -78,6 +78,7 @@ def ask(
         optimizer_kernel=run.train.optimizer_kernel if run else "auto",
         momentum=run.train.momentum if run else 0.9,
         attention=_attention(attention, run),
+        muon_precision=run.train.muon_precision if run else "auto",
     )
     request = Request(shape=shape, cluster=cluster, workload=workload, precision=_policy(tables))
     return Question(request=request, precision=tables, assumed=(*assumed, *shape.notes, *_attention_notes(request)))

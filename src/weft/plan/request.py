@@ -7,6 +7,7 @@ from typing import Literal
 
 from weft.core.cluster import Cluster
 from weft.core.model_shape import AttentionShape, ModelShape
+from weft.core.muon import Precision
 from weft.core.optimizers import OPTIMIZERS, OptimizerKind
 from weft.core.precision import PrecisionPolicy
 from weft.core.wire_bytes import wire_bytes
@@ -30,6 +31,7 @@ class Workload:
     optimizer_kernel: OptimizerKernel = "auto"
     momentum: float = 0.9
     attention: AttentionKind = "sdpa"
+    muon_precision: Precision = "auto"
 
     @property
     def tokens(self) -> int:

@@ -26,6 +26,7 @@ from weft.data.split import Split
 from weft.models.adapter.build import initial_weights, run_skeleton
 from weft.models.build import build_config
 from weft.models.layout import describe
+from weft.models.matrices import matrix_names
 from weft.train.rate import learning_rate_at
 from weft.verify.borders import Borders
 from weft.verify.low_update import FIRST, SECOND
@@ -79,6 +80,12 @@ class Subject:
     def skeleton(self) -> nn.Module:
         return run_skeleton(self.run, self.config)
 
+    @functools.cached_property
+    def matrices(self) -> frozenset[str]:
+        """The parameters that muon takes for matrices of blocks."""
+        skeleton = self.skeleton()
+        return matrix_names(skeleton, describe(skeleton))
+
     def build(self) -> nn.Module:
         """A plain model with allocated memory; the caller fills in the values."""
         skeleton = run_skeleton(self.run, copy.deepcopy(self.config))  # building may change it
@@ -122,6 +129,7 @@ def global_exercise(subject: Subject, *, rates: Sequence[float], clip_norm: floa
         train=subject.run.train,
         clip_norm=clip_norm,
         router=subject.run.router,
+        matrices=subject.matrices,
     )
 
 
@@ -145,6 +153,7 @@ def loop_exercise(
         train=train,
         clip_norm=train.clip_norm,
         router=subject.run.router,
+        matrices=subject.matrices,
         skipped=skipped,
         restarts=undelayed | {step for step in range(steps) if every > 0 and (step + 1) % every == 0},
         undelayed=undelayed,

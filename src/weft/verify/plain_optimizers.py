@@ -6,7 +6,8 @@ run's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +20,15 @@ from weft.core.run_spec import TrainSpec
 _RATIO = "ratio"
 
 
-def plain_optimizer(trainable: Mapping[str, nn.Parameter], train: TrainSpec, *, is_fused: bool) -> Optimizer:
-    """The optimizer of `train` over full parameters by name; fused only if asked, where torch has that."""
+def plain_optimizer(
+    trainable: Mapping[str, nn.Parameter], train: TrainSpec, *, is_fused: bool, matrices: Collection[str] = ()
+) -> Optimizer:
+    """The optimizer of `train` over full parameters by name; fused only if asked, where torch has that.
+
+    `matrices`: names of the parameters that muon makes orthogonal."""
     groups = [_group(name, parameter, train) for name, parameter in trainable.items()]
+    if train.optimizer == "muon":
+        return PlainMuon(groups, train, matrices)
     own = _OWN.get(train.optimizer)
     if own is not None:
         return own(groups, train)
@@ -62,6 +69,49 @@ class PlainLion(Optimizer):
                 direction = torch.sign(first * moment + (1 - first) * weight.grad)
                 weight.copy_(weight * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * direction)
                 moment.copy_(second * moment + (1 - second) * weight.grad)
+
+
+class PlainMuon(Optimizer):
+    """Matrices by Newton-Schulz of the whole matrix, one expert after the other; all else by torch's AdamW."""
+
+    def __init__(self, groups: list[dict[str, Any]], train: TrainSpec, matrices: Collection[str]) -> None:
+        self._train = train
+        own = [group for group in groups if group["names"][0] in matrices]
+        others = [group for group in groups if group["names"][0] not in matrices]
+        self._rest = AdamW(others, lr=train.learning_rate, betas=train.betas, eps=train.epsilon, foreach=False)
+        super().__init__([*own, *self._rest.param_groups], {"lr": train.learning_rate})
+        self._own = own
+        self._rest.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._rest.step()
+        mu = self._train.muon_momentum
+        for group in self._own:
+            weight = group["params"][0]
+            if weight.grad is None:
+                continue
+            buffer = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+            buffer.copy_(mu * buffer + (1 - mu) * weight.grad)
+            direction = (1 - mu) * weight.grad + mu * buffer
+            rows, columns = weight.shape[-2:]
+            wide = math.sqrt(max(1.0, rows / columns))
+            scale = wide if self._train.muon_scale == "original" else 0.2 * math.sqrt(max(rows, columns))
+            each = [self._orthogonal(matrix) for matrix in direction.reshape(-1, rows, columns)]
+            update = torch.stack(each).view(weight.shape).to(weight.dtype)
+            weight.copy_(weight * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * scale * update)
+
+    def _orthogonal(self, matrix: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor
+        asked = self._train.muon_precision
+        is_low = asked == "bfloat16" or (asked == "auto" and matrix.is_cuda)
+        x = matrix.to(torch.bfloat16 if is_low and matrix.dtype != torch.float64 else matrix.dtype, copy=True)
+        x /= x.norm().clamp(min=1e-7)
+        for _ in range(5):
+            gram = x @ x.T if x.shape[0] <= x.shape[1] else x.T @ x
+            change = -4.7750 * gram + 2.0315 * (gram @ gram)
+            x = 3.4445 * x + (change @ x if x.shape[0] <= x.shape[1] else x @ change)
+        return x
 
 
 _OWN: dict[str, Callable[[list[dict[str, Any]], TrainSpec], Optimizer]] = {"lion": PlainLion}

@@ -2,8 +2,9 @@
 
 For each step: summed token loss over the token count, backward, 2-norm of all gradients, clip, torch's own optimizer.
 `compute` is the dtype of forward and backward; masters, gradients and optimizer live in `master`. Rows are processed in
-the plan's chunks: in low precision a matmul over other rows rounds differently. The reference takes four definitions
-from the engine: dropout masks by (seed, step, global row); the moments that an 8-bit optimizer rounds; the random bits
+the plan's chunks: in low precision a matmul over other rows rounds differently. The reference takes five definitions
+from the engine: dropout masks by (seed, step, global row); the parameters that muon takes for matrices of blocks; the
+moments that an 8-bit optimizer rounds; the random bits
 of stochastic rounding by (seed, name, step, element); and that in low precision a block gets its inputs (rotary angles
 included) in the compute dtype.
 """
@@ -120,6 +121,7 @@ class Exercise:
     restarts: frozenset[int] = frozenset()
     undelayed: frozenset[int] = frozenset()
     router: RouterSpec = field(default_factory=RouterSpec)
+    matrices: frozenset[str] = frozenset()  # parameters that muon makes orthogonal
 
 
 def has_experts(exercise: Exercise) -> bool:
@@ -141,7 +143,7 @@ def run_reference(
     trainable = {name: master for name, master in masters.items() if master.requires_grad}
     router = RouterReference(model, exercise.router)
     experts = PlainExperts(model, capacity_factor=exercise.router.capacity_factor)
-    optimizer = plain_optimizer(trainable, exercise.train, is_fused=split.is_reordered)
+    optimizer = plain_optimizer(trainable, exercise.train, is_fused=split.is_reordered, matrices=exercise.matrices)
     trace = RunTrace(initial=exercise.initial)
     buffers = on_host(dict(model.named_buffers()))
 
@@ -200,7 +202,7 @@ def one_update(exercise: Exercise, gradients: Tensors) -> Tensors:
     trainable = {name: master for name, master in masters.items() if master.requires_grad}
     for name, gradient in gradients.items():
         trainable[name].grad = gradient.double()
-    optimizer = plain_optimizer(trainable, exercise.train, is_fused=False)
+    optimizer = plain_optimizer(trainable, exercise.train, is_fused=False, matrices=exercise.matrices)
     set_rate(optimizer, exercise.rates[0])
     clip_gradients(list(trainable.values()), exercise.clip_norm)
     optimizer.step()

@@ -10,7 +10,7 @@ Temporaries of an update: fused none; foreach one tensor per parameter of the la
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,12 +20,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from weft.core.errors import BadValueError, NotBuiltError
+from weft.core.muon import Precision, Scale
 from weft.core.optimizers import OPTIMIZERS, OptimizerKind
 from weft.core.parameter_groups import GroupSpec, decay_of, ratio_of
 from weft.core.run_spec import TrainSpec
 from weft.core.shards import LocalShard
 from weft.engine.optim.adamw_low import AdamWLow, LowStates
 from weft.engine.optim.lion import Lion
+from weft.engine.optim.matrix_owners import MatrixOwners
+from weft.engine.optim.muon import Muon
 from weft.engine.precision import zero_gradient
 
 Kind = OptimizerKind
@@ -48,6 +51,9 @@ class OptimizerPolicy:
     weight_decay: float = 0.1
     kernel: Kernel = "auto"
     groups: tuple[GroupSpec, ...] = ()
+    muon_momentum: float = 0.95
+    muon_scale: Scale = "match_rms_adamw"
+    muon_precision: Precision = "auto"
 
     @staticmethod
     def of(train: TrainSpec) -> OptimizerPolicy:
@@ -60,6 +66,9 @@ class OptimizerPolicy:
             weight_decay=train.weight_decay,
             kernel=train.optimizer_kernel,
             groups=tuple(train.groups),
+            muon_momentum=train.muon_momentum,
+            muon_scale=train.muon_scale,
+            muon_precision=train.muon_precision,
         )
 
 
@@ -117,9 +126,7 @@ def build_optimizer(
 
     `shapes`: the full shapes of parameters that axes other than ZeRO's shard. `names`: for groups by pattern.
     """
-    groups = decay_groups(parameters, policy.weight_decay)
-    if policy.groups:
-        groups = parameter_groups(names or {}, policy)
+    groups = groups_of(names or dict.fromkeys(parameters, ""), policy)
     if low is not None and not low.rounds and (policy.kind, policy.kernel) != ("adamw", "auto"):
         low = None
     if policy.kind == "sgd" and low is None:
@@ -138,6 +145,32 @@ def build_optimizer(
     if policy.kind == "adamw8bit":
         return _adamw8bit(groups, {**adam, "shapes": shapes})
     return (AdamW if policy.kind == "adamw" else Adam)(groups, **_adam_kernel(parameters, policy.kernel), **adam)
+
+
+def build_muon(
+    named: Mapping[str, nn.Parameter],
+    matrices: Collection[str],
+    policy: OptimizerPolicy,
+    *,
+    owners: MatrixOwners,
+    dtype: torch.dtype,
+) -> Optimizer:
+    """Muon for the parameters in `matrices`, torch's AdamW for the others, with the groups of `policy` in both."""
+    names = {parameter: name for name, parameter in named.items()}
+    groups = groups_of({value: name for value, name in names.items() if name in matrices}, policy)
+    others = {value: name for value, name in names.items() if name not in matrices}
+    adam: dict[str, Any] = {"lr": policy.learning_rate, "betas": policy.betas, "eps": policy.epsilon}
+    rest = AdamW(groups_of(others, policy), **_adam_kernel(list(others), "auto"), **adam) if others else None
+    return Muon(
+        groups,
+        rest,
+        names=names,
+        owners=owners,
+        lr=policy.learning_rate,
+        momentum=policy.muon_momentum,
+        scale=policy.muon_scale,
+        dtype=dtype,
+    )
 
 
 def _require_adamw(policy: OptimizerPolicy) -> None:
@@ -183,6 +216,10 @@ def decay_groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> lis
         group = groups.setdefault((parameter.ndim >= 2, mesh_of(parameter)), {"params": [], "weight_decay": decay})
         group["params"].append(parameter)
     return list(groups.values())
+
+
+def groups_of(names: Mapping[nn.Parameter, str], policy: OptimizerPolicy) -> list[dict[str, Any]]:
+    return parameter_groups(names, policy) if policy.groups else decay_groups(list(names), policy.weight_decay)
 
 
 def parameter_groups(names: Mapping[nn.Parameter, str], policy: OptimizerPolicy) -> list[dict[str, Any]]:

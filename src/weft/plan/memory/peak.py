@@ -19,6 +19,7 @@ from weft.plan.memory import fused_loss
 from weft.plan.memory.in_flight import LOG_PROBABILITY_BYTES, edge_bytes, flight_of, waiting_bytes
 from weft.plan.memory.offloaded import Offloaded, delayed_chunks, offloaded_bytes, updates_beside_compute
 from weft.plan.memory.saved_activations import saved_blocks
+from weft.plan.memory.states import state_bytes
 from weft.plan.memory.timeline import MIB, TermParts, Terms, gradients_of_earlier, has_buckets, instants_of
 from weft.plan.time.state_stream import held_elements, rest_bytes
 from weft.plan.view import View
@@ -138,7 +139,7 @@ def _resident(view: View) -> Terms:
     versions = np.where((columns.vertical_sync > 0) & (columns.pp > 1), columns.pp, stage.versions)
     return {
         Term.WEIGHTS: np.where(on_device, held * rest_bytes(view), 0.0),
-        Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, 0.0, held * sizes.optimizer),
+        Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, 0.0, state_bytes(view, held)),
         Term.WEIGHT_VERSIONS: (versions - 1) * share.total.unsharded * sizes.master,
     }
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.core.terms import MemoryTerm as Term
+from weft.plan import muon
 from weft.plan.columns import Bools, Floats
 from weft.plan.memory.offloaded import staged_states, staged_weights, updates_beside_compute
 from weft.plan.memory.saved_activations import SavedBlocks
@@ -335,6 +336,8 @@ def _at_update(parts: TermParts) -> Terms:
     temporaries = held * sizes.update
     if parts.view.request.workload.optimizer == "adamw8bit":
         temporaries = QUANTISED_UPDATE_BYTES * _largest_tensor(parts.view) * held / np.maximum(share.total.unsharded, 1)
+    if parts.view.request.workload.optimizer == "muon":
+        temporaries = muon.update_temporaries(parts.view)
     # an offloaded optimizer updates chunk by chunk
     states = np.minimum(
         staged_states(parts.view) + _ahead(parts),

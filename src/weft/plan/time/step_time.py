@@ -15,6 +15,7 @@ import numpy as np
 
 from weft.core import axes
 from weft.core.terms import StepTerm as Term
+from weft.plan import muon
 from weft.plan.columns import Columns, Floats, Ints
 from weft.plan.dp.all_reduce import replica_seconds
 from weft.plan.pp.stages import bubble_of
@@ -145,7 +146,7 @@ def _update(view: View, busy: BlockSeconds) -> Terms:
     on_device = UPDATE_PASSES * held * per_parameter / (cluster.device.memory_bytes_per_s * cluster.device.memory_share)
     moved = transfers_of(view, busy)
     return {
-        Term.OPTIMIZER: np.where(columns.offload_optimizer > 0, 0.0, on_device),
+        Term.OPTIMIZER: np.where(columns.offload_optimizer > 0, 0.0, on_device + muon.update_seconds(view)),
         Term.OFFLOAD: moved.update.exposed_s,
         Term.OFFLOAD_COPIES: moved.forward.exposed_s + moved.backward.exposed_s,
     }

@@ -73,6 +73,7 @@ def request_for(run: RunSpec, plan: Plan, *, config: Any, device: str) -> Reques
         optimizer_kernel=run.train.optimizer_kernel,
         momentum=run.train.momentum,
         attention=run.model.attention,
+        muon_precision=run.train.muon_precision,
     )
     return replace(question.request, workload=workload, tp_may_leave_node=True)
 

@@ -6,6 +6,7 @@ The gradient g of an update follows from its moments, m' = b1 m + (1 - b1) g, so
     adam    the same without decay, with g + wd w for g
     sgd     u' = mu u + g + wd w, w' = w - lr u'
     lion    w' = w (1 - lr wd) - lr sign(b1 m + (1 - b1) g), m' = b2 m + (1 - b2) g
+    muon    m' = mu m + (1 - mu) g, w' = w (1 - lr wd) - lr scale NS((1 - mu) g + mu m') for matrices, adamw for others
     clip    |g| over all parameters is min(1, c / (n + 1e-6)) n, where n is the norm that was recorded
 
 Matrices decay, vectors do not, and [[train.groups]] says otherwise by name. Parameters without a gradient keep their
@@ -32,6 +33,8 @@ ROUNDOFF = UNIT_ROUNDOFF["float32"]
 UPDATE_ROUNDINGS, WEIGHT_ROUNDINGS = 256.0, 4.0
 # Share of elements that may be off: kernels differ where squares of gradients underflow float32.
 ODD_SHARE = 1e-3
+# Of the norm of a matrix's change: the steps enlarge the rounding of small singular values up to 500 times.
+MUON_TOLERANCE, LOW_MUON_TOLERANCE = 5e-3, 0.1
 NORM_TOLERANCE = 1e-3  # gradients are a difference of moments: up to 1/(1 - b1) roundings each
 
 
@@ -110,7 +113,10 @@ def recovered_gradients(update: OracleUpdate, names: Mapping[str, object] | Tens
     train, found = update.train, {}
     for name in names:
         weight = update.before.weights[name].double()
-        if train["optimizer"] == "sgd":
+        if is_matrix(update, name):
+            mu, (momentum, before) = float(train["muon_momentum"]), _momenta(update, name)
+            found[name] = (momentum - mu * before) / (1.0 - mu)
+        elif train["optimizer"] == "sgd":
             new, old = _state(update.after, name, "momentum_buffer"), _state(update.before, name, "momentum_buffer")
             if new is None:  # without momentum
                 new, old = (weight - update.after.weights[name].double()) / update.rate_of(name), None
@@ -158,6 +164,8 @@ def _expected(update: OracleUpdate, name: str, gradients: Tensors) -> tuple[torc
         if buffer is None:
             buffer = gradients[name] + decay * weight
         return weight, -rate * buffer
+    if is_matrix(update, name):
+        return weight, _muon(update, name, gradients[name]) - rate * decay * weight
     first, second = (float(beta) for beta in train["betas"])
     if train["optimizer"] == "lion":
         return _lion(update, name, gradients[name])
@@ -187,6 +195,33 @@ def _lion(update: OracleUpdate, name: str, gradient: torch.Tensor) -> tuple[torc
     return weight, -rate * (sign + update.decay(name, weight) * weight)
 
 
+def is_matrix(update: OracleUpdate, name: str) -> bool:
+    """Whether muon has updated a parameter as a matrix: only those have its momentum."""
+    return update.train["optimizer"] == "muon" and _state(update.after, name, "momentum_buffer") is not None
+
+
+def _momenta(update: OracleUpdate, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    new = update.after.states[f"{name}.momentum_buffer"].double()
+    old = _state(update.before, name, "momentum_buffer")
+    return new, torch.zeros_like(new) if old is None else old
+
+
+def _muon(update: OracleUpdate, name: str, gradient: torch.Tensor) -> torch.Tensor:
+    """The change of a matrix, or of a stack of them, without decay."""
+    mu = float(update.train["muon_momentum"])
+    x = (1.0 - mu) * gradient + mu * _momenta(update, name)[0]
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ (gram @ x)
+    rows, columns = x.shape[-2:]
+    scale = 0.2 * math.sqrt(max(rows, columns))
+    if update.train["muon_scale"] == "original":
+        scale = math.sqrt(max(1.0, rows / columns))
+    change: torch.Tensor = -update.rate_of(name) * scale * x
+    return change
+
+
 def _near(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).norm() <= NORM_TOLERANCE * expected.norm() + 1e-30)
 
@@ -195,6 +230,14 @@ def _off(update: OracleUpdate, name: str, weight: torch.Tensor, added: torch.Ten
     found = update.after.weights[name].double()
     if added.isnan().any():
         return _finding(update, name, "a second moment of the gradients that the first one shows", "another")
+    if is_matrix(update, name):  # each element of a product of matrices has the rounding of all
+        is_low = update.train["muon_precision"] != "float32" and (
+            torch.cuda.is_available() or update.train["muon_precision"] == "bfloat16"
+        )
+        off, size = float((found - weight - added).norm()), float(added.norm()) + ROUNDOFF * float(weight.norm())
+        if off <= (LOW_MUON_TOLERANCE if is_low else MUON_TOLERANCE) * size:
+            return None
+        return _finding(update, name, f"the update of the whole matrix, of norm {size:.3g}", f"off by {off:.3g}")
     allowed = UPDATE_ROUNDINGS * ROUNDOFF * added.abs() + WEIGHT_ROUNDINGS * ROUNDOFF * weight.abs() + 1e-30
     gap = (found - weight - added).abs()
     odd = ~(gap <= allowed)  # NaN is never within a bound
