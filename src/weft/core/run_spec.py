@@ -202,7 +202,7 @@ class TrainSpec(Section):
         default=(0.9, 0.95),
         description="decay rates of the moments (all but sgd); lion is usually run with (0.9, 0.99)",
     )
-    epsilon: float = Field(default=1e-8, gt=0, description="added to the denominator (adam, adamw, adamw8bit), above 0")
+    epsilon: float = Field(default=1e-8, gt=0, description="added to the denominator (adam, adamw, adamw8bit, muon), above 0")
     muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="momentum of muon, 0 up to below 1")
     muon_scale: Scale = Field(
         default="match_rms_adamw",

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.core import axes
 from weft.core.model_shape import BlockShape, LinearShape
 from weft.core.muon import AXIS, newton_schulz_flops, order_key, orthogonal_dtype
 from weft.plan.axis import TrafficRow
 from weft.plan.columns import Bools, Floats
 from weft.plan.memory.block_tensors import linear_tensors
 from weft.plan.request import DTYPE_BYTES
-from weft.plan.time.links import axis_link
+from weft.plan.time.links import link_of
 from weft.plan.view import View
 
 PEAK_SHARE = 0.4  # of the device's rate: products of square matrices, and reads in between. Not measured on a GPU yet
@@ -97,8 +96,7 @@ def traffic(view: View) -> Iterator[TrafficRow]:
     """The exchanges of a step."""
     if view.request.workload.optimizer != "muon":
         return
-    owned, elements, count = _rounds(view)
-    del owned
+    _, elements, count = _rounds(view)
     yield TrafficRow(AXIS, "all_to_all", "update", elements * _element_bytes(view), count)
 
 
@@ -109,7 +107,7 @@ def update_seconds(view: View) -> Floats:
     owned, elements, count = _rounds(view)
     dtype = orthogonal_dtype(view.request.workload.muon_precision, is_cpu=view.request.is_cpu)
     peaks = view.request.cluster.device.peak_flops
-    link = axis_link(view.request.cluster, view.columns, (axes.DP_SHARD, axes.CP, axes.TP))
+    link = link_of(view.request.cluster, view.columns, AXIS)
     computed = owned / (PEAK_SHARE * (peaks.get(dtype) or max(peaks.values())))
     return computed + link.seconds(elements * _element_bytes(view), num_calls=count)
 

@@ -20,11 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.core.axes import CP, DP_SHARD, EDP, EP, MESH_ORDER
+from weft.core.axes import CP, DP_SHARD, EDP, EP, MESH_ORDER, TP
 from weft.core.cluster import Cluster
+from weft.core.muon import AXIS
 from weft.plan.columns import Columns, Floats
 
-SHARED = {DP_SHARD: (DP_SHARD, CP)}  # context-parallel ranks share one copy of the states with their shards
+# context-parallel ranks share one copy of the states with their shards; muon's exchanges are among all that share one
+SHARED = {DP_SHARD: (DP_SHARD, CP), AXIS: (DP_SHARD, CP, TP)}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,48 @@
+"""Bugs of optimizers whose update needs more than a rank's own elements. Each trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import weft.engine.optim.matrix_owners as owners
+import weft.engine.optim.muon as muon
+from weft.engine.ownership import local
+
+
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
+    return patch.object(owner, name, make(getattr(owner, name)))
+
+
+def newton_schulz_of_the_shard() -> Any:
+    """Every rank takes its own rows for the matrix."""
+
+    def make(original: Any) -> Any:
+        def update(self: Any, group_of: Any) -> None:
+            for parameter, group in group_of.items():
+                buffer = local(self.state[parameter]["momentum_buffer"])
+                direction = local(parameter.grad).lerp(buffer, group["momentum"])
+                if direction.numel():
+                    changed = muon.orthogonalised(direction, torch.float32)
+                    scale = muon.rate_scale(self._scale, *parameter.shape[-2:])
+                    weight = local(parameter.detach())
+                    weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(changed, alpha=-group["lr"] * scale)
+
+        return update
+
+    return _replaced(muon.Muon, "_update", make)
+
+
+def matrix_of_another_owner() -> Any:
+    """The blocks that come back are those of the rank before."""
+
+    def make(original: Any) -> Any:
+        def exchange(self: Any, read: Any, change: Any, write: Any, **how: Any) -> None:
+            original(self, read, lambda key, matrix: change(key, matrix).roll(1, 0), write, **how)
+
+        return exchange
+
+    return _replaced(owners.MatrixOwners, "exchange", make)
