@@ -7,7 +7,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
+import weft.engine.optim.adafactor as adafactor
+import weft.engine.optim.averages as averages
 import weft.engine.optim.matrix_owners as owners
 import weft.engine.optim.muon as muon
 from weft.engine.ownership import local
@@ -46,3 +49,22 @@ def matrix_of_another_owner() -> Any:
         return exchange
 
     return _replaced(owners.MatrixOwners, "exchange", make)
+
+
+def means_of_the_shard() -> Any:
+    """Sums of squares stay on the rank."""
+    return _replaced(adafactor, "sum_over", lambda _: lambda values, group: values)
+
+
+def average_before_the_update_on_one_rank() -> Any:
+    """Rank 1 adds the weights that the update began with."""
+
+    def make(original: Any) -> Any:
+        def lerp(average: torch.Tensor, weight: torch.Tensor, share: float) -> None:
+            if dist.get_rank() == 1:
+                weight = weight * 0.999
+            original(average, weight, share)
+
+        return lerp
+
+    return _replaced(averages, "add_to_average", make)

@@ -54,6 +54,9 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a run with [adapter]: the full model, the adapter added to its base.")
     ] = False,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Write the average of the weights (train.ema_decay) in place of the last.")
+    ] = False,
     evaluate_rows: Annotated[
         int, typer.Option(min=0, help="With --format: held-out rows for the perplexity before and after; 0: none.")
     ] = 16,
@@ -89,6 +92,8 @@ def export(
         print(json.dumps(found) if as_json else "\n".join(_compared_lines(found)))
         return
     is_adapter = _is_adapter_alone(run, merge=merge, weights=weights)
+    if ema and is_adapter:
+        raise InputError("an adapter alone is written as trained", hint="give --merge with --ema")
     if dtype is None:
         dtype = ExportDtype.AS_TRAINED if weights is None else ExportDtype.BFLOAT16
     with Console(stderr=True).status("exporting" if weights is None else f"exporting and measuring {weights}"):
@@ -106,6 +111,7 @@ def export(
                 weights=weights.value if weights is not None else None,
                 calibrate_rows=calibrate_rows if calibrate else 0,
                 evaluate_rows=evaluate_rows,
+                ema=ema,
             )
     if as_json:
         print(json.dumps(result))

@@ -11,7 +11,7 @@ from typing import Literal
 
 from weft.core.plan import Plan
 
-OptimizerKind = Literal["adamw", "adam", "sgd", "adamw8bit", "lion", "muon"]
+OptimizerKind = Literal["adamw", "adam", "sgd", "adamw8bit", "lion", "muon", "adafactor"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,19 @@ OPTIMIZERS: dict[OptimizerKind, OptimizerTraits] = {
     "adamw8bit": OptimizerTraits(has_second=True, is_plain=True),
     "lion": OptimizerTraits(),
     "muon": OptimizerTraits(has_second=True),  # of parameters that are no matrices of blocks
+    "adafactor": OptimizerTraits(has_first=False, has_second=True),  # of vectors; rows and columns of matrices
 }
 NAMES = " | ".join(OPTIMIZERS)
 
 
-def not_executed_with(kind: str, plan: Plan) -> Iterator[tuple[str, str]]:
-    """Features of the plan that this optimizer is not executed with, as (sentence, hint)."""
+def not_executed_with(kind: str, plan: Plan, *, ema_decay: float = 0.0) -> Iterator[tuple[str, str]]:
+    """Features of the plan that this optimizer, or an average of weights, is not executed with: (sentence, hint)."""
+    for is_refused, what, hint in (
+        (plan.offload.optimizer != "none", "offload.optimizer", "set offload.optimizer = 'none'"),
+        (plan.has_delayed_updates, plan.delayed_by, "choose a schedule that drains"),
+    ):
+        if ema_decay and is_refused:
+            yield f"train.ema_decay is not executed with {what}", f"{hint}, or train.ema_decay = 0"
     traits = OPTIMIZERS.get(kind)  # type: ignore[call-overload]
     if traits is None or traits.is_plain:
         return

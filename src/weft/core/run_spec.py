@@ -202,7 +202,9 @@ class TrainSpec(Section):
         default=(0.9, 0.95),
         description="decay rates of the moments (all but sgd); lion is usually run with (0.9, 0.99)",
     )
-    epsilon: float = Field(default=1e-8, gt=0, description="added to the denominator (adam, adamw, adamw8bit, muon), above 0")
+    epsilon: float = Field(
+        default=1e-8, gt=0, description="added to the denominator (adam, adamw, adamw8bit, muon), above 0"
+    )
     muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="momentum of muon, 0 up to below 1")
     muon_scale: Scale = Field(
         default="match_rms_adamw",
@@ -221,6 +223,13 @@ class TrainSpec(Section):
     groups: list[GroupSpec] = Field(
         default_factory=list,
         description="tables [[train.groups]]: pattern, then learning_rate or learning_rate_ratio, weight_decay",
+    )
+    ema_decay: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="decay of an exponential moving average of the weights, kept beside them in float32; 0 is off, "
+        "0.999 is usual",
     )
     clip_norm: float = Field(default=1.0, ge=0, description="the gradient norm is clipped to this; 0 is off")
     schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = Field(
@@ -303,6 +312,9 @@ class EvaluationSpec(Section):
         "absent: 50, and too few rows are a warning",
     )
     batches: int = Field(default=4, ge=1, description="global batches of held-out rows per evaluation")
+    weights: Literal["trained", "ema"] = Field(
+        default="trained", description="the weights of held-out losses: trained | ema (train.ema_decay above 0)"
+    )
 
     @property
     def interval(self) -> int:
@@ -353,6 +365,12 @@ class RunSpec(Document):
     def tokenizer(self) -> str:
         """The tokenizer's name: the given one, else the model's own, else bytes."""
         return self.data.tokenizer or self.model.own_tokenizer or BYTES
+
+    @model_validator(mode="after")
+    def _has_average(self) -> RunSpec:
+        if self.evaluation.weights == "ema" and not self.train.ema_decay:
+            raise ValueError("evaluation.weights = 'ema' needs train.ema_decay above 0, such as 0.999")
+        return self
 
     @model_validator(mode="after")
     def _name_tokenizer(self) -> RunSpec:

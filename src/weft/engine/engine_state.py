@@ -6,7 +6,8 @@ scalars    JSON values; restoring them is what makes training continue from the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch.optim import Optimizer
 from weft.engine.activations.kept_inputs import KeptInputs
 from weft.engine.axis import Axes
 from weft.engine.buffers.sync import BufferSync
+from weft.engine.dp.strategy import Strategy
 from weft.engine.mesh import Topology
 from weft.engine.offload.offloaded import OffloadedStates
+from weft.engine.optim.averages import averages_of, exchanged
 from weft.engine.optim.optimizers import create_state
 from weft.engine.ownership import LocalShards
 from weft.engine.precision import LossScale
@@ -47,6 +50,7 @@ class EngineState:
     buffer_sync: BufferSync
     inputs: KeptInputs
     steps_done: int
+    strategy: Strategy
 
     @property
     def masters(self) -> Mapping[nn.Parameter, torch.Tensor]:
@@ -56,6 +60,18 @@ class EngineState:
     def weights(self) -> dict[str, torch.Tensor]:
         """What the optimizer updates, by parameter name, as checkpoints hold it."""
         return master_tensors(self.model, self.shards, self.masters)
+
+    @contextmanager
+    def average_weights(self, *, is_on: bool = True) -> Iterator[None]:
+        """The exponential moving average of the weights in place of the weights, for evaluations. Collective."""
+        if not is_on:
+            yield
+            return
+        self.updates.restart()
+        with exchanged(averages_of(self.optimizer)):
+            self.strategy.after_evaluation()  # nothing gathered before may be read
+            yield
+        self.strategy.after_evaluation()
 
     def host_terms(self) -> dict[str, int]:
         """Bytes of this rank in the host's memory, by the planner's terms (plan/memory/offloaded.py)."""

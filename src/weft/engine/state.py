@@ -21,6 +21,7 @@ from weft.checkpoint.parts import ShardTensor
 from weft.core.errors import CheckpointError
 from weft.core.shards import LocalShard
 from weft.engine.offload.slab import is_host_memory, release_of
+from weft.engine.optim.adafactor import FACTORS
 from weft.engine.optim.adamw_8bit import CODES, SCALES, QuantisedParts, block_size_for, quantised_parts
 from weft.engine.ownership import LocalShards, chunks_of, local
 
@@ -63,6 +64,9 @@ def state_tensors(
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 shard = shards.get(name)
+                if key in FACTORS:  # full on every rank
+                    state[f"{OPTIMIZER}{name}.{key}"] = value
+                    continue
                 if is_on_host(value):
                     state.update(_chunked(f"{OPTIMIZER}{name}.{key}", value, parameter, shard))
                     continue

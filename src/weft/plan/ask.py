@@ -79,6 +79,7 @@ def ask(
         momentum=run.train.momentum if run else 0.9,
         attention=_attention(attention, run),
         muon_precision=run.train.muon_precision if run else "auto",
+        has_average=bool(run and run.train.ema_decay),
     )
     request = Request(shape=shape, cluster=cluster, workload=workload, precision=_policy(tables))
     return Question(request=request, precision=tables, assumed=(*assumed, *shape.notes, *_attention_notes(request)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.core import axes
-from weft.plan import muon
+from weft.plan import adafactor, muon
 from weft.plan.axis import PlanAxis
 from weft.plan.cp import traffic as cp_traffic
 from weft.plan.dp import rules as dp_rules
@@ -24,5 +24,5 @@ AXES: tuple[PlanAxis, ...] = (
     PlanAxis(name=axes.CP, traffic=cp_traffic.traffic),
     PlanAxis(name=axes.EP, rules=ep_rules.RULES, traffic=ep_traffic.traffic),
     PlanAxis(name=axes.PP, rules=pp_rules.RULES, traffic=pp_traffic.traffic),
-    PlanAxis(name="optimizer", traffic=muon.traffic),
+    PlanAxis(name="optimizer", traffic=lambda view: [*muon.traffic(view), *adafactor.traffic(view)]),
 )

@@ -109,7 +109,7 @@ def _offload_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
 def _optimizer_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
     """The optimizer is executed in this layout and precision."""
     if run is not None:
-        yield from not_executed_with(run.train.optimizer, plan)
+        yield from not_executed_with(run.train.optimizer, plan, ema_decay=run.train.ema_decay)
 
 
 def _copy_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:

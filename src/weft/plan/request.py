@@ -32,6 +32,7 @@ class Workload:
     momentum: float = 0.9
     attention: AttentionKind = "sdpa"
     muon_precision: Precision = "auto"
+    has_average: bool = False  # of the weights, in float32
 
     @property
     def tokens(self) -> int:
@@ -118,12 +119,13 @@ def byte_sizes(request: Request) -> ByteSizes:
 
 def optimizer_bytes(workload: Workload, *, first: int, second: int) -> float:
     """State bytes per parameter: two moments, two quantised moments with scales, one momentum, or none."""
+    average = 4.0 * workload.has_average
     if workload.optimizer == "adamw8bit":
-        return 2 * (1 + 4 / QUANTISED_BLOCK)
+        return 2 * (1 + 4 / QUANTISED_BLOCK) + average
     if workload.optimizer == "sgd":
-        return float(first) if workload.momentum > 0 else 0.0
+        return average + (first if workload.momentum > 0 else 0)
     traits = OPTIMIZERS[workload.optimizer]
-    return float(traits.has_first * first + traits.has_second * second)
+    return average + traits.has_first * first + traits.has_second * second
 
 
 def update_bytes(workload: Workload, *, state_bytes: int, master_bytes: int) -> int:

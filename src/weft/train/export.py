@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from weft.models.weight_codes import FORMATS
 from weft.train.calibration import BlockCalibration
 from weft.train.folder.run_folder import RunFolder
 from weft.train.perplexity import HeldOutRows, why_not_loaded
-from weft.train.trained_tensors import checkpoint_of, full_tensors
+from weft.train.trained_tensors import Order, checkpoint_of, full_tensors
 
 
 def export_run(
@@ -38,15 +38,16 @@ def export_run(
     weights: str | None = None,
     calibrate_rows: int = 0,
     evaluate_rows: int = 0,
+    ema: bool = False,
 ) -> dict[str, Any]:
     """Write the newest good (or the named) checkpoint of `run_dir` to `out`; return step, files and note.
 
-    Adapters are added to their base; `train/adapter_export.py` writes them alone.
+    `ema` writes the average weights of `train.ema_decay`. Adapters are added to their base; `train/adapter_export.py` writes them alone.
 
     `weights` is a format of `models.weight_codes`, rounded to nearest or, with `calibrate_rows`, by GPTQ on so many
     held-out rows. With `evaluate_rows` the perplexity before and after is measured, on other rows.
     """
-    source = _Source.open(run_dir, step=step, dtype=dtype)
+    source = replace(_Source.open(run_dir, step=step, dtype=dtype), ema=ema)
     rows = source.held_out(evaluate_rows) if weights and (evaluate_rows or calibrate_rows) else None
     with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as tokenizer:
         note = _save_tokenizer(source.run, Path(tokenizer))
@@ -101,6 +102,7 @@ class _Source:
     checkpoint: Path
     step: int
     dtype: torch.dtype | None
+    ema: bool = False
 
     @classmethod
     def open(cls, run_dir: Path, *, step: int | None, dtype: str | None) -> _Source:
@@ -115,6 +117,9 @@ class _Source:
 
         config = AutoConfig.from_pretrained(str(self.model_path), trust_remote_code=False)
         return gguf_export.measured_formats(config)
+
+    def _tensors(self, *, order: Order = list) -> Iterator[tuple[str, torch.Tensor]]:
+        return full_tensors(self.run, self.checkpoint, order=order, ema=self.ema)
 
     def held_out(self, count: int) -> HeldOutRows | WeftError:
         """The rows to measure with; an error if the run's data has moved since."""
@@ -137,16 +142,16 @@ class _Source:
         config = AutoConfig.from_pretrained(str(self.model_path), trust_remote_code=False)
         skeleton = skeleton_of(config)
         if weights in gguf_export.FORMATS:
-            tensors = full_tensors(self.run, self.checkpoint)
+            tensors = self._tensors()
             record = gguf_export.export_gguf(config, tensors, out, kind=weights, skeleton=skeleton, tokenizer=tokenizer)
             return sorted(out.iterdir()), record
         quantiser = Quantiser(skeleton, FORMATS[weights]) if weights else None
-        tensors, calibrated = full_tensors(self.run, self.checkpoint), None
+        tensors, calibrated = self._tensors(), None
         if quantiser is not None and calibration:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             dtype = self.dtype or torch.float32
             calibrated = BlockCalibration(config, calibration, quantiser, dtype=dtype, device=device)
-            tensors = calibrated.tensors(full_tensors(self.run, self.checkpoint, order=calibrated.order))
+            tensors = calibrated.tensors(self._tensors(order=calibrated.order))
         files = export_folder(
             config, tensors, out, skeleton=skeleton, dtype=self.dtype, tokenizer=tokenizer, quantiser=quantiser
         )

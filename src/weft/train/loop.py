@@ -250,7 +250,9 @@ class TrainingLoop:
         batch_rows = self.run_spec.train.global_batch
         positions = [index * batch_rows for index in range(self.run_spec.evaluation.batches)]
         with self._timed(TimeTerm.EVALUATION), phase("evaluation"):
-            return self.engine.evaluate([loader.batch(at) for at in positions if loader.has_batch(at)]).loss
+            batches = [loader.batch(at) for at in positions if loader.has_batch(at)]
+            with self.engine.average_weights(is_on=self.run_spec.evaluation.weights == "ema"):
+                return self.engine.evaluate(batches).loss
 
     def _has_data(self) -> bool:
         return self.bench.training.has_batch(self.samples)

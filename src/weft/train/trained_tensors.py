@@ -11,7 +11,8 @@ import torch
 from weft.checkpoint import peek_newest, read_manifest, read_tensors
 from weft.core.errors import CheckpointError
 from weft.core.run_spec import RunSpec
-from weft.engine.state import MODEL
+from weft.engine.optim.averages import EMA
+from weft.engine.state import MODEL, OPTIMIZER
 from weft.models.adapter.merge import merged_tensors
 from weft.models.build import build_config
 from weft.train.build import base_weights
@@ -35,19 +36,27 @@ def checkpoint_of(run_dir: Path, *, step: int | None) -> Any:
     return checkpoint
 
 
-def saved_tensors(checkpoint: Path, *, order: Order = list) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of a checkpoint."""
+def saved_tensors(checkpoint: Path, *, order: Order = list, ema: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of a checkpoint; with `ema` the averages of those that were trained."""
     stored = read_manifest(checkpoint).tensors
     names = order([key.removeprefix(MODEL) for key in stored if key.startswith(MODEL)])
-    for key, tensor in read_tensors(checkpoint, [f"{MODEL}{name}" for name in names]):
-        yield key.removeprefix(MODEL), tensor
+    averages = {name: f"{OPTIMIZER}{name}.{EMA}" for name in names} if ema else {}
+    name_of = {key if (key := averages.get(name, "")) in stored else f"{MODEL}{name}": name for name in names}
+    for key, tensor in read_tensors(checkpoint, list(name_of)):
+        yield name_of[key], tensor
 
 
-def full_tensors(run: RunSpec, checkpoint: Path, *, order: Order = list) -> Iterator[tuple[str, torch.Tensor]]:
+def full_tensors(
+    run: RunSpec, checkpoint: Path, *, order: Order = list, ema: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers of the run's model; of a run with adapters the merged ones."""
+    if ema and not run.train.ema_decay:
+        raise CheckpointError(
+            "the run has no average of its weights", hint="train with train.ema_decay above 0, such as 0.999"
+        )
     if not run.adapter.is_on:
-        yield from saved_tensors(checkpoint, order=order)
+        yield from saved_tensors(checkpoint, order=order, ema=ema)
         return
     config = build_config(run.model, vocab_size=1)
     base, _ = base_weights(run, config, device=torch.device("cpu"))
-    yield from merged_tensors(run, config, base, dict(saved_tensors(checkpoint)), order=order)
+    yield from merged_tensors(run, config, base, dict(saved_tensors(checkpoint, ema=ema)), order=order)

@@ -132,6 +132,8 @@ def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: Refe
 def _why_rounded(run: RunSpec, policy: PrecisionPolicy) -> str:
     if run.train.optimizer == "adamw8bit":
         return "moments are stored in 8 bits"
+    if run.train.optimizer == "adafactor":
+        return "means of rows and columns do not show the gradients"
     if policy.has_low_states:
         moments = f"{policy.first_moment} and {policy.second_moment}"
         return f"moments are stored in {moments}, weights in {policy.master_weights}: 'rounded updates' checks them"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 from weft.core.parameter_groups import decay_of, ratio_of
 from weft.core.run_spec import TrainSpec
@@ -29,6 +29,9 @@ def plain_optimizer(
     groups = [_group(name, parameter, train) for name, parameter in trainable.items()]
     if train.optimizer == "muon":
         return PlainMuon(groups, train, matrices)
+    if train.optimizer == "adafactor":
+        least = torch.finfo(torch.float32).eps, 1e-3  # torch's default depends on the dtype
+        return Adafactor(groups, lr=train.learning_rate, eps=least, foreach=False)
     own = _OWN.get(train.optimizer)
     if own is not None:
         return own(groups, train)
@@ -48,6 +51,25 @@ def _group(name: str, parameter: nn.Parameter, train: TrainSpec) -> dict[str, An
     decay = decay_of(name, train.groups, num_dims=parameter.ndim, weight_decay=train.weight_decay)
     ratio = ratio_of(name, train.groups, peak=train.learning_rate)
     return {"params": [parameter], "names": [name], "weight_decay": decay, _RATIO: ratio}
+
+
+class PlainAverage:
+    """The exponential moving average of the weights, from the initial ones."""
+
+    def __init__(self, trainable: Mapping[str, nn.Parameter], decay: float) -> None:
+        self._trainable, self._decay = trainable, decay
+        self._values = {name: value.detach().clone() for name, value in trainable.items()} if decay else {}
+        self._updated: set[str] = set()
+
+    def update(self) -> None:
+        """After an update of the weights, before gradients are cleared."""
+        for name, value in self._values.items():
+            if self._trainable[name].grad is not None:
+                value.mul_(self._decay).add_(self._trainable[name].detach(), alpha=1 - self._decay)
+                self._updated.add(name)
+
+    def states(self) -> dict[str, torch.Tensor]:
+        return {f"{name}.ema": self._values[name] for name in self._values if name in self._updated}
 
 
 class PlainLion(Optimizer):

@@ -33,7 +33,7 @@ from weft.verify.low_update import round_low
 from weft.verify.near_ties import evaluation_swing
 from weft.verify.plain_codes import rounded_like
 from weft.verify.plain_experts import PlainExperts
-from weft.verify.plain_optimizers import plain_optimizer, set_rate
+from weft.verify.plain_optimizers import PlainAverage, plain_optimizer, set_rate
 from weft.verify.router_reference import RouterReference, compute_in_float32
 
 Tensors = dict[str, torch.Tensor]
@@ -144,6 +144,7 @@ def run_reference(
     router = RouterReference(model, exercise.router)
     experts = PlainExperts(model, capacity_factor=exercise.router.capacity_factor)
     optimizer = plain_optimizer(trainable, exercise.train, is_fused=split.is_reordered, matrices=exercise.matrices)
+    average = PlainAverage(trainable, exercise.train.ema_decay)
     trace = RunTrace(initial=exercise.initial)
     buffers = on_host(dict(model.named_buffers()))
 
@@ -170,6 +171,7 @@ def run_reference(
                     optimizer, trainable, seed=exercise.train.seed,
                     moments=precision.rounds_moments, weights=precision.rounds_weights,
                 )  # fmt: skip
+            average.update()
         optimizer.zero_grad()
         trace.bias_loads.append(router.finish_step(masters, is_skipped=step in exercise.skipped))
         choices, drops = experts.take()
@@ -184,7 +186,7 @@ def run_reference(
                 trace.eval_swings.append(evaluation_swing(evaluate_at, masters, exercise.initial))
             trace.eval_losses.append(evaluate_at(masters))
     trace.weights = on_host(masters)
-    trace.optimizer = on_host(states_of(optimizer, trainable))
+    trace.optimizer = on_host({**states_of(optimizer, trainable), **average.states()})
     now = on_host(dict(model.named_buffers()))
     trace.biases = on_host(router.biases())
     trace.buffers = {

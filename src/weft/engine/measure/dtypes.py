@@ -28,6 +28,7 @@ from weft.core.records import DtypeRecord
 from weft.engine.measure.operator_dtypes import OperatorDtypes
 from weft.engine.measure.seen import listening
 from weft.engine.optim.adamw_8bit import quantised_parts
+from weft.engine.optim.averages import EMA
 from weft.engine.wrap_forward import Forward, innermost_layer
 from weft.models.layout import ModelLayout
 
@@ -146,7 +147,7 @@ class DtypeWatch:
             if parameter.grad is not None:
                 self._add("gradients", parameter.grad.dtype)
             for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.ndim > 0:
+                if isinstance(value, torch.Tensor) and value.ndim > 0 and key != EMA:
                     parts = quantised_parts(value)
                     self._add(QUANTISED_STATE if parts else _MOMENTS.get(key, OTHER_STATE), _stored(value))
 

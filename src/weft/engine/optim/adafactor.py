@@ -4,7 +4,7 @@
     u      g / sqrt(v), divided by max(1, rms(u));   w' = w (1 - lr wd) - max(1e-3, rms(w)) min(lr, 1/sqrt(t)) u
 
 Two all-reduces per step over the ranks that share parameters: sums of squares by row and column with those of weights,
-then those of updates. Rows and columns are full on every rank (8 bytes per row and column pair of a matrix), so a
+then those of updates. Rows and columns are full on every rank (4 bytes per row and per column of a matrix), so a
 checkpoint of any layout loads on any other. The numbers are those of `torch.optim.Adafactor`.
 """
 
@@ -171,7 +171,8 @@ class Adafactor(Optimizer):
             square = rows[(*leading, at[-2])] * columns[(*leading, slice(None), at[-1])] / mean[leading]
         else:
             square = local(state["variance"])[chunk.local_index]
-        return square.clamp(min=LEAST_MEAN**2).rsqrt() * gradient
+        update: Tensor = square.clamp(min=LEAST_MEAN**2).rsqrt() * gradient
+        return update
 
     def _apply(self, parameter: nn.Parameter, group: dict[str, Any], weights: Tensor, updates: Tensor) -> None:
         held, rate, step = self._held[parameter], float(group["lr"]), float(self.state[parameter]["step"])

@@ -15,12 +15,15 @@ from weft.core.muon import AXIS, orthogonal_dtype
 from weft.core.open_choices import update_place
 from weft.core.optimizers import not_executed_with
 from weft.engine.mesh import rank_lists
+from weft.engine.optim.adafactor import Adafactor, held_parameters
 from weft.engine.optim.adamw_low import LowStates
+from weft.engine.optim.averages import attach_average
 from weft.engine.optim.matrix_owners import Key, MatrixOwners, MatrixPiece, pieces_of
 from weft.engine.optim.optimizers import (
     OptimizerFactory,
     OptimizerPolicy,
     build_muon,
+    groups_of,
     make_optimizer,
 )
 from weft.engine.ownership import chunks_of
@@ -35,17 +38,23 @@ _SHARDING = (axes.DP_SHARD, axes.CP, axes.TP)
 
 def optimizer_for(engine: Engine, given: OptimizerPolicy | OptimizerFactory | str, *, seed: int) -> Optimizer:
     """Build the engine's `optimizer` argument under its plan."""
-    plan, named = engine.plan, engine.trained
     if isinstance(given, str):
         given = OptimizerPolicy(kind=given)  # type: ignore[arg-type]
-    if isinstance(given, OptimizerPolicy):
-        for sentence, hint in not_executed_with(given.kind, plan):
-            raise NotBuiltError(sentence, hint=hint)
-        if given.kind == "muon":
-            return _muon(engine, given)
-    at_rest, shards = torch_dtype(resting_dtype(plan)), engine.shards
-    policy = plan.precision.policy()
-    found = LowStates.of(named, policy, seed=seed, shards=shards, copies=engine.layout.copies, at_rest=at_rest)
+    if not isinstance(given, OptimizerPolicy):
+        return _plain(engine, given, seed=seed)
+    for sentence, hint in not_executed_with(given.kind, engine.plan, ema_decay=given.ema_decay):
+        raise NotBuiltError(sentence, hint=hint)
+    own = {"muon": _muon, "adafactor": _adafactor}.get(given.kind)
+    optimizer = own(engine, given) if own is not None else _plain(engine, given, seed=seed)
+    if given.ema_decay:
+        attach_average(optimizer, given.ema_decay)
+    return optimizer
+
+
+def _plain(engine: Engine, given: OptimizerPolicy | OptimizerFactory, *, seed: int) -> Optimizer:
+    plan, named, shards = engine.plan, engine.trained, engine.shards
+    at_rest, policy, copies = torch_dtype(resting_dtype(plan)), plan.precision.policy(), engine.layout.copies
+    found = LowStates.of(named, policy, seed=seed, shards=shards, copies=copies, at_rest=at_rest)
     on_host = update_place(plan, device_type=engine.device.type) == "host"
     low = None if on_host and found and not found.rounds else found  # its float32 form is a GPU's kernel
     return make_optimizer(named, given, low=low, shards=shards)
@@ -62,6 +71,13 @@ def _muon(engine: Engine, policy: OptimizerPolicy) -> Optimizer:
     dtype = orthogonal_dtype(policy.muon_precision, is_cpu=engine.device.type == "cpu")
     owners = MatrixOwners(own, shapes, group=_sharing_ranks(engine))
     return build_muon(engine.trained, frozenset(matrices), policy, owners=owners, dtype=torch_dtype(dtype))
+
+
+def _adafactor(engine: Engine, policy: OptimizerPolicy) -> Optimizer:
+    group = _sharing_ranks(engine)
+    held = held_parameters(engine.trained, engine.shards, group)
+    groups = groups_of({parameter: name for name, parameter in engine.trained.items()}, policy)
+    return Adafactor(groups, held=held, group=group, lr=policy.learning_rate)
 
 
 def _matrix_shape(engine: Engine, name: str, parameter: nn.Parameter) -> tuple[int, int]:

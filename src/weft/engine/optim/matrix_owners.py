@@ -57,7 +57,7 @@ Table = Mapping[Key, tuple[MatrixPiece, ...]]  # of one rank
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfer:
+class MatrixRoute:
     """A round's matrix for one owner: which rank sends which blocks, and all blocks of every rank."""
 
     key: Key
@@ -95,8 +95,8 @@ class MatrixOwners:
         keys = sorted({key for table in tables for key in table}, key=lambda key: (order_key(*shapes[key[0]]), key))
         shared = [key for key in keys if not _is_held(key, shapes[key[0]], tables)]
         self.own = {key: own[key] for key in keys if key in own and key not in set(shared)}
-        transfers = [_transfer(key, shapes[key[0]], tables) for key in shared]
-        self.rounds = [transfers[at : at + self._num_ranks] for at in range(0, len(transfers), self._num_ranks)]
+        routes = [_route(key, shapes[key[0]], tables) for key in shared]
+        self.rounds = [routes[at : at + self._num_ranks] for at in range(0, len(routes), self._num_ranks)]
 
     def exchange(
         self,
@@ -108,18 +108,18 @@ class MatrixOwners:
         device: torch.device,
     ) -> None:
         """Change the matrices that ranks share. Collective. `read` and `write` are given this rank's blocks."""
-        for transfers in self.rounds:
-            mine = transfers[self._rank] if self._rank < len(transfers) else None
-            sent = [[read(one.key, piece) for piece in one.sources[self._rank]] for one in transfers]
+        for routes in self.rounds:
+            mine = routes[self._rank] if self._rank < len(routes) else None
+            sent = [[read(one.key, piece) for piece in one.sources[self._rank]] for one in routes]
             sizes = [_sizes(pieces) for pieces in mine.sources] if mine is not None else []
             received = self._send(sent, sizes, dtype=dtype, device=device)
             back: list[list[Tensor]] = []
             if mine is not None:
                 changed = change(mine.key, _assembled(mine, received, dtype=dtype, device=device))
                 back = [[piece.of_matrix(changed) for piece in pieces] for pieces in mine.holders]
-            sizes = [_sizes(one.holders[self._rank]) for one in transfers]
+            sizes = [_sizes(one.holders[self._rank]) for one in routes]
             returned = self._send(back, sizes, dtype=dtype, device=device)
-            for one, values in zip(transfers, returned, strict=False):
+            for one, values in zip(routes, returned, strict=False):
                 for piece, value in zip(one.holders[self._rank], values, strict=True):
                     write(one.key, piece, value.view(piece.size))
 
@@ -143,9 +143,9 @@ def _sizes(pieces: Sequence[MatrixPiece]) -> list[int]:
     return [piece.num_elements for piece in pieces]
 
 
-def _assembled(transfer: Transfer, received: list[list[Tensor]], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    matrix = torch.empty(transfer.shape, dtype=dtype, device=device)
-    for pieces, values in zip(transfer.sources, received, strict=True):
+def _assembled(route: MatrixRoute, received: list[list[Tensor]], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    matrix = torch.empty(route.shape, dtype=dtype, device=device)
+    for pieces, values in zip(route.sources, received, strict=True):
         for piece, value in zip(pieces, values, strict=True):
             piece.of_matrix(matrix).copy_(value.view(piece.size))
     return matrix
@@ -157,7 +157,7 @@ def _is_held(key: Key, shape: tuple[int, int], tables: Sequence[Table]) -> bool:
     return all(sum(pieces.values()) == shape[0] * shape[1] for pieces in held)
 
 
-def _transfer(key: Key, shape: tuple[int, int], tables: Sequence[Table]) -> Transfer:
+def _route(key: Key, shape: tuple[int, int], tables: Sequence[Table]) -> MatrixRoute:
     """A block that several ranks hold comes from the first of them, and goes back to all."""
     known: set[Any] = set()
     sources = []
@@ -165,7 +165,9 @@ def _transfer(key: Key, shape: tuple[int, int], tables: Sequence[Table]) -> Tran
         fresh = tuple(piece for piece in table.get(key, ()) if piece.identity not in known)
         known.update(piece.identity for piece in fresh)
         sources.append(fresh)
-    return Transfer(key=key, shape=shape, sources=tuple(sources), holders=tuple(table.get(key, ()) for table in tables))
+    return MatrixRoute(
+        key=key, shape=shape, sources=tuple(sources), holders=tuple(table.get(key, ()) for table in tables)
+    )
 
 
 def _tables(own: Table, shapes: Mapping[str, tuple[int, int]], *, group: dist.ProcessGroup | None) -> list[Table]:

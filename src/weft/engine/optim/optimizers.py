@@ -51,6 +51,7 @@ class OptimizerPolicy:
     weight_decay: float = 0.1
     kernel: Kernel = "auto"
     groups: tuple[GroupSpec, ...] = ()
+    ema_decay: float = 0.0
     muon_momentum: float = 0.95
     muon_scale: Scale = "match_rms_adamw"
     muon_precision: Precision = "auto"
@@ -66,6 +67,7 @@ class OptimizerPolicy:
             weight_decay=train.weight_decay,
             kernel=train.optimizer_kernel,
             groups=tuple(train.groups),
+            ema_decay=train.ema_decay,
             muon_momentum=train.muon_momentum,
             muon_scale=train.muon_scale,
             muon_precision=train.muon_precision,

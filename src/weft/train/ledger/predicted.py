@@ -74,6 +74,7 @@ def request_for(run: RunSpec, plan: Plan, *, config: Any, device: str) -> Reques
         momentum=run.train.momentum,
         attention=run.model.attention,
         muon_precision=run.train.muon_precision,
+        has_average=run.train.ema_decay > 0,
     )
     return replace(question.request, workload=workload, tp_may_leave_node=True)
 

@@ -142,7 +142,7 @@ def _wrong(update: OracleUpdate, initial: Tensors) -> Finding | None:
         expected = _expected(update, name, gradients)
         if expected is None:
             return _finding(update, name, "optimizer states in the checkpoint", "none")
-        wrong = _off(update, name, *expected)
+        wrong = _off(update, name, *expected) or _wrong_average(update, name)
         if wrong is not None:
             return wrong
     total = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
@@ -249,6 +249,22 @@ def _off(update: OracleUpdate, name: str, weight: torch.Tensor, added: torch.Ten
     return _finding(
         update, name, f"an update of {expected:.6g} ({update.train['optimizer']})", f"{value:.6g}", place=place
     )
+
+
+def _wrong_average(update: OracleUpdate, name: str) -> Finding | None:
+    """The average is decay x the one before (at first the initial weight) + (1 - decay) x the weight after."""
+    decay = float(update.train["ema_decay"])
+    found, old = _state(update.after, name, "ema"), _state(update.before, name, "ema")
+    if not decay:
+        return None
+    if found is None:
+        return _finding(update, name, "an average of the weights in the checkpoint", "none")
+    before, after = update.before.weights[name].double(), update.after.weights[name].double()
+    expected = decay * (before if old is None else old) + (1.0 - decay) * after
+    gap = float((found - expected).norm())
+    if gap <= UPDATE_ROUNDINGS * ROUNDOFF * float(expected.norm()) + 1e-30:
+        return None
+    return _finding(update, name, "the average of the weights after this update", f"off by {gap:.3g}")
 
 
 def _skipped(update: OracleUpdate, initial: Tensors) -> Finding | None:

@@ -14,10 +14,12 @@ from tiny import build_engine, global_batch, train_steps
 from torch import nn
 
 from weft.core.muon import newton_schulz_flops, order_key, rate_scale
+from weft.core.optimizers import OptimizerKind
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.shards import Span, local_shard
 from weft.engine.optim.matrix_owners import MatrixOwners, pieces_of
+from weft.engine.optim.muon import Muon
 from weft.engine.optim.newton_schulz import orthogonalised
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.models.matrices import matrix_names
@@ -112,26 +114,30 @@ LAYOUTS = {
 }
 
 
-def _losses(family: str, plan: dict[str, Any]) -> tuple[list[float], list[int]]:
-    policy = OptimizerPolicy(kind="muon", learning_rate=3e-3)
-    engine = build_engine(family, plan, optimizer=policy)
+KINDS: tuple[OptimizerKind, ...] = ("muon", "adafactor", "lion")
+
+
+def _losses(kind: OptimizerKind, family: str, plan: dict[str, Any]) -> tuple[list[float], list[int]]:
+    engine = build_engine(family, plan, optimizer=OptimizerPolicy(kind=kind, learning_rate=3e-3))
     losses = [loss for loss, _ in train_steps(engine, STEPS)]
-    rounds = [len(transfers) for transfers in engine.optimizer._owners.rounds]  # type: ignore[attr-defined]
+    rounds = [len(routes) for routes in engine.optimizer._owners.rounds] if isinstance(engine.optimizer, Muon) else []
     engine.close()
     return losses, rounds
 
 
 def _in_rank(_rank: int, _world: int) -> dict[str, tuple[list[float], list[int]]]:
-    return {name: _losses(*case) for name, case in LAYOUTS.items()}
+    return {f"{kind} {name}": _losses(kind, *case) for kind in KINDS for name, case in LAYOUTS.items()}
 
 
 def test_ranks_that_share_matrices_train_as_one() -> None:
-    found = run_ranks(_in_rank, 2, timeout_s=300.0)[0]
-    for name, (family, _) in LAYOUTS.items():
-        losses, _ = _losses(family, {})
-        assert found[name][0] == pytest.approx(losses, rel=2e-5), name
-    assert found["ZeRO-3"][1] == [2] * 21  # 42 matrices, one per rank and round
-    assert found["ep"][1] == [2] * 4  # 8 of attention; whole experts need no message
+    found = run_ranks(_in_rank, 2, timeout_s=600.0)[0]
+    for kind in KINDS:
+        for family in ("llama", "mixtral"):
+            losses, _ = _losses(kind, family, {})
+            for name in (name for name, case in LAYOUTS.items() if case[0] == family):
+                assert found[f"{kind} {name}"][0] == pytest.approx(losses, rel=2e-5), (kind, name)
+    assert found["muon ZeRO-3"][1] == [2] * 21  # 42 matrices, one per rank and round
+    assert found["muon ep"][1] == [2] * 4  # 8 of attention; whole experts need no message
 
 
 def test_the_planner_counts_one_state_of_a_matrix(tmp_path: Path) -> None:
