@@ -42,7 +42,8 @@ def export_run(
 ) -> dict[str, Any]:
     """Write the newest good (or the named) checkpoint of `run_dir` to `out`; return step, files and note.
 
-    `ema` writes the average weights of `train.ema_decay`. Adapters are added to their base; `train/adapter_export.py` writes them alone.
+    `ema` writes the average weights of `train.ema_decay`. Adapters are added to their base; `train/adapter_export.py`
+    writes them alone.
 
     `weights` is a format of `models.weight_codes`, rounded to nearest or, with `calibrate_rows`, by GPTQ on so many
     held-out rows. With `evaluate_rows` the perplexity before and after is measured, on other rows.
