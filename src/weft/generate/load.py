@@ -1,8 +1,10 @@
-"""The model and tokenizer of a run folder or of a Hugging Face folder, for inference on one device."""
+"""The model and tokenizer of a run folder or of a Hugging Face folder, for inference."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +26,24 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: Any
     step: int | None  # of the run's checkpoint
+    num_ranks: int = 1  # that hold shards of it
 
 
 def load(source: Path, *, step: int | None, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """Load a run's checkpoint (through an export beside the run that is removed again) or a folder."""
+    """Load a run's checkpoint or a folder."""
+    with exported(source, step=step, dtype=dtype) as (folder, of_step):
+        model, tokenizer = _load_folder(folder, dtype=dtype, device=device)
+    return LoadedModel(model, tokenizer, of_step)
+
+
+@contextmanager
+def exported(source: Path, *, step: int | None, dtype: torch.dtype) -> Iterator[tuple[Path, int | None]]:
+    """A folder of Hugging Face's format and its step: `source`, or an export beside a run that is removed again."""
     if (source / "run.toml").is_file():
         with tempfile.TemporaryDirectory(prefix=".generate-", dir=source) as scratch:
             made = export_run(source, Path(scratch) / "model", step=step, dtype=str(dtype).removeprefix("torch."))
-            model, tokenizer = _load_folder(Path(scratch) / "model", dtype=dtype, device=device)
-        return LoadedModel(model, tokenizer, made["step"])
+            yield Path(scratch) / "model", made["step"]
+        return
     if not (source / "config.json").is_file():
         raise RunFolderError(
             f"{source} is neither a run folder nor a Hugging Face folder",
@@ -40,25 +51,30 @@ def load(source: Path, *, step: int | None, dtype: torch.dtype, device: torch.de
         )
     if step is not None:
         raise RunFolderError(f"{source} has no steps", hint="--step is for run folders")
-    model, tokenizer = _load_folder(source, dtype=dtype, device=device)
-    return LoadedModel(model, tokenizer, None)
+    yield source, None
 
 
-def _load_folder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
-    _require_room(folder, device)
+def open_folder_tokenizer(folder: Path) -> Any:
+    """The tokenizer in `folder`, by transformers."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise TokenizerError(
             f"{folder} has no tokenizer: {first_line(error)}", hint="copy the tokenizer's files into the folder"
         ) from None
+
+
+def _load_folder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
+    require_room(folder, device)
+    tokenizer = open_folder_tokenizer(folder)
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
     return model.eval().to(device), tokenizer
 
 
-def _require_room(folder: Path, device: torch.device) -> None:
-    needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+def require_room(folder: Path, device: torch.device, *, num_ranks: int = 1) -> None:
+    """Refuse weights that do not fit, on each of `num_ranks` ranks that share them."""
+    needed = sum(file.stat().st_size for file in folder.glob("*.safetensors")) // num_ranks
     places = {"host memory": available_bytes()}
     if device.type == "cuda":
         places["device memory"] = torch.cuda.mem_get_info(device)[0]
@@ -66,5 +82,5 @@ def _require_room(folder: Path, device: torch.device) -> None:
         if free is not None and needed > free:
             raise DeviceError(
                 f"the weights in {folder} need {format_bytes(needed)}, and {format_bytes(free)} of {place} are free",
-                hint="weft export --format int8 or int4 makes them smaller; several devices are not supported yet",
+                hint="weft export --format int8 or int4 makes them smaller, --nproc N shards them over N devices",
             )

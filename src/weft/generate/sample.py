@@ -62,7 +62,8 @@ def sample(loaded: LoadedModel, prompts: list[str], sampling: Sampling) -> Gener
     on_gpu = model.device.type == "cuda"
     options: dict[str, Any] = {"past_key_values": cache} if cache is not None else {}
     config = _generation_config(model, tokenizer, sampling)
-    if cache is None and on_gpu and model._can_compile_fullgraph:
+    # a static cache takes its number of heads from the config
+    if cache is None and on_gpu and loaded.num_ranks == 1 and model._can_compile_fullgraph:
         config.cache_implementation = "static"
     torch.manual_seed(sampling.seed)
     clock.start()

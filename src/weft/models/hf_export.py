@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -159,6 +160,11 @@ def _kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype | None) -> list[str
     # no public name for this exists; the test with deepseek_v3 in bfloat16 fails when it moves
     plan = model._get_dtype_plan(dtype) if dtype is not None else {}
     return [pattern.replace("*", ".*") for pattern in plan]
+
+
+def is_kept_in_fp32(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Whether from_pretrained loads this parameter in float32 whatever `dtype` is."""
+    return any(re.search(rule, name) for rule in _kept_in_fp32(model, dtype))
 
 
 def skeleton_of(config: PretrainedConfig) -> PreTrainedModel:
