@@ -79,6 +79,13 @@ class DataSpec(Section):
     weigh_by: Literal["samples", "tokens"] = Field(
         default="samples", description="what the weights of `sources` are shares of; tokens: without padding"
     )
+    streaming: bool = Field(
+        default=False,
+        description="true: data is read and tokenised while it is trained on, for data larger than the disk",
+    )
+    shuffle_window: int = Field(
+        default=10_000, ge=1, description="with streaming: documents that are tokenised and shuffled at a time"
+    )
     tokenizer: str | None = Field(
         default=None,
         description="'bytes', or a folder, file or hub name (NAME or NAME@REVISION) of a Hugging Face tokenizer; "
@@ -155,6 +162,8 @@ class DataSpec(Section):
     def _sources_fit(self) -> DataSpec:
         if self.sources and self.source != "python-stdlib":
             raise ValueError("give source or sources, not both")
+        if self.sources and self.streaming:
+            raise ValueError("streaming is for one data.source, not for a mixture of data.sources")
         for index, source in enumerate(self.sources):
             try:
                 part = self._part(source)

@@ -1,4 +1,4 @@
-"""Corpus: from a `DataSpec` to tokens, tokenised once and cached under a digest of their origin.
+"""Corpus: from sources to tokens, tokenised once and cached under a digest of their origin.
 
 It has documents and splits, but no rows and no ranks (`loader`). Of all processes that open the same corpus at
 once, on one host or on hosts that share the cache, one builds and the others wait for its file while the owner
@@ -22,11 +22,10 @@ from weft.core.errors import DataError
 from weft.core.run_spec import DataSpec
 from weft.data.build_lock import BuildLock
 from weft.data.building import BuildProgress, Silent, build_store, cannot_write, count_workers
-from weft.data.mixture import MixedSource, Mixture
+from weft.data.mixture import Mixture
 from weft.data.row_fields import SampleRow
-from weft.data.rows import RowLayout
 from weft.data.samples import SampleEncoder, open_encoder
-from weft.data.sources import Source, iterate_documents, open_sources, total_bytes
+from weft.data.sources import Source, iterate_documents, total_bytes
 from weft.data.split import Split, split_documents
 from weft.data.store import FORMAT_VERSION, DamagedStoreError, TokenStore, open_store
 from weft.data.tokenizers import Tokenizer
@@ -47,45 +46,22 @@ class Corpus:
     path: Path
 
 
-def open_corpus(
-    spec: DataSpec, *, cache_dir: str | Path | None = None, progress: BuildProgress | None = None
+def open_corpus_of(
+    sources: list[Source],
+    spec: DataSpec,
+    *,
+    cache_dir: str | Path | None = None,
+    progress: BuildProgress | None = None,
 ) -> Corpus:
-    """The corpus of `spec`, built first if it is not cached, by this process or by another."""
-    if spec.sources:
-        corpora = [open_corpus(part, cache_dir=cache_dir, progress=progress) for part in spec.parts]
-        return _mixed(spec, corpora)
+    """The corpus of these sources, built first if it is not cached, by this process or by another."""
     folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    sources, tokenizer = open_sources(spec), open_encoder(spec)
+    tokenizer = open_encoder(spec)
     key = _key(sources, tokenizer)
     place = _Place(path=folder.expanduser() / f"tokens-{key}.bin", key=key)
     store = place.find() or _await(place, sources, tokenizer, progress or Silent())
     if spec.row_truncation == "error" and spec.row_packing != "concatenate":
         _require_short(store, sources, spec)
     return _as_corpus(store, eval_fraction=spec.eval_fraction, together=2 if spec.format == "preference" else 1)
-
-
-def _mixed(spec: DataSpec, corpora: list[Corpus]) -> Corpus:
-    """One corpus of several."""
-
-    def mix(splits: list[Split | Mixture | None]) -> Mixture:
-        given = zip(spec.sources, spec.parts, splits, strict=True)
-        mixed = tuple(
-            MixedSource(str(source.source), split, RowLayout.of(part), source.weight)
-            for source, part, split in given
-            if isinstance(split, Split)
-        )
-        return Mixture(mixed, by_tokens=spec.weigh_by == "tokens")
-
-    held_out = mix([corpus.evaluation for corpus in corpora])
-    return Corpus(
-        training=mix([corpus.training for corpus in corpora]),
-        evaluation=held_out if held_out.sources else None,
-        vocab_size=corpora[0].vocab_size,
-        end_of_document=corpora[0].end_of_document,
-        num_documents=sum(corpus.num_documents for corpus in corpora),
-        num_tokens=sum(corpus.num_tokens for corpus in corpora),
-        path=corpora[0].path,
-    )
 
 
 def _require_short(store: TokenStore, sources: list[Source], spec: DataSpec) -> None:

@@ -40,11 +40,11 @@ class DatasetSource:
         if self._folder:
             files = sorted(path for path in self._folder.rglob("*") if path.is_file())
         else:
-            files = [Path(entry["filename"]) for entry in self._rows.cache_files]
+            files = [Path(entry["filename"]) for entry in self.rows.cache_files]
         return ["hf", self.dataset, self.split, self.fields.identity(), [file_identity(path) for path in files]]
 
     def documents(self) -> Iterator[Document]:
-        rows = self._rows
+        rows = self.rows
         columns = self.fields.columns(list(rows.column_names), where=self.name)
         number = 0
         for batch in rows.select_columns(columns).iter(batch_size=ROWS_AT_ONCE):
@@ -54,7 +54,7 @@ class DatasetSource:
 
     def size_bytes(self) -> int | None:
         """The buffers of the columns that are read; a selection of rows reads less."""
-        rows = self._rows
+        rows = self.rows
         return int(rows.select_columns(self.fields.columns(list(rows.column_names), where=self.name)).data.nbytes)
 
     @cached_property
@@ -67,7 +67,7 @@ class DatasetSource:
         return None
 
     @cached_property
-    def _rows(self) -> Any:
+    def rows(self) -> Any:
         library = import_extra("datasets")
         try:
             return self._load(library)

@@ -95,10 +95,10 @@ def _read_jsonl(path: Path, *, fields: Fields) -> Iterator[Document]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 where = f"{path}:{number}"
-                yield fields.document(_parse_row(line, where=where), where=where)
+                yield fields.document(parse_row(line, where=where), where=where)
 
 
-def _parse_row(line: bytes, *, where: str) -> dict[str, Any]:
+def parse_row(line: bytes, *, where: str) -> dict[str, Any]:
     try:
         row = parse_json(line)
     except ValueError as error:  # bad JSON and bad UTF-8 alike

@@ -7,6 +7,8 @@ is in a row: `rows`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -33,9 +35,7 @@ class Loader:
         epochs: int | None = None,
         shuffle: bool = True,
     ) -> None:
-        _require_divisible(global_batch, dp_degree=dp_degree)
-        if not 0 <= dp_rank < dp_degree:
-            raise ValueError(f"dp_rank {dp_rank} is not in [0, {dp_degree})")
+        require_share(global_batch, dp_rank=dp_rank, dp_degree=dp_degree)
         self.split = split
         self.seed = seed
         self.global_batch = global_batch
@@ -57,6 +57,13 @@ class Loader:
             return {"data": position / self.num_rows}
         names = [source.name for source in self.split.sources]
         return dict(zip(names, self._mixed.epochs(position), strict=True))
+
+    def state(self, _position: int) -> dict[str, Any] | None:
+        """What a resume needs besides the position: nothing."""
+        return None
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Continue at a state."""
 
     def batch(self, position: int) -> dict[str, torch.Tensor]:
         """This rank's rows of the global batch that begins at sample `position`."""
@@ -101,7 +108,10 @@ def _rows_of(data: Split | Mixture, layout: RowLayout) -> RowTable:
     return mixed
 
 
-def _require_divisible(global_batch: int, *, dp_degree: int) -> None:
+def require_share(global_batch: int, *, dp_rank: int, dp_degree: int) -> None:
+    """Raise if the rank has no equal share of the batch."""
+    if not 0 <= dp_rank < dp_degree:
+        raise ValueError(f"dp_rank {dp_rank} is not in [0, {dp_degree})")
     below = global_batch // dp_degree * dp_degree
     if below == global_batch and global_batch > 0:
         return

@@ -17,6 +17,7 @@ from weft.core.vocabulary import BYTES
 from weft.data.loader import Loader
 from weft.data.mixture import MixedRows
 from weft.data.rows import IGNORED, SampleRows
+from weft.data.streaming import StreamingLoader
 from weft.data.tokenizers import Tokenizer, open_tokenizer
 
 MOST_ROWS = 4096  # rows whose tokens are counted; of more, evenly spaced ones
@@ -43,7 +44,7 @@ class Preview:
         return "".join(f"[[{text}]]" if counts else text for text, counts in self.row)
 
 
-def preview_of(data: DataSpec, loader: Loader, *, num_samples: int) -> Preview:
+def preview_of(data: DataSpec, loader: Loader | StreamingLoader, *, num_samples: int) -> Preview:
     """`num_samples`: of the whole run."""
     tokenizer = open_tokenizer(data.tokenizer or BYTES)
     batch = {key: value.numpy() for key, value in loader.batch(0).items()}
@@ -54,7 +55,7 @@ def preview_of(data: DataSpec, loader: Loader, *, num_samples: int) -> Preview:
     )
 
 
-def _of_samples(data: DataSpec, loader: Loader, num_samples: int) -> list[str]:
+def _of_samples(data: DataSpec, loader: Loader | StreamingLoader, num_samples: int) -> list[str]:
     rows = loader.rows
     if isinstance(rows, MixedRows):
         seen = loader.epochs(num_samples)
@@ -62,6 +63,9 @@ def _of_samples(data: DataSpec, loader: Loader, num_samples: int) -> list[str]:
             f"{name}: {size:,} rows, {share:.1%} of the samples, {seen[name]:.2f} epochs in {num_samples:,} samples"
             for name, size, share in zip(seen, rows.sizes, rows.shares, strict=True)
         ]
+    if isinstance(loader, StreamingLoader):
+        first = f"{loader.num_rows:,} rows in the first window of {data.shuffle_window:,} documents ({data.format})"
+        return [f"streaming: {first}"]
     if not isinstance(rows, SampleRows):
         return [f"{loader.num_rows:,} rows of {data.sequence_length} tokens, cut from one stream ({data.format})"]
     pieces, kind = rows.pieces, "pairs" if rows.per_sample == 2 else "samples"
@@ -76,11 +80,11 @@ def _of_samples(data: DataSpec, loader: Loader, num_samples: int) -> list[str]:
     return found
 
 
-def _of_tokens(loader: Loader, num_samples: int) -> str:
+def _of_tokens(loader: Loader | StreamingLoader, num_samples: int) -> str:
     """The share of positions with a loss, of all rows; of a mixture in the samples that are drawn."""
     num_rows = num_samples if isinstance(loader.rows, MixedRows) else loader.num_rows
     chosen = np.unique(np.linspace(0, num_rows - 1, min(num_rows, MOST_ROWS)).astype(np.int64))
-    if isinstance(loader.rows, MixedRows):
+    if isinstance(loader, Loader) and isinstance(loader.rows, MixedRows):
         chosen = loader.rows_of(chosen)
     labels = np.concatenate(
         [loader.rows.read(part)["labels"] for part in np.array_split(chosen, -(-len(chosen) // 64))]

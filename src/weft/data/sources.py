@@ -112,13 +112,13 @@ class StdlibSource:
 
     def identity(self) -> list[Any]:
         entries = []
-        for path in self._files():
+        for path in self.list_files():
             with suppress(OSError, DataError):
                 entries.append(file_identity(path))
         return [STDLIB, entries]
 
     def documents(self) -> Iterator[Document]:
-        for path in self._files():
+        for path in self.list_files():
             # An unreadable file of the interpreter is skipped: the rest of the library is enough.
             with suppress(OSError):
                 yield from read_text(path)
@@ -126,7 +126,7 @@ class StdlibSource:
     def size_bytes(self) -> int:
         return sum(size for _, size, _ in self.identity()[1])
 
-    def _files(self) -> list[Path]:
+    def list_files(self) -> list[Path]:
         files = _walk(self.root, suffixes=frozenset({".py"}), skipped=_NOT_STDLIB)
         if not files:
             raise DataError(

@@ -17,6 +17,7 @@ from weft.core.state_folder import StateFolder
 from weft.core.vocabulary import padded
 from weft.data import Corpus, Loader, find_tokenizer, open_corpus, open_tokenizer
 from weft.data.rows import RowLayout
+from weft.data.streaming import StreamingLoader
 from weft.engine.engine import Engine
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.models.adapter.build import run_skeleton, with_adapter
@@ -40,7 +41,7 @@ class Workbench:
     """Everything a training loop needs."""
 
     engine: Engine
-    training: Loader
+    training: Loader | StreamingLoader
     evaluation: Loader | None
     model_config: Any
     notes: tuple[str, ...]
@@ -148,7 +149,9 @@ def tokenizer_notes(run: RunSpec, config: Any, *, vocab_size: int) -> list[str]:
     return [f"data.tokenizer = {name!r} has {vocab_size} tokens, but the vocabulary of {path} has {table}"]
 
 
-def _loaders(run: RunSpec, engine: Engine, corpus: Corpus, *, missing: str) -> tuple[Loader, Loader | None]:
+def _loaders(
+    run: RunSpec, engine: Engine, corpus: Corpus, *, missing: str
+) -> tuple[Loader | StreamingLoader, Loader | None]:
     share: dict[str, Any] = {
         "seed": run.train.seed,
         "global_batch": run.train.global_batch,
@@ -156,7 +159,11 @@ def _loaders(run: RunSpec, engine: Engine, corpus: Corpus, *, missing: str) -> t
         "dp_rank": engine.topology.dp_rank,
         "dp_degree": engine.topology.dp_degree,
     }
-    training = Loader(corpus.training, epochs=run.data.epochs, **share)
+    if run.data.streaming:
+        own = {key: value for key, value in share.items() if key != "layout"}
+        training: Loader | StreamingLoader = StreamingLoader(run.data, **own)
+    else:
+        training = Loader(corpus.training, epochs=run.data.epochs, **share)
     held_out = corpus.evaluation
     if held_out is None or missing or run.evaluation.interval == 0:
         return training, None

@@ -93,7 +93,7 @@ class TrainingLoop:
         self._gap = GapWatch(os.environ)
         self._recompiles = RecompileWatch() if self.engine.plan.compile.enabled else None
         self._described = {"run": run.model_dump(mode="json", exclude_none=True), "data": bench.contents}
-        self.engine.commit_meta = lambda: {"samples": self.samples + run.train.global_batch, **self._described}
+        self.engine.commit_meta = lambda: self._consumed(self.samples + run.train.global_batch)
 
     def run(self) -> LoopOutcome:
         try:
@@ -241,7 +241,11 @@ class TrainingLoop:
 
     def _state_and_meta(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state = self.engine.state()  # first: it drains the pipeline, which changes the scalars
-        return state, {"engine": self.engine.scalars(), "samples": self.samples, **self._described}
+        return state, {"engine": self.engine.scalars(), **self._consumed(self.samples)}
+
+    def _consumed(self, samples: int) -> dict[str, Any]:
+        """The run, its data, and the place in it after so many samples."""
+        return {"samples": samples, "stream": self.bench.training.state(samples), **self._described}
 
     def _evaluate(self) -> float | None:
         loader = self.bench.evaluation

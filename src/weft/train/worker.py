@@ -265,6 +265,7 @@ def _resume(
         display.line("note: the order of the data changed: the data restarts from its beginning")
     with meta_read():
         samples = 0 if is_fresh else int(meta["samples"])
+        bench.training.restore(None if is_fresh else meta.get("stream"))
         return Resumed(samples=samples, run=recorded, changes=changes, is_saved=is_saved)
 
 

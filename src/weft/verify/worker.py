@@ -94,6 +94,9 @@ def _apart(run: RunSpec) -> tuple[RunSpec, list[str]]:
     if run.data.sources:
         first, changes = _apart(run.model_copy(update={"data": run.data.parts[0]}))
         return first, [f"sources: the first of {len(run.data.sources)}", *changes]
+    if run.data.streaming:
+        whole, changes = _apart(run.model_copy(update={"data": run.data.model_copy(update={"streaming": False})}))
+        return whole, ["streaming -> the data as a whole", *changes]
     if run.data.format == "text" or run.data.row_packing != "concatenate":
         return run, []
     data = run.data.model_copy(update={"packing": "none", "isolate_documents": False})

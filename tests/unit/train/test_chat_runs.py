@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from chats import make_chat_tokenizer, make_chats, template
-from tiny_run import call_weft, metrics, run_tables, train_here, write_run
+from tiny_run import call_weft, curve, metrics, rewind, run_tables, train_here, write_run
 from tolerances import SAME_STEP_REL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from weft.core.run_spec import RunSpec
 from weft.data import Loader, open_corpus
 from weft.data.rows import RowLayout, SampleRows
+from weft.data.streaming import StreamingLoader
 from weft.models.build import build_config
 from weft.train.export import export_run
 
@@ -131,6 +132,25 @@ def test_the_loss_is_over_the_tokens_that_count(tokenizer: Path, rows: Path, tmp
         counts.append(metrics(tmp_path / packing)[0]["tokens"])
     assert losses[0] == pytest.approx(losses[1], rel=SAME_STEP_REL)
     assert counts[0] == counts[1]
+
+
+def test_a_streamed_run_resumes_with_the_bits_of_the_uninterrupted_one(
+    tokenizer: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = settings(
+        tokenizer, streaming=True, shuffle_window=7, packing="documents", truncation="end", eval_fraction=0.0
+    )
+    keys |= {"train.steps": 6, "checkpoint": {"every": 1, "keep": 10}}
+    train_here(tmp_path / "run", rows, keys)
+    rewind(tmp_path / "run", tmp_path / "again", step=4)
+    opened: list[int] = []
+    original = StreamingLoader._open
+    monkeypatch.setattr(
+        StreamingLoader, "_open", lambda self, number, *rest: opened.append(number) or original(self, number, *rest)
+    )
+    train_here(tmp_path / "again", rows, keys, resume=True)
+    assert curve(tmp_path / "again") == curve(tmp_path / "run")
+    assert min(opened[1:]) > 1  # the loader is made at the first window, and continues where the run was
 
 
 def test_training_on_pairs_is_refused_by_name(tokenizer: Path, rows: Path, tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ _CONTENT = (
     "data.source",
     "data.sources",
     "data.weigh_by",
+    "data.streaming",
+    "data.shuffle_window",
     "data.tokenizer",
     "data.text_field",
     "data.split",
