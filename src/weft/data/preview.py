@@ -44,10 +44,10 @@ class Preview:
         return "".join(f"[[{text}]]" if counts else text for text, counts in self.row)
 
 
-def preview_of(data: DataSpec, loader: Loader | StreamingLoader, *, num_samples: int) -> Preview:
-    """`num_samples`: of the whole run."""
+def preview_of(data: DataSpec, loader: Loader | StreamingLoader, *, num_samples: int, position: int = 0) -> Preview:
+    """`num_samples`: of the whole run; `position`: the sample that comes next."""
     tokenizer = open_tokenizer(data.tokenizer or BYTES)
-    batch = {key: value.numpy() for key, value in loader.batch(0).items()}
+    batch = {key: value.numpy() for key, value in loader.batch(position).items()}
     first = {key: values[0] for key, values in batch.items()}
     return Preview(
         lines=[*_of_samples(data, loader, num_samples), _of_tokens(loader, num_samples)],

@@ -125,7 +125,7 @@ def _train(
     metrics.changed = tuple(change.key for change in resumed.changes if change.is_of_training)
     _introduce(display, bench, plan, process)
     if process.is_main and (job.run.data.sources or job.run.data.format != "text"):
-        _show_data(job.run, bench, folder, display)
+        _show_data(job.run, bench, folder, display, position=resumed.samples)
     for note in filter(None, (copies_note, *(copies.notes if copies is not None else ()))):
         display.line(f"note: {note}")
     account = Account(job.run, bench, plan, display=display, is_main=process.is_main)
@@ -298,10 +298,13 @@ def _introduce(display: Display, bench: Workbench, plan: Plan, process: Process)
         display.line(f"note: {note}")
 
 
-def _show_data(run: RunSpec, bench: Workbench, folder: RunFolder, display: Display) -> None:
+def _show_data(run: RunSpec, bench: Workbench, folder: RunFolder, display: Display, *, position: int) -> None:
     """Show which tokens have a loss, on the terminal and in the run folder: a wrong mask trains without an error."""
     with phase("showing a row of the data", is_slow=True):
-        preview = preview_of(run.data, bench.training, num_samples=run.train.steps * run.train.global_batch)
+        if not bench.training.has_batch(position):
+            return
+        num_samples = run.train.steps * run.train.global_batch
+        preview = preview_of(run.data, bench.training, num_samples=num_samples, position=position)
         display.data(preview)
         folder.sample_path.write_text("\n".join([*preview.lines, "", preview.plain(), ""]), encoding="utf-8")
 
