@@ -157,7 +157,8 @@ def _switched_on(plan: Plan) -> Iterator[tuple[bool, str, str]]:
     yield from _not_kept(plan)
     yield from _not_staged(plan)
     for has, what in _not_float8(plan):
-        yield plan.float8.linears != "none" and has, f"float8 with {what}", "set float8.linears = 'none'"
+        is_on = plan.float8.linears != "none" or plan.float8.experts != "none"
+        yield is_on and has, f"float8 with {what}", "set float8.linears and float8.experts to 'none'"
 
 
 def _not_kept(plan: Plan) -> Iterator[tuple[bool, str, str]]:

@@ -11,7 +11,11 @@ from weft.core.float8_section import Float8Choice, Float8Recipe
 
 WORTH_IT = 1300.0  # least 1 / (1/K + 1/N)
 DIVISOR = 16  # the hardware's requirement on every dimension
-BLOCKS: dict[Float8Recipe, int] = {"blockwise": 128}  # elements of a row with one scale, in recipes of blocks
+BLOCKS: dict[Float8Recipe, int] = {
+    "blockwise": 128,
+    "mxfp8": 32,
+    "nvfp4": 16,
+}  # elements of a row with one scale, in recipes of blocks
 
 
 def takes_float8(in_features: int, out_features: int, choice: Float8Choice) -> bool:

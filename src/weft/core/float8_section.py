@@ -9,9 +9,9 @@ from pydantic import Field
 from weft.core.config import Section
 
 Float8Choice = Literal["none", "auto", "all"]
-Float8Recipe = Literal["tensorwise", "rowwise", "blockwise"]
+Float8Recipe = Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
 GATHERED: Float8Recipe = "tensorwise"  # the recipe whose codes of a weight serve every product, wherever it is sharded
-EMULATED: tuple[Float8Recipe, ...] = ()  # on every device
+EMULATED: tuple[Float8Recipe, ...] = ("mxfp8", "nvfp4")  # on every device
 RECIPES: tuple[Float8Recipe, ...] = get_args(Float8Recipe)
 
 
@@ -22,7 +22,11 @@ class Float8(Section):
     recipe: Float8Recipe = Field(
         default="tensorwise",
         description="what shares a scale: tensorwise (an operand) | rowwise (a row of an activation or gradient, a "
-        "channel of a weight) | blockwise (1 x 128 elements, 128 x 128 of a weight; e4m3 throughout)",
+        "channel of a weight) | blockwise (1 x 128 elements, 128 x 128 of a weight; e4m3 throughout) | mxfp8 (32 "
+        "elements, powers of two) | nvfp4 (16 elements in e2m1, scales in e4m3 and one float32); the last two emulated",
+    )
+    experts: Literal["none", "all"] = Field(
+        default="none", description="none | all (products of experts that have them in groups follow the recipe too)"
     )
     gather: Literal["float8", "weights"] = Field(
         default="float8",

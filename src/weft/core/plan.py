@@ -18,7 +18,7 @@ from weft.core.errors import PlanError
 from weft.core.experts import WireFormat
 from weft.core.float8_section import GATHERED, Float8
 from weft.core.memory_sections import Activations, Offload
-from weft.core.precision import E4M3, LOW_STATES, PrecisionPolicy, impossible
+from weft.core.precision import E2M1, E4M3, LOW_PRODUCTS, LOW_STATES, PrecisionPolicy, impossible
 from weft.core.precision_presets import PRESETS
 from weft.core.precision_section import Precision
 
@@ -246,7 +246,7 @@ class Plan(Document):
         if not isinstance(precision, dict) or not isinstance(float8, dict) or "preset" in precision:
             return tables
         is_low = any(precision.get(name) == "bfloat16" for name in LOW_STATES)
-        if is_low or float8.get("linears") in ("auto", "all"):
+        if is_low or float8.get("linears") in ("auto", "all") or float8.get("experts") == "all":
             return {**tables, "precision": {**precision, "preset": "bf16"}}
         return tables
 
@@ -254,8 +254,11 @@ class Plan(Document):
     def _float8_follows_precision(self) -> Self:
         """Products and exchanges in float8 have sections of their own, which a preset or a component switches on."""
         policy, set_now = self.precision.policy(), dict[str, Section]()
-        is_implied = policy.products == E4M3
-        named = {"linears": "all", **PRESETS[self.precision.preset].float8} if is_implied else {}
+        is_implied = policy.products in LOW_PRODUCTS
+        implied: dict[str, Any] = {"linears": "all"}
+        implied |= {"recipe": "nvfp4"} if policy.products == E2M1 else {}
+        implied |= {"experts": "all"} if policy.experts in LOW_PRODUCTS else {}
+        named = {**implied, **PRESETS[self.precision.preset].float8} if is_implied else {}
         update = {key: value for key, value in named.items() if key not in self.float8.model_fields_set}
         float8 = self.float8.model_copy(update=update)
         if "gather" not in self.float8.model_fields_set and (
@@ -275,10 +278,12 @@ class Plan(Document):
         policy = self.precision.policy()
         has_float8, has_wire = self.float8.linears != "none", self.expert_parallel.wire == "float8"
         is_gathered = has_float8 and self.float8.gather == "float8" and self.data_parallel.zero > 0
-        plain = policy.weights if policy.products == E4M3 else policy.products
+        plain = policy.weights if policy.products in LOW_PRODUCTS else policy.products
+        low = E2M1 if self.float8.recipe == "nvfp4" else E4M3
         return policy.model_copy(
             update={
-                "products": E4M3 if has_float8 else plain,
+                "products": low if has_float8 else plain,
+                "experts": low if self.float8.experts == "all" else policy.weights,
                 "gather": E4M3 if is_gathered else policy.weights,
                 "dispatch": E4M3 if has_wire else policy.weights,
             }
@@ -373,7 +378,7 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
 def _check_float8(plan: Plan) -> Iterator[tuple[str, str]]:
     """Check components that a section of their own contradicts."""
     given, found = plan.precision.given, plan.policy()
-    sections = {"products": "float8.linears", "dispatch": "expert_parallel.wire"}
+    sections = {"products": "float8.linears", "experts": "float8.experts", "dispatch": "expert_parallel.wire"}
     for name, key in sections.items():
         if name in given and given[name] != getattr(found, name):
             sentence = f"precision.{name} is {given[name]!r}, but {key} says {getattr(found, name)}"

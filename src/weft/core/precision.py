@@ -17,10 +17,12 @@ from pydantic import BaseModel, ConfigDict
 
 from weft.core.precision_presets import PRESETS, PresetName
 
-Format = Literal["float32", "tf32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2", "int8"]
+Format = Literal["float32", "tf32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2", "float4_e2m1", "int8"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 Preset = PresetName
 E4M3: Format = "float8_e4m3"
+E2M1: Format = "float4_e2m1"
+LOW_PRODUCTS = (E4M3, E2M1)  # operands that [float8] describes
 
 
 class PrecisionPolicy(BaseModel):
@@ -133,6 +135,7 @@ def _expanded(given: Mapping[str, Format]) -> dict[str, Format]:
 
 _NO_UNITS = "{0} needs a scale per tensor or block, which only products and exchanges of experts have"
 _ONE_KERNEL = "torch's kernels compute it in float32, whatever their inputs"
+_EXPERTS = "experts multiply as the rest, or in the format of its products"
 _MODEL = "it has the format of the weights"
 # what else may be said of a component than "the same as weights": formats that are executed, and why others are not
 _FREE: dict[str, tuple[tuple[Format, ...], str]] = {
@@ -174,9 +177,10 @@ def _tied(policy: PrecisionPolicy) -> Iterator[tuple[str, tuple[Format, ...], st
     is_bf16 = weights == "bfloat16"
     multiplied: tuple[Format, ...] = (weights, *(("tf32",) if weights == "float32" else ()))
     low: tuple[Format, ...] = ("float32", "bfloat16") if is_bf16 else ("float32",)
-    yield "products", (*multiplied, *((E4M3,) if is_bf16 else ())), "units multiply one pair of operand formats"
-    for name in ("activations", "experts", "combine"):
+    yield "products", (*multiplied, *(LOW_PRODUCTS if is_bf16 else ())), "units multiply one pair of operand formats"
+    for name in ("activations", "combine"):
         yield name, (weights,), _MODEL
+    yield "experts", (weights, *((policy.products,) if policy.products in LOW_PRODUCTS else ())), _EXPERTS
     yield "gather", (weights, *((E4M3,) if policy.products == E4M3 else ())), "weights are cast before they travel"
     yield "dispatch", (weights, E4M3), "tokens travel as computed, or packed in float8"
     for name in ("router", "logits"):

@@ -65,7 +65,7 @@ PRESETS: dict[PresetName, PresetData] = {
             "dispatch": "float8_e4m3",
             "optimizer_state": "bfloat16",
         },
-        float8={"recipe": "blockwise"},
+        float8={"recipe": "blockwise", "experts": "all"},
         source="DeepSeek-V3 Technical Report, arXiv:2412.19437, 3.3: float8 products, bfloat16 moments, "
         "float32 masters and gradients, float8 dispatch, bfloat16 combine",
         untold="which format sharded weights are gathered in: bfloat16 here; experts multiply in bfloat16",

@@ -31,6 +31,7 @@ import weft.engine.buffers.sync as buffer_sync
 import weft.engine.dp.choose as choose
 import weft.engine.ep.counts as expert_counts
 import weft.engine.kernels.float8 as float8
+import weft.engine.kernels.float8_experts as float8_experts
 import weft.engine.kernels.float8_products as float8_products
 import weft.engine.kernels.head_loss as head_loss
 import weft.engine.mesh as mesh
@@ -160,6 +161,7 @@ def _patches() -> list[Any]:
         # values read by the host, which do not exist here
         mock.patch.object(updates, "read_is_finite", return_value=True),
         mock.patch.object(stages, "read_is_nan", _returns(False)),
+        mock.patch.object(float8_experts, "read_ends", _even_ends),
         mock.patch.object(buffers, "has_other_values", _returns(False)),
         mock.patch.object(buffer_sync, "read_any", _returns(False)),
         mock.patch.object(buffer_sync, "read_min", lambda mine, **_: mine),
@@ -184,6 +186,11 @@ def _expected_counts(imbalance: float) -> Any:
         return [found[name] for name in counts]
 
     return mock.patch.object(expert_counts, "read_counts", expected)
+
+
+def _even_ends(ends: torch.Tensor, num_rows: int) -> list[int]:
+    """Groups of rows of experts, whose sizes have no values here."""
+    return [num_rows * (group + 1) // len(ends) for group in range(len(ends))]
 
 
 def _returns(answer: bool) -> Callable[..., bool]:

@@ -91,6 +91,7 @@ class Columns:
     float8: Ints  # index into FLOAT8: weights that are all-gathered in float8
     float8_linears: Ints  # index into FLOAT8: linears with float8 matmuls
     float8_recipe: Ints  # index into RECIPES
+    float8_experts: Ints  # experts with float8 matmuls
     vertical_sync: Ints
     find_unused: Ints
     bucket_bytes: Ints
@@ -263,6 +264,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         float8=column(FLOAT8.index(_in_float8(plan)) for plan in plans),
         float8_linears=column(FLOAT8.index(plan.float8.linears) for plan in plans),
         float8_recipe=column(RECIPES.index(plan.float8.recipe) for plan in plans),
+        float8_experts=column(int(plan.float8.experts == "all") for plan in plans),
         vertical_sync=column(int(plan.pipeline.vertical_sync) for plan in plans),
         find_unused=column(int(plan.data_parallel.find_unused_parameters) for plan in plans),
         bucket_bytes=column(plan.data_parallel.bucket_bytes for plan in plans),
@@ -333,6 +335,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "linears": FLOAT8[at("float8_linears")],
             **({"gather": "weights"} if at("float8_linears") != at("float8") else {}),
             "recipe": RECIPES[at("float8_recipe")],
+            "experts": "all" if at("float8_experts") else "none",
         },
     }
     return Plan.from_tables(tables, source="the planner")

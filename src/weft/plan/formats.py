@@ -16,7 +16,15 @@ from weft.core.precision_presets import PRESETS
 from weft.core.wire_bytes import wire_bytes
 from weft.plan.request import QUANTISED_BLOCK, Request
 
-_BYTES = {"float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3": 1.0, "int8": 1.0}
+_BYTES = {
+    "float32": 4.0,
+    "tf32": 4.0,
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "float8_e4m3": 1.0,
+    "float4_e2m1": 0.5,
+    "int8": 1.0,
+}
 _AT_REST = ("master_weights", "first_moment", "second_moment", "gradients")
 # components of collectives, and whether a plan has them
 _COLLECTIVE: dict[str, Callable[[Plan], bool]] = {
@@ -85,5 +93,7 @@ def _why(name: str, plan: Plan) -> str:
         if key in given:
             return f"precision.{key}"
     if getattr(plan.policy(), name) != getattr(plan.precision.policy(), name):
-        return {"dispatch": "expert_parallel.wire", "gather": "float8.gather"}.get(name, "float8.linears")
+        return {"dispatch": "expert_parallel.wire", "gather": "float8.gather", "experts": "float8.experts"}.get(
+            name, "float8.linears"
+        )
     return "preset" if any(key in preset for key in keys) else "follows"

@@ -18,7 +18,7 @@ from weft.core.experts import WIRE_FORMATS, WireFormat
 from weft.core.float8_section import GATHERED, RECIPES, Float8Choice, Float8Recipe
 from weft.core.offload_sizes import CHUNK_ELEMENTS
 from weft.core.plan import BUCKET_BYTES, SPLIT, ExpertParallel, ExpertTensor
-from weft.core.precision import E4M3
+from weft.core.precision import E4M3, LOW_PRODUCTS
 from weft.plan.columns import (
     DISPATCHERS,
     EXPERT_TENSORS,
@@ -69,7 +69,7 @@ SEARCHED = frozenset(
         *("activations.policy", "activations.offload", "activations.partition", "compile.enabled"),
         *(f"offload.{key}" for key in ("optimizer", "parameters", "masters", "update", "delayed", "durable")),
         *("offload.staging_bytes", "offload.chunk_elements"),
-        *("kernels.loss", "float8.linears", "float8.gather", "float8.recipe"),
+        *("kernels.loss", "float8.linears", "float8.gather", "float8.recipe", "float8.experts"),
     )
 )
 
@@ -214,7 +214,9 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
     policy = request.precision
     usual_wire: WireFormat = "float8" if policy.dispatch == E4M3 else "activations"
     wire = cast(WireFormat, freedom.fixed.get("expert_parallel.wire", usual_wire))
-    linears = cast(Float8Choice, freedom.fixed.get("float8.linears", "all" if policy.products == E4M3 else "none"))
+    linears = cast(
+        Float8Choice, freedom.fixed.get("float8.linears", "all" if policy.products in LOW_PRODUCTS else "none")
+    )
     recipe = cast(Float8Recipe, freedom.fixed.get("float8.recipe", GATHERED))
     gather = freedom.fixed.get("float8.gather", "float8" if recipe == GATHERED else "weights")
 
@@ -249,6 +251,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         float8=np.full(size, FLOAT8.index(linears if gather == "float8" else "none"), dtype=np.int64),
         float8_linears=np.full(size, FLOAT8.index(linears), dtype=np.int64),
         float8_recipe=np.full(size, RECIPES.index(recipe), dtype=np.int64),
+        float8_experts=np.full(size, int(freedom.fixed.get("float8.experts") == "all"), dtype=np.int64),
         vertical_sync=np.zeros(size, dtype=np.int64), find_unused=np.zeros(size, dtype=np.int64),
         bucket_bytes=np.full(size, BUCKET_BYTES, dtype=np.int64), all_reduce=np.zeros(size, dtype=np.int64),
         full_blocks=np.zeros(size, dtype=np.int64), selective_blocks=np.zeros(size, dtype=np.int64),

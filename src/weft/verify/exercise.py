@@ -204,6 +204,7 @@ def plan_precision(plan: Plan, train: TrainSpec) -> ReferencePrecision:
         has_8bit_moments=train.optimizer == "adamw8bit",
         float8=plan.float8.linears,
         recipe=plan.float8.recipe,
+        has_float8_experts=plan.float8.experts == "all",
         has_float8_wire=plan.mesh.ep > 1 and plan.expert_parallel.wire == "float8",
         divides_last=plan.kernels.loss == "fused",
         has_wide_router=policy.has_wide_router,

@@ -16,6 +16,7 @@ from weft.core.float8_section import Float8
 from weft.core.shards import LocalShard
 from weft.engine.engine import Engine
 from weft.engine.kernels.float8 import Float8Linear, scaled_product
+from weft.engine.kernels.float8_experts import ExpertProducts
 from weft.engine.kernels.float8_scaling import Scaling
 from weft.verify.float8_reference import rounded
 from weft.verify.verdict import Check, Finding
@@ -28,22 +29,31 @@ ALLOWED = 5e-3  # of a product's norm: bfloat16 results and sums in another orde
 def wrong_products(engine: Engine) -> list[str]:
     """Layers of this rank whose products are wrong, with the product and its error."""
     seen, wrong = set(), []
-    for name, layer in engine.model.named_modules():
-        if not isinstance(layer, Float8Linear):
-            continue
-        weight, shard = f"{name}.weight", engine.shards.get(f"{name}.weight")
-        shape = tuple(shard.shape if shard is not None else layer.weight.shape)
-        kind = (shape, layer.scaling)
-        if kind not in seen:
-            seen.add(kind)
-            errors = _errors(weight, shape, layer.scaling, shard, device=engine.device)
-            wrong += [f"{weight}: {what} off by {error:.1e}" for what, error in errors if not error <= ALLOWED]
+    for name, scaling, dims in _scaled(engine):
+        shard = engine.shards.get(name)
+        shape = shard.shape if shard is not None else engine.model.get_parameter(name).shape
+        sizes = (shape[dims[0]], shape[dims[1]])
+        if (sizes, scaling) not in seen:
+            seen.add((sizes, scaling))
+            errors = _errors(name, sizes, scaling, shard, dims=dims, device=engine.device)
+            wrong += [f"{name}: {what} off by {error:.1e}" for what, error in errors if not error <= ALLOWED]
     return wrong
+
+
+def _scaled(engine: Engine) -> Iterator[tuple[str, Scaling, tuple[int, int]]]:
+    """Weights that multiply in float8, and the dimensions of their outputs and inputs."""
+    for name, layer in engine.model.named_modules():
+        if isinstance(layer, Float8Linear):
+            yield f"{name}.weight", layer.scaling, (-2, -1)
+        products = getattr(layer, "own_product", None)
+        if isinstance(products, ExpertProducts):
+            for key, scaling in products.scalings.items():
+                yield f"{name}.{key}", scaling, (-1, -2) if products.is_transposed else (-2, -1)
 
 
 def check_products(wrong: list[str], float8: Float8) -> list[Check]:
     """The check over the findings of all ranks; none for a plan without float8."""
-    if float8.linears == "none":
+    if float8.linears == float8.experts == "none":
         return []
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -53,13 +63,19 @@ def check_products(wrong: list[str], float8: Float8) -> list[Check]:
 
 
 def _errors(
-    name: str, shape: tuple[int, ...], scaling: Scaling, shard: LocalShard | None, *, device: torch.device
+    name: str,
+    shape: tuple[int, int],
+    scaling: Scaling,
+    shard: LocalShard | None,
+    *,
+    dims: tuple[int, int] = (-2, -1),
+    device: torch.device,
 ) -> Iterator[tuple[str, float]]:
     outputs, inputs = shape
     x, w, g = (_planted(f"{name}{at}", rows, columns).to(device) for at, (rows, columns) in enumerate(
         [(ROWS, inputs), (outputs, inputs), (ROWS, outputs)]
     ))  # fmt: skip
-    n, k = (_places(shard, dim, size, device) for dim, size in enumerate(shape))
+    n, k = (_places(shard, dim, size, device) for dim, size in zip(dims, shape, strict=True))
     rows, weight = x[:, k].requires_grad_(), w[n][:, k].requires_grad_()
     made = scaled_product(rows, weight, scaling)
     made.backward(g[:, n])  # type: ignore[no-untyped-call]

@@ -27,7 +27,7 @@ from weft.engine.activations.dropout import number_blocks, seeded_forward, uses_
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
 from weft.models.layout import describe
 from weft.verify.eight_bit import round_moments
-from weft.verify.float8_reference import multiply_in_float8, round_inputs_of_experts
+from weft.verify.float8_reference import multiply_experts_in_float8, multiply_in_float8, round_inputs_of_experts
 from weft.verify.late_division import LateDivision
 from weft.verify.low_update import round_low
 from weft.verify.near_ties import evaluation_swing
@@ -51,6 +51,7 @@ class ReferencePrecision:
     has_8bit_moments: bool = False
     float8: Float8Choice = "none"  # linear layers that multiply in float8
     recipe: Float8Recipe = "tensorwise"
+    has_float8_experts: bool = False
     has_float8_wire: bool = False  # tokens reach experts in float8
     divides_last: bool = False  # divide by the token count after the head's backward, as a fused loss does
     rounds_moments: frozenset[str] = frozenset()  # states that are rounded to bfloat16 after every update
@@ -64,7 +65,7 @@ class ReferencePrecision:
 
     @property
     def has_float8(self) -> bool:
-        return self.float8 != "none" or self.has_float8_wire
+        return self.float8 != "none" or self.has_float8_wire or self.has_float8_experts
 
     @property
     def is_low(self) -> bool:
@@ -369,6 +370,8 @@ def prepare(model: nn.Module, precision: ReferencePrecision, split: BatchSplit) 
     model = _cast(model, precision)
     number_blocks(model, layout)
     multiply_in_float8(model, precision.float8, precision.recipe)
+    if precision.has_float8_experts:
+        multiply_experts_in_float8(model, precision.recipe)
     if precision.has_float8_wire:
         round_inputs_of_experts(model)
     if precision.divides_last:

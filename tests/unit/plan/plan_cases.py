@@ -79,7 +79,7 @@ def plan_with(**keys: Any) -> Plan:
         "activations": ("policy", "mixture", "partition", "offload_blocks"),
         "offload": ("optimizer", "parameters", "update", "staging_bytes", "chunk_elements", "delayed", "durable"),
         "compile": ("enabled",),
-        "float8": ("linears", "gather", "recipe"),
+        "float8": ("linears", "gather", "recipe", "experts"),
     }
     tables = {section: {name: keys.pop(name) for name in names if name in keys} for section, names in homes.items()}
     if "offload_activations" in keys:

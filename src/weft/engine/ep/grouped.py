@@ -46,4 +46,8 @@ def grouped_forward(module: Any, rows: Tensor, numbers: Tensor, linear: Linear) 
 def _product(module: Any, name: str, rows: Tensor, numbers: Tensor, ends: Tensor, linear: Linear) -> Tensor:
     bias = getattr(module, f"{name}_bias")[numbers] if module.has_bias else None
     weight = getattr(module, name)
+    own = getattr(module, "own_product", None)  # in float8
+    if own is not None:
+        made: Tensor = own(name, rows, weight, ends)
+        return made if bias is None else made + bias
     return linear(rows, weight, ends, bias=bias, is_transposed=module.is_transposed)

@@ -24,6 +24,7 @@ from weft.core.errors import DeviceError
 from weft.core.float8 import takes_float8
 from weft.core.float8_section import Float8, Float8Choice
 from weft.engine.activations.split_backward import LateGradient, SplitBackward
+from weft.engine.kernels.float8_experts import apply_to_experts
 from weft.engine.kernels.float8_operands import E4M3, E5M2, WHOLE, Sharing, codes_of, scale_of
 from weft.engine.kernels.float8_scaling import Scaling, scaling_of
 from weft.engine.tp.context import TPContext
@@ -46,6 +47,9 @@ def apply_float8(
     for name, is_chosen in chosen.items():
         if is_chosen:
             _multiply_in_float8(model.get_submodule(name), name, float8, tp)
+    if float8.experts == "all":
+        _require_float8(device)
+        chosen |= apply_to_experts(model, layout, float8.recipe, tp)
     return chosen
 
 

@@ -4,6 +4,10 @@
     tensorwise   the operand                                        e4m3; gradients e5m2
     rowwise      a row                                              e4m3
     blockwise    128 elements of a row; 128 x 128 of a weight       e4m3
+    mxfp8        32 elements of a row, a power of two (E8M0),       e4m3
+                 the least with which no element saturates
+    nvfp4        16 elements of a row, in e4m3, times one float32   e2m1, nearest, ties to even; kept in a byte
+                 of the operand
 
 All three products of a linear layer have the form left @ right^T with the contracted dimension last, so an operand is a
 matrix whose scales never change within a block of a row:
@@ -26,7 +30,8 @@ from torch import Tensor
 from weft.core.float8_section import Float8Recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BLOCK = 128
+BLOCK, MX_BLOCK, NV_BLOCK = 128, 32, 16
+E2M1_MOST = 6.0
 Role = Literal["activation", "weight", "gradient"]
 _LEAST = 1e-12  # the largest magnitude of zeros
 
@@ -81,6 +86,10 @@ def quantise_operand(values: Tensor, recipe: Float8Recipe, role: Role, sharing: 
         return _by_row(values, sharing)
     if recipe == "blockwise":
         return _by_block(values, (BLOCK if role == "weight" else 1, BLOCK))
+    if recipe == "mxfp8":
+        return _by_power(values)
+    if recipe == "nvfp4":
+        return _by_two_levels(values, sharing)
     return _by_tensor(values, E5M2 if role == "gradient" else E4M3, sharing)
 
 
@@ -96,6 +105,7 @@ def codes_of(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _by_tensor(values: Tensor, dtype: torch.dtype, sharing: Sharing) -> Operand:
+    values = padded(values, 16)
     factor = scale_of(sharing.largest(values.abs().amax().float(), is_of_row=False), dtype)
     rows, columns = values.shape
     return Operand(codes_of(values, factor, dtype), factor.reciprocal().view(1, 1), (rows, columns))
@@ -114,6 +124,37 @@ def _by_block(values: Tensor, block: tuple[int, int]) -> Operand:
     factor = scale_of(blocks.abs().amax((1, 3)), E4M3)
     codes = codes_of(blocks, factor[:, None, :, None], E4M3).reshape(whole.shape)[:rows]
     return Operand(codes, factor.reciprocal(), block)
+
+
+def _by_power(values: Tensor) -> Operand:
+    blocks = padded(values, MX_BLOCK).float().view(len(values), -1, MX_BLOCK)
+    part, power = torch.frexp(blocks.abs().amax(2))  # the largest is part x 2^power, 0.5 <= part < 1
+    # 448 is 0.875 x 2^9: the least e with largest <= 448 x 2^e
+    power = (power - 9 + (part > 0.875)).clamp(-127, 127)
+    codes = codes_of(blocks, _power_of_two(-power).unsqueeze(-1), E4M3).flatten(1)
+    return Operand(codes, _power_of_two(power), (1, MX_BLOCK))
+
+
+def _power_of_two(power: Tensor) -> Tensor:
+    """By its bits, exact down to 2^-127."""
+    return torch.where(power > -127, (power + 127) << 23, 1 << 22).int().view(torch.float32)
+
+
+def _by_two_levels(values: Tensor, sharing: Sharing) -> Operand:
+    blocks = padded(values, NV_BLOCK).float().view(len(values), -1, NV_BLOCK)
+    largest = sharing.largest(blocks.abs().amax(), is_of_row=False)
+    whole = largest.clamp(min=_LEAST) / (E2M1_MOST * torch.finfo(E4M3).max)
+    scale = (blocks.abs().amax(2) / E2M1_MOST / whole).clamp(max=torch.finfo(E4M3).max).to(E4M3).float()
+    factor = torch.where(scale > 0, whole.reciprocal() / scale, 0.0)
+    codes = nearest_e2m1(blocks * factor.unsqueeze(-1)).to(E4M3).flatten(1)
+    return Operand(codes, scale * whole, (1, NV_BLOCK))
+
+
+def nearest_e2m1(values: Tensor) -> Tensor:
+    """0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign; between two of them the one with an even last bit."""
+    size = values.abs().clamp(max=E2M1_MOST)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return torch.copysign((size / step).round() * step, values)
 
 
 def padded(values: Tensor, multiple: int, *, row_multiple: int = 1) -> Tensor:

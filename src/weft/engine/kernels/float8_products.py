@@ -5,6 +5,7 @@
 | tensorwise | Ada and later                                                             |
 | rowwise    | Hopper and later                                                          |
 | blockwise  | Hopper: 1 x 128 with 1 x 128 or 128 x 128                                 |
+| mxfp8, nvfp4 | none here                                                               |
 
 Kernels and emulation multiply the same codes by the same scales; they differ in the order of sums alone.
 """
@@ -38,6 +39,9 @@ def multiply_operands(left: Operand, right: Operand, recipe: Float8Recipe, dtype
     if has_kernel(recipe, left.codes.device):
         if recipe == "rowwise":
             return _multiply_rows(left, right, dtype)
+        if recipe == "tensorwise":
+            whole = F.ScalingType.TensorWise
+            return F.scaled_mm(left.codes, right.codes.t(), left.scale, whole, right.scale, whole, output_dtype=dtype)
         if recipe == "blockwise":
             return _multiply_blocks(left, right, dtype)
     return (left.restored() @ right.restored().t()).to(dtype)

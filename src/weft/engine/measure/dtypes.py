@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from weft.comm.observer import CollectiveObserver
 from weft.comm.watch import OperatorWatch
 from weft.core.plan import Plan
-from weft.core.precision import COMPONENTS, E4M3, PrecisionPolicy
+from weft.core.precision import COMPONENTS, LOW_PRODUCTS, PrecisionPolicy
 from weft.core.records import DtypeRecord
 from weft.engine.measure.operator_dtypes import OperatorDtypes
 from weft.engine.measure.seen import listening
@@ -51,7 +51,7 @@ def watch_dtypes(
 ) -> DtypeWatch:
     """The watch of an engine. `has_float8`: components that some layer has in float8; others are too small for it."""
     asked, plain = plan.policy(), plan.precision.policy().weights
-    too_small = {name: plain for name, has in has_float8.items() if getattr(asked, name) == E4M3 and not has}
+    too_small = {name: plain for name, has in has_float8.items() if getattr(asked, name) in LOW_PRODUCTS and not has}
     return DtypeWatch(
         model,
         layout,
@@ -165,7 +165,7 @@ class DtypeWatch:
         """Why a component that is not as asked is right nevertheless."""
         if found == (asked,):
             return ""
-        if asked == E4M3 and asked in found and set(found) <= {asked, self._policy.weights}:
+        if asked in LOW_PRODUCTS and asked in found and set(found) <= {asked, self._policy.weights}:
             return "layers that do not multiply in float8"
         if asked == "tf32" and found == ("float32",) and not torch.cuda.is_available():
             return "a CPU has no tf32"

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.core.precision import E2M1
 from weft.engine.kernels.float8 import Float8Linear
 from weft.engine.kernels.float8_operands import E4M3
 
@@ -75,7 +76,8 @@ class OperatorDtypes:
     def _saw_product(self, name: str, args: Any, result: Any) -> None:
         if isinstance(self._linears[-1], Float8Linear):  # on a CPU the rounded operands are multiplied in float32
             if isinstance(result, Tensor) and result.dtype == E4M3:
-                self._found("products", result.dtype)
+                is_nvfp4 = self._linears[-1].scaling.recipe == "nvfp4"  # codes of it are kept in a byte
+                self._found("products", E2M1 if is_nvfp4 else result.dtype)
         elif name in _PRODUCTS:
             operand = args[_PRODUCTS[name]]
             self._found("products", "tf32" if rounds_to_tf32(operand) else operand.dtype)

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 import torch
 
-Listener = Callable[[str, torch.dtype], None]
+Listener = Callable[[str, torch.dtype | str], None]
 _listeners: list[Listener] = []
 
 
-def seen(component: str, dtype: torch.dtype) -> None:
+def seen(component: str, dtype: torch.dtype | str) -> None:
     for listener in _listeners:
         listener(component, dtype)
 

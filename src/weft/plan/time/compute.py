@@ -22,7 +22,7 @@ from weft.plan.columns import FLOAT8, Bools, Columns, Floats
 from weft.plan.memory.block_activations import bytes_of, mean_keys, saved_by_default, saved_by_selective
 from weft.plan.memory.fused_loss import is_sharded
 from weft.plan.request import Request, byte_sizes, rate_format
-from weft.plan.time.float8 import RATE, has_float8, multiplies_in_float8, quantise_bytes, rate_share
+from weft.plan.time.float8 import RATE, experts_in_float8, has_float8, multiplies_in_float8, quantise_bytes, rate_share
 from weft.plan.view import View
 
 ATTENTION_SHARE = 0.6
@@ -175,7 +175,14 @@ def _linear_of_block_s(request: Request, columns: Columns, linear: LinearShape, 
         rows = tokens * linear.active / here * columns.expert_tp / columns.tp
         outer = linear.out_features / columns.expert_tp
         matmul = here * linear_s(device, request, rows=rows, inner=linear.in_features, outer=outer)
-        return _LinearSeconds(matmul, matmul, nothing, nothing)
+        taken = experts_in_float8(linear, columns)
+        if not np.any(taken):
+            return _LinearSeconds(matmul, matmul, nothing, nothing)
+        short = linear_s(device, request, rows=rows, inner=linear.in_features, outer=outer, in_float8=True)
+        matmul = np.where(taken, here * short / rate_share(columns), matmul)
+        passes = quantise_bytes(columns, rows=rows, inner=np.asarray(float(linear.in_features)), outer=outer)
+        share = here * taken / _bandwidth(device)
+        return _LinearSeconds(matmul, matmul, share * passes.forward, share * passes.backward)
     divisor = columns.matrix_divisor if linear.style != "replicated" else np.ones(len(columns))
     inner = linear.in_features / np.where(linear.style == "row", divisor, 1)
     outer = linear.out_features / np.where(linear.style == "column", divisor, 1)

@@ -27,7 +27,7 @@ from weft.core.cluster import Device
 from weft.core.float8 import takes_float8
 from weft.core.float8_section import GATHERED, RECIPES, Float8Choice, Float8Recipe
 from weft.core.model_shape import LinearShape
-from weft.plan.columns import Columns, Floats
+from weft.plan.columns import Bools, Columns, Floats
 from weft.plan.request import Request
 
 RATE = "float8"
@@ -35,7 +35,12 @@ QUANTISED_COMPILED, QUANTISED_EAGER = 5.0, 33.0  # bytes moved per quantised ele
 TRANSPOSED_COMPILED, TRANSPOSED_EAGER = 2.0, 29.0  # bytes moved per transposed element
 SCALE_BYTES = 2 * 4.0  # written and read
 # of recipes that quantise for each product: bytes moved per element compiled, elements of an activation with one scale
-_PASSES: dict[Float8Recipe, tuple[float, float]] = {"rowwise": (5.0, np.inf), "blockwise": (3.0, 128)}
+_PASSES: dict[Float8Recipe, tuple[float, float]] = {
+    "rowwise": (5.0, np.inf),
+    "blockwise": (3.0, 128),
+    "mxfp8": (3.0, 32),
+    "nvfp4": (5.0, 16),
+}
 SCALED_RATE = 0.92  # of products with several scales
 
 
@@ -43,6 +48,12 @@ def multiplies_in_float8(linear: LinearShape, choice: Float8Choice) -> bool:
     """Whether `choice` uses float8 for this linear; never for experts, routers and transposed matrices."""
     is_linear = linear.role not in ("expert", "router") and not linear.is_transposed
     return is_linear and takes_float8(linear.in_features, linear.out_features, choice)
+
+
+def experts_in_float8(linear: LinearShape, columns: Columns) -> Bools:
+    """Plans in which this linear of experts has float8 matmuls."""
+    fits = takes_float8(linear.in_features, linear.out_features, "all")
+    return (columns.float8_experts > 0) & (linear.role == "expert") & fits
 
 
 def has_float8(device: Device) -> bool:
