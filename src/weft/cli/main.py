@@ -16,8 +16,10 @@ from weft.cli.doctor import doctor
 from weft.cli.dryrun.verb import dryrun
 from weft.cli.export import export
 from weft.cli.generate import generate
+from weft.cli.groups import GroupedHelp, examples_of
 from weft.cli.inference import inference
 from weft.cli.launch.verb import launch
+from weft.cli.new import new
 from weft.cli.plan.verb import plan
 from weft.cli.report import report
 from weft.cli.schedule import schedule
@@ -36,16 +38,18 @@ app = typer.Typer(
     name="weft",
     help="Weave one model across many devices: plan it, dry-run it, train it, verify it, export it.",
     no_args_is_help=True,
-    add_completion=False,
+    cls=GroupedHelp,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (plan, inference, schedule, dryrun, train, verify, export, generate, report, ui, doctor):
-    app.command()(verb)
+for verb in (new, plan, inference, schedule, dryrun, train, verify, export, generate, report, ui, doctor):
+    app.command(epilog=examples_of(verb.__name__))(verb)
 app.add_typer(bench_app)
 app.add_typer(comm_app)
 app.add_typer(server_app)
-app.command(context_settings={"allow_interspersed_args": False})(launch)  # options after the verb are the verb's
+app.command(  # options after the verb are the verb's
+    context_settings={"allow_interspersed_args": False}, epilog=examples_of("launch")
+)(launch)
 
 
 def _show_version(wanted: bool) -> None:
