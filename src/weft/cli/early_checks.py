@@ -18,6 +18,8 @@ def require_inputs(run: RunSpec) -> None:
     _require_data(run)
     if run.train.optimizer == "adamw8bit":
         require_extra("torchao")
+    for tracker in run.track.kind:
+        require_extra(tracker)
 
 
 def require_server_inputs(run: ServerRun, *, is_resumed: bool) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 from weft.core.errors import MissingExtraError
 
+TRACKERS = ("wandb", "mlflow", "trackio")
 NEEDED_FOR = {  # library -> (sentence, extra)
     "datasets": ("hf: sources need the datasets library", "data"),
     "pyarrow": ("parquet files need the pyarrow library", "data"),
     "torchao": ("optimizer = 'adamw8bit' needs torchao, which is not installed", "lowbit"),
     "numba": ("parameter servers need numba, which is not installed", "server"),
+    **{name: (f"track.kind = ['{name}'] needs {name}, which is not installed", name) for name in TRACKERS},
     "ray": ("the launcher 'ray' needs Ray", "ray"),
 }
 

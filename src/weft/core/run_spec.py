@@ -14,6 +14,7 @@ from weft.core.config import Document, Section, sections_of
 from weft.core.muon import Precision, Scale
 from weft.core.optimizers import NAMES, OPTIMIZERS, OptimizerKind
 from weft.core.parameter_groups import GroupSpec
+from weft.core.track_spec import TrackSpec
 from weft.core.vocabulary import BYTES
 
 EVALUATION_STEPS = 50
@@ -368,6 +369,7 @@ class RunSpec(Document):
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     logging: LoggingSpec = LoggingSpec()
+    track: TrackSpec = TrackSpec()
     ledger: LedgerSpec = LedgerSpec()
 
     @property

@@ -41,6 +41,7 @@ from weft.train.ledger.ledger import build_ledger, count_parameters, gather_memo
 from weft.train.ledger.rows import with_dry_run
 from weft.train.loggers.display import Display
 from weft.train.loggers.metrics import MetricsWriter
+from weft.train.loggers.trackers import Trackers
 from weft.train.loop import LoopOutcome, TrainingLoop
 from weft.train.memory import open_copies
 from weft.train.out_of_memory import OutOfMemoryScene, explained
@@ -120,7 +121,11 @@ def _train(
     if process.is_main and folder.experts.path.exists():
         folder.experts.drop_after(bench.engine.steps_done)
     metrics = MetricsWriter(
-        folder, is_writing=process.is_main, tensorboard=job.run.logging.tensorboard, earlier=earlier
+        folder,
+        is_writing=process.is_main,
+        tensorboard=job.run.logging.tensorboard,
+        earlier=earlier,
+        trackers=Trackers(job.run, folder.path) if process.is_main else None,
     )
     metrics.changed = tuple(change.key for change in resumed.changes if change.is_of_training)
     _introduce(display, bench, plan, process)
@@ -167,7 +172,9 @@ def _run_loop(
     display.start(done=done)
     try:
         with explained(scene):
-            return loop.run()
+            outcome = loop.run()
+        metrics.close(is_finished=True)
+        return outcome
     finally:
         display.stop()
         metrics.close()

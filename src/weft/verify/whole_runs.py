@@ -293,6 +293,7 @@ class WholeRuns:
         tables["model"]["weights"] = "random"  # the reference draws its own; the oracle checks a model folder
         tables["evaluation"]["every"] = 0
         tables["logging"]["tensorboard"] = False
+        tables["track"]["kind"] = []
         for section, values in sections.items():
             tables[section].update(values)
         return RunSpec.from_tables(tables)

@@ -17,7 +17,7 @@ from weft.core.errors import InputError, RunChangedError
 from weft.core.run_spec import RunSpec
 
 # Sections that configure how a run is observed, not what it trains.
-_WATCHING = ("checkpoint", "logging", "ledger")
+_WATCHING = ("checkpoint", "logging", "ledger", "track")
 _WATCHING_KEYS = ("evaluation.every", "train.collective_timeout_s", "train.hang_timeout_s", "train.optimizer_kernel")
 _GUARDED = (
     "data",

@@ -1,4 +1,7 @@
-"""Writer of step records: metrics.jsonl always, TensorBoard by default, experts.jsonl for mixtures. Rank 0 only."""
+"""Writer of step records: metrics.jsonl always, TensorBoard by default, trackers if asked, experts.jsonl for mixtures.
+
+Rank 0 only.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,27 @@ import dataclasses
 from weft.core.records import ExpertLoads, StepRecord
 from weft.train.folder.run_folder import RunFolder
 from weft.train.loggers.tensorboard import TensorBoard
+from weft.train.loggers.trackers import Trackers
 
 
 class MetricsWriter:
     """Keeps all records of the run, those before a resume included."""
 
-    def __init__(self, folder: RunFolder, *, is_writing: bool, tensorboard: bool, earlier: list[StepRecord]) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        is_writing: bool,
+        tensorboard: bool,
+        earlier: list[StepRecord],
+        trackers: Trackers | None = None,
+    ) -> None:
         self.changed: tuple[str, ...] = ()  # keys changed by a resume, written with the next record
         self.records = list(earlier)
         self._file = folder.metrics if is_writing else None
         self._experts = folder.experts if is_writing else None
         self._tensorboard = TensorBoard(folder.tensorboard_path) if tensorboard and is_writing else None
+        self._trackers = trackers
 
     def write(self, record: StepRecord) -> None:
         if self.changed:
@@ -27,14 +40,19 @@ class MetricsWriter:
             self._file.append(record)
         if self._tensorboard is not None:
             self._tensorboard.write(record.step, _scalars(record))
+        if self._trackers is not None:
+            self._trackers.write(record.step, _scalars(record))
 
     def write_experts(self, loads: ExpertLoads) -> None:
         if self._experts is not None:
             self._experts.append(loads)
 
-    def close(self) -> None:
+    def close(self, *, is_finished: bool = False) -> None:
         if self._tensorboard is not None:
             self._tensorboard.close()
+        trackers, self._trackers = self._trackers, None
+        if trackers is not None:
+            trackers.close(is_finished=is_finished)
 
 
 def _scalars(record: StepRecord) -> dict[str, float | None]:
