@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft.engine.kernels.float8_products as products
+import weft.engine.kernels.float8_scaling as scaling
 from weft.core.errors import PlanError
 from weft.core.float8_section import RECIPES, Float8Recipe
 from weft.core.plan import Plan
 from weft.engine.kernels.float8 import Float8Linear
-from weft.engine.kernels.float8_operands import Role, nearest_e2m1, quantise_operand
+from weft.engine.kernels.float8_operands import Operand, Role, nearest_e2m1, quantise_operand
 from weft.engine.kernels.float8_scaling import Scaling
 from weft.verify.float8_check import _errors, _planted
 from weft.verify.float8_reference import _recompute, rounded
@@ -101,6 +103,25 @@ def test_the_check_of_products_sees_a_wrong_scale(recipe: Float8Recipe) -> None:
     if recipe != "tensorwise":
         wrong = dict(_errors("w", (160, 256), Other(recipe), None, device=torch.device("cpu")))
         assert min(wrong.values()) > 1e-2
+
+
+def _wrong_block(operand: Operand) -> Operand:
+    return dataclasses.replace(operand, scale=operand.scale.roll(1, dims=1))
+
+
+def _transposed(operand: Operand) -> Operand:
+    return dataclasses.replace(operand, scale=operand.scale.t()) if operand.block[0] > 1 else operand
+
+
+@pytest.mark.parametrize("bug", [_wrong_block, _transposed])
+def test_the_check_of_products_sees_planted_bugs(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def planted(*given: Any) -> Operand:
+        return bug(quantise_operand(*given))  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(scaling, "quantise_operand", planted)
+    wrong = dict(_errors("w", (256, 256), Scaling("blockwise"), None, device=torch.device("cpu")))
+    assert wrong["output"] > 1e-2
+    assert wrong["gradient of the input"] > 1e-2
 
 
 @pytest.mark.parametrize("recipe", SCALED)
