@@ -209,6 +209,7 @@ def _time(
         "step": row(predicted=prediction.estimate.step_s if prediction else None, measured=step_s or None),
         "terms": time_rows(prediction, seconds_per_step),
         "collectives": collective_rows(measured),
+        "mfu": prediction.mfu_at(step_s) if prediction else None,
     }
 
 

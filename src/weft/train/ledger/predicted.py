@@ -29,6 +29,12 @@ class Prediction:
     notes: tuple[str, ...] = ()
     is_binding: bool = True  # False if the run uses features that the planner does not model
 
+    def mfu_at(self, step_s: float | None) -> float | None:
+        """The MFU of steps of this length; None on a CPU, whose peak is a guess."""
+        if not step_s or self.request.is_cpu:
+            return None
+        return self.estimate.mfu * self.estimate.step_s / step_s
+
     @property
     def time_terms(self) -> dict[TimeTerm, float]:
         """The planner's terms of a step, summed to the terms that a run can measure."""

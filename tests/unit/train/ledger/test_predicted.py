@@ -80,3 +80,17 @@ def test_what_cannot_be_predicted_is_a_sentence() -> None:
     for sentence, (found, why_not) in cases.items():
         assert found is None
         assert sentence in why_not
+
+
+def test_the_mfu_of_a_step_follows_from_its_length() -> None:
+    """FLOPs of a step over its seconds: twice as long, half the MFU. A CPU's peak is a guess, so it has none."""
+    config = build_config(FAMILIES["llama"], vocab_size=300)
+    plan = Plan.from_tables({"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 3}, "precision": {"preset": "bf16"}})
+    found, _ = predict(run_of(), plan, config=config, device_name="NVIDIA H200")
+    assert found is not None
+    assert found.mfu_at(found.estimate.step_s) == pytest.approx(found.estimate.mfu)
+    assert found.mfu_at(2 * found.estimate.step_s) == pytest.approx(found.estimate.mfu / 2)
+    assert found.mfu_at(None) is None
+    on_cpu, _ = predict(run_of(), plan, config=config, device_name=None)
+    assert on_cpu is not None
+    assert on_cpu.mfu_at(1.0) is None
