@@ -1,7 +1,8 @@
-"""Sums over a group whose numbers travel as codes: rounded once for a reduce-scatter, twice for an all-reduce.
+"""Collectives whose numbers travel as codes: rounded once in a reduce-scatter, twice in an all-reduce.
 
     reduce-scatter   every rank sends each other one its share as codes (all-to-all), sums what it receives
-    all-reduce       as above, then every rank sends the codes of its sum to all (all-gather)
+    all-reduce       as above, then every rank sends the codes of its sum to all
+    all-gather       every rank sends the codes of its own numbers to all, and takes what they say itself
 
 A ring would round at every hop: its error grows with the number of ranks, this one's does not. A rank's own share is
 rounded as all others, and every rank decodes the same codes, so the result is the same on all of them. Sums are made in
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,33 +25,53 @@ from weft.comm.codes import decode, encode
 from weft.comm.observer import wire_format
 from weft.comm.sums import GroupSum
 
-REDUCE = "reduce"  # the component of the table of formats
+REDUCE, GATHER = "reduce", "gather"  # components of the table of formats
 # torch 2.13 renames it and warns about the old name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
-class CodedSumRecord:
-    """One sum on this rank, for those that check it: what it gave, and what it got."""
+class CodedRecord:
+    """One collective on this rank, for those that check it: what it gave, and what it got."""
 
     group: dist.ProcessGroup
     format: str
-    is_scattered: bool  # a reduce-scatter: `received` is this rank's share
-    given: Tensor  # [ranks, count]
+    kind: Literal["reduce_scatter", "all_reduce", "all_gather"]
+    given: Tensor  # [ranks, count]; of an all-gather [count]
     received: Tensor
 
 
-_watchers: list[Callable[[CodedSumRecord], None]] = []
+_watchers: list[Callable[[CodedRecord], None]] = []
 
 
 @contextmanager
-def watching_sums(watcher: Callable[[CodedSumRecord], None]) -> Iterator[None]:
+def watching_sums(watcher: Callable[[CodedRecord], None]) -> Iterator[None]:
     """Call `watcher` with every sum in codes of this process."""
     _watchers.append(watcher)
     try:
         yield
     finally:
         _watchers.remove(watcher)
+
+
+@torch.no_grad()
+def gather_codes(rows: Tensor, own: Tensor, group: dist.ProcessGroup, name: str) -> None:
+    """Every rank's `own` [count] into `rows` [ranks, count], as its codes say. `own` may be this rank's row."""
+    given = own.clone() if _watchers else own
+    _gather(rows, own, group, GATHER, name)
+    _tell(CodedRecord(group, name, "all_gather", given, rows))
+
+
+def _gather(rows: Tensor, own: Tensor, group: dist.ProcessGroup, component: str, name: str) -> None:
+    """Rows may be fewer numbers than codes: the last ones are padding."""
+    name, count = name if _Scatter.rounds else "float32", own.numel()
+    message = encode(own.reshape(1, -1), name)
+    messages = message.new_empty((group.size(), message.shape[1]))
+    with wire_format(component, name):
+        _all_gather(messages.view(-1), message.view(-1), group=group)
+    flat = rows.view(-1)
+    for part, one in zip(torch.split(flat, count), torch.split(messages, 1), strict=False):
+        part.copy_(decode(one, count, name)[0, : part.numel()])
 
 
 @contextmanager
@@ -66,7 +87,7 @@ def without_rounding() -> Iterator[None]:
 def scatter_sum(shares: Tensor, group: dist.ProcessGroup, name: str) -> Tensor:
     """This rank's row of the sum of `shares` [ranks, count] over the group, in float32."""
     summed = _Scatter.begin(shares, group, name).finish()
-    _tell(group, name, shares, summed, is_scattered=True)
+    _tell(CodedRecord(group, name, "reduce_scatter", shares, summed))
     return summed
 
 
@@ -101,17 +122,8 @@ class CodedSum(GroupSum):
         one, self._under_way = self._under_way, None
         if one is None:
             return
-        name = one.scatter.name
-        message = encode(one.scatter.finish().unsqueeze(0), name)
-        messages = message.new_empty((self.group.size(), message.shape[1]))
-        with wire_format(REDUCE, name):
-            _all_gather(messages.view(-1), message.view(-1), group=self.group)
-        flat, count = one.values.view(-1), one.scatter.count
-        for part, message in zip(
-            torch.split(flat, count), torch.split(messages, 1), strict=False
-        ):  # the last shares may be padding
-            part.copy_(decode(message, count, name)[0, : part.numel()])
-        _tell(self.group, self._name, one.given, one.values, is_scattered=False)
+        _gather(one.values, one.scatter.finish(), self.group, REDUCE, self._name)
+        _tell(CodedRecord(self.group, self._name, "all_reduce", one.given, one.values))
         one.done.set_result(one.values)
 
 
@@ -164,6 +176,6 @@ def _in_shares(values: Tensor, num_ranks: int) -> Tensor:
     return (F.pad(flat, (0, missing)) if missing else flat).view(num_ranks, -1)
 
 
-def _tell(group: dist.ProcessGroup, name: str, given: Tensor, received: Tensor, *, is_scattered: bool) -> None:
+def _tell(record: CodedRecord) -> None:
     for watcher in _watchers:
-        watcher(CodedSumRecord(group, name, is_scattered, given, received))
+        watcher(record)

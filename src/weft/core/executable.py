@@ -99,6 +99,13 @@ def _not_coded(plan: Plan) -> list[tuple[bool, str]]:
             f"{what} with replicated experts (mesh.ep > 1, data_parallel.zero = 0), whose gradients are summed one by "
             "one",
         ),
+        *(
+            (bool(plan.coded_gather) and has, f"precision.gather = {policy.gather!r} with {name}")
+            for has, name in (
+                (plan.offload.parameters != "none", "parameter offload (offload.parameters)"),
+                (plan.has_delayed_updates, plan.delayed_by),
+            )
+        ),
     ]
 
 

@@ -18,9 +18,10 @@ from weft.core.errors import PlanError
 from weft.core.experts import WireFormat
 from weft.core.float8_section import GATHERED, Float8
 from weft.core.memory_sections import Activations, Offload
-from weft.core.precision import E2M1, E4M3, LOW_PRODUCTS, LOW_STATES, PrecisionPolicy, impossible
+from weft.core.precision import E2M1, E4M3, LOW_PRODUCTS, LOW_STATES, Format, PrecisionPolicy, impossible
 from weft.core.precision_presets import PRESETS
 from weft.core.precision_section import Precision
+from weft.core.wire_bytes import CODED
 
 SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules that split the backward
 BUCKET_BYTES = 25 * 2**20  # DDP's own size
@@ -262,7 +263,7 @@ class Plan(Document):
         update = {key: value for key, value in named.items() if key not in self.float8.model_fields_set}
         float8 = self.float8.model_copy(update=update)
         if "gather" not in self.float8.model_fields_set and (
-            float8.recipe != GATHERED or (is_implied and policy.gather != E4M3)
+            float8.recipe != GATHERED or policy.gather == "int8" or (is_implied and policy.gather != E4M3)
         ):
             update["gather"] = "weights"
         if update:
@@ -284,10 +285,17 @@ class Plan(Document):
             update={
                 "products": low if has_float8 else plain,
                 "experts": low if self.float8.experts == "all" else policy.weights,
-                "gather": E4M3 if is_gathered else policy.weights,
+                "gather": E4M3 if is_gathered else self.coded_gather or policy.weights,
                 "dispatch": E4M3 if has_wire else policy.weights,
             }
         )
+
+    @property
+    def coded_gather(self) -> Format | None:
+        """The format of codes with a scale per block in which sharded weights travel, those of float8 layers too."""
+        name, has_float8 = self.precision.policy().gather, self.float8.linears != "none"
+        is_gathered = has_float8 and self.float8.gather == "float8"
+        return name if name in CODED and self.data_parallel.zero > 0 and not is_gathered else None
 
     @property
     def num_ranks(self) -> int:
@@ -379,6 +387,11 @@ def _check_float8(plan: Plan) -> Iterator[tuple[str, str]]:
     """Check components that a section of their own contradicts."""
     given, found = plan.precision.given, plan.policy()
     sections = {"products": "float8.linears", "experts": "float8.experts", "dispatch": "expert_parallel.wire"}
+    if given.get("gather") == "int8" and plan.float8.linears != "none" and plan.float8.gather == "float8":
+        yield (
+            "precision.gather is 'int8', but float8.gather says float8",
+            "remove float8.gather: weights of float8 layers travel in int8 too",
+        )
     for name, key in sections.items():
         if name in given and given[name] != getattr(found, name):
             sentence = f"precision.{name} is {given[name]!r}, but {key} says {getattr(found, name)}"

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 from pydantic import BaseModel, ConfigDict
 
 from weft.core.precision_presets import PRESETS, PresetName
+from weft.core.wire_bytes import CODED
 
 Format = Literal["float32", "tf32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2", "float4_e2m1", "int8"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -181,7 +182,7 @@ def _tied(policy: PrecisionPolicy) -> Iterator[tuple[str, tuple[Format, ...], st
     for name in ("activations", "combine"):
         yield name, (weights,), _MODEL
     yield "experts", (weights, *((policy.products,) if policy.products in LOW_PRODUCTS else ())), _EXPERTS
-    yield "gather", (weights, *((E4M3,) if policy.products == E4M3 else ())), "weights are cast before they travel"
+    yield "gather", (weights, *CODED), "weights are cast before they travel, or travel as 8-bit codes"
     yield "dispatch", (weights, E4M3), "tokens travel as computed, or packed in float8"
     for name in ("router", "logits"):
         yield name, (weights, "float32"), "it is computed as the rest, or in float32"

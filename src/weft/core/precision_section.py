@@ -29,7 +29,7 @@ class Precision(Section):
         "gradients on their way over data-parallel ranks; bfloat16, float8_e4m3 and int8 too"
     )
     communication: Format | None = _component("another name of reduce")
-    gather: Format | None = _component("sharded weights on their way; float8_e4m3 too (float8.gather)")
+    gather: Format | None = _component("sharded weights on their way; float8_e4m3 and int8 too")
     master_weights: Format | None = _component("weights that the optimizer updates")
     optimizer_state: Format | None = _component("both moments")
     first_moment: Format | None = _component("the moment of gradients")

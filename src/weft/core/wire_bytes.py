@@ -7,9 +7,11 @@ Planner (`plan/dp/`) and engine (`comm/codes.py`) share the size of a block.
 
 from __future__ import annotations
 
+from typing import Literal
+
 BLOCK = 256  # elements per scale; the last block of a message may be shorter
 SCALE_BYTES = 4
-CODED = ("float8_e4m3", "int8")  # formats with scales
+CODED: tuple[Literal["float8_e4m3", "int8"], ...] = ("float8_e4m3", "int8")  # formats with scales
 _PLAIN = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -62,7 +62,7 @@ def _row(name: str, request: Request, plan: Plan) -> FormatRow:
     size = _BYTES[value] if name in _OF_PARAMETERS and _is_present(name, request, plan) else 0.0
     if name in ("first_moment", "second_moment") and request.workload.optimizer == "adamw8bit":
         value, size = "8 bits", 1 + 4 / QUANTISED_BLOCK
-    if name == "reduce" and size:
+    if size and (name == "reduce" or (name == "gather" and plan.coded_gather)):
         size = wire_bytes(value)
     return FormatRow(
         component=name,

@@ -10,7 +10,7 @@ from weft.core.model_shape import AttentionShape, ModelShape
 from weft.core.muon import Precision
 from weft.core.optimizers import OPTIMIZERS, OptimizerKind
 from weft.core.precision import PrecisionPolicy
-from weft.core.wire_bytes import wire_bytes
+from weft.core.wire_bytes import CODED, wire_bytes
 
 OptimizerKernel = Literal["auto", "fused", "foreach"]
 # sdpa: torch's kernels if they support the family's attention, else materialised scores, as in training; eager: always
@@ -87,6 +87,7 @@ class ByteSizes:
     gradient: int  # gradients as the optimizer sees them
     communication: int  # gradients in the buffers of collectives
     wire: float  # gradients on their way, scales of codes included
+    gather: float | None  # weights that travel as codes, on their way
     coding: int  # codes of gradients on their way out and in, and temporaries of encoding them
     activation: int
     optimizer: float  # all optimizer states, per parameter
@@ -107,6 +108,7 @@ def byte_sizes(request: Request) -> ByteSizes:
         gradient=of[policy.gradients],
         communication=of["float32"],
         wire=wire_bytes(policy.reduce),
+        gather=wire_bytes(policy.gather) if policy.gather in CODED else None,
         coding=_CODING.get(policy.reduce, 0),
         activation=of[policy.activations],
         optimizer=optimizer_bytes(request.workload, first=of[policy.first_moment], second=of[policy.second_moment]),

@@ -56,6 +56,16 @@ class View:
         counts = np.asarray([[len(_in_float8(kind, choice)) for choice in FLOAT8] for kind in self.shape.kinds])
         return np.asarray((self.stage.blocks * counts[:, self.columns.float8].T).sum(axis=1), dtype=np.float64)
 
+    @property
+    def has_codes(self) -> Bools:
+        """Whether sharded weights travel as codes."""
+        is_plain = self.columns.float8 == FLOAT8.index("none")
+        return np.asarray(is_plain & (self.columns.zero > 0) & (self.sizes.gather is not None))
+
+    def coded_bytes(self, elements: Floats, plain: Floats) -> Floats:
+        """Bytes of gathered elements on their way; `plain` where they do not travel as codes."""
+        return np.where(self.has_codes, elements * (self.sizes.gather or 0.0), plain)
+
     def gathered_bytes(self, *, root: Floats, blocks: Floats) -> Floats:
         """Bytes of `root` and `blocks` gathered elements."""
         return np.asarray(root * self.sizes.compute + blocks * self.block_bytes, dtype=np.float64)

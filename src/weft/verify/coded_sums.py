@@ -1,4 +1,4 @@
-"""Sums of gradients that travel as codes: every one of a step against the same rounding in one process.
+"""Gradients and weights that travel as codes: every collective of a step against the same rounding in one process.
 
 All ranks give what they put into a sum and what they got out of it. The sum of the rounded gradients (rounded once more
 where all ranks get it) must have the same bits: a scale of another block, a rounding at every hop, sums of codes or a
@@ -15,17 +15,18 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from weft.comm.coded_sums import CodedSumRecord, watching_sums
+from weft.comm.coded_sums import CodedRecord, watching_sums
 from weft.verify.plain_codes import Rounding, rounded
 from weft.verify.verdict import Check, Finding
 
-NAME = "coded sums"
+SUMS, GATHERS = "coded sums", "coded gathers"
 
 
 @dataclass(kw_only=True)
 class SumEvidence:
     """What the sums of all ranks were, after `judge`."""
 
+    name: str
     num_sums: int = 0
     format: str = ""
     wrong: list[str] = field(default_factory=list)  # one line per sum with other bits
@@ -34,11 +35,11 @@ class SumEvidence:
 
     def check(self) -> Check:
         if self.wrong:
-            expected = f"the bits of {self.format} gradients summed in one process"
-            return Check.failed(NAME, Finding(rule=6, step=1, expected=expected, found=self.wrong[0]))
+            expected = f"the bits of {self.format} codes of one process"
+            return Check.failed(self.name, Finding(rule=6, step=1, expected=expected, found=self.wrong[0]))
         return Check.passed(
-            NAME,
-            f"{self.num_sums} sums in {self.format}, equal bits; error {self.error:.1e} of their norm, bound "
+            self.name,
+            f"{self.num_sums} collectives in {self.format}, equal bits; error {self.error:.1e} of their norm, bound "
             f"{self.bound:.1e}",
         )
 
@@ -47,23 +48,24 @@ class SumWatch:
     """Keeps the sums of one step on this rank."""
 
     def __init__(self) -> None:
-        self._records: list[CodedSumRecord] = []
+        self._records: list[CodedRecord] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         with watching_sums(self._keep):
             yield
 
-    def _keep(self, record: CodedSumRecord) -> None:
+    def _keep(self, record: CodedRecord) -> None:
         given, received = record.given.cpu(), record.received.detach().cpu().clone()
-        kept = CodedSumRecord(record.group, record.format, record.is_scattered, given, received)
+        kept = CodedRecord(record.group, record.format, record.kind, given, received)
         self._records.append(kept)
 
-    def judge(self) -> SumEvidence:
-        """Compare all sums with those of one process. Collective: every rank has a part of each sum."""
-        found = SumEvidence()
+    def judge(self, name: str) -> SumEvidence:
+        """Compare all sums, or gathers, with those of one process. Collective: every rank has a part of each."""
+        found = SumEvidence(name=name)
+        records = [one for one in self._records if (one.kind == "all_gather") == (name == GATHERS)]
         squares = torch.zeros(3, dtype=torch.float64)  # of errors, of bounds, of sums
-        for index, record in enumerate(self._records):
+        for index, record in enumerate(records):
             size = record.group.size()
             given: list[torch.Tensor] = [record.given] * size
             dist.all_gather_object(given, record.given, group=record.group)
@@ -71,17 +73,15 @@ class SumWatch:
             squares += own
             found.format = record.format
             if wrong:
-                found.wrong.append(f"sum {index + 1} on rank {dist.get_rank()}: {wrong}")
-        found.num_sums = len(self._records)
+                found.wrong.append(f"collective {index + 1} on rank {dist.get_rank()}: {wrong}")
+        found.num_sums = len(records)
         return _over_ranks(found, squares)
 
 
-def _compare(record: CodedSumRecord, given: Sequence[torch.Tensor]) -> tuple[str, torch.Tensor]:
+def _compare(record: CodedRecord, given: Sequence[torch.Tensor]) -> tuple[str, torch.Tensor]:
     """(what differs, or "", squares of errors, bounds and sums)."""
-    owners = [record.group.rank()] if record.is_scattered else range(len(given))
-    parts = [_sum_of(given, owner, record.format, is_last=record.is_scattered) for owner in owners]
-    expected, bound, exact = (torch.cat([part[at] for part in parts]) for at in range(3))
-    received = record.received.reshape(-1)
+    expected, bound, exact = (torch.cat(parts) for parts in zip(*_parts_of(record, given), strict=True))
+    received = record.received.reshape(-1).float()
     expected, bound, exact = (one[: received.numel()] for one in (expected, bound, exact))
     error = received.double() - exact
     squares = torch.stack([error.square().sum(), bound.double().square().sum(), exact.square().sum()])
@@ -92,6 +92,22 @@ def _compare(record: CodedSumRecord, given: Sequence[torch.Tensor]) -> tuple[str
         at = int((error.abs() > bound).nonzero()[0])
         return f"element {at} is off by {error[at].item():.3g}, more than {bound[at].item():.3g}", squares
     return "", squares
+
+
+def _parts_of(record: CodedRecord, given: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+    """(as it must arrive, bound of its error, exact) of each rank's part of what this rank got."""
+    if record.kind == "all_gather":
+        return [_arrived(own, record) for own in given]
+    if record.kind == "reduce_scatter":
+        return [_sum_of(given, record.group.rank(), record.format, is_last=True)]
+    return [_sum_of(given, owner, record.format, is_last=False) for owner in range(len(given))]
+
+
+def _arrived(own: torch.Tensor, record: CodedRecord) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers of one rank, which arrive in their own dtype."""
+    found, dtype = rounded(own.float(), record.format), record.received.dtype
+    arrived = found.values.to(dtype).float()
+    return arrived, found.bound + (arrived - found.values).abs(), own.double()
 
 
 def _sum_of(

@@ -98,7 +98,7 @@ class Comparison:
             check_rows(self.exercise.batches, found.batches, describe_row=self._rank_of_row),
             check_initial(self.exercise.initial, found.initial, describe_owner=self._owner),
             check_dtypes(found.dtypes),
-            *([found.sums.check()] if found.sums.format else []),
+            *(one.check() for one in found.coded),
             check_scalars("loss", truth.losses, same.losses, found.losses, rule=1, least=allowance.losses),
             self._gradients(truth, same, dtype=self.plan.precision.policy().weights)[0],
             check_scalars("gradient norm", truth.norms, same.norms, found.norms, rule=2, least=allowance.norms),
@@ -276,8 +276,8 @@ class Comparison:
             allowance=self.references.allowance,
             roundoff=self._roundoff(),
         )
-        if found.sums.format:
-            bound = replace(bound, floor=bound.floor + 2 * found.sums.error * same.norms[0])
+        error = sum(one.error for one in found.coded)
+        bound = replace(bound, floor=bound.floor + 2 * error * same.norms[0])
         return check_scalar("gradient norm", same.norms[0], found.norms[0], bound, rule=6, step=1)
 
     def _scalar_drifts(self, truth: list[float], same: list[float]) -> list[float]:

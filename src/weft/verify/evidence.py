@@ -25,7 +25,7 @@ from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import chunks_of
 from weft.engine.state import MODEL, OPTIMIZER, as_shard
 from weft.verify.checks import Block
-from weft.verify.coded_sums import SumEvidence, SumWatch
+from weft.verify.coded_sums import GATHERS, SUMS, SumEvidence, SumWatch
 from weft.verify.eight_bit import decode_moments
 from weft.verify.float8_check import wrong_products
 from weft.verify.low_update import LowPrecisionStep
@@ -49,7 +49,7 @@ class Evidence(RunTrace):
     wrong_products: list[str] = field(default_factory=list)  # in float8, on any rank
     updates: list[LowPrecisionStep] = field(default_factory=list)  # the first ones, if the optimizer rounds
     exact_gradients: Tensors = field(default_factory=dict)  # the first ones, of a run without that rounding
-    sums: SumEvidence = field(default_factory=SumEvidence)  # of the first step, where gradients travel as codes
+    coded: tuple[SumEvidence, ...] = ()  # sums and gathers of the first step that travel as codes
 
 
 def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], evaluation: Sequence[Batch]) -> Evidence:
@@ -118,7 +118,7 @@ def _first_step(engine: Engine, batch: Batch, rate: float, evidence: Evidence) -
     sums = SumWatch()
     with sums.watching():
         record = _step(engine, batch, rate, evidence)
-    evidence.sums = sums.judge()
+    evidence.coded = tuple(one for one in (sums.judge(SUMS), sums.judge(GATHERS)) if one.format)
     return record
 
 

@@ -221,12 +221,14 @@ def plan_precision(plan: Plan, train: TrainSpec) -> ReferencePrecision:
 
 
 def _coded_sums(plan: Plan) -> dict[str, Any]:
-    """How gradients of ranks are rounded on their way: which micro-batches are summed before, and whether sums are."""
+    """How weights and gradients are rounded on their way: which micro-batches are summed before, whether sums are."""
     dp, mesh, policy = plan.data_parallel, plan.mesh, plan.precision.policy()
+    gather = {"gather": plan.coded_gather} if mesh.dp_shard > 1 else {}
     if mesh.dp_degree == 1 or not policy.has_coded_sums:
-        return {}
+        return gather
     each = dp.zero >= 2 and mesh.dp_shard > 1
     return {
+        **gather,
         "reduce": policy.reduce,
         "chunks_per_sum": 1 if each else plan.pipeline.microbatches,
         "rounds_sums": mesh.dp_replicate > 1,

@@ -122,7 +122,7 @@ def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: Refe
         compute=compute,
         coarsest="float8_e4m3fn" if precision.has_float8 else compute,
         starts_rounded=precision.rounds_weights,
-        has_coded_sums=precision.reduce != "float32",
+        has_coded_sums=precision.has_codes,
         rounded_states=_why_rounded(run, policy),
         is_delayed=plan.has_delayed_updates,
         chunk_rows=plan_split(plan, run.train).chunk_rows,

@@ -62,14 +62,19 @@ class ReferencePrecision:
     reduce: str = "float32"  # gradients of a rank on their way, rounded in blocks of each parameter
     chunks_per_sum: int = 1  # chunks of rows whose gradients a rank adds before
     rounds_sums: bool = False  # all ranks get the sum, as codes too
+    gather: str | None = None  # weights on their way to forwards, rounded in blocks of each parameter
 
     @property
     def has_float8(self) -> bool:
         return self.float8 != "none" or self.has_float8_wire or self.has_float8_experts
 
     @property
+    def has_codes(self) -> bool:
+        return self.reduce != "float32" or self.gather is not None
+
+    @property
     def is_low(self) -> bool:
-        is_narrow = self.compute.itemsize < self.master.itemsize or self.reduce != "float32"
+        is_narrow = self.compute.itemsize < self.master.itemsize or self.has_codes
         return is_narrow or self.has_8bit_moments or self.has_float8_wire
 
 
@@ -150,12 +155,12 @@ def run_reference(
     buffers = on_host(dict(model.named_buffers()))
 
     def evaluate_at(weights: Mapping[str, torch.Tensor]) -> float:
-        copy_weights(model, weights, aliases)
+        copy_weights(model, weights, aliases, gather=precision.gather)
         return evaluate(model, evaluation)
 
     for step, batch in enumerate(exercise.batches):
         set_rate(optimizer, exercise.rates[step])
-        copy_weights(model, masters, aliases)
+        copy_weights(model, masters, aliases, gather=precision.gather)
         experts.sequence_length = batch["labels"].shape[1]
         loss, exact = _backward(
             model, trainable, moved(batch, device), exercise, precision, split, aliases, step=step, router=router
@@ -416,6 +421,11 @@ def _cast(model: nn.Module, precision: ReferencePrecision) -> nn.Module:
 
 
 @torch.no_grad()
-def copy_weights(model: nn.Module, masters: Mapping[str, torch.Tensor], aliases: Aliases) -> None:
+def copy_weights(
+    model: nn.Module, masters: Mapping[str, torch.Tensor], aliases: Aliases, *, gather: str | None = None
+) -> None:
+    """Masters as forwards read them; `gather`: the format in which they travel."""
     for name, parameter in model.named_parameters():
         parameter.copy_(masters[aliases.get(name, name)])
+        if gather is not None:
+            parameter.copy_(rounded_like(parameter, gather))

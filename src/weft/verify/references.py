@@ -101,12 +101,20 @@ class ReferenceCache:
                     self._traces[key] = run_delayed(subject.build, exercise, precision, split, delay)
             return self._traces[key]
 
+        def own(split: BatchSplit) -> RunTrace:
+            """The plan's own precision, with the first gradients of weights as they were before they travelled."""
+            found = trace(precision, split)
+            if precision.gather is None:
+                return found
+            exact = trace(replace(precision, gather=None), split)
+            return replace(found, first_gradients=exact.first_gradients)
+
         if trace(TRUTH, split).buffers:
             split = joint_split(plan, subject.run.train)
         return References(
             truth=trace(TRUTH, split),
-            same=trace(precision, split),
-            reordered=trace(precision, replace(split, is_reordered=True)) if tight and precision.is_low else None,
+            same=own(split),
+            reordered=own(replace(split, is_reordered=True)) if tight and precision.is_low else None,
             allowance=_allowance(plan, precision, routes=has_experts(exercise)),
         )
 
@@ -118,9 +126,9 @@ def _allowance(plan: Plan, precision: ReferencePrecision, *, routes: bool) -> Ro
     if precision.has_float8:  # another order of a float32 sum makes an operand round the other way
         return rounded_terms("float8_e4m3fn", along=along)
     is_float32, compute = precision.compute == precision.master, str(precision.compute).removeprefix("torch.")
-    if precision.reduce != "float32":
-        coarse = max(compute, precision.reduce, key=UNIT_ROUNDOFF.__getitem__)
-        return coded_terms(compute, coarse, along=along)
+    if precision.has_codes:
+        weights = max(compute, precision.gather or compute, key=UNIT_ROUNDOFF.__getitem__)
+        return coded_terms(weights, precision.reduce, along=along)
     if precision.rounds_weights or (not is_float32 and (plan.mesh.tp > 1 or plan.mesh.ep > 1 or plan.compile.enabled)):
         return rounded_terms(compute, along=along)
     return flipped_terms(compute) if not is_float32 and precision.divides_last else RoundingAllowance()

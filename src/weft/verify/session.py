@@ -192,7 +192,7 @@ class Session:
 
     def evidence(self, plan: Plan) -> Evidence:
         """The plan's run of the exercise."""
-        exact = self._exact_gradients(plan) if plan.precision.policy().has_coded_sums else {}
+        exact = self._exact_gradients(plan) if plan.precision.policy().has_coded_sums or plan.coded_gather else {}
         with self.engine(plan) as engine:
             share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
             batches = training_batches(self.subject, steps=self.steps, **share)

@@ -142,11 +142,11 @@ def rounded_terms(compute: str, *, along: float) -> RoundingAllowance:
     )
 
 
-def coded_terms(compute: str, reduce: str, *, along: float) -> RoundingAllowance:
-    """Allowance where gradients travel as codes, whose blocks are those of a layout: a loss before any update has the
-    roundings of one process, gradients have others."""
-    allowance = rounded_terms(reduce, along=along)
-    return replace(allowance, first=TERM_SHARE * UNIT_ROUNDOFF[compute])
+def coded_terms(weights: str, gradients: str, *, along: float) -> RoundingAllowance:
+    """Allowance where numbers travel as codes, whose blocks are those of a layout. A loss before any update has the
+    roundings of the formats of weights alone, gradients have all."""
+    coarse = max(weights, gradients, key=UNIT_ROUNDOFF.__getitem__)
+    return replace(rounded_terms(coarse, along=along), first=TERM_SHARE * UNIT_ROUNDOFF[weights])
 
 
 def flipped_terms(compute: str) -> RoundingAllowance:

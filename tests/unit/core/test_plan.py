@@ -118,7 +118,23 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
         {"precision": {"preset": "bf16", "residual": "float32"}},
         {"precision": {"preset": "bf16", "logits": "float32"}, "kernels": {"loss": "fused"}},
         {"precision": {"preset": "bf16", "gradients": "bfloat16"}, "offload": {"optimizer": "cpu"}},
-        {"precision": {"preset": "bf16", "communication": "bfloat16"}},
+        {"precision": {"reduce": "int8"}, "mesh": {"dp_replicate": 2}, "data_parallel": {"all_reduce": "ring"}},
+        {
+            "precision": {"reduce": "int8"},
+            "mesh": {"dp_replicate": 2},
+            "data_parallel": {"find_unused_parameters": True},
+        },
+        {"precision": {"reduce": "int8"}, "data_parallel": {"strategy": "dataparallel"}},
+        {
+            "precision": {"reduce": "bfloat16"},
+            "mesh": {"dp_replicate": 2},
+            "offload": {"optimizer": "cpu", "delayed": True},
+        },
+        {
+            "precision": {"gather": "int8"},
+            "mesh": {"dp_shard": 2},
+            "offload": {"optimizer": "cpu", "parameters": "cpu"},
+        },
         {"precision": {"preset": "bf16", "master_weights": "bfloat16"}, "mesh": {"tp": 2}},
         {"precision": {"preset": "bf16", "master_weights": "bfloat16"}, "mesh": {"pp": 2}},
         {

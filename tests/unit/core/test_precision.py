@@ -69,6 +69,22 @@ def test_deepseek_v3_switches_on_products_and_exchanges_in_float8() -> None:
     assert (off.policy().products, off.policy().gather) == ("bfloat16", "bfloat16")
 
 
+def test_weights_travel_as_codes_with_any_products() -> None:
+    sharded = {"data_parallel": {"zero": 3}, "mesh": {"dp_shard": 2}}
+
+    def plan(float8: dict[str, str], **precision: str) -> Plan:
+        return Plan.from_tables({**sharded, "precision": {"preset": "bf16", **precision}, "float8": float8})
+
+    assert plan({}, gather="int8").coded_gather == "int8"
+    assert plan({}, gather="float8_e4m3").coded_gather == "float8_e4m3"
+    assert plan({"linears": "all"}, gather="int8").coded_gather == "int8"
+    assert plan({"linears": "all"}).coded_gather is None, "layers gather float8 with a scale per tensor"
+    assert plan({"linears": "all"}).policy().gather == "float8_e4m3"
+    assert Plan.from_tables({"precision": {"preset": "bf16", "gather": "int8"}}).coded_gather is None, "no shards"
+    with pytest.raises(PlanError, match=r"precision.gather is 'int8', but float8.gather says float8"):
+        plan({"linears": "all", "gather": "float8"}, gather="int8")
+
+
 @pytest.mark.parametrize(
     ("precision", "word"),
     [
@@ -77,8 +93,8 @@ def test_deepseek_v3_switches_on_products_and_exchanges_in_float8() -> None:
         ({"preset": "bf16", "first_moment": "int8"}, "adamw8bit"),
         ({"preset": "fp32", "products": "float8_e4m3"}, "products"),
         ({"preset": "bf16", "products": "tf32"}, "products"),
-        ({"preset": "bf16", "gather": "int8"}, "gather"),
-        ({"preset": "bf16", "gather": "float8_e4m3"}, "gather"),
+        ({"preset": "bf16", "gather": "float32"}, "gather"),
+        ({"preset": "bf16", "gather": "float8_e5m2"}, "gather"),
         ({"preset": "bf16", "activations": "float32"}, "activations"),
         ({"preset": "bf16", "dispatch": "int8"}, "dispatch"),
         ({"preset": "bf16", "combine": "float8_e5m2"}, "combine"),

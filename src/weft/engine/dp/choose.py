@@ -20,7 +20,8 @@ from weft.engine.mesh import Topology
 def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strategy:
     dp = plan.data_parallel
     if dp.zero > 0:
-        sharded = Sharded(model, stage=dp.zero, replicas=_between_shards(plan, topology))
+        replicas = _between_shards(plan, topology)
+        sharded = Sharded(model, stage=dp.zero, replicas=replicas, gather=plan.coded_gather)
         if plan.float8.linears != "none" and plan.float8.gather == "float8":
             sharded.float8 = gather_in_float8(model, plan.precision.policy())
         return sharded

@@ -1,7 +1,8 @@
 """Collectives of `fully_shard` whose numbers travel as codes, through its public hooks (`comm/codes.py`).
 
 `fully_shard` lays the gradients of a unit out as [ranks, share of each rank], in float32, where micro-batches also
-accumulate. Shares are encoded, sent and summed; units of one rank are not reduced at all.
+accumulate. Shares are encoded, sent and summed; units of one rank are not reduced at all. Weights of a unit are
+gathered as one message per rank, in blocks over its shard.
 """
 
 from __future__ import annotations
@@ -13,18 +14,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.coded_sums import scatter_sum
+from weft.comm.coded_sums import gather_codes, scatter_sum
 
 
-class CodedReduceScatter:
+class _Buffers:
+    """Memory of `fully_shard`'s own buffers."""
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CodedAllGather(_Buffers):
+    """The all-gather of a unit: every rank, the owner too, computes with what the codes say."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        gather_codes(output_tensor.view(group.size(), -1), input_tensor, group, self._name)
+
+
+class CodedReduceScatter(_Buffers):
     """The reduce-scatter of a unit, one rounding per gradient and rank: the interface of `set_custom_reduce_scatter`,
     whose base class torch does not export."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

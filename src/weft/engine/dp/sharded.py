@@ -36,7 +36,7 @@ from torch.distributed.tensor import Shard
 from weft.comm.sums import GroupSum
 from weft.core.precision import PrecisionPolicy
 from weft.core.shards import zero_dim
-from weft.engine.dp.coded import CodedReduceScatter
+from weft.engine.dp.coded import CodedAllGather, CodedReduceScatter
 from weft.engine.dp.pipeline_replicas import sum_bucket
 from weft.engine.dp.strategy import Strategy
 from weft.engine.ownership import local
@@ -109,12 +109,17 @@ def _placement(parameter: nn.Parameter, *, num_shards: int) -> Shard:
 class Sharded(Strategy):
     """A model sharded by `shard_units`; `replicas` are those outside of `fully_shard`'s mesh."""
 
-    def __init__(self, model: nn.Module, *, stage: int, replicas: GroupSum | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, stage: int, replicas: GroupSum | None = None, gather: str | None = None
+    ) -> None:
+        """`gather`: the format of codes in which weights travel."""
         super().__init__(model)
         self._replicas = replicas
         self.stage_policy = STAGES[stage]
         self.accumulates_unsharded = not self.stage_policy.reduce_every_microbatch
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit in self._units if gather else ():
+            unit.set_custom_all_gather(cast(Any, CodedAllGather(str(gather))))
         # Listed now: while a unit is gathered its module shows other parameters, without gradients.
         self._shards = list(self._by_unit())
 

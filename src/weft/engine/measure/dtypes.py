@@ -51,7 +51,8 @@ def watch_dtypes(
 ) -> DtypeWatch:
     """The watch of an engine. `has_float8`: components that some layer has in float8; others are too small for it."""
     asked, plain = plan.policy(), plan.precision.policy().weights
-    too_small = {name: plain for name, has in has_float8.items() if getattr(asked, name) in LOW_PRODUCTS and not has}
+    in_float8 = {**has_float8, "gather": has_float8["gather"] or bool(plan.coded_gather)}
+    too_small = {name: plain for name, has in in_float8.items() if getattr(asked, name) in LOW_PRODUCTS and not has}
     return DtypeWatch(
         model,
         layout,

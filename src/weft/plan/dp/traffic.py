@@ -38,14 +38,17 @@ def traffic(view: View) -> list[TrafficRow]:
     shards = columns.shards.astype(np.float64)
     is_sharded = (columns.zero > 0) & (shards > 1)
     blocks = share.total.padded - share.root.padded - share.experts.padded
-    gathered = gather_bytes(view.gathered_bytes(root=(1 + extra_gathers) * share.root.padded, blocks=blocks), shards)
+    roots = (1 + extra_gathers) * share.root.padded
+    plain = view.gathered_bytes(root=roots, blocks=blocks)
+    gathered = gather_bytes(view.coded_bytes(roots + blocks, plain), shards)
     # two stages of a rank with embedding and head have gradients of the root: each is reduced, a tied table twice
     is_twice = (columns.zero >= 2) & (columns.pp > 1) & stage.holds_embedding & stage.holds_head
     twice = table_elements(view.shape, columns).padded * (is_twice & view.shape.tied_head)
     reduced = gather_bytes((share.root.padded + blocks + twice) * sizes.wire, shards)
     edp = columns.edp.astype(np.float64)
     are_sharded = (columns.zero > 0) & (edp > 1)
-    gathered_experts = gather_bytes(share.experts.padded * sizes.compute, edp)
+    experts = share.experts.padded
+    gathered_experts = gather_bytes(view.coded_bytes(experts, experts * sizes.compute), edp)
     reduced_experts = gather_bytes(share.experts.padded * sizes.wire, edp)
     is_zero3 = columns.zero == 3
     forwards, backwards, reductions = (

@@ -248,6 +248,7 @@ def _at_gather(parts: TermParts, *, done: Floats) -> Terms:
     view, backward = parts.view, _in_backward(parts, done=done)
     unit = view.share.largest_padded * view.block_bytes
     arriving = unit + view.share.largest_inner * view.block_bytes + head_gradient(view) + view.stream_bytes
+    arriving = arriving + view.share.largest_padded * view.has_codes  # a byte each: the messages of all ranks
     is_zero3 = view.columns.zero == 3
     return {
         **backward,

@@ -1,0 +1,186 @@
+"""Gradients that travel as codes: wire bytes, loss after 300 steps, equal ranks, and seconds on slow links.
+
+    python benchmarks/coded_sums.py train [--steps 300]      4 Gloo ranks of this machine, text, by format
+    python benchmarks/coded_sums.py link [--mbit 40]         4 network namespaces with limited links (root, iproute2)
+
+`train`: the same run in every format, under DDP and ZeRO-3; losses are means over the last 20 steps, held-out losses of
+the last weights. Wire bytes are those that the ledger's observer counts in one step, gradients alone.
+`link`: seconds of an all-reduce and a reduce-scatter, each format in turn within every repeat, medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+RANKS = 4
+FORMATS = ("float32", "bfloat16", "float8_e4m3", "int8")
+LAYOUTS: dict[str, dict[str, Any]] = {"DDP": {"mesh": {"dp_replicate": RANKS}}, "ZeRO-3": {"mesh": {"dp_shard": RANKS}}}
+RUN: dict[str, Any] = {
+    "model": {
+        "type": "llama",
+        "config": {
+            "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    },
+    "data": {"source": "python-stdlib", "tokenizer": "bytes", "sequence_length": 64},
+    "train": {"steps": 300, "global_batch": 16, "learning_rate": 3e-3, "warmup_steps": 20},
+}  # fmt: skip
+
+
+def train_rank(rank: int, store: str, steps: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=timedelta(minutes=20)
+    )
+    cases = [("DDP", name) for name in FORMATS] + [("ZeRO-3", name) for name in ("float32", "int8")]
+    for layout, name in cases:
+        row = train_case(layout, name, steps)
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+    dist.destroy_process_group()
+
+
+def train_case(layout: str, name: str, steps: int) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from weft.core.plan import Plan
+    from weft.core.run_spec import RunSpec
+    from weft.data import open_corpus
+    from weft.data.loader import Loader
+    from weft.data.rows import RowLayout
+    from weft.engine.engine import Engine
+    from weft.engine.measure.meter import StepMeter
+    from weft.engine.optim.optimizers import OptimizerPolicy
+    from weft.models.build import build_config, build_skeleton
+    from weft.models.initial import InitialWeights
+    from weft.models.layout import describe
+    from weft.train.rate import learning_rate_at
+
+    run = RunSpec.from_tables(RUN)
+    corpus = open_corpus(run.data)
+    config = build_config(run.model, vocab_size=257)
+    source = build_skeleton(config)
+    engine = Engine(
+        build_skeleton(config),
+        Plan.from_tables({**LAYOUTS[layout], "precision": {"reduce": name}}),
+        optimizer=OptimizerPolicy.of(run.train),
+        weights=InitialWeights(source, describe(source), seed=0, device=torch.device("cpu")),
+        seed=0,
+        device=torch.device("cpu"),
+    )
+    shared = {"seed": 0, "global_batch": run.train.global_batch, "layout": RowLayout.of(run.data)}
+    share = {"dp_rank": dist.get_rank(), "dp_degree": RANKS}
+    loader = Loader(corpus.training, **shared, **share)
+    held_out = Loader(corpus.evaluation or corpus.training, **shared, **share, epochs=1, shuffle=False)
+    rows, losses = run.train.global_batch, []
+    for step in range(steps):
+        rate = learning_rate_at(run.train, step + 1)
+        losses.append(engine.step(loader.batch(step * rows), learning_rate=rate).loss)
+    meter = StepMeter(engine)
+    with meter.measuring():
+        meter.next_step()
+        engine.step(loader.batch(steps * rows), learning_rate=0.0)
+    is_weights = {"DDP": (), "ZeRO-3": ("all_gather",)}[layout]
+    sent = sum(int(row["bytes"]) for row in meter.traffic if row["collective"] not in is_weights)
+    digest = hashlib.sha256()
+    for _, value in sorted(engine.state().items()):
+        full = value.full_tensor() if hasattr(value, "full_tensor") else value
+        digest.update(full.detach().float().numpy().tobytes())
+    digests = [""] * RANKS
+    dist.all_gather_object(digests, digest.hexdigest())
+    evaluation = engine.evaluate([held_out.batch(index * rows) for index in range(8)]).loss
+    engine.close()
+    return {
+        "layout": layout, "reduce": name, "steps": steps, "loss": statistics.fmean(losses[-20:]),
+        "held_out": evaluation, "gradient_bytes": sent, "equal_on_all_ranks": len(set(digests)) == 1,
+    }  # fmt: skip
+
+
+def train(steps: int) -> None:
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(train_rank, (str(Path(folder) / "store"), steps), nprocs=RANKS)
+
+
+def link_rank(mib: float, repeats: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from weft.comm.coded_sums import CodedSum, scatter_sum
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    values = torch.randn(int(mib * 2**18), generator=torch.Generator().manual_seed(dist.get_rank()))
+    ways: dict[str, Any] = {
+        "all-reduce float32": lambda x: dist.all_reduce(x),
+        "reduce-scatter float32": lambda x: scatter(torch.empty(x.numel() // group.size()), x),
+    }
+    for name in FORMATS[1:]:
+        ways[f"all-reduce {name}"] = CodedSum(group, name=name).sum
+        ways[f"reduce-scatter {name}"] = lambda x, name=name: scatter_sum(x.view(group.size(), -1), group, name)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for repeat in range(repeats + 1):
+        for way, run in ways.items():
+            own = values.clone()
+            dist.barrier()
+            began = time.perf_counter()
+            run(own)
+            took = torch.tensor(time.perf_counter() - began)
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            if repeat:
+                seconds[way].append(took.item())
+    if dist.get_rank() == 0:
+        print(json.dumps({way: statistics.median(times) for way, times in seconds.items()}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def link(mbit: float, mib: float, repeats: int) -> None:
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+    from rate_limited_hosts import ranks_on, rate_limited_hosts
+
+    command = [sys.executable, __file__, "link-rank", "--mib", str(mib), "--repeats", str(repeats)]
+    with rate_limited_hosts(RANKS, mbit=mbit) as names:
+        found = json.loads(ranks_on(names, command, timeout_s=900)[0])
+    for way, took in found.items():
+        print(f"{way:28s} {took:8.3f} s  {took / found[way.split()[0] + ' float32']:.3f} of float32")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["train", "link", "link-rank"])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--mbit", type=float, default=40.0)
+    parser.add_argument("--mib", type=float, default=4.0)
+    parser.add_argument("--repeats", type=int, default=5)
+    given = parser.parse_args()
+    if given.what == "train":
+        train(given.steps)
+    elif given.what == "link":
+        link(given.mbit, given.mib, given.repeats)
+    else:
+        link_rank(given.mib, given.repeats)
+
+
+if __name__ == "__main__":
+    main()
