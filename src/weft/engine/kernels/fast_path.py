@@ -10,6 +10,7 @@ from weft.core.executable import why_not_compiled, why_not_fused
 from weft.core.records import TechniqueRecord
 from weft.engine.activations.dropout import uses_randomness
 from weft.engine.kernels.compiled import failures
+from weft.engine.kernels.float8_products import has_kernel
 from weft.engine.kernels.triton_here import has_triton
 from weft.engine.optim.adamw_low import AdamWLow
 
@@ -79,9 +80,12 @@ def _attention(engine: Engine) -> TechniqueRecord:
 
 def _float8(engine: Engine) -> TechniqueRecord:
     chosen = sum(engine.float8.values())
-    if engine.plan.float8.linears == "none":
+    float8 = engine.plan.float8
+    if float8.linears == float8.experts == "none":
         return TechniqueRecord(technique="float8 products", on=False, why="float8.linears is 'none'")
-    why = f"{chosen} of {len(engine.float8)} linear layers of the blocks{_here(engine)}"
+    what = "linear layers" if float8.experts == "none" else "linear layers and matrices of experts"
+    units = "in float8 units" if has_kernel(float8.recipe, engine.device) else "emulated in float32"
+    why = f"{chosen} of {len(engine.float8)} {what} of the blocks{_here(engine)}, {float8.recipe}, {units}"
     if engine.strategy.num_in_float8:
         why += f", {engine.strategy.num_in_float8} of their weights gathered in float8"
     return TechniqueRecord(technique="float8 products", on=chosen > 0, why=why)
