@@ -15,6 +15,7 @@ NEEDED_FOR = {  # library -> (sentence, extra)
     "torchao": ("optimizer = 'adamw8bit' needs torchao, which is not installed", "lowbit"),
     "numba": ("parameter servers need numba, which is not installed", "server"),
     **{name: (f"track.kind = ['{name}'] needs {name}, which is not installed", name) for name in TRACKERS},
+    "cloudpickle": ("weft.train with functions of a script or notebook on several ranks needs cloudpickle", "notebook"),
     "ray": ("the launcher 'ray' needs Ray", "ray"),
 }
 

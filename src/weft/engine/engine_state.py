@@ -123,6 +123,14 @@ class EngineState:
         store.save(self.state(), {"engine": self.scalars()}, step=self.steps_done, asynchronous=False)
         store.wait()
 
+    def export(self, directory: str | Path, *, ema: bool = False) -> None:
+        """Write the weights as a new Hugging Face folder, or their average; the model needs a config. Collective.
+
+        A checkpoint beside it is written and removed again: no rank holds the full model."""
+        from weft.engine.export import export_engine
+
+        export_engine(self, Path(directory), ema=ema)
+
     def load(self, directory: str | Path) -> int:
         """Load the newest good checkpoint under `directory`, from any layout; returns its step."""
         loaded = self._store(directory).load(self.state())

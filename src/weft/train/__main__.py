@@ -17,9 +17,11 @@ def main() -> None:
     from weft.train.ranks.process import report_failures
 
     with report_failures():
+        from weft.train.parts import TrainParts
         from weft.train.worker import run_job
 
-        run_job(Job.from_json(Path(sys.argv[1]).read_text(encoding="utf-8")))
+        path = Path(sys.argv[1])
+        run_job(Job.from_json(path.read_text(encoding="utf-8")), parts=TrainParts.read(path.with_suffix(".parts")))
 
 
 if __name__ == "__main__":

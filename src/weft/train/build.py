@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from weft.core.parameter_groups import require_matches
 from weft.core.plan import Plan
@@ -32,6 +33,7 @@ from weft.train.held_out import why_no_evaluation
 from weft.train.isolation import require_isolation
 from weft.train.loggers.tokenising import TokenisingDisplay
 from weft.train.out_of_memory import OutOfMemoryScene
+from weft.train.parts import OwnRows, TrainParts
 from weft.train.ranks.process import Process, phase
 from weft.zoo.hub import model_folder, reads_weights
 
@@ -41,7 +43,7 @@ class Workbench:
     """Everything a training loop needs."""
 
     engine: Engine
-    training: Loader | StreamingLoader
+    training: Loader | StreamingLoader | OwnRows
     evaluation: Loader | None
     model_config: Any
     notes: tuple[str, ...]
@@ -50,6 +52,8 @@ class Workbench:
     @property
     def contents(self) -> dict[str, int]:
         """Document and token counts, by which a resume recognises the data: file names do not identify it."""
+        if isinstance(self.training, OwnRows):
+            return {"documents": self.training.num_rows, "tokens": 0}
         split = self.training.split
         return {"documents": split.num_documents, "tokens": split.num_tokens}
 
@@ -63,25 +67,28 @@ def build_workbench(
     scene: OutOfMemoryScene | None = None,
     state_folder: StateFolder | None = None,
     corpus: Corpus | None = None,
+    parts: TrainParts | None = None,
 ) -> Workbench:
     """The engine and the loaders of `run` under `plan`, on every rank; `scene` records config and engine when built.
-    `corpus`: the run's, from `prepare_data`."""
+    `corpus`: the run's, from `prepare_data`. `parts`: what a caller gives beside the run."""
     require_legal(plan, run)
+    parts = parts or TrainParts()
     with phase("opening the data", is_slow=True):
-        corpus = corpus or open_corpus(run.data)
-        missing = why_no_evaluation(run, corpus)
+        corpus = corpus or (open_corpus(run.data) if parts.data is None else None)
+        missing = why_no_evaluation(run, corpus) if corpus is not None else ""
+        vocabulary = corpus or open_tokenizer(run.tokenizer)
     with phase("building the model", is_slow=True):
-        config = build_config(run.model, vocab_size=corpus.vocab_size, end_of_document=corpus.end_of_document)
+        skeleton, config = _model_of(run, parts, vocabulary)
         if scene is not None:
             scene.config = config
-        skeleton = run_skeleton(run, config)
         require_isolation(run.data, skeleton)
         require_matches(run.train.groups, [name for name, _ in skeleton.named_parameters()])
-        weights, weight_notes = weight_source(run, config, device=device)
+        weights, weight_notes = (None, []) if parts.model else weight_source(run, config, device=device)
         engine = Engine(
             skeleton,
             plan,
-            optimizer=OptimizerPolicy.of(run.train),
+            optimizer=parts.optimizer or OptimizerPolicy.of(run.train),
+            objective=parts.objective,
             seed=run.train.seed,
             clip_norm=run.train.clip_norm,
             frozen=run.train.frozen,
@@ -92,10 +99,12 @@ def build_workbench(
         )
     if scene is not None:
         scene.engine = engine
-    training, evaluation = _loaders(run, engine, corpus, missing=missing)
+    training, evaluation = _loaders(run, engine, corpus, parts, missing=missing)
     by_rule = getattr(weights, "by_rule", [])
     weight_notes += [missing] if missing else []
-    weight_notes += tokenizer_notes(run, config, vocab_size=corpus.vocab_size)
+    weight_notes += (
+        tokenizer_notes(run, config, vocab_size=corpus.vocab_size) if corpus is not None and parts.model is None else []
+    )
     if by_rule:
         weight_notes.append(f"the model's code does not initialise {len(by_rule)} parameters, such as {by_rule[0]}")
     return Workbench(
@@ -149,20 +158,32 @@ def tokenizer_notes(run: RunSpec, config: Any, *, vocab_size: int) -> list[str]:
     return [f"data.tokenizer = {name!r} has {vocab_size} tokens, but the vocabulary of {path} has {table}"]
 
 
+def _model_of(run: RunSpec, parts: TrainParts, vocabulary: Any) -> tuple[nn.Module, Any]:
+    """The module and its config: the caller's, with values, or the run's on the meta device."""
+    if parts.model is not None:
+        module = parts.model()
+        return module, getattr(module, "config", None)
+    end = getattr(vocabulary, "end_of_document", None)
+    config = build_config(run.model, vocab_size=vocabulary.vocab_size, end_of_document=end)
+    return run_skeleton(run, config), config
+
+
 def _loaders(
-    run: RunSpec, engine: Engine, corpus: Corpus, *, missing: str
-) -> tuple[Loader | StreamingLoader, Loader | None]:
+    run: RunSpec, engine: Engine, corpus: Corpus | None, parts: TrainParts, *, missing: str
+) -> tuple[Loader | StreamingLoader | OwnRows, Loader | None]:
     share: dict[str, Any] = {
         "seed": run.train.seed,
         "global_batch": run.train.global_batch,
-        "layout": RowLayout.of(run.data),
         "dp_rank": engine.topology.dp_rank,
         "dp_degree": engine.topology.dp_degree,
     }
+    if corpus is None:
+        return OwnRows(parts.data or (), epochs=run.data.epochs, **share), None
     if run.data.streaming:
-        own = {key: value for key, value in share.items() if key != "layout"}
-        training: Loader | StreamingLoader = StreamingLoader(run.data, **own)
+        training: Loader | StreamingLoader = StreamingLoader(run.data, **share)
+        share["layout"] = RowLayout.of(run.data)
     else:
+        share["layout"] = RowLayout.of(run.data)
         training = Loader(corpus.training, epochs=run.data.epochs, **share)
     held_out = corpus.evaluation
     if held_out is None or missing or run.evaluation.interval == 0:

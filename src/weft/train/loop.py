@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,7 @@ from weft.train.ledger.ledger import peak_memory_bytes
 from weft.train.ledger.measuring import Measuring
 from weft.train.loggers.display import Display
 from weft.train.loggers.metrics import MetricsWriter
+from weft.train.parts import StepCallback
 from weft.train.ranks.pace import slow_rank
 from weft.train.ranks.process import StopFlag, paces, phase
 from weft.train.rate import learning_rate_at
@@ -71,8 +72,10 @@ class TrainingLoop:
         samples: int = 0,
         copies: MemoryCopies | None = None,
         is_saved: bool = True,
+        callbacks: Sequence[StepCallback] = (),
     ) -> None:
         """`is_saved`: the engine's state is on a disk too, or new."""
+        self._callbacks, self._is_stopping = callbacks, False  # all ranks hear of a stop with the next step
         self.run_spec = run
         self.engine = bench.engine
         self.bench = bench
@@ -141,7 +144,9 @@ class TrainingLoop:
             self._last_measured = step
         # The first step compiles, by stages one after the other.
         with phase(f"step {step}", is_slow=self.outcome.steps == 0), self.measuring.step():
-            pending = self.engine.step_nowait(batch, learning_rate=rate, vote_stop=self.stop.requested)
+            pending = self.engine.step_nowait(
+                batch, learning_rate=rate, vote_stop=self.stop.requested or self._is_stopping
+            )
         self._warn_recompiled(step)
         self.samples += self.run_spec.train.global_batch
         return pending
@@ -183,6 +188,8 @@ class TrainingLoop:
         if pending.router is not None and self._is_logged(record.step):
             self.metrics.write_experts(pending.router.loads(record.step))
         self.display.step(record)
+        for callback in self._callbacks:
+            self._is_stopping |= callback(record) is True
         if self.outcome.steps == 1:
             self.display.dtypes(self.engine.dtypes())
             for note in self.engine.buffer_sync.notes():

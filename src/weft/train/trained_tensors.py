@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint import peek_newest, read_manifest, read_tensors
+from weft.checkpoint import peek_newest
 from weft.core.errors import CheckpointError
 from weft.core.run_spec import RunSpec
-from weft.engine.optim.averages import EMA
-from weft.engine.state import MODEL, OPTIMIZER
+from weft.engine.export import model_tensors
 from weft.models.adapter.merge import merged_tensors
 from weft.models.build import build_config
 from weft.train.build import base_weights
@@ -38,12 +37,7 @@ def checkpoint_of(run_dir: Path, *, step: int | None) -> Any:
 
 def saved_tensors(checkpoint: Path, *, order: Order = list, ema: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers of a checkpoint; with `ema` the averages of those that were trained."""
-    stored = read_manifest(checkpoint).tensors
-    names = order([key.removeprefix(MODEL) for key in stored if key.startswith(MODEL)])
-    averages = {name: f"{OPTIMIZER}{name}.{EMA}" for name in names} if ema else {}
-    name_of = {key if (key := averages.get(name, "")) in stored else f"{MODEL}{name}": name for name in names}
-    for key, tensor in read_tensors(checkpoint, list(name_of)):
-        yield name_of[key], tensor
+    return model_tensors(checkpoint, ema=ema, order=order)
 
 
 def full_tensors(

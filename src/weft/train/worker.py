@@ -45,6 +45,7 @@ from weft.train.loggers.trackers import Trackers
 from weft.train.loop import LoopOutcome, TrainingLoop
 from weft.train.memory import open_copies
 from weft.train.out_of_memory import OutOfMemoryScene, explained
+from weft.train.parts import OwnRows, TrainParts
 from weft.train.pipeline.record import write_pipeline
 from weft.train.pipeline.watch import PipelineWatch
 from weft.train.ranks.environment import read_local_size
@@ -64,25 +65,38 @@ class Resumed:
     is_saved: bool = True  # whether a checkpoint has the state
 
 
-def run_job(job: Job, *, lock: FolderLock | None = None) -> dict[str, Any]:
-    """Train; return the ledger. Collective. `lock`: the folder's lock, if the caller keeps it beyond this call."""
+def run_job(job: Job, *, lock: FolderLock | None = None, parts: TrainParts | None = None) -> dict[str, Any]:
+    """Train; return the ledger. Collective. `lock`: the folder's lock, if the caller keeps it beyond this call.
+    `parts`: what a caller gives beside the job."""
+    parts = parts or TrainParts()
     started_s = time.perf_counter()
     corpora: list[Corpus] = []  # none if the ranks have joined before
     process = join(
         device_type=job.device,
         timeout_s=job.run.train.collective_timeout_s,
         hang_timeout_s=job.run.train.hang_timeout_s,
-        prepare=lambda process: corpora.append(prepare_data(job.run, process, is_speaking=not job.quiet)),
+        prepare=lambda process: corpora.extend(_prepare(job, parts, process)),
     )
     try:
         with StopFlag() as stop, FolderLock(job.out) as own_lock:
-            return _train(job, process, stop, lock or own_lock, corpora, started_s=started_s)
+            return _train(job, process, stop, lock or own_lock, corpora, parts, started_s=started_s)
     finally:
         leave()
 
 
+def _prepare(job: Job, parts: TrainParts, process: Process) -> list[Corpus]:
+    return [prepare_data(job.run, process, is_speaking=not job.quiet)] if parts.data is None else []
+
+
 def _train(
-    job: Job, process: Process, stop: StopFlag, lock: FolderLock, corpora: list[Corpus], *, started_s: float
+    job: Job,
+    process: Process,
+    stop: StopFlag,
+    lock: FolderLock,
+    corpora: list[Corpus],
+    parts: TrainParts,
+    *,
+    started_s: float,
 ) -> dict[str, Any]:
     device = torch.device(job.device, process.local_rank) if job.device == "cuda" else torch.device("cpu")
     is_speaking = process.is_main and not job.quiet
@@ -96,7 +110,9 @@ def _train(
     with explained(scene):
         states = folder.states(after_step=after_step)
         corpus = corpora[0] if corpora else None
-        bench = build_workbench(job.run, plan, process, device=device, scene=scene, state_folder=states, corpus=corpus)
+        bench = build_workbench(
+            job.run, plan, process, device=device, scene=scene, state_folder=states, corpus=corpus, parts=parts
+        )
     store = CheckpointStore(
         folder.checkpoints_path,
         process_group=bench.engine.topology.checkpoint_group(),
@@ -116,7 +132,8 @@ def _train(
         if resumed.run is not None:
             history.record(bench.engine.steps_done, resumed.run, resumed.changes)
         folder.create(job.run, plan)
-        bench.model_config.save_pretrained(str(folder.model_path))
+        if bench.model_config is not None:
+            bench.model_config.save_pretrained(str(folder.model_path))
     earlier = folder.metrics.drop_after(bench.engine.steps_done) if process.is_main else []
     if process.is_main and folder.experts.path.exists():
         folder.experts.drop_after(bench.engine.steps_done)
@@ -147,6 +164,7 @@ def _train(
         samples=resumed.samples,
         copies=copies,
         is_saved=resumed.is_saved,
+        callbacks=parts.callbacks,
     )
     started = datetime.now(UTC).isoformat(timespec="seconds")
     outcome = _run_loop(loop, scene, display, metrics, done=bench.engine.steps_done)
@@ -307,6 +325,8 @@ def _introduce(display: Display, bench: Workbench, plan: Plan, process: Process)
 
 def _show_data(run: RunSpec, bench: Workbench, folder: RunFolder, display: Display, *, position: int) -> None:
     """Show which tokens have a loss, on the terminal and in the run folder: a wrong mask trains without an error."""
+    if isinstance(bench.training, OwnRows):
+        return
     with phase("showing a row of the data", is_slow=True):
         if not bench.training.has_batch(position):
             return

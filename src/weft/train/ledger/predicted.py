@@ -50,6 +50,8 @@ def predict(run: RunSpec, plan: Plan, *, config: Any, device_name: str | None) -
     """The prediction for `config`, a Hugging Face config; or None and the reason. `device_name` None: a CPU."""
     if plan.data_parallel.strategy == "dataparallel":
         return None, "no predictions: the planner does not model nn.DataParallel"
+    if config is None:
+        return None, "no predictions: the model has no Hugging Face config"
     device = "CPU" if device_name is None else hardware.find_device(device_name)
     if device is None:
         return None, f"no predictions: the catalogue has no entry for {device_name}"
