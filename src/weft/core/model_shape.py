@@ -7,7 +7,7 @@ Parameters = embeddings + sum over blocks of (linears + norms + extras) + final 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -27,6 +27,7 @@ class LinearShape:
     copies: int = 1
     active: int = 1
     is_transposed: bool = False  # stored as [in_features, out_features]: ZeRO shards the inputs
+    is_trained: bool = True
 
     @property
     def num_parameters(self) -> int:
@@ -53,6 +54,7 @@ class NormShape:
     place: Literal["residual", "query", "key", "other"] = "residual"
     per: int = 1
     is_fused: bool = False  # one kernel of torch, not written out in Python
+    is_trained: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,7 @@ class ExtraShape:
     num_tensors: int = 1  # of equal size, each sharded separately
     is_trained: bool = True
     is_before_blocks: bool = False  # outside the blocks: on the first pipeline stage, not on the last
+    is_factor: bool = False  # of a low-rank adapter: a matrix [num_parameters / row_size, row_size] that multiplies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +186,16 @@ class BlockShape:
         """Whether a tensor is saved after the output of the experts."""
         return self.dropout > 0 or (self.moe is not None and self.moe.saves_after_experts)
 
+    @property
+    def trained(self) -> BlockShape:
+        """The block's trained parameters alone."""
+        return replace(
+            self,
+            linears=tuple(linear for linear in self.linears if linear.is_trained),
+            norms=tuple(norm for norm in self.norms if norm.is_trained),
+            extras=tuple(extra for extra in self.extras if extra.is_trained),
+        )
+
     def shards(self, role: str) -> bool:
         """Whether tensor parallelism shards the linears of this role."""
         return any(linear.role == role and linear.style == "row" for linear in self.linears)
@@ -216,11 +229,25 @@ class ModelShape:
     dropout: float = 0.0
     whole_experts: str = ""  # why the experts cannot be divided over ranks; "" if they can, or if there are none
     is_exact: bool = True  # all parameters of the model are counted
+    is_adapted: bool = False  # it has low-rank adapters beside frozen weights
+    trains_ends: bool = True  # the token table or the head
     notes: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         # hashing all fields would visit every matrix of every block at each cache lookup
         return hash((self.name, self.model_type, self.hidden_size, self.vocab_size, self.order, self.num_parameters))
+
+    @cached_property
+    def trained(self) -> ModelShape:
+        """The shape of the trained parameters alone; the shape itself where the run freezes none by an adapter."""
+        if not self.is_adapted:
+            return self
+        kinds, outside = (
+            tuple(kind.trained for kind in self.kinds),
+            tuple(extra for extra in self.outside if extra.is_trained),
+        )
+        ends = {} if self.trains_ends else {"vocab_size": 0, "head_bias": False}
+        return replace(self, kinds=kinds, outside=outside, **ends)  # type: ignore[arg-type]
 
     @property
     def num_layers(self) -> int:

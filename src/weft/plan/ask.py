@@ -30,7 +30,7 @@ from weft.plan.request import AttentionKind, Request, Workload
 from weft.plan.rules import check_plan
 from weft.plan.search import Answer, search
 from weft.plan.space import Freedom, check_fixed
-from weft.zoo.hub import cached_folder
+from weft.zoo.hub import cached_folder, model_folder
 
 MAX_DEFAULT_SEQUENCE = 8192
 # (parameters, tokens per step): usual batch of models up to this size.
@@ -201,12 +201,15 @@ def usual_batch(shape: ModelShape, sequence_length: int, *, num_devices: int) ->
 
 
 def _shape_of_run(run: RunSpec) -> ModelShape:
-    spec = run.model
+    spec, adapter = run.model, run.adapter if run.adapter.is_on else None
     if spec.type is not None:
-        return _with_tokens(shape_from_type(spec.type, spec.config), run)
+        return _with_tokens(shape_from_type(spec.type, spec.config, adapter=adapter), run)
     path = Path(str(spec.path)).expanduser()
     if path.exists():
-        return shape_from_path(path, spec.config)
+        return shape_from_path(path, spec.config, adapter=adapter)
+    if adapter is not None:
+        cached = model_folder(str(spec.path), revision=spec.revision)
+        return shape_from_path(cached, spec.config, name=str(spec.path), adapter=adapter)
     return replace(_shape_of_name(str(spec.path), spec.config, revision=spec.revision), name=str(spec.path))
 
 

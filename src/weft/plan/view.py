@@ -26,6 +26,7 @@ class View:
     place: int  # index into PLACES
     stage: Stage
     share: Share
+    trained: Share  # of it, what has gradients and optimizer states
     sizes: ByteSizes
     tokens: Floats  # per micro-batch and rank
 
@@ -114,6 +115,8 @@ def view_at(request: Request, columns: Columns, rows: Ints, *, place: int, seen:
     """The view of the rank at `place`; `seen` names another rank."""
     columns = _as_run(columns)
     stage = stage_of(request.shape, columns, place=seen or PLACES[place])
+    share = share_of(request.shape, columns, stage)
+    trained = share_of(request.shape.trained, columns, stage) if request.shape.is_adapted else share
     batch_rows = request.workload.global_batch / (columns.dp * columns.microbatches)
     return View(
         request=request,
@@ -121,7 +124,8 @@ def view_at(request: Request, columns: Columns, rows: Ints, *, place: int, seen:
         rows=rows,
         place=place,
         stage=stage,
-        share=share_of(request.shape, columns, stage),
+        share=share,
+        trained=trained,
         sizes=byte_sizes(request),
         tokens=np.asarray(batch_rows * request.workload.sequence_length / columns.cp, dtype=np.float64),
     )

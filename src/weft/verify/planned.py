@@ -54,7 +54,7 @@ class PlannedCollectives:
             return PlannedCollectives(not_judged=why_not)
         shape, view = found.request.shape, view_at(found.request, columns_of([plan]), np.arange(1), place=0)
         has_few_rows = view.tokens[0] / row_chunks(plan.tensor_parallel.mode, plan.mesh.tp) <= SMALL_ELEMENTS
-        bounds, is_frozen = {}, bool(run.train.frozen)
+        bounds, is_frozen = {}, bool(run.train.frozen) or run.adapter.is_on
         for row in (row for row in estimate_traffic(view).rows if np.round(row.bytes[0])):
             is_partial = is_frozen and (row.phase != "forward" or row.axis == axes.DP_SHARD)
             may_be_fewer = is_partial or (has_few_rows and row.axis == axes.TP)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import nn
 
 from weft.core.model_shape import AttentionShape, BlockShape, ExtraShape, LinearShape, MoeShape, NormShape, Style
+from weft.models.adapter.lora import LoraFactor
 from weft.models.shape.attention import ATTENTION, CROSS, find_attention, read_attention
 from weft.models.shape.experts import SHARED, Experts, is_last
 from weft.models.tp.layout import Region, TensorLayout
@@ -108,6 +109,8 @@ class BlockReader:
         facts, weight = linear_facts(site.name, site.module), own.get("weight")
         is_linear = facts is not None or isinstance(site.module, nn.Linear)
         is_router = site.experts.count > 0 and _ROUTER_CLASS.search(type(site.module).__name__) is not None
+        if isinstance(site.module, LoraFactor):
+            return []
         if weight is None or weight.ndim != 2 or not (is_linear or is_router):
             fused = site.experts.pop_matrices(site.path, site.module, own, hidden_size=self._tensors.hidden_size)
             return [replace(one, style=self._style(f"{site.block}.{one.name}")) for one in fused]
@@ -124,6 +127,7 @@ class BlockReader:
                 role=self._role(site) if is_linear else "router",
                 active=0 if CROSS.search(site.path) else site.experts.num_active(site.path),
                 is_transposed=is_transposed,
+                is_trained=weight.requires_grad,
             )
         ]
 
@@ -158,6 +162,7 @@ class BlockReader:
             place=place,
             per=per,
             is_fused=isinstance(site.module, nn.LayerNorm | nn.RMSNorm),
+            is_trained=weight is None or weight.requires_grad,
         )
 
     def _place(self, site: _Site, size: int) -> Literal["residual", "query", "key", "other"]:
@@ -178,6 +183,7 @@ class BlockReader:
                 style=self._style(f"{site.name}.{key}"),
                 row_size=one.numel() // one.shape[0] if one.ndim > 1 else 1,
                 is_trained=one.requires_grad,
+                is_factor=isinstance(site.module, LoraFactor),
             )
             for key, one in own.items()
             if one.numel()

@@ -18,7 +18,9 @@ from typing import Any
 
 from torch import nn
 
+from weft.core.adapter_spec import AdapterSpec
 from weft.core.model_shape import BlockShape, ExtraShape, ModelShape
+from weft.models.adapter.lora import adapted_linears, insert_adapter
 from weft.models.build import build_on_meta
 from weft.models.ep.finder import find_expert_layout
 from weft.models.hf_config import sentence
@@ -32,10 +34,12 @@ from weft.models.tp.vocabulary import called
 from weft.zoo.tensor_grids import COMPARED_ON_GRIDS
 
 
-def derive_shape(config: Any, *, name: str = "") -> ModelShape:
-    """The shape of the causal LM that transformers builds from `config`, with profiles of its blocks."""
+def derive_shape(config: Any, *, name: str = "", adapter: AdapterSpec | None = None) -> ModelShape:
+    """The shape of the causal LM that transformers builds from `config`, with adapters and profiles of its blocks."""
     # a model keeps its attention kernel in its config
     models = {writes: build_on_meta(copy.deepcopy(config), attention=kernel) for writes, kernel in _KERNELS.items()}
+    for model in models.values():
+        insert_adapter(model, adapter or AdapterSpec())
     shape = shape_of_model(models[False], name=name)
     tensors = find_tensor_layout(models[False], describe(models[False]))
     try:
@@ -121,6 +125,8 @@ def _with_ends(
         final_norm=_final_norm(model, layout),
         outside=_outside(model, set(blocks), known),
         dropout=_embedding_dropout(model, blocks),
+        is_adapted=next(adapted_linears(model), None) is not None,
+        trains_ends=any(one is not None and one.requires_grad for one in (table_weight, head_weight)),
     )
     missing = sum(parameter.numel() for parameter in model.parameters()) - shape.num_parameters
     if missing:  # the table has rows beyond the vocabulary, or another width than the head

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from weft.core.adapter_spec import AdapterSpec
 from weft.core.errors import BadValueError, ModelError
 from weft.core.json_files import read_json_table
 from weft.core.model_shape import ModelShape
@@ -37,28 +38,40 @@ _OLD_KEYS = {"n_head": "num_attention_heads", "n_head_kv": "num_kv_heads", "n_la
 _GUESSABLE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
 
 
-def shape_of(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
-    """The sizes of the causal LM that transformers builds from a parsed config.json."""
+def shape_of(config: Mapping[str, Any], *, name: str = "", adapter: AdapterSpec | None = None) -> ModelShape:
+    """The sizes of the causal LM that transformers builds from a parsed config.json, and of its adapters."""
     _require_plausible(config)
-    file = _cache_file(config)
+    file = _cache_file(config, adapter)
     shape = _read(file)
     if shape is None:
-        shape = _derived(config)
+        shape = _derived(config) if adapter is None else _adapted(config, adapter)
         _write(file, shape)
     return replace(shape, name=name or shape.model_type)
 
 
-def shape_from_type(model_type: str, overrides: Mapping[str, Any] | None = None, *, name: str = "") -> ModelShape:
+def shape_from_type(
+    model_type: str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    name: str = "",
+    adapter: AdapterSpec | None = None,
+) -> ModelShape:
     """A type with some config values, as [model] of run.toml has it; the others are transformers' defaults."""
-    return shape_of({**(overrides or {}), "model_type": model_type}, name=name)
+    return shape_of({**(overrides or {}), "model_type": model_type}, name=name, adapter=adapter)
 
 
-def shape_from_path(path: str | Path, overrides: Mapping[str, Any] | None = None, *, name: str = "") -> ModelShape:
+def shape_from_path(
+    path: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    name: str = "",
+    adapter: AdapterSpec | None = None,
+) -> ModelShape:
     """A config.json, or a folder that holds one; `overrides` as [model.config] of run.toml has them."""
     file = Path(path).expanduser()
     file = file / "config.json" if file.is_dir() else file
     config = read_json_table(file, hint="give a Hugging Face config.json or a folder that holds one")
-    return shape_of(_overridden(config, overrides or {}), name=name or file.parent.name)
+    return shape_of(_overridden(config, overrides or {}), name=name or file.parent.name, adapter=adapter)
 
 
 def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,8 +101,8 @@ def _require_plausible(config: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------------------ the cache
 
 
-def _cache_file(config: Mapping[str, Any]) -> Path:
-    text = json.dumps(config, sort_keys=True, default=str)
+def _cache_file(config: Mapping[str, Any], adapter: AdapterSpec | None) -> Path:
+    text = json.dumps(config, sort_keys=True, default=str) + (adapter.model_dump_json() if adapter is not None else "")
     digest = hashlib.sha256(f"{_code_digest()} {text}".encode()).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "shapes"
     return folder / f"{digest[:32]}.json"
@@ -145,12 +158,19 @@ def _derived(config: Mapping[str, Any]) -> ModelShape:
     return _guess(model_type, config, known=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def _of_known_type(model_type: str, config: Mapping[str, Any]) -> ModelShape:
+def _adapted(config: Mapping[str, Any], adapter: AdapterSpec) -> ModelShape:
+    from weft.core.quiet import quiet_libraries
+
+    quiet_libraries()
+    return _of_known_type(str(config.get("model_type", "")), config, adapter)
+
+
+def _of_known_type(model_type: str, config: Mapping[str, Any], adapter: AdapterSpec | None = None) -> ModelShape:
     from weft.models.hf_config import config_from_table
     from weft.models.shape.derive import derive_shape
 
     try:
-        shape = derive_shape(config_from_table(model_type, config))
+        shape = derive_shape(config_from_table(model_type, config), adapter=adapter)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         # values that the constructor accepts and that make no model: no stack trace, whatever a config holds
         raise ModelError(

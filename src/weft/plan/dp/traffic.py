@@ -20,6 +20,7 @@ from weft.plan.dp.all_reduce import replica_bytes
 from weft.plan.memory.parameters import num_expert_tensors, table_elements
 from weft.plan.memory.timeline import has_buckets
 from weft.plan.time.links import gather_bytes, reduce_bytes
+from weft.plan.time.state_stream import held_elements
 from weft.plan.view import View
 
 FIRST_BUCKET_BYTES = 2**20  # of DDP
@@ -43,21 +44,24 @@ def traffic(view: View) -> list[TrafficRow]:
     gathered = gather_bytes(view.coded_bytes(roots + blocks, plain), shards)
     # two stages of a rank with embedding and head have gradients of the root: each is reduced, a tied table twice
     is_twice = (columns.zero >= 2) & (columns.pp > 1) & stage.holds_embedding & stage.holds_head
-    twice = table_elements(view.shape, columns).padded * (is_twice & view.shape.tied_head)
-    reduced = gather_bytes((share.root.padded + blocks + twice) * sizes.wire, shards)
+    trained = view.trained
+    reduced_blocks = trained.total.padded - trained.root.padded - trained.experts.padded
+    twice = table_elements(view.shape.trained, columns).padded * (is_twice & view.shape.tied_head)
+    reduced = gather_bytes((trained.root.padded + reduced_blocks + twice) * sizes.wire, shards)
     edp = columns.edp.astype(np.float64)
     are_sharded = (columns.zero > 0) & (edp > 1)
     experts = share.experts.padded
     gathered_experts = gather_bytes(view.coded_bytes(experts, experts * sizes.compute), edp)
-    reduced_experts = gather_bytes(share.experts.padded * sizes.wire, edp)
+    reduced_experts = gather_bytes(trained.experts.padded * sizes.wire, edp)
     is_zero3 = columns.zero == 3
     forwards, backwards, reductions = (
         np.where(is_zero3, m, 1.0), np.where(is_zero3, m, 0.0), np.where(columns.zero >= 2, m, 1.0)
     )  # fmt: skip
     forward_times, backward_times, reduce_times = (times * is_sharded for times in (forwards, backwards, reductions))
-    reduces = (units + is_twice) * reduce_times
+    frozen_units = has_root * (trained.root.unsharded == 0)  # nothing of them is reduced
+    reduces = (units - frozen_units + is_twice) * reduce_times
     replicas = np.where(columns.zero > 0, columns.dp_replicate, columns.dp * columns.cp).astype(np.float64)
-    held = np.where(columns.zero > 0, share.total.shard, share.total.unsharded)
+    held = held_elements(view)
     has_scales = is_sharded & (view.num_in_float8 > SMALL_ELEMENTS)  # all together, once per step
     scales = reduce_bytes(view.num_in_float8 * 4.0, shards) * has_scales
     is_coded = view.request.precision.has_coded_sums
@@ -100,16 +104,22 @@ def _summed_experts(view: View) -> tuple[Floats, Floats]:
     columns = view.columns
     is_summed = (columns.ep > 1) & (columns.zero == 0) & (columns.edp > 1)
     tensors = np.asarray([num_expert_tensors(kind) for kind in view.shape.kinds])
-    elements = view.share.experts.unsharded * is_summed
+    elements = view.trained.experts.unsharded * is_summed
     nbytes = reduce_bytes(elements * view.sizes.gradient, columns.edp.astype(np.float64))
     return nbytes, np.asarray(view.stage.blocks @ tensors * is_summed, dtype=np.float64)
 
 
 def _most_buckets(view: View) -> Floats:
     """DDP closes a bucket when it is full, replicas of a pipeline before it would be; each holds a matrix or more."""
-    matrices = np.asarray([sum(linear.copies for linear in kind.linears) for kind in view.shape.kinds])
+    kinds = view.shape.trained.kinds
+    matrices = np.asarray(
+        [
+            sum(linear.copies for linear in kind.linears) + sum(extra.is_factor for extra in kind.extras)
+            for kind in kinds
+        ]
+    )
     most = 3.0 + view.stage.blocks @ matrices  # token table, head, and vectors after the last matrix
-    nbytes = view.share.total.unsharded * view.sizes.gradient
+    nbytes = view.trained.total.unsharded * view.sizes.gradient
     bucket_bytes = view.columns.bucket_bytes
     first_bytes = np.minimum(FIRST_BUCKET_BYTES, bucket_bytes)
     full = 1.0 + np.ceil(np.maximum(nbytes - first_bytes, 0.0) / bucket_bytes)

@@ -90,6 +90,20 @@ def tensors_of(block: BlockShape, columns: Columns) -> Iterator[HeldTensor]:
         yield extra_tensor(extra, columns, is_inside=is_inside(extra.name, block))
 
 
+def trained_tensors_of(block: BlockShape, columns: Columns, *, is_adapted: bool) -> Iterator[HeldTensor]:
+    """The parameters of one block that have gradients. Frozen neighbours tell where a region is."""
+    if not is_adapted:
+        yield from tensors_of(block, columns)
+        return
+    for linear in block.trained.linears:
+        home = is_inside(linear.name, block)
+        yield from linear_tensors(linear, columns, attention=block.attention, is_inside=home)
+    for norm in block.trained.norms:
+        yield _norm_tensor(norm, block, columns)
+    for extra in block.trained.extras:
+        yield extra_tensor(extra, columns, is_inside=is_inside(extra.name, block))
+
+
 def linear_tensors(
     linear: LinearShape, columns: Columns, *, attention: AttentionShape | None = None, is_inside: bool = False
 ) -> Iterator[HeldTensor]:

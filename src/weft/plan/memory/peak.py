@@ -134,13 +134,14 @@ def _resident(view: View) -> Terms:
     """Weights, optimizer state and older weight versions, which exist throughout the run."""
     columns, stage, share, sizes = view.columns, view.stage, view.share, view.sizes
     held = np.where(columns.zero > 0, share.total.shard, share.total.unsharded)
+    trained = held_elements(view)
     on_device = columns.offload_parameters == 0
     # with vertical sync every stage keeps as many versions as the first
     versions = np.where((columns.vertical_sync > 0) & (columns.pp > 1), columns.pp, stage.versions)
     return {
         Term.WEIGHTS: np.where(on_device, held * rest_bytes(view), 0.0),
-        Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, 0.0, state_bytes(view, held)),
-        Term.WEIGHT_VERSIONS: (versions - 1) * share.total.unsharded * sizes.master,
+        Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, 0.0, state_bytes(view, trained)),
+        Term.WEIGHT_VERSIONS: (versions - 1) * view.trained.total.unsharded * sizes.master,
     }
 
 

@@ -32,6 +32,8 @@ def state_bytes(view: View, held: Floats) -> Floats:
     """States of `held` parameters."""
     bytes_of_all = np.asarray(held * view.sizes.optimizer, dtype=np.float64)
     size = DTYPE_BYTES[view.request.precision.second_moment]
+    if view.shape.is_adapted:  # factors are small: at most as much
+        return bytes_of_all
     if view.request.workload.optimizer == "muon":
         return bytes_of_all - size * muon.matrix_elements(view)
     if view.request.workload.optimizer == "adafactor":

@@ -132,7 +132,7 @@ def _held_reduce_input(parts: TermParts) -> Floats:
     A rank with several stages has reduced another stage since.
     """
     is_held = (parts.view.columns.zero >= 2) & parts.has_gradients & (parts.view.stage.num_stages == 1)
-    return np.where(is_held, parts.view.share.root.padded * parts.view.sizes.communication, 0.0)
+    return np.where(is_held, parts.view.trained.root.padded * parts.view.sizes.communication, 0.0)
 
 
 def _at_head(parts: TermParts) -> Terms:
@@ -177,14 +177,15 @@ def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
     # casts are freed block by block; recompute casts the current block again
     gathered = gathered + (parts.blocks.is_recomputed(done) - parts.blocks.casts_freed(done)) * block_cast
     before = parts.earlier_gradients
-    per_block = (share.total.unsharded - share.root.unsharded) / blocks
-    per_block_shard = (share.total.shard - share.root.shard) / blocks
+    trained = view.trained
+    per_block = (trained.total.unsharded - trained.root.unsharded) / blocks
+    per_block_shard = (trained.total.shard - trained.root.shard) / blocks
     reduced = np.where(columns.zero >= 2, per_block_shard, per_block) * sizes.gradient * done
     of_head = head_gradient(view)
     grown = np.maximum(before, np.where(parts.has_gradients, before, reduced))
-    reduce_input = np.where(columns.zero == 0, 0.0, share.largest_padded * sizes.communication)
-    reduce_input = np.where(is_first, _held_reduce_input(parts), reduce_input + _codes(view, share.largest_padded))
-    own_gradient = share.largest_block * sizes.compute
+    reduce_input = np.where(columns.zero == 0, 0.0, trained.largest_padded * sizes.communication)
+    reduce_input = np.where(is_first, _held_reduce_input(parts), reduce_input + _codes(view, trained.largest_padded))
+    own_gradient = trained.largest_block * sizes.compute
     wide = 2 * view.tokens * sizes.activation * parts.widest / columns.tp
     waiting = np.where(columns.zero > 0, of_head, 0.0)  # the root is reduced last
     temporaries = wide + own_gradient / 3 + view.stream_bytes + waiting + _entry_gradients(view) + _received(view)
@@ -218,7 +219,7 @@ def _at_block_end(parts: TermParts, *, done: Floats) -> Terms:
     # gradients of input and output, and two of the norm in float32
     stream = view.stream_bytes * (2 + 8 / view.sizes.activation)
     waits = view.columns.zero > 0
-    own = np.where(waits, view.share.largest_block * view.sizes.compute + head_gradient(view), 0.0)
+    own = np.where(waits, view.trained.largest_block * view.sizes.compute + head_gradient(view), 0.0)
     return {
         **begun,
         Term.ACTIVATIONS: np.maximum(parts.saved - parts.blocks.freed(done + 1), 0.0),
@@ -235,7 +236,7 @@ def _row_sums(view: View) -> Floats:
 
 def head_gradient(view: View) -> Floats:
     """Gradient of the output head; the embedding's comes last."""
-    head = _table_elements(view)
+    head = _table_elements(view) * view.shape.trains_ends
     nbytes = np.where(view.columns.zero == 0, view.sizes.gradient, view.sizes.compute)
     return np.where(view.stage.holds_head, head * nbytes, 0.0)
 
@@ -265,11 +266,12 @@ def _at_table(parts: TermParts) -> Terms:
     """
     view, columns, sizes = parts.view, parts.view.columns, parts.view.sizes
     none = np.zeros(len(columns))
-    is_last = (columns.zero == 0) & view.stage.holds_embedding & sizes.is_mixed
+    is_last = (columns.zero == 0) & view.stage.holds_embedding & sizes.is_mixed & view.shape.trains_ends
     table = np.where(is_last, _table_elements(view), 0.0)
     into_bucket = np.where(has_buckets(view), sizes.compute + sizes.gradient, 0)
+    gradients = np.where(is_last, view.trained.total.unsharded * sizes.gradient, 0.0)
     return instant(
-        parts, saved=none, gathered=none, gradients=np.where(is_last, view.share.total.unsharded * sizes.gradient, 0.0),
+        parts, saved=none, gathered=none, gradients=gradients,
         buffers=none, temporaries=table * (sizes.compute + into_bucket) + np.where(is_last, _ahead(parts), 0.0),
     )  # fmt: skip
 
@@ -277,9 +279,9 @@ def _at_table(parts: TermParts) -> Terms:
 def _at_sum(parts: TermParts) -> Terms:
     """All-reduce between replicas of a pipeline rank after the last backward; a large tensor is its own bucket."""
     view, columns = parts.view, parts.view.columns
-    gradients = view.share.total.unsharded * view.sizes.gradient
+    gradients = view.trained.total.unsharded * view.sizes.gradient
     is_summed = (columns.pp > 1) & (columns.zero == 0) & (columns.dp * columns.cp > 1)
-    has_table = view.stage.holds_embedding | view.stage.holds_head
+    has_table = (view.stage.holds_embedding | view.stage.holds_head) & view.shape.trains_ends
     largest = np.where(has_table, _table_elements(view) * view.sizes.gradient, 0.0)
     bucket = np.minimum(np.maximum(columns.bucket_bytes, largest), gradients)
     none = np.zeros(len(columns))
@@ -312,7 +314,7 @@ def _at_root(parts: TermParts) -> Terms:
 
     With one shard nothing is sent: input and output exist, among replicas the divided gradient; the other is freed.
     """
-    view, columns, share, sizes = parts.view, parts.view.columns, parts.view.share, parts.view.sizes
+    view, columns, share, sizes = parts.view, parts.view.columns, parts.view.trained, parts.view.sizes
     several, none = parts.has_gradients, np.zeros(len(columns))
     gradients = (share.total.shard - np.where(several, 0.0, share.root.shard)) * sizes.gradient
     per_element = np.where((columns.zero == 1) & several, sizes.communication, sizes.compute)
@@ -331,7 +333,7 @@ def _at_root(parts: TermParts) -> Terms:
 
 
 def _at_update(parts: TermParts) -> Terms:
-    columns, share, sizes = parts.view.columns, parts.view.share, parts.view.sizes
+    columns, share, sizes = parts.view.columns, parts.view.trained, parts.view.sizes
     held = np.where(columns.zero > 0, share.total.shard, share.total.unsharded)
     none = np.zeros(len(columns))
     temporaries = held * sizes.update
@@ -359,7 +361,7 @@ def _ahead(parts: TermParts) -> Floats:
     done = np.minimum(1.0, parts.num_blocks)
     freed = np.maximum(parts.saved - parts.blocks.freed(done), 0.0)
     begun = np.where(parts.has_gradients | has_buckets(view), 1.0, 0.0)
-    share = view.share.total.unsharded * np.where(columns.zero >= 2, 1.0 / columns.shards, 1.0)
+    share = view.trained.total.unsharded * np.where(columns.zero >= 2, 1.0 / columns.shards, 1.0)
     grown = (1 - begun) * share * view.sizes.gradient * (1 - done / np.maximum(parts.num_blocks, 1))
     return chunks_within(view, columns.staging_bytes.astype(np.float64) + np.maximum(freed - grown, 0.0))
 
@@ -424,7 +426,7 @@ def _unused_cast(view: View) -> Floats:
 
 def gradients_of_earlier(view: View) -> Floats:
     """Gradients of earlier micro-batches when a backward begins."""
-    columns, share, sizes = view.columns, view.share, view.sizes
+    columns, share, sizes = view.columns, view.trained, view.sizes
     return np.select(
         [columns.zero == 0, columns.zero == 1],
         [share.total.unsharded * sizes.gradient, share.total.unsharded * sizes.communication],

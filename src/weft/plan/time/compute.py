@@ -41,6 +41,7 @@ class BlockSeconds:
 
     matmul_forward: Floats
     expert_forward: Floats  # of them, in experts
+    frozen_forward: Floats  # of them, with the head's, by frozen weights, whose gradients are not computed
     attention_forward: Floats
     pointwise_forward: Floats
     quantise_forward: Floats  # around float8 matmuls
@@ -57,7 +58,7 @@ class BlockSeconds:
 
     @property
     def backward(self) -> Floats:
-        matmuls = 2 * (self.matmul_forward + self.head_forward) + self.quantise_backward
+        matmuls = 2 * (self.matmul_forward + self.head_forward) - self.frozen_forward + self.quantise_backward
         return matmuls + ATTENTION_BACKWARD * self.attention_forward + 2 * self.pointwise_forward + self.recompute
 
 
@@ -65,15 +66,15 @@ def block_seconds(view: View) -> BlockSeconds:
     """Seconds of compute per micro-batch on the rank of `view`."""
     request, columns, stage, tokens = view.request, view.columns, view.stage, view.tokens
     device = request.cluster.device
-    matmul, experts, attention, pointwise, quantise, quantise_backward, recompute = (
-        np.zeros(len(columns)) for _ in range(7)
+    matmul, experts, frozen, attention, pointwise, quantise, quantise_backward, recompute = (
+        np.zeros(len(columns)) for _ in range(8)
     )
     for index, block in enumerate(request.shape.kinds):
         count = stage.blocks[:, index]
         linears, scores = _linears_s(request, columns, block, tokens), _attention_s(request, columns, block, tokens)
         moved, recomputed_share = _pointwise_s(request, columns, block, tokens)
         matmul, attention = matmul + count * linears.matmul, attention + count * scores
-        experts = experts + count * linears.experts
+        experts, frozen = experts + count * linears.experts, frozen + count * linears.frozen
         pointwise, quantise = pointwise + count * moved, quantise + count * linears.quantise_forward
         quantise_backward = quantise_backward + count * linears.quantise_backward
         forward = linears.matmul + linears.quantise_forward + scores + moved
@@ -81,6 +82,7 @@ def block_seconds(view: View) -> BlockSeconds:
         recompute = recompute + stage.recomputed.selective[:, index] * moved * recomputed_share
     vocab = request.shape.vocab_size / columns.tp
     head = linear_s(device, request, rows=tokens, inner=request.shape.hidden_size, outer=vocab)
+    frozen = frozen + head * stage.holds_head * (not request.shape.trains_ends)
     fused = np.where(is_sharded(view), SHARDED_LOSS_BYTES, FUSED_LOSS_PASSES * byte_sizes(request).activation)
     per_logit = np.where(columns.fused_loss > 0, fused, LOSS_PASSES * 4)
     loss = per_logit * tokens * vocab / _bandwidth(device)
@@ -89,8 +91,9 @@ def block_seconds(view: View) -> BlockSeconds:
     if request.is_cpu:
         launch = np.zeros(len(columns))
     return BlockSeconds(
-        matmul_forward=matmul, expert_forward=experts, attention_forward=attention, pointwise_forward=pointwise,
-        quantise_forward=quantise, quantise_backward=quantise_backward, recompute=recompute,
+        matmul_forward=matmul, expert_forward=experts, frozen_forward=frozen, attention_forward=attention,
+        pointwise_forward=pointwise, quantise_forward=quantise, quantise_backward=quantise_backward,
+        recompute=recompute,
         loss=loss * stage.holds_head, head_forward=head * stage.holds_head, launch=launch,
     )  # fmt: skip
 
@@ -118,14 +121,16 @@ def linear_s(
 
 
 def model_flops(request: Request, *, sees_all_keys: bool = False) -> float:
-    """FLOPs per step for MFU: 6 per weight that a token uses, plus matmuls of attention over visible keys.
+    """FLOPs per step for MFU: 6 per weight that a token uses, 4 per frozen one, and matmuls of attention.
 
     `sees_all_keys` counts masked keys too, as most published figures do.
     """
     shape, workload = request.shape, request.workload
-    per_token = 6.0 * shape.vocab_size * shape.hidden_size
+    per_token = (6.0 if shape.trains_ends else 4.0) * shape.vocab_size * shape.hidden_size
     for block, count in zip(shape.kinds, shape.kind_counts, strict=True):
-        per_token += 3.0 * count * block.linear_flops_per_token
+        frozen = sum(linear.flops_per_token for linear in block.linears if not linear.is_trained)
+        factors = sum(extra.num_parameters for extra in block.extras if extra.is_factor)
+        per_token += count * (3.0 * block.linear_flops_per_token - frozen + 6.0 * factors)
         if block.attention is not None:
             length = workload.sequence_length
             per_token += 3.0 * count * attention_flops_per_token(block, length, sees_all_keys=sees_all_keys)
@@ -146,6 +151,7 @@ class _LinearSeconds:
 
     matmul: Floats
     experts: Floats  # of them
+    frozen: Floats  # of them, by frozen weights
     quantise_forward: Floats
     quantise_backward: Floats
 
@@ -153,6 +159,7 @@ class _LinearSeconds:
         return _LinearSeconds(
             self.matmul + other.matmul,
             self.experts + other.experts,
+            self.frozen + other.frozen,
             self.quantise_forward + other.quantise_forward,
             self.quantise_backward + other.quantise_backward,
         )
@@ -160,9 +167,14 @@ class _LinearSeconds:
 
 def _linears_s(request: Request, columns: Columns, block: BlockShape, tokens: Floats) -> _LinearSeconds:
     nothing = np.zeros(len(columns))
-    total = _LinearSeconds(nothing, nothing, nothing, nothing)
+    total = _LinearSeconds(nothing, nothing, nothing, nothing, nothing)
     for linear in block.linears:
         total = total + _linear_of_block_s(request, columns, linear, tokens)
+    for extra in (extra for extra in block.extras if extra.is_factor):
+        here = columns.tp if extra.style != "replicated" else np.ones(len(columns))
+        held = np.asarray(extra.num_parameters / extra.row_size / here, dtype=np.float64)
+        factor = linear_s(request.cluster.device, request, rows=tokens, inner=extra.row_size, outer=held)
+        total = total + _LinearSeconds(factor, nothing, nothing, nothing, nothing)
     return total
 
 
@@ -177,24 +189,30 @@ def _linear_of_block_s(request: Request, columns: Columns, linear: LinearShape, 
         matmul = here * linear_s(device, request, rows=rows, inner=linear.in_features, outer=outer)
         taken = experts_in_float8(linear, columns)
         if not np.any(taken):
-            return _LinearSeconds(matmul, matmul, nothing, nothing)
+            return _LinearSeconds(matmul, matmul, matmul * (not linear.is_trained), nothing, nothing)
         short = linear_s(device, request, rows=rows, inner=linear.in_features, outer=outer, in_float8=True)
         matmul = np.where(taken, here * short / rate_share(columns), matmul)
         passes = quantise_bytes(columns, rows=rows, inner=np.asarray(float(linear.in_features)), outer=outer)
         share = here * taken / _bandwidth(device)
-        return _LinearSeconds(matmul, matmul, share * passes.forward, share * passes.backward)
+        frozen = matmul * (not linear.is_trained)
+        return _LinearSeconds(matmul, matmul, frozen, share * passes.forward, share * passes.backward)
     divisor = columns.matrix_divisor if linear.style != "replicated" else np.ones(len(columns))
     inner = linear.in_features / np.where(linear.style == "row", divisor, 1)
     outer = linear.out_features / np.where(linear.style == "column", divisor, 1)
     matmul = linear_s(device, request, rows=tokens, inner=inner, outer=outer)
     taken = _takes_float8(columns, linear)
     if not np.any(taken):
-        return _LinearSeconds(linear.copies * matmul, nothing, nothing, nothing)
+        frozen = linear.copies * matmul * (not linear.is_trained)
+        return _LinearSeconds(linear.copies * matmul, nothing, frozen, nothing, nothing)
     short = linear_s(device, request, rows=tokens, inner=inner, outer=outer, in_float8=True) / rate_share(columns)
     passes = quantise_bytes(columns, rows=tokens, inner=inner, outer=outer)
     share = linear.copies * taken / _bandwidth(device)
     return _LinearSeconds(
-        linear.copies * np.where(taken, short, matmul), nothing, share * passes.forward, share * passes.backward
+        linear.copies * np.where(taken, short, matmul),
+        nothing,
+        nothing,
+        share * passes.forward,
+        share * passes.backward,
     )
 
 

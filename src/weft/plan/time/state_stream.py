@@ -71,7 +71,7 @@ def rest_bytes(view: View) -> Floats:
 
 def held_elements(view: View) -> Floats:
     """Parameters whose states the rank updates."""
-    return np.where(view.columns.zero > 0, view.share.total.shard, view.share.total.unsharded)
+    return np.where(view.columns.zero > 0, view.trained.total.shard, view.trained.total.unsharded)
 
 
 def streamed_bytes(view: View) -> Floats:

@@ -22,7 +22,7 @@ from weft.plan.pp.stages import bubble_of
 from weft.plan.request import Request, rate_format
 from weft.plan.time.compute import ATTENTION_BACKWARD, BlockSeconds, block_seconds, model_flops
 from weft.plan.time.links import AxisLink, axis_link, expert_link, link_of
-from weft.plan.time.state_stream import UPDATE_PASSES
+from weft.plan.time.state_stream import UPDATE_PASSES, held_elements
 from weft.plan.time.transfers import OVERLAP, transfers_of
 from weft.plan.traffic import Traffic, estimate_traffic
 from weft.plan.view import View, busiest_view
@@ -140,8 +140,8 @@ def _between_replicas(request: Request, columns: Columns, traffic: Traffic, busy
 
 def _update(view: View, busy: BlockSeconds) -> Terms:
     """Weights, gradients and states are read and written once; offloaded ones stream (state_stream.py)."""
-    columns, share, sizes, cluster = view.columns, view.share, view.sizes, view.request.cluster
-    held = np.where(columns.zero > 0, share.total.shard, share.total.unsharded)
+    columns, sizes, cluster = view.columns, view.sizes, view.request.cluster
+    held = held_elements(view)
     per_parameter = 2 * sizes.master + sizes.gradient + 2 * sizes.optimizer
     on_device = UPDATE_PASSES * held * per_parameter / (cluster.device.memory_bytes_per_s * cluster.device.memory_share)
     moved = transfers_of(view, busy)

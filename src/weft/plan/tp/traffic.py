@@ -36,7 +36,7 @@ from weft.core import axes
 from weft.core.model_shape import BlockShape
 from weft.plan.axis import SMALL_ELEMENTS, TrafficRow
 from weft.plan.columns import TP_MODES, Bools, Floats
-from weft.plan.memory.block_tensors import is_wide, tensors_of
+from weft.plan.memory.block_tensors import is_wide, trained_tensors_of
 from weft.plan.memory.fused_loss import num_chunks
 from weft.plan.time.links import gather_bytes, reduce_bytes
 from weft.plan.tp.float8 import scale_collectives
@@ -239,7 +239,7 @@ def _update(view: View) -> Iterator[Sent]:
     shared, large, repeated, copies = (np.zeros(size) for _ in range(4))
     for index, block in enumerate(view.shape.kinds):
         count = view.stage.blocks[:, index]
-        for held in tensors_of(block, view.columns):
+        for held in trained_tensors_of(block, view.columns, is_adapted=view.shape.is_adapted):
             times = held.tensors * count
             if held.place in ("inside", "outside"):
                 is_summed = (held.place == "inside") | (view.columns.sequence_parallel > 0)
