@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 GUIDES = (
     "data",
     "fine-tune",
+    "lora",
     "models",
     "layouts",
     "tensor-parallel",

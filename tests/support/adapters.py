@@ -30,6 +30,7 @@ def build_adapted(
     *,
     adapter: dict[str, Any] | None = None,
     learning_rate: float = 1e-2,
+    device: torch.device = CPU,
     **options: Any,
 ) -> Engine:
     """An engine over the family's model with adapters, under a plan given as tables."""
@@ -40,7 +41,7 @@ def build_adapted(
         Plan.from_tables(plan or {}),
         optimizer=OptimizerPolicy(learning_rate=learning_rate),
         weights=initial_weights(run, config, device=CPU),
-        device=CPU,
+        device=device,
         **options,
     )
 
