@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ def test_plan_and_dry_run_agree(name: str) -> None:
     assert seen[Term.OPTIMIZER_STATE] < seen[Term.WEIGHTS] / 8  # of factors alone
     total = sum(value for term, value in expected.items() if term != Term.FRAMEWORK)
     assert total == pytest.approx(found.peak.peak_bytes, rel=WITHIN)
-    assert backward(planned.traffic) == backward([asdict(row) for row in found.traffic])
+    assert backward(planned.traffic) == backward(found.traffic)
 
 
 def backward(rows: list[Any]) -> dict[tuple[str, str], int]:
