@@ -19,7 +19,6 @@ CONFIG = {
 }  # fmt: skip
 PLANS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"mesh": {"dp_shard": 4}, "data_parallel": {"zero": 3}, "pipeline": {"microbatches": 2}},
-    "DDP": {"mesh": {"dp_replicate": 4}},
 }
 
 
