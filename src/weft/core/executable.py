@@ -30,7 +30,6 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
             f"{plan.delayed_by} with a loss scale (precision fp16)",
         ),
         (plan.mesh.pp > 1 and plan.tensor_parallel.mode != "1d" and plan.mesh.tp > 1, "a pipeline of grids"),
-        (plan.mesh.cp > 1, "context parallelism (mesh.cp > 1)"),
         (
             plan.mesh.ep > 1 and plan.mesh.tp > 1 and plan.tensor_parallel.mode != "1d",
             f"expert parallelism (mesh.ep > 1) with tensor_parallel.mode = {plan.tensor_parallel.mode!r}",
@@ -52,6 +51,7 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
             policy.has_wide_logits and plan.mesh.tp > 1,
             "precision.logits = 'float32' beside weights in 16 bits with tensor parallelism",
         ),
+        *((plan.mesh.cp > 1 and has, f"context parallelism (mesh.cp > 1) with {what}") for has, what in _not_cp(plan)),
         *_not_summed(plan),
         *_not_coded(plan),
         *_not_offloaded(plan),
@@ -65,6 +65,18 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
     for is_refused, what, hint in [*((is_refused, what, general) for is_refused, what in refused), *_switched_on(plan)]:
         if is_refused:
             yield f"this version of weft does not execute {what}", hint
+
+
+def _not_cp(plan: Plan) -> list[tuple[bool, str]]:
+    """Features that context parallelism does not support yet."""
+    attention, mesh = plan.context_parallel.attention, plan.mesh
+    return [
+        (attention == "ring", "context_parallel.attention = 'ring'"),
+        (mesh.tp > 1 and plan.tensor_parallel.mode != "1d", f"tensor_parallel.mode = {plan.tensor_parallel.mode!r}"),
+        (mesh.ep > 1 and plan.data_parallel.zero == 0, "expert parallelism and data_parallel.zero = 0"),
+        (plan.never_flushes, plan.delayed_by),
+        (_is_threaded(plan), "dataparallel"),
+    ]
 
 
 def _not_summed(plan: Plan) -> list[tuple[bool, str]]:
@@ -228,6 +240,7 @@ def _not_compiled(plan: Plan) -> list[tuple[bool, str]]:
     """Features that compiled blocks do not support yet."""
     return [
         (plan.mesh.tp > 1, "tensor parallelism"),
+        (plan.mesh.cp > 1, "context parallelism"),
         _split_backward(plan),
         (_is_threaded(plan), "dataparallel"),
         (plan.activations.is_selective, "selective recompute"),

@@ -21,6 +21,7 @@ from weft.core.memory_sections import Activations, Offload
 from weft.core.precision import E2M1, E4M3, LOW_PRODUCTS, LOW_STATES, Format, PrecisionPolicy, impossible
 from weft.core.precision_presets import PRESETS
 from weft.core.precision_section import Precision
+from weft.core.sequence_split import SequenceSplit
 from weft.core.wire_bytes import CODED
 
 SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules that split the backward
@@ -129,6 +130,20 @@ class ExpertParallel(Section):
         return (axes.DP_SHARD, axes.CP, axes.TP) if self.tensor == "folded" else (axes.DP_SHARD, axes.CP)
 
 
+class ContextParallel(Section):
+    """How attention sees the keys and values of other ranks of `mesh.cp`."""
+
+    attention: Literal["gather", "ulysses", "ring"] = Field(
+        default="gather",
+        description="gather (keys and values of all ranks, any mask) | ulysses (all positions of a share of the "
+        "heads) | ring (keys and values pass from rank to rank)",
+    )
+    split: SequenceSplit = Field(
+        default="zigzag",
+        description="positions of a rank: zigzag (an early and a late piece: equal causal work) | contiguous",
+    )
+
+
 class Pipeline(Section):
     schedule: Literal[
         "naive",
@@ -210,6 +225,7 @@ class Plan(Document):
     data_parallel: DataParallel = DataParallel()
     tensor_parallel: TensorParallel = TensorParallel()
     expert_parallel: ExpertParallel = ExpertParallel()
+    context_parallel: ContextParallel = ContextParallel()
     pipeline: Pipeline = Pipeline()
     precision: Precision = Precision()
     activations: Activations = Activations()

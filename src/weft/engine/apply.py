@@ -4,7 +4,7 @@
 2. place           a module with values: to the device, rank 0's values to all; parameters in their storage dtype
 3. split           finds the pipeline's split points by running the model's own forward, so before any wrapping
 4. tensor_shard    tensor, expert parallelism: parameters become this rank's shards, layers wrap forwards of modules;
-                   routers around those layers: they count the tokens of this rank, before any exchange
+                   attention gets keys of other ranks (cp); routers last: they count this rank's tokens
 5. span            batch norms: statistics over the rows of all data-parallel ranks
 6. keep            this rank's stages: other parameters are dropped before any memory is allocated
 7. shard           fully_shard, blocks then root, still on meta (ZeRO, HSDP): a shard of a shard
@@ -36,6 +36,7 @@ from weft.engine.activations.recompute import apply_recompute
 from weft.engine.axis import Axes
 from weft.engine.buffers.batch_norms import BatchNorms, apply_batch_norms
 from weft.engine.buffers.changes import BufferChanges
+from weft.engine.cp.apply import apply_context_parallel
 from weft.engine.dp.choose import choose_strategy
 from weft.engine.dp.reduce_scatter_copy import patch_reduce_scatter_copy
 from weft.engine.dp.sharded import shard_units
@@ -104,9 +105,9 @@ def apply_plan(
     routers = find_and_build(model, plan, router or RouterSpec(), device=device)
     split_plan = split_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
     tp, ep = apply_tensor_and_expert(model, plan, topology, layout=layout, keep_logits_full=has_own_objective)
+    cp = apply_context_parallel(model, plan, topology, layout=layout, has_own_objective=has_own_objective)
     routers.wrap()
-    if precision.has_wide_logits:
-        widen_head(model)
+    widen_head(model, precision)
     batch_norms = apply_batch_norms(model, plan, topology)
     own = layout
     if split_plan is not None:
@@ -120,7 +121,7 @@ def apply_plan(
         shard_units(model, own, mesh=topology.dp_mesh, stage=dp.zero, precision=precision, experts=experts)
         if weights_leave:
             free_at_rest(model)
-    sharding = Axes(context for context in (tp, ep) if context is not None)
+    sharding = Axes(context for context in (tp, ep, cp) if context is not None)
     materialise(model, own, weights, device=device, shards=sharding.shards, fills=masters is None)
     if precision.gradients != resting_dtype(plan):
         keep_gradients_in(model, torch_dtype(precision.gradients))

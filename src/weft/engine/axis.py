@@ -9,8 +9,7 @@
 | process groups | `groups`; `activation_groups` for those that carry activations |
 | different parameters per rank | `partitions_model`: norms and counts are summed over the axis |
 
-The defaults replicate. Norm, clip, values, checkpoints, coverage and traffic follow
-from these answers: `Engine` loops over `Axes` and names no axis.
+The defaults replicate. Norm, clip, values, checkpoints, coverage and traffic follow; `Engine` names no axis.
 """
 
 from __future__ import annotations
@@ -82,8 +81,8 @@ class AxisContext:
     ) -> None:
         """Copy loaded values to parameters that a checkpoint does not hold, or to their masters."""
 
-    def explain_errors(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Turn errors that this axis causes in model code into one sentence."""
+    def around_forward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Around model code, before `rows_of`: state of a forward, errors that this axis causes as one sentence."""
         return nullcontext()
 
     def runner(self) -> MicrobatchRunner | None:
@@ -167,10 +166,10 @@ class Axes(tuple[AxisContext, ...]):
             context.after_load(trained, optimizer, masters)
 
     @contextmanager
-    def explain_errors(self, model: nn.Module) -> Iterator[None]:
+    def around_forward(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
             for context in self:
-                stack.enter_context(context.explain_errors(model))
+                stack.enter_context(context.around_forward(model))
             yield
 
     def runner(self) -> MicrobatchRunner | None:

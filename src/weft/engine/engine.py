@@ -221,8 +221,8 @@ class Engine(EngineState):
     def loss_sum(self, microbatch: Batch, *, stage: int = 0) -> torch.Tensor:
         """The summed loss of this rank's rows. Stages other than the last end early (`StageDone`)."""
         module = self.runner.callable_for(self.strategy.module, stage)
-        explained = self.axes.explain_errors(self.model)
-        with explained, skip_packed_sequence_check(microbatch), self.attention.preferred():
+        around = self.axes.around_forward(self.model)
+        with around, skip_packed_sequence_check(microbatch), self.attention.preferred():
             loss = self.objective.loss_sum(module, self.axes.rows_of(microbatch))
         seen("loss", loss.dtype)
         return loss

@@ -43,12 +43,19 @@ class ReplicatedAxis(AxisContext):
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """This rank's place in the mesh. `dp_group`: the ranks with different rows of the same global batch."""
+    """This rank's place in the mesh. `dp_group`: the ranks with different rows of the same global batch.
+
+    `mesh` places parameters: context-parallel ranks share one copy of the states, so its axis of shards (of replicas,
+    without shards) has them too. `gradient_group`: all ranks whose gradients of the same parameters are partial sums.
+    """
 
     mesh: DeviceMesh
     dp_group: dist.ProcessGroup
     dp_rank: int
     dp_degree: int
+    gradient_group: dist.ProcessGroup
+    cp_degree: int = 1
+    cp_group: dist.ProcessGroup | None = None
     tp_degree: int = 1
     pp_degree: int = 1
     pp_rank: int = 0
@@ -173,7 +180,8 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
     elif plan.mesh.dp_degree == 1 and plan.num_ranks > 1:
         sizes.setdefault(axes.DP_REPLICATE, 1)  # every mesh has a data axis
     ordered = {axis: sizes[axis] for axis in axes.MESH_ORDER if axis in sizes} or {axes.DP_REPLICATE: 1}
-    mesh = init_device_mesh(device_type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
+    folded = _with_context_folded(ordered)
+    mesh = init_device_mesh(device_type, tuple(folded.values()), mesh_dim_names=tuple(folded))
     groups = OwnedGroups()
     groups.adopt(mesh.get_all_groups())
     expert_mesh, expert_group = _expert_mesh(ordered, plan, device_type=device_type), None
@@ -181,19 +189,22 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
         groups.adopt(expert_mesh.get_all_groups())
         # of its own: over all ranks a mesh takes the group of the world, whose queue is that of weights and gradients
         expert_group = groups.new_partition(rank_lists(expert_mesh, (axes.EP,)), title="expert parallel")
-    data_ranks = rank_lists(mesh, axes.DATA_AXES)
+    data_ranks = ranks_over(ordered, axes.DATA_AXES)
     own = next(ranks for ranks in data_ranks if dist.get_rank() in ranks)
-    pp = plan.mesh.pp
+    dp_group, pp, has_context = _data_group(groups, data_ranks), plan.mesh.pp, axes.CP in ordered
     of_stage = [axis for axis in ordered if axis != axes.PP]
     return Topology(
         mesh=mesh,
-        dp_group=_data_group(groups, data_ranks),
+        dp_group=dp_group,
         dp_rank=own.index(dist.get_rank()),
         dp_degree=plan.mesh.dp_degree,
+        gradient_group=_data_group(groups, rank_lists(mesh, axes.DATA_AXES)) if has_context else dp_group,
+        cp_degree=plan.mesh.cp,
+        cp_group=groups.new_partition(ranks_over(ordered, (axes.CP,)), title="context") if has_context else None,
         tp_degree=plan.mesh.tp,
         pp_degree=pp,
         pp_rank=dist.get_rank() // (world_size // pp),
-        stage_group=groups.new_partition(rank_lists(mesh, of_stage), title="stage") if pp > 1 else None,
+        stage_group=groups.new_partition(ranks_over(ordered, of_stage), title="stage") if pp > 1 else None,
         groups=groups,
         expert_mesh=expert_mesh,
         expert_group=expert_group,
@@ -219,13 +230,25 @@ def _expert_mesh(sizes: dict[str, int], plan: Plan, *, device_type: str) -> Devi
     return init_device_mesh(device_type, tuple(divided.values()), mesh_dim_names=tuple(divided))
 
 
+def _with_context_folded(sizes: dict[str, int]) -> dict[str, int]:
+    """The sizes with cp inside its neighbour, the axis of shards or else of replicas."""
+    neighbour = axes.DP_SHARD if axes.DP_SHARD in sizes else axes.DP_REPLICATE
+    cp = sizes.get(axes.CP, 1)
+    return {axis: size * cp if axis == neighbour else size for axis, size in sizes.items() if axis != axes.CP}
+
+
 def rank_lists(mesh: DeviceMesh, over: Sequence[str]) -> list[list[int]]:
     """The global ranks that differ in the axes `over` alone, list by list in the order of the mesh."""
-    names = mesh.mesh_dim_names or ()
-    moved = [dim for dim, name in enumerate(names) if name in over]
-    kept = [dim for dim, name in enumerate(names) if name not in over]
-    length = math.prod(mesh.shape[dim] for dim in moved)
-    ranks = np.arange(math.prod(mesh.shape)).reshape(mesh.shape)  # no tensor: a dry run's would be fake
+    return ranks_over(dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)), over)
+
+
+def ranks_over(sizes: dict[str, int], over: Sequence[str]) -> list[list[int]]:
+    """As `rank_lists`, for a mesh of these sizes."""
+    moved = [dim for dim, name in enumerate(sizes) if name in over]
+    kept = [dim for dim, name in enumerate(sizes) if name not in over]
+    shape = tuple(sizes.values())
+    length = math.prod(shape[dim] for dim in moved)
+    ranks = np.arange(math.prod(shape)).reshape(shape)  # no tensor: a dry run's would be fake
     lists: list[list[int]] = ranks.transpose(*kept, *moved).reshape(-1, length).tolist()
     return lists
 

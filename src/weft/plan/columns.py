@@ -19,7 +19,15 @@ from weft.core.experts import WIRE_FORMATS
 from weft.core.float8_section import RECIPES, Float8Choice
 from weft.core.memory_sections import Offload
 from weft.core.offload_sizes import CHUNK_ELEMENTS
-from weft.core.plan import DataParallel, ExpertParallel, ExpertTensor, Pipeline, Plan, TensorParallel
+from weft.core.plan import (
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    ExpertTensor,
+    Pipeline,
+    Plan,
+    TensorParallel,
+)
 from weft.core.tensor_grid import tensor_depth
 
 Ints = npt.NDArray[np.int64]
@@ -30,6 +38,8 @@ SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotati
 TP_MODES: tuple[str, ...] = get_args(TensorParallel.model_fields["mode"].annotation)
 DISPATCHERS: tuple[str, ...] = get_args(ExpertParallel.model_fields["dispatcher"].annotation)
 EXPERT_TENSORS: tuple[ExpertTensor, ...] = get_args(ExpertTensor)
+CP_ATTENTIONS: tuple[str, ...] = get_args(ContextParallel.model_fields["attention"].annotation)
+CP_SPLITS: tuple[str, ...] = get_args(ContextParallel.model_fields["split"].annotation)
 ALL_REDUCES: tuple[str, ...] = get_args(DataParallel.model_fields["all_reduce"].annotation)
 RECOMPUTE = ("none", "selective", "full", "budget")
 FLOAT8: tuple[Float8Choice, ...] = get_args(Float8Choice)
@@ -65,6 +75,8 @@ class Columns:
     expert_tensor: Ints  # index into EXPERT_TENSORS
     wire: Ints  # index into WIRE_FORMATS
     expert_chunks: Ints
+    cp_attention: Ints  # index into CP_ATTENTIONS
+    cp_split: Ints  # index into CP_SPLITS
     zero: Ints
     microbatches: Ints
     schedule: Ints  # index into SCHEDULES
@@ -121,6 +133,14 @@ class Columns:
     def shards(self) -> Ints:
         """Ranks that share one copy of the states, including context-parallel ranks, which have the same weights."""
         return np.where(self.zero > 0, self.dp_shard * self.cp, 1)
+
+    @property
+    def cp_multiple(self) -> Ints:
+        """Rows are padded to a multiple of this length (`core/sequence_split.py`)."""
+        pieces = np.where(self.cp_split == CP_SPLITS.index("zigzag"), 2, 1)
+        is_sliced = (self.sequence_parallel > 0) & (self.tp_mode == TP_MODES.index("1d"))
+        unit = np.lcm(self.cp * pieces, self.cp * np.where(is_sliced, self.tp, 1))
+        return np.where(self.cp > 1, unit, 1)
 
     @cached_property
     def expert_pool(self) -> Ints:
@@ -238,6 +258,8 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         expert_tensor=column(EXPERT_TENSORS.index(plan.expert_parallel.tensor) for plan in plans),
         wire=column(WIRE_FORMATS.index(plan.expert_parallel.wire) for plan in plans),
         expert_chunks=column(plan.expert_parallel.chunks for plan in plans),
+        cp_attention=column(CP_ATTENTIONS.index(plan.context_parallel.attention) for plan in plans),
+        cp_split=column(CP_SPLITS.index(plan.context_parallel.split) for plan in plans),
         zero=column(plan.data_parallel.zero for plan in plans),
         microbatches=column(plan.pipeline.microbatches for plan in plans),
         schedule=column(SCHEDULES.index(plan.pipeline.schedule) for plan in plans),
@@ -303,6 +325,10 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "tensor": EXPERT_TENSORS[at("expert_tensor")],
             "wire": WIRE_FORMATS[at("wire")],
             "chunks": at("expert_chunks"),
+        },
+        "context_parallel": {
+            "attention": CP_ATTENTIONS[at("cp_attention")],
+            "split": CP_SPLITS[at("cp_split")],
         },
         "pipeline": {
             "schedule": SCHEDULES[at("schedule")],

@@ -28,10 +28,8 @@ def _batch_divides(request: Request, columns: Columns) -> Bools:
 
 
 def _sequence_divides(request: Request, columns: Columns) -> Bools:
-    chunks = np.where(columns.cp > 1, 2 * columns.cp, 1)  # a causal ring gives each rank an early and a late chunk
-    is_sharded = (columns.sequence_parallel > 0) & (columns.tp_mode == TP_MODES.index("1d"))
-    chunks = chunks * np.where(is_sharded, columns.tp, 1)
-    return request.workload.sequence_length % chunks != 0
+    is_sharded = (columns.sequence_parallel > 0) & (columns.tp_mode == TP_MODES.index("1d")) & (columns.cp == 1)
+    return request.workload.sequence_length % np.where(is_sharded, columns.tp, 1) != 0  # cp pads rows
 
 
 def _mixture_is_of_the_model(request: Request, columns: Columns) -> Bools:
@@ -99,7 +97,7 @@ _FIRST: tuple[Rule, ...] = (
         _batch_divides,
         lambda request, columns: _nearest_batch(request, columns),
     ),
-    Rule("sequence", "the sequence must divide over context and sequence parallelism", _sequence_divides),
+    Rule("sequence", "the sequence must divide over sequence parallelism", _sequence_divides),
 )
 _LAST: tuple[Rule, ...] = (
     Rule(

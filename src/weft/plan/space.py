@@ -20,6 +20,7 @@ from weft.core.offload_sizes import CHUNK_ELEMENTS
 from weft.core.plan import BUCKET_BYTES, SPLIT, ExpertParallel, ExpertTensor
 from weft.core.precision import E4M3, LOW_PRODUCTS
 from weft.plan.columns import (
+    CP_SPLITS,
     DISPATCHERS,
     EXPERT_TENSORS,
     FLOAT8,
@@ -33,6 +34,7 @@ from weft.plan.columns import (
     Columns,
     Ints,
 )
+from weft.plan.cp.sizes import chosen_attentions
 from weft.plan.ep.choice import chosen_dispatchers
 from weft.plan.request import Request
 
@@ -62,6 +64,8 @@ SEARCHED = frozenset(
             "expert_parallel.tensor",
             "expert_parallel.wire",
             "expert_parallel.chunks",
+            "context_parallel.attention",
+            "context_parallel.split",
             "pipeline.schedule",
             "pipeline.microbatches",
             "pipeline.virtual_stages",
@@ -219,6 +223,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
     )
     recipe = cast(Float8Recipe, freedom.fixed.get("float8.recipe", GATHERED))
     gather = freedom.fixed.get("float8.gather", "float8" if recipe == GATHERED else "weights")
+    split = freedom.fixed.get("context_parallel.split", "zigzag")
 
     def number(key: str, default: int) -> Ints:
         return np.full(size, int(str(freedom.fixed.get(key, default))), dtype=np.int64)
@@ -232,6 +237,8 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         expert_tensor=np.full(size, EXPERT_TENSORS.index(_expert_tensor(freedom)), dtype=np.int64),
         wire=np.full(size, WIRE_FORMATS.index(wire), dtype=np.int64),
         expert_chunks=number("expert_parallel.chunks", 1),
+        cp_attention=chosen_attentions(request.shape, table[:, 2], table[:, 3], freedom.fixed),
+        cp_split=np.full(size, CP_SPLITS.index(str(split)), dtype=np.int64),
         zero=table[:, 6], schedule=table[:, 7], virtual_stages=table[:, 8], recompute=table[:, 9], tp_mode=table[:, 10],
         offload_optimizer=table[:, 11], microbatches=table[:, 12],
         sequence_parallel=switch("tensor_parallel.sequence_parallel", one_d.astype(np.int64)),
@@ -276,7 +283,7 @@ def _fast_path(table: Ints, freedom: Freedom, request: Request) -> tuple[Ints, I
     is_gpu = not request.is_cpu
     is_split = (table[:, 4] > 1) & np.isin(table[:, 7], [SCHEDULES.index(name) for name in SPLIT])
     selects = table[:, 9] == RECOMPUTE.index("selective")
-    compiled = is_gpu & (table[:, 3] == 1) & ~is_split & ~selects & (not request.shape.has_dropout)
+    compiled = is_gpu & (table[:, 3] == 1) & (table[:, 2] == 1) & ~is_split & ~selects & (not request.shape.has_dropout)
     asked = freedom.fixed.get("kernels.loss")
     is_open = asked is None and bool(freedom.fixed.get("compile.enabled", True))
     fused = is_gpu & is_open & ((table[:, 3] == 1) | (table[:, 10] == 0)) | (asked == "fused")
@@ -294,6 +301,8 @@ def _choices(key: str, values: list[int], freedom: Freedom, *, limit: int) -> li
 
 def _max_context(request: Request) -> int:
     """Largest cp: chunks of a sequence have at least 4,096 tokens."""
+    if request.shape.has_dropout or any(kind.attention is None for kind in request.shape.kinds):
+        return 1
     return max(1, request.workload.sequence_length // 4096)
 
 

@@ -4,7 +4,7 @@
 Per block and micro-batch:
     tensor 1-D     2 all-reduces forward and 2 backward, or all-gathers and reduce-scatters: see tp/traffic.py
     tensor grids   panels of activations and of weights: see tp_grid/traffic.py
-    context        cp - 1 sends of keys and values forward; keys, values and their gradients backward
+    context        keys and values of all ranks, gathered or exchanged for heads (cp/traffic.py)
     expert         dispatch and combine, forward and backward
 Per step and FSDP unit: all-gathers and reduce-scatters by ZeRO stage. Between stages: one activation per micro-batch.
 """

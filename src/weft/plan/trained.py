@@ -14,7 +14,7 @@ from weft.plan.search import Answer, search
 from weft.plan.space import Freedom
 
 # Keys that restrict a search to layouts that the engine runs; it runs all schedules of a search.
-BUILT = {"tensor_parallel.mode": "1d", "mesh.cp": 1}
+BUILT = {"tensor_parallel.mode": "1d"}
 
 
 def built(fixed: Mapping[str, Any]) -> Freedom:

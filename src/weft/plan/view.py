@@ -118,6 +118,8 @@ def view_at(request: Request, columns: Columns, rows: Ints, *, place: int, seen:
     share = share_of(request.shape, columns, stage)
     trained = share_of(request.shape.trained, columns, stage) if request.shape.is_adapted else share
     batch_rows = request.workload.global_batch / (columns.dp * columns.microbatches)
+    unit = columns.cp_multiple
+    length = -(-request.workload.sequence_length // unit) * unit
     return View(
         request=request,
         columns=columns,
@@ -127,7 +129,7 @@ def view_at(request: Request, columns: Columns, rows: Ints, *, place: int, seen:
         share=share,
         trained=trained,
         sizes=byte_sizes(request),
-        tokens=np.asarray(batch_rows * request.workload.sequence_length / columns.cp, dtype=np.float64),
+        tokens=np.asarray(batch_rows * length / columns.cp, dtype=np.float64),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from weft.core.errors import TensorParallelError
+from weft.core.errors import MeshError, TensorParallelError
 from weft.core.plan import Plan
 from weft.engine.dp.batch_norm import find_batch_norms, span_ranks
 from weft.engine.mesh import Topology
@@ -42,6 +42,11 @@ def apply_batch_norms(model: nn.Module, plan: Plan, topology: Topology) -> Batch
 
 def _require_all_tokens(plan: Plan, name: str) -> None:
     """Tensor-parallel ranks that shard tokens or rows would silently take statistics of their shard alone."""
+    if plan.mesh.cp > 1:
+        raise MeshError(
+            f"{name} is a batch norm, whose statistics need all tokens; mesh.cp divides them over ranks",
+            hint="use mesh.cp = 1",
+        )
     policy = plan.tensor_parallel
     if plan.mesh.tp > 1 and (policy.mode != "1d" or policy.sequence_parallel):
         sharded_by = "sequence parallel" if policy.mode == "1d" else f"mode {policy.mode!r}"

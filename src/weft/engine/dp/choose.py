@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import nn
 
 from weft.comm.coded_sums import CodedSum
@@ -27,7 +28,7 @@ def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strateg
         return sharded
     if dp.strategy == "dataparallel":
         return Threaded(model)
-    if topology.dp_degree == 1:
+    if dist.get_world_size(topology.gradient_group) == 1:
         return Strategy(model)
     if topology.pp_degree > 1:
         return Summed(model, sums=_between_ranks(plan, topology), bucket_bytes=dp.bucket_bytes)
@@ -40,12 +41,12 @@ def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strateg
 
 
 def _between_ranks(plan: Plan, topology: Topology) -> GroupSum:
-    """The sum over all ranks with different rows."""
+    """The sum over all ranks with different rows, or different positions of them."""
     if plan.precision.policy().has_coded_sums:
-        return CodedSum(topology.dp_group, name=plan.precision.policy().reduce)
+        return CodedSum(topology.gradient_group, name=plan.precision.policy().reduce)
     name = plan.data_parallel.all_reduce
     ways = topology.new_ways(axes.DATA_AXES) if name != BACKEND else None
-    return GroupSum(topology.dp_group, algorithm=name, ways=ways)
+    return GroupSum(topology.gradient_group, algorithm=name, ways=ways)
 
 
 def _between_shards(plan: Plan, topology: Topology) -> GroupSum | None:

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import NotBuiltError
+from weft.core.precision import PrecisionPolicy
 from weft.engine.wrap_forward import Forward, wrap_forward
 
 
-def widen_head(model: nn.Module) -> None:
-    """Logits in float32."""
+def widen_head(model: nn.Module, precision: PrecisionPolicy) -> None:
+    """Logits in float32, if the policy has them so beside weights in 16 bits."""
+    if not precision.has_wide_logits:
+        return
     find = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else None
     if not isinstance(head, nn.Module):

@@ -77,7 +77,8 @@ class StepMeter:
         axes = topology.group_axes | engine.axes.group_axes
         if engine.axes:
             # the group of replicas, outside of the mesh: the ranks with equal stage and tp rank
-            axes.setdefault(str(topology.dp_group.group_name), DP_REPLICATE)
+            for group in (topology.dp_group, topology.gradient_group):
+                axes.setdefault(str(group.group_name), DP_REPLICATE)
         self._ledger = TrafficLedger(axes=axes, phase=self._phase_of_traffic)
         self._flops = FlopCounter()
         self._predicted: Moment | None = None

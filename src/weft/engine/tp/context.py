@@ -72,7 +72,7 @@ class TPContext(AxisContext):
         sum_partial_gradients(trained, self.shards, self.grid)
 
     @contextmanager
-    def explain_errors(self, model: nn.Module) -> Iterator[None]:
+    def around_forward(self, model: nn.Module) -> Iterator[None]:
         """Model code that does not compute on shards fails with a shape error."""
         try:
             yield

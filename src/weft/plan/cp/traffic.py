@@ -1,29 +1,70 @@
-"""Traffic of context parallelism: ring sends of keys and values, and of their gradients in the backward."""
+"""Traffic of context parallelism, per block with attention and micro-batch, as the engine's attentions make it.
+
+With the rank's keys and values k (of a tensor-parallel rank's heads), its queries q, and outputs o:
+
+| attention | forward                                | backward                                                  |
+| --------- | -------------------------------------- | --------------------------------------------------------- |
+| gather    | all_gather of k twice (keys, values)   | all_gather of k twice again; reduce_scatter of gradients  |
+| ulysses   | all_to_all of q, k twice, o            | all_to_all of their gradients; recompute repeats those of |
+|           |                                        | the forward                                               |
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
 from weft.core import axes
+from weft.core.model_shape import AttentionShape
 from weft.plan.axis import TrafficRow
+from weft.plan.columns import CP_ATTENTIONS, Columns, Floats
+from weft.plan.cp.sizes import exchanged_kv_heads, kv_elements
 from weft.plan.view import View
+
+Passed = tuple[str, str, Floats, Floats]  # collective, phase, bytes on the wire, count: of one block and micro-batch
 
 
 def traffic(view: View) -> list[TrafficRow]:
-    request, columns, stage, sizes = view.request, view.columns, view.stage, view.sizes
-    cp, m = columns.cp.astype(np.float64), columns.microbatches.astype(np.float64)
-    tokens = view.tokens
-    forward = np.zeros(len(columns))
-    layers = np.zeros(len(columns))
-    for index, block in enumerate(request.shape.kinds):
+    columns, size = view.columns, len(view.columns)
+    if not np.any(columns.cp > 1):
+        return []
+    totals: dict[tuple[str, str], list[Floats]] = {}
+    m, recomputed = columns.microbatches.astype(np.float64), view.stage.recomputed
+    for index, block in enumerate(view.shape.kinds):
         if block.attention is None:
             continue
-        heads = np.ceil(block.attention.num_kv_heads / np.minimum(columns.tp, block.attention.num_kv_heads))
-        width = heads * (block.attention.head_dim + block.attention.value_dim)
-        forward = forward + stage.blocks[:, index] * tokens * width * sizes.activation * (cp - 1)
-        layers = layers + stage.blocks[:, index]
-    count = layers * (cp - 1) * m
-    return [
-        TrafficRow(axes.CP, "send", "forward", forward * m, count),
-        TrafficRow(axes.CP, "send", "backward", 2 * forward * m, 2 * count),
-    ]
+        times = view.stage.blocks[:, index] * m
+        repeats = (recomputed.full + recomputed.selective)[:, index] * m
+        rank_bytes = view.tokens * view.sizes.activation
+        for is_on, passes in (
+            (_has(columns, "gather"), _gather(columns, block.attention, rank_bytes, times)),
+            (_has(columns, "ulysses"), _ulysses(columns, block.attention, rank_bytes, times, repeats)),
+        ):
+            for collective, phase, nbytes, count in passes:
+                total = totals.setdefault((collective, phase), [np.zeros(size), np.zeros(size)])
+                total[0] = total[0] + np.where(is_on, nbytes, 0.0)
+                total[1] = total[1] + np.where(is_on, count, 0.0)
+    return [TrafficRow(axes.CP, collective, phase, *both) for (collective, phase), both in totals.items()]
+
+
+def _has(columns: Columns, attention: str) -> Floats:
+    return np.asarray((columns.cp > 1) & (columns.cp_attention == CP_ATTENTIONS.index(attention)))
+
+
+def _gather(columns: Columns, attention: AttentionShape, rank_bytes: Floats, times: Floats) -> Iterator[Passed]:
+    sent = (columns.cp - 1) * rank_bytes * kv_elements(columns, attention) * times
+    yield "all_gather", "forward", sent, 2 * times
+    yield "all_gather", "backward", sent, 2 * times
+    yield "reduce_scatter", "backward", sent, 2 * times
+
+
+def _ulysses(
+    columns: Columns, attention: AttentionShape, rank_bytes: Floats, times: Floats, repeats: Floats
+) -> Iterator[Passed]:
+    heads = attention.num_heads / columns.tp
+    kv_heads = exchanged_kv_heads(columns, attention)
+    elements = (heads + kv_heads) * (attention.head_dim + attention.value_dim)
+    sent = (columns.cp - 1) / columns.cp * rank_bytes * elements
+    yield "all_to_all", "forward", sent * times, 4 * times
+    yield "all_to_all", "backward", sent * (times + repeats), 4 * (times + repeats)

@@ -30,6 +30,7 @@ import numpy as np
 from weft.core.terms import MemoryTerm as Term
 from weft.plan import muon
 from weft.plan.columns import Bools, Floats
+from weft.plan.cp.sizes import attention_buffers
 from weft.plan.memory.offloaded import staged_states, staged_weights, updates_beside_compute
 from weft.plan.memory.saved_activations import SavedBlocks
 from weft.plan.memory.staging import chunks_within, staged_in_step
@@ -196,7 +197,7 @@ def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
         gathered=np.maximum(gathered, 0.0),
         gradients=np.where(columns.zero == 0, np.maximum(grown, of_head), grown),
         logits=parts.held_logits,
-        buffers=reduce_input,
+        buffers=reduce_input + attention_buffers(view),
         temporaries=temporaries,
     )  # fmt: skip
 
@@ -387,14 +388,13 @@ def instant(
     """The terms of one instant, with those that are resident; `unit_elements`: of a unit that comes from the host."""
     view = parts.view
     unit = view.share.largest_padded if unit_elements is None else unit_elements
-    received = np.where(view.columns.cp > 1, 2 * view.stream_bytes, 0.0)  # by the context-parallel ring
     return {
         **parts.rest,
         Term.GRADIENTS: gradients + parts.delayed_gradients,
         Term.GATHERED: gathered,
         Term.ACTIVATIONS: saved,
         Term.LOGITS: logits + np.zeros(len(view.columns)),
-        Term.COMM_BUFFERS: buffers + received + staged_weights(view, unit) + parts.delayed_chunks,
+        Term.COMM_BUFFERS: buffers + staged_weights(view, unit) + parts.delayed_chunks,
         Term.TEMPORARIES: temporaries,
     }
 

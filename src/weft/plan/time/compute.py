@@ -19,6 +19,7 @@ import numpy as np
 from weft.core.cluster import Device
 from weft.core.model_shape import BlockShape, LinearShape
 from weft.plan.columns import FLOAT8, Bools, Columns, Floats
+from weft.plan.cp.sizes import most_work
 from weft.plan.memory.block_activations import bytes_of, mean_keys, saved_by_default, saved_by_selective
 from weft.plan.memory.fused_loss import is_sharded
 from weft.plan.request import Request, byte_sizes, rate_format
@@ -27,7 +28,6 @@ from weft.plan.view import View
 
 ATTENTION_SHARE = 0.6
 ATTENTION_BACKWARD = 2.5
-RING_ATTENTION = 1.15  # a ring computes attention in chunks and merges them
 MOVED_EAGER, MOVED_COMPILED = 12.0, 2.5
 LAUNCH_EAGER_S, LAUNCH_COMPILED_S = 1.5e-3, 0.2e-3  # a block's forward
 LOSS_PASSES = 7  # reads and writes of the float32 logits, forward and backward
@@ -229,12 +229,12 @@ def _attention_s(request: Request, columns: Columns, block: BlockShape, tokens: 
     name = _rate_name(request)
     rate = device.peak_flops[name] * device.rates[name].best * ATTENTION_SHARE
     flops = tokens * attention_flops_per_token(block, request.workload.sequence_length) / columns.tp
-    flops = flops * np.where(columns.cp > 1, RING_ATTENTION, 1.0)
+    flops = flops * most_work(columns)
     if not request.writes_scores(block.attention):
         return np.asarray(flops / rate, dtype=np.float64)
     # with materialised scores masked keys are computed too, and the scores move through memory several times
     all_keys = attention_flops_per_token(block, request.workload.sequence_length, sees_all_keys=True)
-    flops = tokens * all_keys / columns.tp * np.where(columns.cp > 1, RING_ATTENTION, 1.0)
+    flops = tokens * all_keys / columns.tp
     scores = tokens * request.workload.sequence_length * block.attention.num_heads / columns.tp
     return np.asarray(flops / rate + 5 * 4 * scores / _bandwidth(device), dtype=np.float64)
 

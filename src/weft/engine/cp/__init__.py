@@ -1,0 +1,1 @@
+"""Context parallelism: each rank has a part of every row's positions."""

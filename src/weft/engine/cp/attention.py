@@ -1,0 +1,171 @@
+"""Attention of a rank's queries to whole rows, through the interfaces of transformers for attention and masks.
+
+The model's own attention function is called, with keys and values of other ranks: soft caps, sinks, windows and grouped
+heads are its own. Nothing here knows a family.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.core.errors import ModelError
+from weft.core.plan import ContextParallel
+from weft.engine.cp.causal import causal_attention
+from weft.engine.cp.exchange import POSITIONS, Group, gather, to_heads, to_rows
+from weft.engine.cp.positions import Positions
+from weft.engine.cp.regather import keeping_own, repeated
+
+NAME = "weft_cp"  # of the implementation, in the registries of transformers
+_KEY = "_weft_attention"  # of an attention module
+_GROUPS = "num_key_value_groups"
+
+Attention = Callable[..., Any]
+
+
+class ContextAttention:
+    """The attention of one module on one rank."""
+
+    def __init__(
+        self,
+        policy: ContextParallel,
+        group: Group,
+        own: Attention | None,
+        *,
+        name: str,
+        is_fused: bool,
+        keeps_gathered: bool,
+    ) -> None:
+        """`own`: the model's attention function; `is_fused`: it takes no mask for causal attention.
+
+        `keeps_gathered`: the block is recomputed, so nothing is kept in any case.
+        """
+        self._policy, self._group, self._own, self._name = policy, group, own, name
+        self._is_fused, self._keeps_gathered = is_fused, keeps_gathered
+
+    def __deepcopy__(self, _memo: Any) -> ContextAttention:
+        return self
+
+    @cached_property
+    def _place(self) -> tuple[int, int]:
+        return dist.get_world_size(self._group), dist.get_rank(self._group)
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> Any:
+        degree, rank = self._place
+        positions = Positions(length=degree * key.shape[POSITIONS], degree=degree, rank=rank, split=self._policy.split)
+        if self._own is None:
+            raise self._refused("has no attention function that can be called with other keys")
+        is_causal = kwargs.get("is_causal")
+        if mask is not None:
+            over_heads = self._policy.attention == "ulysses"
+            self._require_mask(mask, positions.length if over_heads else query.shape[POSITIONS], positions.length)
+        elif not self._is_fused or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            raise self._refused("attends without a mask of transformers' mask functions")
+        if self._policy.attention == "ulysses":
+            return self._over_heads(positions, module, query, key, value, mask, kwargs)
+        return self._over_positions(positions, module, query, key, value, mask, kwargs)
+
+    def _over_positions(
+        self, positions: Positions, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: Any
+    ) -> Any:
+        """`gather`: this rank's queries, with all heads."""
+        assert self._own is not None
+        times = query.shape[1] // key.shape[1] if _GROUPS in vars(module) else 1
+        wholes = [repeated(whole, times) for whole in gather(key, value, positions, self._group)]
+        pairs = list(zip((key, value), wholes, strict=True))
+        kept = nullcontext() if self._keeps_gathered else keeping_own(pairs, positions, self._group, repeats=times)
+        with _with_groups(module, query.shape[1] // wholes[0].shape[1]), kept:
+            if mask is not None:
+                return self._own(module, query, *wholes, mask, **kwargs)
+            return causal_attention(query, wholes[0], wholes[1], positions, scale=kwargs.get("scaling")), None
+
+    def _over_heads(
+        self, positions: Positions, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: Any
+    ) -> Any:
+        """`ulysses`: the queries of all ranks, with a share of the heads."""
+        assert self._own is not None
+        degree, rank = self._place
+        heads = query.shape[1]
+        if heads % degree:
+            raise ModelError(
+                f"{heads} heads do not divide over mesh.cp = {degree} ranks, as context_parallel.attention ="
+                " 'ulysses' needs",
+                hint="set context_parallel.attention = 'gather'",
+            )
+        times = _least_repeats(heads, key.shape[1], degree)
+        key, value = repeated(key, times), repeated(value, times)
+        query, key, value = (to_heads(x, positions, self._group) for x in (query, key, value))
+        share = slice(rank * (heads // degree), (rank + 1) * (heads // degree))
+        kwargs = {name: given[share] if _is_by_head(given, heads) else given for name, given in kwargs.items()}
+        with _with_groups(module, query.shape[1] // key.shape[1]), _with_share(module, share, heads):
+            out, weights = self._own(module, query, key, value, mask, **kwargs)
+        return to_rows(out.transpose(1, 2), positions, self._group).transpose(1, 2).contiguous(), weights
+
+    def _require_mask(self, mask: Any, queries: int, keys: int) -> None:
+        """A mask that the interface did not make, or none, would be silently wrong."""
+        if not isinstance(mask, Tensor) or tuple(mask.shape[-2:]) != (queries, keys):
+            raise self._refused(f"attends with a mask of its own, of shape {tuple(getattr(mask, 'shape', ()))}")
+
+    def _refused(self, why: str) -> ModelError:
+        return ModelError(f"context parallelism does not work here: {self._name} {why}", hint="use mesh.cp = 1")
+
+
+def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **kwargs: Any) -> Any:
+    """What transformers calls for the implementation `NAME`."""
+    attention: ContextAttention = vars(module)[_KEY]
+    return attention(module, query, key, value, mask, **kwargs)
+
+
+def set_attention(module: nn.Module, attention: ContextAttention) -> None:
+    vars(module)[_KEY] = attention
+
+
+def own_function(module: nn.Module, implementation: str, known: Callable[[str], Attention | None]) -> Attention | None:
+    """The function that `module` would call; `known` looks into the registry of transformers."""
+    found = known(implementation)
+    eager: Attention | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return found or eager
+
+
+def _least_repeats(heads: int, kv_heads: int, degree: int) -> int:
+    """Repeats of key-value heads so that they divide over the ranks, with their query heads."""
+    groups = heads // kv_heads
+    return next(times for times in range(1, groups + 1) if groups % times == 0 and kv_heads * times % degree == 0)
+
+
+def _is_by_head(given: Any, heads: int) -> bool:
+    return isinstance(given, Tensor) and given.ndim == 1 and given.shape[0] == heads
+
+
+@contextmanager
+def _with_groups(module: nn.Module, groups: int) -> Iterator[None]:
+    """Inside, the module has `groups` query heads per key-value head."""
+    if _GROUPS not in vars(module):  # its attention function has no groups, or finds them itself
+        yield
+        return
+    before = getattr(module, _GROUPS)
+    setattr(module, _GROUPS, groups)
+    try:
+        yield
+    finally:
+        setattr(module, _GROUPS, before)
+
+
+@contextmanager
+def _with_share(module: nn.Module, share: slice, heads: int) -> Iterator[None]:
+    """Inside, the module's own parameters with a number per head (sinks) are those of a share of the heads."""
+    before = {name: value for name, value in module._parameters.items() if _is_by_head(value, heads)}
+    for name, value in before.items():
+        module._parameters[name] = value[share]  # type: ignore[index, assignment]
+    try:
+        yield
+    finally:
+        module._parameters.update(before)

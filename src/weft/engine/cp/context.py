@@ -1,0 +1,77 @@
+"""The context-parallel axis of one rank: its positions of every row, and the rows whose forward runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch.distributed as dist
+from torch import nn
+
+from weft.core import axes
+from weft.core.plan import ContextParallel
+from weft.core.sequence_split import padded_length
+from weft.engine.axis import AxisContext
+from weft.engine.cp.masks import MASKS, WholeRows, mask_of, own_rows
+from weft.engine.cp.positions import Positions
+from weft.engine.objective import Batch
+
+SEARCH = "find_packed_sequence_indices"  # a test fails when it moves
+
+
+class CPContext(AxisContext):
+    """Losses of ranks are parts of a sum, so all count; every rank counts the labels of whole rows, so one is enough.
+
+    `multiple`: each rank's positions are a multiple of it (sequence parallel divides them again).
+    """
+
+    axis = axes.CP
+    active: ClassVar[CPContext | None] = None  # whose model's forward runs
+
+    def __init__(self, policy: ContextParallel, group: dist.ProcessGroup, *, inner: str, multiple: int) -> None:
+        self.policy, self.group, self.inner, self.multiple = policy, group, inner, multiple
+        self._degree, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._rows: WholeRows | None = None
+        self._find_documents = getattr(sys.modules[MASKS], SEARCH)
+
+    @property
+    def owns_weight(self) -> bool:
+        return self._rank == 0
+
+    @property
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        return [self.group]
+
+    @property
+    def activation_groups(self) -> Sequence[dist.ProcessGroup]:
+        return self.groups
+
+    def rows_of(self, batch: Batch) -> Batch:
+        """This rank's positions of the rows."""
+        length, split = batch["input_ids"].shape[1], self.policy.split
+        padded = padded_length(length, degree=self._degree, split=split, multiple=self.multiple)
+        positions = Positions(length=padded, degree=self._degree, rank=self._rank, split=split)
+        self._rows = WholeRows.of(batch, positions, self._find_documents)
+        return own_rows(batch, positions)
+
+    @contextmanager
+    def around_forward(self, model: nn.Module) -> Iterator[None]:
+        before, CPContext.active = CPContext.active, self
+        try:
+            with mock.patch.object(sys.modules[MASKS], SEARCH, self._documents):
+                yield
+        finally:
+            CPContext.active, self._rows = before, None
+
+    def _documents(self, _positions: Any) -> Any:
+        return self._rows.documents if self._rows is not None else None
+
+    def mask(self, inner: Any, **kwargs: Any) -> Any:
+        """The mask of the rows whose forward runs."""
+        if self._rows is None:
+            raise RuntimeError("a mask was asked for outside of a forward")
+        has_all, is_fused = self.policy.attention == "ulysses", self.inner == "sdpa"
+        return mask_of(inner, self._rows, self.group, has_all_queries=has_all, is_fused=is_fused)(**kwargs)

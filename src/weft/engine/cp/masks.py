@@ -1,0 +1,108 @@
+"""The mask of a rank's queries over whole rows: the model's own mask functions, asked at positions of the whole row.
+
+Hugging Face finds packed documents by jumps in `position_ids`; where the pieces of a rank meet there is one, and it is
+no border. So documents are found in the positions of whole rows, and handed to its search.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.core.errors import ModelError
+from weft.engine.cp.exchange import Group, begin_whole, finish_whole
+from weft.engine.cp.positions import Positions
+from weft.engine.objective import IGNORED
+
+Mask = Callable[..., Any]
+
+MASKS, CAUSAL = "transformers.masking_utils", "causal_mask_function"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeRows:
+    """The rows of a micro-batch whose forward runs. `length`: without padding. `documents`: of every position."""
+
+    positions: Positions
+    length: int
+    documents: Tensor | None
+
+    @staticmethod
+    def of(batch: Mapping[str, Tensor], positions: Positions, find_documents: Callable[[Tensor], Any]) -> WholeRows:
+        """`find_documents`: transformers' search."""
+        given, length = batch.get("position_ids"), batch["input_ids"].shape[1]
+        documents = find_documents(given) if given is not None else None
+        if documents is not None:  # padding is a document of its own
+            documents = F.pad(documents, (0, positions.length - length), value=length)
+        return WholeRows(positions=positions, length=length, documents=documents)
+
+    @property
+    def is_padded(self) -> bool:
+        return self.positions.length > self.length
+
+
+def own_rows(batch: Mapping[str, Tensor], positions: Positions) -> dict[str, Tensor]:
+    """This rank's positions of every tensor of a batch. Padding has no label."""
+    ids = batch["input_ids"]
+    rows, length = ids.shape
+    if "position_ids" not in batch:  # those of a slice would begin at 0
+        counted = torch.arange(length, device=ids.device).expand(rows, -1)
+        batch = {**batch, "position_ids": counted}
+    taken = {}
+    for name, value in batch.items():
+        if value.shape[:2] != (rows, length):
+            raise ModelError(
+                f"context parallelism does not know the positions of {name!r}, of shape {tuple(value.shape)}",
+                hint=f"use tensors of shape {(rows, length)}, or mesh.cp = 1",
+            )
+        fill = IGNORED if name == "labels" else 0
+        ends = (0, 0) * (value.ndim - 2) + (0, positions.length - length)
+        taken[name] = positions.take(F.pad(value, ends, value=fill), 1)
+    return taken
+
+
+def mask_of(inner: Mask, rows: WholeRows, group: Group, *, has_all_queries: bool, is_fused: bool) -> Mask:
+    """The mask function of the attention implementation `inner` for this rank's queries (all: with ulysses).
+
+    None for plain causal attention if it is fused: a mask of a rank's queries and all keys would be large.
+    """
+    positions, causal = rows.positions, getattr(sys.modules[MASKS], CAUSAL)
+
+    def mask(batch_size: int, *, mask_function: Mask, device: torch.device | str = "cpu", **kwargs: Any) -> Any:
+        may_skip = kwargs.get("allow_is_causal_skip", True) and kwargs.get("attention_mask") is None
+        if is_fused and may_skip and mask_function is causal:
+            return None
+        device = torch.device(device)
+        own = torch.arange(positions.length, device=device) if has_all_queries else positions.index(device)
+
+        def at_positions(b: Any, h: Any, q: Any, k: Any) -> Any:
+            allowed = mask_function(b, h, own[q], k)
+            return allowed & ((k < rows.length) | (own[q] >= rows.length)) if rows.is_padded else allowed
+
+        padding = kwargs.pop("attention_mask", None)
+        if padding is not None and padding.shape[-1] == positions.own_length:
+            padding = _whole_mask(padding, positions, group)
+        kwargs |= {
+            "q_length": len(own),
+            "kv_length": positions.length,
+            "q_offset": 0,
+            "kv_offset": 0,
+            "allow_is_causal_skip": False,
+            "allow_is_bidirectional_skip": False,
+            "use_vmap": False,
+        }
+        return inner(batch_size=batch_size, mask_function=at_positions, attention_mask=padding, device=device, **kwargs)
+
+    return mask
+
+
+def _whole_mask(own: Tensor, positions: Positions, group: Group) -> Tensor:
+    """A mask of this rank's tokens, given or the model's own, of whole rows."""
+    gathered = finish_whole(begin_whole(own.to(torch.uint8), group), positions, 1)
+    return gathered.to(own.dtype)

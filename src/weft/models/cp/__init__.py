@@ -1,0 +1,1 @@
+"""Which models a sequence can be divided for."""
