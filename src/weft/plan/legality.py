@@ -68,7 +68,7 @@ def _sequence_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
     if run is None:
         return
     tp, policy, length = plan.mesh.tp, plan.tensor_parallel, run.data.sequence_length
-    if tp > 1 and policy.mode == "1d" and policy.sequence_parallel and length % tp:
+    if tp > 1 and plan.mesh.cp == 1 and policy.mode == "1d" and policy.sequence_parallel and length % tp:
         near = [value for value in (length // tp * tp, -(-length // tp) * tp) if value]
         yield (
             f"a sequence of {length} does not divide over {tp} tensor-parallel ranks",
@@ -94,6 +94,15 @@ def _expert_reasons(plan: Plan, run: RunSpec | None) -> list[Reason]:
 
     shape = known_shape(run)
     return check_experts(shape, plan.mesh.ep) if shape is not None else []
+
+
+def _context_reasons(plan: Plan, run: RunSpec | None) -> list[Reason]:
+    """The positions of the run's rows can be divided."""
+    if run is None or plan.mesh.cp == 1:
+        return []
+    from weft.plan.cp.families import check_context  # torch: the model's own forward answers
+
+    return check_context(plan, run, known_shape(run))
 
 
 def _offload_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
@@ -151,6 +160,7 @@ RULES = (
     LegalityRule("router", NotBuiltError, _router_reasons),
     LegalityRule("adapter", NotBuiltError, _adapter_reasons),
     LegalityRule("experts", MeshError, _expert_reasons),
+    LegalityRule("context", MeshError, _context_reasons),
     LegalityRule("offload", NotBuiltError, _offload_reasons),
     LegalityRule("optimizer", NotBuiltError, _optimizer_reasons),
     LegalityRule("copies", NotBuiltError, _copy_reasons),

@@ -13,6 +13,7 @@ def plan_name(plan: Plan) -> str:
     microbatches = plan.pipeline.microbatches
     tensors = f"{_tensor_switches(plan)}, " if plan.mesh.tp > 1 else ""
     tensors += f"{_expert_switches(plan)}, " if plan.mesh.ep > 1 else ""
+    tensors += f"{plan.context_parallel.attention}, {plan.context_parallel.split}, " if plan.mesh.cp > 1 else ""
     tensors += f"{plan.pipeline.schedule}, " if plan.mesh.pp > 1 else ""
     tensors += "delayed updates, " if plan.offload.delayed else ""
     batches = f"{microbatches} micro-batch{'es' if microbatches > 1 else ''}"
@@ -37,16 +38,17 @@ def other_layout(plan: Plan, *, global_batch: int, has_untrained: bool = False) 
 
     `has_untrained`: some parameters get no gradient, which DDP must be told.
 
-    The tp degree is halved if it is a 1-D power of two, else it becomes 1. The pp degree becomes 1.
+    The tp degree is halved if it is a 1-D power of two, else it becomes 1. The pp degree becomes 1, and so does
+    cp if there are enough rows.
     """
-    sharded, tp = plan.data_parallel.zero > 0, _other_degree(plan)
+    sharded, tp, cp = plan.data_parallel.zero > 0, _other_degree(plan), 1
     dp_degree = plan.num_ranks // tp
     if global_batch % dp_degree:  # too few rows for this dp degree
         if plan.mesh.pp > 1:
             return _other_schedule(plan)
-        dp_degree, tp = plan.mesh.dp_degree, plan.mesh.tp
+        dp_degree, tp, cp = plan.mesh.dp_degree, plan.mesh.tp, plan.mesh.cp
     tables = plan.model_dump(mode="json", exclude_none=True)
-    tables["mesh"] = {axes.DP_REPLICATE if sharded else axes.DP_SHARD: dp_degree, axes.TP: tp}
+    tables["mesh"] = {axes.DP_REPLICATE if sharded else axes.DP_SHARD: dp_degree, axes.CP: cp, axes.TP: tp}
     tables["data_parallel"] = {"zero": 0, "find_unused_parameters": has_untrained} if sharded else {"zero": 3}
     tables["tensor_parallel"]["mode"] = "1d" if tp != plan.mesh.tp else plan.tensor_parallel.mode
     tables["activations"]["partition"] = plan.activations.partition and tp > 1

@@ -39,10 +39,10 @@ class VerifyRequest:
 
 
 def every_plan(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[Plan]:
-    """Every plan of `num_ranks` that weft executes: data parallel; tensor, pipeline and expert parallel if the run
-    divides."""
+    """Every plan of `num_ranks` that weft executes: data parallel; tensor, pipeline, expert and context parallel if the
+    run divides."""
     others = [*tensor_parallel_plans(num_ranks, base), *pipeline_plans(num_ranks, base, run)]
-    others += expert_parallel_plans(num_ranks, base)
+    others += [*expert_parallel_plans(num_ranks, base), *context_parallel_plans(num_ranks, base)]
     return [*data_parallel_plans(num_ranks, base), *(plan for plan in others if is_legal(plan, run))]
 
 
@@ -110,6 +110,27 @@ def expert_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[Plan]:
         layout["tensor_parallel"] = {
             key: value for key, value in base.get("tensor_parallel", {}).items() if key != "mode"
         }
+    return _filled(layouts, base)
+
+
+def context_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[Plan]:
+    """Each attention over all ranks with replicated states, over every divisor with ZeRO-3, and beside tensor ranks."""
+    given, split = base.get("context_parallel", {}), {"split": "contiguous"}
+    layouts: list[dict[str, Any]] = []
+    for cp in (degree for degree in range(2, num_ranks + 1) if num_ranks % degree == 0):
+        meshes = [
+            {"dp_shard": num_ranks // cp, "cp": cp},
+            *([{"cp": cp, "tp": num_ranks // cp}] if cp < num_ranks else []),
+        ]
+        layouts += [
+            {"mesh": meshes[0], "data_parallel": {"zero": 3}, "context_parallel": {**split, **given}},
+            *({"mesh": mesh, "context_parallel": given} for mesh in meshes[1:]),
+        ]
+    if num_ranks > 1:
+        attentions = (
+            [given] if "attention" in given else [{"attention": name, **given} for name in ("gather", "ulysses")]
+        )
+        layouts += [{"mesh": {"cp": num_ranks}, "context_parallel": each} for each in attentions]
     return _filled(layouts, base)
 
 

@@ -1,0 +1,31 @@
+"""Whether rows of a run's model can be divided by position, asked of its own forward before ranks start."""
+
+from __future__ import annotations
+
+from weft.core.model_shape import ModelShape
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.models.build import build_config, build_skeleton
+from weft.models.cp.probe import why_not_divided
+
+_FEW_TOKENS = 64  # of a model that takes its tokenizer's vocabulary
+
+
+def check_context(plan: Plan, run: RunSpec, shape: ModelShape | None) -> list[tuple[str, str]]:
+    """Reasons against `mesh.cp`, as (sentence, hint)."""
+    one = "use mesh.cp = 1"
+    if shape is not None and shape.has_dropout:
+        hint = f"set the model's dropout to 0 in [model.config], or {one}"
+        return [("dropout would draw other masks than other layouts with context parallelism (mesh.cp > 1)", hint)]
+    model = build_skeleton(build_config(run.model, vocab_size=_FEW_TOKENS), attention=run.model.attention)
+    if reason := why_not_divided(model):
+        return [(f"the sequence of {type(model).__name__} cannot be divided over ranks: {reason}", one)]
+    degree = plan.mesh.cp * plan.mesh.tp
+    heads = [kind.attention.num_heads for kind in shape.kinds if kind.attention is not None] if shape else []
+    uneven = [count for count in heads if count % degree]
+    if plan.context_parallel.attention == "ulysses" and uneven:
+        sentence = (
+            f"{uneven[0]} heads do not divide over {degree} ranks, as context_parallel.attention = 'ulysses' needs"
+        )
+        return [(sentence, "set context_parallel.attention = 'gather'")]
+    return []

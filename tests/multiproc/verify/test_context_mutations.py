@@ -1,0 +1,48 @@
+"""The mutation campaign of context parallelism. CI runs a sample (`-m extended`), `-m slow` the others."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from samples import by_default
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode leaves a test's own folder out
+
+import context_mutations as bugs
+from mutation_groups import Bug, Group, require_caught
+
+CP2 = {"mesh": {"cp": 2}}
+
+GROUPS: dict[str, Group] = {
+    "gather": Group(
+        plan={**CP2, "data_parallel": {"zero": 3}},
+        bugs=(
+            Bug(mutate=bugs.positions_from_zero_in_the_second_piece, check="loss", step=1),
+            Bug(mutate=bugs.label_lost_at_a_border, check="loss", step=1),
+            Bug(mutate=bugs.mask_off_by_one_at_an_edge, check="loss", step=1),
+            Bug(mutate=bugs.gradients_of_keys_not_summed, check="gradients", step=1),
+            Bug(mutate=bugs.keys_in_rank_order, check="loss", step=1),
+            Bug(mutate=bugs.weight_counted_by_every_rank, check="evaluation"),
+        ),
+    ),
+    "documents": Group(
+        plan=CP2,
+        data={"isolate_documents": True},
+        bugs=(
+            Bug(mutate=bugs.documents_lost, check="loss", step=1),
+            Bug(mutate=bugs.seam_taken_for_a_border, check="loss", step=1),
+        ),
+    ),
+    "windows": Group(plan=CP2, model="gemma2", bugs=(Bug(mutate=bugs.window_one_key_short, check="loss", step=1),)),
+    "ulysses": Group(
+        plan={**CP2, "context_parallel": {"attention": "ulysses"}},
+        bugs=(Bug(mutate=bugs.keys_in_rank_order, check="loss", step=1),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", by_default([], GROUPS, extended=["gather", "documents"]))
+def test_every_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_path: Path) -> None:
+    require_caught(GROUPS[name], corpus, tmp_path)
