@@ -59,7 +59,6 @@ def mask_off_by_one_at_an_edge() -> AbstractContextManager[None]:
             if queries == keys:
                 return original(query, key, value, scale=scale)  # type: ignore[no-any-return]
             allowed = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-            allowed[0] = torch.ones(keys, dtype=torch.bool).tril(keys - queries + 1)
             allowed[0, keys - queries + 1] = True
             grouped = query.shape[1] != key.shape[1]
             return F.scaled_dot_product_attention(query, key, value, allowed, scale=scale, enable_gqa=grouped)

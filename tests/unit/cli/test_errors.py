@@ -56,7 +56,7 @@ BAD_REQUESTS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
         "dp_replicate",
     ),
     "a plan of the future": (
-        (*TRAIN, "--nproc", "2", "--set", "mesh.cp=2"),
+        (*TRAIN, "--nproc", "2", "--set", "mesh.cp=2", "--set", "context_parallel.attention=ring"),
         "W204",
         "context parallelism",
         "docs/status.md",

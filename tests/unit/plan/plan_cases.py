@@ -74,6 +74,7 @@ def plan_with(**keys: Any) -> Plan:
         "data_parallel": ("zero", "bucket_bytes", "find_unused_parameters", "all_reduce"),
         "tensor_parallel": ("mode", "sequence_parallel", "loss_parallel"),
         "expert_parallel": ("dispatcher", "tensor", "wire", "chunks"),
+        "context_parallel": ("attention", "split"),
         "pipeline": ("schedule", "microbatches", "virtual_stages", "blocks"),
         "precision": ("preset",),
         "activations": ("policy", "mixture", "partition", "offload_blocks"),

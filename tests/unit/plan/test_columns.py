@@ -27,7 +27,17 @@ def test_every_schedule_and_mode_of_a_plan_file_has_its_index() -> None:
     "keys",
     [
         {"dp_shard": 8, "zero": 2, "microbatches": 4},
-        {"dp_replicate": 3, "dp_shard": 2, "cp": 2, "tp": 4, "pp": 5, "ep": 8, "zero": 1},
+        {
+            "dp_replicate": 3,
+            "dp_shard": 2,
+            "cp": 2,
+            "tp": 4,
+            "pp": 5,
+            "ep": 8,
+            "zero": 1,
+            "attention": "ulysses",
+            "split": "contiguous",
+        },
         {"tp": 8, "mode": "2.5d", "sequence_parallel": False, "loss_parallel": False},
         {"pp": 4, "schedule": "zbv", "virtual_stages": 2, "microbatches": 16, "policy": "full"},
         {"policy": "selective", "offload_activations": "cpu", "optimizer": "nvme", "parameters": "cpu"},

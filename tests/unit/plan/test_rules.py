@@ -24,6 +24,7 @@ ODD_WIDTH = request_of(tiny_llama(intermediate_size=770), global_batch=64, seque
 TWELVE_KV = request_of(tiny_llama(hidden_size=384, num_attention_heads=24, num_key_value_heads=12), global_batch=64)
 TWO_NODES = request_of(devices="2x8xH100-80GB", global_batch=64, sequence_length=4096)
 CROOKED = replace(LLAMA, shape=replace(LLAMA.shape, has_straight_stream=False))
+DROPPED = replace(LLAMA, shape=replace(LLAMA.shape, kinds=(replace(LLAMA.shape.kinds[0], dropout=0.1),)))
 NO_HOST = replace(LLAMA, cluster=replace(LLAMA.cluster, host_memory_bytes=0))
 NO_DISK = replace(LLAMA, cluster=replace(LLAMA.cluster, nvme_bytes_per_s=0.0))
 
@@ -31,7 +32,7 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("ranks", LLAMA, {"dp_replicate": 4}),
     ("batch", LLAMA, {"dp_replicate": 8, "microbatches": 3}),
     ("batch", request_of(global_batch=4), {"dp_replicate": 8}),
-    ("sequence", request_of(global_batch=64, sequence_length=4100), {"cp": 8}),
+    ("sequence", request_of(global_batch=64, sequence_length=4100), {"tp": 8}),
     ("sequence", request_of(global_batch=64, sequence_length=1001), {"tp": 8, "sequence_parallel": True}),
     ("heads", QWEN, {"tp": 4, "dp_replicate": 2}),
     ("key_value_heads", TWELVE_KV, {"tp": 8}),
@@ -91,6 +92,11 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("partition", LLAMA, {"tp": 8, "mode": "3d", "partition": True, "policy": "full", "sequence_parallel": False}),
     ("delayed", LLAMA, {"dp_replicate": 8, "delayed": True}),
     ("host", NO_HOST, {"dp_shard": 8, "zero": 3, "parameters": "cpu"}),
+    ("context_mixers", request_of("mamba-2.8b", global_batch=64), {"cp": 8, "zero": 3}),
+    ("context_dropout", DROPPED, {"cp": 8, "zero": 3}),
+    ("context_grid", LLAMA, {"cp": 2, "tp": 4, "mode": "2d", "sequence_parallel": False}),
+    ("context_experts", MOE, {"cp": 8, "ep": 8}),
+    ("context_heads", QWEN, {"cp": 8, "zero": 3, "attention": "ulysses"}),
     ("replicated_weights", LLAMA, {"dp_replicate": 8, "parameters": "cpu", "optimizer": "cpu"}),
 ]
 

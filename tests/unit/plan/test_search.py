@@ -215,9 +215,15 @@ def test_a_search_of_trainable_plans_offers_expert_parallelism() -> None:
 
 def test_what_is_offered_instead_keeps_the_fixed_keys_that_can_be_trained() -> None:
     request = request_of(tiny_mixtral(), "8xH100-80GB", global_batch=64, sequence_length=1024)
-    fixed = {"mesh.ep": 4, "mesh.cp": 2, "expert_parallel.chunks": 2, "expert_parallel.wire": "float8"}
+    fixed = {
+        "mesh.ep": 4,
+        "mesh.cp": 2,
+        "tensor_parallel.mode": "2d",
+        "expert_parallel.chunks": 2,
+        "expert_parallel.wire": "float8",
+    }
     instead = best_trained(search(request, freedom=Freedom(fixed=fixed), top=1))
     assert instead is not None
     assert not why_not_trained(instead)
     exchange = instead.plan.expert_parallel
-    assert (instead.plan.mesh.ep, instead.plan.mesh.cp, exchange.chunks, exchange.wire) == (4, 1, 2, "float8")
+    assert (instead.plan.mesh.ep, instead.plan.mesh.cp, exchange.chunks, exchange.wire) == (4, 2, 2, "float8")

@@ -214,12 +214,25 @@ def test_attention_left_whole_is_repeated_by_every_rank_on_the_whole_sequence() 
     assert rows(traffic(request, tp=4, sequence_parallel=False), "tp")["all_reduce", "backward"][1] == 7
 
 
-def test_a_ring_passes_keys_and_values_to_all_but_the_last() -> None:
-    """64 tokens a rank, 4 key-value heads of 32, k and v, bf16; backward also their gradients."""
+def test_keys_and_values_are_gathered_twice_and_their_gradients_reduced() -> None:
+    """64 tokens a rank, 4 key-value heads of 32, k and v, bf16."""
     request = request_of(tiny_llama(), "2xH100-80GB", global_batch=4, sequence_length=128)
     found = rows(traffic(request, cp=2, microbatches=4), "cp")
     once = 6 * 4 * 64 * (4 * 32 * 2) * 2
-    assert found == {("send", "forward"): (once, 24), ("send", "backward"): (2 * once, 48)}
+    assert found == {
+        ("all_gather", "forward"): (once, 48),
+        ("all_gather", "backward"): (once, 48),
+        ("reduce_scatter", "backward"): (once, 48),
+    }
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("full", 2)])
+def test_ulysses_exchanges_queries_keys_values_and_outputs(recompute: str, times: int) -> None:
+    """64 tokens a rank, 8 heads of queries and outputs, 4 of keys and values; half of them stay."""
+    request = request_of(tiny_llama(), "2xH100-80GB", global_batch=4, sequence_length=128)
+    found = rows(traffic(request, cp=2, microbatches=4, attention="ulysses", policy=recompute), "cp")
+    once = 6 * 4 * 64 * (2 * (8 + 4) * 32) * 2 / 2
+    assert found == {("all_to_all", "forward"): (once, 96), ("all_to_all", "backward"): (times * once, times * 96)}
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
