@@ -344,7 +344,8 @@ class Plan(Document):
             return "DataParallel"
         zero, mesh = self.data_parallel.zero, self.mesh
         if zero == 0:
-            alone = "pipeline" if mesh.pp > 1 else "tensor parallel" if mesh.tp > 1 else "single device"
+            axes_by_name = {"pipeline": mesh.pp, "tensor parallel": mesh.tp, "context parallel": mesh.cp}
+            alone = next((name for name, degree in axes_by_name.items() if degree > 1), "single device")
             return "DDP" if mesh.dp_replicate > 1 else alone
         stage = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}[zero]
         return f"HSDP {stage}" if mesh.dp_replicate > 1 else stage

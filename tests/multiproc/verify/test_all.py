@@ -26,14 +26,16 @@ def test_every_plan_of_two_ranks_passes(family: str, corpus: Path, tmp_path: Pat
         "ZeRO-3 (FSDP)",
         *["tensor parallel"] * 4,
         *["pipeline"] * 5,  # those of one stage a rank: two blocks make no more; ties keep pipedream out
+        "ZeRO-3 (FSDP)",
+        *["context parallel"] * 2,  # gather, ulysses
     ]
     assert answer["ok"]
     assert all(len(verdict["checks"]) >= 17 for verdict in answer["verdicts"])
-    assert len({verdict["plan"] for verdict in answer["verdicts"]}) == 13
+    assert len({verdict["plan"] for verdict in answer["verdicts"]}) == 16
     cut = answer["verdicts"][7]
     assert cut["replicated_parameters"] == [row["name"] for row in cut["coverage"] if row["reason"]]
     assert "model.norm.weight" in cut["replicated_parameters"]
-    assert "13 of 13 plans pass" in (tmp_path / "matrix.html").read_text(encoding="utf-8")
+    assert "16 of 16 plans pass" in (tmp_path / "matrix.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

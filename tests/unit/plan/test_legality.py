@@ -83,9 +83,18 @@ def test_each_rule_has_a_plan_that_it_alone_refuses(rule: str, tables: dict[str,
 
 
 def test_each_rule_of_the_table_is_tried() -> None:
-    names = {"consistent", "executable", "schedule", "batch", "sequence", "router", "experts", "offload", "copies"} | {
-        "data"
-    }
+    names = {
+        "consistent",
+        "executable",
+        "schedule",
+        "batch",
+        "sequence",
+        "router",
+        "experts",
+        "context",
+        "offload",
+        "copies",
+    } | {"data"}
     assert {one.name for one in RULES} == names
 
 

@@ -168,6 +168,8 @@ class _Probe:
         finally:
             for handle in handles:
                 handle.remove()
+        if not logits.isfinite().all():  # nothing differs from a NaN
+            raise ValueError("its small model has logits that are not finite")
         return logits, seen
 
     @contextmanager
