@@ -48,7 +48,7 @@ class _Asked:
 def _answer(asked: _Asked) -> str:
     try:
         with _disable_current_modes():
-            return _Probe(_small_model(asked.model_class, asked.config)).why_not()
+            return _ProbedModel(_small_model(asked.model_class, asked.config)).why_not()
     except _FAILURES as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"its forward could not be probed: {lines[0][:160]}"
@@ -100,7 +100,7 @@ def _fill(model: nn.Module) -> None:
             module._parameters[name] = made[id(parameter)]
 
 
-class _Probe:
+class _ProbedModel:
     """Forwards of one small model, and what they show."""
 
     def __init__(self, model: nn.Module) -> None:
