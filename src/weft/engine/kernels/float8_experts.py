@@ -19,6 +19,7 @@ from weft.core.precision import E2M1, E4M3
 from weft.engine.ep.grouped import grouped_forward
 from weft.engine.kernels.float8_scaling import Scaling, scaling_of
 from weft.engine.measure.seen import seen
+from weft.engine.router.counted import count_choices
 from weft.engine.tp.context import TPContext
 from weft.engine.wrap_forward import Forward, wrap_own_forward
 from weft.models.layout import ModelLayout
@@ -93,6 +94,7 @@ class _SortedExperts:
     def __call__(self, _forward: Forward, *args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         hidden, index, weights = (given[name] for name in self._names[:3])
+        count_choices(self._module, index)
         tokens = hidden if hidden.ndim == 2 else hidden.flatten(0, -2)
         numbers, order = index.flatten().sort(stable=True)
         made = grouped_forward(self._module, tokens[order // index.shape[1]], numbers, _no_linear)

@@ -24,14 +24,19 @@ def count_in_class(experts: nn.Module, row: Tensor, num_experts: int) -> None:
     experts.__class__ = _counted(type(experts))  # type: ignore[arg-type]  # classes are hashable
 
 
+def count_choices(experts: nn.Module, index: Tensor) -> None:
+    """For code that replaces the forward of such a class; nothing for other modules."""
+    if experts.training and hasattr(experts, _ROW):
+        add_choices(getattr(experts, _ROW), index, getattr(experts, _COUNT))
+
+
 @functools.cache
 def _counted(cls: type[nn.Module]) -> type[nn.Module]:
     name = list(inspect.signature(cls.forward).parameters)[2]
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.training:
-            add_choices(getattr(self, _ROW), kwargs[name] if name in kwargs else args[1], getattr(self, _COUNT))
+        count_choices(self, kwargs[name] if name in kwargs else args[1])
         return cls.forward(self, *args, **kwargs)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})

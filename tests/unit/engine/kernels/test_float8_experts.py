@@ -42,6 +42,14 @@ def test_experts_multiply_as_the_reference_does(recipe: Float8Recipe) -> None:
         assert (expected.float() - found.float()).norm() < 4e-3 * expected.float().norm()
 
 
+def test_choices_are_counted_as_without_float8() -> None:
+    engine = build_engine("mixtral", {"precision": {"preset": "bf16"}, "float8": {"experts": "all"}})
+    pending = engine.step_nowait(global_batch(0))
+    pending.resolve()
+    assert pending.router is not None
+    assert [int(load.sum()) for load in pending.router.choices().values()] == [16 * 16 * 2] * 2
+
+
 def test_the_table_names_the_products_of_experts() -> None:
     for recipe, name in (("blockwise", "float8_e4m3"), ("nvfp4", "float4_e2m1")):
         float8 = {"linears": "all", "experts": "all", "recipe": recipe}
