@@ -35,6 +35,7 @@ GUIDES = (
     "dryrun",
     "resume-and-checkpoints",
     "precision-and-optimizers",
+    "formats",
     "doctor",
     "several-machines",
     "collectives",

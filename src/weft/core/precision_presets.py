@@ -83,6 +83,6 @@ PRESETS: dict[PresetName, PresetData] = {
     "gpt-oss": PresetData(
         components=_BF16,
         source="gpt-oss model card, arXiv:2508.10925: experts at rest in MXFP4, everything else in bfloat16",
-        untold="experts are trained in bfloat16: MXFP4 is a format of the published weights",
+        untold="post-training had MXFP4 experts; here they are trained in bfloat16",
     ),
 }
