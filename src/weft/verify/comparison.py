@@ -59,6 +59,7 @@ class Comparison:
     exercise: Exercise
     references: References
     found: Evidence
+    is_stream: bool = True  # rows are cut from one stream of text
 
     def numbers(self) -> dict[str, Any]:
         """The verdict's figures, reported whether the checks pass or fail."""
@@ -95,7 +96,7 @@ class Comparison:
         truth, same, found = self.references.truth, self.references.same, self.found
         allowance = self.references.allowance
         checks = [
-            check_rows(self.exercise.batches, found.batches, describe_row=self._rank_of_row),
+            check_rows(self.exercise.batches, found.batches, describe_row=self._rank_of_row, is_stream=self.is_stream),
             check_initial(self.exercise.initial, found.initial, describe_owner=self._owner),
             check_dtypes(found.dtypes),
             *(one.check() for one in found.coded),

@@ -179,6 +179,7 @@ class Session:
     def _comparison(self, plan: Plan, references: References, found: Evidence) -> Comparison:
         train = self.subject.run.train
         return Comparison(
+            is_stream=not self.subject.borders.has_gaps,
             plan=plan,
             train=train,
             steps=self.steps,
