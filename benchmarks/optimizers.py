@@ -85,7 +85,9 @@ def measure(name: str, case: dict[str, Any], *, steps: int) -> dict[str, Any]:
         "name": name,
         "rate": train["learning_rate"],
         "loss": sum(record["loss"] for record in records[-10:]) / 10,
-        "held_out": records[-1]["eval_loss"],
+        "held_out": next(
+            (record["eval_loss"] for record in reversed(records) if record.get("eval_loss")), float("nan")
+        ),
         "step_ms": 1000 * sorted(record["step_s"] for record in records)[len(records) // 2],
         "predicted": predicted / parameters,
         "measured": 4 * states / parameters,
