@@ -28,11 +28,10 @@ class FakeReplicated(Strategy):
         *,
         sums: GroupSum,
         find_unused_parameters: bool,
-        wire: torch.dtype,
         bucket_bytes: int,
     ) -> None:
         super().__init__(model)
-        self._sums, self._wire = sums, wire
+        self._sums = sums
         self._is_last = True
         self._may_be_unused = find_unused_parameters
         self._filled: list[int] = []
@@ -64,10 +63,10 @@ class FakeReplicated(Strategy):
             parameter.grad = bucket[place : place + parameter.numel()].view_as(parameter)
             self._filled[index] += 1
             if self._filled[index] == len(places):
-                sent = bucket.to(self._wire)
-                self._sums.sum(sent)
-                if sent is not bucket:
-                    bucket.copy_(sent)
+                wide = bucket.float()
+                self._sums.sum(wide)
+                if wide is not bucket:
+                    bucket.copy_(wide)
 
 
 def _buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[tuple[torch.Tensor, dict[int, int]]]:

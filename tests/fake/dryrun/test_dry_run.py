@@ -76,6 +76,19 @@ def test_the_planner_agrees_term_by_term(zero: int, microbatches: int, precision
     assert guessed == pytest.approx(wire, rel=1e-6)
 
 
+CODED = [(0, {"reduce": "int8"}), (3, {"reduce": "int8", "gather": "int8"}), (2, {"reduce": "bfloat16"})]
+
+
+@pytest.mark.parametrize(("zero", "formats"), CODED)
+def test_gradients_and_weights_that_travel_as_codes(zero: int, formats: dict[str, str]) -> None:
+    run, plan = run_of(LLAMA), plan_of(zero, 8, microbatches=2, precision={"preset": "bf16", **formats})
+    found, predicted = dry_run(run, plan, on_gpu=False), estimate_plan(run, plan, "8xCPU")
+    assert predicted.memory_bytes == pytest.approx(found.peak_bytes, rel=0.02)
+    wire = {(row["axis"], row["collective"], row["phase"]): row["bytes"] for row in found.traffic}
+    guessed = {(row["axis"], row["collective"], row["phase"]): row["bytes"] for row in predicted.traffic}
+    assert guessed == pytest.approx(wire, rel=1e-5)  # the last block of a message is not full
+
+
 @pytest.mark.parametrize("precision", [{}, BF16])
 def test_the_planner_agrees_where_the_vocabulary_is_sharded(precision: dict[str, Any]) -> None:
     """The loss needs most: in bf16 its softmax has the chunk's logits in float32 too."""
