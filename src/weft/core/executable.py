@@ -69,13 +69,18 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _not_cp(plan: Plan) -> list[tuple[bool, str]]:
     """Features that context parallelism does not support yet."""
-    attention, mesh = plan.context_parallel.attention, plan.mesh
+    attention, mesh, policy = plan.context_parallel.attention, plan.mesh, plan.precision.policy()
     return [
         (attention == "ring", "context_parallel.attention = 'ring'"),
         (mesh.tp > 1 and plan.tensor_parallel.mode != "1d", f"tensor_parallel.mode = {plan.tensor_parallel.mode!r}"),
         (mesh.ep > 1 and plan.data_parallel.zero == 0, "expert parallelism and data_parallel.zero = 0"),
         (plan.never_flushes, plan.delayed_by),
         (_is_threaded(plan), "dataparallel"),
+        (plan.offload.optimizer != "none", "offloaded states (offload.optimizer)"),
+        (plan.activations.offload != "none" or plan.activations.partition, "block inputs away from their rank"),
+        (plan.float8.linears != "none" or plan.float8.experts != "none", "float8 products"),
+        (policy.has_coded_sums or plan.coded_gather is not None, "gradients or weights that travel as codes"),
+        (policy.loss_scaling, "a loss scale (precision fp16)"),
     ]
 
 

@@ -68,7 +68,7 @@ PRESETS: dict[PresetName, PresetData] = {
         float8={"recipe": "blockwise", "experts": "all"},
         source="DeepSeek-V3 Technical Report, arXiv:2412.19437, 3.3: float8 products, bfloat16 moments, "
         "float32 masters and gradients, float8 dispatch, bfloat16 combine",
-        untold="which format sharded weights are gathered in: bfloat16 here; experts multiply in bfloat16",
+        untold="which format sharded weights are gathered in: bfloat16 here",
     ),
     "mistral": PresetData(
         components=_BF16,

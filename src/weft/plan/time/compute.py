@@ -191,7 +191,7 @@ def _linear_of_block_s(request: Request, columns: Columns, linear: LinearShape, 
         if not np.any(taken):
             return _LinearSeconds(matmul, matmul, matmul * (not linear.is_trained), nothing, nothing)
         short = linear_s(device, request, rows=rows, inner=linear.in_features, outer=outer, in_float8=True)
-        matmul = np.where(taken, here * short / rate_share(columns), matmul)
+        matmul = np.where(taken, here * short / rate_share(device, columns), matmul)
         passes = quantise_bytes(columns, rows=rows, inner=np.asarray(float(linear.in_features)), outer=outer)
         share = here * taken / _bandwidth(device)
         frozen = matmul * (not linear.is_trained)
@@ -204,7 +204,8 @@ def _linear_of_block_s(request: Request, columns: Columns, linear: LinearShape, 
     if not np.any(taken):
         frozen = linear.copies * matmul * (not linear.is_trained)
         return _LinearSeconds(linear.copies * matmul, nothing, frozen, nothing, nothing)
-    short = linear_s(device, request, rows=tokens, inner=inner, outer=outer, in_float8=True) / rate_share(columns)
+    short = linear_s(device, request, rows=tokens, inner=inner, outer=outer, in_float8=True)
+    short = short / rate_share(device, columns)
     passes = quantise_bytes(columns, rows=tokens, inner=inner, outer=outer)
     share = linear.copies * taken / _bandwidth(device)
     return _LinearSeconds(

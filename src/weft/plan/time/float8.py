@@ -25,7 +25,7 @@ import numpy as np
 
 from weft.core.cluster import Device
 from weft.core.float8 import takes_float8
-from weft.core.float8_section import GATHERED, RECIPES, Float8Choice, Float8Recipe
+from weft.core.float8_section import EMULATED, GATHERED, RECIPES, Float8Choice, Float8Recipe
 from weft.core.model_shape import LinearShape
 from weft.plan.columns import Bools, Columns, Floats
 from weft.plan.request import Request
@@ -75,9 +75,20 @@ class QuantiseBytes:
     backward: Floats
 
 
-def rate_share(columns: Columns) -> Floats:
-    """The rate of products by the plans' recipes, of that of products with one scale."""
-    return np.where(columns.float8_recipe == RECIPES.index(GATHERED), 1.0, SCALED_RATE)
+def rate_share(device: Device, columns: Columns) -> Floats:
+    """The rate of products by the plans' recipes, of that of products with one scale.
+
+    An emulated recipe multiplies restored values in float32.
+    """
+    share = np.where(columns.float8_recipe == RECIPES.index(GATHERED), 1.0, SCALED_RATE)
+    if not has_float8(device):
+        return share
+    wide = _best(device, "float32") / _best(device, RATE)
+    return np.where(np.isin(columns.float8_recipe, [RECIPES.index(one) for one in EMULATED]), wide, share)
+
+
+def _best(device: Device, rate: str) -> float:
+    return device.peak_flops[rate] * device.rates[rate].best
 
 
 def quantise_bytes(columns: Columns, *, rows: Floats, inner: Floats, outer: Floats) -> QuantiseBytes:

@@ -120,6 +120,12 @@ def test_full_recomputation_quantises_again() -> None:
     assert one(found.recompute) == pytest.approx(one(again))
 
 
+def test_emulated_recipes_cost_more_than_bfloat16() -> None:
+    plain, emulated = busy(), busy(linears="all", recipe="nvfp4", gather="weights")
+    assert one(emulated.matmul_forward) > 5 * one(plain.matmul_forward)
+    assert one(busy(linears="all", recipe="blockwise", gather="weights").matmul_forward) < one(plain.matmul_forward)
+
+
 def test_experts_keep_their_rate() -> None:
     request = request_of(tiny_mixtral(), "1xH200", global_batch=2, sequence_length=4096)
     plain, short = (busy(request, dp_shard=1, zero=0, linears=choice) for choice in ("none", "all"))
