@@ -225,8 +225,8 @@ def load_gguf(folder: Path) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    config = AutoConfig.from_pretrained(folder, gguf_file=FILE)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    config = AutoConfig.from_pretrained(folder, gguf_file=FILE, trust_remote_code=False)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     # from_pretrained reads the same way, and wants accelerate, which it does not use
     found = load_gguf_checkpoint(str(folder / FILE), return_tensors=True, model_to_load=model)["tensors"]
     lost = set(unique_names(model)) - found.keys()

@@ -29,6 +29,8 @@ def why_not_trained(found: Estimate) -> str:
 
 def best_trained(answer: Answer) -> Estimate | None:
     """The best plan that `weft train` runs, if there is one, with the fixed keys that it can have."""
+    if not answer.plans:
+        return None
     plan = answer.plans[0].plan
     fixed = {key: value for key, value in answer.fixed.items() if key not in BUILT}
     if fixed.get("offload.parameters", "none") != "none":

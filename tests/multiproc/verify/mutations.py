@@ -35,6 +35,7 @@ import weft.engine.updates
 import weft.models.initial
 import weft.train.export
 import weft.train.loop
+import weft.train.trained_tensors
 import weft.train.worker
 from weft.checkpoint.store import CheckpointStore
 from weft.data.loader import Loader
@@ -615,13 +616,13 @@ def export_rounds_to_bfloat16() -> Any:
 
 def export_drops_a_weight() -> Any:
     def make(original: Any) -> Any:
-        def tensors(checkpoint: Any) -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in original(checkpoint):
+        def tensors(*args: Any, **keys: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in original(*args, **keys):
                 yield name, torch.zeros_like(tensor) if name == NORM else tensor
 
         return tensors
 
-    return replaced(weft.train.export, "_model_tensors", make)
+    return replaced(weft.train.trained_tensors, "model_tensors", make)
 
 
 @contextmanager

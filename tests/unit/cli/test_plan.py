@@ -227,7 +227,7 @@ BAD_REQUESTS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "misspelt key": ((*ASKED, "--set", "mesh.tpp=2"), "W102", "'tp'"),
     "misspelt section": ((*ASKED, "--set", "mess.tp=2"), "W102", "'mesh'"),
     "heads over tp": ((*ASKED, "--set", "mesh.tp=3"), "W201", "1, 2, 4, 8"),
-    "unknown optimizer": ((*ASKED, "--optimizer", "lion"), "W103", "adamw"),
+    "unknown optimizer": ((*ASKED, "--optimizer", "lamb"), "W103", "adamw"),
     "unknown precision": ((*ASKED, "--precision", "fp7"), "W103", "bf16"),
     "unknown attention": ((*ASKED, "--set", "model.attention=flesh"), "W103", "fused"),
     "another key of the run": ((*ASKED, "--set", "model.path=x"), "W102", "mesh"),

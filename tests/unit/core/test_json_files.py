@@ -17,7 +17,7 @@ from weft.core.config import apply_settings, read_toml
 from weft.core.errors import ConfigFileError, ModelError, WeftError
 from weft.core.json_files import MOST_NESTED, parse_json, read_json_table
 from weft.core.run_spec import ModelSpec
-from weft.data.documents import _parse_row
+from weft.data.documents import parse_row
 from weft.data.store import DamagedStoreError, StoreHeader
 from weft.models.build import build_config
 from weft.models.pretrained import _refuse_quantised
@@ -54,7 +54,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a ledger drawn": ("ledger.json", lambda path: read_json(path, [])),
     "metrics": ("metrics.jsonl", lambda path: RunFolder(path.parent).metrics.drop_after(3)),
     "a line drawn": ("metrics.jsonl", lambda path: step_fields(path.read_text(errors="replace"))),
-    "a row of text": ("rows.jsonl", lambda path: _parse_row(path.read_bytes(), where="rows.jsonl:1")),
+    "a row of text": ("rows.jsonl", lambda path: parse_row(path.read_bytes(), where="rows.jsonl:1")),
     "a server's snapshot": ("manifest.json", lambda path: _open(path.parent)),
     "a control frame": ("frame", lambda path: Frame(Op.CONTROL, (), path.read_bytes()).json()),
 }

@@ -19,13 +19,16 @@ from weft.plan.rules import check_plan
 from weft.schedule import NAMES
 
 
-def run(global_batch: int, sequence_length: int = 64, router: dict[str, Any] | None = None) -> RunSpec:
+def run(
+    global_batch: int, sequence_length: int = 64, router: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> RunSpec:
     return RunSpec.from_tables(
         {
             "router": router or {},
             "data": {"sequence_length": sequence_length},
-            "train": {"global_batch": global_batch},
             "model": {"type": "llama"},
+            **sections,
+            "train": {"global_batch": global_batch, **sections.get("train", {})},
         }
     )
 
@@ -82,6 +85,27 @@ def test_each_rule_has_a_plan_that_it_alone_refuses(rule: str, tables: dict[str,
     assert not is_legal(given_plan, given_run)
 
 
+@pytest.mark.parametrize(
+    ("rule", "sections", "tables"),
+    [
+        ("optimizer", {"train": {"optimizer": "muon"}}, {"offload": {"optimizer": "cpu"}}),
+        ("optimizer", {"train": {"ema_decay": 0.9}}, {"offload": {"optimizer": "cpu"}}),
+        (
+            "adapter",
+            {"adapter": {"kind": "lora"}},
+            {"precision": {"preset": "bf16"}, "float8": {"linears": "all"}},
+        ),
+        ("adapter", {"adapter": {"kind": "lora", "dropout": 0.1}}, {"mesh": {"tp": 2}}),
+    ],
+)
+def test_a_layout_that_cannot_train_what_the_run_asks_is_refused(
+    rule: str, sections: dict[str, Any], tables: dict[str, Any]
+) -> None:
+    given_plan, given_run = Plan.from_tables(tables), run(8, **sections)
+    assert [one.name for one in RULES if list(one.reasons(given_plan, given_run))] == [rule]
+    assert not list(broken_rules(given_plan, run(8)))
+
+
 def test_each_rule_of_the_table_is_tried() -> None:
     names = {
         "consistent",
@@ -94,6 +118,8 @@ def test_each_rule_of_the_table_is_tried() -> None:
         "context",
         "offload",
         "copies",
+        "adapter",
+        "optimizer",
     } | {"data"}
     assert {one.name for one in RULES} == names
 

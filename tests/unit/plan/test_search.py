@@ -218,7 +218,6 @@ def test_what_is_offered_instead_keeps_the_fixed_keys_that_can_be_trained() -> N
     fixed = {
         "mesh.ep": 4,
         "mesh.cp": 2,
-        "tensor_parallel.mode": "2d",
         "expert_parallel.chunks": 2,
         "expert_parallel.wire": "float8",
     }
@@ -227,3 +226,5 @@ def test_what_is_offered_instead_keeps_the_fixed_keys_that_can_be_trained() -> N
     assert not why_not_trained(instead)
     exchange = instead.plan.expert_parallel
     assert (instead.plan.mesh.ep, instead.plan.mesh.cp, exchange.chunks, exchange.wire) == (4, 2, 2, "float8")
+    grid = {**fixed, "tensor_parallel.mode": "2d"}  # of no plan
+    assert best_trained(search(request, freedom=Freedom(fixed=grid), top=1)) is None

@@ -24,7 +24,8 @@ from weft.verify.oracle.updates import check_updates
 
 TRAIN: dict[str, Any] = {
     "learning_rate": 1e-2, "steps": 3, "warmup_steps": 1, "final_learning_rate_ratio": 0.1, "schedule": "cosine",
-    "weight_decay": 0.1, "clip_norm": 0.0, "frozen": [], "betas": [0.9, 0.95], "epsilon": 1e-8, "momentum": 0.9,
+    "weight_decay": 0.1, "clip_norm": 0.0, "frozen": [], "groups": [],
+    "ema_decay": 0.0, "betas": [0.9, 0.95], "epsilon": 1e-8, "momentum": 0.9,
 }  # fmt: skip
 TINY = LlamaConfig(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -22,8 +22,8 @@ from tolerances import BF16_LOSS_ABS, SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL
 from weft.checkpoint.store import peek_newest
 from weft.core.run_spec import ModelSpec
 from weft.engine.engine import Engine
+from weft.engine.export import model_tensors
 from weft.models.hf_export import export_folder
-from weft.train.export import _model_tensors
 from weft.verify.evidence import full_tensor
 
 STEPS, CLIP_NORM = 4, 0.5
@@ -176,7 +176,7 @@ def require_exported(folder: Path, out: Path) -> None:
 
     newest = peek_newest(folder)
     assert newest is not None
-    weights = dict(_model_tensors(newest.path))
+    weights = dict(model_tensors(newest.path))
     [alone] = run_ranks(config_of, 1)
     export_folder(alone, weights.items(), out)
     loaded = AutoModelForCausalLM.from_pretrained(str(out)).state_dict()
