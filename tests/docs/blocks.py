@@ -30,6 +30,7 @@ GUIDES = (
     "layouts",
     "tensor-parallel",
     "pipeline",
+    "context-parallel",
     "speed",
     "plan",
     "dryrun",
