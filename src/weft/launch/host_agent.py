@@ -53,6 +53,7 @@ class HostAgent:
         self._warm = warm_ranks(first["imports"], scratch=self._scratch, num_ranks=first["num_ranks"], interface=None)
         while self._obey(self._link.next_order()):
             pass
+        self._link.finish()
 
     def _obey(self, order: Message) -> bool:
         if order["order"] == "listen":

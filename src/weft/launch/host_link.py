@@ -22,6 +22,7 @@ Message = dict[str, Any]
 
 BEAT_S = 1.0
 _POLL_S = 0.25
+_LAST_LINES_S = 5.0
 
 
 class AgentLink:
@@ -38,6 +39,7 @@ class AgentLink:
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._logs: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._sending = threading.Lock()
+        self._log_writer = threading.Thread(target=self._write_logs, name="logs", daemon=True)
 
     def read_first(self) -> Message:
         """The first line: what the agent needs before it can answer."""
@@ -51,11 +53,8 @@ class AgentLink:
         return first
 
     def start(self, *, lease_s: float) -> None:
-        for name, work in (
-            ("orders", lambda: self._receive(lease_s)),
-            ("heartbeat", self._beat),
-            ("logs", self._write_logs),
-        ):
+        self._log_writer.start()
+        for name, work in (("orders", lambda: self._receive(lease_s)), ("heartbeat", self._beat)):
             threading.Thread(target=work, name=name, daemon=True).start()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, self._receive_signal)
@@ -101,9 +100,14 @@ class AgentLink:
             self._write("")
 
     def _write_logs(self) -> None:
-        while True:  # not in the thread of orders: a slow disk must not look like a lost launcher
-            order = self._logs.get()
+        # not in the thread of orders: a slow disk must not look like a lost launcher
+        while order := self._logs.get():
             self.write_log(order["name"], order["text"])
+
+    def finish(self) -> None:
+        """Write the lines that came before the order to leave."""
+        self._logs.put({})
+        self._log_writer.join(_LAST_LINES_S)
 
     def _write(self, line: str) -> None:
         data = memoryview(line.encode() + b"\n")

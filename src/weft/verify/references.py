@@ -129,6 +129,8 @@ def _allowance(plan: Plan, precision: ReferencePrecision, *, routes: bool) -> Ro
     if precision.has_codes:
         weights = max(compute, precision.gather or compute, key=UNIT_ROUNDOFF.__getitem__)
         return coded_terms(weights, precision.reduce, along=along)
-    if precision.rounds_weights or (not is_float32 and (plan.mesh.tp > 1 or plan.mesh.ep > 1 or plan.compile.enabled)):
+    if precision.rounds_weights or (
+        not is_float32 and (max(plan.mesh.tp, plan.mesh.cp, plan.mesh.ep) > 1 or plan.compile.enabled)
+    ):
         return rounded_terms(compute, along=along)
     return flipped_terms(compute) if not is_float32 and precision.divides_last else RoundingAllowance()

@@ -86,8 +86,8 @@ class Routers:
             routed.wrap(self.model)
 
     def count_on(self, contexts: Axes) -> None:
-        """Count on one of the ranks that have the same tokens."""
-        others = [context for context in contexts if context.axis not in (axes.PP, axes.TP)]
+        """Count on one of the ranks that have the same tokens; ranks of cp have different ones."""
+        others = [context for context in contexts if context.axis not in (axes.PP, axes.TP, axes.CP)]
         tensor = [context for context in contexts if context.axis == axes.TP]
         is_stream = any(getattr(context.activation_layout, "sequence_parallel", False) for context in tensor)
         self._is_counting = all(context.owns_weight for context in [*others, *([] if is_stream else tensor)])
