@@ -19,7 +19,7 @@ GROUPS: dict[str, Group] = {
     "gather": Group(
         plan={**CP2, "data_parallel": {"zero": 3}},
         bugs=(
-            Bug(mutate=bugs.positions_from_zero_in_the_second_piece, check="loss", step=1),
+            Bug(mutate=bugs.positions_from_zero_in_the_second_piece, check="gradients", step=1),
             Bug(mutate=bugs.label_lost_at_a_border, check="loss", step=1),
             Bug(mutate=bugs.mask_off_by_one_at_an_edge, check="loss", step=1),
             Bug(mutate=bugs.gradients_of_keys_not_summed, check="gradients", step=1),
