@@ -305,7 +305,7 @@ def computes_in_float32() -> Any:
 
 def weights_drawn_by_rank() -> Any:
     return replaced(
-        weft.models.initial, "_mix", lambda original: lambda seed, name: original(seed + dist.get_rank(), name)
+        weft.models.initial, "mixed_seed", lambda original: lambda seed, name: original(seed + dist.get_rank(), name)
     )
 
 
