@@ -71,7 +71,8 @@ def test_tensor_parallel_ranks_have_the_scales_of_one_process() -> None:
             assert is_ok, recipe
             assert losses == pytest.approx(single[recipe, False][0], abs=SAME_LOSS_ABS), (recipe, is_stream)
             # blocks are on one rank; what all ranks share is wrong without the reduction
-            assert bool(num_unreduced) == (recipe != "blockwise"), recipe
+            # blocks of 32 and 128 features never reach into another rank
+            assert bool(num_unreduced) == (recipe not in ("blockwise", "mxfp8")), recipe
 
 
 def split(rank: int, world: int) -> dict[Any, Any]:

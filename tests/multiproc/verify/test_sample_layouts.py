@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from chats import make_chat_tokenizer, make_chats
 from gloo_ranks import run_ranks
+from samples import by_default
 from verify_ranks import Tables, mutated_verdicts_in_rank, small_run, verdicts_of_many_in_rank
 
 from weft.data.loader import Loader
@@ -52,12 +53,16 @@ def chat_data(folder: Path) -> Tables:
     }
 
 
-@pytest.mark.extended
-def test_healthy_layouts_pass(tmp_path: Path) -> None:
+SHARES = {"chats": ("chats, tensor parallel", "chats, ZeRO-3"), "others": tuple(CASES)[2:]}
+
+
+@pytest.mark.parametrize("share", by_default([], SHARES, extended=["chats"]))
+def test_healthy_layouts_pass(share: str, tmp_path: Path) -> None:
     given = chat_data(tmp_path)
     cases = {
         name: (small_run(given["source"], model=model, data={**given, **data}), plan)
         for name, (model, data, plan) in CASES.items()
+        if name in SHARES[share]
     }
     (tmp_path / "scratch").mkdir()
     found = run_ranks(verdicts_of_many_in_rank, 2, cases, str(tmp_path / "scratch"), timeout_s=900)[0]
