@@ -30,6 +30,8 @@ def main() -> None:
     if mode == "forever":
         time.sleep(300)
     if generation == "0" and rank == "1":
+        while not (folder / "facts-0-0").exists():  # its peer is killed with it, and must have begun
+            time.sleep(0.01)
         if mode == "exit":
             sys.exit(7)
         if mode == "parent":
