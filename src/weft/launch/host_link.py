@@ -36,6 +36,7 @@ class AgentLink:
         self.write_log: Callable[[str, str], None] = lambda name, text: None
         self._orders_fd, self._events_fd = orders_fd, events_fd
         self._rest = b""
+        self._is_leaving = False
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._logs: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._sending = threading.Lock()
@@ -72,6 +73,8 @@ class AgentLink:
                 self._take(json.loads(line))
             if select.select([self._orders_fd], [], [], _POLL_S)[0]:
                 received = os.read(self._orders_fd, 65536)
+                if not received and self._is_leaving:  # the last lines are being written
+                    return
                 if not received:
                     self._end()
                 self._rest += received
@@ -92,6 +95,7 @@ class AgentLink:
         elif order["order"] == "log":
             self._logs.put(order)
         else:
+            self._is_leaving = order["order"] == "leave"
             self._orders.put(order)
 
     def _beat(self) -> None:
