@@ -551,13 +551,13 @@ def one_tensor_not_loaded() -> Any:
 
 def data_counter_off_by_one() -> Any:
     def resume(original: Any) -> Any:
-        def wrapped(job: Any, *rest: Any) -> Any:
-            found = original(job, *rest)
+        def wrapped(job: Any, *rest: Any, **named: Any) -> Any:
+            found = original(job, *rest, **named)
             return dataclasses.replace(found, samples=found.samples + int(job.resume))
 
         return wrapped
 
-    return replaced(weft.train.worker, "_resume", resume)
+    return replaced(weft.train.worker, "resume_run", resume)
 
 
 @contextmanager
@@ -565,16 +565,16 @@ def rate_one_step_late_after_resume() -> Iterator[None]:
     late = [0]
 
     def resume(original: Any) -> Any:
-        def wrapped(job: Any, *rest: Any) -> Any:
+        def wrapped(job: Any, *rest: Any, **named: Any) -> Any:
             late[0] = int(job.resume)
-            return original(job, *rest)
+            return original(job, *rest, **named)
 
         return wrapped
 
     def rate(original: Any) -> Any:
         return lambda train, step: original(train, step - late[0])
 
-    with replaced(weft.train.worker, "_resume", resume), replaced(weft.train.loop, "learning_rate_at", rate):
+    with replaced(weft.train.worker, "resume_run", resume), replaced(weft.train.loop, "learning_rate_at", rate):
         yield
 
 
