@@ -42,7 +42,9 @@ def _require_data(run: RunSpec) -> None:
     from weft.data.sources import FileSource, open_sources
     from weft.data.tokenizers import open_tokenizer
 
-    for source in (source for part in run.data.parts for source in open_sources(part)):
+    for source in (
+        source for part in [*run.data.parts, *run.data.evaluation_parts.values()] for source in open_sources(part)
+    ):
         if isinstance(source, DatasetSource):
             require_extra("datasets")
             source.require_folder()

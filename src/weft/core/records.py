@@ -28,7 +28,8 @@ class StepRecord:
     reserved_memory_bytes: int | None = None  # GPUs only: the allocator's peak, with memory that no tensor uses
     skipped: bool = False  # fp16 only: the scaled gradients overflowed, no update was made
     loss_scale: float | None = None
-    eval_loss: float | None = None
+    eval_loss: float | None = None  # of the held-out documents
+    evaluations: dict[str, EvalRecord] | None = None  # of [[data.evaluation]], by name
     changed: tuple[str, ...] | None = None  # keys of run.toml that a resume changed before this step
     # Steps with a rank that the others wait for: its own seconds of work in a step, and the median of the others.
     slow_rank: int | None = None
@@ -44,10 +45,14 @@ class StepRecord:
     router_z_loss: float | None = None  # without its coefficient, mean over the layers
 
     def as_dict(self) -> dict[str, Any]:
-        return record_fields(self)
+        found = {name: one.as_dict() for name, one in (self.evaluations or {}).items()}
+        return {**record_fields(self), **({"evaluations": found} if found else {})}
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> StepRecord:
+        if fields.get("evaluations") is not None:
+            found = fields["evaluations"].items()
+            fields = {**fields, "evaluations": {name: EvalRecord.from_dict(one) for name, one in found}}
         if fields.get("changed") is not None:
             fields = {**fields, "changed": tuple(fields["changed"])}
         return parse_record(StepRecord, fields, numbers=("loss", "grad_norm"))
@@ -67,6 +72,14 @@ def parse_record(kind: type[Kind], fields: dict[str, Any], *, numbers: Sequence[
     values = {name: fields[name] for name in known if name in fields}
     nulls = {key: math.nan for key in numbers if values.get(key) is None}
     return kind(**{**values, **nulls})
+
+
+def perplexity_of(loss: float) -> float:
+    """exp(mean loss per token); infinite beyond the range of a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 LOAD_UNIT = 16  # a mean load is stored as 16; a load of 15.9 or more as 255
@@ -117,10 +130,25 @@ class ExpertLoads:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord:
-    """A held-out loss: the sum of token losses over the number of tokens, over all ranks."""
+    """The loss of an evaluation: the sum of token losses over the number of tokens, over all ranks."""
 
     loss: float
     tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity_of(self.loss)
+
+    def as_dict(self) -> dict[str, Any]:
+        values = {"loss": self.loss, "perplexity": self.perplexity}
+        return {
+            **{key: value if math.isfinite(value) else None for key, value in values.items()},
+            "tokens": self.tokens,
+        }
+
+    @staticmethod
+    def from_dict(fields: dict[str, Any]) -> EvalRecord:
+        return parse_record(EvalRecord, fields, numbers=("loss",))
 
 
 @dataclass(frozen=True, kw_only=True)

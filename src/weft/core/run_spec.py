@@ -11,13 +11,12 @@ from pydantic import Field, ValidationError, model_validator
 
 from weft.core.adapter_spec import AdapterSpec
 from weft.core.config import Document, Section, sections_of
+from weft.core.loop_spec import HELD_OUT, CheckpointSpec, EvaluationSpec, LedgerSpec, LoggingSpec
 from weft.core.muon import Precision, Scale
 from weft.core.optimizers import NAMES, OPTIMIZERS, OptimizerKind
 from weft.core.parameter_groups import GroupSpec
 from weft.core.track_spec import TrackSpec
 from weft.core.vocabulary import BYTES
-
-EVALUATION_STEPS = 50
 
 DataFormat = Literal["text", "chat", "prompt-completion", "preference"]
 Packing = Literal["none", "concatenate", "documents"]
@@ -55,15 +54,29 @@ class ModelSpec(Section):
         return self
 
 
-class SourceSpec(Section):
-    """One source of a mixture; keys that are left out are those of [data]."""
+class OtherSource(Section):
+    """A source beside data.source; keys that are left out are those of [data]."""
 
     source: str | list[str] = Field(description="as data.source")
-    weight: float = Field(default=1.0, gt=0, description="share of the samples or tokens, over the sum of all weights")
     format: DataFormat | None = Field(default=None, description="as data.format")
     text_field: str | None = Field(default=None, description="as data.text_field")
     split: str | None = Field(default=None, description="as data.split")
     train_on: Turns | None = Field(default=None, description="as data.train_on")
+
+
+class SourceSpec(OtherSource):
+    """One source of a mixture; keys that are left out are those of [data]."""
+
+    weight: float = Field(default=1.0, gt=0, description="share of the samples or tokens, over the sum of all weights")
+
+
+class EvaluationSource(OtherSource):
+    """One evaluation set; keys that are left out are those of [data]. All of its documents are evaluated on."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="its name in metrics.jsonl, the report and trackers"
+    )
+    batches: int | None = Field(default=None, ge=1, description="as evaluation.batches, which it is without")
 
 
 class DataSpec(Section):
@@ -76,6 +89,11 @@ class DataSpec(Section):
         default_factory=list,
         description="several sources in place of `source`, each with `source`, `weight`, and its own `format`, "
         "`text_field`, `split`, `train_on`",
+    )
+    evaluation: list[EvaluationSource] = Field(
+        default_factory=list,
+        description="tables [[data.evaluation]], evaluation sets beside the held-out documents, each with `name`, "
+        "`source`, `batches`, and its own `format`, `text_field`, `split`, `train_on`",
     )
     weigh_by: Literal["samples", "tokens"] = Field(
         default="samples", description="what the weights of `sources` are shares of; tokens: without padding"
@@ -138,7 +156,8 @@ class DataSpec(Section):
     @property
     def isolates(self) -> bool:
         """Whether rows have several documents that do not attend to each other."""
-        return any(part.isolate_documents or part.row_packing == "documents" for part in self.parts)
+        parts = [*self.parts, *self.evaluation_parts.values()]
+        return any(part.isolate_documents or part.row_packing == "documents" for part in parts)
 
     @property
     def turns(self) -> Turns:
@@ -149,10 +168,16 @@ class DataSpec(Section):
         """The data of each source: itself if there is one."""
         return [self._part(source) for source in self.sources] or [self]
 
-    def _part(self, source: SourceSpec) -> DataSpec:
+    @property
+    def evaluation_parts(self) -> dict[str, DataSpec]:
+        """The data of each evaluation set by name: nothing of it is held out, nothing is streamed."""
+        whole = {"eval_fraction": 0.0, "streaming": False, "epochs": None}
+        return {one.name: self._part(one).model_copy(update=whole) for one in self.evaluation}
+
+    def _part(self, source: OtherSource) -> DataSpec:
         """The data of one source, without keys of [data] that are for other formats and packings."""
-        keys = self.model_dump(exclude={"sources", "weigh_by", "source"})
-        keys |= source.model_dump(exclude={"weight"}, exclude_none=True)
+        keys = self.model_dump(exclude={"sources", "evaluation", "weigh_by", "source"})
+        keys |= source.model_dump(include=set(OtherSource.model_fields), exclude_none=True)
         is_stream = (keys["packing"] or ("concatenate" if keys["format"] == "text" else "none")) == "concatenate"
         unused = {"truncation"} if is_stream else {"isolate_documents"}
         unused |= {"chat_template"} if keys["format"] == "text" else set()
@@ -173,6 +198,21 @@ class DataSpec(Section):
                 raise ValueError(f"sources[{index}]: {reason}") from None
             if part.format == "preference":
                 raise ValueError(f"sources[{index}]: pairs of format = 'preference' are not mixed")
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_fits(self) -> DataSpec:
+        names = [HELD_OUT, *(one.name for one in self.evaluation)]
+        for index, one in enumerate(self.evaluation):
+            if one.name in names[: index + 1]:
+                raise ValueError(f"evaluation[{index}]: the name {one.name!r} is taken")
+            try:
+                part = self._part(one)
+            except ValidationError as error:
+                reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"evaluation[{index}]: {reason}") from None
+            if part.format == "preference":
+                raise ValueError(f"evaluation[{index}]: pairs of format = 'preference' are not evaluated")
         return self
 
     @model_validator(mode="after")
@@ -312,50 +352,6 @@ class RouterSpec(Section):
     @property
     def is_active(self) -> bool:
         return self.reads_routers or self.capacity_factor > 0
-
-
-class EvaluationSpec(Section):
-    every: int | None = Field(
-        default=None,
-        ge=0,
-        description="steps between evaluations; 0 is never; if given, too few held-out rows are an error; "
-        "absent: 50, and too few rows are a warning",
-    )
-    batches: int = Field(default=4, ge=1, description="global batches of held-out rows per evaluation")
-    weights: Literal["trained", "ema"] = Field(
-        default="trained", description="the weights of held-out losses: trained | ema (train.ema_decay above 0)"
-    )
-
-    @property
-    def interval(self) -> int:
-        """Steps between evaluations, given or default; 0 is never."""
-        return EVALUATION_STEPS if self.every is None else self.every
-
-
-class CheckpointSpec(Section):
-    every: int = Field(default=100, ge=0, description="steps between checkpoints; 0 is only at the end")
-    keep: int = Field(default=2, ge=1, description="newest checkpoints kept, at least 1")
-    asynchronous: bool = Field(default=True, description="write in the background during training")
-    at_end: bool = Field(default=True, description="save after the last step")
-    memory_every: int = Field(
-        default=0,
-        ge=0,
-        description="steps between copies of the state in host memory, from which `--max-restarts` continues; 0 is off",
-    )
-
-
-class LoggingSpec(Section):
-    every: int = Field(default=10, ge=1, description="steps between plain log lines without a terminal")
-    tensorboard: bool = Field(default=True, description="write TensorBoard files beside metrics.jsonl")
-
-
-class LedgerSpec(Section):
-    """Predicted, dry-run and measured costs side by side, in ledger.json and report.html."""
-
-    measure: bool = Field(default=True, description="measure memory and traffic by term in the first steps")
-    dry_run: bool = Field(
-        default=True, description="`weft train` dry-runs rank 0 during the training, at the lowest priority"
-    )
 
 
 class RunSpec(Document):

@@ -247,7 +247,11 @@ def _parse_step(line: str) -> StepRecord | None:
         return None
     defaults = {"loss": math.nan, "grad_norm": math.nan, "tokens": 0, "learning_rate": math.nan}
     numbers = {key: value for key, value in given.items() if isinstance(value, int | float)}
-    return StepRecord.from_dict({**defaults, **numbers})
+    sets = {name: table(found) for name, found in table(given.get("evaluations")).items()}
+    known = {
+        name: {"loss": number(one.get("loss")), "tokens": count(one.get("tokens")) or 0} for name, one in sets.items()
+    }
+    return StepRecord.from_dict({**defaults, **numbers, **({"evaluations": known} if known else {})})
 
 
 def _parse_server_step(line: str) -> ServerStep | None:

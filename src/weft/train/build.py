@@ -29,6 +29,7 @@ from weft.models.initial import InitialWeights, WeightSource
 from weft.models.layout import describe
 from weft.models.pretrained import PretrainedWeights
 from weft.plan.legality import require_legal
+from weft.train.evaluation_sets import EvaluationSet, open_sets, prepare_sets
 from weft.train.held_out import why_no_evaluation
 from weft.train.isolation import require_isolation
 from weft.train.loggers.tokenising import TokenisingDisplay
@@ -44,7 +45,7 @@ class Workbench:
 
     engine: Engine
     training: Loader | StreamingLoader | OwnRows
-    evaluation: Loader | None
+    evaluation: dict[str, EvaluationSet]  # by name
     model_config: Any
     notes: tuple[str, ...]
     no_evaluation: str = ""  # why held-out loss is missing although it is not switched off
@@ -118,8 +119,10 @@ def build_workbench(
 
 
 def prepare_data(run: RunSpec, process: Process, *, is_speaking: bool) -> Corpus:
-    """Build the run's token cache if it is missing: one process builds, the others wait for its file."""
-    return open_corpus(run.data, progress=TokenisingDisplay(is_speaking=is_speaking, is_main=process.is_main))
+    """Build the run's token caches if they are missing: one process builds, the others wait for its file."""
+    progress = TokenisingDisplay(is_speaking=is_speaking, is_main=process.is_main)
+    prepare_sets(run, progress)
+    return open_corpus(run.data, progress=progress)
 
 
 def weight_source(run: RunSpec, config: Any, *, device: torch.device) -> tuple[WeightSource, list[str]]:
@@ -170,7 +173,7 @@ def _model_of(run: RunSpec, parts: TrainParts, vocabulary: Any) -> tuple[nn.Modu
 
 def _loaders(
     run: RunSpec, engine: Engine, corpus: Corpus | None, parts: TrainParts, *, missing: str
-) -> tuple[Loader | StreamingLoader | OwnRows, Loader | None]:
+) -> tuple[Loader | StreamingLoader | OwnRows, dict[str, EvaluationSet]]:
     share: dict[str, Any] = {
         "seed": run.train.seed,
         "global_batch": run.train.global_batch,
@@ -178,17 +181,12 @@ def _loaders(
         "dp_degree": engine.topology.dp_degree,
     }
     if corpus is None:
-        return OwnRows(parts.data or (), epochs=run.data.epochs, **share), None
+        return OwnRows(parts.data or (), epochs=run.data.epochs, **share), open_sets(run, None, share)
     if run.data.streaming:
         training: Loader | StreamingLoader = StreamingLoader(run.data, **share)
-        share["layout"] = RowLayout.of(run.data)
     else:
-        share["layout"] = RowLayout.of(run.data)
-        training = Loader(corpus.training, epochs=run.data.epochs, **share)
-    held_out = corpus.evaluation
-    if held_out is None or missing or run.evaluation.interval == 0:
-        return training, None
-    return training, Loader(held_out, epochs=1, shuffle=False, **share)
+        training = Loader(corpus.training, epochs=run.data.epochs, layout=RowLayout.of(run.data), **share)
+    return training, open_sets(run, None if missing else corpus.evaluation, share)
 
 
 def _config_notes(model: ModelSpec, config: Any) -> list[str]:

@@ -28,6 +28,8 @@ def why_no_evaluation(run: RunSpec, corpus: Corpus) -> str:
 
 def _missing(run: RunSpec, corpus: Corpus) -> str:
     held_out, length = corpus.evaluation, run.data.sequence_length
+    if run.data.eval_fraction == 0 and run.data.evaluation:
+        return ""
     if run.data.eval_fraction == 0:
         # Nothing should be held out; a warning only if evaluations are requested nevertheless.
         return "data.eval_fraction = 0 holds out no rows" if run.evaluation.every is not None else ""

@@ -20,7 +20,8 @@ from torch import Tensor
 from weft.checkpoint import CheckpointStore, CommittedCheckpoint
 from weft.checkpoint.memory_copies import MemoryCopies
 from weft.core.errors import NumbersError, SaveError
-from weft.core.records import StepRecord
+from weft.core.loop_spec import HELD_OUT
+from weft.core.records import EvalRecord, StepRecord
 from weft.core.run_spec import RunSpec
 from weft.core.terms import TimeTerm
 from weft.engine.kernels.compiled import RecompileWatch, failures
@@ -30,7 +31,7 @@ from weft.train.allocator_gap import GapWatch, read_allocator
 from weft.train.build import Workbench
 from weft.train.ledger.ledger import peak_memory_bytes
 from weft.train.ledger.measuring import Measuring
-from weft.train.loggers.display import Display
+from weft.train.loggers.display import Display, evaluation_line
 from weft.train.loggers.metrics import MetricsWriter
 from weft.train.parts import StepCallback
 from weft.train.ranks.pace import slow_rank
@@ -181,7 +182,7 @@ class TrainingLoop:
         if self._is_evaluation(record.step) and not wants_stop:
             if record.step == self.run_spec.train.steps and self.engine.plan.offload.delayed:
                 self.engine.updates.restart()  # the last evaluation is of the weights that are saved
-            record = dataclasses.replace(record, eval_loss=self._evaluate())
+            record = self._evaluated(record)
             self._before = None
         record = self._with_pace(record)
         self.metrics.write(record)
@@ -254,16 +255,19 @@ class TrainingLoop:
         """The run, its data, and the place in it after so many samples."""
         return {"samples": samples, "stream": self.bench.training.state(samples), **self._described}
 
-    def _evaluate(self) -> float | None:
-        loader = self.bench.evaluation
-        if loader is None:
-            return None
-        batch_rows = self.run_spec.train.global_batch
-        positions = [index * batch_rows for index in range(self.run_spec.evaluation.batches)]
-        with self._timed(TimeTerm.EVALUATION), phase("evaluation"):
-            batches = [loader.batch(at) for at in positions if loader.has_batch(at)]
-            with self.engine.average_weights(is_on=self.run_spec.evaluation.weights == "ema"):
-                return self.engine.evaluate(batches).loss
+    def _evaluated(self, record: StepRecord) -> StepRecord:
+        """The record with the losses of all evaluation sets."""
+        found: dict[str, EvalRecord] = {}
+        if self.bench.evaluation:
+            is_average = self.run_spec.evaluation.weights == "ema"
+            with self._timed(TimeTerm.EVALUATION), phase("evaluation"), self.engine.average_weights(is_on=is_average):
+                found = {name: self.engine.evaluate(one.batches()) for name, one in self.bench.evaluation.items()}
+        held_out = found.pop(HELD_OUT, None)
+        if found:
+            self.display.line(evaluation_line(record.step, found))
+        return dataclasses.replace(
+            record, eval_loss=None if held_out is None else held_out.loss, evaluations=found or None
+        )
 
     def _has_data(self) -> bool:
         return self.bench.training.has_batch(self.samples)

@@ -13,6 +13,7 @@ from weft.report.markup import Markup, absent, document, facts_list, join, tag, 
 from weft.report.page import Page, PageSection
 from weft.report.training import costs, tables
 from weft.report.training.coverage_table import coverage
+from weft.report.training.evaluations import draw_evaluations, evaluation_table
 from weft.report.training.experts import draw_experts
 from weft.report.training.facts import TrainingFacts, gather_facts, verdict
 from weft.report.training.pipeline import pipeline_section
@@ -36,12 +37,17 @@ def build_training_page(run_dir: Path) -> Page:
 
 
 def _sections(facts: TrainingFacts, folder: TrainingFolder) -> list[PageSection]:
-    curves = chart_grid(draw_curves(folder)) or absent("No step was recorded, so there is no curve to draw.")
+    steps = folder.metrics.steps
+    curves = chart_grid([*draw_curves(folder), draw_evaluations(steps)]) or absent(
+        "No step was recorded, so there is no curve to draw."
+    )
     bars = chart_grid(costs.draw_costs(folder)) or absent("No memory or time terms were recorded.")
     terms = [part(folder) for part in _TERMS]
     documents = [document(PLAN, folder.plan_text), document(RUN, folder.run_text)]
     return [
-        PageSection(key="curves", title="Curves", content=join([curves, tables.sampled_steps(folder.metrics.steps)])),
+        PageSection(
+            key="curves", title="Curves", content=join([curves, evaluation_table(steps), tables.sampled_steps(steps)])
+        ),
         PageSection(
             key="costs",
             title="Memory, traffic and time",

@@ -18,7 +18,13 @@ from weft.core.run_spec import RunSpec
 
 # Sections that configure how a run is observed, not what it trains.
 _WATCHING = ("checkpoint", "logging", "ledger", "track")
-_WATCHING_KEYS = ("evaluation.every", "train.collective_timeout_s", "train.hang_timeout_s", "train.optimizer_kernel")
+_WATCHING_KEYS = (
+    "data.evaluation",
+    "evaluation.every",
+    "train.collective_timeout_s",
+    "train.hang_timeout_s",
+    "train.optimizer_kernel",
+)
 _GUARDED = (
     "data",
     "model",
@@ -66,7 +72,7 @@ class RunChange:
 
     @property
     def is_guarded(self) -> bool:
-        return _is_within(self.key, _GUARDED)
+        return _is_within(self.key, _GUARDED) and not _is_within(self.key, _WATCHING_KEYS)
 
     @property
     def restarts_data(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from weft.checkpoint.memory_copies import MemoryCopies
-from weft.core.records import StepRecord
+from weft.core.records import EvalRecord, StepRecord
 from weft.core.terms import MemoryTerm, TimeTerm
 from weft.engine.engine import Engine
 from weft.engine.kernels.fast_path import fast_path
@@ -101,6 +101,11 @@ def count_parameters(engine: Engine) -> tuple[int, int]:
     return int(counts[0]), int(counts[1])
 
 
+def last_evaluations(metrics: Sequence[StepRecord]) -> dict[str, EvalRecord]:
+    """The last values of each set of [[data.evaluation]]."""
+    return {name: one for record in metrics for name, one in (record.evaluations or {}).items()}
+
+
 def build_ledger(
     engine: Engine,
     *,
@@ -133,6 +138,7 @@ def build_ledger(
             "first_loss": first.loss if first else None,
             "final_loss": last.loss if last else None,
             "eval_loss": evaluated[-1] if evaluated else None,
+            "evaluations": {name: one.as_dict() for name, one in last_evaluations(metrics).items()},
             "tokens_per_s": _median([record.tokens_per_s for record in metrics[1:]]),
             **run_facts,
         },

@@ -5,13 +5,14 @@ Everything goes to stderr: stdout is for data. Only rank 0 prints.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from weft.core.agreement import GUESSED_TIMES, has_guessed_times
-from weft.core.records import DtypeRecord, StepRecord
+from weft.core.records import DtypeRecord, EvalRecord, StepRecord
 from weft.core.units import format_bytes, format_count, format_seconds
 from weft.data.preview import Preview
 from weft.train.ledger.table import cost_table
@@ -61,6 +62,8 @@ class Display(StepProgress):
         )
         if run["eval_loss"] is not None:
             loss += f", held-out {run['eval_loss']:.3f}"
+        for name, found in (run.get("evaluations") or {}).items():
+            loss += f", {name} {found['loss']:.3f}" if found["loss"] is not None else ""
         rate = f"{format_count(run['tokens_per_s'])} tokens/s" if run["tokens_per_s"] else ""
         self.line(
             f"{run['status']} at step {run['steps']}: {loss}; {rate}, peak {format_bytes(memory['peak_bytes'])} per"
@@ -84,6 +87,11 @@ class Display(StepProgress):
         guessed = [GUESSED_TIMES] if has_guessed_times(ledger) else []
         for remark in [*guessed, *ledger.get("remarks", [])]:
             self.line(f"note: {remark}")
+
+
+def evaluation_line(step: int, found: Mapping[str, EvalRecord]) -> str:
+    sets = (f"{name} loss {one.loss:.4f}, perplexity {one.perplexity:.4g}" for name, one in found.items())
+    return f"evaluation at step {step}: {'; '.join(sets)}"
 
 
 def techniques_phrase(rows: list[dict[str, Any]]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from weft.core.records import ExpertLoads, StepRecord
+from weft.core.records import ExpertLoads, StepRecord, perplexity_of
 from weft.train.folder.run_folder import RunFolder
 from weft.train.loggers.tensorboard import TensorBoard
 from weft.train.loggers.trackers import Trackers
@@ -66,6 +66,7 @@ def _scalars(record: StepRecord) -> dict[str, float | None]:
         "memory/reserved_bytes": record.reserved_memory_bytes,
         "train/loss_scale": record.loss_scale,
         "evaluation/loss": record.eval_loss,
+        "evaluation/perplexity": None if record.eval_loss is None else perplexity_of(record.eval_loss),
         "experts/load": record.expert_load,
         "experts/load_max": record.expert_load_max,
         "experts/entropy": record.expert_entropy,
@@ -73,4 +74,9 @@ def _scalars(record: StepRecord) -> dict[str, float | None]:
         "experts/dropped_share": record.dropped_share,
         "router/balance_loss": record.router_balance_loss,
         "router/z_loss": record.router_z_loss,
+        **{
+            f"evaluation/{name}/{key}": value
+            for name, found in (record.evaluations or {}).items()
+            for key, value in (("loss", found.loss), ("perplexity", found.perplexity))
+        },
     }
