@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from weft.core.errors import WeightsError
 from weft.core.json_files import parse_json_table
 from weft.zoo.hub import INDEX_NAME, SINGLE_NAME, require_weights
 
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # per file, for its digest
 _INCOMPLETE = "download or copy the file again; a few-byte file may be a Git LFS pointer"
 
 Index = tuple[slice, ...]
@@ -88,6 +90,24 @@ class WeightFiles:
         for name in names:
             if name not in self.stored:
                 raise WeightsError(f"the weight file {file} lacks {name!r}, which the index lists", hint=_INCOMPLETE)
+
+
+def digest_of(folder: Path) -> str:
+    """A digest of a folder's weights: names and sizes of the files, and samples of their bytes at even distances.
+
+    Whole files would take minutes; another training of the same model changes nearly every byte."""
+    found = hashlib.sha256()
+    for file in _promised_names(folder):
+        try:
+            size = file.stat().st_size
+            found.update(f"{file.name} {size}\n".encode())
+            with file.open("rb") as data:
+                for index in range(_SAMPLES):
+                    data.seek(index * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                    found.update(data.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise _unreadable(file, error) from error
+    return found.hexdigest()[:32]
 
 
 def full_index(shape: Sequence[int], index: Index | None) -> Index:

@@ -28,6 +28,7 @@ from weft.models.hf_config import unread_keys
 from weft.models.initial import InitialWeights, WeightSource
 from weft.models.layout import describe
 from weft.models.pretrained import PretrainedWeights
+from weft.models.weight_files import digest_of
 from weft.plan.legality import require_legal
 from weft.train.evaluation_sets import EvaluationSet, open_sets, prepare_sets
 from weft.train.held_out import why_no_evaluation
@@ -49,6 +50,7 @@ class Workbench:
     model_config: Any
     notes: tuple[str, ...]
     no_evaluation: str = ""  # why held-out loss is missing although it is not switched off
+    base_digest: str | None = None  # of the files under an adapter, whose weights no checkpoint has
 
     @property
     def contents(self) -> dict[str, int]:
@@ -115,6 +117,7 @@ def build_workbench(
         model_config=config,
         notes=(*engine.notes, *weight_notes),
         no_evaluation=missing,
+        base_digest=digest_of_base(run),
     )
 
 
@@ -131,6 +134,13 @@ def weight_source(run: RunSpec, config: Any, *, device: torch.device) -> tuple[W
     if run.adapter.is_on:
         notes += notes_on_experts(build_skeleton(config, attention=run.model.attention))
     return with_adapter(base, run, config), notes
+
+
+def digest_of_base(run: RunSpec) -> str | None:
+    """The digest of the files that an adapter's base is read from; None without an adapter or without files."""
+    if not run.adapter.is_on or not reads_weights(run.model):
+        return None
+    return digest_of(model_folder(str(run.model.path), revision=run.model.revision, weights=True))
 
 
 def base_weights(run: RunSpec, config: Any, *, device: torch.device) -> tuple[WeightSource, list[str]]:

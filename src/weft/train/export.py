@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint import LoadedCheckpoint
 from weft.core.errors import DataError, TokenizerError, WeftError, WeightsError
 from weft.core.run_spec import RunSpec
 from weft.data import open_tokenizer
@@ -63,7 +64,7 @@ def export_run(
         if evaluate_rows:
             low_bit["perplexity"] = _perplexity(source, rows, out)
     names = [file.name for file in files]
-    return {"step": source.step, "out": str(out), "files": names, "note": note, "weights": low_bit}
+    return {"step": source.checkpoint.step, "out": str(out), "files": names, "note": note, "weights": low_bit}
 
 
 def compare_formats(
@@ -91,7 +92,7 @@ def compare_formats(
             row = {"format": kind or "bfloat16", "rounding": method, "bytes": _weight_bytes(out)}
             found.append(row | {"perplexity": measured, "change": change})
             shutil.rmtree(out)
-    return {"step": source.step, "rows": rows.num_rows, "calibrate_rows": calibrate_rows, "formats": found}
+    return {"step": source.checkpoint.step, "rows": rows.num_rows, "calibrate_rows": calibrate_rows, "formats": found}
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,7 @@ class _Source:
 
     run: RunSpec
     model_path: Path
-    checkpoint: Path
-    step: int
+    checkpoint: LoadedCheckpoint
     dtype: torch.dtype | None
     ema: bool = False
 
@@ -110,7 +110,7 @@ class _Source:
         checkpoint, folder = checkpoint_of(run_dir, step=step), RunFolder(run_dir)
         run = RunSpec.from_file(run_dir / "run.toml")
         cast = getattr(torch, dtype) if dtype else None
-        return cls(run, folder.model_path, checkpoint.path, checkpoint.step, cast)
+        return cls(run, folder.model_path, checkpoint, cast)
 
     def gguf_formats(self) -> Sequence[str]:
         """The GGUF formats that the model can be written in and measured."""

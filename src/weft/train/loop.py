@@ -96,7 +96,12 @@ class TrainingLoop:
         self._slow_rank: int | None = None  # that was named last
         self._gap = GapWatch(os.environ)
         self._recompiles = RecompileWatch() if self.engine.plan.compile.enabled else None
-        self._described = {"run": run.model_dump(mode="json", exclude_none=True), "data": bench.contents}
+        self._described: dict[str, Any] = {
+            "run": run.model_dump(mode="json", exclude_none=True),
+            "data": bench.contents,
+        }
+        if bench.base_digest is not None:
+            self._described["base"] = bench.base_digest
         self.engine.commit_meta = lambda: self._consumed(self.samples + run.train.global_batch)
 
     def run(self) -> LoopOutcome:

@@ -21,7 +21,14 @@ from weft.core.run_spec import RunSpec
 from weft.core.state_folder import ANY_STEP
 from weft.engine.state import meta_read
 from weft.train.build import Workbench
-from weft.train.folder.changes import RunChange, change_of_content, changes_between, recorded_run, require_named
+from weft.train.folder.changes import (
+    RunChange,
+    change_of_content,
+    changes_between,
+    recorded_run,
+    require_named,
+    require_same_base,
+)
 from weft.train.folder.history import RunHistory
 from weft.train.folder.lock import FolderLock
 from weft.train.folder.run_folder import RunFolder
@@ -122,6 +129,7 @@ def resume_run(
         if not any(change.restarts_data for change in changes):
             changes += change_of_content(meta.get("data"), bench.contents, job.run)
         require_named(changes, job.may_change, asked_before)
+        require_same_base(meta, bench.base_digest, job.run)
     if loaded is not None or restored is not None:
         bench.engine.restore_meta(meta)
     for name, reason in loaded.rejected if loaded is not None else ():

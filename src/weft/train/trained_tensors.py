@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from weft.checkpoint import peek_newest
+from weft.checkpoint import LoadedCheckpoint, peek_newest
 from weft.core.errors import CheckpointError
 from weft.core.run_spec import RunSpec
 from weft.engine.export import model_tensors
 from weft.models.adapter.merge import merged_tensors
 from weft.models.build import build_config
-from weft.train.build import base_weights
+from weft.train.build import base_weights, digest_of_base
+from weft.train.folder.changes import require_same_base
 from weft.train.folder.run_folder import RunFolder, require_run
 
 Order = Callable[[list[str]], list[str]]
@@ -26,7 +26,7 @@ def has_adapter(run_dir: Path) -> bool:
     return RunSpec.from_file(run_dir / "run.toml").adapter.is_on
 
 
-def checkpoint_of(run_dir: Path, *, step: int | None) -> Any:
+def checkpoint_of(run_dir: Path, *, step: int | None) -> LoadedCheckpoint:
     """The newest good (or the named) checkpoint of a run."""
     require_run(run_dir)
     checkpoint = peek_newest(RunFolder(run_dir).checkpoints_path, step=step)
@@ -41,7 +41,7 @@ def saved_tensors(checkpoint: Path, *, order: Order = list, ema: bool = False) -
 
 
 def full_tensors(
-    run: RunSpec, checkpoint: Path, *, order: Order = list, ema: bool = False
+    run: RunSpec, checkpoint: LoadedCheckpoint, *, order: Order = list, ema: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers of the run's model; of a run with adapters the merged ones."""
     if ema and not run.train.ema_decay:
@@ -49,8 +49,9 @@ def full_tensors(
             "the run has no average of its weights", hint="train with train.ema_decay above 0, such as 0.999"
         )
     if not run.adapter.is_on:
-        yield from saved_tensors(checkpoint, order=order, ema=ema)
+        yield from saved_tensors(checkpoint.path, order=order, ema=ema)
         return
+    require_same_base(checkpoint.meta, digest_of_base(run), run)
     config = build_config(run.model, vocab_size=1)
     base, _ = base_weights(run, config, device=torch.device("cpu"))
-    yield from merged_tensors(run, config, base, dict(saved_tensors(checkpoint, ema=ema)), order=order)
+    yield from merged_tensors(run, config, base, dict(saved_tensors(checkpoint.path, ema=ema)), order=order)

@@ -1,7 +1,7 @@
 """Changes of a resume: the run recorded in a checkpoint against the requested run.
 
-    data, model, seed, batch, optimizer   need --set: an edited run.toml alone is refused
-    anything else                         is shown and recorded
+    data, model, adapter, seed, batch, optimizer   need --set: an edited run.toml alone is refused
+    anything else                                  is shown and recorded
 
 The position in the data is a count of samples. It stays valid for another batch size; another source, tokenizer, row
 length, split or seed gives another order, so those restart the data.
@@ -28,6 +28,7 @@ _WATCHING_KEYS = (
 _GUARDED = (
     "data",
     "model",
+    "adapter",
     "train.seed",
     "train.global_batch",
     "train.optimizer",
@@ -111,6 +112,16 @@ def require_named(changes: Sequence[RunChange], named: Collection[str], earlier:
         raise RunChangedError(
             f"the requested run differs from the one recorded in the checkpoint: {'; '.join(map(str, unnamed))}",
             hint=f"restore the old value in run.toml, or confirm the change: {settings}",
+        )
+
+
+def require_same_base(meta: Mapping[str, Any], found: str | None, run: RunSpec) -> None:
+    """Refuse other weights under a saved adapter: their sum would be a model that nobody trained."""
+    saved = meta.get("base")  # None in older checkpoints
+    if saved is not None and saved != found:
+        raise RunChangedError(
+            f"the weights in {run.model.path} are not those under which the adapter of the checkpoint was trained",
+            hint="restore the files, or set model.path to a folder with the same weights",
         )
 
 
