@@ -3,22 +3,27 @@
     .tmp-<step>-<id>/   being written, or left by a killed run
     step-00000100/      committed; never written again
     .bad-<name>-<id>/   was committed, failed verification, kept as evidence
+    best.json           the step of the best checkpoint, which no retention deletes, and why it is
 
 The order that matters: files, fsync, directory fsync, rename, parent fsync. The rename is the commit.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import uuid
 from pathlib import Path
+from typing import Any
 
+from weft.core.json_files import parse_json_table
 from weft.core.synced import sync_path
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _TEMPORARY, _BAD = ".tmp-", ".bad-"
+_BEST = "best.json"
 
 
 def step_path(root: Path, step: int) -> Path:
@@ -39,6 +44,24 @@ def list_steps(root: Path) -> list[int]:
     steps = [(int(match[1]), match[0]) for match in found if match]
     # "step-000000007" would parse as step 7, which has another path.
     return sorted((step for step, name in steps if name == step_path(root, step).name), reverse=True)
+
+
+def write_best(root: Path, facts: dict[str, Any]) -> None:
+    """Record a committed checkpoint as the best: its "step", and what the caller knows about it."""
+    draft = temporary_path(root, facts["step"]).with_suffix(".json")
+    draft.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    sync_path(draft)
+    draft.replace(root / _BEST)
+    sync_path(root)
+
+
+def read_best(root: Path) -> dict[str, Any] | None:
+    """The facts of the best checkpoint; None if none was recorded, or it is gone."""
+    try:
+        facts = parse_json_table((root / _BEST).read_bytes())
+        return facts if step_path(root, int(facts["step"])).is_dir() else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def list_damaged(root: Path) -> list[str]:
@@ -80,5 +103,5 @@ def remove_stale_temporaries(root: Path) -> list[str]:
     """Delete leftovers of killed runs. Only a writer that has no save in flight may call this."""
     stale = [entry for entry in root.iterdir() if entry.name.startswith(_TEMPORARY)]
     for entry in stale:
-        shutil.rmtree(entry, ignore_errors=True)
+        entry.unlink() if entry.is_file() else shutil.rmtree(entry, ignore_errors=True)
     return [entry.name for entry in stale]

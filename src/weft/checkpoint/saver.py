@@ -21,10 +21,12 @@ from weft.checkpoint.layout import (
     list_steps,
     make_root,
     quarantine,
+    read_best,
     remove_stale_temporaries,
     remove_step,
     step_path,
     temporary_path,
+    write_best,
 )
 from weft.checkpoint.reader import first_failure
 from weft.checkpoint.staging import StagedPlanner
@@ -53,6 +55,7 @@ class StagedSave:
     meta: dict[str, Any]
     planner: StagedPlanner | None
     error: str = ""
+    best: dict[str, Any] | None = None  # if it is the best so far: what best.json says about it
 
 
 class Saver:
@@ -72,7 +75,7 @@ class Saver:
             temporary = self._begin(save)
             if temporary is not None:
                 self._write(save, temporary)
-            size_bytes = self._read_back(save.step)
+            size_bytes = self._read_back(save)
         except (CheckpointException, Exception) as error:
             if temporary is not None and self._exchange.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -126,24 +129,30 @@ class Saver:
         )
         write_checkpoint(save.planner, job, self._exchange.group)
 
-    def _read_back(self, step: int) -> int:
+    def _read_back(self, save: StagedSave) -> int:
         """Every rank reads its share from disk; old checkpoints are deleted only if the new one is complete."""
+        step = save.step
         share = DigestShare(rank=self._exchange.rank, world_size=self._exchange.world_size)
         verdict = check_checkpoint(self._root, step, share=share, from_disk=True)
         reasons = [reason for reason in self._exchange.all_gather(verdict.reason) if reason]
         if self._exchange.rank == 0:
             with contextlib.suppress(OSError):
-                quarantine(step_path(self._root, step)) if reasons else self._retain(step)
+                quarantine(step_path(self._root, step)) if reasons else self._retain(save)
         self._exchange.from_rank_zero(None)  # no rank reports the save before rank 0 is done with the folder
         if reasons or verdict.manifest is None:
             raise SaveError(f"the written checkpoint failed verification, {reasons[0]}")
         return verdict.manifest.size_bytes
 
-    def _retain(self, verified: int) -> None:
-        """Delete checkpoints older than the one just verified and beyond the newest `keep`; never newer ones."""
-        older = [step for step in list_steps(self._root) if step < verified]
+    def _retain(self, verified: StagedSave) -> None:
+        """Delete checkpoints older than the one just verified and beyond the newest `keep`; never newer ones, never the
+        best."""
+        if verified.best is not None:
+            write_best(self._root, {"step": verified.step, **verified.best})
+        best = (read_best(self._root) or {}).get("step")
+        older = [step for step in list_steps(self._root) if step < verified.step]
         for step in older[self._keep - 1 :]:
-            remove_step(self._root, step)
+            if step != best:
+                remove_step(self._root, step)
 
 
 def _save_error(step: int, error: BaseException) -> SaveError:

@@ -15,7 +15,7 @@ import contextlib
 import json
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,24 @@ class CheckpointStore:
         self._failed: deque[SaveError] = deque()
         self._thread: threading.Thread | None = None
 
-    def save(self, state: dict[str, Tensor], meta: dict[str, Any], *, step: int, asynchronous: bool = True) -> None:
-        """Save the state of a step. When this returns the tensors may change.
+    def save(
+        self,
+        state: dict[str, Tensor],
+        meta: dict[str, Any],
+        *,
+        step: int,
+        asynchronous: bool = True,
+        best: dict[str, Any] | None = None,
+    ) -> None:
+        """Save the state of a step. When this returns the tensors may change. `best`: it is the best so far, and why;
+        it stays until another is.
 
         A failure of this save is raised here when synchronous, else by the next `poll` or `wait`. A failure of the
         previous save stays with `poll`: raised here, the other ranks would wait in this save.
         """
         self._join()
         staged = self._stage(state, json.loads(json.dumps(meta)), step=step, copy=asynchronous)
+        staged = replace(staged, best=best)
         if not asynchronous:
             self._carry_out(staged)
             return

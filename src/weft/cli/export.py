@@ -40,6 +40,9 @@ def export(
     step: Annotated[
         int | None, typer.Option(min=0, help="The step of the checkpoint; default the newest valid one.")
     ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Write the best checkpoint (checkpoint.keep_best) in place of the newest.")
+    ] = False,
     dtype: Annotated[
         ExportDtype | None, typer.Option(help="The dtype of the weights; default as-trained, bfloat16 with --format.")
     ] = None,
@@ -79,12 +82,17 @@ def export(
         raise InputError("--calibrate is for low-bit weights", hint="add --format int4 or another format")
     if calibrate and weights and weights.startswith("gguf"):
         raise InputError("weights of GGUF files are rounded to nearest", hint="leave --calibrate out, or take int4")
+    if best and step is not None:
+        raise InputError("--best and --step name two checkpoints", hint="give one of them")
     from weft.core.quiet import quiet_libraries
 
     quiet_libraries()
     from rich.console import Console
 
     from weft.train.export import compare_formats, export_run
+    from weft.train.trained_tensors import best_step_of
+
+    step = best_step_of(run) if best else step
 
     if compare:
         with Console(stderr=True).status("exporting and measuring every format"):

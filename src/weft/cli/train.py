@@ -56,9 +56,13 @@ def train(
         spec, tables = resolve_run(run, given), plan_tables(plan, given)
         folder = out or default_folder(spec)
         if continues and is_finished(folder, steps=spec.train.steps):
-            _print_note(f"the run in {folder} has finished all {spec.train.steps} steps")
+            ledger = RunFolder(folder).read_ledger()
+            ended = ledger["run"].get("ended")
+            _print_note(
+                f"the run in {folder} has " + (f"ended: {ended}" if ended else f"finished all {spec.train.steps} steps")
+            )
             if as_json:
-                print(json.dumps({"run_dir": str(folder.absolute()), **RunFolder(folder).read_ledger()}))
+                print(json.dumps({"run_dir": str(folder.absolute()), **ledger}))
             return
         if outside is None and not (continues and look_at(folder).has_begun):
             look_at(folder).require_startable()

@@ -12,6 +12,20 @@ EVALUATION_STEPS = 50
 HELD_OUT = "held-out"  # the name of the evaluation set that data.eval_fraction holds out
 
 
+class LoopKeys(Section):
+    """Keys of [train] about the loop around the steps."""
+
+    stop_after_evaluations: int = Field(
+        default=0,
+        ge=0,
+        description="evaluations without improvement after which the run ends, of the set of checkpoint.keep_best, "
+        "else 'held-out'; 0 is off",
+    )
+    stop_delta: float = Field(
+        default=0.0, ge=0, description="the least decrease of the loss that counts as an improvement, for that"
+    )
+
+
 class EvaluationSpec(Section):
     every: int | None = Field(
         default=None,
@@ -33,6 +47,11 @@ class EvaluationSpec(Section):
 class CheckpointSpec(Section):
     every: int = Field(default=100, ge=0, description="steps between checkpoints; 0 is only at the end")
     keep: int = Field(default=2, ge=1, description="newest checkpoints kept, at least 1")
+    keep_best: str | None = Field(
+        default=None,
+        description="an evaluation set, 'held-out' or a name of [[data.evaluation]]: each evaluation with its lowest "
+        "loss so far is followed by a checkpoint, which is kept beside the newest until a lower one",
+    )
     asynchronous: bool = Field(default=True, description="write in the background during training")
     at_end: bool = Field(default=True, description="save after the last step")
     memory_every: int = Field(

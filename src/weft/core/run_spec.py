@@ -5,13 +5,13 @@ Devices are in plan: the same run.toml gives the same curve at any layout.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from weft.core.adapter_spec import AdapterSpec
 from weft.core.config import Document, Section, sections_of
-from weft.core.loop_spec import HELD_OUT, CheckpointSpec, EvaluationSpec, LedgerSpec, LoggingSpec
+from weft.core.loop_spec import HELD_OUT, CheckpointSpec, EvaluationSpec, LedgerSpec, LoggingSpec, LoopKeys
 from weft.core.muon import Precision, Scale
 from weft.core.optimizers import NAMES, OPTIMIZERS, OptimizerKind
 from weft.core.parameter_groups import GroupSpec
@@ -238,7 +238,9 @@ class DataSpec(Section):
         return self
 
 
-class TrainSpec(Section):
+class OptimizationKeys(Section):
+    """Keys of [train] about the optimization."""
+
     steps: int = Field(default=200, ge=1, description="optimizer steps, at least 1")
     global_batch: int = Field(default=32, ge=1, description="sequences per step over all ranks, at least 1")
     learning_rate: float = Field(default=3e-4, gt=0, description="the peak learning rate, above 0")
@@ -305,10 +307,14 @@ class TrainSpec(Section):
     )
 
     @model_validator(mode="after")
-    def _kernel_exists(self) -> TrainSpec:
+    def _kernel_exists(self) -> Self:
         if self.optimizer_kernel != "auto" and not OPTIMIZERS[self.optimizer].has_kernels:
             raise ValueError(f"optimizer_kernel is for adamw, adam and sgd; {self.optimizer} has its own kernel")
         return self
+
+
+class TrainSpec(LoopKeys, OptimizationKeys):
+    """The optimization, and the loop around its steps."""
 
 
 class RouterSpec(Section):
@@ -372,6 +378,22 @@ class RunSpec(Document):
     def tokenizer(self) -> str:
         """The tokenizer's name: the given one, else the model's own, else bytes."""
         return self.data.tokenizer or self.model.own_tokenizer or BYTES
+
+    @property
+    def watched_set(self) -> str:
+        """The evaluation set that decides which checkpoint is the best and when the run ends; empty: none does."""
+        return self.checkpoint.keep_best or (HELD_OUT if self.train.stop_after_evaluations else "")
+
+    @model_validator(mode="after")
+    def _watches_a_set(self) -> RunSpec:
+        names = [one.name for one in self.data.evaluation] + ([HELD_OUT] if self.data.eval_fraction else [])
+        if self.watched_set and self.watched_set not in names:
+            given = "checkpoint.keep_best" if self.checkpoint.keep_best else "train.stop_after_evaluations"
+            known = ", ".join(map(repr, names)) or "none"
+            raise ValueError(f"{given} needs the evaluation set {self.watched_set!r}; the sets of this run: {known}")
+        if self.watched_set and self.evaluation.interval == 0:
+            raise ValueError("checkpoint.keep_best and train.stop_after_evaluations need evaluation.every above 0")
+        return self
 
     @model_validator(mode="after")
     def _has_average(self) -> RunSpec:

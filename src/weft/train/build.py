@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.core.errors import DataError
 from weft.core.parameter_groups import require_matches
 from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec, RunSpec
@@ -30,6 +31,7 @@ from weft.models.layout import describe
 from weft.models.pretrained import PretrainedWeights
 from weft.models.weight_files import digest_of
 from weft.plan.legality import require_legal
+from weft.train.best import why_not_watched
 from weft.train.evaluation_sets import EvaluationSet, open_sets, prepare_sets
 from weft.train.held_out import why_no_evaluation
 from weft.train.isolation import require_isolation
@@ -103,6 +105,8 @@ def build_workbench(
     if scene is not None:
         scene.engine = engine
     training, evaluation = _loaders(run, engine, corpus, parts, missing=missing)
+    if reason := why_not_watched(run, evaluation):
+        raise DataError(reason, hint="name another set, or raise data.eval_fraction")
     by_rule = getattr(weights, "by_rule", [])
     weight_notes += [missing] if missing else []
     weight_notes += (

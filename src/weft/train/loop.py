@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ from weft.engine.kernels.compiled import RecompileWatch, failures
 from weft.engine.measure.timer import StepTimer
 from weft.engine.pending import PendingStep
 from weft.train.allocator_gap import GapWatch, read_allocator
+from weft.train.best import BestEvaluation
 from weft.train.build import Workbench
 from weft.train.ledger.ledger import peak_memory_bytes
 from weft.train.ledger.measuring import Measuring
@@ -46,6 +47,7 @@ class LoopOutcome:
     """Results of the loop, for the ledger."""
 
     status: str = "finished"
+    ending: str = ""  # why the run ended before its last step, unless it was stopped
     steps: int = 0
     seconds: dict[TimeTerm, float] = field(default_factory=lambda: dict.fromkeys(TimeTerm, 0.0))
     timed_steps: int = 0  # steps whose forward, backward and optimizer are in `seconds`
@@ -74,8 +76,9 @@ class TrainingLoop:
         copies: MemoryCopies | None = None,
         is_saved: bool = True,
         callbacks: Sequence[StepCallback] = (),
+        watched: Mapping[str, Any] | None = None,
     ) -> None:
-        """`is_saved`: the engine's state is on a disk too, or new."""
+        """`is_saved`: the engine's state is on a disk too, or new. `watched`: of the checkpoint that was resumed."""
         self._callbacks, self._is_stopping = callbacks, False  # all ranks hear of a stop with the next step
         self.run_spec = run
         self.engine = bench.engine
@@ -88,6 +91,8 @@ class TrainingLoop:
         self.samples = samples  # of the global data order, consumed so far
         self.copies = copies
         self.outcome = LoopOutcome()
+        self.best, self._is_best = BestEvaluation.of(run), False
+        self.best.restore((watched or {}).get("best"))
         # A GPU runs ahead while the previous step's numbers are reduced; so do stages of a pipeline without flushes.
         self._resolve_late = self.engine.device.type == "cuda" or self.engine.updates.is_delayed
         self._last_saved = self.engine.steps_done if is_saved else store.newest_step() or 0
@@ -117,7 +122,7 @@ class TrainingLoop:
 
     def _run(self) -> LoopOutcome:
         pending: PendingStep | None = None
-        stopping = False
+        stopping = bool(self.best.ending)
         while not stopping and self.engine.steps_done < self.run_spec.train.steps and self._has_data():
             current = self._train_step()
             if not self._resolve_late:
@@ -200,7 +205,7 @@ class TrainingLoop:
             self.display.dtypes(self.engine.dtypes())
             for note in self.engine.buffer_sync.notes():
                 self.display.line(f"note: {note}")
-        return wants_stop
+        return wants_stop or bool(self.best.ending)
 
     def _with_pace(self, record: StepRecord) -> StepRecord:
         """The record with the rank that the others wait for, every few seconds; a line when it is another one."""
@@ -232,7 +237,8 @@ class TrainingLoop:
             if self.copies is not None and not stopping and self._is_copied(self.engine.steps_done):
                 self.copies.take(*self._state_and_meta(), step=self.engine.steps_done)
                 self._before = None
-            if not stopping and self._is_checkpoint(self.engine.steps_done):
+            is_due = self._is_checkpoint(self.engine.steps_done) or self._is_kept_best
+            if not stopping and is_due:
                 self._save(asynchronous=self.run_spec.checkpoint.asynchronous)
                 self._before = None
 
@@ -241,16 +247,20 @@ class TrainingLoop:
             if (stopping or self.run_spec.checkpoint.at_end) and self._last_saved != self.engine.steps_done:
                 self._save(asynchronous=False)
             self.store.wait()
+        self.outcome.ending = self.best.ending if self.engine.steps_done < self.run_spec.train.steps else ""
+        if self.outcome.ending:
+            self.display.line(f"the run ends after step {self.engine.steps_done}: {self.outcome.ending}")
         self.outcome.checkpoints = [_checkpoint_row(committed) for committed in self.store.history]
-        if stopping and self.engine.steps_done < self.run_spec.train.steps:
+        if stopping and not self.outcome.ending and self.engine.steps_done < self.run_spec.train.steps:
             self.outcome.status = "stopped"
 
     def _save(self, *, asynchronous: bool) -> None:
         state, meta = self._state_and_meta()
         # states in files are saved from there, without a copy: the next step must not change them meanwhile
         is_copied = self.engine.offload is None or not self.engine.offload.memory.is_in_files
-        self.store.save(state, meta, step=self.engine.steps_done, asynchronous=asynchronous and is_copied)
-        self._last_saved = self.engine.steps_done
+        best = self.best.facts() if self._is_kept_best else None
+        self.store.save(state, meta, step=self.engine.steps_done, asynchronous=asynchronous and is_copied, best=best)
+        self._last_saved, self._is_best = self.engine.steps_done, False
 
     def _state_and_meta(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state = self.engine.state()  # first: it drains the pipeline, which changes the scalars
@@ -258,7 +268,8 @@ class TrainingLoop:
 
     def _consumed(self, samples: int) -> dict[str, Any]:
         """The run, its data, and the place in it after so many samples."""
-        return {"samples": samples, "stream": self.bench.training.state(samples), **self._described}
+        place = {"samples": samples, "stream": self.bench.training.state(samples)}
+        return {**place, "watched": {"best": self.best.state()}, **self._described}
 
     def _evaluated(self, record: StepRecord) -> StepRecord:
         """The record with the losses of all evaluation sets."""
@@ -267,12 +278,12 @@ class TrainingLoop:
             is_average = self.run_spec.evaluation.weights == "ema"
             with self._timed(TimeTerm.EVALUATION), phase("evaluation"), self.engine.average_weights(is_on=is_average):
                 found = {name: self.engine.evaluate(one.batches()) for name, one in self.bench.evaluation.items()}
-        held_out = found.pop(HELD_OUT, None)
-        if found:
-            self.display.line(evaluation_line(record.step, found))
-        return dataclasses.replace(
-            record, eval_loss=None if held_out is None else held_out.loss, evaluations=found or None
-        )
+        self._is_best = self.best.see(record.step, {name: one.loss for name, one in found.items()})
+        if named := {name: one for name, one in found.items() if name != HELD_OUT}:
+            self.display.line(evaluation_line(record.step, named))
+        held_out = found.get(HELD_OUT)
+        loss = held_out.loss if held_out is not None else None
+        return dataclasses.replace(record, eval_loss=loss, evaluations=named or None)
 
     def _has_data(self) -> bool:
         return self.bench.training.has_batch(self.samples)
@@ -280,6 +291,11 @@ class TrainingLoop:
     def _is_checkpoint(self, step: int) -> bool:
         every = self.run_spec.checkpoint.every
         return every > 0 and step % every == 0 and step < self.run_spec.train.steps
+
+    @property
+    def _is_kept_best(self) -> bool:
+        """Whether the state that the newest evaluation measured is to be kept as the best."""
+        return self._is_best and self.run_spec.checkpoint.keep_best is not None
 
     def _is_copied(self, step: int) -> bool:
         return self.copies is not None and step % self.run_spec.checkpoint.memory_every == 0

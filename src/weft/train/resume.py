@@ -9,6 +9,7 @@ import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,7 @@ class Resumed:
     run: RunSpec | None = None
     changes: list[RunChange] = field(default_factory=list)
     is_saved: bool = True  # whether a checkpoint has the state
+    watched: dict[str, Any] | None = None  # of earlier evaluations and steps, if they are comparable
 
 
 def agree_on_folder(
@@ -144,4 +146,5 @@ def resume_run(
     with meta_read():
         samples = 0 if is_fresh else int(meta["samples"])
         bench.training.restore(None if is_fresh else meta.get("stream"))
-        return Resumed(samples=samples, run=recorded, changes=changes, is_saved=is_saved)
+        watched = None if any(change.is_of_evaluation for change in changes) else meta.get("watched")
+        return Resumed(samples=samples, run=recorded, changes=changes, is_saved=is_saved, watched=watched)

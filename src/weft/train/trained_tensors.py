@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from weft.checkpoint import LoadedCheckpoint, peek_newest
+from weft.checkpoint.layout import read_best
 from weft.core.errors import CheckpointError
 from weft.core.run_spec import RunSpec
 from weft.engine.export import model_tensors
@@ -33,6 +34,17 @@ def checkpoint_of(run_dir: Path, *, step: int | None) -> LoadedCheckpoint:
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} has no checkpoint", hint="train with checkpoint.at_end = true, the default")
     return checkpoint
+
+
+def best_step_of(run_dir: Path) -> int:
+    """The step of the best checkpoint of a run."""
+    require_run(run_dir)
+    best = read_best(RunFolder(run_dir).checkpoints_path)
+    if best is None:
+        raise CheckpointError(
+            f"{run_dir} has no best checkpoint", hint="train with checkpoint.keep_best = 'held-out' or a name of a set"
+        )
+    return int(best["step"])
 
 
 def saved_tensors(checkpoint: Path, *, order: Order = list, ema: bool = False) -> Iterator[tuple[str, torch.Tensor]]:

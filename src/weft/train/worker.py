@@ -148,6 +148,7 @@ def _train(
         copies=copies,
         is_saved=resumed.is_saved,
         callbacks=parts.callbacks,
+        watched=resumed.watched,
     )
     started = datetime.now(UTC).isoformat(timespec="seconds")
     outcome = _run_loop(loop, scene, display, metrics, done=bench.engine.steps_done)
@@ -156,6 +157,8 @@ def _train(
         "elapsed_s": time.perf_counter() - started_s,
         "status": outcome.status,
         "steps": bench.engine.steps_done,
+        "ended": outcome.ending or None,
+        "best": loop.best.facts(),
         "resumed_from": resumed_from,
         "no_evaluation": bench.no_evaluation or None,
         "epochs": bench.training.epochs(loop.samples),

@@ -8,7 +8,7 @@ from typing import Any
 from weft.core.records import StepRecord
 from weft.core.units import format_bytes, format_count, format_seconds
 from weft.report.chart import readable
-from weft.report.fields import rows
+from weft.report.fields import number, rows, table, word
 from weft.report.folder import TrainingFolder
 from weft.report.markup import ABSENT, DASH, NOTHING, Markup, absent, chip, fold, join, shown, table_of, tag, text
 
@@ -45,13 +45,19 @@ def checkpoints(folder: TrainingFolder) -> Markup:
     records = rows(folder.ledger, "checkpoints")
     if not records:
         return absent("No checkpoint was recorded.")
+    run = table(folder.ledger, "run")
+    best, ended = table(run, "best"), word(run.get("ended"))
+    sentences = [f"The run ended before its last step: {ended}."] if ended else []
+    if (loss := number(best.get("loss"))) is not None:
+        sentences.append(f"Best evaluation: {best.get('set')} {loss:.4f} at step {best.get('step')}.")
     columns = {
         "step": lambda row: shown(row.get("step"), "{:,.0f}".format),
         "path": lambda row: tag("code", text(row.get("path", "?"))),
         "size": lambda row: shown(row.get("bytes"), format_bytes),
         "time": lambda row: shown(row.get("seconds"), format_seconds),
     }
-    return table_of(records, columns, caption="Checkpoints written", numeric=(0, 2, 3))
+    written = table_of(records, columns, caption="Checkpoints written", numeric=(0, 2, 3))
+    return join([*(tag("p", text(sentence)) for sentence in sentences), written])
 
 
 def sampled_steps(steps: Sequence[StepRecord]) -> Markup:

@@ -83,6 +83,11 @@ class RunChange:
     def is_of_held_out(self) -> bool:
         return _is_within(self.key, _HELD_OUT)
 
+    @property
+    def is_of_evaluation(self) -> bool:
+        """Whether losses of evaluation sets before and after are not comparable."""
+        return self.is_of_held_out or _is_within(self.key, ("data.evaluation", "evaluation.weights"))
+
 
 def changes_between(old: RunSpec, new: RunSpec) -> list[RunChange]:
     """The changed keys, in the order of the documents."""

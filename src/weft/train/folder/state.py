@@ -108,9 +108,10 @@ def look_at(path: Path) -> FolderLook:
 
 
 def is_finished(path: Path, *, steps: int) -> bool:
-    """Whether the run of the folder has made `steps` steps, and written its ledger."""
+    """Whether the run of the folder has made `steps` steps or ended by itself, and written its ledger."""
     facts = RunFolder(path).read_ledger().get("run", {})
-    return bool(facts.get("status") == "finished" and facts.get("steps", 0) >= steps)
+    has_ended = facts.get("steps", 0) >= steps or bool(facts.get("ended"))
+    return bool(facts.get("status") == "finished" and has_ended)
 
 
 def require_free(path: Path) -> None:
