@@ -54,6 +54,7 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
         *((plan.mesh.cp > 1 and has, f"context parallelism (mesh.cp > 1) with {what}") for has, what in _not_cp(plan)),
         *_not_summed(plan),
         *_not_coded(plan),
+        *_not_secondary(plan),
         *_not_offloaded(plan),
     ]
     refused += [(True, f"precision.{name} = {getattr(policy, name)!r}") for name in not_executed(policy)]
@@ -123,6 +124,20 @@ def _not_coded(plan: Plan) -> list[tuple[bool, str]]:
                 (plan.has_delayed_updates, plan.delayed_by),
             )
         ),
+    ]
+
+
+def _not_secondary(plan: Plan) -> list[tuple[bool, str]]:
+    """Layouts whose units are gathered in another order than forward, backward, or change in between."""
+    size = plan.data_parallel.secondary_shard
+    return [
+        (size > 0 and has, f"data_parallel.secondary_shard = {size} with {what}")
+        for has, what in (
+            (plan.mesh.pp > 1, "a pipeline (mesh.pp > 1)"),
+            (plan.mesh.ep > 1, "expert parallelism (mesh.ep > 1)"),
+            (plan.offload.parameters != "none", "parameter offload (offload.parameters)"),
+            (plan.has_delayed_updates, plan.delayed_by),
+        )
     ]
 
 

@@ -21,6 +21,7 @@ from weft.core.memory_sections import Activations, Offload
 from weft.core.precision import E2M1, E4M3, LOW_PRODUCTS, LOW_STATES, Format, PrecisionPolicy, impossible
 from weft.core.precision_presets import PRESETS
 from weft.core.precision_section import Precision
+from weft.core.secondary import check_secondary
 from weft.core.sequence_split import SequenceSplit
 from weft.core.wire_bytes import CODED
 
@@ -77,6 +78,12 @@ class DataParallel(Section):
         default="auto",
         description="how gradients of replicas are summed: auto (the backend's choice) | ring | star (through one "
         "rank) | naive (everything to everyone) | tree | halving (recursive halving-doubling) | hierarchical (by node)",
+    )
+    secondary_shard: int = Field(
+        default=0,
+        ge=0,
+        description="zero = 3: adjacent ranks (of a node) that keep the weights of a forward sharded among them; the "
+        "backward gathers there (hpZ). 0: over all shards",
     )
     elastic: bool = Field(
         default=False,
@@ -387,6 +394,7 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
                 "set activations.policy = 'budget', or activations.mixture = []",
             )
         )
+    reasons += check_secondary(dp.secondary_shard, zero=dp.zero, shards=mesh.dp_shard * mesh.cp)
     reasons += _check_blocks(plan)
     pool = math.prod(getattr(mesh, axis) for axis in plan.expert_parallel.axis_names)
     if pool % mesh.ep:

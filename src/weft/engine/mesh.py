@@ -131,6 +131,14 @@ class Topology:
         """A second group of the ranks of `dp_group`, with a queue separate from that of gradients. Collective."""
         return self.groups.new_partition(rank_lists(self.mesh, axes.DATA_AXES), title="buffers")
 
+    def new_neighbours(self, size: int) -> dist.ProcessGroup:
+        """The `size` adjacent shards that share a secondary shard (`dp/secondary.py`). Collective."""
+        shards = rank_lists(self.mesh, (axes.DP_SHARD,))
+        lists = [ranks[at : at + size] for ranks in shards for at in range(0, len(ranks), size)]
+        group = self.groups.new_partition(lists, title="secondary shard")
+        self.more_axes[str(group.group_name)] = axes.DP_SHARD
+        return group
+
     def new_ways(self, axis_names: Sequence[str]) -> Ways:
         """Groups for messages among the ranks of some axes. Collective."""
         lists = rank_lists(self.mesh, axis_names)

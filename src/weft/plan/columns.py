@@ -108,6 +108,7 @@ class Columns:
     find_unused: Ints
     bucket_bytes: Ints
     all_reduce: Ints  # index of ALL_REDUCES
+    secondary_shard: Ints  # ranks; 0: none
     partition: Ints  # index into `partitions`
     partitions: tuple[tuple[int, ...], ...] = ((),)  # blocks per stage, given by the user; (): by cost
     registered: Mapping[str, Ints] = field(default_factory=dict)  # degrees of registered axes; absent: 1
@@ -133,6 +134,11 @@ class Columns:
     def shards(self) -> Ints:
         """Ranks that share one copy of the states, including context-parallel ranks, which have the same weights."""
         return np.where(self.zero > 0, self.dp_shard * self.cp, 1)
+
+    @property
+    def backward_shards(self) -> Ints:
+        """Ranks that ZeRO-3's backward gathers weights from."""
+        return np.where(self.secondary_shard > 0, self.secondary_shard, self.shards)
 
     @property
     def cp_multiple(self) -> Ints:
@@ -291,6 +297,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         find_unused=column(int(plan.data_parallel.find_unused_parameters) for plan in plans),
         bucket_bytes=column(plan.data_parallel.bucket_bytes for plan in plans),
         all_reduce=column(ALL_REDUCES.index(plan.data_parallel.all_reduce) for plan in plans),
+        secondary_shard=column(plan.data_parallel.secondary_shard for plan in plans),
         partition=column(partitions.index(plan.pipeline.blocks or ()) for plan in plans),
         partitions=partitions,
         registered={axis: column(plan.mesh.sizes()[axis] for plan in plans) for axis in axes.REGISTERED},
@@ -313,6 +320,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "zero": at("zero"),
             "bucket_bytes": at("bucket_bytes"),
             "all_reduce": ALL_REDUCES[at("all_reduce")],
+            "secondary_shard": at("secondary_shard"),
             "find_unused_parameters": bool(at("find_unused")),
         },
         "tensor_parallel": {

@@ -57,7 +57,12 @@ class Freedom:
 SEARCHED = frozenset(
     (
         *(f"mesh.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")),
-        *("data_parallel.zero", "tensor_parallel.mode", "tensor_parallel.sequence_parallel"),
+        *(
+            "data_parallel.zero",
+            "data_parallel.secondary_shard",
+            "tensor_parallel.mode",
+            "tensor_parallel.sequence_parallel",
+        ),
         *(
             "tensor_parallel.loss_parallel",
             "expert_parallel.dispatcher",
@@ -261,6 +266,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         float8_experts=np.full(size, int(freedom.fixed.get("float8.experts") == "all"), dtype=np.int64),
         vertical_sync=np.zeros(size, dtype=np.int64), find_unused=np.zeros(size, dtype=np.int64),
         bucket_bytes=np.full(size, BUCKET_BYTES, dtype=np.int64), all_reduce=np.zeros(size, dtype=np.int64),
+        secondary_shard=number("data_parallel.secondary_shard", 0),
         full_blocks=np.zeros(size, dtype=np.int64), selective_blocks=np.zeros(size, dtype=np.int64),
         partition=np.zeros(size, dtype=np.int64),
     )  # fmt: skip

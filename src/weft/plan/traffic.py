@@ -27,9 +27,13 @@ class Traffic:
 
     rows: tuple[TrafficRow, ...]
 
-    def of(self, *axis_names: str, phase: str | None = None) -> tuple[Floats, Floats]:
-        """(bytes, count) summed over these axes and, if given, one phase."""
-        chosen = [row for row in self.rows if row.axis in axis_names and phase in (None, row.phase)]
+    def of(self, *axis_names: str, phase: str | None = None, collective: str | None = None) -> tuple[Floats, Floats]:
+        """(bytes, count) summed over these axes and, if given, one phase and one collective."""
+        chosen = [
+            row
+            for row in self.rows
+            if row.axis in axis_names and phase in (None, row.phase) and collective in (None, row.collective)
+        ]
         size = len(self.rows[0].bytes)
         zero = np.zeros(size)
         return (

@@ -60,4 +60,6 @@ def _data_parallel(plan: Plan) -> list[str]:
         return [f"DDP {mesh.dp_replicate}"] if mesh.dp_replicate > 1 else []
     name = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}[zero]
     shards = f"{name} {mesh.dp_shard}" if mesh.dp_shard > 1 else f"{name} over CP"
-    return [shards, *([f"{mesh.dp_replicate} replicas"] if mesh.dp_replicate > 1 else [])]
+    size = plan.data_parallel.secondary_shard
+    again = [f"backward gathers among {size}"] if size else []
+    return [shards, *again, *([f"{mesh.dp_replicate} replicas"] if mesh.dp_replicate > 1 else [])]

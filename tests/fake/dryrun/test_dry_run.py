@@ -76,6 +76,27 @@ def test_the_planner_agrees_term_by_term(zero: int, microbatches: int, precision
     assert guessed == pytest.approx(wire, rel=1e-6)
 
 
+SECONDARY = [(2, 1, {"preset": "bf16", "gather": "int8"}), (4, 1, {}), (2, 2, {"preset": "bf16"})]
+
+
+@pytest.mark.parametrize(("size", "replicas", "precision"), by_default(SECONDARY[:1], SECONDARY))
+def test_the_planner_knows_a_secondary_shard(size: int, replicas: int, precision: dict[str, str]) -> None:
+    run = run_of(LLAMA)
+    plan = Plan.from_tables({
+        "mesh": {"dp_shard": 8 // replicas, "dp_replicate": replicas}, "precision": precision,
+        "data_parallel": {"zero": 3, "secondary_shard": size},
+    })  # fmt: skip
+    found, predicted = dry_run(run, plan, on_gpu=False), estimate_plan(run, plan, "8xCPU")
+    assert predicted.memory_bytes == pytest.approx(found.peak_bytes, rel=0.02)
+    gathered = found.terms["gathered_weights"]
+    compute_bytes = 2 if precision else 4
+    assert gathered == pytest.approx(compute_bytes * found.num_parameters / size, rel=0.01)  # of all units, at the loss
+    assert predicted.memory_terms["gathered_weights"] == pytest.approx(gathered, rel=0.01)
+    wire = {(row["axis"], row["collective"], row["phase"]): row["bytes"] for row in found.traffic}
+    guessed = {(row["axis"], row["collective"], row["phase"]): row["bytes"] for row in predicted.traffic}
+    assert guessed == pytest.approx(wire, rel=1e-5)
+
+
 CODED = [(0, {"reduce": "int8"}), (3, {"reduce": "int8", "gather": "int8"}), (2, {"reduce": "bfloat16"})]
 
 

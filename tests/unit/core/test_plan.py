@@ -140,6 +140,15 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
             "mesh": {"dp_shard": 2},
             "offload": {"optimizer": "cpu", "parameters": "cpu"},
         },
+        *(
+            {"mesh": {"dp_shard": 4}, "data_parallel": {"zero": 3, "secondary_shard": 2}, **beside}
+            for beside in (
+                {"mesh": {"dp_shard": 4, "pp": 2}, "pipeline": {"microbatches": 2}},
+                {"mesh": {"dp_shard": 4, "ep": 2}},
+                {"offload": {"optimizer": "cpu", "parameters": "cpu"}},
+                {"offload": {"optimizer": "cpu", "delayed": True}},
+            )
+        ),
         {"precision": {"preset": "bf16", "master_weights": "bfloat16"}, "mesh": {"tp": 2}},
         {"precision": {"preset": "bf16", "master_weights": "bfloat16"}, "mesh": {"pp": 2}},
         {
@@ -152,6 +161,22 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
 def test_what_is_not_built_is_refused_by_name(tables: dict[str, dict[str, object]]) -> None:
     with pytest.raises(NotBuiltError):
         require_executable(Plan.from_tables(tables))
+
+
+@pytest.mark.parametrize(
+    ("shards", "zero", "size", "words"),
+    [
+        (8, 2, 2, "is for data_parallel.zero = 3"),
+        (8, 3, 3, "divide into groups of 2 or 4"),
+        (8, 3, 8, "divide into groups of 2 or 4"),
+        (8, 3, 1, "divide into groups of 2 or 4"),
+        (2, 3, 2, "divide into no smaller groups"),
+    ],
+)
+def test_a_secondary_shard_is_a_smaller_group_of_shards(shards: int, zero: int, size: int, words: str) -> None:
+    tables = {"mesh": {"dp_shard": shards}, "data_parallel": {"zero": zero, "secondary_shard": size}}
+    with pytest.raises(PlanError, match=words):
+        Plan.from_tables(tables)
 
 
 def test_everything_the_engine_has_is_executable() -> None:

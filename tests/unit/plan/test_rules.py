@@ -30,6 +30,9 @@ NO_DISK = replace(LLAMA, cluster=replace(LLAMA.cluster, nvme_bytes_per_s=0.0))
 
 BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("ranks", LLAMA, {"dp_replicate": 4}),
+    ("secondary_shard", LLAMA, {"dp_shard": 8, "zero": 2, "secondary_shard": 2}),
+    ("secondary_shard", LLAMA, {"dp_shard": 8, "zero": 3, "secondary_shard": 8}),
+    ("secondary_layout", LLAMA, {"dp_shard": 4, "zero": 3, "pp": 2, "microbatches": 2, "secondary_shard": 2}),
     ("batch", LLAMA, {"dp_replicate": 8, "microbatches": 3}),
     ("batch", request_of(global_batch=4), {"dp_replicate": 8}),
     ("sequence", request_of(global_batch=64, sequence_length=4100), {"tp": 8}),

@@ -83,6 +83,15 @@ def test_hybrid_sharding_reduces_its_shard_between_replicas() -> None:
     assert rows(found, "dp_shard")["reduce_scatter", "backward"][0] == 1 / 2 * 4 * PARAMETERS
 
 
+def test_a_secondary_shard_gathers_among_its_ranks_in_the_backward() -> None:
+    plain, near = (
+        rows(traffic(SIX_BLOCKS, dp_shard=4, zero=3, microbatches=2, secondary_shard=size), "dp_shard")
+        for size in (0, 2)
+    )
+    assert plain["all_gather", "backward"] == (2 * 3 / 4 * 2 * PARAMETERS, 14)
+    assert near == {**plain, ("all_gather", "backward"): (2 * 1 / 2 * 2 * PARAMETERS, 14)}
+
+
 def test_one_device_sends_nothing() -> None:
     found = traffic(request_of(tiny_llama(), "1xH100-80GB", global_batch=4, sequence_length=128), microbatches=4)
     assert found.rows

@@ -22,7 +22,8 @@ def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strateg
     dp = plan.data_parallel
     if dp.zero > 0:
         replicas = _between_shards(plan, topology)
-        sharded = Sharded(model, stage=dp.zero, replicas=replicas, gather=plan.coded_gather)
+        near = topology.new_neighbours(dp.secondary_shard) if dp.secondary_shard else None
+        sharded = Sharded(model, stage=dp.zero, replicas=replicas, gather=plan.coded_gather, neighbours=near)
         if plan.float8.linears != "none" and plan.float8.gather == "float8":
             sharded.float8 = gather_in_float8(model, plan.precision.policy())
         return sharded

@@ -17,14 +17,14 @@ from torch import Tensor
 from weft.comm.coded_sums import gather_codes, scatter_sum
 
 
-class _Buffers:
-    """Memory of `fully_shard`'s own buffers."""
+class UnitBuffers:
+    """Memory for the collectives of a unit, as `fully_shard` allocates its own."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class CodedAllGather(_Buffers):
+class CodedAllGather(UnitBuffers):
     """The all-gather of a unit: every rank, the owner too, computes with what the codes say."""
 
     def __init__(self, name: str) -> None:
@@ -36,7 +36,7 @@ class CodedAllGather(_Buffers):
         gather_codes(output_tensor.view(group.size(), -1), input_tensor, group, self._name)
 
 
-class CodedReduceScatter(_Buffers):
+class CodedReduceScatter(UnitBuffers):
     """The reduce-scatter of a unit, one rounding per gradient and rank: the interface of `set_custom_reduce_scatter`,
     whose base class torch does not export."""
 

@@ -15,6 +15,8 @@ In a pipeline `fully_shard` does not get the replicas: it accumulates gradients 
 every micro-batch must have gradients of the same parameters. Stages and split backwards have them one after the other.
 Nor does it where gradients travel as codes (`coded.py`): its own all-reduce cannot be replaced. It shards inside a
 replica then, and each unit's shards are summed over the replicas when the last backward is done.
+
+With a secondary shard the backward of ZeRO-3 gathers inside a group of neighbours (`secondary.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -38,6 +41,7 @@ from weft.core.precision import PrecisionPolicy
 from weft.core.shards import zero_dim
 from weft.engine.dp.coded import CodedAllGather, CodedReduceScatter
 from weft.engine.dp.pipeline_replicas import sum_bucket
+from weft.engine.dp.secondary import SecondaryAllGather
 from weft.engine.dp.strategy import Strategy
 from weft.engine.ownership import local
 from weft.engine.precision import torch_dtype
@@ -110,16 +114,24 @@ class Sharded(Strategy):
     """A model sharded by `shard_units`; `replicas` are those outside of `fully_shard`'s mesh."""
 
     def __init__(
-        self, model: nn.Module, *, stage: int, replicas: GroupSum | None = None, gather: str | None = None
+        self,
+        model: nn.Module,
+        *,
+        stage: int,
+        replicas: GroupSum | None = None,
+        gather: str | None = None,
+        neighbours: dist.ProcessGroup | None = None,
     ) -> None:
-        """`gather`: the format of codes in which weights travel."""
+        """`gather`: the format of codes in which weights travel; `neighbours`: who shares a secondary shard."""
         super().__init__(model)
         self._replicas = replicas
         self.stage_policy = STAGES[stage]
         self.accumulates_unsharded = not self.stage_policy.reduce_every_microbatch
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for unit in self._units if gather else ():
-            unit.set_custom_all_gather(cast(Any, CodedAllGather(str(gather))))
+        coded = CodedAllGather(gather) if gather else None
+        self._secondary = [SecondaryAllGather(neighbours, coded=coded) for _ in self._units] if neighbours else []
+        for at, unit in enumerate(self._units) if self._secondary or coded else ():
+            unit.set_custom_all_gather(cast(Any, self._secondary[at] if self._secondary else coded))
         # Listed now: while a unit is gathered its module shows other parameters, without gradients.
         self._shards = list(self._by_unit())
 
@@ -131,6 +143,7 @@ class Sharded(Strategy):
 
     @contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        self._forget_secondary()
         self.root.set_is_last_backward(is_last)
         self.root.set_requires_gradient_sync(is_last or self.stage_policy.reduce_every_microbatch)
         self.root.set_requires_all_reduce(is_last)
@@ -191,3 +204,13 @@ class Sharded(Strategy):
         # A forward without a backward leaves units gathered; the next update would not change those copies.
         for unit in self._units:
             unit.reshard()
+        self._forget_secondary()
+
+    def _weights_may_change(self) -> None:
+        super()._weights_may_change()
+        self._forget_secondary()
+
+    def _forget_secondary(self) -> None:
+        """Of units without a backward: their next forward would gather old weights."""
+        for one in self._secondary:
+            one.kept = None

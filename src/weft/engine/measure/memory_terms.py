@@ -107,6 +107,8 @@ def _claim(found: dict[int, Term], tensors: Iterable[torch.Tensor], term: Term) 
 
 def _gathered(engine: Engine) -> Iterable[torch.Tensor]:
     for group in groups_of(engine.model):
+        if (secondary := getattr(group._all_gather_comm, "kept", None)) is not None:
+            yield secondary
         for parameter in group.fsdp_params:
             yield from getattr(parameter, "all_gather_outputs", ())
             unsharded = getattr(parameter, "_unsharded_param", None)

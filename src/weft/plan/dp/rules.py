@@ -1,7 +1,10 @@
-"""Legality of data parallelism: dp_shard needs a ZeRO stage."""
+"""Legality of data parallelism: dp_shard needs a ZeRO stage, a secondary shard smaller groups of its ranks."""
 
 from __future__ import annotations
 
+import numpy as np
+
+from weft.core.secondary import check_secondary
 from weft.plan.axis import Rule
 from weft.plan.columns import Bools, Columns
 from weft.plan.request import Request
@@ -11,4 +14,27 @@ def _zero_matches_mesh(request: Request, columns: Columns) -> Bools:
     return (columns.zero == 0) & (columns.dp_shard > 1)
 
 
-RULES: tuple[Rule, ...] = (Rule("zero", "mesh.dp_shard > 1 needs a ZeRO stage", _zero_matches_mesh),)
+def _secondary_divides(_request: Request, columns: Columns) -> Bools:
+    facts = np.stack([columns.secondary_shard, columns.zero, columns.shards], axis=1)
+    found, which = np.unique(facts, axis=0, return_inverse=True)
+    broken = [any(check_secondary(int(size), zero=int(zero), shards=int(shards))) for size, zero, shards in found]
+    return np.asarray(broken, dtype=np.bool_)[which.reshape(-1)]
+
+
+def _secondary_is_executed(_request: Request, columns: Columns) -> Bools:
+    return (columns.secondary_shard > 0) & ((columns.pp > 1) | (columns.ep > 1))
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("zero", "mesh.dp_shard > 1 needs a ZeRO stage", _zero_matches_mesh),
+    Rule(
+        "secondary_shard",
+        "data_parallel.secondary_shard needs zero = 3 and more than one group among dp_shard x cp",
+        _secondary_divides,
+    ),
+    Rule(
+        "secondary_layout",
+        "data_parallel.secondary_shard is not executed with pipelines or expert parallelism",
+        _secondary_is_executed,
+    ),
+)

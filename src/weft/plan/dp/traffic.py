@@ -1,7 +1,8 @@
 """Traffic of data parallelism: all-gathers and reduce-scatters by ZeRO stage, all-reduces of replicas.
 
-Per unit: an all-gather per step (ZeRO-1, 2), or per forward and backward (ZeRO-3); a reduce-scatter per step (ZeRO-1),
-or per backward (ZeRO-2, 3). Replicas: an all-reduce per unit and step; without ZeRO one per bucket. Where codes travel
+Per unit: an all-gather per step (ZeRO-1, 2), or per forward and backward (ZeRO-3; with a secondary shard the backward's
+is among its ranks); a reduce-scatter per step (ZeRO-1), or per backward (ZeRO-2, 3). Replicas: an all-reduce per unit
+and step; without ZeRO one per bucket. Where codes travel
 (`precision.reduce`) a reduce-scatter is an all-to-all, an all-reduce an all-to-all and an all-gather.
 In expert parallelism the experts of a block are a unit of their own, on edp; without ZeRO each of their gradients is
 all-reduced there before the update.
@@ -41,7 +42,11 @@ def traffic(view: View) -> list[TrafficRow]:
     blocks = share.total.padded - share.root.padded - share.experts.padded
     roots = (1 + extra_gathers) * share.root.padded
     plain = view.gathered_bytes(root=roots, blocks=blocks)
-    gathered = gather_bytes(view.coded_bytes(roots + blocks, plain), shards)
+    coded = view.coded_bytes(roots + blocks, plain)
+    gathered = gather_bytes(coded, shards)
+    # neighbours send what arrived, decoded
+    again = np.where(columns.secondary_shard > 0, plain, coded)
+    again = gather_bytes(again, columns.backward_shards.astype(np.float64))
     # two stages of a rank with embedding and head have gradients of the root: each is reduced, a tied table twice
     is_twice = (columns.zero >= 2) & (columns.pp > 1) & stage.holds_embedding & stage.holds_head
     trained = view.trained
@@ -69,7 +74,7 @@ def traffic(view: View) -> list[TrafficRow]:
     return [
         TrafficRow(axes.DP_SHARD, "all_reduce", "forward", scales, has_scales.astype(np.float64)),
         TrafficRow(axes.DP_SHARD, "all_gather", "forward", gathered * forward_times, gathered_units * forward_times),
-        TrafficRow(axes.DP_SHARD, "all_gather", "backward", gathered * backward_times, gathered_units * backward_times),
+        TrafficRow(axes.DP_SHARD, "all_gather", "backward", again * backward_times, gathered_units * backward_times),
         TrafficRow(axes.DP_SHARD, reduction, "backward", reduced * reduce_times, reduces),
         *_between_replicas(view, held, replicas, units + expert_units),
         *(

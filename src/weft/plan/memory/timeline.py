@@ -33,6 +33,7 @@ from weft.plan.columns import Bools, Floats
 from weft.plan.cp.sizes import attention_buffers
 from weft.plan.memory.offloaded import staged_states, staged_weights, updates_beside_compute
 from weft.plan.memory.saved_activations import SavedBlocks
+from weft.plan.memory.secondary import secondary_bytes
 from weft.plan.memory.staging import chunks_within, staged_in_step
 from weft.plan.time.state_stream import chunk_bytes, rests_in_compute
 from weft.plan.view import View
@@ -119,6 +120,7 @@ def _at_loss(parts: TermParts) -> Terms:
         columns.fused_loss > 0, parts.view.gathered_bytes(root=share.root.padded, blocks=share.largest_padded), 0.0
     )
     gathered = np.where(columns.zero == 3, inside, held_gathered(parts.view))
+    gathered = gathered + secondary_bytes(parts.view, left=parts.num_blocks, num_blocks=parts.num_blocks, has_root=True)
     staged = staged_in_step(parts.view, done=np.zeros(len(columns)))
     held = _held_reduce_input(parts)
     return instant(
@@ -145,7 +147,7 @@ def _at_head(parts: TermParts) -> Terms:
     gradient = parts.num_logits * sizes.activation
     return {
         **_at_loss(parts),
-        Term.GATHERED: root,
+        Term.GATHERED: root + secondary_bytes(view, left=parts.num_blocks, num_blocks=parts.num_blocks),
         Term.LOGITS: np.where(gathers, gradient + parts.held_logits, 0.0),
         Term.TEMPORARIES: root + staged,  # all-gather output before it is copied out
     }
@@ -176,6 +178,8 @@ def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
     is_cast = (columns.zero == 0) & sizes.is_mixed & ~rests_in_compute(view)
     block_cast = np.where(is_cast, share.largest_block * sizes.compute, 0.0)
     # casts are freed block by block; recompute casts the current block again
+    ahead = np.where(is_last, 1.0, 2.0)
+    gathered = gathered + secondary_bytes(view, left=parts.num_blocks - done - ahead, num_blocks=parts.num_blocks)
     gathered = gathered + (parts.blocks.is_recomputed(done) - parts.blocks.casts_freed(done)) * block_cast
     before = parts.earlier_gradients
     trained = view.trained
@@ -252,9 +256,10 @@ def _at_gather(parts: TermParts, *, done: Floats) -> Terms:
     arriving = unit + view.share.largest_inner * view.block_bytes + head_gradient(view) + view.stream_bytes
     arriving = arriving + view.share.largest_padded * view.has_codes  # a byte each: the messages of all ranks
     is_zero3 = view.columns.zero == 3
+    kept = secondary_bytes(view, left=parts.num_blocks - done - 1, num_blocks=parts.num_blocks)
     return {
         **backward,
-        Term.GATHERED: np.where(is_zero3, held_gathered(view) + unit, 0.0),
+        Term.GATHERED: np.where(is_zero3, held_gathered(view) + unit + kept, 0.0),
         Term.ACTIVATIONS: np.where(is_zero3, backward[Term.ACTIVATIONS] - parts.blocks.restored(done), 0.0),
         Term.TEMPORARIES: np.where(is_zero3, arriving + staged_in_step(view, done=done), 0.0),
     }

@@ -76,6 +76,12 @@ def _link(cluster: Cluster, inner: Floats, degree: Floats) -> AxisLink:
     )
 
 
+def backward_link(cluster: Cluster, columns: Columns) -> AxisLink:
+    """The link of the ranks that ZeRO-3's backward gathers weights from: a secondary shard's are adjacent."""
+    inner, degree = inner_degree(columns, SHARED[DP_SHARD])
+    return _link(cluster, inner, np.where(columns.secondary_shard > 0, columns.secondary_shard, degree))
+
+
 def expert_link(cluster: Cluster, columns: Columns) -> AxisLink:
     """The link of the ep ranks, which are adjacent on the sharding axes with a stride of expert_tp."""
     degree = columns.ep.astype(np.float64)

@@ -21,7 +21,7 @@ from weft.plan.dp.all_reduce import replica_seconds
 from weft.plan.pp.stages import bubble_of
 from weft.plan.request import Request, rate_format
 from weft.plan.time.compute import ATTENTION_BACKWARD, BlockSeconds, block_seconds, model_flops
-from weft.plan.time.links import AxisLink, axis_link, expert_link, link_of
+from weft.plan.time.links import AxisLink, axis_link, backward_link, expert_link, link_of
 from weft.plan.time.state_stream import UPDATE_PASSES, held_elements
 from weft.plan.time.transfers import OVERLAP, transfers_of
 from weft.plan.traffic import Traffic, estimate_traffic
@@ -119,6 +119,10 @@ def _data_parallel(request: Request, columns: Columns, traffic: Traffic, busy: B
         sum((_seconds(link, traffic.of(axis, phase=phase)) for axis, link in links.items()), np.zeros(len(columns)))
         for phase in ("forward", "backward")
     )
+    if np.any(columns.secondary_shard):  # its gathers take another link
+        again = traffic.of(axes.DP_SHARD, phase="backward", collective="all_gather")
+        near = backward_link(request.cluster, columns)
+        backward = backward - _seconds(links[axes.DP_SHARD], again) + _seconds(near, again)
     beside_forward = np.where(columns.zero == 3, m, 1.0) * busy.forward * OVERLAP
     beside_backward = np.where(columns.zero >= 2, m, 1.0) * busy.backward * OVERLAP
     exposed = np.maximum(forward - beside_forward, 0.0) + np.maximum(backward - beside_backward, 0.0)

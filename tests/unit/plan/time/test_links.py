@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from plan_cases import columns_with, one, request_of
 
 from weft.core import axes
-from weft.plan.time.links import axis_link, expert_link, gather_bytes, inner_degree, reduce_bytes
+from weft.plan.time.links import axis_link, backward_link, expert_link, gather_bytes, inner_degree, reduce_bytes
 
 FOUR_NODES = request_of(devices="4x8xH100-80GB").cluster
 INSIDE, BETWEEN = FOUR_NODES.inside, FOUR_NODES.between
@@ -89,3 +89,9 @@ def test_more_bytes_never_take_less_time(degree: int, moved: float) -> None:
     link = axis_link(FOUR_NODES, columns_with({"dp_shard": degree, "zero": 1}), (axes.DP_SHARD,))
     fewer, more = (one(link.seconds(np.asarray([amount]))) for amount in (moved, 2 * moved + 1))
     assert 0 <= fewer <= more
+
+
+def test_a_secondary_shard_stays_on_its_node() -> None:
+    columns = columns_with(*({"dp_shard": 32, "zero": 3, "secondary_shard": size} for size in (0, 8, 16)))
+    assert [bool(off) for off in backward_link(FOUR_NODES, columns).off_node] == [True, False, True]
+    assert list(backward_link(FOUR_NODES, columns).degree) == [32, 8, 16]

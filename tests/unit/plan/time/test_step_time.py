@@ -202,3 +202,12 @@ def test_terms_are_finite_non_negative_and_add_up(request: Request) -> None:
     assert_terms_add_up(found.terms, found.total)
     assert (found.mfu > 0).all()
     assert (found.mfu < 1).all()
+
+
+def test_a_secondary_shard_keeps_the_gathers_of_the_backward_on_the_node() -> None:
+    """On two nodes with a slow link a third of the traffic of shards stays inside."""
+    nodes = request_of("llama-3-8b", "2x8xH100-80GB", global_batch=16, sequence_length=512)
+    slow = replace(nodes, cluster=replace(nodes.cluster, between=Link(name="slow", latency_s=0.0, bytes_per_s=1e9)))
+    plain, near, across = (terms(slow, dp_shard=16, zero=3, secondary_shard=size)[Term.DP_COMM] for size in (0, 8, 16))
+    assert across == plain
+    assert 0.70 < near / plain < 0.80  # bytes: 2 forward, 2 backward, 4 of gradients in float32
